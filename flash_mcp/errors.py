@@ -1,0 +1,73 @@
+"""Every anticipated failure: one class, a stable code, and what to do next.
+
+An agent reads `str(error)`:  `[code key=value] what happened. Fix: what to do next.`
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+CODES: dict[str, str] = {
+    "invalid_argument": "an argument is of the wrong type, out of its range or does not fit another one",
+    "unknown_argument": "a tool was given an argument that it does not have",
+    "unknown_environment": "no environment of that name or digest was pushed",
+    "unknown_model": "the model is neither in the catalog, nor a local folder, nor a reachable hub id",
+    "unknown_run": "no run has that id",
+    "unknown_checkpoint": "the run has no checkpoint at that step",
+    "unknown_deployment": "no deployment has that id",
+    "environment_invalid": "environment.py does not import or does not follow the contract",
+    "environment_error": "environment code raised, or too large a share of its calls failed",
+    "environment_timeout": "a call into environment code passed its deadline",
+    "dataset_invalid": "a dataset is missing, empty or has a malformed row",
+    "upload_invalid": "a pushed folder or file breaks a limit or would leave its folder",
+    "adapter_mismatch": "an adapter's base model, rank or alpha differs from the run's",
+    "prompt_too_long": "a prompt leaves no room for an answer within the context",
+    "template_unsupported": "the tokenizer's chat template cannot be followed token by token",
+    "checkpoint_corrupt": "a checkpoint's files do not match their checksums",
+    "out_of_memory": "the machine's or the device's memory did not suffice",
+    "disk_full": "no space is left where state is written",
+    "idempotency_conflict": "an idempotency key was used before with different arguments",
+    "run_finished": "the run has already ended",
+    "not_ready": "what was asked for is still starting",
+    "deployment_failed": "the serving process ended or never answered",
+    "port_taken": "another process listens on that port",
+    "engine_missing": "the packages of the training side are not installed",
+    "hub_unreachable": "a model has to be fetched and its source cannot be reached",
+    "worker_failed": "an attempt of the run ended without a result",
+    "stalled": "an attempt made no progress for too long",
+    "fenced": "a newer attempt owns the run; this one changed nothing",
+    "state_busy": "the state directory is locked by another program",
+    "internal": "a defect of flash-mcp itself; the id finds the traceback in the log",
+}
+
+
+class FlashError(Exception):
+    """An anticipated failure.
+
+    `code` is one of CODES; `values` are the wrong values, shown beside the code; `fix` says what to do next.
+    """
+
+    def __init__(self, code: str, what: str, *, fix: str = "", **values: Any) -> None:
+        if code not in CODES:
+            raise ValueError(f"unregistered error code {code!r}")
+        super().__init__(what)
+        self.code, self.what, self.fix, self.values = code, what.rstrip(), fix.rstrip(), values
+
+    def __str__(self) -> str:
+        values = "".join(f" {name}={_short(value)}" for name, value in self.values.items())
+        what = self.what if self.what.endswith((".", "!", "?")) else f"{self.what}."
+        return f"[{self.code}{values}] {what}" + (f" Fix: {self.fix}" if self.fix else "")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The error as JSON, for result.json and the store."""
+        return {"code": self.code, "what": self.what, "fix": self.fix, "values": self.values}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> FlashError:
+        """The inverse of `to_dict`."""
+        return cls(data["code"], data["what"], fix=data.get("fix", ""), **data.get("values", {}))
+
+
+def _short(value: Any, limit: int = 120) -> str:
+    text = repr(value) if isinstance(value, str) and (not value or " " in value) else str(value)
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"

@@ -1,0 +1,344 @@
+"""The run folder: the whole protocol between control plane and worker, as files under one prefix.
+
+    job.json               what to do: {"run_id", "spec", "sources", "environment_path", "model_path", ...}
+    epoch/N                attempt N owns the run; made once, exclusively; the highest N is the owner
+    beat.json              {"epoch", "time", "step", "phase", "host", "pid"}, every few seconds
+    metrics/STEP.json      {"step", "epoch", "time", "metrics": {name: number}}
+    rollouts/STEP.jsonl    one rollout a line, keyed by (step, index)
+    evals/STEP.json        {"step", "epoch", "time", "summary": {...}, "rollouts": [...]}
+    events/EPOCH-N.json    {"time", "epoch", "kind", "message", ...}
+    log.N                  what attempt N printed
+    checkpoints/STEP/      a PEFT adapter and the trainer's state, with MANIFEST.json (sha256 of every file)
+    checkpoints/LATEST     {"step", "digest"}, written last
+    cancel                 the control plane asks the worker to save and end
+    result.json            {"state", "step", "error", ...}: the only word that ends a run
+
+Whole files only, each replaced atomically: an object store cannot append.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, cast
+from uuid import uuid4
+
+import fsspec
+
+from flash_mcp.errors import FlashError
+
+Json = dict[str, Any]
+
+
+class RunFolder:
+    """Reads, and the control plane's few writes. `url` is a local path or any fsspec URL."""
+
+    def __init__(self, url: str | Path) -> None:
+        self.url = str(url)
+        filesystem, root = fsspec.core.url_to_fs(self.url)  # pyright: ignore[reportUnknownMemberType]
+        self._fs: Any = filesystem
+        self.root = str(root).rstrip("/")
+        self.is_local = "file" in (self._fs.protocol if isinstance(self._fs.protocol, tuple) else (self._fs.protocol,))
+
+    def path(self, *parts: str) -> str:
+        return "/".join((self.root, *parts))
+
+    # -- control plane ------------------------------------------------------------------------------------------------
+
+    def create(self, job: Json) -> None:
+        """Write job.json. Doing it again with the same job changes nothing."""
+        self._write("job.json", _dump(job))
+
+    def request_cancel(self, reason: str = "") -> None:
+        self._write("cancel", _dump({"time": time.time(), "reason": reason}))
+
+    def claim(self, epoch: int) -> RunWriter:
+        """Become attempt `epoch`. FlashError(fenced) where it or a newer one was claimed before."""
+        newest = self.newest_epoch()
+        if newest >= epoch:
+            raise FlashError("fenced", "the run belongs to another attempt", epoch=epoch, newest=newest)
+        body = _dump({"time": time.time(), "host": socket.gethostname(), "pid": os.getpid()})
+        try:
+            if self.is_local:
+                Path(self.path("epoch")).mkdir(parents=True, exist_ok=True)
+                with Path(self.path("epoch", str(epoch))).open("xb") as stream:
+                    stream.write(body)
+            else:
+                self._fs.pipe_file(self.path("epoch", str(epoch)), body, mode="create")
+        except FileExistsError as error:
+            raise FlashError("fenced", "the run belongs to another attempt", epoch=epoch) from error
+        return RunWriter(self, epoch)
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def newest_epoch(self) -> int:
+        """The owner's number; 0 before the first claim."""
+        return max((int(name) for name in self._names("epoch") if name.isdigit()), default=0)
+
+    def job(self) -> Json:
+        job = self.read_json("job.json")
+        if job is None:
+            raise FlashError("unknown_run", "the run folder has no job.json", folder=self.url)
+        return job
+
+    def beat(self) -> Json | None:
+        return self.read_json("beat.json")
+
+    def result(self) -> Json | None:
+        return self.read_json("result.json")
+
+    def is_cancelled(self) -> bool:
+        return self._fs.exists(self.path("cancel"))
+
+    def metric_steps(self) -> dict[int, str]:
+        """{step: version}; the version changes when the file is written anew."""
+        return self._versions("metrics", ".json")
+
+    def metrics(self, step: int) -> Json | None:
+        return self.read_json("metrics", f"{step}.json")
+
+    def rollout_steps(self) -> dict[int, str]:
+        return self._versions("rollouts", ".jsonl")
+
+    def rollouts(self, step: int) -> list[Json]:
+        text = self._read("rollouts", f"{step}.jsonl")
+        return [] if text is None else [json.loads(line) for line in text.splitlines()]
+
+    def eval_steps(self) -> dict[int, str]:
+        return self._versions("evals", ".json")
+
+    def evaluation(self, step: int) -> Json | None:
+        return self.read_json("evals", f"{step}.json")
+
+    def event_names(self) -> list[str]:
+        return sorted(name for name in self._names("events") if name.endswith(".json"))
+
+    def event(self, name: str) -> Json | None:
+        return self.read_json("events", name)
+
+    def log_tail(self, epoch: int, size_bytes: int = 8192) -> str:
+        """The end of what attempt `epoch` printed; empty where nothing was."""
+        try:
+            size = self._fs.size(self.path(f"log.{epoch}"))
+            tail: bytes = self._fs.cat_file(self.path(f"log.{epoch}"), start=max(0, size - size_bytes), end=size)
+        except FileNotFoundError:
+            return ""
+        return tail.decode(errors="replace")
+
+    def checkpoint_steps(self) -> list[int]:
+        """Steps whose checkpoint was written whole, oldest first."""
+        steps = [int(name) for name in self._names("checkpoints") if name.isdigit()]
+        return sorted(step for step in steps if self._fs.exists(self.path("checkpoints", str(step), "MANIFEST.json")))
+
+    def manifest(self, step: int) -> Json | None:
+        """{"step", "epoch", "digest", "size_bytes", "files": {name: sha256}, "metrics": {...}}"""
+        return self.read_json("checkpoints", str(step), "MANIFEST.json")
+
+    def verify_checkpoint(self, step: int) -> Json:
+        """The manifest, once every file was hashed; FlashError(checkpoint_corrupt | unknown_checkpoint) otherwise."""
+        manifest = self.manifest(step)
+        if manifest is None:
+            raise FlashError(
+                "unknown_checkpoint",
+                "there is no checkpoint at that step",
+                step=step,
+                fix=f"use one of {self.checkpoint_steps()}",
+            )
+        for name, digest in manifest["files"].items():
+            try:
+                data: bytes = self._fs.cat_file(self.path("checkpoints", str(step), name))
+            except FileNotFoundError:
+                data = b""
+            if hashlib.sha256(data).hexdigest() != digest:
+                raise FlashError(
+                    "checkpoint_corrupt",
+                    f"{name} does not match its checksum",
+                    step=step,
+                    fix="use an earlier checkpoint",
+                )
+        return manifest
+
+    def newest_good_checkpoint(self) -> int | None:
+        """The newest step whose files match their checksums. A damaged one is passed over for the one before it."""
+        for step in reversed(self.checkpoint_steps()):
+            try:
+                self.verify_checkpoint(step)
+            except FlashError:
+                continue
+            return step
+        return None
+
+    def fetch_checkpoint(self, step: int, into: Path) -> Path:
+        """Copy a verified checkpoint to a local folder and return that folder; local ones are used in place."""
+        self.verify_checkpoint(step)
+        if self.is_local:
+            return Path(self.path("checkpoints", str(step)))
+        self._fs.get(self.path("checkpoints", str(step)), str(into), recursive=True)
+        return into
+
+    def read_json(self, *parts: str) -> Json | None:
+        text = self._read(*parts)
+        return None if text is None else cast(Json, json.loads(text))
+
+    # -- files --------------------------------------------------------------------------------------------------------
+
+    def _names(self, *parts: str) -> list[str]:
+        try:
+            listed = cast("list[str]", self._fs.ls(self.path(*parts), detail=False, refresh=True))
+        except FileNotFoundError:
+            return []
+        return [name.rstrip("/").rsplit("/", 1)[-1] for name in listed]
+
+    def _versions(self, folder: str, suffix: str) -> dict[int, str]:
+        try:
+            listed = cast("list[Json]", self._fs.ls(self.path(folder), detail=True, refresh=True))
+        except FileNotFoundError:
+            return {}
+        versions: dict[int, str] = {}
+        for entry in listed:
+            stem, dot, ending = entry["name"].rsplit("/", 1)[-1].partition(".")
+            if stem.isdigit() and dot + ending == suffix:
+                versions[int(stem)] = (
+                    f"{entry.get('ETag') or entry.get('mtime')}-{entry['size']}-{entry.get('ino', '')}"
+                )
+        return dict(sorted(versions.items()))
+
+    def _read(self, *parts: str) -> str | None:
+        try:
+            return cast(bytes, self._fs.cat_file(self.path(*parts))).decode()
+        except FileNotFoundError:
+            return None
+
+    def _write(self, name: str, body: bytes) -> None:
+        if not self.is_local:
+            self._fs.pipe_file(self.path(*name.split("/")), body)
+            return
+        target = Path(self.path(name))
+        temporary = target.with_name(f".{target.name}.{uuid4().hex}")
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with temporary.open("wb") as stream:
+                stream.write(body)
+                stream.flush()
+                os.fsync(stream.fileno())
+            temporary.replace(target)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise disk_error(error, target) from error
+
+
+class RunWriter:
+    """The worker's side of the folder: what attempt `epoch` may write while it is the newest."""
+
+    def __init__(self, folder: RunFolder, epoch: int) -> None:
+        self.folder, self.epoch = folder, epoch
+        self._events = 0
+
+    def check_owner(self) -> None:
+        """FlashError(fenced) once a newer attempt has claimed the run."""
+        newest = self.folder.newest_epoch()
+        if newest != self.epoch:
+            raise FlashError("fenced", "a newer attempt owns the run", epoch=self.epoch, newest=newest)
+
+    def beat(self, step: int, phase: str) -> None:
+        self._put("beat.json", {"step": step, "phase": phase, "host": socket.gethostname(), "pid": os.getpid()})
+
+    def metrics(self, step: int, metrics: Json) -> None:
+        self._put(f"metrics/{step}.json", {"step": step, "metrics": metrics})
+
+    def rollouts(self, step: int, rollouts: Iterable[Json]) -> None:
+        self.check_owner()
+        body = "".join(_dump(rollout).decode() + "\n" for rollout in rollouts)
+        self.folder._write(f"rollouts/{step}.jsonl", body.encode())  # pyright: ignore[reportPrivateUsage]
+
+    def evaluation(self, step: int, summary: Json, rollouts: Sequence[Json]) -> None:
+        self._put(f"evals/{step}.json", {"step": step, "summary": summary, "rollouts": list(rollouts)})
+
+    def event(self, kind: str, message: str, **values: Any) -> None:
+        self._put(f"events/{self.epoch:04d}-{self._events:06d}.json", {"kind": kind, "message": message, **values})
+        self._events += 1
+
+    def commit_checkpoint(self, step: int, source: Path, metrics: Json) -> Json:
+        """Move the files of local folder `source` in as checkpoint `step` and return its manifest.
+
+        MANIFEST.json comes after the files and LATEST last: a checkpoint without a manifest does not exist. The same
+        step written twice is the newer one.
+        """
+        files = {str(path.relative_to(source)): path for path in sorted(source.rglob("*")) if path.is_file()}
+        digests = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
+        digest = hashlib.sha256(_dump(digests)).hexdigest()[:16]
+        manifest: Json = {
+            "step": step,
+            "epoch": self.epoch,
+            "time": time.time(),
+            "digest": digest,
+            "files": digests,
+            "size_bytes": sum(path.stat().st_size for path in files.values()),
+            "metrics": metrics,
+        }
+        self.check_owner()
+        folder, fs = self.folder, self.folder._fs  # pyright: ignore[reportPrivateUsage]
+        try:
+            if folder.is_local:
+                target = Path(folder.path("checkpoints", str(step)))
+                target.parent.mkdir(parents=True, exist_ok=True)
+                staging = target.with_name(f".{step}.{uuid4().hex}")
+                shutil.copytree(source, staging)
+                (staging / "MANIFEST.json").write_bytes(_dump(manifest))
+                _sync_tree(staging)
+                self.check_owner()
+                if target.exists():
+                    target.rename(target.with_name(f".old-{step}.{uuid4().hex}"))
+                staging.rename(target)
+                for stale in (*target.parent.glob(".old-*"), *target.parent.glob(".[0-9]*")):
+                    shutil.rmtree(stale, ignore_errors=True)
+            else:
+                fs.rm(folder.path("checkpoints", str(step), "MANIFEST.json")) if folder.manifest(step) else None
+                for name, path in files.items():
+                    fs.put_file(str(path), folder.path("checkpoints", str(step), name))
+                self.check_owner()
+                fs.pipe_file(folder.path("checkpoints", str(step), "MANIFEST.json"), _dump(manifest))
+        except OSError as error:
+            raise disk_error(error, source) from error
+        folder._write("checkpoints/LATEST", _dump({"step": step, "digest": digest}))  # pyright: ignore[reportPrivateUsage]
+        return manifest
+
+    def commit_result(self, state: str, step: int, error: FlashError | None = None, **values: Any) -> None:
+        """End the run: `state` is succeeded, failed, cancelled or (for the supervisor to retry) lost."""
+        self._put("result.json", {"state": state, "step": step, "error": error.to_dict() if error else None, **values})
+
+    def _put(self, name: str, body: Json) -> None:
+        self.check_owner()
+        self.folder._write(name, _dump({"epoch": self.epoch, "time": time.time(), **body}))  # pyright: ignore[reportPrivateUsage]
+
+
+def disk_error(error: OSError, path: Path) -> FlashError | OSError:
+    """FlashError(disk_full) where that is what happened, the error itself otherwise."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return FlashError(
+            "disk_full",
+            "no space is left on the disk",
+            path=path,
+            fix="free space there, or set FLASH_HOME to a folder on another disk; the run resumes",
+        )
+    return error
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in (*folder.rglob("*"), folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _dump(body: Any) -> bytes:
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":"), default=str, allow_nan=False).encode()
