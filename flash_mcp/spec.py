@@ -6,9 +6,10 @@ the recipe's value; `resolve` fills it in and records where every value came fro
 
 from __future__ import annotations
 
+import difflib
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -98,7 +99,8 @@ class RunSpec(BaseModel):
         ),
     ] = None
     kl_penalty_coef: Annotated[
-        float | None, Field(ge=0, le=10, description="Weight of the KL penalty to the base model; default 0.")
+        float | None,
+        Field(ge=0, le=10, description="Weight of the KL penalty to the policy that the run starts from; default 0."),
     ] = None
     loss_type: Annotated[LossType | None, Field(description="Normalisation of the GRPO loss; default dr_grpo.")] = None
     importance_sampling: Annotated[
@@ -249,7 +251,8 @@ def resolve(spec: RunSpec, *, file_fields: frozenset[str] = frozenset()) -> Reso
     """
     recipe = RECIPES[spec.algorithm]
     given = spec.model_fields_set
-    values, sources = spec.model_dump(), {}
+    values: dict[str, Any] = spec.model_dump()
+    sources: dict[str, Source] = {}
     for name, value in values.items():
         if name in given and value is not None:
             sources[name] = "file" if name in file_fields else "argument"
@@ -268,20 +271,25 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         document = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise FlashError("invalid_argument", f"the config file cannot be read: {error}", path=path) from error
+        fix = "name a TOML file on the server; env_setup writes one under configs/"
+        raise FlashError("invalid_argument", f"the config file cannot be read: {error}", path=path, fix=fix) from error
     fields: dict[str, Any] = {}
     for name, value in document.items():
         is_table = isinstance(value, dict) and name not in RunSpec.model_fields
-        for field, inner in (value if is_table else {name: value}).items():
+        table = cast("dict[str, Any]", value if is_table else {name: value})
+        for field, inner in table.items():
             if field not in RunSpec.model_fields:
+                near = difflib.get_close_matches(field, RunSpec.model_fields, n=1, cutoff=0.5)
+                guess = f" (did you mean {near[0]!r}?)" if near else ""
                 raise FlashError(
                     "invalid_argument",
-                    f"the config file has an unknown field {field!r}",
+                    f"the config file has an unknown field {field!r}{guess}",
                     path=path,
                     fix=f"use fields of: {', '.join(RunSpec.model_fields)}",
                 )
             if field in fields:
-                raise FlashError("invalid_argument", f"the config file gives {field!r} twice", path=path)
+                fix = "keep one of the two"
+                raise FlashError("invalid_argument", f"the config file gives {field!r} twice", path=path, fix=fix)
             fields[field] = inner
     return fields
 

@@ -1,0 +1,65 @@
+"""Worker attempts as real processes over a real run folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from flash_mcp.runfolder import RunFolder
+from flash_mcp.spec import RunSpec, resolve
+
+VOWELS = Path(__file__).parent / "environments" / "vowels"
+
+
+def make_run(
+    folder: Path, model: Path, *, environment: Path = VOWELS, job: dict[str, Any] | None = None, **fields: Any
+) -> RunFolder:
+    """A run folder with a job of a few quick steps."""
+    quick = {"steps": 5, "batch_size": 4, "group_size": 8, "max_tokens": 16, "max_length": 256, "lora_rank": 8,
+             "lora_alpha": 16, "learning_rate": 0.01, "save_every": 1}  # fmt: skip
+    resolved = resolve(RunSpec(environment=environment.name, model=str(model), **{**quick, **fields}))
+    run = RunFolder(folder)
+    run.create(
+        {
+            "run_id": folder.name, "spec": resolved.spec.model_dump(), "sources": resolved.sources,
+            "environment": {"name": environment.name, "digest": "0", "path": str(environment)},
+            "model": str(model), "init_adapter": None, "created": time.time(), **(job or {}),
+        }
+    )  # fmt: skip
+    return run
+
+
+class Attempt:
+    """`python -m worker.main` as a child of the test."""
+
+    def __init__(self, run: RunFolder, number: int = 1, **environment: str) -> None:
+        self.log_path = Path(run.path(f"log.{number}"))
+        with self.log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "worker.main", run.url, "--attempt", str(number)],
+                stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
+                env={**os.environ, **environment},
+            )  # fmt: skip
+
+    def __enter__(self) -> Attempt:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def wait(self, timeout_s: float = 120) -> int:
+        return self.process.wait(timeout_s)
+
+    def wait_until(self, condition: Callable[[], Any], timeout_s: float = 120) -> None:
+        """Bounded; fails at once when the attempt ends first."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert self.process.poll() is None, self.log_path.read_text()
+            assert time.monotonic() < deadline, self.log_path.read_text()
+            time.sleep(0.02)

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flash_mcp.home import models_dir
+
+SHARED_MODELS = models_dir()  # read before any test has a home of its own: real models are fetched once
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(autouse=True)
+def flash_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A state directory of the test's own, named by FLASH_HOME for it and for the processes that it starts."""
+    folder = tmp_path / "flash-home"
+    monkeypatch.setenv("FLASH_HOME", str(folder))
+    monkeypatch.setenv("FLASH_MODELS", str(SHARED_MODELS))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a real 2-layer model; see tests/tiny.py."""
+    from tests.tiny import make_tiny_model  # noqa: PLC0415  seconds of imports that most tests do not need
+
+    return make_tiny_model(tmp_path_factory.mktemp("tiny-model"))
+
+
+@pytest.fixture(scope="session")
+def tiny_adapter(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A PEFT adapter of `tiny_model`."""
+    from tests.tiny import make_tiny_adapter  # noqa: PLC0415
+
+    return make_tiny_adapter(tmp_path_factory.mktemp("tiny-adapter"), tiny_model)

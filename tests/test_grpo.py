@@ -1,0 +1,194 @@
+"""Our training step against TRL's own: the same rollouts must give the same gradients."""
+
+from __future__ import annotations
+
+import copy
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer
+
+from flash_mcp.spec import RunSpec, resolve
+from worker import packing
+from worker.grpo import Trainer, group_advantages
+from worker.policy import load_policy
+from worker.rollout import Rollout, Task
+from worker.settings import Settings
+from worker.transcript import ChatTemplate, Transcript
+
+GROUPS, SIZE, MAX_COMPLETION = 2, 4, 64
+
+
+def make_rollouts(tokenizer: Any, seed: int = 0, *, turns: int = 2) -> list[Rollout]:
+    """GROUPS x SIZE multi-turn rollouts of uneven length, with log-probabilities that are a little off."""
+    rng, template = random.Random(seed), ChatTemplate(tokenizer)
+    rollouts = []
+    for index in range(GROUPS * SIZE):
+        transcript = Transcript(template, [{"role": "user", "content": f"question {index // SIZE}"}])
+        for turn in range(rng.randint(1, turns)):
+            if turn:
+                transcript.add_environment([{"role": "user", "content": "and"}])
+            ids = [rng.randrange(33, 126) for _ in range(rng.randint(1, 9))]
+            transcript.completion_ids += ids
+            transcript.mask += [1] * len(ids)
+            transcript.logprobs += [-4.5 + rng.gauss(0, 0.5) for _ in ids]
+        task = Task("train", index // SIZE, index // SIZE, index, seed=index)
+        rollouts.append(Rollout(task, f"t{index}", transcript, reward=rng.choice([0.0, 0.3, 1.0])))
+    return rollouts
+
+
+@pytest.fixture(scope="module")
+def fp32_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+
+    from tests.tiny import make_tiny_model  # noqa: PLC0415
+
+    folder = make_tiny_model(tmp_path_factory.mktemp("fp32"))
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
+def settings_of(**fields: Any) -> Settings:
+    base = {"batch_size": GROUPS, "group_size": SIZE, "lora_rank": 8, "lora_alpha": 16, "steps": 1}
+    return Settings(**resolve(RunSpec(environment="e", **{**base, **fields})).spec.model_dump())
+
+
+def make_policy(model: Path, dtype: torch.dtype = torch.float32) -> Any:
+    policy = load_policy(model, rank=8, alpha=16, seed=0, dtype=dtype)
+    generator = torch.Generator().manual_seed(1)
+    for name, weight in policy.named_parameters():
+        if "lora_B" in name:
+            weight.data.normal_(std=0.05, generator=generator)
+    return policy
+
+
+def our_gradients(policy: Any, tokenizer: Any, spec: Settings, rollouts: list[Rollout], out: Path) -> dict[str, Tensor]:
+    trainer = Trainer(
+        policy, tokenizer, spec, examples=GROUPS, collect=lambda step, examples: rollouts,
+        output_dir=str(out), max_completion=MAX_COMPLETION, callbacks=[],
+    )  # fmt: skip
+    trainer.current_gradient_accumulation_steps = GROUPS
+    rows = [{"index": index // SIZE} for index in range(GROUPS * SIZE)]
+    policy.train()
+    for _ in range(GROUPS):
+        trainer._compute_loss(policy, trainer._prepare_inputs(rows)).backward()
+        trainer._step += 1
+    return gradients(policy)
+
+
+def trl_gradients(policy: Any, tokenizer: Any, spec: Settings, rollouts: list[Rollout], out: Path) -> dict[str, Tensor]:
+    def rollout_func(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        transcripts = [r.transcript for r in rollouts if r.transcript]
+        return {
+            "prompt_ids": [t.prompt_ids for t in transcripts],
+            "completion_ids": [t.completion_ids for t in transcripts],
+            "logprobs": [t.logprobs for t in transcripts],
+            "env_mask": [t.mask for t in transcripts],
+            "reward": [r.reward for r in rollouts],
+        }
+
+    corrected = spec.importance_sampling != "none"
+    args = GRPOConfig(
+        output_dir=str(out), per_device_train_batch_size=SIZE, gradient_accumulation_steps=GROUPS, num_generations=SIZE,
+        max_completion_length=MAX_COMPLETION, beta=spec.kl_penalty_coef, temperature=spec.temperature,
+        loss_type=spec.loss_type, scale_rewards="none" if spec.loss_type == "dr_grpo" else "group",
+        vllm_importance_sampling_mode=spec.importance_sampling if corrected else "token_truncate",
+        vllm_importance_sampling_clip_max=spec.importance_sampling_clip, use_cpu=True, report_to=[],
+        bf16=policy.dtype == torch.bfloat16, gradient_checkpointing=False,
+    )  # fmt: skip
+    trainer = GRPOTrainer(
+        policy, reward_funcs=lambda reward, **_: reward, args=args, processing_class=tokenizer,
+        train_dataset=Dataset.from_list([{"prompt": "q"}] * GROUPS), rollout_func=rollout_func,
+    )  # fmt: skip
+    # TRL's correction belongs to its own engine; this switches it on for rollouts from elsewhere.
+    trainer.use_vllm = trainer.vllm_importance_sampling_correction = corrected
+    trainer._last_loaded_step = trainer.state.global_step
+    trainer.current_gradient_accumulation_steps = GROUPS
+    policy.train()
+    batch = trainer._generate_and_score_completions([{"prompt": f"q{i // SIZE}"} for i in range(GROUPS * SIZE)])
+    for group in range(GROUPS):
+        rows = slice(group * SIZE, (group + 1) * SIZE)
+        part = {name: value[rows] if value.dim() else value for name, value in batch.items()}
+        trainer._compute_loss(policy, part).backward()
+    return gradients(policy)
+
+
+def gradients(policy: Any) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
+
+
+def flat(gradients: dict[str, Tensor]) -> Tensor:
+    return torch.cat([gradient.flatten() for gradient in gradients.values()])
+
+
+def both(model: Path, tmp_path: Path, rollouts: list[Rollout], dtype: torch.dtype, **fields: Any) -> tuple[Any, Any]:
+    tokenizer, spec = AutoTokenizer.from_pretrained(model), settings_of(**fields)
+    ours = our_gradients(make_policy(model, dtype), tokenizer, spec, rollouts, tmp_path)
+    theirs = trl_gradients(make_policy(model, dtype), tokenizer, spec, copy.deepcopy(rollouts), tmp_path)
+    assert ours.keys() == theirs.keys() and ours
+    return ours, theirs
+
+
+CASES = [
+    *({"loss_type": loss} for loss in ("dr_grpo", "grpo", "bnpo", "dapo")),
+    *({"importance_sampling": mode} for mode in ("token_mask", "sequence_truncate", "sequence_mask", "none")),
+    {"kl_penalty_coef": 0.1},
+    {"temperature": 0.7, "importance_sampling_clip": 1.1},
+]
+
+
+@pytest.mark.parametrize("fields", CASES, ids=str)
+def test_gradients_equal_trls_in_fp32(fp32_model: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
+    rollouts = make_rollouts(AutoTokenizer.from_pretrained(fp32_model))
+    ours, theirs = both(fp32_model, tmp_path, rollouts, torch.float32, **fields)
+    mine, expected = flat(ours), flat(theirs)
+    assert (mine - expected).norm() < 1e-5 * expected.norm()
+
+
+def test_gradients_point_where_trls_do_in_bf16(tiny_model: Path, tmp_path: Path) -> None:
+    rollouts = make_rollouts(AutoTokenizer.from_pretrained(tiny_model))
+    ours, theirs = both(tiny_model, tmp_path, rollouts, torch.bfloat16)
+    assert torch.nn.functional.cosine_similarity(flat(ours), flat(theirs), dim=0) > 0.999
+
+
+def test_a_pack_that_is_split_gives_the_same_log_probabilities(
+    fp32_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, tokenizer = make_policy(fp32_model), AutoTokenizer.from_pretrained(fp32_model)
+    transcripts = [r.transcript for r in make_rollouts(tokenizer, turns=4) if r.transcript][:SIZE]
+    width = max(len(t.completion_ids) for t in transcripts)
+    ids = torch.tensor([t.ids + [0] * (width - len(t.completion_ids)) for t in transcripts])
+    seen = torch.tensor([[1] * len(t.ids) + [0] * (width - len(t.completion_ids)) for t in transcripts])
+    mask = torch.tensor([t.mask + [0] * (width - len(t.mask)) for t in transcripts])
+    whole = packing.group_logps(policy.get_base_model(), ids, seen, mask, 1.0)
+    monkeypatch.setattr(packing, "PACK_TOKENS", 48)
+    monkeypatch.setattr(packing, "HEAD_TOKENS", 5)
+    split = packing.group_logps(policy.get_base_model(), ids, seen, mask, 1.0)
+    torch.testing.assert_close(whole, split, rtol=1e-5, atol=1e-5)
+    assert not whole[0][mask == 0].any()
+
+
+def test_a_group_without_advantage_costs_no_forward_pass(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    rollouts = make_rollouts(tokenizer)
+    for rollout in rollouts:
+        rollout.reward = 0.5
+    monkeypatch.setattr(Trainer, "_get_per_token_logps_and_entropies", None)
+    grads = our_gradients(make_policy(tiny_model, torch.bfloat16), tokenizer, settings_of(), rollouts, tmp_path)
+    assert not any(gradient.any() for gradient in grads.values())
+
+
+def test_a_rollout_that_the_environment_failed_moves_nothing() -> None:
+    group = [Rollout(Task("train", 0, 0, i, 0), "t", reward=reward) for i, reward in enumerate((1.0, 0.0, 0.0))]
+    group[2].error = {"code": "environment_error", "what": "boom"}
+    assert group_advantages(group, scale=False).tolist() == [0.5, -0.5, 0.0]
+    group[1].error = group[2].error
+    assert group_advantages(group, scale=False).tolist() == [0.0, 0.0, 0.0]

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from flash_mcp.errors import FlashError
+from tests.tiny import CHATML, make_tokenizer
+from worker.engine import Completion
+from worker.transcript import ChatTemplate, Transcript
+
+QWEN3 = (  # adds an empty think block to the prompt and drops it from history, as Qwen3's own template does
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+TEXT = st.text(st.characters(codec="utf-8", exclude_characters="<>\u2063"), min_size=1, max_size=12)
+
+
+def tokenizer(template: str | None = CHATML) -> Any:
+    made = make_tokenizer()
+    made.chat_template = template
+    return made
+
+
+def answer(template: ChatTemplate, text: str, *, ended: bool = True) -> Completion:
+    ids = template.tokenizer.encode(text + ("<|im_end|>" if ended else ""), add_special_tokens=False)
+    return Completion(ids, [-0.5] * len(ids), "stop" if ended else "length")
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(TEXT, st.booleans(), TEXT), min_size=1, max_size=4), TEXT)
+def test_a_conversation_built_from_pieces_reads_as_the_template_renders_it(turns: list[Any], question: str) -> None:
+    template = ChatTemplate(tokenizer())
+    transcript = Transcript(template, [{"role": "user", "content": question}])
+    for text, ended, reply in turns:
+        assert transcript.add_answer(answer(template, text, ended=ended)) == text
+        transcript.add_environment([{"role": "user", "content": reply}])
+    whole = template.tokenizer.apply_chat_template(transcript.messages, tokenize=False, add_generation_prompt=True)
+    assert template.tokenizer.decode(transcript.ids) == whole
+
+
+def test_only_the_models_own_tokens_are_trained_and_keep_their_log_probabilities() -> None:
+    template = ChatTemplate(tokenizer())
+    transcript = Transcript(template, [{"role": "user", "content": "?"}])
+    transcript.add_answer(answer(template, "one"))
+    transcript.add_environment([{"role": "user", "content": "go on"}])
+    transcript.add_answer(answer(template, "two", ended=False))
+    trained = [token for token, mine in zip(transcript.completion_ids, transcript.mask, strict=True) if mine]
+    assert template.tokenizer.decode(trained) == "one<|im_end|>two"
+    assert [value != 0.0 for value in transcript.logprobs] == [bool(mine) for mine in transcript.mask]
+    assert transcript.truncated and transcript.model_tokens == len(trained)
+
+
+def test_a_template_that_drops_the_empty_think_block_from_history_stays_aligned() -> None:
+    template = ChatTemplate(tokenizer(QWEN3))
+    transcript = Transcript(template, [{"role": "user", "content": "?"}])
+    transcript.add_answer(answer(template, "one"))
+    transcript.add_environment([{"role": "user", "content": "more"}])
+    text = template.tokenizer.decode(transcript.ids)
+    assert text.count("<think>") == 2 and text.endswith("<think>\n\n</think>\n\n")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        None,
+        "{% for message in messages %}{{ message['content'] }}{% endfor %}",
+        "{% for message in messages %}{{ message['role'] }}<|im_end|>{% endfor %}",
+        CHATML.replace("message['content']", "message['content'] | upper"),
+        "{{ raise_exception('no') }}",
+    ],
+)
+def test_a_template_that_cannot_be_followed_is_refused_before_the_first_step(template: str | None) -> None:
+    with pytest.raises(FlashError, match="template_unsupported"):
+        ChatTemplate(tokenizer(template))
+
+
+def test_the_tiny_models_saved_template_is_supported(tiny_model: Path) -> None:
+    assert ChatTemplate(AutoTokenizer.from_pretrained(tiny_model)).end_ids

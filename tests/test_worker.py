@@ -1,0 +1,160 @@
+"""Attempts of real runs: the tiny model, the real engine, the real trainer, real processes and signals."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from tests.attempts import VOWELS, Attempt, make_run
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def finished(run: Any, state: str = "succeeded") -> dict[str, Any]:
+    result = run.result()
+    assert result is not None and result["state"] == state, (result, run.log_tail(run.newest_epoch()))
+    return result
+
+
+@pytest.fixture(scope="module")
+def whole_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A run of five steps that nothing disturbed."""
+    run = make_run(tmp_path_factory.mktemp("whole") / "run", tiny_model, eval_before=True, eval_after=True)
+    with Attempt(run) as attempt:
+        assert attempt.wait() == 0, attempt.log_path.read_text()
+    return run
+
+
+def test_a_run_reports_every_step_and_leaves_an_adapter(whole_run: Any) -> None:
+    assert finished(whole_run)["step"] == 5
+    assert list(whole_run.metric_steps()) == list(whole_run.rollout_steps()) == [1, 2, 3, 4, 5]
+    assert list(whole_run.eval_steps()) == [0, 5]
+    assert whole_run.checkpoint_steps() == [1, 2, 3, 4, 5] and whole_run.newest_good_checkpoint() == 5
+    rows = whole_run.rollouts(5)
+    assert [row["index"] for row in rows] == list(range(32)) and {row["group"] for row in rows} == {0, 1, 2, 3}
+    assert all(len(row["messages"]) == 4 and row["turns"] == 2 and not row["error"] for row in rows)
+    metrics = [whole_run.metrics(step)["metrics"] for step in (1, 5)]
+    assert metrics[1]["reward/mean"] > metrics[0]["reward/mean"]
+    assert metrics[1]["reward/mean"] == pytest.approx(sum(row["reward"] for row in rows) / 32)
+    for name in ("loss", "grad_norm", "entropy", "is_ratio/mean", "time/step_s", "time/sync_s", "success/rate"):
+        assert all(step[name] is not None for step in metrics), name
+
+
+def test_the_engine_samples_from_the_policy_that_is_trained(whole_run: Any) -> None:
+    for step in range(1, 6):
+        metrics = whole_run.metrics(step)["metrics"]
+        assert metrics["sampling_logp_difference/mean"] < 0.02 and abs(metrics["is_ratio/mean"] - 1) < 0.02
+
+
+def test_the_final_adapter_loads_in_peft_and_was_trained(whole_run: Any, tiny_model: Path) -> None:
+    from peft import PeftModel  # noqa: PLC0415
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+
+    folder = Path(whole_run.path("checkpoints", "5"))
+    PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), folder)
+    assert any(
+        weight.any() for name, weight in load_file(folder / "adapter_model.safetensors").items() if "lora_B" in name
+    )
+
+
+def test_an_attempt_killed_in_mid_run_is_followed_by_one_that_ends_where_an_undisturbed_run_ends(
+    whole_run: Any, tiny_model: Path, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path / "run", tiny_model, eval_before=True, eval_after=True)
+    with Attempt(run) as first:
+        first.wait_until(lambda: run.checkpoint_steps()[-1:] == [2])
+        children = psutil.Process(first.process.pid).children(recursive=True)
+        first.process.send_signal(signal.SIGKILL)
+    psutil.wait_procs(children, timeout=10)
+    assert not any(child.is_running() for child in children), "the environment's process outlived the worker"
+    assert run.result() is None
+    with Attempt(run, 2) as second:
+        assert second.wait() == 0, second.log_path.read_text()
+    assert finished(run)["epoch"] == 2
+    assert list(run.metric_steps()) == [1, 2, 3, 4, 5] and run.metrics(1)["epoch"] == 1 and run.metrics(5)["epoch"] == 2
+    for step in range(1, 6):
+        assert run.metrics(step)["metrics"]["reward/mean"] == whole_run.metrics(step)["metrics"]["reward/mean"]
+    assert (
+        run.manifest(5)["files"]["adapter_model.safetensors"]
+        == whole_run.manifest(5)["files"]["adapter_model.safetensors"]
+    )
+
+
+def test_a_stopped_attempt_that_wakes_after_its_successor_changes_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", tiny_model)
+    with Attempt(run) as zombie:
+        zombie.wait_until(lambda: run.checkpoint_steps())
+        zombie.process.send_signal(signal.SIGSTOP)
+        with Attempt(run, 2) as second:
+            assert second.wait() == 0, second.log_path.read_text()
+        before = {
+            path: path.read_bytes() for path in Path(run.root).rglob("*") if path.is_file() and "log" not in path.name
+        }
+        zombie.process.send_signal(signal.SIGCONT)
+        assert zombie.wait() == 3
+    after = {path: path.read_bytes() for path in Path(run.root).rglob("*") if path.is_file() and "log" not in path.name}
+    assert after == before
+
+
+def test_a_cancel_in_mid_rollout_saves_what_was_trained_and_ends_as_cancelled(tiny_model: Path, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", tiny_model, steps=1000, save_every=1000)
+    with Attempt(run) as attempt:
+        attempt.wait_until(lambda: 2 in run.metric_steps())
+        run.request_cancel()
+        assert attempt.wait(60) == 0, attempt.log_path.read_text()
+    step = finished(run, "cancelled")["step"]
+    assert step >= 2 and run.newest_good_checkpoint() == step
+
+
+def test_a_warm_start_begins_with_the_other_runs_adapter(whole_run: Any, tiny_model: Path, tmp_path: Path) -> None:
+    start = {"init_adapter": {"path": whole_run.path("checkpoints", "5"), "run_id": "run", "step": 5, "digest": ""}}
+    run = make_run(tmp_path / "run", tiny_model, job=start, steps=1, kl_penalty_coef=0.1)
+    with Attempt(run) as attempt:
+        assert attempt.wait() == 0, attempt.log_path.read_text()
+    first, cold = (r.metrics(1)["metrics"] for r in (run, whole_run))
+    assert first["reward/mean"] > cold["reward/mean"] and first["kl"] == pytest.approx(0, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "evidence"),
+    [
+        ({"environment_args": {"question": "x" * 400}}, "prompt_too_long", "max_length=256"),
+        ({"environment_args": {"train": 0}}, "dataset_invalid", "empty"),
+        ({"environment_args": {"nonsense": 1}}, "environment_invalid", "nonsense"),
+        ({"max_length": 5000}, "invalid_argument", "context=4096"),
+        ({"model": "no-such-model"}, "unknown_model", "no-such-model"),
+    ],
+)
+def test_a_run_that_cannot_start_ends_with_a_coded_error(
+    tiny_model: Path, tmp_path: Path, fields: dict[str, Any], code: str, evidence: str
+) -> None:
+    model = Path(fields.pop("model", tiny_model))
+    run = make_run(tmp_path / "run", model, **fields)
+    with Attempt(run) as attempt:
+        assert attempt.wait() == 0, attempt.log_path.read_text()
+    error = finished(run, "failed")["error"]
+    assert error["code"] == code and evidence in json.dumps(error) + str(error["values"]).replace("': ", "=").replace(
+        "'", ""
+    )
+    assert not run.metric_steps() and not run.checkpoint_steps()
+
+
+def test_an_environment_that_mostly_fails_ends_the_run_with_the_evidence(tiny_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "failing"
+    folder.mkdir()
+    source = (VOWELS / "environment.py").read_text()
+    (folder / "environment.py").write_text(
+        source.replace("        share =", "        raise KeyError('boom')\n        share =")
+    )
+    run = make_run(tmp_path / "run", tiny_model, environment=folder)
+    with Attempt(run) as attempt:
+        assert attempt.wait() == 0, attempt.log_path.read_text()
+    error = finished(run, "failed")["error"]
+    assert error["code"] == "environment_error" and "32 of 32 rollouts" in error["what"] and "boom" in error["what"]
+    assert all(row["error"] and row["reward"] == 0 for row in run.rollouts(1))

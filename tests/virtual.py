@@ -1,0 +1,122 @@
+"""A virtual clock, and an engine and an environment that live on it: the real scheduler runs hours in seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import selectors
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from environments.host import EnvironmentFault, Opening, Score, Step
+from worker.engine import Completion, Sampling
+
+T = TypeVar("T")
+
+
+class _NoWait(selectors.DefaultSelector):
+    """Never sleeps: the loop's clock jumps to the next timer instead."""
+
+    loop: VirtualLoop
+
+    def select(self, timeout: float | None = None) -> Any:
+        ready = super().select(0)
+        if not ready and timeout is not None:
+            self.loop.now += timeout
+        return ready
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self.now = 0.0
+        selector = _NoWait()
+        selector.loop = self
+        super().__init__(selector)
+
+    def time(self) -> float:
+        return self.now
+
+
+def run_virtually(coroutine: Coroutine[Any, Any, T]) -> tuple[T, float]:
+    """The coroutine's result and the virtual seconds that it took."""
+    loop = VirtualLoop()
+    try:
+        return loop.run_until_complete(coroutine), loop.now
+    finally:
+        loop.close()
+
+
+@dataclass
+class FakeEngine:
+    """Answers every request with tokens that depend on its prompt and seed alone; a step decodes one token of each."""
+
+    step_s: float = 0.01
+    running: dict[str, list[int]] = field(default_factory=dict)
+    wanted: dict[str, Completion] = field(default_factory=dict)
+    batches: list[int] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+
+    def submit(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling) -> None:
+        assert request_id not in self.running
+        rng = random.Random(f"{sampling.seed}/{sum(prompt_ids)}")
+        length = rng.randint(1, sampling.max_tokens + 4)
+        ids = [rng.randrange(97, 123) for _ in range(min(length, sampling.max_tokens))]
+        reason = "length" if length > sampling.max_tokens else "stop"
+        self.running[request_id] = []
+        self.wanted[request_id] = Completion(ids, [-float(token) for token in ids], reason)
+
+    def step(self) -> list[tuple[str, Completion]]:
+        self.batches.append(len(self.running))
+        finished = []
+        for request_id, written in list(self.running.items()):
+            written.append(0)
+            if len(written) == len(self.wanted[request_id].token_ids):
+                finished.append((request_id, self.wanted.pop(request_id)))
+                del self.running[request_id]
+        return finished
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self.aborted.append(request_id)
+            self.running.pop(request_id, None)
+            self.wanted.pop(request_id, None)
+
+    async def run_step(self) -> list[tuple[str, Completion]]:
+        await asyncio.sleep(self.step_s)
+        return self.step()
+
+
+@dataclass
+class FakeHost:
+    """Episodes of a number of turns drawn from the task; every call takes `latency_s`, may raise, and is recorded."""
+
+    latency_s: Callable[[], float] = lambda: 0.0
+    fails: Callable[[int], bool] = lambda example: False
+    max_turns: int = 6
+    opened: dict[int, list[str]] = field(default_factory=dict)
+    closed: set[int] = field(default_factory=set)
+
+    async def open(self, split: str, index: int) -> Opening:
+        await asyncio.sleep(self.latency_s())
+        episode = len(self.opened)
+        self.opened[episode] = [f"{index}"]
+        return Opening(episode, f"task-{index}", [{"role": "user", "content": f"q{index}"}], self.max_turns)
+
+    async def step(self, episode: int, assistant_text: str) -> Step:
+        await asyncio.sleep(self.latency_s())
+        said = self.opened[episode]
+        said.append(assistant_text)
+        turns = 1 + int(said[0]) % self.max_turns
+        if len(said) > 1 and self.fails(int(said[0])):
+            raise EnvironmentFault("environment_error", "the environment failed")
+        return Step(len(said) > turns, [] if len(said) > turns else [{"role": "user", "content": f"r{len(said)}"}])
+
+    async def score(self, episode: int, *, latency_ms: int, total_tokens: int) -> Score:
+        await asyncio.sleep(self.latency_s())
+        assert episode not in self.closed
+        self.closed.add(episode)
+        return Score(float(len(self.opened[episode])), True, {}, None, None)
+
+    async def close(self, episode: int) -> None:
+        self.closed.add(episode)

@@ -1,0 +1,110 @@
+"""What happens between two steps: metrics and rollouts are reported, checkpoints are committed, a cancel is heeded."""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from flash_mcp.runfolder import Json, RunWriter
+from worker.settings import Settings
+
+log = logging.getLogger("worker")
+
+# What trainers call it -> what the run folder calls it.
+METRIC_NAMES = {
+    "loss": "loss",
+    "grad_norm": "grad_norm",
+    "learning_rate": "learning_rate",
+    "entropy": "entropy",
+    "kl": "kl",
+    "is_ratio/mean": "is_ratio/mean",
+    "sampling_logp_difference/mean": "sampling_logp_difference/mean",
+    "eval_loss": "eval_loss",
+    "mean_token_accuracy": "token_accuracy",
+}
+CHECKPOINT_FILES = {
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "optimizer.pt",
+    "scheduler.pt",
+    "rng_state.pth",
+    "trainer_state.json",
+}
+
+
+class Reporter(TrainerCallback):
+    """Writes a step's metrics once it is done, and a checkpoint when one is due.
+
+    `pending` holds the metrics that the rollouts of the current step gave; the trainer's own are added to them.
+    """
+
+    def __init__(self, writer: RunWriter, spec: Settings, cancelled: threading.Event) -> None:
+        self.writer, self.spec, self.cancelled = writer, spec, cancelled
+        self.pending: Json = {}
+        self.step_started = time.monotonic()
+        self.saved_step = -1
+        self._last: Json = {}
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        control.should_log = True
+        control.should_training_stop |= self.cancelled.is_set()
+        control.should_save = (
+            state.global_step % self.spec.save_every == 0
+            or state.global_step >= state.max_steps
+            or control.should_training_stop
+        )
+        return control
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not logs or "loss" not in logs:  # the summary that follows the last step
+            return
+        now = time.monotonic()
+        step_s, self.step_started = now - self.step_started, now
+        reported = {METRIC_NAMES[name]: value for name, value in logs.items() if name in METRIC_NAMES}
+        train_s = step_s - self.pending.get("time/rollout_s", 0.0) - self.pending.get("time/sync_s", 0.0)
+        self._last = clean({**self.pending, **reported, "time/step_s": step_s, "time/train_s": train_s})
+        self.pending = {}
+        self.writer.metrics(state.global_step, self._last)
+        shown = ("reward/mean", "success/rate", "loss", "time/step_s")
+        values = "  ".join(f"{name} {self._last[name]:.3g}" for name in shown if self._last.get(name) is not None)
+        log.info("step %s/%s: %s", state.global_step, state.max_steps, values)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.commit(Path(args.output_dir or "."), state.global_step)
+
+    def commit(self, output_dir: Path, step: int) -> None:
+        """Move the trainer's checkpoint of `step` into the run folder."""
+        source = output_dir / f"checkpoint-{step}"
+        for path in source.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name not in CHECKPOINT_FILES:  # the tokenizer and the like: the base model has them
+                path.unlink()
+        manifest = self.writer.commit_checkpoint(step, source, self._last)
+        shutil.rmtree(source)
+        self.saved_step = step
+        self.writer.event("checkpoint", f"checkpoint {step}", step=step, size_bytes=manifest["size_bytes"])
+
+
+def clean(metrics: Json) -> Json:
+    """Finite numbers as they are, anything else as null: JSON has no NaN."""
+    return {
+        name: float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+        for name, value in metrics.items()
+    }

@@ -1,0 +1,223 @@
+"""GRPO: TRL's trainer, with our rollouts in front of it and our forward pass inside it.
+
+TRL keeps the losses, the importance-sampling modes, the optimizer loop, logging and resume. Replaced are
+
+    _prepare_inputs                        rollouts and advantages, a group a micro-batch
+    _get_per_token_logps_and_entropies     packed: a group's prompt once, no padding, head on trained tokens alone
+    _compute_loss                          skips groups without advantage; the importance ratio needs no extra pass
+
+Left out of the paper's GRPO: the clipped old policy, since each batch is used for one step (ratio 1), and by default
+the KL term and the division by the group's standard deviation (Dr. GRPO, https://arxiv.org/abs/2503.20783).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import PeftModel
+from torch import Tensor
+from transformers import PrinterCallback, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.utils import pad, use_adapter
+
+from worker.packing import can_pack, group_logps
+from worker.rollout import Rollout
+from worker.settings import Settings
+
+Collect = Callable[[int, list[int]], list[Rollout]]
+"""(step from 1, example indices P) -> rollouts P*G, those of a group next to each other."""
+
+
+class Trainer(GRPOTrainer):
+    """GRPOTrainer that is handed finished rollouts by `collect`."""
+
+    def __init__(
+        self,
+        model: PeftModel,
+        tokenizer: Any,
+        spec: Settings,
+        *,
+        examples: int,
+        collect: Collect,
+        output_dir: str,
+        max_completion: int,
+        callbacks: list[TrainerCallback],
+    ) -> None:
+        corrected = spec.importance_sampling != "none"
+        args = GRPOConfig(
+            output_dir=output_dir,
+            max_steps=spec.steps,
+            # A micro-batch is one group: its rollouts share a prompt, and its activations bound the memory.
+            per_device_train_batch_size=spec.group_size,
+            gradient_accumulation_steps=spec.batch_size,
+            steps_per_generation=spec.batch_size,
+            num_generations=spec.group_size,
+            max_completion_length=max_completion,
+            learning_rate=spec.learning_rate,
+            lr_scheduler_type="constant",
+            max_grad_norm=spec.max_grad_norm,
+            beta=spec.kl_penalty_coef,
+            temperature=spec.temperature,
+            loss_type=spec.loss_type,
+            scale_rewards="none" if spec.loss_type == "dr_grpo" else "group",
+            vllm_importance_sampling_mode=spec.importance_sampling if corrected else "token_truncate",
+            vllm_importance_sampling_clip_max=spec.importance_sampling_clip,
+            seed=spec.seed,
+            bf16=model.dtype == torch.bfloat16,
+            use_cpu=not torch.cuda.is_available(),
+            gradient_checkpointing=False,
+            logging_steps=1,
+            save_strategy="no",  # worker.checkpoints asks for a save when one is due
+            report_to=[],
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+        )
+        super().__init__(
+            model=model,
+            reward_funcs=[_rewards_come_with_rollouts],
+            args=args,
+            train_dataset=_index_dataset(examples, spec.batch_size),
+            processing_class=tokenizer,
+            callbacks=callbacks,
+        )
+        self.remove_callback(PrinterCallback)
+        # TRL corrects the mismatch of engine and trainer only with an engine of its own (`use_vllm`). The flag decides
+        # nothing else in the methods that are not replaced here.
+        self.use_vllm = self.vllm_importance_sampling_correction = corrected
+        self._collect = collect
+        self._packed = can_pack(model.config)
+        self._inputs: dict[str, Any] = {}
+
+    # -- rollouts -----------------------------------------------------------------------------------------------------
+
+    def _prepare_inputs(self, generation_batch: list[dict[str, Any]]) -> dict[str, Any]:
+        """Micro-batch `_step % P` of this step's rollouts: one group of G."""
+        micro = self._step % self.args.steps_per_generation
+        if micro == 0 or self._buffered_inputs is None:
+            group_size = self.num_generations
+            examples = [row["index"] for row in generation_batch[::group_size]]
+            rollouts = self._collect(self.state.global_step + 1, examples)
+            groups = [rollouts[at : at + group_size] for at in range(0, len(rollouts), group_size)]
+            self._buffered_inputs = [self._tensors(group) for group in groups]
+            trained = sum(inputs["tool_mask"].sum() for inputs in self._buffered_inputs)
+            for inputs in self._buffered_inputs:
+                inputs["num_items_in_batch"] = trained
+        return self._buffered_inputs[micro]
+
+    def _tensors(self, group: Sequence[Rollout]) -> dict[str, Tensor]:
+        """TRL's inputs of one group: prompts (G, P) padded left, completions (G, C) padded right."""
+        padding = self.processing_class.pad_token_id
+        transcripts = [rollout.transcript for rollout in group]
+        prompts = [torch.tensor(t.prompt_ids if t else [padding]) for t in transcripts]
+        completions = [torch.tensor((t and t.completion_ids) or [padding]) for t in transcripts]
+        masks = [torch.tensor((t and t.mask) or [0]) for t in transcripts]
+        logprobs = [torch.tensor((t and t.logprobs) or [0.0]) for t in transcripts]
+
+        def right(rows: list[Tensor], value: float) -> Tensor:
+            return pad(rows, padding_value=value, padding_side="right").to(self.accelerator.device)
+
+        inputs = {
+            "prompt_ids": pad(prompts, padding_value=padding, padding_side="left").to(self.accelerator.device),
+            "prompt_mask": pad([torch.ones_like(row) for row in prompts], padding_value=0, padding_side="left").to(
+                self.accelerator.device
+            ),
+            "completion_ids": right(completions, padding),
+            "completion_mask": right([torch.ones_like(row) for row in completions], 0),
+            "tool_mask": right(masks, 0),
+            "sampling_per_token_logps": right(logprobs, 0.0),
+            "advantages": group_advantages(group, scale=self.scale_rewards == "group").to(self.accelerator.device),
+        }
+        if self.beta:
+            inputs["ref_per_token_logps"] = self._reference_logps(inputs)
+        return inputs
+
+    def _reference_logps(self, inputs: dict[str, Tensor]) -> Tensor:
+        """(G, C) log-probabilities under the policy that the run started from: TRL keeps its adapter as "ref"."""
+        self._inputs = inputs
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        seen = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        with torch.no_grad(), use_adapter(self.accelerator.unwrap_model(self.model), "ref"):
+            return self._get_per_token_logps_and_entropies(self.model, ids, seen, inputs["completion_ids"].size(1))[0]
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        # Without advantage and KL a group's gradient is zero: 0 keeps the graph that the optimizer loop expects.
+        if not self.beta and not inputs["advantages"].any():
+            return next(p for p in model.parameters() if p.requires_grad).sum() * 0.0
+        self._inputs = inputs
+        return super()._compute_loss(model, inputs)
+
+    def _get_per_token_logps_and_entropies(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, **others: Any
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """TRL's (logps, entropies, aux_loss), each (G, C), zero on tokens that are not trained."""
+        inputs = self._inputs
+        if self._packed:
+            causal_lm = self.accelerator.unwrap_model(model).get_base_model()
+            with self.accelerator.autocast():
+                logps, entropies = group_logps(
+                    causal_lm, input_ids, attention_mask, inputs["tool_mask"], self.temperature
+                )
+            outputs = logps, entropies, None
+        else:
+            outputs = super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, **others
+            )
+        if torch.is_grad_enabled() and self.use_vllm:
+            # The step is on-policy, so these log-probabilities are also the old ones: TRL would spend a pass on them.
+            inputs["importance_sampling_ratio"] = self._importance_ratio(outputs[0].detach(), inputs)
+        return outputs
+
+    def _importance_ratio(self, logps: Tensor, inputs: dict[str, Any]) -> Tensor:
+        """exp(trainer - engine), (G, C) or (G, 1), truncated or masked as the mode says.
+
+        As TRL computes it in `_generate_and_score_completions`; tests/test_grpo.py compares the two.
+        """
+        mask = inputs["tool_mask"]
+        difference = (logps - inputs["sampling_per_token_logps"]) * mask
+        sequence = self.vllm_importance_sampling_mode.startswith("sequence")
+        ratio = torch.exp(difference.sum(-1, keepdim=True) if sequence else difference)
+        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
+        if self.vllm_importance_sampling_mode.endswith("truncate"):
+            clipped = torch.clamp(ratio, min=low, max=high)
+        else:
+            outside = (ratio < (low if low is not None else -math.inf)) | (ratio > high)
+            clipped = ratio.masked_fill(outside, 0.0)
+        trained = mask.sum().clamp(min=1)
+        metrics = self._metrics["train"]
+        metrics["sampling_logp_difference/mean"].append((difference.abs().sum() / trained).item())
+        metrics["is_ratio/mean"].append((clipped.mean() if sequence else (clipped * mask).sum() / trained).item())
+        return clipped
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """A checkpoint is described by its manifest."""
+
+
+def group_advantages(group: Sequence[Rollout], *, scale: bool) -> Tensor:
+    """(G,) reward minus the group's mean, divided by its standard deviation if `scale`.
+
+    A rollout that the environment failed says nothing of the policy: it has advantage 0 and is left out of the mean.
+    """
+    rewards = torch.tensor([math.nan if rollout.error else rollout.reward for rollout in group], dtype=torch.float32)
+    valid = ~rewards.isnan()
+    if valid.sum() < 2:
+        return torch.zeros_like(rewards)
+    advantages = rewards - rewards[valid].mean()
+    if scale:
+        advantages = advantages / (rewards[valid].std() + 1e-4)
+    return advantages.nan_to_num(0.0)
+
+
+def _index_dataset(examples: int, batch_size: int) -> Dataset:
+    """Rows that name an example; repeated where there are fewer than a batch, which TRL's sampler would drop."""
+    indices = list(range(examples)) * math.ceil(batch_size / examples)
+    return Dataset.from_list([{"prompt": "", "index": index} for index in indices])
+
+
+def _rewards_come_with_rollouts(**_: Any) -> list[float]:
+    raise AssertionError("TRL asked for a reward, but rollouts are scored by their environment")

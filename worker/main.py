@@ -1,0 +1,119 @@
+"""One attempt of one run, top to bottom.
+
+    python -m worker.main RUN_FOLDER --attempt N
+
+Reads job.json, claims epoch N, trains, and ends the run with result.json. Exit code 0 says that result.json was
+written; after anything else the supervisor starts attempt N + 1, which goes on from the last good checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from pathlib import Path
+
+from flash_mcp.errors import FlashError
+from flash_mcp.runfolder import RunFolder, disk_error
+from worker.pulse import Cancelled, Pulse
+from worker.settings import Settings
+
+log = logging.getLogger("worker")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", help="the run folder: a path or any fsspec URL")
+    parser.add_argument("--attempt", type=int, required=True, help="number of this attempt, from 1; the fencing epoch")
+    args = parser.parse_args()
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    folder = RunFolder(args.folder)
+    job = folder.job()
+    try:
+        writer = folder.claim(args.attempt)
+    except FlashError as error:
+        log.error("%s", error)
+        return 3
+    spec = Settings(**job["spec"])
+    writer.beat(0, "start")
+    pulse = Pulse(writer)
+    pulse.start()
+    started = time.monotonic()
+    try:
+        _prepare_process()
+        from worker.run import train  # noqa: PLC0415  torch and vLLM read the environment that was just prepared
+
+        with tempfile.TemporaryDirectory(prefix="flash-") as scratch:
+            step = train(job, spec, writer, pulse, Path(scratch))
+        state, error = "cancelled" if pulse.cancelled.is_set() else "succeeded", None
+    except Cancelled:
+        state, error, step = "cancelled", None, pulse.step
+    except BaseException as raised:  # the last place where an attempt can say why it ended
+        error, step = _explain(raised, pulse.phase), pulse.step
+        state = "failed"
+        log.error("%s\n%s", error, "".join(traceback.format_exception(raised)))
+        if error is None or error.code == "fenced":
+            return 3
+    pulse.stop()
+    if error:
+        writer.event("error", str(error))
+    writer.commit_result(state, step, error, seconds=round(time.monotonic() - started, 1), retryable=False)
+    return 0
+
+
+def _prepare_process() -> None:
+    """Settings that torch and vLLM read when they are imported."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # vLLM would pin the trainer's threads too
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+
+
+def _explain(error: BaseException, phase: str) -> FlashError:
+    """What ended the attempt, as something that an agent can act on."""
+    if isinstance(error, ExceptionGroup):
+        return _explain(error.exceptions[0], phase)
+    if isinstance(error, FlashError):
+        return error
+    if hasattr(error, "code") and hasattr(error, "what"):  # environments.host.EnvironmentFault
+        return FlashError(error.code, error.what, fix="run env_test on the environment, mend it and push it again")
+    if isinstance(error, OSError) and isinstance(full := disk_error(error, Path(tempfile.gettempdir())), FlashError):
+        return full
+    if isinstance(error, ModuleNotFoundError):
+        return FlashError(
+            "engine_missing",
+            f"the training packages are not installed: {error}",
+            fix="install flash-mcp with the extra cpu or gpu",
+        )
+    if isinstance(error, MemoryError) or "out of memory" in str(error).lower():
+        return FlashError(
+            "out_of_memory",
+            f"memory ran out during {phase}: {error}",
+            fix="lower batch_size, group_size, max_length or max_tokens",
+        )
+    return FlashError(
+        "worker_failed",
+        f"{type(error).__name__} during {phase}: {error}",
+        fix="read the end of the attempt's log in status; report it if it is not your environment's",
+    )
+
+
+if __name__ == "__main__":
+    # Engine threads and environment hosts may outlive main; everything worth keeping is on disk by now.
+    code = main()
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,86 @@
+"""The policy: a base model with a LoRA adapter, and how it gets into the engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from flash_mcp.errors import FlashError
+
+ADAPTER = "default"
+
+
+def load_policy(
+    model_path: Path, *, rank: int, alpha: int, seed: int, dtype: torch.dtype, adapter_path: Path | None = None
+) -> PeftModel:
+    """The base model with a fresh adapter on every linear layer, or a warm start from a PEFT adapter.
+
+    The base keeps `dtype`; the adapter's weights are fp32. Raises FlashError(adapter_mismatch).
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    base = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, attn_implementation="sdpa").to(device)
+    torch.manual_seed(seed)
+    model = get_peft_model(
+        base, LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
+    if adapter_path is not None:
+        _warm_start(model, adapter_path, rank, alpha)
+    return model
+
+
+def merged_weights(model: PeftModel) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of W + scale·BA for every base weight, named as in the base checkpoint.
+
+    Made anew from the untouched base weights each time: merging in place would drift them in bf16.
+    """
+    adapted = {name: module for name, module in model.base_model.model.named_modules() if isinstance(module, LoraLayer)}
+    seen: set[int] = set()
+    with torch.no_grad():
+        for name, weight in model.base_model.model.named_parameters():
+            owner, _, leaf = name.rpartition(".")
+            owner, is_base, _ = owner.partition(".base_layer")
+            if "lora_" in name or weight.data_ptr() in seen:
+                continue
+            seen.add(weight.data_ptr())
+            if is_base and leaf == "weight":
+                layer = adapted[owner]
+                weight = (weight.float() + layer.get_delta_weight(ADAPTER).float()).to(weight.dtype)  # (out, in)
+            yield f"{owner}.{leaf}", weight.data
+
+
+def check_adapter(adapter_path: Path, *, rank: int, alpha: int) -> None:
+    """FlashError(adapter_mismatch) unless the adapter at `adapter_path` has this rank and alpha."""
+    config = json.loads((adapter_path / "adapter_config.json").read_text())
+    if (config["r"], config["lora_alpha"]) != (rank, alpha):
+        raise FlashError(
+            "adapter_mismatch",
+            "the adapter to start from has another shape",
+            adapter_rank=config["r"],
+            lora_rank=rank,
+            adapter_alpha=config["lora_alpha"],
+            lora_alpha=alpha,
+            fix=f"set lora_rank={config['r']} and lora_alpha={config['lora_alpha']}, or leave init_from_adapter out",
+        )
+
+
+def _warm_start(model: PeftModel, adapter_path: Path, rank: int, alpha: int) -> None:
+    check_adapter(adapter_path, rank=rank, alpha=alpha)
+    outcome: Any = set_peft_model_state_dict(model, load_file(adapter_path / "adapter_model.safetensors"))
+    missing = [name for name in outcome.missing_keys if "lora_" in name]
+    if outcome.unexpected_keys or missing:
+        raise FlashError(
+            "adapter_mismatch",
+            "the adapter to start from was made for another base model",
+            unexpected=len(outcome.unexpected_keys),
+            missing=len(missing),
+            fix="start from an adapter of the same base model",
+        )

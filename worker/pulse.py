@@ -1,0 +1,52 @@
+"""The attempt's pulse: it says that the attempt lives, and hears when it shall end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+
+from flash_mcp.errors import FlashError
+from flash_mcp.runfolder import RunWriter
+
+log = logging.getLogger("worker")
+BEAT_EVERY_S = 2.0
+
+
+class Cancelled(Exception):
+    """The control plane asked the run to end."""
+
+
+class Pulse(threading.Thread):
+    """Says every two seconds that the attempt lives, and hears what the control plane wants."""
+
+    def __init__(self, writer: RunWriter) -> None:
+        super().__init__(name="pulse", daemon=True)
+        self.writer, self.step, self.phase = writer, 0, "start"
+        self.cancelled, self._stopped = threading.Event(), threading.Event()
+
+    def enter(self, phase: str, step: int | None = None) -> None:
+        """Note what happens now; raises Cancelled where a cancel came."""
+        if self.cancelled.is_set():
+            raise Cancelled
+        if phase != self.phase:
+            log.info("step %s: %s", self.step if step is None else step, phase)
+        self.phase, self.step = phase, self.step if step is None else step
+
+    def run(self) -> None:
+        while not self._stopped.wait(BEAT_EVERY_S):
+            try:
+                self.writer.beat(self.step, self.phase)
+                if self.writer.folder.is_cancelled():
+                    self.cancelled.set()
+            except FlashError as error:
+                if error.code == "fenced":
+                    log.error("%s", error)
+                    os._exit(3)  # a newer attempt trains on: nothing that this one holds may be written
+                log.warning("%s", error)
+            except OSError as error:
+                log.warning("the run folder cannot be written: %s", error)
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self.join()

@@ -1,0 +1,322 @@
+"""GRPO from job.json to the final adapter: the pieces put together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import statistics
+import time
+from concurrent.futures import CancelledError
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from environments.host import EnvironmentHost
+from flash_mcp.errors import FlashError
+from flash_mcp.runfolder import Json, RunWriter
+from worker.checkpoints import Reporter
+from worker.engine import VllmEngine
+from worker.grpo import Trainer, group_advantages
+from worker.models import ensure
+from worker.policy import load_policy, merged_weights
+from worker.pulse import Cancelled, Pulse
+from worker.rollout import Generator, Limits, Rollout, Task, collect
+from worker.runner import AsyncRunner
+from worker.settings import Settings
+from worker.transcript import ChatTemplate, Transcript
+
+log = logging.getLogger("worker")
+MAX_LENGTH = 4096
+PREFLIGHT_TASKS = 256
+
+
+def train(job: Json, spec: Settings, writer: RunWriter, pulse: Pulse, scratch: Path) -> int:
+    """Train and return the last step. Raises FlashError, or Cancelled once the latest step is saved."""
+    # ---- model ------------------------------------------------------------------------------------------------------
+    pulse.enter("model")
+    model_path = ensure(spec.model)
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    template = ChatTemplate(tokenizer, thinking=spec.thinking)
+    resume_from = _resume_point(writer, scratch)
+    pulse.step = resume_from[0] if resume_from else 0
+    adapter = job.get("init_adapter")
+    policy = load_policy(
+        model_path,
+        rank=spec.lora_rank,
+        alpha=spec.lora_alpha,
+        seed=spec.seed,
+        dtype=_dtype(model_path),
+        adapter_path=Path(adapter["path"]) if adapter else None,
+    )
+    max_length = _max_length(spec, policy.config)
+
+    with AsyncRunner() as runner:
+        # ---- environment --------------------------------------------------------------------------------------------
+        pulse.enter("environment")
+        secrets = {name: os.environ.pop(name) for name in spec.secrets if name in os.environ}
+        host = runner.run(
+            EnvironmentHost.start(
+                Path(job["environment"]["path"]),
+                args=spec.environment_args,
+                secrets=secrets,
+                concurrency=spec.env_concurrency,
+                timeout_s=spec.env_timeout_s,
+            )
+        )
+        try:
+            runner.run(_preflight(host, template, max_length))
+
+            # ---- engine ---------------------------------------------------------------------------------------------
+            pulse.enter("engine")
+            rollouts_per_step = spec.batch_size * spec.group_size
+            engine = VllmEngine(
+                model_path,
+                max_length=max_length,
+                max_num_seqs=min(max(rollouts_per_step, 32), 256),
+                seed=spec.seed,
+                dtype=str(policy.dtype).removeprefix("torch."),
+            )
+            loop = Loop(spec, writer, pulse, host, engine, template, policy, runner, max_length)
+            trainer = Trainer(
+                policy,
+                tokenizer,
+                spec,
+                examples=host.splits["train"],
+                collect=loop.rollouts,
+                output_dir=str(scratch / "trainer"),
+                max_completion=spec.max_tokens,
+                callbacks=[loop.reporter],
+            )
+            return _optimize(trainer, loop, resume_from)
+        finally:
+            runner.run(host.stop())
+
+
+def _optimize(trainer: Trainer, loop: Loop, resume_from: tuple[int, Path] | None) -> int:
+    """Evaluate, train, evaluate; save whatever step a cancel finds the trainer at."""
+    spec = loop.spec
+    try:
+        if spec.eval_before and resume_from is None:
+            loop.evaluate(0)
+        try:
+            trainer.train(resume_from_checkpoint=str(resume_from[1]) if resume_from else None)
+        except Cancelled:
+            step = trainer.state.global_step
+            if step > 0 and loop.reporter.saved_step != step:
+                trainer._save_checkpoint(trainer.model, None)
+                loop.reporter.commit(Path(trainer.args.output_dir or "."), step)
+            raise
+        step = trainer.state.global_step
+        if spec.eval_after and not loop.pulse.cancelled.is_set():
+            loop.evaluate(step)
+        return step
+    finally:
+        loop.close()
+
+
+class Loop:
+    """What happens between two optimizer steps: sync the policy, roll out, report."""
+
+    def __init__(
+        self,
+        spec: Settings,
+        writer: RunWriter,
+        pulse: Pulse,
+        host: EnvironmentHost,
+        engine: VllmEngine,
+        template: ChatTemplate,
+        policy: Any,
+        runner: AsyncRunner,
+        max_length: int,
+    ) -> None:
+        self.spec, self.writer, self.pulse, self.host, self.runner = spec, writer, pulse, host, runner
+        self.engine, self.template, self.policy = engine, template, policy
+        self.limits = Limits(
+            max_tokens=spec.max_tokens,
+            max_length=max_length,
+            temperature=spec.temperature,
+            top_p=spec.top_p,
+            stop=tuple(spec.stop_sequences),
+        )
+        self.reporter = Reporter(writer, spec, pulse.cancelled)
+        self.generator = Generator(engine, run_step=lambda: runner.call_waiting(engine.step))
+        self._synced: int | None = None
+
+    def rollouts(self, step: int, examples: list[int]) -> list[Rollout]:
+        """The rollouts of optimizer step `step`: G for each of the P examples. Called by the trainer."""
+        spec = self.spec
+        if spec.eval_every and step > 1 and (step - 1) % spec.eval_every == 0 and self._synced != step - 1:
+            self.evaluate(step - 1)
+        self.reporter.step_started = time.monotonic()
+        self.pulse.enter("sync", step - 1)
+        sync_s = self._sync(step - 1)
+        self.pulse.enter("rollout")
+        size = spec.group_size
+        tasks = [
+            Task("train", example, group, group * size + member, seed=_seed(spec, step, group * size + member))
+            for group, example in enumerate(examples)
+            for member in range(size)
+        ]
+        started = time.monotonic()
+        rollouts = self._collect(tasks, self.limits)
+        rollout_s = time.monotonic() - started
+        groups = [rollouts[at : at + size] for at in range(0, len(rollouts), size)]
+        advantages = [value for group in groups for value in group_advantages(group, scale=False).tolist()]
+        self.writer.rollouts(step, [r.row(step, a) for r, a in zip(rollouts, advantages, strict=True)])
+        _check_errors(rollouts, spec.max_error_share)
+        self.reporter.pending = {
+            **summarize(groups),
+            "engine/tokens_per_s": sum(r.transcript.model_tokens for r in rollouts if r.transcript) / rollout_s,
+            "time/rollout_s": rollout_s,
+            "time/sync_s": sync_s,
+        }
+        self.pulse.enter("train")
+        return rollouts
+
+    def evaluate(self, step: int) -> None:
+        """Greedy rollouts of the eval split under the policy after `step` steps."""
+        total = min(self.spec.eval_examples, self.host.splits.get("eval", 0))
+        if not total:
+            self.writer.event("warning", "the environment declares no eval split; the evaluation was left out")
+            return
+        if self.writer.folder.evaluation(step):  # done by an earlier attempt
+            return
+        self._sync(step)
+        self.pulse.enter("eval", step)
+        limits = Limits(self.limits.max_tokens, self.limits.max_length, temperature=0.0, stop=self.limits.stop)
+        started = time.monotonic()
+        rollouts = self._collect([Task("eval", index, index, index, seed=index) for index in range(total)], limits)
+        valid = [rollout for rollout in rollouts if not rollout.error]
+        summary = {
+            "n": len(valid),
+            "success": _mean([rollout.success for rollout in valid]),
+            "reward_mean": _mean([rollout.reward for rollout in valid]),
+            "truncated_share": _mean([bool(r.transcript and r.transcript.truncated) for r in valid]),
+            "error_share": 1 - len(valid) / total,
+            "completion_tokens_mean": _mean([r.transcript.model_tokens for r in valid if r.transcript]),
+            "seconds": round(time.monotonic() - started, 1),
+        }
+        self.writer.evaluation(step, summary, [rollout.row(step) for rollout in rollouts])
+        log.info("step %s: eval %s", step, summary)
+
+    def close(self) -> None:
+        self.runner.run(self.generator.aclose())
+
+    def _sync(self, step: int) -> float:
+        """Put the policy after `step` steps into the engine; the seconds that it took. Step 0 is the engine's own."""
+        started = time.monotonic()
+        if self._synced != step:
+            self.engine.load_weights(merged_weights(self.policy))
+            self._synced = step
+        return time.monotonic() - started
+
+    def _collect(self, tasks: list[Task], limits: Limits) -> list[Rollout]:
+        conversations = collect(tasks, self.host, self.generator, self.template, limits)
+        try:
+            return self.runner.run(conversations, stop=self.pulse.cancelled)
+        except CancelledError:
+            raise Cancelled from None
+
+
+def summarize(groups: list[list[Rollout]]) -> Json:
+    """The metrics of one step's groups; means are over the rollouts that the environment did not fail."""
+    rollouts = [rollout for group in groups for rollout in group]
+    valid = [rollout for rollout in rollouts if not rollout.error]
+    transcripts = [rollout.transcript for rollout in valid if rollout.transcript]
+    rewards = [rollout.reward for rollout in valid]
+    uniform = [len({rollout.reward for rollout in group if not rollout.error}) <= 1 for group in groups]
+    components = sorted({name for rollout in valid for name in rollout.metrics})
+    return {
+        "reward/mean": _mean(rewards),
+        "reward/std": statistics.pstdev(rewards) if rewards else None,
+        "success/rate": _mean([rollout.success for rollout in valid]),
+        "groups/uniform_share": _mean(uniform),
+        "rollouts/truncated_share": _mean([transcript.truncated for transcript in transcripts]),
+        "rollouts/error_share": 1 - len(valid) / len(rollouts),
+        "rollouts/turns_mean": _mean([rollout.turns for rollout in valid]),
+        "tokens/completion_mean": _mean([transcript.model_tokens for transcript in transcripts]),
+        "tokens/prompt_mean": _mean([len(transcript.prompt_ids) for transcript in transcripts]),
+        **{f"reward/{name}": _mean([r.metrics[name] for r in valid if name in r.metrics]) for name in components},
+    }
+
+
+async def _preflight(host: EnvironmentHost, template: ChatTemplate, max_length: int) -> None:
+    """FlashError before the first step where a task cannot be presented at all."""
+    if not host.splits.get("train"):
+        raise FlashError(
+            "dataset_invalid",
+            "the environment's train split is empty",
+            fix="give environment.dataset at least one TaskExample",
+        )
+
+    async def look(index: int) -> None:
+        opening = await host.open("train", index)
+        await host.close(opening.episode)
+        tokens = len(Transcript(template, opening.messages))
+        if tokens >= max_length:
+            raise FlashError(
+                "prompt_too_long",
+                "a prompt leaves no room for an answer",
+                task=opening.task_id,
+                tokens=tokens,
+                max_length=max_length,
+                fix="shorten the task's prompt, or raise max_length up to the model's context",
+            )
+
+    async with asyncio.TaskGroup() as group:
+        for index in range(min(host.splits["train"], PREFLIGHT_TASKS)):
+            group.create_task(look(index))
+
+
+def _check_errors(rollouts: list[Rollout], max_share: float) -> None:
+    errors = [rollout for rollout in rollouts if rollout.error]
+    if len(errors) / len(rollouts) <= max_share:
+        return
+    first = errors[0].error or {}
+    raise FlashError(
+        "environment_error",
+        f"{len(errors)} of {len(rollouts)} rollouts failed in environment code; the "
+        f"first, on task {errors[0].task_id}: [{first.get('code')}] {first.get('what')}",
+        max_error_share=max_share,
+        fix="run env_test, mend the environment and push it again",
+    )
+
+
+def _resume_point(writer: RunWriter, scratch: Path) -> tuple[int, Path] | None:
+    step = writer.folder.newest_good_checkpoint()
+    if step is None:
+        return None
+    log.info("going on from checkpoint %s", step)
+    writer.event("phase", f"going on from checkpoint {step}", step=step)
+    return step, writer.folder.fetch_checkpoint(step, scratch / "resume")
+
+
+def _dtype(model_path: Path) -> torch.dtype:
+    """bf16, unless the model's own files are fp32 on purpose (the tiny models of tests)."""
+    from transformers import AutoConfig  # noqa: PLC0415
+
+    return torch.float32 if AutoConfig.from_pretrained(model_path).dtype == torch.float32 else torch.bfloat16
+
+
+def _max_length(spec: Settings, config: Any) -> int:
+    context = config.get_text_config().max_position_embeddings
+    if spec.max_length and spec.max_length > context:
+        raise FlashError(
+            "invalid_argument",
+            "max_length is longer than the model's context",
+            max_length=spec.max_length,
+            context=context,
+            fix=f"set max_length to at most {context}",
+        )
+    return spec.max_length or min(context, MAX_LENGTH)
+
+
+def _seed(spec: Settings, step: int, index: int) -> int:
+    return ((spec.seed) * 1_000_003 + step) * 65_537 + index
+
+
+def _mean(values: list[Any]) -> float | None:
+    return statistics.fmean(values) if values else None

@@ -1,0 +1,90 @@
+"""Becomes vLLM's OpenAI server of one base model, whose adapters come and go at run time.
+
+    VLLM_API_KEY=SECRET python -m worker.serving --model NAME --port PORT --max-lora-rank RANK
+
+Fetches the model where it is not there yet, chooses settings that fit the machine, and turns into
+`vllm.entrypoints.openai.api_server` in the same process. A failure before that is a FlashError, told as JSON on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import logging
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from flash_mcp.catalog import find, folder_card
+from flash_mcp.errors import FlashError
+from worker.models import ensure
+
+MAX_LENGTH = 8192
+SEQUENCES = 8
+GPU_MEMORY_SHARE = 0.3  # training may go on beside it
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="a catalog name, a hub id or a local folder")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--max-lora-rank", type=int, default=64)
+    args = parser.parse_args()
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
+    try:
+        if importlib.util.find_spec("vllm") is None:
+            fix = "install flash-mcp with the extra cpu or gpu"
+            raise FlashError("engine_missing", "vLLM is not installed", fix=fix)
+        command = server_command(args.model, ensure(args.model), args.port, args.max_lora_rank)
+    except FlashError as error:
+        sys.exit(json.dumps(error.to_dict(), default=str))
+    os.execv(sys.executable, [sys.executable, *command])
+
+
+def server_command(name: str, model: Path, port: int, lora_rank: int) -> list[str]:
+    """Arguments of the interpreter. Sets what vLLM reads from the environment."""
+    import torch  # noqa: PLC0415  after the check that the packages are there
+
+    length = min(folder_card(model).context or MAX_LENGTH, MAX_LENGTH)
+    options: dict[str, Any] = {
+        "model": model,
+        "served-model-name": find(name).name,
+        "host": "127.0.0.1",
+        "port": port,
+        "max-model-len": length,
+        "max-num-seqs": SEQUENCES,
+        "max-lora-rank": next((rank for rank in LORA_RANKS if rank >= lora_rank), lora_rank),
+        "max-loras": 2,
+        "max-cpu-loras": 16,
+    }
+    os.environ.update(VLLM_ALLOW_RUNTIME_LORA_UPDATING="1", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
+    if torch.cuda.is_available():
+        options["gpu-memory-utilization"] = GPU_MEMORY_SHARE
+    else:
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(_kv_cache_gib(model, length))
+        # Unbound, and half of the cores: a run may train at the same time.
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (psutil.cpu_count(logical=False) or 2) // 2)))
+    arguments = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
+    return ["-m", "vllm.entrypoints.openai.api_server", *arguments, "--enable-lora", "--enforce-eager",
+            "--disable-uvicorn-access-log"]  # fmt: skip
+
+
+def _kv_cache_gib(model: Path, length: int) -> int:
+    """GiB that hold every sequence at full length in bf16, at least 1 and at most a quarter of the memory free now."""
+    config = json.loads((model / "config.json").read_text())
+    config = config.get("text_config") or config
+    heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    wanted = 2 * 2 * config["num_hidden_layers"] * heads * head_dim * length * SEQUENCES / 2**30
+    return max(1, min(math.ceil(wanted), psutil.virtual_memory().available // 4 // 2**30))
+
+
+if __name__ == "__main__":
+    main()
