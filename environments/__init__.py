@@ -1,6 +1,7 @@
 """The environment contract: a task, how it is presented, how its answers are rewarded. Imports no other ring."""
 
 from environments.base import (
+    DatasetError,
     Environment,
     EnvironmentEpisode,
     EnvironmentMultiTurn,
@@ -14,6 +15,7 @@ from environments.base import (
 )
 
 __all__ = [
+    "DatasetError",
     "Environment",
     "EnvironmentEpisode",
     "EnvironmentMultiTurn",

@@ -138,10 +138,10 @@ class Environment(ABC):
     """Calls of this environment that may run at once; 1 where a scorer is not thread-safe."""
 
     def new_episode(self, example: TaskExample) -> Environment:
-        """The object that serves one rollout. By default a shallow copy: attributes set on it are that episode's own."""
+        """The object that serves one rollout; by default a shallow copy, so that attributes set on it are its own."""
         return copy.copy(self)
 
-    def close_episode(self) -> None:
+    def close_episode(self) -> None:  # noqa: B027
         """Release what this episode holds. Called once, also after an error or a timeout."""
 
     def normalize_response_text(self, example: TaskExample, response_text: str) -> str:
@@ -229,31 +229,43 @@ class EnvironmentMultiTurn(Environment):
     """A conversation: implement `start_episode`, `max_episode_turns`, `step_episode` and `score_episode`."""
 
 
+class DatasetError(ValueError):
+    """A dataset is missing, empty or has a malformed row; the message names the file and the line."""
+
+
 def load_dataset(path: str | Path, *, input_key: str = "input", output_key: str = "output") -> list[TaskExample]:
     """Tasks from a JSONL file, one object a line; `id` and `metadata` keys are used where present.
 
-    Raises ValueError naming the file and the line for anything malformed, for an empty file and for a repeated id.
+    Raises DatasetError for anything malformed, for a missing or empty file and for a repeated id.
     """
     path = Path(path)
     examples: list[TaskExample] = []
     seen: dict[str, int] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    try:
+        lines = path.read_bytes().decode().split("\n")
+    except FileNotFoundError as error:
+        raise DatasetError(f"{path.name}: there is no such file in {path.parent}") from error
+    except UnicodeDecodeError as error:
+        line_number = error.object[: error.start].count(b"\n") + 1
+        raise DatasetError(f"{path.name} line {line_number}: not UTF-8: {error.reason}") from error
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             row: Any = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path.name} line {number}: not JSON: {error}") from error
+            raise DatasetError(f"{path.name} line {number}: not JSON: {error}") from error
         if not isinstance(row, dict):
-            raise ValueError(f"{path.name} line {number}: expected an object, got {type(row).__name__}")
+            raise DatasetError(f"{path.name} line {number}: expected an object, got {type(row).__name__}")
         record = cast("dict[str, Any]", row)
         if not isinstance(record.get(input_key), str):
-            raise ValueError(
+            raise DatasetError(
                 f"{path.name} line {number}: {input_key!r} must be a string, got {record.get(input_key)!r}"
             )
-        task_id = str(record.get("id") or hashlib.sha256(line.strip().encode()).hexdigest()[:16])
+        given_id = record.get("id")
+        task_id = hashlib.sha256(line.strip().encode()).hexdigest()[:16] if given_id is None else str(given_id)
         if task_id in seen:
-            raise ValueError(f"{path.name} line {number}: id {task_id!r} stands on line {seen[task_id]} already")
+            raise DatasetError(f"{path.name} line {number}: id {task_id!r} stands on line {seen[task_id]} already")
         seen[task_id] = number
         examples.append(
             TaskExample(
@@ -265,5 +277,5 @@ def load_dataset(path: str | Path, *, input_key: str = "input", output_key: str 
             )
         )
     if not examples:
-        raise ValueError(f"{path.name}: no rows")
+        raise DatasetError(f"{path.name}: no rows")
     return examples

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, cast
 from uuid import uuid4
 
-import fsspec
+import fsspec  # pyright: ignore[reportMissingTypeStubs]
 
 from flash_mcp.errors import FlashError
 
@@ -42,10 +42,11 @@ class RunFolder:
 
     def __init__(self, url: str | Path) -> None:
         self.url = str(url)
-        filesystem, root = fsspec.core.url_to_fs(self.url)  # pyright: ignore[reportUnknownMemberType]
+        filesystem, root = cast("tuple[Any, str]", fsspec.core.url_to_fs(self.url))  # pyright: ignore[reportUnknownMemberType]
         self._fs: Any = filesystem
-        self.root = str(root).rstrip("/")
-        self.is_local = "file" in (self._fs.protocol if isinstance(self._fs.protocol, tuple) else (self._fs.protocol,))
+        self.root = root.rstrip("/")
+        protocols: str | tuple[str, ...] = self._fs.protocol
+        self.is_local = "file" in ((protocols,) if isinstance(protocols, str) else protocols)
 
     def path(self, *parts: str) -> str:
         return "/".join((self.root, *parts))
@@ -109,7 +110,8 @@ class RunFolder:
 
     def rollouts(self, step: int) -> list[Json]:
         text = self._read("rollouts", f"{step}.jsonl")
-        return [] if text is None else [json.loads(line) for line in text.splitlines()]
+        # Not splitlines(): it also splits at U+2028 and others, which JSON leaves as they are within a string.
+        return [json.loads(line) for line in (text or "").split("\n") if line]
 
     def eval_steps(self) -> dict[int, str]:
         return self._versions("evals", ".json")
@@ -205,9 +207,8 @@ class RunFolder:
         for entry in listed:
             stem, dot, ending = entry["name"].rsplit("/", 1)[-1].partition(".")
             if stem.isdigit() and dot + ending == suffix:
-                versions[int(stem)] = (
-                    f"{entry.get('ETag') or entry.get('mtime')}-{entry['size']}-{entry.get('ino', '')}"
-                )
+                written = entry.get("ETag") or entry.get("mtime") or entry.get("created")
+                versions[int(stem)] = f"{written}-{entry['size']}-{entry.get('ino', '')}"
         return dict(sorted(versions.items()))
 
     def _read(self, *parts: str) -> str | None:
@@ -341,4 +342,5 @@ def _sync_tree(folder: Path) -> None:
 
 
 def _dump(body: Any) -> bytes:
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":"), default=str, allow_nan=False).encode()
+    text = json.dumps(body, ensure_ascii=False, separators=(",", ":"), default=str, allow_nan=False)
+    return text.encode(errors="replace")  # lone surrogates, which an environment may write, have no UTF-8 form

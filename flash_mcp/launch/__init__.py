@@ -1,0 +1,1 @@
+"""Who gives an attempt a machine."""

@@ -1,0 +1,203 @@
+"""The state machine of a run. Each transition is one guarded UPDATE whose row count decides.
+
+    queued -> starting -> running -> succeeded | failed | cancelled
+       ^---------'-----------'   requeue: the attempt was lost and another one is allowed
+
+`attempt` is the fencing token: it is counted up by `claim`, and a transition that names an older one changes nothing.
+Once a cancel is requested a run can only end as cancelled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import time
+from typing import Any, Literal, cast
+
+from flash_mcp.errors import FlashError
+from flash_mcp.home import runs_dir
+from flash_mcp.runfolder import Json, RunFolder
+from flash_mcp.spec import ResolvedSpec
+from flash_mcp.store import ACTIVE, EnvironmentRow, RunRow, Store
+
+EndState = Literal["succeeded", "failed", "cancelled"]
+ID_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
+
+
+def enqueue(
+    store: Store,
+    resolved: ResolvedSpec,
+    environment: EnvironmentRow,
+    init_adapter: Json | None = None,
+    idempotency_key: str | None = None,
+) -> tuple[RunRow, bool]:
+    """The new run, and True; or, where the key was used before by the same spec, that run, and False.
+
+    The stored spec names the environment as NAME@DIGEST. Raises FlashError(idempotency_conflict) where the key belongs
+    to another spec. Nothing but a row is made: the supervisor writes the run folder.
+    """
+    spec = resolved.spec.model_dump()
+    digest = hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()
+    with store.transaction():
+        if idempotency_key is not None and (first := _same_key(store, idempotency_key, digest)):
+            return first, False
+        run_id, now = _new_id(store), time.time()
+        store.insert(
+            "runs",
+            {
+                "id": run_id,
+                "state": "queued",
+                "algorithm": spec["algorithm"],
+                "model": spec["model"],
+                "environment": environment["name"],
+                "environment_digest": environment["digest"],
+                "environment_path": environment["path"],
+                "spec": {**spec, "environment": f"{environment['name']}@{environment['digest']}"},
+                "sources": resolved.sources,
+                "init_adapter": init_adapter,
+                "idempotency_key": idempotency_key,
+                "request_digest": digest,
+                "folder": str(runs_dir(store.base) / run_id),
+                "max_attempts": spec["max_attempts"],
+                "steps": spec["steps"],
+                "created": now,
+                "updated": now,
+            },
+        )
+    return store.run(run_id), True
+
+
+def job(run: RunRow) -> Json:
+    """What job.json of a run holds."""
+    return {
+        "run_id": run["id"],
+        "spec": run["spec"],
+        "sources": run["sources"],
+        "environment": {
+            "name": run["environment"],
+            "digest": run["environment_digest"],
+            "path": run["environment_path"],
+        },
+        "model": run["model"],
+        "init_adapter": run["init_adapter"],
+        "created": run["created"],
+    }
+
+
+def claim(store: Store) -> RunRow | None:
+    """Take the oldest run that may start: it is now `starting`, with the next attempt. None where there is none."""
+    now = time.time()
+    with store.transaction():
+        rows = store.query(
+            """UPDATE runs SET state = 'starting', attempt = attempt + 1, started = coalesce(started, ?), updated = ?
+               WHERE state = 'queued' AND id = (
+                   SELECT id FROM runs WHERE state = 'queued' AND not_before <= ? ORDER BY created, id LIMIT 1)
+               RETURNING *""",
+            [now, now, now],
+        )
+    return cast(RunRow, rows[0]) if rows else None
+
+
+def mark_running(store: Store, run_id: str, attempt: int) -> bool:
+    """The attempt has shown its first beat."""
+    return _update(store, "state = 'running'", [], run_id, attempt, ("starting",))
+
+
+def record_beat(store: Store, run_id: str, attempt: int, *, step: int, phase: str, progressed: bool) -> bool:
+    """The attempt lives; `progressed` where its step or phase is another than before.
+
+    Step 0 is an attempt that has not come to the first step: the run's step stays where an earlier attempt was.
+    """
+    now = time.time()
+    assignments = """step = coalesce(nullif(?, 0), step), phase = ?, beat = ?,
+        progress = CASE WHEN ? THEN ? ELSE progress END"""
+    return _update(store, assignments, [step, phase, now, progressed, now], run_id, attempt, ("starting", "running"))
+
+
+def requeue(store: Store, run_id: str, attempt: int, error: FlashError, *, delay_s: float = 0.0) -> bool:
+    """The attempt was lost: let another one start after `delay_s`. False where none is left, or a cancel is wanted."""
+    return _update(
+        store,
+        "state = 'queued', phase = NULL, beat = NULL, error = ?, not_before = ?",
+        [json.dumps(error.to_dict(), default=str), time.time() + delay_s],
+        run_id,
+        attempt,
+        ("starting", "running"),
+        "AND attempt < max_attempts AND cancel_requested IS NULL",
+    )
+
+
+def finish(
+    store: Store, run_id: str, attempt: int, state: EndState, *, step: int = 0, error: Json | None = None
+) -> bool:
+    """End the run. It ends as cancelled whatever `state` is, once that was requested."""
+    assignments = """state = CASE WHEN cancel_requested IS NULL THEN ? ELSE 'cancelled' END,
+        error = CASE WHEN cancel_requested IS NULL THEN ? END, step = max(step, ?), phase = NULL, ended = ?"""
+    encoded = None if error is None else json.dumps(error, default=str)
+    values = [state, encoded, step, time.time()]
+    return _update(store, assignments, values, run_id, attempt, ACTIVE)
+
+
+def request_cancel(store: Store, run_id: str, reason: str = "") -> RunRow:
+    """A queued run ends as cancelled at once; one that has started is told to save and end, and will.
+
+    Asking again changes nothing. Raises FlashError(unknown_run | run_finished).
+    """
+    now = time.time()
+    with store.transaction():
+        run = store.run(run_id)
+        if run["state"] in ("succeeded", "failed"):
+            raise FlashError(
+                "run_finished",
+                f"the run ended before as {run['state']}",
+                run_id=run_id,
+                fix="nothing is left to cancel; its checkpoints and rollouts stay",
+            )
+        wanted = "cancel_requested = coalesce(cancel_requested, ?), cancel_reason = coalesce(cancel_reason, ?)"
+        if not _update(
+            store,
+            f"{wanted}, state = 'cancelled', error = NULL, ended = ?",
+            [now, reason, now],
+            run_id,
+            None,
+            ("queued",),
+        ):
+            _update(store, wanted, [now, reason], run_id, None, ("starting", "running"))
+    if run["state"] != "cancelled" and run["attempt"]:
+        RunFolder(run["folder"]).request_cancel(reason)
+    return store.run(run_id)
+
+
+def _update(
+    store: Store,
+    assignments: str,
+    values: list[Any],
+    run_id: str,
+    attempt: int | None,
+    states: tuple[str, ...],
+    guard: str = "",
+) -> bool:
+    marks = ", ".join("?" for _ in states)
+    sql = f"""UPDATE runs SET {assignments}, updated = ?
+              WHERE id = ? AND attempt = coalesce(?, attempt) AND state IN ({marks}) {guard}"""
+    return store.execute(sql, [*values, time.time(), run_id, attempt, *states]) == 1
+
+
+def _same_key(store: Store, idempotency_key: str, digest: str) -> RunRow | None:
+    rows = store.query("SELECT * FROM runs WHERE idempotency_key = ?", [idempotency_key])
+    if rows and rows[0]["request_digest"] != digest:
+        raise FlashError(
+            "idempotency_conflict",
+            f"the key was used for run {rows[0]['id']}, which asked for something else",
+            idempotency_key=idempotency_key,
+            fix="use a new key for a new run, or repeat the first call's arguments to get that run",
+        )
+    return cast(RunRow, rows[0]) if rows else None
+
+
+def _new_id(store: Store) -> str:
+    while True:
+        run_id = "run-" + "".join(secrets.choice(ID_ALPHABET) for _ in range(8))
+        if not store.query("SELECT 1 FROM runs WHERE id = ?", [run_id]):
+            return run_id

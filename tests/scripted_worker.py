@@ -1,0 +1,80 @@
+"""A worker that speaks the run-folder protocol and misbehaves on cue; run as worker.main is: FOLDER --attempt N.
+
+The run's environment_args say what it does: {"steps": n, "ATTEMPT": {"at": step, "do": MISDEED}}. At a step with
+"hold" it beats without moving on until the file `go` appears in the folder.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from flash_mcp.errors import FlashError
+from flash_mcp.runfolder import RunFolder, RunWriter
+
+ROLLOUTS_PER_STEP = 3
+
+
+def main() -> None:
+    folder, attempt = RunFolder(sys.argv[1]), int(sys.argv[3])
+    plan = folder.job()["spec"]["environment_args"]
+    cue = plan.get(str(attempt), {})
+    sys.stderr.write(f"attempt {attempt} as pid {os.getpid()}\n")
+    if cue.get("do") == "die_at_start":
+        sys.exit("no such module: torch")
+    writer = folder.claim(attempt)
+    resumed = folder.newest_good_checkpoint() or 0
+    writer.event("phase", f"starting from step {resumed}", resumed=resumed)
+    for step in range(resumed + 1, plan.get("steps", 4) + 1):
+        writer.beat(step, "train")
+        if cue.get("at") == step:
+            misbehave(cue["do"], folder, writer, step)
+        if folder.is_cancelled():
+            save(writer, step)
+            writer.commit_result("cancelled", step)
+            return
+        report(writer, step)
+        save(writer, step)
+    writer.evaluation(step, {"n": 1, "success": 1.0}, [rollout(step, 0)])
+    writer.commit_result("succeeded", step)
+
+
+def misbehave(deed: str, folder: RunFolder, writer: RunWriter, step: int) -> None:
+    if deed == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif deed == "fail":
+        writer.commit_result("failed", step, FlashError("environment_error", "the scorer raised"), retryable=False)
+        sys.exit(1)
+    elif deed == "give_up":
+        writer.commit_result("failed", step, FlashError("out_of_memory", "no memory"), retryable=True)
+        sys.exit(1)
+    elif deed == "linger":
+        writer.commit_result("succeeded", step)
+        signal.pause()
+    while deed == "stall" or (deed == "hold" and not Path(folder.path("go")).exists() and not folder.is_cancelled()):
+        writer.beat(step, "train")
+        time.sleep(0.02)
+
+
+def report(writer: RunWriter, step: int) -> None:
+    writer.rollouts(step, [rollout(step, index) for index in range(ROLLOUTS_PER_STEP)])
+    writer.metrics(step, {"reward/mean": step / 10, "loss": None})
+
+
+def rollout(step: int, index: int) -> dict[str, object]:
+    messages = [{"role": "user", "content": f"step {step}"}, {"role": "assistant", "content": f"answer {index}"}]
+    return {"step": step, "index": index, "reward": index / 2, "success": index > 0, "messages": messages}
+
+
+def save(writer: RunWriter, step: int) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        (Path(scratch) / "adapter.bin").write_bytes(bytes([step % 256]) * 64)
+        writer.commit_checkpoint(step, Path(scratch), {"reward/mean": step / 10})
+
+
+if __name__ == "__main__":
+    main()

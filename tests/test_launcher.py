@@ -1,0 +1,285 @@
+"""The launcher's contract, over every implementation, and what the local one does beyond it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from flash_mcp.errors import FlashError
+from flash_mcp.launch.base import Handle, Hint, Launch, Launcher, MemoryLauncher
+from flash_mcp.launch.local import REGISTER_AND_EXEC, LocalLauncher, Record
+
+SLEEPER = [sys.executable, "-c", "import signal; signal.pause()"]
+
+
+def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+
+
+@dataclass
+class Harness:
+    """`reopen` makes the launcher as another process would; `end` lets an attempt end by itself."""
+
+    reopen: Callable[[], Launcher]
+    end: Callable[[Handle], None]
+    logs: Path
+
+    def launch(self, attempt: int = 1, command: list[str] | None = None) -> Launch:
+        log = self.logs / f"log.{attempt}"
+        return Launch("run-1", attempt, command or SLEEPER, {"PATH": os.environ["PATH"]}, log)
+
+
+def memory(tmp_path: Path) -> Harness:
+    hints: dict[str, Hint] = {}
+    return Harness(
+        lambda: MemoryLauncher(hints), lambda handle: hints.update({handle.key: Hint("gone", "exit code 0")}), tmp_path
+    )
+
+
+def local(tmp_path: Path) -> Harness:
+    return Harness(
+        lambda: LocalLauncher(tmp_path / "records", gpus=["0", "1"]),
+        lambda handle: os.kill(int(handle.id), signal.SIGKILL),
+        tmp_path / "run",
+    )
+
+
+@pytest.fixture(params=[memory, local], ids=["memory", "local"])
+def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]:
+    made: Harness = request.param(tmp_path)
+    yield made
+    launcher = made.reopen()
+    for attempt in (1, 2, 3):
+        launcher.cancel(Handle(f"run-1-{attempt}", ""))
+
+
+def state(launcher: Launcher, handle: Handle) -> str:
+    return launcher.poll([handle])[handle.key].state
+
+
+def test_a_submitted_attempt_is_alive_under_its_key(harness: Harness) -> None:
+    launcher = harness.reopen()
+    handle = launcher.submit(harness.launch())
+    assert handle.key == "run-1-1"
+    assert state(launcher, handle) == "alive"
+
+
+def test_a_key_submitted_again_is_the_same_attempt(harness: Harness) -> None:
+    launcher = harness.reopen()
+    first = launcher.submit(harness.launch())
+    assert launcher.submit(harness.launch()) == first
+    assert launcher.submit(harness.launch(2)) != first
+
+
+def test_another_launcher_finds_the_attempt(harness: Harness) -> None:
+    first = harness.reopen().submit(harness.launch())
+    later = harness.reopen()
+    assert later.submit(harness.launch()) == first
+    assert state(later, first) == "alive"
+
+
+def test_an_attempt_that_ended_stays_ended_when_its_key_is_submitted_again(harness: Harness) -> None:
+    launcher = harness.reopen()
+    handle = launcher.submit(harness.launch())
+    harness.end(handle)
+    until(lambda: state(launcher, handle) == "gone")
+    assert launcher.poll([handle])[handle.key].detail
+    for again in (launcher, harness.reopen()):
+        assert again.submit(harness.launch()).key == handle.key
+        assert state(again, handle) == "gone"
+
+
+def test_a_cancelled_attempt_is_gone_and_cancelling_it_again_is_harmless(harness: Harness) -> None:
+    handle = harness.reopen().submit(harness.launch())
+    later = harness.reopen()
+    later.cancel(handle)
+    assert state(later, handle) == "gone"
+    later.cancel(handle)
+    assert state(later, handle) == "gone"
+
+
+def test_an_attempt_that_nobody_submitted_is_gone(harness: Harness) -> None:
+    launcher = harness.reopen()
+    handle = Handle("run-1-3", "999999")
+    assert state(launcher, handle) == "gone"
+    launcher.cancel(handle)
+
+
+def test_polling_nothing_is_nothing(harness: Harness) -> None:
+    assert harness.reopen().poll([]) == {}
+
+
+# -- the local launcher -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[Harness]:
+    made = local(tmp_path)
+    yield made
+    for attempt in (1, 2, 3):
+        made.reopen().cancel(Handle(f"run-1-{attempt}", ""))
+
+
+def test_output_goes_to_the_log_and_the_exit_code_is_told(here: Harness) -> None:
+    launcher = here.reopen()
+    code = "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)"
+    handle = launcher.submit(here.launch(command=[sys.executable, "-c", code]))
+    until(lambda: state(launcher, handle) == "gone")
+    assert launcher.poll([handle])[handle.key].detail == "exit code 3"
+    assert sorted((here.logs / "log.1").read_text().split()) == ["err", "out"]
+
+
+def test_a_command_that_does_not_exist_is_gone_with_the_reason_in_the_log(here: Harness) -> None:
+    launcher = here.reopen()
+    handle = launcher.submit(here.launch(command=["/no/such/program"]))
+    until(lambda: state(launcher, handle) == "gone")
+    assert "/no/such/program" in (here.logs / "log.1").read_text()
+
+
+def test_a_stopped_attempt_is_alive_and_can_be_cancelled(here: Harness) -> None:
+    launcher = here.reopen()
+    handle = launcher.submit(here.launch())
+    os.kill(int(handle.id), signal.SIGSTOP)
+    assert state(launcher, handle) == "alive"
+    launcher.cancel(handle)
+    assert state(launcher, handle) == "gone"
+
+
+def test_cancelling_ends_children_too_even_those_whose_leader_is_gone(here: Harness, tmp_path: Path) -> None:
+    note = tmp_path / "child"
+    code = f"""
+import os, pathlib, signal
+child = os.fork()
+if child:
+    pathlib.Path({str(note)!r}).write_text(str(child))
+signal.pause()
+"""
+    launcher = here.reopen()
+    handle = launcher.submit(here.launch(command=[sys.executable, "-c", code]))
+    until(lambda: note.exists() and note.read_text())
+    child = int(note.read_text())
+    os.kill(int(handle.id), signal.SIGKILL)
+    until(lambda: state(launcher, handle) == "gone")
+    assert is_running(child)
+    launcher.cancel(handle)
+    until(lambda: not is_running(child))
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_another_process_with_the_attempts_old_pid_is_left_alone(here: Harness) -> None:
+    bystander = subprocess.Popen(SLEEPER, start_new_session=True)
+    try:
+        stat = Path(f"/proc/{bystander.pid}/stat").read_text().split(" ")
+        stat[21] = str(int(stat[21]) - 1)  # started a hundredth of a second before
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        launcher = here.reopen()
+        (here.logs.parent / "records" / "run-1-1").write_text(f"0 {boot} {' '.join(stat)}")
+        handle = launcher.submit(here.launch())
+        assert state(launcher, handle) == "gone"
+        launcher.cancel(handle)
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+def test_an_attempt_of_before_the_last_boot_is_gone(here: Harness) -> None:
+    launcher = here.reopen()
+    handle = launcher.submit(here.launch())
+    record = here.logs.parent / "records" / "run-1-1"
+    slot, boot, stat = record.read_text().split(" ", 2)
+    record.write_text(f"{slot} {boot[::-1]} {stat}")
+    assert state(launcher, handle) == "gone"
+    record.write_text(f"{slot} {boot} {stat}")  # so that it is found again and ended
+    assert state(launcher, handle) == "alive"
+
+
+def test_each_attempt_gets_a_device_of_its_own_until_none_is_left(here: Harness) -> None:
+    launcher = here.reopen()
+    code = "import os, signal; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True); signal.pause()"
+    handles = [launcher.submit(here.launch(attempt, [sys.executable, "-c", code])) for attempt in (1, 2)]
+    logs = [here.logs / f"log.{attempt}" for attempt in (1, 2)]
+    until(lambda: all(log.read_text() for log in logs))
+    assert [log.read_text() for log in logs] == ["0\n", "1\n"]
+    with pytest.raises(FlashError, match="not_ready"):
+        here.reopen().submit(here.launch(3))
+    launcher.cancel(handles[0])
+    here.reopen().submit(here.launch(3, [sys.executable, "-c", code]))
+    until(lambda: (here.logs / "log.3").read_text())
+    assert (here.logs / "log.3").read_text() == "0\n"
+
+
+def test_many_starters_of_one_key_start_one_attempt(here: Harness, tmp_path: Path) -> None:
+    code = f"""
+import os, signal, sys
+from pathlib import Path
+from flash_mcp.launch.base import Launch
+from flash_mcp.launch.local import LocalLauncher
+launcher = LocalLauncher(Path({str(here.logs.parent / "records")!r}), gpus=[])
+print("ready", flush=True)
+sys.stdin.read()
+print(launcher.submit(Launch("run-1", 1, {SLEEPER!r}, dict(os.environ), Path({str(tmp_path / "log")!r}))).id)
+"""
+    starters = [
+        subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(6)
+    ]
+    let_go_at_once(starters)
+    pids = {starter.communicate(timeout=60)[0].strip() for starter in starters}
+    record = Record.read(here.logs.parent / "records" / "run-1-1")
+    assert record and pids == {str(record.pid)}
+    assert record.is_alive()
+    assert len(list((here.logs.parent / "records").iterdir())) == 1
+
+
+def let_go_at_once(children: list[subprocess.Popen[str]]) -> None:
+    for child in children:
+        assert child.stdout and child.stdout.readline() == "ready\n"
+    for child in children:
+        assert child.stdin
+        child.stdin.close()
+        child.stdin = None
+
+
+def test_a_key_that_was_registered_in_between_is_not_started_again(tmp_path: Path) -> None:
+    command = ["/bin/sh", "-c", REGISTER_AND_EXEC, str(tmp_path / "record"), "0", "touch", str(tmp_path / "started")]
+    assert subprocess.run(command, check=False).returncode == 0
+    (tmp_path / "started").unlink()
+    assert subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode == 126
+    assert not (tmp_path / "started").exists()
+
+
+def test_an_attempt_outlives_whoever_started_it(here: Harness, tmp_path: Path) -> None:
+    code = f"""
+import os, signal
+from pathlib import Path
+from flash_mcp.launch.base import Launch
+from flash_mcp.launch.local import LocalLauncher
+launcher = LocalLauncher(Path({str(here.logs.parent / "records")!r}), gpus=[])
+launcher.submit(Launch("run-1", 1, {SLEEPER!r}, dict(os.environ), Path({str(tmp_path / "log")!r})))
+os.killpg(0, signal.SIGKILL)
+"""
+    starter = subprocess.run([sys.executable, "-c", code], start_new_session=True, timeout=60, check=False)
+    assert starter.returncode == -signal.SIGKILL
+    launcher = here.reopen()
+    handle = launcher.submit(here.launch())
+    assert state(launcher, handle) == "alive"
+    launcher.cancel(handle)
+    assert state(launcher, handle) == "gone"

@@ -1,0 +1,272 @@
+"""What the store keeps and how it is read back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flash_mcp import queue
+from flash_mcp.errors import FlashError
+from flash_mcp.spec import RunSpec, resolve
+from flash_mcp.store import Store, open_store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path)
+
+
+@pytest.fixture
+def run_id(store: Store) -> str:
+    return new_run(store)
+
+
+def new_run(store: Store) -> str:
+    environment = store.add_environment(name="calc", digest="abcdef123456", path="/environments/calc", size_bytes=9)
+    run, _ = queue.enqueue(store, resolve(RunSpec(environment="calc")), environment)
+    return run["id"]
+
+
+def rollout(step: int, index: int, text: str = "hello", **values: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": text}]
+    return {"step": step, "index": index, "reward": index / 10, "success": index > 1, "messages": messages, **values}
+
+
+def put_metrics(store: Store, run_id: str, step: int, epoch: int = 1, **metrics: float | None) -> None:
+    store.put_metrics(run_id, {"step": step, "epoch": epoch, "time": 1.5, "metrics": metrics})
+
+
+def test_many_processes_can_open_a_new_store_at_once(tmp_path: Path) -> None:
+    code = "import sys, pathlib; from flash_mcp.store import Store; Store(pathlib.Path(sys.argv[1])).runs()"
+    children = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path)]) for _ in range(6)]
+    assert [child.wait(timeout=60) for child in children] == [0] * 6
+    assert Store(tmp_path).query("SELECT name FROM _sqlite_migrations") == [{"name": "0001_initial"}]
+
+
+def test_the_store_is_durable_and_its_sqlite_has_no_known_corruption_bug(store: Store) -> None:
+    version = store.query("SELECT sqlite_version() AS version")[0]["version"]
+    assert tuple(map(int, version.split("."))) >= (3, 51, 3)
+    assert store.query("PRAGMA journal_mode")[0]["journal_mode"] == "wal"
+    assert store.query("PRAGMA synchronous")[0]["synchronous"] == 2
+
+
+def test_importing_the_store_does_not_import_pandas() -> None:
+    code = "import sys, flash_mcp.store; sys.exit('pandas' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_open_store_follows_flash_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("one", "two", "one"):
+        monkeypatch.setenv("FLASH_HOME", str(tmp_path / name))
+        assert open_store().path == tmp_path / name / "flash.db"
+    assert open_store() is open_store()
+
+
+def test_a_failing_transaction_leaves_nothing(store: Store, run_id: str) -> None:
+    with pytest.raises(RuntimeError), store.transaction():
+        put_metrics(store, run_id, 1, loss=1.0)
+        raise RuntimeError
+    assert store.metrics(run_id) == []
+
+
+def test_a_transaction_that_reads_and_then_writes_survives_another_writer(store: Store, run_id: str) -> None:
+    other = Store(store.base)
+    with store.transaction():
+        before = len(store.metrics(run_id))
+        assert len(other.runs()) == 1
+        put_metrics(store, run_id, before + 1, loss=1.0)
+    assert len(other.metrics(run_id)) == 1
+
+
+def test_a_database_that_stays_locked_is_a_named_error(
+    store: Store, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flash_mcp.store.BUSY_TIMEOUT_S", 0)
+    with store.transaction(), pytest.raises(FlashError, match="state_busy"):
+        Store(store.base)
+
+
+def test_an_unknown_run_names_the_nearest(store: Store, run_id: str) -> None:
+    with pytest.raises(FlashError, match=f"did you mean '{run_id}'") as error:
+        store.run(run_id[:-1])
+    assert error.value.code == "unknown_run"
+
+
+def test_runs_are_listed_newest_first_in_pages_and_by_state(store: Store) -> None:
+    ids = [new_run(store) for _ in range(7)][::-1]
+    first = store.runs(limit=3)
+    second = store.runs(limit=3, cursor=first[-1]["id"])
+    third = store.runs(limit=3, cursor=second[-1]["id"])
+    assert [run["id"] for run in (*first, *second, *third)] == ids
+    queue.claim(store)
+    assert [run["id"] for run in store.runs(state="starting")] == [ids[-1]]
+    assert store.run_counts() == {"queued": 6, "starting": 1}
+    assert [run["id"] for run in store.active_runs()] == ids[::-1]
+
+
+def test_metrics_come_in_order_and_the_last_ones_alone(store: Store, run_id: str) -> None:
+    for step in (1, 3, 2, 10):
+        put_metrics(store, run_id, step, loss=step / 2, kl=None)
+    assert [row["step"] for row in store.metrics(run_id)] == [1, 2, 3, 10]
+    assert [row["step"] for row in store.metrics(run_id, since=2)] == [3, 10]
+    assert [row["step"] for row in store.metrics(run_id, limit=2)] == [3, 10]
+    last = store.last_metrics(run_id)
+    assert last and last["metrics"] == {"loss": 5.0, "kl": None}
+    assert store.last_metrics("run-other") is None
+
+
+def test_a_step_reported_again_replaces_the_first_report(store: Store, run_id: str) -> None:
+    put_metrics(store, run_id, 1, loss=1.0)
+    put_metrics(store, run_id, 1, epoch=2, loss=2.0)
+    assert [(row["epoch"], row["metrics"]["loss"]) for row in store.metrics(run_id)] == [(2, 2.0)]
+
+
+def test_a_series_is_averaged_over_equal_stretches_without_the_nulls(store: Store, run_id: str) -> None:
+    for step in range(1, 101):
+        put_metrics(store, run_id, step, **{"reward/mean": None if step > 80 else float(step)})
+    series = store.series(run_id, "reward/mean", points=4)
+    assert series == [(1, 10.5), (21, 30.5), (41, 50.5), (61, 70.5)]
+    assert len(store.series(run_id, "reward/mean", points=1000)) == 80
+    assert store.series(run_id, "no such metric") == []
+
+
+def test_rollouts_are_found_by_order_step_success_and_text(store: Store, run_id: str) -> None:
+    store.put_rollouts(run_id, "train", 1, [rollout(1, index, text=f"Answer {index}") for index in range(4)])
+    store.put_rollouts(run_id, "train", 2, [rollout(2, 0, text='he said "role" % _\nÉtude')])
+
+    def found(**filters: Any) -> list[tuple[int, int]]:
+        rows = store.rollouts(run_id, **filters)
+        assert store.rollout_count(
+            run_id, **{key: filters[key] for key in ("step", "contains", "success") if key in filters}
+        ) >= len(rows)
+        return [(row["step"], row["index"]) for row in rows]
+
+    assert found(order="worst", limit=2) == [(2, 0), (1, 0)]
+    assert found(order="best", limit=2) == [(1, 3), (1, 2)]
+    assert found(order="index", offset=1, limit=2) == [(1, 1), (1, 2)]
+    assert found(step=1, success=False, order="index") == [(1, 0), (1, 1)]
+    assert found(contains="aNsWeR 2") == [(1, 2)]
+    assert found(contains='"role" % _\nÉ') == [(2, 0)]
+    assert found(contains="assistant") == []
+    assert store.rollout_count(run_id, step=1) == 4
+    assert store.rollout_steps(run_id) == [1, 2]
+
+
+def test_pages_of_a_random_order_fit_together_and_seeds_differ(store: Store, run_id: str) -> None:
+    store.put_rollouts(run_id, "train", 1, [rollout(1, index) for index in range(40)])
+
+    def page(seed: int, offset: int) -> list[int]:
+        return [row["index"] for row in store.rollouts(run_id, order="random", seed=seed, limit=20, offset=offset)]
+
+    assert sorted(page(1, 0) + page(1, 20)) == list(range(40))
+    assert page(1, 0) == page(1, 0) != page(2, 0)
+    assert page(1, 0) != sorted(page(1, 0))
+
+
+def test_a_step_rolled_out_again_leaves_no_rollout_of_the_first_time(store: Store, run_id: str) -> None:
+    store.put_rollouts(run_id, "train", 1, [rollout(1, index) for index in range(5)])
+    store.put_rollouts(run_id, "train", 1, [rollout(1, index, text="second") for index in range(3)])
+    assert store.rollout_count(run_id) == store.rollout_count(run_id, contains="second") == 3
+
+
+def test_evaluations_keep_their_rollouts_apart_from_training(store: Store, run_id: str) -> None:
+    row = {"step": 0, "epoch": 1, "time": 2.0, "summary": {"n": 1, "success": 0.5}, "rollouts": [rollout(0, 0)]}
+    store.put_evaluation(run_id, row)
+    assert [(row["step"], row["summary"]["success"]) for row in store.evals(run_id)] == [(0, 0.5)]
+    assert store.rollout_count(run_id, split="eval") == 1
+    assert store.rollout_count(run_id) == 0
+
+
+def test_the_last_events_come_oldest_first_and_never_change(store: Store, run_id: str) -> None:
+    for number in range(5):
+        event = {"time": float(number), "epoch": 1, "kind": "phase", "message": f"m{number}", "seconds": number}
+        store.put_event(run_id, f"0001-{number}", event)
+    store.put_event(run_id, "0001-4", {"time": 99.0, "epoch": 1, "kind": "phase", "message": "another"})
+    events = store.events(run_id, limit=2)
+    assert [(event["message"], event["data"]) for event in events] == [("m3", {"seconds": 3}), ("m4", {"seconds": 4})]
+    assert store.events(run_id, kinds=["error"]) == []
+
+
+def test_a_checkpoint_is_found_by_step_or_is_the_newest(store: Store, run_id: str) -> None:
+    with pytest.raises(FlashError, match="wait for the first one"):
+        store.checkpoint(run_id)
+    for step in (10, 20):
+        manifest = {"step": step, "epoch": 1, "time": 3.0, "digest": "d", "size_bytes": 5, "metrics": {}, "files": {}}
+        store.put_checkpoint(run_id, manifest, f"/runs/{step}")
+    assert store.checkpoint(run_id)["step"] == 20
+    assert store.checkpoint(run_id, 10)["path"] == "/runs/10"
+    with pytest.raises(FlashError, match=r"use one of the steps \[10, 20\]"):
+        store.checkpoint(run_id, 15)
+
+
+def test_an_environment_is_found_by_name_digest_or_the_start_of_one(store: Store) -> None:
+    for digest in ("aaaaaa1111", "bbbbbb2222", "bbbbbb3333", "aaaaaa1111"):
+        store.add_environment(name="calc", digest=digest, path=f"/e/{digest}", size_bytes=1, data={"splits": {}})
+    assert store.environment("calc")["digest"] == "aaaaaa1111"
+    assert store.environment("calc@bbbbbb2222")["path"] == "/e/bbbbbb2222"
+    assert store.environment("calc@aaaaaa")["digest"] == "aaaaaa1111"
+    assert len(store.environments()) == 3
+    for reference, hint in [("calc@bbbbbb", "one of"), ("calc@aaa", "one of"), ("calk", "did you mean 'calc'")]:
+        with pytest.raises(FlashError, match=hint) as error:
+            store.environment(reference)
+        assert error.value.code == "unknown_environment"
+
+
+def test_a_deployment_changes_only_from_an_expected_state(store: Store) -> None:
+    store.add_deployment({"id": "dep-1", "name": "d", "model": "m", "step": 10})
+    assert not store.update_deployment("dep-1", expected_states=["ready"], state="stopped")
+    assert store.update_deployment("dep-1", expected_states=["starting"], state="ready", base_url="http://x", pid=7)
+    row = store.deployment("dep-1")
+    assert (row["state"], row["base_url"], row["pid"], row["step"], row["run_id"]) == ("ready", "http://x", 7, 10, None)
+    assert store.deployments(["stopped"]) == []
+    with pytest.raises(FlashError, match="unknown_deployment"):
+        store.deployment("dep-2")
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda store, run_id: store.run(run_id),
+        lambda store, run_id: store.last_metrics(run_id),
+        lambda store, run_id: store.series(run_id, "reward/mean"),
+        lambda store, run_id: store.runs(limit=20),
+        lambda store, run_id: store.active_runs(),
+        lambda store, run_id: store.rollouts(run_id, order="worst"),
+    ],
+)
+def test_what_status_reads_stays_fast_among_many_runs(
+    crowded: tuple[Store, str], read: Callable[[Store, str], Any]
+) -> None:
+    store, run_id = crowded
+    times = sorted(timed(lambda: read(store, run_id)) for _ in range(15))
+    assert times[7] < 0.01, f"median {times[7] * 1000:.1f} ms"
+
+
+def timed(act: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    act()
+    return time.perf_counter() - started
+
+
+@pytest.fixture(scope="module")
+def crowded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, str]:
+    """1,000 ended runs of 50 steps and 20 metrics each: a million metric points."""
+    store = Store(tmp_path_factory.mktemp("crowded"))
+    run_id = new_run(store)
+    run = store.query("SELECT * FROM runs")[0]
+    metrics = {f"group/metric{number}": number * 1.234567 for number in range(19)}
+    with store.transaction():
+        for number in range(1000):
+            store.insert("runs", {**run, "id": f"run-{number:08d}", "state": "succeeded", "created": number})
+            for step in range(1, 51):
+                put_metrics(store, f"run-{number:08d}", step, **{"reward/mean": step / 50}, **metrics)
+    for step in range(1, 51):
+        put_metrics(store, run_id, step, **{"reward/mean": step / 50}, **metrics)
+        store.put_rollouts(run_id, "train", step, [rollout(step, index) for index in range(32)])
+    return store, run_id

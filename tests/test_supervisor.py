@@ -1,0 +1,540 @@
+"""The supervisor with real worker processes that speak the run-folder protocol, and are really killed and stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from flash_mcp import queue
+from flash_mcp.errors import FlashError
+from flash_mcp.launch.base import Handle, Hint
+from flash_mcp.launch.local import LocalLauncher, Record
+from flash_mcp.runfolder import RunFolder
+from flash_mcp.spec import RunSpec, resolve
+from flash_mcp.store import RunRow, Store
+from flash_mcp.supervisor import PYTHON, Patience, Reader, Supervisor, ensure_supervisor, is_supervised, supervise
+
+WORKER = (sys.executable, str(Path(__file__).with_name("scripted_worker.py")))
+HASTE = Patience(
+    poll_s=0.02,
+    beat_stale_s=0.3,
+    beat_silent_s=1.0,
+    cancel_grace_s=1.0,
+    leave_s=0.5,
+    retry_delay_s=0.01,
+    idle_exit_s=0.2,
+)
+TIMEOUT_S = 40.0
+
+
+class Bench:
+    """A state directory, a supervisor that is ticked by hand, and runs whose worker follows a script."""
+
+    def __init__(self, base: Path) -> None:
+        self.base = base
+        self.store = Store(base)
+        self.supervisor = self.new_supervisor()
+
+    def new_supervisor(self, launcher: LocalLauncher | None = None, **patience: float) -> Supervisor:
+        timing = Patience(**{**HASTE.__dict__, **patience})
+        launcher = launcher or LocalLauncher(self.base / "attempts", gpus=[])
+        return Supervisor(self.base, launcher=launcher, worker=WORKER, patience=timing)
+
+    def train(self, script: dict[str, Any] | None = None, **fields: Any) -> RunRow:
+        environment = self.store.add_environment(name="calc", digest="abcdef123456", path="/e", size_bytes=1)
+        spec = RunSpec(environment="calc", environment_args=script or {}, **fields)
+        return queue.enqueue(self.store, resolve(spec), environment)[0]
+
+    def until(self, condition: Callable[[], object], *, supervisor: Supervisor | None = None) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not condition():
+            assert time.monotonic() < deadline, f"not in time; runs: {[dict(run) for run in self.store.runs()]}"
+            (supervisor or self.supervisor).tick()
+            time.sleep(0.01)
+
+    def finish(self, run: RunRow, *, supervisor: Supervisor | None = None) -> RunRow:
+        self.until(lambda: self.store.run(run["id"])["ended"], supervisor=supervisor)
+        return self.store.run(run["id"])
+
+    def pid(self, run: RunRow, attempt: int = 1) -> int:
+        record = Record.read(self.base / "attempts" / f"{run['id']}-{attempt}")
+        assert record
+        return record.pid
+
+    def step(self, run: RunRow, attempt: int = 1) -> int:
+        """The step of the attempt's last beat; 0 before."""
+        beat = RunFolder(run["folder"]).beat()
+        return beat["step"] if beat and beat["epoch"] == attempt else 0
+
+    def told(self, run: RunRow) -> list[tuple[int, str]]:
+        """(attempt, what) of what the supervisor noted."""
+        return [(event["epoch"], event["name"][5:]) for event in self.store.events(run["id"], 99, ["attempt"])]
+
+    def clean_up(self) -> None:
+        launcher = LocalLauncher(self.base / "attempts", gpus=[])
+        for record in (self.base / "attempts").glob("run-*"):
+            launcher.cancel(Handle(record.name, ""))
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path)
+    yield made
+    made.clean_up()
+
+
+def all_rows(store: Store, run_id: str) -> list[Any]:
+    rollouts = [store.rollouts(run_id, split=split, order="index", limit=999) for split in ("train", "eval")]
+    return [
+        store.metrics(run_id),
+        rollouts,
+        store.evals(run_id),
+        store.events(run_id, 999),
+        store.checkpoints(run_id),
+    ]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+# -- the ordinary life of a run ---------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_from_queued_to_succeeded_and_all_that_it_said_is_in_the_store(bench: Bench) -> None:
+    run = bench.train({"steps": 5, "1": {"at": 3, "do": "hold"}})
+    bench.until(lambda: bench.store.run(run["id"])["step"] == 3 and len(bench.store.metrics(run["id"])) == 2)
+    live = bench.store.run(run["id"])
+    assert (live["state"], live["attempt"], live["phase"]) == ("running", 1, "train")
+    assert live["beat"] and live["progress"] and live["beat"] >= live["progress"]
+    assert [row["step"] for row in bench.store.metrics(run["id"])] == [1, 2]
+    Path(run["folder"], "go").touch()
+    ended = bench.finish(run)
+    assert (ended["state"], ended["step"], ended["error"], ended["attempt"]) == ("succeeded", 5, None, 1)
+    assert [row["step"] for row in bench.store.metrics(run["id"])] == [1, 2, 3, 4, 5]
+    assert bench.store.rollout_count(run["id"]) == 15
+    assert bench.store.rollout_count(run["id"], split="eval") == 1
+    assert [row["step"] for row in bench.store.checkpoints(run["id"])] == [1, 2, 3, 4, 5]
+    assert Path(bench.store.checkpoint(run["id"])["path"], "adapter.bin").exists()
+    assert bench.store.events(run["id"], kinds=["phase"])[0]["data"] == {"resumed": 0}
+    assert bench.told(run) == [(1, "launched")]
+    assert not is_running(bench.pid(run))
+
+
+def test_runs_share_one_slot_oldest_first(bench: Bench) -> None:
+    script = {"steps": 2, "1": {"at": 1, "do": "hold"}}
+    first, second = bench.train(script), bench.train(script)
+    bench.until(lambda: bench.step(first) == 1)
+    for _ in range(5):
+        bench.supervisor.tick()
+    assert bench.store.run(second["id"])["state"] == "queued"
+    for run in (first, second):
+        Path(run["folder"]).mkdir(exist_ok=True)
+        Path(run["folder"], "go").touch()
+    assert bench.finish(first)["state"] == bench.finish(second)["state"] == "succeeded"
+
+
+def test_reading_a_folder_twice_gives_the_same_rows(bench: Bench) -> None:
+    run = bench.train({"steps": 4})
+    bench.finish(run)
+    before = all_rows(bench.store, run["id"])
+    assert before[0] and before[1][0] and before[2] and before[3] and before[4]
+    for _ in range(2):
+        Reader(bench.store, run["id"], RunFolder(run["folder"])).read(now=True)
+    assert all_rows(bench.store, run["id"]) == before
+
+
+def test_a_damaged_file_does_not_keep_the_rest_from_being_read_nor_the_run_from_ending(bench: Bench) -> None:
+    run = bench.train({"steps": 3, "1": {"at": 2, "do": "hold"}})
+    bench.until(lambda: bench.step(run) == 2)
+    Path(run["folder"], "metrics", "2.json").write_text('{"step": 2, "epo')
+    Path(run["folder"], "rollouts", "9.jsonl").write_text('{"index": 0, "reward": null, "success": true}\n')
+    for _ in range(3):
+        bench.supervisor.tick()
+    Path(run["folder"], "go").touch()
+    assert bench.finish(run)["state"] == "succeeded"
+    assert [row["step"] for row in bench.store.metrics(run["id"])] == [1, 2, 3]
+    assert bench.store.rollout_steps(run["id"]) == [1, 2, 3]
+
+
+# -- attempts that die, hang or give up -------------------------------------------------------------------------------
+
+
+def test_a_killed_worker_is_replaced_and_goes_on_from_its_last_checkpoint(bench: Bench) -> None:
+    run = bench.train({"steps": 5, "1": {"at": 3, "do": "hold"}})
+    bench.until(lambda: bench.step(run) == 3)
+    os.kill(bench.pid(run), signal.SIGKILL)
+    ended = bench.finish(run)
+    assert (ended["state"], ended["attempt"], ended["step"], ended["error"]) == ("succeeded", 2, 5, None)
+    assert bench.told(run) == [(1, "launched"), (1, "lost"), (2, "launched")]
+    lost = bench.store.events(run["id"], kinds=["attempt"])[1]
+    assert "killed by signal SIGKILL" in lost["message"]
+    assert lost["data"]["error"]["values"]["step"] == 3
+    assert [event["data"]["resumed"] for event in bench.store.events(run["id"], kinds=["phase"])] == [0, 2]
+    assert [row["epoch"] for row in bench.store.metrics(run["id"])] == [1, 1, 2, 2, 2]
+
+
+def test_a_run_whose_attempts_all_die_fails_with_the_log_as_evidence(bench: Bench) -> None:
+    cue = {"do": "die_at_start"}
+    run = bench.train({"1": cue, "2": cue}, max_attempts=2)
+    ended = bench.finish(run)
+    assert (ended["state"], ended["attempt"]) == ("failed", 2)
+    assert ended["error"] and ended["error"]["code"] == "worker_failed"
+    assert "no such module: torch" in ended["error"]["values"]["log"]
+    assert "exit code 1" in ended["error"]["what"]
+    assert bench.told(run) == [(1, "launched"), (1, "lost"), (2, "launched"), (2, "lost")]
+    result = RunFolder(run["folder"]).result()
+    assert result and (result["state"], result["error"]["code"]) == ("failed", "worker_failed")
+
+
+def test_an_error_that_no_retry_can_cure_ends_the_run_at_once(bench: Bench) -> None:
+    run = bench.train({"1": {"at": 2, "do": "fail"}})
+    ended = bench.finish(run)
+    assert (ended["state"], ended["attempt"], ended["step"]) == ("failed", 1, 2)
+    assert ended["error"] and ended["error"]["code"] == "environment_error"
+
+
+def test_an_error_that_a_retry_may_cure_is_retried_and_kept_when_it_stays(bench: Bench) -> None:
+    cured = bench.train({"1": {"at": 2, "do": "give_up"}})
+    assert (bench.finish(cured)["state"], bench.store.run(cured["id"])["attempt"]) == ("succeeded", 2)
+    cue = {"at": 1, "do": "give_up"}
+    stays = bench.train({"1": cue, "2": cue}, max_attempts=2)
+    ended = bench.finish(stays)
+    assert (ended["state"], ended["attempt"]) == ("failed", 2)
+    assert ended["error"] and ended["error"]["code"] == "out_of_memory"
+
+
+def test_a_worker_that_beats_but_does_not_move_is_replaced(bench: Bench) -> None:
+    run = bench.train({"1": {"at": 2, "do": "stall"}}, stall_timeout_s=4.0)
+    bench.until(lambda: bench.step(run) == 2)
+    stalled = bench.pid(run)
+    ended = bench.finish(run)
+    assert (ended["state"], ended["attempt"]) == ("succeeded", 2)
+    lost = bench.store.events(run["id"], kinds=["attempt"])[1]["data"]["error"]
+    assert (lost["code"], lost["values"]["step"], lost["values"]["phase"]) == ("stalled", 2, "train")
+    assert not is_running(stalled)
+
+
+def test_a_worker_that_is_stopped_is_replaced(bench: Bench) -> None:
+    run = bench.train({"1": {"at": 2, "do": "hold"}})
+    bench.until(lambda: bench.step(run) == 2)
+    os.kill(bench.pid(run), signal.SIGSTOP)
+    ended = bench.finish(run)
+    assert (ended["state"], ended["attempt"]) == ("succeeded", 2)
+    assert "gave no sign" in bench.store.events(run["id"], kinds=["attempt"])[1]["message"]
+    assert not is_running(bench.pid(run))
+
+
+def test_a_worker_that_does_not_leave_after_its_result_is_ended(bench: Bench) -> None:
+    run = bench.train({"1": {"at": 2, "do": "linger"}})
+    assert bench.finish(run)["state"] == "succeeded"
+    assert not is_running(bench.pid(run))
+
+
+class Slanderer(LocalLauncher):
+    """A machine that loses its network: `slandered` attempts are called gone while they run, and cannot be ended."""
+
+    def __init__(self, base: Path) -> None:
+        super().__init__(base / "attempts", gpus=["0", "1"])
+        self.slandered: set[str] = set()
+
+    def poll(self, handles: Sequence[Handle]) -> dict[str, Hint]:
+        return {key: Hint("gone") if key in self.slandered else hint for key, hint in super().poll(handles).items()}
+
+    def cancel(self, handle: Handle) -> None:
+        if handle.key not in self.slandered:
+            super().cancel(handle)
+
+
+def test_a_worker_that_beats_is_believed_over_a_launcher_that_calls_it_gone(bench: Bench) -> None:
+    launcher = Slanderer(bench.base)
+    supervisor = bench.new_supervisor(launcher, beat_stale_s=5.0)
+    run = bench.train({"steps": 4, "1": {"at": 2, "do": "hold"}})
+    bench.until(lambda: bench.store.run(run["id"])["step"] == 2, supervisor=supervisor)
+    launcher.slandered = {f"{run['id']}-1"}
+    for _ in range(20):
+        supervisor.tick()
+    Path(run["folder"], "go").touch()
+    ended = bench.finish(run, supervisor=supervisor)
+    assert (ended["state"], ended["attempt"]) == ("succeeded", 1)
+
+
+def test_a_zombie_that_wakes_after_its_replacement_changes_nothing(bench: Bench) -> None:
+    launcher = Slanderer(bench.base)
+    supervisor = bench.new_supervisor(launcher)
+    run = bench.train({"steps": 5, "1": {"at": 3, "do": "hold"}, "2": {"at": 4, "do": "hold"}})
+    bench.until(lambda: bench.step(run) == 3, supervisor=supervisor)
+    zombie = bench.pid(run)
+    launcher.slandered = {f"{run['id']}-1"}
+    os.kill(zombie, signal.SIGSTOP)
+    bench.until(
+        lambda: bench.step(run, attempt=2) == 4 and len(bench.store.checkpoints(run["id"])) == 3, supervisor=supervisor
+    )
+    before, checkpoints = all_rows(bench.store, run["id"]), RunFolder(run["folder"]).checkpoint_steps()
+    os.kill(zombie, signal.SIGCONT)
+    bench.until(lambda: not is_running(zombie), supervisor=supervisor)
+    assert "[fenced epoch=1 newest=2]" in RunFolder(run["folder"]).log_tail(1)
+    for _ in range(10):
+        supervisor.tick()
+    assert all_rows(bench.store, run["id"]) == before
+    assert RunFolder(run["folder"]).checkpoint_steps() == checkpoints == [1, 2, 3]
+    assert bench.store.run(run["id"])["state"] == "running"
+    Path(run["folder"], "go").touch()
+    ended = bench.finish(run, supervisor=supervisor)
+    assert (ended["state"], ended["attempt"], ended["step"]) == ("succeeded", 2, 5)
+
+
+def test_a_missing_secret_fails_the_run_and_names_it(bench: Bench) -> None:
+    run = bench.train(secrets=["CALC_KEY_THAT_NOBODY_SET"])
+    ended = bench.finish(run)
+    assert ended["state"] == "failed"
+    assert ended["error"] and "CALC_KEY_THAT_NOBODY_SET" in ended["error"]["what"]
+
+
+# -- cancelling -------------------------------------------------------------------------------------------------------
+
+
+def test_a_queued_run_is_cancelled_without_ever_starting(bench: Bench) -> None:
+    run = bench.train()
+    assert queue.request_cancel(bench.store, run["id"])["state"] == "cancelled"
+    assert not bench.supervisor.tick()
+    assert not Path(run["folder"]).exists()
+
+
+def test_a_running_run_saves_and_ends_as_cancelled(bench: Bench) -> None:
+    run = bench.train({"1": {"at": 2, "do": "hold"}})
+    bench.until(lambda: bench.step(run) == 2)
+    queue.request_cancel(bench.store, run["id"], "enough")
+    ended = bench.finish(run)
+    assert (ended["state"], ended["step"], ended["error"]) == ("cancelled", 2, None)
+    assert bench.store.checkpoint(run["id"])["step"] == 2
+    assert not is_running(bench.pid(run))
+
+
+def test_a_hung_run_is_killed_after_its_grace_and_ends_as_cancelled(bench: Bench) -> None:
+    run = bench.train({"1": {"at": 2, "do": "stall"}})
+    bench.until(lambda: bench.step(run) == 2)
+    requested = queue.request_cancel(bench.store, run["id"])["cancel_requested"]
+    ended = bench.finish(run)
+    assert (ended["state"], ended["step"], ended["attempt"], ended["error"]) == ("cancelled", 2, 1, None)
+    assert requested and ended["ended"] and ended["ended"] - requested > HASTE.cancel_grace_s
+    assert not is_running(bench.pid(run))
+    result = RunFolder(run["folder"]).result()
+    assert result and result["state"] == "cancelled"
+
+
+def test_a_run_that_dies_while_cancelling_ends_as_cancelled_and_is_not_retried(bench: Bench) -> None:
+    run = bench.train({"1": {"at": 2, "do": "stall"}})
+    bench.until(lambda: bench.step(run) == 2)
+    queue.request_cancel(bench.store, run["id"])
+    os.kill(bench.pid(run), signal.SIGKILL)
+    ended = bench.finish(run)
+    assert (ended["state"], ended["attempt"]) == ("cancelled", 1)
+
+
+def test_a_run_that_waits_for_its_next_attempt_is_cancelled_at_once(bench: Bench) -> None:
+    supervisor = bench.new_supervisor(retry_delay_s=600.0)
+    run = bench.train({"1": {"do": "die_at_start"}})
+    bench.until(lambda: bench.store.run(run["id"])["error"], supervisor=supervisor)
+    assert queue.request_cancel(bench.store, run["id"])["state"] == "cancelled"
+
+
+# -- supervisors that die ---------------------------------------------------------------------------------------------
+
+SUPERVISE = f"""
+import logging, sys
+from pathlib import Path
+from flash_mcp.launch.local import LocalLauncher
+from flash_mcp.supervisor import Patience, Supervisor, supervise
+logging.basicConfig(level=logging.INFO)
+base = Path(sys.argv[1])
+patience = Patience(**{HASTE.__dict__!r})
+launcher = LocalLauncher(base / "attempts", gpus=[])
+supervise(base, lambda base: Supervisor(base, launcher=launcher, worker={WORKER!r}, patience=patience))
+"""
+
+
+def start_supervisor(bench: Bench) -> subprocess.Popen[bytes]:
+    with (bench.base / "supervisor.log").open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-c", SUPERVISE, str(bench.base)], stdout=log, stderr=log, start_new_session=True
+        )
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_new_supervisor_goes_on_where_a_killed_one_was(bench: Bench) -> None:
+    run = bench.train({"steps": 5, "1": {"at": 3, "do": "hold"}})
+    first = start_supervisor(bench)
+    wait_for(lambda: bench.step(run) == 3)
+    first.kill()
+    first.wait()
+    worker = bench.pid(run)
+    assert is_running(worker)
+    second = start_supervisor(bench)
+    Path(run["folder"], "go").touch()
+    wait_for(lambda: bench.store.run(run["id"])["ended"])
+    ended = bench.store.run(run["id"])
+    assert (ended["state"], ended["attempt"], ended["step"]) == ("succeeded", 1, 5)
+    assert [row["step"] for row in bench.store.metrics(run["id"])] == [1, 2, 3, 4, 5]
+    assert bench.pid(run) == worker
+    assert second.wait(timeout=TIMEOUT_S) == 0  # it leaves when idle
+
+
+def test_a_worker_that_died_with_its_supervisor_is_replaced_by_the_next(bench: Bench) -> None:
+    run = bench.train({"steps": 4, "1": {"at": 2, "do": "hold"}})
+    first = start_supervisor(bench)
+    wait_for(lambda: bench.step(run) == 2)
+    first.kill()
+    first.wait()
+    os.kill(bench.pid(run), signal.SIGKILL)
+    ended = bench.finish(run)
+    assert (ended["state"], ended["attempt"]) == ("succeeded", 2)
+
+
+def test_a_result_written_while_nobody_watched_is_found(bench: Bench) -> None:
+    run = bench.train({"steps": 4, "1": {"at": 2, "do": "hold"}})
+    first = start_supervisor(bench)
+    wait_for(lambda: bench.step(run) == 2)
+    first.kill()
+    first.wait()
+    Path(run["folder"], "go").touch()
+    wait_for(lambda: not is_running(bench.pid(run)))
+    assert bench.store.run(run["id"])["state"] in ("starting", "running")
+    ended = bench.finish(run)
+    assert (ended["state"], ended["attempt"]) == ("succeeded", 1)
+    assert len(bench.store.metrics(run["id"])) == 4
+
+
+def test_supervisors_killed_at_any_point_lose_and_repeat_nothing(bench: Bench) -> None:
+    """Kills at moments spread over a supervisor's life: every run ends once, with every step's rows."""
+    runs = [bench.train({"steps": 3, "1": {"at": 2, "do": "kill"} if number % 2 else {}}) for number in range(4)]
+    delay_s, kills = 0.5, 0
+    while bench.store.active_runs() and kills < 40:
+        child = start_supervisor(bench)
+        try:
+            child.wait(timeout=delay_s)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+            kills += 1
+        delay_s = 0.5 + (kills * 0.137) % 0.8
+    for number, run in enumerate(runs):
+        ended = bench.finish(run)
+        assert (ended["state"], ended["step"], ended["attempt"]) == ("succeeded", 3, 1 + number % 2)
+        assert [row["step"] for row in bench.store.metrics(run["id"])] == [1, 2, 3]
+        assert bench.store.rollout_count(run["id"]) == 9
+        assert not is_running(bench.pid(run))
+    assert kills >= 3
+
+
+@pytest.mark.parametrize("point", ["claimed", "submitted", "result", "requeue", "end"])
+def test_a_supervisor_that_dies_between_two_writes_is_made_up_for_by_the_next(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    class Death(BaseException):
+        pass
+
+    def die(*_: object, **__: object) -> None:
+        raise Death
+
+    cut = {
+        "claimed": ("flash_mcp.supervisor.RunFolder.create", die),
+        "submitted": ("flash_mcp.supervisor.Supervisor._note", die),
+        "result": ("flash_mcp.queue.finish", die),
+        "requeue": ("flash_mcp.queue.requeue", die),
+        "end": ("flash_mcp.queue.finish", die),
+    }[point]
+    cue = {"requeue": {"at": 2, "do": "kill"}, "end": {"do": "die_at_start"}}.get(point, {})
+    run = bench.train({"steps": 3, "1": cue}, max_attempts=1 if point == "end" else 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(*cut)
+        with pytest.raises(Death):
+            bench.finish(run)
+    assert bench.store.run(run["id"])["ended"] is None
+    ended = bench.finish(run, supervisor=bench.new_supervisor())
+    expected = {"requeue": ("succeeded", 2), "end": ("failed", 1)}.get(point, ("succeeded", 1))
+    assert (ended["state"], ended["attempt"]) == expected
+
+
+# -- alone per state directory ----------------------------------------------------------------------------------------
+
+
+def test_a_second_supervisor_leaves_at_once(bench: Bench) -> None:
+    run = bench.train({"1": {"at": 2, "do": "hold"}})
+    first = start_supervisor(bench)
+    wait_for(lambda: bench.step(run) == 2)
+    assert is_supervised(bench.base)
+    assert supervise(bench.base, lambda base: pytest.fail("two supervisors")) is False
+    assert not ensure_supervisor(bench.base)
+    Path(run["folder"], "go").touch()
+    assert first.wait(timeout=TIMEOUT_S) == 0
+    assert not is_supervised(bench.base)
+
+
+def test_a_run_enqueued_while_the_supervisor_was_leaving_is_not_forgotten(bench: Bench) -> None:
+    made: list[Supervisor] = []
+
+    class Leaver(Supervisor):
+        def run(self) -> None:
+            super().run()
+            if len(made) == 1:
+                bench.train({"steps": 1})
+                assert not ensure_supervisor(bench.base)  # it still holds the lock: nobody else is started
+
+    def make(base: Path) -> Supervisor:
+        launcher = LocalLauncher(base / "attempts", gpus=[])
+        made.append(Leaver(base, launcher=launcher, worker=WORKER, patience=HASTE))
+        return made[-1]
+
+    assert supervise(bench.base, make)
+    assert [run["state"] for run in bench.store.runs()] == ["succeeded"]
+    assert len(made) == 2
+
+
+def test_many_callers_start_one_supervisor_that_is_detached(bench: Bench) -> None:
+    code = "import sys, pathlib; from flash_mcp.supervisor import ensure_supervisor as e; e(pathlib.Path(sys.argv[1]))"
+    callers = [subprocess.Popen([sys.executable, "-c", code, str(bench.base)]) for _ in range(4)]
+    assert [caller.wait(timeout=TIMEOUT_S) for caller in callers] == [0] * 4
+    wait_for(lambda: len(supervisors(bench.base)) == 1)
+    (survivor,) = supervisors(bench.base)
+    try:
+        assert int((bench.base / "supervisor.lock").read_text()) == survivor.pid
+        assert is_supervised(bench.base)
+        assert os.getsid(survivor.pid) != os.getsid(0)
+    finally:
+        survivor.kill()
+    wait_for(lambda: not is_supervised(bench.base))
+
+
+def supervisors(base: Path) -> list[psutil.Process]:
+    arguments = [*PYTHON[1:], "flash_mcp.supervisor", "--home", str(base)]
+    found = psutil.process_iter(["cmdline"])
+    return [process for process in found if (process.info["cmdline"] or [])[1:] == arguments]
+
+
+def test_a_supervisor_that_cannot_start_is_an_error_that_names_its_log(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flash_mcp.supervisor.START_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("flash_mcp.supervisor.PYTHON", ("/no/such/python",))
+    with pytest.raises(FlashError, match=r"supervisor\.log"):
+        ensure_supervisor(bench.base)
+    assert "/no/such/python" in (bench.base / "supervisor.log").read_text()
