@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import itertools
 import json
 import os
@@ -21,7 +22,9 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, cast
@@ -40,6 +43,9 @@ METHODS = {
 }
 """What a request calls, where the child cannot say more precisely."""
 STDERR_TAIL_BYTES = 4000
+SCRATCH_PREFIX = "flash-environment-"
+SCRATCH_MIN_AGE_S = 60.0
+"""A younger scratch folder may be about to be locked by the process that made it."""
 MIN_SECRET_LENGTH = 4
 """Shorter values are not searched for: replacing "1" or "no" everywhere would garble every text."""
 
@@ -115,7 +121,7 @@ class EnvironmentHost:
         self._numbers = itertools.count(1)
         self._starting = asyncio.Lock()
         self._stopped = False
-        self._scratch = Path(tempfile.mkdtemp(prefix="flash-environment-"))
+        self._scratch, self._scratch_lock = _scratch_folder()
 
     @classmethod
     async def start(
@@ -208,6 +214,7 @@ class EnvironmentHost:
             child.kill("the environment host was stopped")
         await asyncio.gather(*(child.gone.wait() for child in self._children))
         await asyncio.to_thread(shutil.rmtree, self._scratch, ignore_errors=True)
+        self._scratch_lock.close()
 
     # -- children -----------------------------------------------------------------------------------------------------
 
@@ -437,6 +444,24 @@ class _Child(asyncio.SubprocessProtocol):
             self._fail_pending()
             self._transport.close()
             self.gone.set()
+
+
+def _scratch_folder() -> tuple[Path, ExitStack]:
+    """A private folder, locked as long as this process lives or the stack is open; removes those whose owner died."""
+    for old in Path(tempfile.gettempdir()).glob(f"{SCRATCH_PREFIX}*"):
+        with contextlib.suppress(OSError), ExitStack() as stack:
+            if time.time() - old.stat().st_mtime > SCRATCH_MIN_AGE_S:
+                _lock(old, stack)
+                shutil.rmtree(old)
+    folder, stack = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX)), ExitStack()
+    _lock(folder, stack)
+    return folder, stack
+
+
+def _lock(folder: Path, stack: ExitStack) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
+    stack.callback(os.close, descriptor)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _exit_reason(code: int | None) -> str:

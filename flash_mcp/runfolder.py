@@ -2,7 +2,7 @@
 
     job.json               what to do: {"run_id", "spec", "sources", "environment_path", "model_path", ...}
     epoch/N                attempt N owns the run; made once, exclusively; the highest N is the owner
-    beat.json              {"epoch", "time", "step", "phase", "host", "pid"}, every few seconds
+    beat.json              {"epoch", "time", "step", "phase", "progress", "host", "pid"}, every few seconds
     metrics/STEP.json      {"step", "epoch", "time", "metrics": {name: number}}
     rollouts/STEP.jsonl    one rollout a line, keyed by (step, index)
     evals/STEP.json        {"step", "epoch", "time", "summary": {...}, "rollouts": [...]}
@@ -248,8 +248,12 @@ class RunWriter:
         if newest != self.epoch:
             raise FlashError("fenced", "a newer attempt owns the run", epoch=self.epoch, newest=newest)
 
-    def beat(self, step: int, phase: str) -> None:
-        self._put("beat.json", {"step": step, "phase": phase, "host": socket.gethostname(), "pid": os.getpid()})
+    def beat(self, step: int, phase: str, progress: int = 0) -> None:
+        """`progress` counts what was done so far; a step or count that moves is a sign that nothing stalls."""
+        self._put(
+            "beat.json",
+            {"step": step, "phase": phase, "progress": progress, "host": socket.gethostname(), "pid": os.getpid()},
+        )
 
     def metrics(self, step: int, metrics: Json) -> None:
         self._put(f"metrics/{step}.json", {"step": step, "metrics": metrics})

@@ -79,10 +79,10 @@ class Attempt:
     result_at: float | None = None
 
     def observe(self, beat: Json | None) -> tuple[bool, bool]:
-        """Take in beat.json as it is now: (it is a new one of this attempt, its step or phase is another)."""
+        """Take in beat.json as it is now: (it is a new one of this attempt, something moved)."""
         if beat is None or beat["epoch"] != self.number or beat == self.beat:
             return False, False
-        moved = any(beat[name] != self.beat.get(name) for name in ("step", "phase"))
+        moved = any(beat.get(name) != self.beat.get(name) for name in ("step", "phase", "progress"))
         self.has_beat, self.beat, self.beat_at = True, beat, time.monotonic()
         if moved:
             self.progress_at = self.beat_at

@@ -7,6 +7,7 @@ import math
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,25 @@ class Reporter(TrainerCallback):
     `pending` holds the metrics that the rollouts of the current step gave; the trainer's own are added to them.
     """
 
-    def __init__(self, writer: RunWriter, spec: Settings, cancelled: threading.Event) -> None:
-        self.writer, self.spec, self.cancelled = writer, spec, cancelled
+    def __init__(
+        self,
+        writer: RunWriter,
+        spec: Settings,
+        cancelled: threading.Event,
+        *,
+        before_step: Callable[[int], None] = lambda step: None,
+    ) -> None:
+        self.writer, self.spec, self.cancelled, self.before_step = writer, spec, cancelled, before_step
         self.pending: Json = {}
         self.step_started = time.monotonic()
         self.saved_step = -1
         self._last: Json = {}
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.before_step(state.global_step)
+        self.step_started = time.monotonic()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -74,8 +88,7 @@ class Reporter(TrainerCallback):
     ) -> None:
         if not logs or "loss" not in logs:  # the summary that follows the last step
             return
-        now = time.monotonic()
-        step_s, self.step_started = now - self.step_started, now
+        step_s = time.monotonic() - self.step_started
         reported = {METRIC_NAMES[name]: value for name, value in logs.items() if name in METRIC_NAMES}
         train_s = step_s - self.pending.get("time/rollout_s", 0.0) - self.pending.get("time/sync_s", 0.0)
         self._last = clean({**self.pending, **reported, "time/step_s": step_s, "time/train_s": train_s})

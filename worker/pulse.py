@@ -22,7 +22,7 @@ class Pulse(threading.Thread):
 
     def __init__(self, writer: RunWriter) -> None:
         super().__init__(name="pulse", daemon=True)
-        self.writer, self.step, self.phase = writer, 0, "start"
+        self.writer, self.step, self.phase, self.progress = writer, 0, "start", 0
         self.cancelled, self._stopped = threading.Event(), threading.Event()
 
     def enter(self, phase: str, step: int | None = None) -> None:
@@ -33,10 +33,14 @@ class Pulse(threading.Thread):
             log.info("step %s: %s", self.step if step is None else step, phase)
         self.phase, self.step = phase, self.step if step is None else step
 
+    def advance(self) -> None:
+        """Count something done within a step, so that a long one is not taken for a stall."""
+        self.progress += 1
+
     def run(self) -> None:
         while not self._stopped.wait(BEAT_EVERY_S):
             try:
-                self.writer.beat(self.step, self.phase)
+                self.writer.beat(self.step, self.phase, self.progress)
                 if self.writer.folder.is_cancelled():
                     self.cancelled.set()
             except FlashError as error:

@@ -171,12 +171,20 @@ class Generator:
 
 
 async def collect(
-    tasks: Sequence[Task], host: Host, generator: Generator, template: ChatTemplate, limits: Limits
+    tasks: Sequence[Task],
+    host: Host,
+    generator: Generator,
+    template: ChatTemplate,
+    limits: Limits,
+    *,
+    on_done: Callable[[], None] = lambda: None,
 ) -> list[Rollout]:
     """One rollout per task, in the order of `tasks`. An environment's failure is a rollout with an error."""
     async with asyncio.TaskGroup() as group:
         running = [group.create_task(_converse(task, host, generator, template, limits)) for task in tasks]
-    return [task.result() for task in running]
+        for conversation in running:
+            conversation.add_done_callback(lambda _: on_done())
+    return [conversation.result() for conversation in running]
 
 
 async def _converse(task: Task, host: Host, generator: Generator, template: ChatTemplate, limits: Limits) -> Rollout:

@@ -1,4 +1,4 @@
-"""GRPO from job.json to the final adapter: the pieces put together."""
+"""A run from job.json to the final adapter: the pieces put together."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from worker.pulse import Cancelled, Pulse
 from worker.rollout import Generator, Limits, Rollout, Task, collect
 from worker.runner import AsyncRunner
 from worker.settings import Settings
+from worker.sft import gold_rows, make_sft_trainer
 from worker.transcript import ChatTemplate, Transcript
 
 log = logging.getLogger("worker")
@@ -66,59 +67,54 @@ def train(job: Json, spec: Settings, writer: RunWriter, pulse: Pulse, scratch: P
                 timeout_s=spec.env_timeout_s,
             )
         )
+        session = Session(spec, writer, pulse, host, model_path, template, policy, runner, max_length)
         try:
             runner.run(_preflight(host, template, max_length))
-
-            # ---- engine ---------------------------------------------------------------------------------------------
-            pulse.enter("engine")
-            rollouts_per_step = spec.batch_size * spec.group_size
-            engine = VllmEngine(
-                model_path,
-                max_length=max_length,
-                max_num_seqs=min(max(rollouts_per_step, 32), 256),
-                seed=spec.seed,
-                dtype=str(policy.dtype).removeprefix("torch."),
-            )
-            loop = Loop(spec, writer, pulse, host, engine, template, policy, runner, max_length)
-            trainer = Trainer(
-                policy,
-                tokenizer,
-                spec,
-                examples=host.splits["train"],
-                collect=loop.rollouts,
-                output_dir=str(scratch / "trainer"),
-                max_completion=spec.max_tokens,
-                callbacks=[loop.reporter],
-            )
-            return _optimize(trainer, loop, resume_from)
+            common = {"output_dir": str(scratch / "trainer"), "callbacks": [session.reporter]}
+            if spec.algorithm == "sft":
+                pulse.enter("dataset")
+                rows = {split: runner.run(gold_rows(host, template, split, max_length)) for split in ("train", "eval")}
+                trainer = make_sft_trainer(policy, tokenizer, spec, rows, writer, **common)
+            else:
+                session.start_engine()
+                trainer = Trainer(
+                    policy,
+                    tokenizer,
+                    spec,
+                    examples=host.splits["train"],
+                    collect=session.rollouts,
+                    max_completion=spec.max_tokens,
+                    **common,
+                )
+            return _optimize(trainer, session, resume_from)
         finally:
+            session.close()
             runner.run(host.stop())
 
 
-def _optimize(trainer: Trainer, loop: Loop, resume_from: tuple[int, Path] | None) -> int:
+def _optimize(trainer: Any, session: Session, resume_from: tuple[int, Path] | None) -> int:
     """Evaluate, train, evaluate; save whatever step a cancel finds the trainer at."""
-    spec = loop.spec
+    spec = session.spec
+    if spec.eval_before and resume_from is None:
+        session.evaluate(0)
+    pulse = session.pulse
+    pulse.enter("train")
     try:
-        if spec.eval_before and resume_from is None:
-            loop.evaluate(0)
-        try:
-            trainer.train(resume_from_checkpoint=str(resume_from[1]) if resume_from else None)
-        except Cancelled:
-            step = trainer.state.global_step
-            if step > 0 and loop.reporter.saved_step != step:
-                trainer._save_checkpoint(trainer.model, None)
-                loop.reporter.commit(Path(trainer.args.output_dir or "."), step)
-            raise
+        trainer.train(resume_from_checkpoint=str(resume_from[1]) if resume_from else None)
+    except Cancelled:
         step = trainer.state.global_step
-        if spec.eval_after and not loop.pulse.cancelled.is_set():
-            loop.evaluate(step)
-        return step
-    finally:
-        loop.close()
+        if step > 0 and session.reporter.saved_step != step:
+            trainer._save_checkpoint(trainer.model, None)
+            session.reporter.commit(Path(trainer.args.output_dir), step)
+        raise
+    step = trainer.state.global_step
+    if (spec.eval_after or (spec.eval_every and step % spec.eval_every == 0)) and not pulse.cancelled.is_set():
+        session.evaluate(step)
+    return step
 
 
-class Loop:
-    """What happens between two optimizer steps: sync the policy, roll out, report."""
+class Session:
+    """The policy, its engine and its environment: what rollouts are made with, during training and evaluation."""
 
     def __init__(
         self,
@@ -126,14 +122,14 @@ class Loop:
         writer: RunWriter,
         pulse: Pulse,
         host: EnvironmentHost,
-        engine: VllmEngine,
+        model_path: Path,
         template: ChatTemplate,
         policy: Any,
         runner: AsyncRunner,
         max_length: int,
     ) -> None:
         self.spec, self.writer, self.pulse, self.host, self.runner = spec, writer, pulse, host, runner
-        self.engine, self.template, self.policy = engine, template, policy
+        self.model_path, self.template, self.policy = model_path, template, policy
         self.limits = Limits(
             max_tokens=spec.max_tokens,
             max_length=max_length,
@@ -141,16 +137,33 @@ class Loop:
             top_p=spec.top_p,
             stop=tuple(spec.stop_sequences),
         )
-        self.reporter = Reporter(writer, spec, pulse.cancelled)
-        self.generator = Generator(engine, run_step=lambda: runner.call_waiting(engine.step))
+        self.reporter = Reporter(writer, spec, pulse.cancelled, before_step=self._before_step)
+        self._engine: VllmEngine | None = None
+        self._generator: Generator | None = None
         self._synced: int | None = None
+
+    def start_engine(self) -> tuple[VllmEngine, Generator]:
+        """The engine and its turns; made once."""
+        if self._engine is None or self._generator is None:
+            self.pulse.enter("engine")
+            rollouts_per_step = self.spec.batch_size * (self.spec.group_size or 1)
+            engine = self._engine = VllmEngine(
+                self.model_path,
+                max_length=self.limits.max_length,
+                max_num_seqs=min(max(rollouts_per_step, 32), 256),
+                seed=self.spec.seed,
+                dtype=str(self.policy.dtype).removeprefix("torch."),
+            )
+            self._generator = Generator(engine, run_step=lambda: self.runner.call_waiting(engine.step))
+        return self._engine, self._generator
+
+    def close(self) -> None:
+        if self._generator:
+            self.runner.run(self._generator.aclose())
 
     def rollouts(self, step: int, examples: list[int]) -> list[Rollout]:
         """The rollouts of optimizer step `step`: G for each of the P examples. Called by the trainer."""
         spec = self.spec
-        if spec.eval_every and step > 1 and (step - 1) % spec.eval_every == 0 and self._synced != step - 1:
-            self.evaluate(step - 1)
-        self.reporter.step_started = time.monotonic()
         self.pulse.enter("sync", step - 1)
         sync_s = self._sync(step - 1)
         self.pulse.enter("rollout")
@@ -202,19 +215,25 @@ class Loop:
         self.writer.evaluation(step, summary, [rollout.row(step) for rollout in rollouts])
         log.info("step %s: eval %s", step, summary)
 
-    def close(self) -> None:
-        self.runner.run(self.generator.aclose())
+    def _before_step(self, step: int) -> None:
+        """After `step` steps, before the next one."""
+        self.pulse.enter(self.pulse.phase, step)
+        if step and self.spec.eval_every and step % self.spec.eval_every == 0:
+            self.evaluate(step)
+            self.pulse.enter("train")
 
     def _sync(self, step: int) -> float:
         """Put the policy after `step` steps into the engine; the seconds that it took. Step 0 is the engine's own."""
         started = time.monotonic()
+        engine, _ = self.start_engine()
         if self._synced != step:
-            self.engine.load_weights(merged_weights(self.policy))
+            engine.load_weights(merged_weights(self.policy))
             self._synced = step
         return time.monotonic() - started
 
     def _collect(self, tasks: list[Task], limits: Limits) -> list[Rollout]:
-        conversations = collect(tasks, self.host, self.generator, self.template, limits)
+        _, generator = self.start_engine()
+        conversations = collect(tasks, self.host, generator, self.template, limits, on_done=self.pulse.advance)
         try:
             return self.runner.run(conversations, stop=self.pulse.cancelled)
         except CancelledError:

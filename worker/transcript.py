@@ -61,6 +61,12 @@ class ChatTemplate:
                 self._glue.pop(next(iter(self._glue)))
         return ids[self._end_of_turn(ids) + 1 :] if ended else ids
 
+    def answer(self, text: str) -> Completion:
+        """A gold answer as the model would have sampled it, with log-probability 0."""
+        glue = self.glue_ids([{"role": "user", "content": ""}], ended=False)
+        ids = self._encode(text) + glue[: self._end_of_turn(glue) + 1]
+        return Completion(ids, [0.0] * len(ids), "stop")
+
     def text(self, token_ids: Sequence[int]) -> str:
         """What the model wrote, without the special tokens that end a turn."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)

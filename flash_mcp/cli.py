@@ -1,0 +1,443 @@
+"""The command line: `flash-mcp serve | supervise | demo | doctor | curve`, and every tool as a command.
+
+Results go to stdout, everything else to stderr. Exit codes: 0 done, 1 refused or failed, 2 wrong usage; with --follow
+3 when the run failed and 4 when it was cancelled; 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import inspect
+import json
+import logging
+import os
+import socket
+import sys
+import tomllib
+import types
+import typing
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast, get_args, get_origin
+
+from flash_mcp import __version__
+from flash_mcp.errors import FlashError
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from flash_mcp.tools import Tool
+
+ENDED = {"succeeded": 0, "failed": 3, "cancelled": 4}
+POSITIONAL = {"train": "config", "status": "run_id", "chat": "message", "undeploy": "deployment"}
+"""Optional arguments that read better without their name."""
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    given = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser(given)
+    arguments, arguments.rest = parser.parse_known_args(given, argparse.Namespace())
+    if "run" not in arguments:
+        parser.print_help(sys.stderr)
+        return 2
+    try:
+        if arguments.rest and arguments.run is not demo:
+            raise _unknown(arguments, given[0])
+        code = int(arguments.run(arguments) or 0)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader, `head` for instance, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        from flash_mcp.defects import as_flash_error  # noqa: PLC0415
+
+        known = as_flash_error(" ".join(given[:1]), error)
+        sys.stderr.write(f"{known}\n")
+        return 2 if known.code in ("invalid_argument", "unknown_argument") else 1
+
+
+def _unknown(arguments: argparse.Namespace, command: str) -> FlashError:
+    from flash_mcp.tools import nearest  # noqa: PLC0415
+
+    option = str(arguments.rest[0]).partition("=")[0]
+    near = nearest(option, getattr(arguments, "options", []), count=1)
+    guess = f" (did you mean {near[0]}?)" if near else ""
+    return FlashError("unknown_argument", f"there is no {option}{guess}", fix=f"see flash-mcp {command} --help")
+
+
+def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="flash-mcp", description="Train language models on your own hardware.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"flash-mcp {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND")
+    for add in (_add_serve, _add_supervise, _add_demo, _add_doctor, _add_curve):
+        add(commands)
+    own = set(cast("dict[str, Any]", commands.choices))
+    if next((word for word in given if not word.startswith("-")), None) not in own:
+        from flash_mcp.tools import all_tools  # noqa: PLC0415  # takes half a second that `serve` need not spend twice
+
+        for tool in all_tools().values():
+            _add_tool(commands, tool)
+    return parser
+
+
+# -- commands of their own --------------------------------------------------------------------------------------------
+
+
+def _add_serve(commands: Any) -> None:
+    parser = commands.add_parser("serve", help="speak MCP on stdin and stdout, or over HTTP")
+    parser.add_argument("--http", action="store_true", help="Streamable HTTP at http://HOST:PORT/mcp")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8765, help="port to listen on (default 8765)")
+    parser.add_argument(
+        "--unauthenticated", action="store_true", help="let everyone who reaches HOST run code as you; never on its own"
+    )
+    parser.set_defaults(run=serve)
+
+
+def serve(arguments: argparse.Namespace) -> None:
+    """Run the MCP server until its client leaves, or for ever over HTTP."""
+    host, port = str(arguments.host), int(arguments.port)
+    if arguments.http:
+        if host not in LOOPBACK and not arguments.unauthenticated:
+            fix = "listen on 127.0.0.1 and reach it through `ssh -L`, or accept the risk with --unauthenticated"
+            raise FlashError(
+                "invalid_argument", "whoever can reach this address could run code as you", host=host, fix=fix
+            )
+        _check_port(host, port)
+    from flash_mcp.server import server  # noqa: PLC0415
+
+    if not arguments.http:
+        server.run()
+        return
+    from mcp.server.transport_security import TransportSecuritySettings  # noqa: PLC0415
+
+    names = [*LOOPBACK[:2], "[::1]", host, socket.gethostname()]
+    security = TransportSecuritySettings(
+        allowed_hosts=[f"{name}:*" for name in names], allowed_origins=[f"http://{name}:*" for name in names]
+    )
+    sys.stderr.write(f"flash-mcp listens on http://{host}:{port}/mcp\n")
+    server.run("streamable-http", host=host, port=port, transport_security=security)
+
+
+def _check_port(host: str, port: int) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            fix = "choose another --port, or end the program that holds this one"
+            raise FlashError(
+                "port_taken", f"cannot listen there: {error.strerror}", host=host, port=port, fix=fix
+            ) from error
+
+
+def _add_supervise(commands: Any) -> None:
+    parser = commands.add_parser(
+        "supervise", help="look after the runs in the foreground (train starts this by itself)"
+    )
+    parser.add_argument("--idle-exit-s", type=float, default=None, help="leave after so many seconds without work")
+    parser.set_defaults(run=supervise)
+
+
+def supervise(arguments: argparse.Namespace) -> int:
+    """Be the state directory's supervisor; 1 where another one is already."""
+    from flash_mcp.home import home  # noqa: PLC0415
+    from flash_mcp.supervisor import Patience, Supervisor  # noqa: PLC0415
+    from flash_mcp.supervisor import supervise as run  # noqa: PLC0415
+
+    logging.getLogger().setLevel(logging.INFO)
+    patience = Patience() if arguments.idle_exit_s is None else Patience(idle_exit_s=arguments.idle_exit_s)
+    if run(home(), lambda base: Supervisor(base, patience=patience)):
+        return 0
+    sys.stderr.write("another supervisor looks after this state directory already\n")
+    return 1
+
+
+def _add_demo(commands: Any) -> None:
+    parser = commands.add_parser("demo", help="the whole loop on a small real model, in minutes", add_help=False)
+    parser.set_defaults(run=demo)
+
+
+def demo(arguments: argparse.Namespace) -> int:
+    """Hand everything after the command to flash_mcp.demo."""
+    return int(importlib.import_module("flash_mcp.demo").main(arguments.rest) or 0)
+
+
+def _add_doctor(commands: Any) -> None:
+    parser = commands.add_parser("doctor", help="say what is wrong with this machine and how to mend it")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=doctor)
+
+
+def doctor(arguments: argparse.Namespace) -> int:
+    """Print every finding; 1 where one is a problem."""
+    from flash_mcp.doctor import examine  # noqa: PLC0415
+
+    findings = examine()
+    if arguments.json:
+        _say(json.dumps([vars(finding) for finding in findings], indent=2))
+    else:
+        signs = {"ok": "ok     ", "warning": "WARNING", "problem": "PROBLEM"}
+        for finding in findings:
+            _say(f"{signs[finding.level]}  {finding.name}: {finding.detail}")
+            if finding.fix:
+                _say(f"         Fix: {finding.fix}")
+    return int(any(finding.level == "problem" for finding in findings))
+
+
+def _add_curve(commands: Any) -> None:
+    parser = commands.add_parser("curve", help="a run's reward curve in the terminal or as a picture")
+    parser.add_argument("run_id", metavar="RUN_ID")
+    parser.add_argument("--png", type=Path, default=None, metavar="FILE", help="write a picture instead")
+    parser.set_defaults(run=curve)
+
+
+def curve(arguments: argparse.Namespace) -> None:
+    """Draw the run's rewards, success and held-out evaluations."""
+    from flash_mcp import curve as drawing  # noqa: PLC0415
+    from flash_mcp.store import open_store  # noqa: PLC0415
+
+    points = drawing.of_run(open_store(), arguments.run_id)
+    if arguments.png is None:
+        _say(drawing.terminal(points))
+    else:
+        arguments.png.write_bytes(drawing.png(points))
+        _say(str(arguments.png))
+
+
+# -- tools as commands ------------------------------------------------------------------------------------------------
+
+
+def _add_tool(commands: Any, tool: Tool) -> None:
+    summary = " ".join(tool.description.split("\n\n")[0].split())
+    command = tool.name.replace("_", "-")
+    aliases = [tool.name] if command != tool.name else []
+    parser = commands.add_parser(
+        command,
+        aliases=aliases,
+        help=summary.split(". ")[0].replace("%", "%%"),
+        description=tool.description.replace("%", "%%"),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    for parameter in tool.signature.parameters.values():
+        _add_argument(parser, tool.name, parameter)
+    parser.add_argument("--json", action="store_true", dest="as_json", help="print the result as JSON")
+    if tool.name == "train":
+        text = "any field, as in the TOML file: --set steps=300 --set train.temperature=0.8"
+        parser.add_argument("--set", action="append", default=[], dest="assignments", metavar="FIELD=VALUE", help=text)
+    if tool.name in ("train", "status"):
+        parser.add_argument("--follow", action="store_true", help="stay until the run has ended; Ctrl-C only detaches")
+    options = [f"--{name.replace('_', '-')}" for name in tool.signature.parameters]
+    parser.set_defaults(run=functools.partial(_run_tool, tool), options=options)
+
+
+def _add_argument(parser: argparse.ArgumentParser, tool: str, parameter: inspect.Parameter) -> None:
+    text = _description(parameter.annotation).replace("%", "%%")
+    kind = _bare(parameter.annotation)
+    flag = f"--{parameter.name.replace('_', '-')}"
+    if parameter.default is parameter.empty:
+        parser.add_argument(parameter.name, metavar=parameter.name.upper(), help=text, type=_reader(kind))
+    elif POSITIONAL.get(tool) == parameter.name:
+        parser.add_argument(parameter.name, metavar=parameter.name.upper(), nargs="?", help=text)
+    elif kind is bool:
+        parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
+    else:
+        parser.add_argument(flag, default=None, metavar="VALUE", help=text, type=_reader(kind))
+
+
+def _description(annotation: Any) -> str:
+    fields = [item for item in get_args(annotation)[1:] if getattr(item, "description", None)]
+    return str(fields[0].description) if fields else ""
+
+
+def _bare(annotation: Any) -> Any:
+    """The type without Annotated and `| None`."""
+    if get_origin(annotation) is typing.Annotated:
+        annotation = get_args(annotation)[0]
+    if get_origin(annotation) in (types.UnionType, typing.Union):
+        options = [option for option in get_args(annotation) if option is not type(None)]
+        return _bare(options[0]) if len(options) == 1 else annotation
+    return annotation
+
+
+def _reader(kind: Any) -> Callable[[str], Any]:
+    """Text stays text, `@FILE` is a file's text; all else is JSON, and a list may be written with commas."""
+    if kind is str:
+        return lambda text: Path(text[1:]).read_text() if text.startswith("@") else text
+
+    def read(text: str) -> Any:
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text.split(",") if get_origin(kind) is list else text
+
+    return read
+
+
+def _run_tool(tool: Tool, arguments: argparse.Namespace) -> int:
+    names = list(tool.signature.parameters)
+    given = {name: value for name, value in vars(arguments).items() if name in names and value is not None}
+    given |= _assignments(getattr(arguments, "assignments", []))
+    result = call(tool, given)
+    follow, run_id = getattr(arguments, "follow", False), _run_of(result)
+    if follow and run_id is None:
+        fix = "name a run: flash-mcp status RUN_ID --follow"
+        raise FlashError("invalid_argument", "there is no one run to follow", fix=fix)
+    if follow and run_id:
+        return follow_run(run_id, as_json=arguments.as_json)
+    _show(result, arguments.as_json)
+    return 0
+
+
+def call(tool: Tool, given: dict[str, Any]) -> BaseModel:
+    """Check the arguments and run the tool, as the server does. FlashError for every failure that was foreseen."""
+    import anyio  # noqa: PLC0415
+    from pydantic import ValidationError  # noqa: PLC0415
+
+    from flash_mcp.spec import explain  # noqa: PLC0415
+    from flash_mcp.tools import check_arguments, listen  # noqa: PLC0415
+
+    check_arguments(tool, given)
+    try:
+        checked = tool.arguments(**given)
+    except ValidationError as error:
+        raise FlashError("invalid_argument", explain(error), fix=f"see flash-mcp {tool.name} --help") from error
+    values = {name: getattr(checked, name) for name in given}
+    if not inspect.iscoroutinefunction(tool.function):
+        return cast("BaseModel", tool.function(**values))
+
+    async def run() -> BaseModel:
+        listen(_tell)
+        return cast("BaseModel", await tool.function(**values))
+
+    return anyio.run(run)
+
+
+async def _tell(message: str, share: float | None) -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\033[K{message}" + (f" {share:.0%}" if share is not None else ""))
+        sys.stderr.write("\r\033[K" if share == 1.0 else "")
+
+
+def _assignments(texts: Sequence[str]) -> dict[str, Any]:
+    """`a.b=3` as {"b": 3}: tables only group fields, as in the TOML file. A value that is no TOML is text."""
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise FlashError("invalid_argument", f"--set {text}: there is no '='", fix="write --set steps=300")
+        try:
+            found[name.strip().rpartition(".")[2]] = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:
+            found[name.strip().rpartition(".")[2]] = value
+    return found
+
+
+def _run_of(result: BaseModel) -> str | None:
+    view = getattr(result, "run", None) or result
+    return cast("str | None", getattr(view, "run_id", None))
+
+
+def follow_run(run_id: str, *, as_json: bool) -> int:
+    """Print a line at every change until the run has ended; its end decides the exit code."""
+    from flash_mcp.tools import all_tools  # noqa: PLC0415
+
+    status, seen = all_tools()["status"], ""
+    try:
+        while True:
+            result = call(status, {"run_id": run_id, "wait_s": 30} if seen else {"run_id": run_id})
+            view = cast("dict[str, Any]", result.model_dump(mode="json")["run"])
+            if (line := _progress_line(view)) != seen:
+                sys.stderr.write(f"{line}\n")
+                seen = line
+            if view["state"] in ENDED:
+                _show(result, as_json)
+                return ENDED[view["state"]]
+    except KeyboardInterrupt:
+        sys.stderr.write(f"\ndetached; the run goes on. Come back: flash-mcp status {run_id} --follow\n")
+        sys.stderr.write(f"End it: flash-mcp cancel {run_id}\n")
+        return 130
+
+
+def _progress_line(view: dict[str, Any]) -> str:
+    steps = f"/{view['steps']}" if view.get("steps") else ""
+    parts = [view["state"], f"step {view['step']}{steps}"]
+    if not view["step"] and view.get("phase"):
+        parts.append(view["phase"])
+    for name in ("reward", "success", "loss"):
+        if name in view:
+            parts.append(f"{name} {view[name]['last']:.3f} {view[name]['spark']}")
+    if "eta_s" in view:
+        parts.append(f"{view['eta_s'] // 60} min {view['eta_s'] % 60:02} s left")
+    return "  ".join(parts)
+
+
+# -- output -----------------------------------------------------------------------------------------------------------
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+
+
+def _show(result: BaseModel, as_json: bool) -> None:
+    body = result.model_dump(mode="json")
+    _say(json.dumps(body, ensure_ascii=False) if as_json else "\n".join(render(body)))
+
+
+def render(body: dict[str, Any], indent: str = "") -> list[str]:
+    """A result for people: a line a value, lists of flat objects as tables, long texts as blocks."""
+    lines: list[str] = []
+    for name, value in body.items():
+        if isinstance(value, dict):
+            lines += [f"{indent}{name}:", *render(cast("dict[str, Any]", value), indent + "  ")]
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            lines += [f"{indent}{name}:", *_render_all(cast("list[dict[str, Any]]", value), indent + "  ")]
+        elif isinstance(value, str) and "\n" in value:
+            lines += [f"{indent}{name}:", *(f"{indent}  {line}" for line in value.splitlines())]
+        else:
+            lines.append(f"{indent}{name}: {_plain(value)}")
+    return lines
+
+
+def _render_all(rows: list[dict[str, Any]], indent: str) -> list[str]:
+    if "content" in rows[0]:  # a conversation
+        return [
+            line for row in rows for line in _with_bullet(render({row["role"]: row["content"]}, indent + "  "), indent)
+        ]
+    if any(isinstance(value, (dict, list)) or len(str(value)) > 60 for row in rows for value in row.values()):
+        return [line for row in rows for line in _with_bullet(render(row, indent + "  "), indent)]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [names, *([_plain(row.get(name)) for name in names] for row in rows)]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
+    return [
+        indent + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in cells
+    ]
+
+
+def _with_bullet(lines: list[str], indent: str) -> list[str]:
+    return [f"{indent}- {lines[0].strip()}", *lines[1:]] if lines else []
+
+
+def _plain(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, list):
+        return ", ".join(map(str, cast("list[Any]", value))) or "-"
+    return str(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

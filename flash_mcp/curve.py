@@ -1,0 +1,104 @@
+"""A run's reward curve, for the terminal and as a picture. Both plotting libraries are imported when first needed."""
+
+from __future__ import annotations
+
+import importlib
+import io
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from flash_mcp import judge
+
+if TYPE_CHECKING:
+    from flash_mcp.store import Store
+
+
+@dataclass(frozen=True)
+class Point:
+    """A held-out evaluation; `band` is the half-width of its noise."""
+
+    step: int
+    success: float
+    band: float
+
+
+@dataclass(frozen=True)
+class Curve:
+    """`steps[i]` belongs to `reward[i]` and `success[i]`: means over the rollouts of a training step."""
+
+    title: str
+    steps: list[int]
+    reward: list[float]
+    success: list[float]
+    held_out: list[Point]
+
+
+def of_run(store: Store, run_id: str, points: int = 400) -> Curve:
+    """The curve of a run. FlashError(unknown_run)."""
+    run = store.run(run_id)
+    reward, success = (
+        dict(store.series(run_id, "reward/mean", points)),
+        dict(store.series(run_id, "success/rate", points)),
+    )
+    steps = sorted(reward.keys() & success.keys())
+    held_out = [
+        Point(
+            row["step"],
+            row["summary"]["success"],
+            judge.noise_band(row["summary"]["success"], int(row["summary"]["n"])),
+        )
+        for row in store.evals(run_id)
+    ]
+    title = f"{run_id}: {run['model']} on {run['environment']}"
+    return Curve(title, steps, [reward[step] for step in steps], [success[step] for step in steps], held_out)
+
+
+def terminal(curve: Curve, width: int = 90, height: int = 18) -> str:
+    """The curve in characters, without colour codes; one line where there is nothing to draw yet."""
+    if not curve.steps and not curve.held_out:
+        return f"{curve.title}: no steps yet"
+    plot: Any = importlib.import_module("plotext")  # untyped
+    plot.clear_figure()
+    plot.plot_size(width, height)
+    plot.title(curve.title)
+    plot.xlabel("step")
+    if curve.steps:
+        plot.plot(curve.steps, curve.reward, label="reward", marker="braille")
+        plot.plot(curve.steps, curve.success, label="success", marker="dot")
+    if curve.held_out:
+        plot.scatter(
+            [point.step for point in curve.held_out],
+            [point.success for point in curve.held_out],
+            label="held-out success",
+            marker="x",
+        )
+    return str(plot.uncolorize(plot.build())).rstrip()
+
+
+def png(curve: Curve) -> bytes:
+    """The curve as a PNG picture, held-out success with its noise band."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes: Any = figure.add_subplot()
+    axes.plot(curve.steps, curve.reward, label="reward, training", color="tab:blue", linewidth=1.8)
+    axes.plot(curve.steps, curve.success, label="success, training", color="tab:green", linewidth=1, alpha=0.6)
+    if curve.held_out:
+        axes.errorbar(
+            [point.step for point in curve.held_out],
+            [point.success for point in curve.held_out],
+            yerr=[point.band for point in curve.held_out],
+            label="success, held out (95 %)",
+            color="tab:red",
+            marker="o",
+            capsize=4,
+            linestyle="none",
+        )
+    axes.set(title=curve.title, xlabel="step", ylabel="mean")
+    axes.grid(alpha=0.25)
+    axes.legend(loc="best")
+    buffer = io.BytesIO()
+    cast(Any, figure).savefig(buffer, format="png")
+    return buffer.getvalue()

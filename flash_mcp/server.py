@@ -1,0 +1,244 @@
+"""The MCP server: the tools, the playbook, the loop as a prompt, and what runs left behind as resources.
+
+`server` is the module-level object that `mcp dev flash_mcp/server.py` runs; `flash-mcp serve` runs the same one. It
+keeps no state of its own: everything is in the store, so it may die with its client at any moment.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+
+import anyio
+import anyio.to_thread
+from mcp.server import MCPServer
+from mcp.server.mcpserver.context import Context
+from mcp.server.mcpserver.exceptions import ResourceError, ResourceNotFoundError, ToolError
+from mcp_types import CallToolResult, InputRequiredResult, TextContent, ToolAnnotations
+from mcp_types import Tool as WireTool
+from pydantic import ValidationError
+
+from flash_mcp import __version__, playbook
+from flash_mcp.defects import as_flash_error
+from flash_mcp.errors import FlashError
+from flash_mcp.runfolder import RunFolder
+from flash_mcp.spec import explain
+from flash_mcp.store import open_store
+from flash_mcp.tools import (
+    CALL_TIMEOUT_S,
+    RESULT_CHARACTERS,
+    Tool,
+    all_tools,
+    check_arguments,
+    fit,
+    listen,
+    nearest,
+    to_text,
+)
+
+INSTRUCTIONS = """\
+Trains language models (LoRA; GRPO or SFT) on this machine, on tasks that you write as a Python environment.
+Order of work: catalog -> env_setup (or an existing folder) -> env_test -> env_push -> train -> status with wait_s
+until the run has ended -> rollouts, to see what the reward really pays -> deploy -> chat.
+train returns a run id at once; runs go on when this server or the client ends. Every result ends with `next`. An error
+reads `[code key=value] what happened. Fix: what to do`. The resource flash://playbook teaches the environment
+contract, reward design and how to read a run."""
+
+
+class FlashServer(MCPServer[Any]):
+    """MCPServer that refuses unknown arguments, words every failure, and says the same as text and as structure."""
+
+    def __init__(self, tools: dict[str, Tool]) -> None:
+        super().__init__(
+            "flash-mcp",
+            title="Flash: train language models",
+            instructions=INSTRUCTIONS,
+            version=__version__,
+            log_level="WARNING",
+        )
+        self.known = tools
+        for tool in tools.values():
+            self.add_tool(
+                _never_blocking(tool.function),
+                name=tool.name,
+                title=tool.title,
+                description=tool.description,
+                annotations=ToolAnnotations(
+                    title=tool.title,
+                    read_only_hint=tool.read_only,
+                    destructive_hint=tool.destructive,
+                    idempotent_hint=tool.idempotent or tool.read_only,
+                    open_world_hint=tool.open_world,
+                ),
+                structured_output=True,
+            )
+
+    async def list_tools(self) -> list[WireTool]:
+        """The tools, their schemas without what pydantic adds and clients stumble over."""
+        tools = await super().list_tools()
+        for tool in tools:
+            tool.input_schema = {**cast("dict[str, Any]", plain(tool.input_schema)), "additionalProperties": False}
+            tool.output_schema = cast("dict[str, Any]", plain(tool.output_schema))
+        return tools
+
+    async def call_tool(
+        self, name: str, arguments: dict[str, Any], context: Context[Any, Any] | None = None
+    ) -> CallToolResult | InputRequiredResult:
+        """Run a tool. Whatever goes wrong is a ToolError whose text is a FlashError's."""
+        if context is not None:
+            listen(_progress_of(context))
+        try:
+            self._check_names(name, arguments)
+            with anyio.move_on_after(CALL_TIMEOUT_S):
+                return compact(await super().call_tool(name, arguments, context))
+            raise FlashError(
+                "not_ready",
+                f"{name} took longer than {CALL_TIMEOUT_S:.0f} s; the call was left, the machine may be overloaded",
+                fix="call status or catalog to see how things stand, and then call again",
+            )
+        except FlashError as error:
+            raise ToolError(str(error)) from error
+        except ToolError as error:
+            raise ToolError(_words_of(name, error)) from error.__cause__
+
+    def _check_names(self, name: str, arguments: dict[str, Any]) -> None:
+        tool = self.known.get(name)
+        if tool is None:
+            near = nearest(name, self.known)
+            guess = f"; did you mean {near[0]!r}?" if near else ""
+            fix = f"call one of: {', '.join(self.known)}"
+            raise FlashError("invalid_argument", f"there is no tool {name!r}{guess}", tool=name, fix=fix)
+        check_arguments(tool, arguments)
+
+
+def compact(result: CallToolResult | InputRequiredResult) -> CallToolResult | InputRequiredResult:
+    """The result with its text rewritten as compact JSON of the structured content, both within the limit."""
+    if not isinstance(result, CallToolResult) or result.structured_content is None:
+        return result
+    body = fit(result.structured_content, RESULT_CHARACTERS)
+    kept = [block for block in result.content if not isinstance(block, TextContent)]
+    return CallToolResult(content=[TextContent(type="text", text=to_text(body)), *kept], structured_content=body)
+
+
+def plain(schema: Any, definitions: dict[str, Any] | None = None) -> Any:
+    """A JSON schema as the strictest clients take it: no references, no generated titles, and `X or null` is X."""
+    if isinstance(schema, list):
+        return [plain(item, definitions) for item in cast("list[Any]", schema)]
+    if not isinstance(schema, dict):
+        return schema
+    fields = dict(cast("dict[str, Any]", schema))
+    definitions = fields.pop("$defs", definitions)
+    if definitions and "$ref" in fields:
+        fields = definitions[fields.pop("$ref").rpartition("/")[2]] | fields
+    options = cast("list[Any]", fields.get("anyOf", []))
+    kept = [option for option in options if option != {"type": "null"}]
+    if len(kept) == 1 < len(options):
+        del fields["anyOf"]
+        return plain(kept[0] | fields, definitions)
+    generated = [name for name in ("title", "default") if isinstance(fields.get(name, ...), str | None)]
+    noise = [name for name in generated if name == "title" or fields[name] is None]
+    return {name: plain(value, definitions) for name, value in fields.items() if name not in noise}
+
+
+def _words_of(name: str, error: ToolError) -> str:
+    cause = error.__cause__
+    if isinstance(cause, FlashError):
+        return str(cause)
+    if isinstance(cause, ValidationError) and cause.title == f"{name}Arguments":
+        fix = "correct the arguments named and call again"
+        return str(FlashError("invalid_argument", explain(cause), tool=name, fix=fix))
+    return str(as_flash_error(name, cause or error))
+
+
+def _never_blocking(function: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
+    """`function` on a thread that is left to itself when the call is cancelled, unless it is async already."""
+    if inspect.iscoroutinefunction(function):
+        return function
+
+    @functools.wraps(function)
+    async def call(**arguments: Any) -> Any:
+        return await anyio.to_thread.run_sync(functools.partial(function, **arguments), abandon_on_cancel=True)
+
+    return call
+
+
+def _progress_of(context: Context[Any, Any]) -> Callable[[str, float | None], Awaitable[None]]:
+    """Progress notifications must rise: calls without a share count up by a little."""
+    told = 0.0
+
+    async def tell(message: str, share: float | None) -> None:
+        nonlocal told
+        told = max(told + 1e-6, share or 0.0)
+        await context.report_progress(told, 1.0, message)
+
+    return tell
+
+
+# -- resources and the prompt -----------------------------------------------------------------------------------------
+
+
+def _add_resources(server: FlashServer) -> None:
+    @server.resource(
+        "flash://playbook", name="playbook", title="How to train with flash-mcp", mime_type="text/markdown"
+    )
+    def read_playbook() -> str:  # pyright: ignore[reportUnusedFunction]
+        """The environment contract, reward design, the knobs, and how to read a run."""
+        return playbook.text()
+
+    @server.resource("flash://runs/{run_id}/metrics", name="run_metrics", mime_type="application/json")
+    @_as_resource
+    def read_metrics(run_id: str) -> str:  # pyright: ignore[reportUnusedFunction]
+        """Every metric of every step of a run."""
+        run = open_store().run(run_id)
+        return to_text([{"step": row["step"], **row["metrics"]} for row in open_store().metrics(run["id"])])
+
+    @server.resource("flash://runs/{run_id}/log", name="run_log", mime_type="text/plain")
+    @_as_resource
+    def read_log(run_id: str) -> str:  # pyright: ignore[reportUnusedFunction]
+        """The end of what the run's newest attempt printed."""
+        run = open_store().run(run_id)
+        return RunFolder(run["folder"]).log_tail(run["attempt"], 200_000)
+
+    @server.resource("flash://runs/{run_id}/rollouts/{step}", name="run_rollouts", mime_type="application/x-ndjson")
+    @_as_resource
+    def read_rollouts(run_id: str, step: int) -> str:  # pyright: ignore[reportUnusedFunction]
+        """Every transcript of one step, whole, one a line."""
+        run = open_store().run(run_id)
+        return "\n".join(json.dumps(row) for row in RunFolder(run["folder"]).rollouts(step))
+
+    @server.resource("flash://runs/{run_id}/curve.png", name="run_curve", mime_type="image/png")
+    @_as_resource
+    def read_curve(run_id: str) -> bytes:  # pyright: ignore[reportUnusedFunction]
+        """The run's reward curve as a picture."""
+        from flash_mcp import curve  # noqa: PLC0415  # matplotlib takes a second to import
+
+        return curve.png(curve.of_run(open_store(), run_id))
+
+    @server.prompt(name="train_a_model", title="Train a model on a task")
+    def train_a_model(goal: str) -> str:  # pyright: ignore[reportUnusedFunction]
+        """The training loop, from a goal in words to a judged adapter."""
+        return playbook.loop(goal)
+
+
+def _as_resource(read: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(read)
+    def guarded(**arguments: Any) -> Any:
+        try:
+            return read(**arguments)
+        except FlashError as error:
+            kind = ResourceNotFoundError if error.code.startswith("unknown_") else ResourceError
+            raise kind(str(error)) from error
+
+    return guarded
+
+
+def build_server() -> FlashServer:
+    built = FlashServer(all_tools())
+    _add_resources(built)
+    return built
+
+
+server = build_server()

@@ -1,0 +1,173 @@
+"""catalog: what there is to train, to train on, and to talk to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from flash_mcp import devices as machine
+from flash_mcp.catalog import MODELS
+from flash_mcp.home import models_dir
+from flash_mcp.spec import DEFAULT_MODEL
+from flash_mcp.store import LIVE_DEPLOYMENT, EnvironmentRow, Store, open_store
+from flash_mcp.tools import Part, Result, Tool
+
+Kind = Literal["models", "environments", "devices", "deployments"]
+
+
+class Model(Part):
+    """A base model. Hub ids (owner/name) and local folders work as well."""
+
+    name: str = Field(description="Pass as train's `model`.")
+    parameters: int | None = None
+    context: int | None = Field(default=None, description="Tokens.")
+    thinking: bool | None = Field(default=None, description="Whether it can think before it answers.")
+    licence: str | None = None
+    source: str = Field(description="Where it comes from.")
+    ready: bool | None = Field(default=None, description="Whether it lies in the model cache already.")
+    notes: str | None = None
+
+
+class Environment(Part):
+    """A published environment; its newest version."""
+
+    name: str
+    digest: str = Field(description="NAME@DIGEST names this version for good.")
+    versions: int = Field(description="Versions that were pushed.")
+    pushed: str = Field(description="UTC.")
+    about: dict[str, Any] | None = Field(default=None, description="What env_push recorded, such as split sizes.")
+
+
+class Device(Part):
+    """A GPU, or the machine's processor."""
+
+    kind: str
+    name: str
+    memory_gib: float
+    free_gib: float
+    busy: float | None = Field(default=None, description="Share in use.")
+    cores: int | None = None
+
+
+class Deployment(Part):
+    """A model that is being served."""
+
+    deployment: str = Field(description="Pass to chat and undeploy.")
+    state: str
+    model: str
+    run_id: str | None = None
+    step: int | None = None
+    base_url: str | None = Field(default=None, description="OpenAI-compatible endpoint.")
+
+
+class Catalog(Result):
+    """What there is."""
+
+    models: list[Model] | None = None
+    default_model: str | None = None
+    environments: list[Environment] | None = None
+    devices: list[Device] | None = None
+    deployments: list[Deployment] | None = None
+    has_more: bool = Field(description="Whether a list was cut at `limit`.")
+    cursor: str | None = Field(default=None, description="Pass as `cursor` for the next page.")
+
+
+def catalog(
+    kind: Annotated[Kind | None, Field(description="Only this kind; default: all four.")] = None,
+    contains: Annotated[str | None, Field(max_length=100, description="Only names with this text in them.")] = None,
+    limit: Annotated[int, Field(ge=1, le=30, description="Entries of each kind, 1 to 30; default 12.")] = 12,
+    cursor: Annotated[str | None, Field(description="With kind: `cursor` of the page before.")] = None,
+) -> Catalog:
+    """List base models, published environments, this machine's devices and running deployments.
+
+    Runs: status. A run's saved adapters: checkpoints.
+    """
+    store = open_store()
+    wanted = (contains or "").lower()
+    start = int(cursor) if kind and cursor and cursor.isdigit() else 0
+    everything: dict[Kind, Sequence[Any]] = {
+        "models": _models() if kind in (None, "models") else [],
+        "environments": _environments(store) if kind in (None, "environments") else [],
+        "devices": [Device(**vars(device)) for device in machine.devices()] if kind in (None, "devices") else [],
+        "deployments": _deployments(store) if kind in (None, "deployments") else [],
+    }
+    matching = {name: [entry for entry in entries if wanted in _name(entry)] for name, entries in everything.items()}
+    has_more = any(len(entries) > start + limit for entries in matching.values())
+    shown = {name: entries[start : start + limit] for name, entries in matching.items() if kind in (None, name)}
+    return Catalog(
+        models=shown.get("models"),
+        environments=shown.get("environments"),
+        devices=shown.get("devices"),
+        deployments=shown.get("deployments"),
+        default_model=DEFAULT_MODEL if kind in (None, "models") else None,
+        has_more=has_more,
+        cursor=str(start + limit) if has_more and kind else None,
+        next=_next_step(kind, shown.get("environments"), has_more),
+    )
+
+
+def _name(entry: Model | Environment | Device | Deployment) -> str:
+    return (entry.deployment if isinstance(entry, Deployment) else entry.name).lower()
+
+
+def _models() -> list[Model]:
+    return [
+        Model(
+            name=card.name,
+            parameters=card.parameters,
+            context=card.context,
+            thinking=card.thinking or None,
+            licence=card.licence,
+            source=card.source,
+            ready=(models_dir() / card.name / "config.json").is_file() or None,
+            notes=card.notes or None,
+        )
+        for card in MODELS.values()
+    ]
+
+
+def _environments(store: Store) -> list[Environment]:
+    versions: dict[str, list[EnvironmentRow]] = {}
+    for row in store.environments():
+        versions.setdefault(row["name"], []).append(row)
+    return [
+        Environment(
+            name=name,
+            digest=rows[0]["digest"],
+            versions=len(rows),
+            pushed=time.strftime("%Y-%m-%d %H:%M", time.gmtime(rows[0]["pushed"])),
+            about={key: value for key, value in rows[0]["data"].items() if isinstance(value, (str, int, float, dict))}
+            or None,
+        )
+        for name, rows in versions.items()
+    ]
+
+
+def _deployments(store: Store) -> list[Deployment]:
+    return [
+        Deployment(
+            deployment=row["id"],
+            state=row["state"],
+            model=row["model"],
+            run_id=row["run_id"],
+            step=row["step"],
+            base_url=row["base_url"],
+        )
+        for row in store.deployments(LIVE_DEPLOYMENT)
+    ]
+
+
+def _next_step(kind: Kind | None, environments: Sequence[Environment] | None, has_more: bool) -> str:
+    if has_more:
+        return "cursor brings more" if kind else "kind=... with cursor brings more of a list that was cut"
+    if environments:
+        return f"train(environment={environments[0].name!r}, validate_only=true) shows what a run would be"
+    if environments is not None:
+        return "no environment yet: env_setup writes a starter, env_push publishes a folder"
+    return "train starts a run; status lists runs"
+
+
+TOOLS = [Tool(catalog, title="Browse the catalog", read_only=True)]

@@ -1,0 +1,320 @@
+"""env_setup, env_push and env_test: from an empty folder to a published environment."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import anyio.to_thread
+from pydantic import Field
+
+import environments
+from environments import gate
+from environments.host import EnvironmentFault, EnvironmentHost
+from flash_mcp import playbook
+from flash_mcp.environments import (
+    NAME,
+    NAME_RULE,
+    Files,
+    Stage,
+    Version,
+    check_name,
+    folder_files,
+    inline_files,
+    staged,
+)
+from flash_mcp.errors import FlashError
+from flash_mcp.runfolder import disk_error
+from flash_mcp.store import open_store
+from flash_mcp.tools import Part, Result, Tool, report, shorten
+
+Template = Literal["calculator", "sort_words"]
+
+TEMPLATES = Path(environments.__file__).parent
+LOAD_TIMEOUT_S = 30.0
+EVIDENCE_CHARACTERS = 900
+TEST_DEADLINE_S = 38.0
+
+Secrets = Annotated[
+    list[str] | None,
+    Field(
+        max_length=64,
+        description="Names of environment variables of the server that the environment's process may see. Values are "
+        "never stored.",
+    ),
+]
+Arguments = Annotated[dict[str, Any] | None, Field(description="Keyword arguments of load_environment.")]
+
+
+class EnvSetup(Result):
+    """A starter project."""
+
+    folder: str = Field(description="The folder, absolute.")
+    name: str = Field(description="The name that its configs train; push it under this one.")
+    files: list[str] = Field(description="Files written, relative to the folder.")
+
+
+class EnvPush(Result):
+    """A published version."""
+
+    environment: str = Field(description="NAME@DIGEST: exactly these files, for good. NAME alone is the newest push.")
+    created: bool = Field(description="False where the same files had been pushed under this name before.")
+    train_tasks: int | None = Field(default=None, description="Rows of the train split; absent with load=false.")
+    eval_tasks: int | None = Field(default=None, description="Rows of the eval split; absent with load=false.")
+    files: int = Field(description="Number of files.")
+    size_bytes: int = Field(description="Size of all files.")
+
+
+class Probe(Part):
+    """One check."""
+
+    name: str = Field(description="What was checked.")
+    passed: bool | None = Field(default=None, description="Absent where the check could not be made.")
+    evidence: str = Field(description="What was seen.")
+    fix: str | None = Field(default=None, description="What to change.")
+
+
+class EnvTest(Result):
+    """What the checks found."""
+
+    environment: str = Field(description="What was checked: a folder or NAME@DIGEST.")
+    passed: bool = Field(description="Whether no check failed.")
+    train_tasks: int = Field(description="Rows of the train split; 0 where it did not load.")
+    eval_tasks: int = Field(description="Rows of the eval split; 0 where there is none.")
+    seconds: float = Field(description="Time that all checks took.")
+    probes: list[Probe] = Field(description="Every check, in order.")
+
+
+# -- env_setup --------------------------------------------------------------------------------------------------------
+
+
+def env_setup(
+    folder: Annotated[str, Field(min_length=1, description="Folder on the server to write to; made if missing.")],
+    template: Annotated[
+        Template,
+        Field(
+            description="calculator: several turns with a tool, the model asks and the environment answers. "
+            "sort_words: one prompt, one answer."
+        ),
+    ] = "calculator",
+) -> EnvSetup:
+    """Write a starter project that trains as it is: environment.py, datasets, configs and the playbook TRAINING.md.
+
+    Never overwrites: where one of its files exists already, nothing is written. Change environment.py and the datasets
+    to the task at hand, check them with env_test, publish them with env_push.
+    """
+    target = Path(folder).expanduser().absolute()
+    name = target.name if NAME.fullmatch(target.name) else template
+    files = _starter(template, name)
+    _write_new(target, files)
+    return EnvSetup(
+        folder=str(target),
+        name=name,
+        files=sorted(files),
+        next=f"make environment.py and datasets/ your task's (see TRAINING.md), then env_test(folder={str(target)!r})",
+    )
+
+
+def _starter(template: str, name: str) -> dict[str, bytes]:
+    source = TEMPLATES / template
+    paths = [path for path in source.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    files = {path.relative_to(source).as_posix(): path.read_bytes() for path in paths}
+    for path in ("configs/rl.toml", "configs/sft.toml"):
+        files[path] = re.sub(rb'(?m)^environment = ".*"$', f'environment = "{name}"'.encode(), files[path])
+    return files | {"TRAINING.md": playbook.text().encode()}
+
+
+def _write_new(target: Path, files: dict[str, bytes]) -> None:
+    taken = [path for path in sorted(files) if os.path.lexists(target / path)]
+    if taken or (os.path.lexists(target) and not target.is_dir()):
+        what = f"{', '.join(taken)} exists in {target} already" if taken else f"{target} is no folder"
+        fix = "choose another folder, or move these files away"
+        raise FlashError("invalid_argument", f"{what}; nothing was written", folder=target, fix=fix)
+    written: list[Path] = []
+    try:
+        for path, content in files.items():
+            (target / path).parent.mkdir(parents=True, exist_ok=True)
+            with (target / path).open("xb") as stream:
+                written.append(target / path)
+                stream.write(content)
+    except OSError as error:
+        for path in written:
+            path.unlink(missing_ok=True)
+        if isinstance(error, (PermissionError, FileNotFoundError, NotADirectoryError)):
+            fix = "choose a folder that the server may write to"
+            raise FlashError("invalid_argument", f"cannot write there: {error}", folder=target, fix=fix) from error
+        raise disk_error(error, target) from error
+
+
+# -- env_push ---------------------------------------------------------------------------------------------------------
+
+
+async def env_push(
+    name: Annotated[str, Field(min_length=1, max_length=64, description=f"Name to publish under: {NAME_RULE}.")],
+    folder: Annotated[
+        str | None,
+        Field(description="Folder on the server with environment.py at its top. Caches and .git are left out."),
+    ] = None,
+    files: Annotated[
+        dict[str, str] | None,
+        Field(description="Instead of folder: {relative path: text}, for a server that does not see your files."),
+    ] = None,
+    load: Annotated[
+        bool,
+        Field(
+            description="Load the environment first and refuse one that fails. False publishes it unseen, for instance "
+            "when it only loads on the machine that trains; default true."
+        ),
+    ] = True,
+    environment_args: Arguments = None,
+    secrets: Secrets = None,
+) -> EnvPush:
+    """Publish an environment as NAME@DIGEST, a version that never changes; runs are pinned to one.
+
+    The same files give the same digest, so pushing twice changes nothing. The newest push is what NAME alone means from
+    then on; runs already created stay with theirs. env_test checks an environment more thoroughly.
+    """
+    check_name(name)
+    values = secret_values(secrets)
+    source = await anyio.to_thread.run_sync(_source, folder, files)
+    with contextlib.ExitStack() as stack:
+        stage = await anyio.to_thread.run_sync(stack.enter_context, staged(name, source))
+        splits = await _splits(stage, environment_args, values) if load else None
+        version = await anyio.to_thread.run_sync(stage.commit)
+        await anyio.to_thread.run_sync(_register, version, splits)
+    reference = f"{version.name}@{version.digest}"
+    return EnvPush(
+        environment=reference,
+        created=version.created,
+        train_tasks=splits["train"] if splits else None,
+        eval_tasks=splits["eval"] if splits else None,
+        files=version.files,
+        size_bytes=version.size_bytes,
+        next=f"train(environment={name!r}, validate_only=true); before that env_test, if not done yet",
+    )
+
+
+def _source(folder: str | None, files: dict[str, str] | None) -> Files:
+    if (folder is None) == (files is None):
+        fix = "pass folder='/path/of/it', or files={'environment.py': '...', 'datasets/train.jsonl': '...'}"
+        raise FlashError("invalid_argument", "either folder or files is needed, not both", fix=fix)
+    return folder_files(Path(folder)) if folder is not None else inline_files(files or {})
+
+
+async def _splits(stage: Stage, args: dict[str, Any] | None, secrets: dict[str, str]) -> dict[str, int]:
+    """{"train": tasks, "eval": tasks} of what is about to be published, by loading it."""
+    await report("loading the environment in a child process")
+    try:
+        async with await EnvironmentHost.start(
+            stage.folder, args=args, secrets=secrets, start_timeout_s=LOAD_TIMEOUT_S
+        ) as host:
+            return host.splits
+    except EnvironmentFault as fault:
+        fix = "mend it and push again; load=false publishes it unseen"
+        raise as_flash_error(fault, stage.parent.name, f"nothing was published: {fix}") from fault
+
+
+def _register(version: Version, splits: dict[str, int] | None) -> None:
+    open_store().add_environment(
+        name=version.name,
+        digest=version.digest,
+        path=str(version.path),
+        size_bytes=version.size_bytes,
+        data={"tasks": splits} if splits else {},
+    )
+
+
+# -- env_test ---------------------------------------------------------------------------------------------------------
+
+
+async def env_test(
+    environment: Annotated[
+        str | None, Field(min_length=1, description="A published environment: NAME or NAME@DIGEST.")
+    ] = None,
+    folder: Annotated[
+        str | None, Field(min_length=1, description="Instead of environment: a folder on the server, published or not.")
+    ] = None,
+    call_timeout_s: Annotated[
+        float, Field(gt=0, le=20, description="Deadline of one call into environment code, in seconds; default 5.")
+    ] = 5.0,
+    environment_args: Arguments = None,
+    secrets: Secrets = None,
+) -> EnvTest:
+    """Load an environment in a child process and try what breaks training runs, on a few tasks of each split.
+
+    Checks the contract, that gold answers are successes, that junk, empty, None, truncated and prompt-echo answers
+    neither pay nor raise, that episodes do not disturb each other, that two fresh processes agree, and how long calls
+    take. No model is involved and nothing is published. A failed check is a result, not an error; each has a fix.
+    """
+    if (environment is None) == (folder is None):
+        fix = "pass environment='NAME' for a published one, or folder='/path/of/it'"
+        raise FlashError("invalid_argument", "either environment or folder is needed, not both", fix=fix)
+    values = secret_values(secrets)
+    what, path = await anyio.to_thread.run_sync(_locate, environment, folder)
+    await report("checking the environment in child processes")
+    found = await gate.check(
+        path, args=environment_args, secrets=values, timeout_s=call_timeout_s, deadline_s=TEST_DEADLINE_S
+    )
+    failed = [probe.name for probe in found.probes if probe.passed is False]
+    return EnvTest(
+        environment=what,
+        passed=found.passed,
+        train_tasks=found.splits.get("train", 0),
+        eval_tasks=found.splits.get("eval", 0),
+        seconds=round(found.seconds, 2),
+        probes=[_shown(probe) for probe in found.probes],
+        next=_after_test(failed, environment, path),
+    )
+
+
+def _locate(environment: str | None, folder: str | None) -> tuple[str, Path]:
+    if environment is not None:
+        row = open_store().environment(environment)
+        return f"{row['name']}@{row['digest']}", Path(row["path"])
+    path = Path(folder or "").expanduser().absolute()
+    if not path.is_dir():
+        fix = "pass the folder that holds environment.py; env_setup writes one to start from"
+        raise FlashError("invalid_argument", f"there is no folder {str(path)!r} on the server", fix=fix)
+    return str(path), path
+
+
+def _shown(probe: gate.Probe) -> Probe:
+    limit = EVIDENCE_CHARACTERS if probe.passed is False else EVIDENCE_CHARACTERS // 3
+    return Probe(name=probe.name, passed=probe.passed, evidence=shorten(probe.evidence, limit), fix=probe.fix or None)
+
+
+def _after_test(failed: list[str], environment: str | None, path: Path) -> str:
+    if failed:
+        return f"mend what {failed[0]} says, then env_test again"
+    if environment is None:
+        return f"env_push(name=..., folder={str(path)!r})"
+    return f"train(environment={environment!r}, validate_only=true)"
+
+
+# -- shared -----------------------------------------------------------------------------------------------------------
+
+
+def secret_values(names: Sequence[str] | None) -> dict[str, str]:
+    """{name: value} from the server's environment; FlashError(invalid_argument) naming those that it lacks."""
+    absent = [name for name in names or () if name not in os.environ]
+    if absent:
+        fix = "set them in the environment of the server, or leave them out of secrets"
+        raise FlashError("invalid_argument", f"secrets that the server does not have: {', '.join(absent)}", fix=fix)
+    return {name: os.environ[name] for name in names or ()}
+
+
+def as_flash_error(fault: EnvironmentFault, environment: str, fix: str) -> FlashError:
+    """A fault of environment code as the error of a tool, with the end of its traceback as evidence."""
+    evidence = f"\n{fault.traceback.strip()[-EVIDENCE_CHARACTERS:]}\n" if fault.traceback.strip() else ""
+    return FlashError(fault.code, f"{fault.what}{evidence}", environment=environment, fix=fix)
+
+
+TOOLS = [
+    Tool(env_setup, title="Write a starter environment"),
+    Tool(env_push, title="Publish an environment", idempotent=True),
+    Tool(env_test, title="Check an environment", read_only=True, idempotent=True),
+]

@@ -1,0 +1,458 @@
+"""train, cancel and checkpoints: starting runs, ending them, and what they leave behind."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import inspect
+import json
+import math
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import anyio
+import anyio.to_thread
+from pydantic import Field
+
+from environments.host import EnvironmentFault, EnvironmentHost
+from flash_mcp import catalog, queue
+from flash_mcp.catalog import ModelCard
+from flash_mcp.errors import FlashError
+from flash_mcp.runfolder import Json
+from flash_mcp.spec import ResolvedSpec, RunSpec, read_toml, resolve, validate
+from flash_mcp.store import EnvironmentRow, RunRow, Store, open_store
+from flash_mcp.supervisor import ensure_supervisor
+from flash_mcp.tools import Part, Result, Tool, report
+from flash_mcp.tools.environments import as_flash_error, secret_values
+
+CHARACTERS_PER_TOKEN = 3.5
+"""Of English in common vocabularies; the control plane has no tokenizer."""
+PROBE_TIMEOUT_S = 20.0
+DEFAULT_MAX_LENGTH = 4096
+
+RunId = Annotated[str, Field(min_length=1, description="Run id, as returned by train.")]
+
+
+class Estimate(Part):
+    """How much work a run is."""
+
+    steps: int = Field(description="Optimizer steps.")
+    rollouts: int | None = Field(default=None, description="Conversations generated (grpo).")
+    examples: int | None = Field(default=None, description="Gold answers trained on, repeats counted (sft).")
+    train_tasks: int = Field(description="Rows of the train split.")
+    eval_tasks: int = Field(description="Rows of the eval split.")
+    passes: float = Field(description="How often each train row is seen on average.")
+    prompt_tokens_about: int = Field(description="First prompt of a few tasks, estimated from its characters.")
+    tokens_at_most: int | None = Field(default=None, description="Tokens generated if every turn used max_tokens.")
+    seconds_about: int | None = Field(default=None, description="From the speed of `seconds_from`; else unknown.")
+    seconds_from: str | None = Field(default=None, description="The earlier run that the speed was taken from.")
+
+
+class Train(Result):
+    """A run as resolved."""
+
+    run_id: str | None = Field(default=None, description="The run; absent with validate_only.")
+    state: str = Field(description="queued, or `validated` with validate_only, or the state of the run found again.")
+    created: bool = Field(description="False with validate_only, and where idempotency_key found an earlier run.")
+    environment: str = Field(description="NAME@DIGEST that the run is pinned to.")
+    model: str = Field(description="Base model.")
+    warm_start: str | None = Field(default=None, description="Adapter that training starts from.")
+    estimate: Estimate = Field(description="How much work it is.")
+    values: dict[str, Any] = Field(description="Every field of the run with its value.")
+    sources: dict[str, list[str]] = Field(description="Where values came from: argument, file; all others: recipe.")
+    notes: list[str] | None = Field(default=None, description="What is worth a thought before it runs.")
+
+
+class Cancel(Result):
+    """A run that was asked to end."""
+
+    run_id: str = Field(description="The run.")
+    state: str = Field(description="cancelled, or still running while it saves.")
+    step: int = Field(description="Steps done.")
+    checkpoint: int | None = Field(default=None, description="Step of its newest checkpoint.")
+
+
+class Checkpoint(Part):
+    """An adapter saved during a run, in PEFT format."""
+
+    step: int = Field(description="Step at which it was saved.")
+    reward: float | None = Field(default=None, description="Mean training reward at that step.")
+    success: float | None = Field(default=None, description="Training success share at that step.")
+    eval_success: float | None = Field(default=None, description="Held-out success share, where it was evaluated.")
+    loss: float | None = Field(default=None, description="Loss at that step (sft).")
+    size_bytes: int = Field(description="Size of its files.")
+    digest: str = Field(description="Digest of its files' checksums.")
+    path: str = Field(description="Its folder on the server.")
+    saved: str = Field(description="When, in UTC.")
+
+
+class Checkpoints(Result):
+    """Checkpoints of a run, the newest first."""
+
+    run_id: str = Field(description="The run.")
+    state: str = Field(description="The run's state.")
+    checkpoints: list[Checkpoint] = Field(description="The newest first.")
+    has_more: bool = Field(description="Whether older ones follow.")
+    cursor: str | None = Field(default=None, description="Pass as `cursor` for the next page.")
+
+
+def _with_fields_of_run_spec(function: Callable[..., Awaitable[Train]]) -> Callable[..., Awaitable[Train]]:
+    """Put RunSpec's fields, each optional, before the function's own arguments: they are written down only once."""
+    own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    fields = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[(info.annotation | None, Field(description=info.description), *info.metadata)],  # pyright: ignore
+        )
+        for name, info in RunSpec.model_fields.items()
+    ]
+    function.__signature__ = inspect.Signature([*fields, *own], return_annotation=Train)  # pyright: ignore[reportFunctionMemberAccess]
+    function.__annotations__ = {p.name: p.annotation for p in (*fields, *own)} | {"return": Train}
+    return function
+
+
+@_with_fields_of_run_spec
+async def train(
+    *,
+    config: Annotated[
+        str | None,
+        Field(description="Path of a TOML file on the server with any of the fields above; arguments override it."),
+    ] = None,
+    validate_only: Annotated[
+        bool, Field(description="Check, resolve and estimate, and create nothing; default false.")
+    ] = False,
+    idempotency_key: Annotated[
+        str | None,
+        Field(
+            min_length=1,
+            max_length=200,
+            description="Any text of yours. A second call with the same key and the same "
+            "fields returns the first run instead of starting another.",
+        ),
+    ] = None,
+    **fields: Any,
+) -> Train:
+    """Start a training run (GRPO on the environment's reward, or SFT on its gold answers); returns its run_id at once.
+
+    Loads the environment in a child process first, so that a broken one is refused here. Fields left out take the
+    recipe's value; the result says which value each has. The run goes on when the client ends. Progress: status.
+    Checking an environment more thoroughly: env_test. Publishing one: env_push.
+    """
+    given = {name: value for name, value in fields.items() if value is not None}
+    return await start(given, config=config, validate_only=validate_only, idempotency_key=idempotency_key)
+
+
+async def start(
+    given: dict[str, Any], *, config: str | None, validate_only: bool, idempotency_key: str | None
+) -> Train:
+    """`train`, with its fields as a dict."""
+    resolved, card = _resolved(given, config)
+    spec, store = resolved.spec, open_store()
+    environment = await anyio.to_thread.run_sync(store.environment, spec.environment)
+    adapter = await anyio.to_thread.run_sync(_init_adapter, store, spec, card)
+    _check_machine()
+    await report("loading the environment in a child process")
+    splits, prompt_tokens = await _probe(spec, environment)
+    notes = _check_lengths(spec, card, prompt_tokens)
+    estimate = await anyio.to_thread.run_sync(_estimate, store, spec, environment, splits, prompt_tokens)
+    result = functools.partial(
+        Train,
+        environment=f"{environment['name']}@{environment['digest']}",
+        model=spec.model,
+        warm_start=_adapter_name(adapter),
+        estimate=estimate,
+        values={name: value for name, value in spec.model_dump().items() if value not in (None, [], {})},
+        sources=_by_source(resolved),
+        notes=[*notes, *_advice(spec, estimate)] or None,
+    )
+    if validate_only:
+        next_step = "call train again without validate_only to start it"
+        return result(state="validated", created=False, next=next_step)
+    run, created = await anyio.to_thread.run_sync(queue.enqueue, store, resolved, environment, adapter, idempotency_key)
+    await anyio.to_thread.run_sync(ensure_supervisor, store.base)
+    next_step = f"status(run_id={run['id']!r}, wait_s=40) follows it; cancel ends it"
+    return result(run_id=run["id"], state=run["state"], created=created, next=next_step)
+
+
+def _resolved(given: dict[str, Any], config: str | None) -> tuple[ResolvedSpec, ModelCard]:
+    from_file = read_toml(Path(config).expanduser()) if config else {}
+    if "environment" not in from_file | given:
+        fix = "pass environment=NAME, as returned by env_push; catalog lists what was pushed"
+        raise FlashError("invalid_argument", "environment: missing, here and in the config file", fix=fix)
+    fields = from_file | given
+    spec = validate(fields)
+    card = catalog.find(spec.model)
+    if card.name != spec.model:  # a relative folder or another spelling: it has to mean the same everywhere
+        spec = validate({**fields, "model": card.name})
+    resolved = resolve(spec, file_fields=frozenset(from_file) - frozenset(given))
+    if resolved.spec.max_length is None and card.context:
+        room = {"max_length": min(card.context, DEFAULT_MAX_LENGTH)}
+        resolved = resolved.model_copy(update={"spec": resolved.spec.model_copy(update=room)})
+    return resolved, card
+
+
+def _check_machine() -> None:
+    missing = [name for name in ("torch", "vllm", "trl", "peft") if importlib.util.find_spec(name) is None]
+    if missing:
+        fix = "install flash-mcp[cpu] or, with an NVIDIA GPU, flash-mcp[gpu] beside this server, and call again"
+        raise FlashError("engine_missing", f"not installed here: {', '.join(missing)}", fix=fix)
+
+
+async def _probe(spec: RunSpec, environment: EnvironmentRow) -> tuple[dict[str, int], int]:
+    """The environment's split sizes, and the tokens of its longest prompt among a few, by loading it for real."""
+    secrets = secret_values(spec.secrets)
+    try:
+        async with await EnvironmentHost.start(
+            Path(environment["path"]),
+            args=spec.environment_args,
+            secrets=secrets,
+            timeout_s=min(spec.env_timeout_s or PROBE_TIMEOUT_S, PROBE_TIMEOUT_S),
+            start_timeout_s=PROBE_TIMEOUT_S,
+        ) as host:
+            longest = 0
+            for index in range(min(4, host.splits["train"])):
+                opening = await host.open("train", index)
+                longest = max(longest, sum(len(str(message.get("content"))) for message in opening.messages))
+                await host.close(opening.episode)
+            if spec.algorithm == "sft":
+                await host.gold("train", 0)
+            splits = dict(host.splits)
+    except EnvironmentFault as fault:
+        reference = f"{environment['name']}@{environment['digest']}"
+        raise as_flash_error(fault, reference, "mend the folder, env_test it, env_push it, and train again") from fault
+    wants_eval = spec.eval_before or spec.eval_after or spec.eval_every
+    if wants_eval and not splits.get("eval"):
+        fix = "add eval rows (env.eval_dataset, as a rule datasets/eval.jsonl), or leave eval_* out"
+        raise FlashError("dataset_invalid", "the environment has no eval split to evaluate on", fix=fix)
+    return splits, math.ceil(longest / CHARACTERS_PER_TOKEN)
+
+
+def _check_lengths(spec: RunSpec, card: ModelCard, prompt_tokens: int) -> list[str]:
+    """Notes on lengths that are doubtful; FlashError for those that cannot work. The worker checks with real tokens."""
+    context = card.context
+    if context and spec.max_length and spec.max_length > context:
+        fix = f"use max_length={context} or less"
+        raise FlashError(
+            "invalid_argument", f"max_length={spec.max_length} is more than the model's context of {context}", fix=fix
+        )
+    room = spec.max_length or DEFAULT_MAX_LENGTH
+    if prompt_tokens > 2 * room:  # an estimate from characters may be wrong by half, not by twice
+        raise FlashError(
+            "prompt_too_long",
+            f"a prompt of about {prompt_tokens} tokens does not fit into {room}",
+            fix="shorten the prompts, raise max_length, or choose a model with a longer context",
+        )
+    if spec.algorithm == "grpo" and prompt_tokens + (spec.max_tokens or 0) > room:
+        return [
+            f"a prompt of about {prompt_tokens} tokens and max_tokens={spec.max_tokens} exceed the {room} tokens of a "
+            "conversation: answers will be cut off"
+        ]
+    return []
+
+
+def _estimate(
+    store: Store, spec: RunSpec, environment: EnvironmentRow, splits: dict[str, int], prompt_tokens: int
+) -> Estimate:
+    tasks, batch = splits["train"], spec.batch_size or 1
+    steps = spec.steps or math.ceil(tasks * (spec.epochs or 1.0) / batch)
+    rollouts = steps * batch * (spec.group_size or 1) if spec.algorithm == "grpo" else None
+    seconds, basis = _speed(store, spec, environment)
+    return Estimate(
+        steps=steps,
+        rollouts=rollouts,
+        examples=steps * batch if rollouts is None else None,
+        train_tasks=tasks,
+        eval_tasks=splits.get("eval", 0),
+        passes=round(steps * batch / tasks, 2),
+        prompt_tokens_about=prompt_tokens,
+        tokens_at_most=rollouts * (spec.max_tokens or 0) if rollouts else None,
+        seconds_about=round(seconds * steps) if seconds else None,
+        seconds_from=basis,
+    )
+
+
+def _speed(store: Store, spec: RunSpec, environment: EnvironmentRow) -> tuple[float | None, str | None]:
+    """Seconds a step will about take, from the newest run of the same kind, scaled by the rollouts of a step."""
+    for run in store.runs(limit=50):
+        same = (run["model"], run["algorithm"], run["environment"]) == (spec.model, spec.algorithm, environment["name"])
+        points = store.series(run["id"], "time/step_s", points=1) if same else []
+        if points:
+            earlier = run["spec"]["batch_size"] * (run["spec"]["group_size"] or 1)
+            return points[0][1] * (spec.batch_size or 1) * (spec.group_size or 1) / earlier, run["id"]
+    return None, None
+
+
+def _advice(spec: RunSpec, estimate: Estimate) -> list[str]:
+    notes: list[str] = []
+    if estimate.passes > 20:
+        notes.append(f"each train row will be seen {estimate.passes:.0f} times: more rows would be better")
+    if spec.algorithm == "grpo" and not (spec.eval_before and spec.eval_after) and estimate.eval_tasks:
+        notes.append("without eval_before and eval_after nothing will tell whether held-out success changed")
+    if (spec.eval_before or spec.eval_after) and estimate.eval_tasks < 50:
+        notes.append(
+            f"{estimate.eval_tasks} eval rows give a noise band of up to ±{0.98 / math.sqrt(estimate.eval_tasks):.2f}"
+        )
+    return notes
+
+
+def _by_source(resolved: ResolvedSpec) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, source in resolved.sources.items():
+        if source in ("argument", "file"):
+            found.setdefault(source, []).append(name)
+    return found
+
+
+# -- warm start -------------------------------------------------------------------------------------------------------
+
+
+def _init_adapter(store: Store, spec: RunSpec, card: ModelCard) -> Json | None:
+    """What job.json says of the adapter to start from. FlashError(adapter_mismatch) where it does not fit the run."""
+    reference = spec.init_from_adapter
+    if reference is None:
+        return None
+    if Path(reference).expanduser().is_dir():
+        folder, run_id, step, digest = Path(reference).expanduser().absolute(), None, None, None
+    else:
+        run_id, _, at = reference.partition("@")
+        if at and not at.isdigit():
+            fix = "use RUN_ID, RUN_ID@STEP (a number), or an adapter folder"
+            raise FlashError("invalid_argument", f"{at!r} is no step", init_from_adapter=reference, fix=fix)
+        checkpoint = store.checkpoint(run_id, int(at) if at else None)
+        folder, step, digest = Path(checkpoint["path"]), checkpoint["step"], checkpoint["digest"]
+    _check_adapter(folder, spec, card, base=store.run(run_id)["model"] if run_id else None)
+    if digest is None:
+        digest = hashlib.sha256((folder / "adapter_model.safetensors").read_bytes()).hexdigest()[:16]
+    return {"path": str(folder), "run_id": run_id, "step": step, "digest": digest}
+
+
+def _check_adapter(folder: Path, spec: RunSpec, card: ModelCard, base: str | None) -> None:
+    try:
+        config = cast("dict[str, Any]", json.loads((folder / "adapter_config.json").read_text()))
+    except (OSError, ValueError) as error:
+        fix = "name a run, a run's checkpoint as RUN_ID@STEP, or a folder with a PEFT adapter"
+        raise FlashError("unknown_checkpoint", f"no adapter is there: {error}", folder=folder, fix=fix) from error
+    if not (folder / "adapter_model.safetensors").is_file():
+        raise FlashError("unknown_checkpoint", "the adapter has no adapter_model.safetensors", folder=folder)
+    base = base or str(config.get("base_model_name_or_path") or "")
+    wrong: list[str] = []
+    if base and base not in (card.name, card.address) and Path(base).name.lower() != Path(card.name).name.lower():
+        wrong.append(f"base model {base} (the run: {card.name})")
+    if config.get("r") != spec.lora_rank:
+        wrong.append(f"rank {config.get('r')} (the run: lora_rank={spec.lora_rank})")
+    if config.get("lora_alpha") != spec.lora_alpha:
+        wrong.append(f"alpha {config.get('lora_alpha')} (the run: lora_alpha={spec.lora_alpha})")
+    if wrong:
+        raise FlashError(
+            "adapter_mismatch",
+            f"the adapter has {', '.join(wrong)}",
+            init_from_adapter=spec.init_from_adapter,
+            fix=f"use lora_rank={config.get('r')}, lora_alpha={config.get('lora_alpha')} and its base model",
+        )
+
+
+def _adapter_name(adapter: Json | None) -> str | None:
+    if adapter is None:
+        return None
+    return f"{adapter['run_id']}@{adapter['step']}" if adapter["run_id"] else str(adapter["path"])
+
+
+# -- cancel and checkpoints -------------------------------------------------------------------------------------------
+
+
+async def cancel(
+    run_id: RunId,
+    reason: Annotated[str, Field(max_length=500, description="Kept with the run; default empty.")] = "",
+    wait_s: Annotated[
+        float, Field(ge=0, le=45, description="Seconds to wait for its end, 0 to 45; default 10.")
+    ] = 10.0,
+) -> Cancel:
+    """End a run: a queued one at once, a running one after it saved a checkpoint. It always ends as `cancelled`.
+
+    Its metrics, rollouts and checkpoints stay. A run that has ended by itself is refused with run_finished; asking
+    twice changes nothing more. Ending a deployment: undeploy.
+    """
+    store = open_store()
+    run = await anyio.to_thread.run_sync(queue.request_cancel, store, run_id, reason)
+    deadline = time.monotonic() + min(wait_s, 43.0)
+    while run["state"] != "cancelled" and time.monotonic() < deadline:
+        await anyio.sleep(0.2)
+        run = await anyio.to_thread.run_sync(store.run, run_id)
+    saved = await anyio.to_thread.run_sync(store.checkpoints, run_id)
+    return Cancel(
+        run_id=run_id,
+        state=run["state"],
+        step=run["step"],
+        checkpoint=saved[-1]["step"] if saved else None,
+        next=_after_cancel(run, bool(saved)),
+    )
+
+
+def _after_cancel(run: RunRow, has_checkpoint: bool) -> str:
+    if run["state"] != "cancelled":
+        return f"it is saving; status(run_id={run['id']!r}, wait_s=40) returns when it has ended"
+    if has_checkpoint:
+        return (
+            f"deploy(run_id={run['id']!r}) serves its newest checkpoint; train(init_from_adapter={run['id']!r}) goes on"
+        )
+    return "it had no checkpoint yet; train starts another run"
+
+
+def checkpoints(
+    run_id: RunId,
+    limit: Annotated[int, Field(ge=1, le=30, description="Checkpoints a page, 1 to 30; default 10.")] = 10,
+    cursor: Annotated[str | None, Field(description="`cursor` of the page before.")] = None,
+) -> Checkpoints:
+    """List a run's checkpoints, the newest first: step, metrics, size, digest and folder (a PEFT adapter each).
+
+    Serving one: deploy. Starting another run from one: train with init_from_adapter=RUN_ID@STEP.
+    """
+    store = open_store()
+    run = store.run(run_id)
+    if cursor is not None and not cursor.isdigit():
+        raise FlashError("invalid_argument", "that is no cursor of checkpoints", cursor=cursor, fix="pass it unchanged")
+    rows = [row for row in store.checkpoints(run_id) if cursor is None or row["step"] < int(cursor)][::-1]
+    evaluated = {row["step"]: row["summary"]["success"] for row in store.evals(run_id)}
+    found = [
+        Checkpoint(
+            step=row["step"],
+            reward=_rounded(row["metrics"].get("reward/mean")),
+            success=_rounded(row["metrics"].get("success/rate")),
+            eval_success=_rounded(evaluated.get(row["step"])),
+            loss=_rounded(row["metrics"].get("loss")) if run["algorithm"] == "sft" else None,
+            size_bytes=row["size_bytes"],
+            digest=row["digest"],
+            path=row["path"],
+            saved=time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(row["time"])),
+        )
+        for row in rows[:limit]
+    ]
+    if found:
+        step = found[0].step
+        warm = f"train(init_from_adapter='{run_id}@{step}')"
+        next_step = f"deploy(run_id={run_id!r}, step={step}) serves the first; {warm} goes on from it"
+    else:
+        next_step = (
+            f"none yet: one is saved every save_every={run['spec']['save_every']} steps; status shows the progress"
+        )
+    has_more = len(rows) > limit
+    more = str(found[-1].step) if has_more else None
+    return Checkpoints(
+        run_id=run_id, state=run["state"], checkpoints=found, has_more=has_more, cursor=more, next=next_step
+    )
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
+
+
+TOOLS = [
+    Tool(train, title="Start a training run", open_world=True),
+    Tool(cancel, title="Cancel a run", destructive=True, idempotent=True),
+    Tool(checkpoints, title="List checkpoints", read_only=True),
+]

@@ -1,0 +1,409 @@
+"""status: how a run stands, what its numbers mean, and what to do next; or the list of runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Annotated, Any, Literal, cast
+
+import anyio
+import anyio.to_thread
+from pydantic import Field
+
+from flash_mcp import judge
+from flash_mcp.errors import FlashError
+from flash_mcp.runfolder import RunFolder
+from flash_mcp.store import ACTIVE, EvalRow, RunRow, RunState, Store, open_store
+from flash_mcp.supervisor import ensure_supervisor
+from flash_mcp.tools import Part, Result, Tool, report, shorten
+
+POLL_S = 0.25
+MAX_WAIT_S = 43.0
+"""Less than the 45 s after which a call is left: the answer takes time too."""
+SPEED_STEPS = 10
+
+
+class Trend(Part):
+    """How a metric moved over the training steps so far."""
+
+    first: float = Field(description="Mean over the first steps.")
+    last: float = Field(description="Mean over the newest steps.")
+    best: float = Field(description="The best single step.")
+    over_steps: int = Field(description="Steps that first and last are each averaged over.")
+    spark: str = Field(description="All steps as bars, from least to greatest.")
+
+
+class HeldOut(Part):
+    """One evaluation on the eval split. Step 0 is the model before training."""
+
+    step: int = Field(description="Step of the evaluation.")
+    n: int = Field(description="Examples.")
+    success: float = Field(description="Share that succeeded.")
+    band: float = Field(description="Noise: 1.96 sqrt(p(1-p)/n).")
+    reward: float | None = Field(default=None, description="Mean reward.")
+    truncated: float | None = Field(default=None, description="Share cut off at a limit, where not 0.")
+    errors: float | None = Field(default=None, description="Share that failed in environment code, where not 0.")
+
+
+class Verdict(Part):
+    """The newest held-out evaluation against the one before training."""
+
+    outcome: Literal["improved", "no_change", "regressed"] = Field(description="no_change: within the noise band.")
+    explanation: str = Field(description="The change, its noise band, and on how many examples.")
+
+
+class Flag(Part):
+    """A warning sign."""
+
+    name: str = Field(description="What it is called in the playbook.")
+    severity: Literal["warning", "problem"] = Field(description="problem: the run is unlikely to get anywhere.")
+    evidence: str = Field(description="The numbers.")
+    remedy: str = Field(description="What usually helps.")
+
+
+class Failure(Part):
+    """Why a run failed, or why its last attempt was lost."""
+
+    code: str = Field(description="Error code.")
+    what: str = Field(description="What happened.")
+    fix: str | None = Field(default=None, description="What to do about it.")
+    log_tail: str | None = Field(default=None, description="The end of what the attempt printed.")
+
+
+class RunView(Part):
+    """One run."""
+
+    run_id: str
+    state: RunState
+    algorithm: str
+    model: str
+    environment: str = Field(description="NAME@DIGEST.")
+    step: int = Field(description="Optimizer steps done.")
+    steps: int | None = Field(default=None, description="Steps asked for; absent where epochs decide.")
+    phase: str | None = Field(default=None, description="What the worker does now.")
+    attempt: str | None = Field(default=None, description="Attempt and how many are allowed, from the second on.")
+    elapsed_s: int | None = Field(default=None, description="Seconds since it started.")
+    eta_s: int | None = Field(default=None, description="Seconds left at the recent speed, evaluations not counted.")
+    step_s: float | None = Field(default=None, description="Seconds a step takes, recently.")
+    tokens_per_s: float | None = Field(default=None, description="Generation speed, recently.")
+    reward: Trend | None = Field(default=None, description="Mean reward of the training rollouts.")
+    success: Trend | None = Field(default=None, description="Success share of the training rollouts.")
+    loss: Trend | None = Field(default=None, description="Loss (sft); `best` is the lowest.")
+    held_out: list[HeldOut] | None = Field(default=None, description="Evaluations; the first, and the newest few.")
+    verdict: Verdict | None = Field(default=None, description="Whether training helped on held-out examples.")
+    newest: dict[str, float] | None = Field(default=None, description="Other metrics of the newest step.")
+    checkpoint: int | None = Field(default=None, description="Step of the newest checkpoint.")
+    flags: list[Flag] | None = Field(default=None, description="Warning signs, the gravest first.")
+    warnings: list[str] | None = Field(default=None, description="The worker's newest warnings.")
+    error: Failure | None = Field(default=None)
+    values: dict[str, Any] | None = Field(default=None, description="detailed: every field of the run.")
+    log_tail: str | None = Field(default=None, description="detailed: the end of what the newest attempt printed.")
+
+
+class RunLine(Part):
+    """A run in the list."""
+
+    run_id: str
+    state: RunState
+    algorithm: str
+    model: str
+    environment: str
+    step: int
+    steps: int | None = None
+    reward: float | None = Field(default=None, description="Mean reward of its newest steps.")
+    created: str = Field(description="UTC.")
+    error: str | None = Field(default=None, description="Error code of a failed run.")
+
+
+class Status(Result):
+    """One run, or the list of runs."""
+
+    run: RunView | None = Field(default=None, description="With run_id.")
+    changed: bool | None = Field(default=None, description="With wait_s: whether something changed while waiting.")
+    runs: list[RunLine] | None = Field(default=None, description="Without run_id: the newest first.")
+    counts: dict[str, int] | None = Field(default=None, description="Without run_id: runs by state.")
+    has_more: bool | None = Field(default=None, description="Whether older runs follow.")
+    cursor: str | None = Field(default=None, description="Pass as `cursor` for the next page.")
+
+
+async def status(
+    run_id: Annotated[str | None, Field(description="Run id; left out: the list of runs, the newest first.")] = None,
+    wait_s: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=45,
+            description="With run_id: seconds to wait, 0 to 45, for a new step, evaluation, checkpoint or state; "
+            "returns as soon as there is one. Default 0.",
+        ),
+    ] = 0.0,
+    detail: Annotated[
+        Literal["concise", "detailed"],
+        Field(description="detailed adds every value of the run and the end of its log. Default concise."),
+    ] = "concise",
+    state: Annotated[RunState | None, Field(description="Without run_id: only runs of this state.")] = None,
+    limit: Annotated[int, Field(ge=1, le=40, description="Without run_id: runs a page, 1 to 40; default 15.")] = 15,
+    cursor: Annotated[str | None, Field(description="Without run_id: `cursor` of the page before.")] = None,
+) -> Status:
+    """Report how one run stands, what its numbers mean and what to do next; without run_id, list the runs.
+
+    A run's report has its state and step, the trend of reward and success, held-out evaluations with their noise band
+    and a verdict, speed and time left, warning signs with remedies, and the error of a failed run with evidence.
+    Transcripts: rollouts. Saved adapters: checkpoints.
+    """
+    store = open_store()
+    if run_id is None:
+        return await anyio.to_thread.run_sync(_list, store, state, limit, cursor)
+    changed = await _wait(store, run_id, wait_s) if wait_s else None
+    view, next_step = await anyio.to_thread.run_sync(_view, store, run_id, detail == "detailed")
+    return Status(run=view, changed=changed, next=next_step)
+
+
+async def _wait(store: Store, run_id: str, wait_s: float) -> bool:
+    deadline = time.monotonic() + min(wait_s, MAX_WAIT_S)
+    seen = await anyio.to_thread.run_sync(_fingerprint, store, run_id)
+    while time.monotonic() < deadline:
+        if seen[0] not in ACTIVE:
+            return False
+        await anyio.sleep(POLL_S)
+        now = await anyio.to_thread.run_sync(_fingerprint, store, run_id)
+        if now != seen:
+            return True
+        await report(f"{run_id}: {now[0]}, step {now[1]}")
+    return False
+
+
+def _fingerprint(store: Store, run_id: str) -> tuple[str, int, int, int, int, str | None]:
+    """What counts as a change. The phase only before the first step: later it changes all the time."""
+    run = store.run(run_id)
+    newest = store.last_metrics(run_id)
+    step = newest["step"] if newest else 0
+    return (
+        run["state"],
+        step,
+        run["attempt"],
+        len(store.evals(run_id)),
+        len(store.checkpoints(run_id)),
+        run["phase"] if not step else None,
+    )
+
+
+# -- one run ----------------------------------------------------------------------------------------------------------
+
+
+def _view(store: Store, run_id: str, detailed: bool) -> tuple[RunView, str]:
+    run = store.run(run_id)
+    warnings = [*_unsupervised(store, run), *(event["message"] for event in store.events(run_id, 3, ["warning"]))]
+    recent = [row["metrics"] for row in store.metrics(run_id, limit=SPEED_STEPS)]
+    newest = store.last_metrics(run_id)
+    evals, saved = store.evals(run_id), store.checkpoints(run_id)
+    step = max(run["step"], newest["step"] if newest else 0)
+    step_s = _mean(recent, "time/step_s")
+    left = run["steps"] - step if run["steps"] and run["state"] in ACTIVE else None
+    is_grpo = run["algorithm"] == "grpo"
+    flags = judge.flags([row["metrics"] for row in store.metrics(run_id, limit=400)])
+    verdict = _verdict(store, run_id, evals)
+    view = RunView(
+        run_id=run_id,
+        state=run["state"],
+        algorithm=run["algorithm"],
+        model=run["model"],
+        environment=f"{run['environment']}@{run['environment_digest']}",
+        step=step,
+        steps=run["steps"],
+        phase=run["phase"],
+        attempt=f"{run['attempt']} of {run['max_attempts']}" if run["attempt"] > 1 else None,
+        elapsed_s=round((run["ended"] or time.time()) - run["started"]) if run["started"] else None,
+        eta_s=round(left * step_s) if left is not None and step_s else None,
+        step_s=_rounded(step_s, 2),
+        tokens_per_s=_rounded(_mean(recent, "engine/tokens_per_s"), 0),
+        reward=_trend(store, run_id, "reward/mean") if is_grpo else None,
+        success=_trend(store, run_id, "success/rate") if is_grpo else None,
+        loss=None if is_grpo else _trend(store, run_id, "loss", lower_is_better=True),
+        held_out=[_held_out(row) for row in (evals if len(evals) <= 5 else [evals[0], *evals[-4:]])] or None,
+        verdict=Verdict(outcome=verdict.outcome, explanation=verdict.explanation) if verdict else None,
+        newest=_others(newest["metrics"]) if newest else None,
+        checkpoint=saved[-1]["step"] if saved else None,
+        flags=[Flag(**vars(flag)) for flag in flags] or None,
+        warnings=[shorten(warning, 300) for warning in warnings] or None,
+        error=_failure(run),
+        values=_given(run) if detailed else None,
+        log_tail=_log_tail(run, 2500) or None if detailed else None,
+    )
+    return view, _next_step(run, flags, verdict, bool(saved))
+
+
+def _unsupervised(store: Store, run: RunRow) -> list[str]:
+    """Start the supervisor anew where it was killed: without it nothing moves. What keeps it from starting, if so."""
+    try:
+        if run["state"] in ACTIVE:
+            ensure_supervisor(store.base)
+    except FlashError as error:
+        return [str(error)]
+    return []
+
+
+def _trend(store: Store, run_id: str, name: str, *, lower_is_better: bool = False) -> Trend | None:
+    values = [value for _, value in store.series(run_id, name, points=200)]
+    found = judge.trend(values)
+    if found is None:
+        return None
+    return Trend(
+        first=round(found.first, 4),
+        last=round(found.last, 4),
+        best=round(min(values) if lower_is_better else found.best, 4),
+        over_steps=found.width,
+        spark=found.spark,
+    )
+
+
+def _held_out(row: EvalRow) -> HeldOut:
+    summary = row["summary"]
+    success, count = summary["success"], int(summary["n"])
+    return HeldOut(
+        step=row["step"],
+        n=count,
+        success=round(success, 4),
+        band=round(judge.noise_band(success, count), 4),
+        reward=_rounded(summary.get("reward_mean"), 4),
+        truncated=_rounded(summary.get("truncated_share"), 4) or None,
+        errors=_rounded(summary.get("error_share"), 4) or None,
+    )
+
+
+def _verdict(store: Store, run_id: str, evals: list[EvalRow]) -> judge.Verdict | None:
+    """Paired where both evaluations kept the outcome of each example, which they do unless files were lost."""
+    if len(evals) < 2 or evals[0]["step"] != 0:
+        return None
+    base, trained = evals[0], evals[-1]
+    sql = """SELECT a.success AS base, b.success AS trained FROM rollouts a JOIN rollouts b
+             ON a.run_id = b.run_id AND a.split = b.split AND a.position = b.position
+             WHERE a.run_id = ? AND a.split = 'eval' AND a.step = ? AND b.step = ?"""
+    pairs = [
+        (bool(row["base"]), bool(row["trained"])) for row in store.query(sql, [run_id, base["step"], trained["step"]])
+    ]
+    if len(pairs) == base["summary"]["n"] == trained["summary"]["n"]:
+        return judge.compare_pairs(pairs)
+    sides = [(row["summary"]["success"], int(row["summary"]["n"])) for row in (base, trained)]
+    return judge.compare(*sides)
+
+
+def _others(metrics: dict[str, float | None]) -> dict[str, float] | None:
+    shown = (
+        "reward/std",
+        "groups/uniform_share",
+        "rollouts/truncated_share",
+        "rollouts/error_share",
+        "rollouts/turns_mean",
+        "tokens/completion_mean",
+        "loss",
+        "eval_loss",
+        "entropy",
+        "kl",
+        "grad_norm",
+        "learning_rate",
+        "is_ratio/mean",
+    )
+    found = {name: float(f"{value:.4g}") for name in shown if (value := metrics.get(name)) is not None}
+    return found or None
+
+
+def _failure(run: RunRow) -> Failure | None:
+    error = run["error"]
+    if not error:
+        return None
+    values = cast("dict[str, Any]", error.get("values") or {})
+    log = str(values.get("log") or "").strip()[-1500:] or _log_tail(run, 1500)
+    return Failure(
+        code=error["code"],
+        what=shorten(error["what"], 2000),
+        fix=error.get("fix") or None,
+        log_tail=log or None,
+    )
+
+
+def _log_tail(run: RunRow, characters: int) -> str:
+    text = RunFolder(run["folder"]).log_tail(run["attempt"]).strip()
+    return text if len(text) <= characters else f"…{text[-characters:]}"
+
+
+def _given(run: RunRow) -> dict[str, Any]:
+    return {name: value for name, value in run["spec"].items() if value not in (None, [], {})}
+
+
+def _next_step(run: RunRow, flags: list[judge.Flag], verdict: judge.Verdict | None, has_checkpoint: bool) -> str:
+    run_id, state = run["id"], run["state"]
+    if state == "failed":
+        resume = (
+            f"; its checkpoints stay: train(init_from_adapter={run_id!r}) goes on from the newest"
+            if has_checkpoint
+            else ""
+        )
+        return f"act on error.fix, then train again{resume}"
+    if state == "cancelled":
+        return f"deploy(run_id={run_id!r}) or train(init_from_adapter={run_id!r})" if has_checkpoint else "train again"
+    if state == "succeeded":
+        return _after_success(run_id, verdict)
+    if problem := next((flag for flag in flags if flag.severity == "problem"), None):
+        return f"{problem.name}: see rollouts(run_id={run_id!r}, which='worst'); cancel if it is not worth its time"
+    return f"status(run_id={run_id!r}, wait_s=40) returns at the next change"
+
+
+def _after_success(run_id: str, verdict: judge.Verdict | None) -> str:
+    if verdict is None:
+        return f"rollouts(run_id={run_id!r}, which='best') shows what was learnt; deploy(run_id={run_id!r}) serves it"
+    if verdict.outcome == "improved":
+        return f"deploy(run_id={run_id!r}), then chat with the base model beside it"
+    failing = f"rollouts(run_id={run_id!r}, which='worst', split='eval')"
+    return f"{failing} shows what still fails; change one thing and train again"
+
+
+# -- the list ---------------------------------------------------------------------------------------------------------
+
+
+def _list(store: Store, state: str | None, limit: int, cursor: str | None) -> Status:
+    rows = store.runs(state, limit + 1, cursor)
+    lines = [_line(store, row) for row in rows[:limit]]
+    has_more = len(rows) > limit
+    if lines:
+        next_step = f"status(run_id={lines[0].run_id!r}) reports one" + (
+            "; cursor brings older ones" if has_more else ""
+        )
+    else:
+        next_step = "no runs yet: train starts one; catalog shows the environments there are"
+    return Status(
+        runs=lines,
+        counts=store.run_counts(),
+        has_more=has_more,
+        cursor=lines[-1].run_id if has_more else None,
+        next=next_step,
+    )
+
+
+def _line(store: Store, run: RunRow) -> RunLine:
+    rewards = [row["metrics"] for row in store.metrics(run["id"], limit=SPEED_STEPS)]
+    return RunLine(
+        run_id=run["id"],
+        state=run["state"],
+        algorithm=run["algorithm"],
+        model=run["model"],
+        environment=run["environment"],
+        step=run["step"],
+        steps=run["steps"],
+        reward=_rounded(_mean(rewards, "reward/mean"), 3),
+        created=time.strftime("%Y-%m-%d %H:%M", time.gmtime(run["created"])),
+        error=run["error"]["code"] if run["error"] and run["state"] == "failed" else None,
+    )
+
+
+def _mean(rows: Sequence[dict[str, float | None]], name: str) -> float | None:
+    values = [value for row in rows if (value := row.get(name)) is not None]
+    return fmean(values) if values else None
+
+
+def _rounded(value: float | None, digits: int) -> float | None:
+    return None if value is None else round(value, digits)
+
+
+TOOLS = [Tool(status, title="Status of runs", read_only=True)]

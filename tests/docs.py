@@ -1,0 +1,55 @@
+"""The tables of TRAINING.md that code decides. `python -m tests.docs` writes them anew."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from flash_mcp.errors import CODES
+from flash_mcp.spec import RECIPES, RunSpec
+from flash_mcp.tools import all_tools
+
+PLAYBOOK = Path(__file__).parent.parent / "TRAINING.md"
+DERIVED = {"environment", "model", "algorithm", "max_length", "init_from_adapter"}
+
+
+def tables() -> dict[str, str]:
+    return {"fields": fields(), "codes": codes(), "tools": tools()}
+
+
+def fields() -> str:
+    rows = []
+    for name, info in RunSpec.model_fields.items():
+        values = [RECIPES[algorithm].get(name) for algorithm in ("grpo", "sft")]
+        shown = [info.default if info.default else "-"] * 2 if name in DERIVED and name != "environment" else values
+        rows.append(
+            (f"`{name}`", *("-" if value in (None, [], {}) else f"{value}" for value in shown), info.description)
+        )
+    return table(("field", "grpo", "sft", "what it is"), rows)
+
+
+def codes() -> str:
+    return table(("error code", "what happened"), [(f"`{code}`", meaning) for code, meaning in CODES.items()])
+
+
+def tools() -> str:
+    rows = [(f"`{tool.name}`", " ".join(tool.description.split("\n\n")[0].split())) for tool in all_tools().values()]
+    return table(("tool", "does"), rows)
+
+
+def table(head: tuple[str, ...], rows: Iterable[tuple[object, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def filled(text: str) -> str:
+    """The document with every generated table as it should be."""
+    for name, body in tables().items():
+        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+        text = pattern.sub(lambda match, body=body: f"{match[1]}{body}\n{match[2]}", text)
+    return text
+
+
+if __name__ == "__main__":
+    PLAYBOOK.write_text(filled(PLAYBOOK.read_text()))

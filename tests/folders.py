@@ -1,0 +1,61 @@
+"""Environment folders for tests, written from a few lines of source."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+ADDITION = '''
+import asyncio, os, random, re, sys, time
+from environments import (
+    DatasetError, EnvironmentMultiTurn, EnvironmentSingleTurn, EnvironmentStepResult, RewardMetric, RewardResult,
+    TaskExample, load_dataset,
+)
+
+
+def tasks(count=6, first=0):
+    return [
+        TaskExample({}, f"Add {n} and {n + 1}.", id=f"t{n}", output=str(2 * n + 1)) for n in range(first, first + count)
+    ]
+
+
+class Addition(EnvironmentSingleTurn):
+    """Sound in every way; tests override one thing."""
+
+    def __init__(self):
+        self.dataset, self.eval_dataset = tasks(6), tasks(4, first=100)
+
+    def build_prompt_messages(self, example, prompt_text):
+        return [{"role": "user", "content": example.input}]
+
+    def score_response(self, example, response_text):
+        right = (response_text or "").strip() == example.output
+        return RewardResult(score=float(right), success=right)
+
+
+class Echo(EnvironmentMultiTurn):
+    """Answers every turn with its text and an exclamation mark, three turns long."""
+
+    def __init__(self):
+        self.dataset = tasks()
+
+    def start_episode(self, example, prompt_text):
+        return [{"role": "user", "content": example.input}]
+
+    def max_episode_turns(self, example):
+        return 3
+
+    def step_episode(self, example, messages, assistant_response):
+        return EnvironmentStepResult(done=False, messages=[{"role": "user", "content": f"{assistant_response}!"}])
+
+    def score_episode(self, example, episode):
+        return RewardResult(score=0.5, success=False)
+'''
+
+
+def environment_folder(folder: Path, source: str, *, returns: str = "Sample()") -> Path:
+    """A folder whose environment.py holds the classes above, then `source`; load_environment returns `returns`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    loader = f"\n\ndef load_environment(**args):\n    return {returns}\n"
+    (folder / "environment.py").write_text(ADDITION + textwrap.dedent(source) + loader)
+    return folder

@@ -1,0 +1,170 @@
+"""Runs as a worker leaves them: written through RunWriter, read into the store by the supervisor's own reader."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from flash_mcp import queue
+from flash_mcp.home import home
+from flash_mcp.runfolder import RunFolder, RunWriter
+from flash_mcp.spec import resolve, validate
+from flash_mcp.store import EnvironmentRow, RunRow, Store, open_store
+from flash_mcp.supervisor import Reader, _take_lock
+
+ROLLOUTS = 8
+EVAL_EXAMPLES = 100
+
+ENVIRONMENT = """
+from environments.base import EnvironmentSingleTurn, RewardResult, TaskExample
+
+
+class Echo(EnvironmentSingleTurn):
+    def __init__(self, fail=False):
+        if fail:
+            raise RuntimeError("asked to fail")
+        self.dataset = [TaskExample(record={}, input=f"say {n}", id=f"train-{n}", output=str(n)) for n in range(40)]
+        self.eval_dataset = [TaskExample(record={}, input=f"say {n}", id=f"eval-{n}", output=str(n)) for n in range(60)]
+
+    def build_prompt_messages(self, example, prompt_text):
+        return [{"role": "user", "content": example.input}]
+
+    def score_response(self, example, response_text):
+        return RewardResult(score=float(response_text.strip() == example.output))
+
+
+def load_environment(**kwargs):
+    return Echo(**kwargs)
+"""
+
+
+@contextmanager
+def supervised() -> Generator[None, None, None]:
+    """Be the supervisor, as far as others can see: none is started, and queued runs stay queued."""
+    lock = _take_lock(home())
+    assert lock is not None
+    with lock:
+        yield
+
+
+def push_echo(folder: Path, code: str = ENVIRONMENT, name: str = "echo") -> EnvironmentRow:
+    """A published environment with 40 train and 60 eval rows."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "environment.py").write_text(code)
+    return open_store().add_environment(name=name, digest="0123456789abcdef", path=str(folder), size_bytes=len(code))
+
+
+def queued_run(folder: Path, **fields: Any) -> RunRow:
+    """A run in state queued."""
+    store, environment = open_store(), push_echo(folder)
+    resolved = resolve(validate({"environment": "echo", "steps": 20, **fields}))
+    return queue.enqueue(store, resolved, environment)[0]
+
+
+def started_run(folder: Path, **fields: Any) -> tuple[RunRow, RunWriter]:
+    """A run in state running, and its worker's side of the folder."""
+    queued_run(folder, **fields)
+    store = open_store()
+    run = queue.claim(store)
+    assert run is not None
+    run_folder = RunFolder(run["folder"])
+    run_folder.create(queue.job(run))
+    writer = run_folder.claim(run["attempt"])
+    writer.beat(0, "model")
+    queue.mark_running(store, run["id"], run["attempt"])
+    return store.run(run["id"]), writer
+
+
+def read_in(store: Store, run_id: str) -> None:
+    """What the supervisor does with a run's folder."""
+    Reader(store, run_id, RunFolder(store.run(run_id)["folder"])).read(now=True)
+
+
+def learn(writer: RunWriter, steps: Iterable[int], of: int = 20, **metrics: float) -> None:
+    """Steps of a run that learns: its reward goes from about 0.1 to about 0.9."""
+    for step in steps:
+        reward = 0.1 + 0.8 * step / of + 0.02 * math.sin(step)
+        rollouts = [sample_rollout(step, index, reward) for index in range(ROLLOUTS)]
+        writer.rollouts(step, rollouts)
+        writer.metrics(
+            step,
+            {
+                "reward/mean": reward,
+                "reward/std": 0.2,
+                "success/rate": reward,
+                "groups/uniform_share": 0.1,
+                "rollouts/truncated_share": 0.0,
+                "rollouts/error_share": 0.0,
+                "tokens/completion_mean": 20.0,
+                "loss": 0.01,
+                "grad_norm": 0.5,
+                "entropy": 1.0,
+                "time/step_s": 2.0,
+                "engine/tokens_per_s": 500.0,
+                **metrics,
+            },
+        )
+        writer.beat(step, "train")
+
+
+def evaluate(writer: RunWriter, step: int, solved: int) -> None:
+    """An evaluation in which the first `solved` of EVAL_EXAMPLES examples succeed."""
+    rollouts = [sample_rollout(step, index, float(index < solved)) for index in range(EVAL_EXAMPLES)]
+    share = solved / EVAL_EXAMPLES
+    writer.evaluation(step, {"n": EVAL_EXAMPLES, "success": share, "reward_mean": share, "error_share": 0.0}, rollouts)
+
+
+def sample_rollout(step: int, index: int, reward: float, text: str = "The answer is 84.") -> dict[str, Any]:
+    return {
+        "step": step,
+        "index": index,
+        "group": index // 4,
+        "task_id": f"train-{index // 4}",
+        "messages": [
+            {"role": "system", "content": "Use <calc> to calculate."},
+            {"role": "user", "content": f"What is {step} * {index}?"},
+            {"role": "assistant", "content": text},
+        ],
+        "reward": reward + index / 1000,
+        "success": reward > 0.5,
+        "advantage": 0.25,
+        "metrics": {"format": 1.0},
+        "reason": None,
+        "error": None,
+        "turns": 1,
+        "prompt_tokens": 30,
+        "completion_tokens": 8,
+        "env_tokens": 0,
+        "truncated": False,
+        "finish": "done",
+        "seconds": 0.5,
+    }
+
+
+def save_adapter(writer: RunWriter, step: int, scratch: Path, *, rank: int = 32, alpha: int = 64) -> None:
+    """A checkpoint with what the control plane looks at: the adapter's configuration, and weights of no worth."""
+    folder = scratch / f"adapter-{step}"
+    folder.mkdir(parents=True)
+    config = {"r": rank, "lora_alpha": alpha, "base_model_name_or_path": "smollm2-135m-instruct"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    (folder / "adapter_model.safetensors").write_bytes(b"weights")
+    writer.commit_checkpoint(step, folder, {"reward/mean": 0.5, "success/rate": 0.4})
+
+
+def finished_run(folder: Path, *, solved: int = 90) -> RunRow:
+    """A run of 20 steps that went from 20 to `solved` percent on held-out examples, with two checkpoints."""
+    run, writer = started_run(folder / "environment")
+    evaluate(writer, 0, 20)
+    learn(writer, range(1, 21))
+    save_adapter(writer, 10, folder)
+    save_adapter(writer, 20, folder)
+    evaluate(writer, 20, solved)
+    writer.commit_result("succeeded", 20)
+    store = open_store()
+    read_in(store, run["id"])
+    queue.finish(store, run["id"], run["attempt"], "succeeded", step=20)
+    return store.run(run["id"])

@@ -1,0 +1,67 @@
+"""A quick server with the routes of vLLM's that deployments use; run as worker.serving is.
+
+The model's name says how it behaves: `silent` never listens, `crash` ends with a traceback. An adapter folder with a
+file `broken` in it is refused. Like vLLM it has a child process, which outlives it unless the whole group is ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+
+class Handler(BaseHTTPRequestHandler):
+    adapters: dict[str, str] = {}  # noqa: RUF012  one server per process
+
+    def do_GET(self) -> None:
+        self.reply(200, {"data": [{"id": name} for name in self.adapters]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.headers["Authorization"] != f"Bearer {os.environ['VLLM_API_KEY']}":
+            self.reply(401, {"error": "Unauthorized"})
+        elif self.path == "/v1/load_lora_adapter":
+            if Path(body["lora_path"], "broken").exists():
+                return self.reply(400, {"error": {"message": "the adapter's shapes do not fit"}})
+            self.adapters[body["lora_name"]] = body["lora_path"]
+            self.reply(200, "loaded")
+        elif self.path == "/v1/unload_lora_adapter":
+            self.adapters.pop(body["lora_name"], None)
+            self.reply(200, "unloaded")
+        elif body["model"] in self.adapters:
+            self.reply(200, {"choices": [{"message": {"content": "hello"}}]})
+        else:
+            self.reply(404, {"error": {"message": f"no model {body['model']}"}})
+        return None
+
+    def reply(self, status: int, body: Any) -> None:
+        payload = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(payload)))
+        self.end_headers()
+        self.wfile.write(payload)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for option in ("--model", "--port", "--max-lora-rank"):
+        parser.add_argument(option)
+    args = parser.parse_args()
+    engine = subprocess.Popen(["/bin/sleep", "1000"])
+    sys.stderr.write(f"engine={engine.pid} rank={args.max_lora_rank}\n")
+    if args.model == "crash":
+        raise ValueError("the weights are of another model")
+    if args.model == "silent":
+        signal.pause()
+    ThreadingHTTPServer(("127.0.0.1", int(args.port)), Handler).serve_forever()
+
+
+if __name__ == "__main__":
+    main()

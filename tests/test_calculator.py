@@ -1,0 +1,198 @@
+"""The example environments: their rewards, their datasets, their arithmetic."""
+
+from __future__ import annotations
+
+import importlib.util
+from fractions import Fraction
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import environments
+from environments import EnvironmentEpisode, EnvironmentTurn, RewardResult
+from flash_mcp.spec import read_toml, validate
+
+EXAMPLES = Path(environments.__file__).parent
+
+
+def load(example: str, module: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"{example}_{module}", EXAMPLES / example / f"{module}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+calculator, sort_words = load("calculator", "environment"), load("sort_words", "environment")
+SUM, SORT = calculator.load_environment(), sort_words.load_environment()
+TASK = next(task for task in SUM.dataset if "*" in task.input)
+ASK, ANSWER = f"<calc>{TASK.record['expression']}</calc>", f"<answer>{TASK.output}</answer>"
+
+
+def play(*answers: str) -> tuple[list[str], RewardResult]:
+    """What the calculator replied, and the reward, for a model that says `answers`."""
+    episode = SUM.new_episode(TASK)
+    messages = episode.start_episode(TASK, "")
+    prompt = len(messages)
+    for answer in answers:
+        messages.append({"role": "assistant", "content": answer})
+        result = episode.step_episode(TASK, messages, answer)
+        if result.done:
+            break
+        messages += result.messages
+    turns = [EnvironmentTurn(message["role"], message["content"]) for message in messages[prompt:]]
+    reward = episode.score_episode(TASK, EnvironmentEpisode(messages, response_text=answers[-1], turns=turns))
+    return [turn.content for turn in turns if turn.role == "user"], reward
+
+
+def test_asking_the_calculator_and_answering_earns_everything() -> None:
+    replies, reward = play(ASK, ANSWER)
+    assert replies == [f"The result is {TASK.output}."]
+    assert (reward.score, reward.success, reward.reason) == (1.0, True, None)
+
+
+def test_each_part_of_the_way_pays_more_than_the_one_before() -> None:
+    ways = [
+        ("I do not know.",),
+        ("<calc>twelve</calc>", "no"),
+        ("<calc>1 + 1</calc>", "no"),
+        ("<calc>1 + 1</calc>", "<answer>2</answer>"),
+        (ASK, "no"),
+        (ASK, "<answer>1</answer>"),
+        (ASK, ANSWER),
+    ]
+    rewards = [play(*way)[1] for way in ways]
+    assert [reward.score for reward in rewards] == [0.0, 0.1, 0.3, 0.4, 0.6, 0.7, 1.0]
+    assert [reward.success for reward in rewards] == [False] * 6 + [True]
+
+
+def test_an_answer_without_the_calculator_is_no_success() -> None:
+    _, reward = play(ANSWER)
+    assert (reward.score, reward.success) == (0.3, False)
+    assert play("<answer>1</answer>")[1].score == 0.0
+
+
+def test_an_answer_written_along_with_the_calculation_does_not_count() -> None:
+    replies, reward = play(f"{ASK} {ANSWER}", "no")
+    assert replies
+    assert (reward.score, reward.success) == (0.6, False)
+    assert play(f"{ANSWER} {ASK}")[0] == []
+
+
+def test_a_failed_calculation_may_be_corrected() -> None:
+    replies, reward = play("<calc>1 / 0</calc>", ASK, ANSWER)
+    assert replies[0] == "The calculator cannot do that: it divides by zero."
+    assert reward.success
+
+
+@pytest.mark.parametrize("text", ["<answer>1,0</answer>", "<answer> -0.50 </answer>", "<answer>,</answer>", "<answer>"])
+def test_answers_of_any_form_are_read_without_raising(text: str) -> None:
+    assert not play(ASK, text)[1].success
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("12 * 7", 84),
+        ("2+3*4", 14),
+        ("(2 + 3) * 4", 20),
+        ("10 - 4 - 3", 3),
+        ("-(2 - 5)", 3),
+        ("7 / 2", Fraction(7, 2)),
+        ("0.1 + 0.2", Fraction(3, 10)),
+        ("2 - -3", 5),
+    ],
+)
+def test_arithmetic_is_exact(expression: str, value: Fraction) -> None:
+    assert calculator.calculate(expression) == value
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "",
+        " ",
+        "1 +",
+        "* 2",
+        "(1",
+        "1)",
+        "()",
+        "1 2",
+        "2 ** 3",
+        "1 / 0",
+        "1 / (2 - 2)",
+        "x",
+        "__import__('os')",
+        "1e9",
+        "1" * 65,
+    ],
+)
+def test_what_is_no_arithmetic_is_refused_with_a_reason(expression: str) -> None:
+    with pytest.raises(ValueError, match=r"it |is in the wrong place|is missing|is not closed"):
+        calculator.calculate(expression)
+
+
+@given(st.text(alphabet="0123456789.+-*/() e_x\n", max_size=70))
+def test_arithmetic_gives_a_number_or_refuses_whatever_it_is_asked(expression: str) -> None:
+    try:
+        value = calculator.calculate(expression)
+    except ValueError:
+        return
+    assert isinstance(value, Fraction)
+    assert calculator.number_text(value)
+
+
+@given(st.text(max_size=60), st.text(max_size=60))
+def test_no_text_makes_the_scorers_raise_or_succeed(first: str, second: str) -> None:
+    assert not play(first, second)[1].success
+    assert not SORT.score_response(SORT.dataset[0], first).success
+
+
+def test_sorting_pays_for_words_in_their_place() -> None:
+    task = SORT.dataset[0]
+    gold = task.output.split(", ")
+    assert len(gold) == 4
+    swapped = ", ".join([gold[1], gold[0], *gold[2:]])
+    rewards = [
+        SORT.score_response(task, text) for text in ("", gold[0], swapped, f"{task.output}.", f"{task.output}, fig")
+    ]
+    assert [reward.score for reward in rewards] == [0.0, 0.2, 0.6, 1.0, 0.64]
+    assert [reward.success for reward in rewards] == [False, False, False, True, False]
+    assert not SORT.score_response(task, task.input).success
+
+
+@pytest.mark.parametrize("example", ["calculator", "sort_words"])
+def test_datasets_are_what_their_script_writes(example: str, tmp_path: Path) -> None:
+    load(example, "make_datasets").write(tmp_path)
+    for split in ("train", "eval"):
+        assert (tmp_path / f"{split}.jsonl").read_bytes() == (
+            EXAMPLES / example / "datasets" / f"{split}.jsonl"
+        ).read_bytes()
+
+
+@pytest.mark.parametrize(("example", "environment"), [("calculator", SUM), ("sort_words", SORT)])
+def test_splits_are_large_enough_and_disjoint(example: str, environment) -> None:
+    train, held_out = environment.dataset, environment.eval_dataset
+    assert (len(train), len(held_out)) == (500, 200)
+
+    def content(task) -> object:
+        return task.record.get("expression") or task.output
+
+    assert len({content(task) for task in [*train, *held_out]}) == 700, example
+    assert len({task.id for task in [*train, *held_out]}) == 700
+
+
+def test_gold_conversations_of_the_calculator_are_right() -> None:
+    for task in [*SUM.dataset, *SUM.eval_dataset]:
+        assert calculator.number_text(calculator.calculate(task.record["expression"])) == task.output
+
+
+@pytest.mark.parametrize("example", ["calculator", "sort_words"])
+@pytest.mark.parametrize(("config", "algorithm"), [("rl", "grpo"), ("sft", "sft")])
+def test_configs_are_valid_runs_of_their_environment(example: str, config: str, algorithm: str) -> None:
+    spec = validate(read_toml(EXAMPLES / example / "configs" / f"{config}.toml"))
+    assert (spec.environment, spec.algorithm, spec.eval_before, spec.eval_after) == (example, algorithm, True, True)

@@ -1,0 +1,103 @@
+"""Which model a name stands for, without loading it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from flash_mcp.catalog import MODELS, find
+from flash_mcp.errors import FlashError
+from flash_mcp.spec import DEFAULT_MODEL
+
+
+def test_every_card_says_what_a_user_has_to_know() -> None:
+    assert DEFAULT_MODEL in MODELS
+    for card in MODELS.values():
+        assert card.scheme in ("pypi", "hub") and card.address
+        assert card.parameters and card.context and card.chat_template and card.licence
+        assert card.name == card.name.lower()
+
+
+def test_the_default_model_needs_no_hub() -> None:
+    assert MODELS[DEFAULT_MODEL].scheme == "pypi"
+
+
+def test_case_and_spaces_do_not_matter_in_a_catalog_name() -> None:
+    assert find(" SmolLM2-135M-Instruct ") is MODELS["smollm2-135m-instruct"]
+
+
+def test_a_hub_id_stands_for_itself_or_for_the_card_that_names_it() -> None:
+    assert find("someone/some-model.v2").source == "hub:someone/some-model.v2"
+    assert find("Qwen/Qwen3-0.6B") is MODELS["qwen3-0.6b"]
+
+
+@pytest.mark.parametrize("name", ["smollm-135m", "qwen3", "a/b/c", "", "no such model"])
+def test_an_unknown_name_is_told_with_its_neighbours_and_the_alternatives(name: str) -> None:
+    with pytest.raises(FlashError) as caught:
+        find(name)
+    assert caught.value.code == "unknown_model"
+    assert "smollm2-135m-instruct" in caught.value.fix and "hub id" in caught.value.fix
+    if name == "smollm-135m":
+        assert "did you mean smollm2-135m-instruct" in caught.value.what
+
+
+def test_a_folder_is_described_from_its_files(tiny_model: Path) -> None:
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415  seconds that only this test needs
+
+    card = find(str(tiny_model))
+    assert card.name == str(tiny_model) and card.scheme == "folder"
+    assert (card.context, card.chat_template, card.thinking) == (4096, "chatml", False)
+    assert card.parameters == AutoModelForCausalLM.from_pretrained(tiny_model).num_parameters()
+
+
+def test_a_relative_folder_is_named_absolutely(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tiny_model.parent)
+    assert find(f"./{tiny_model.name}").name == find(tiny_model.name).name == str(tiny_model)
+
+
+def cut_short(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def overwrite(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"\xff" * 64)
+
+
+def without_template(folder: Path) -> None:
+    (folder / "chat_template.jinja").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (lambda folder: shutil.rmtree(folder), "there is no such folder"),
+        (lambda folder: (folder / "config.json").unlink(), "it has no config.json"),
+        (lambda folder: (folder / "config.json").write_text("{"), "its config.json is not JSON"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "it has no tokenizer"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "it has no weights"),
+        (without_template, "no chat template"),
+        (cut_short, "model.safetensors is cut short"),
+        (overwrite, "model.safetensors is not a safetensors file"),
+    ],
+)
+def test_a_folder_that_lacks_something_is_refused_by_name(tiny_model: Path, tmp_path: Path, damage, why: str) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    damage(folder)
+    with pytest.raises(FlashError, match=why) as caught:
+        find(str(folder))
+    assert caught.value.code == "unknown_model" and caught.value.values["folder"] == folder
+
+
+def test_a_template_within_the_tokenizer_s_config_counts(tiny_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    template = (folder / "chat_template.jinja").read_text()
+    without_template(folder)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template + "{{ enable_thinking }}"}))
+    assert find(str(folder)).thinking

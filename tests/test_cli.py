@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flash_mcp import cli
+from flash_mcp.doctor import examine
+from flash_mcp.store import open_store
+from flash_mcp.supervisor import is_supervised
+from flash_mcp.tools import all_tools
+from tests.samples import finished_run, learn, push_echo, queued_run, read_in, started_run, supervised
+
+ROOT = Path(__file__).parent.parent
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], flash_home: Path):
+    """Run a command in this process: (exit code, stdout, stderr)."""
+
+    def call(*words: str) -> tuple[int, str, str]:
+        code = cli.main(words)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    with supervised():
+        yield call
+
+
+def test_every_tool_is_a_command_with_all_its_arguments(capsys: pytest.CaptureFixture[str]):
+    for tool in all_tools().values():
+        with pytest.raises(SystemExit) as ended:
+            cli.main([tool.name.replace("_", "-"), "--help"])
+        assert ended.value.code == 0
+        text = capsys.readouterr().out
+        for name in tool.signature.parameters:
+            assert f"--{name.replace('_', '-')}" in text or name.upper() in text
+
+
+def test_a_config_file_and_settings_start_a_run(run: Run, tmp_path: Path):
+    push_echo(tmp_path / "environment")
+    config = tmp_path / "rl.toml"
+    config.write_text('environment = "echo"\n[train]\nsteps = 5\n')
+    code, out, err = run(
+        "train", str(config), "--set", "steps=3", "--set", "train.temperature=0.8", "--group-size", "4", "--json"
+    )
+    assert (code, err) == (0, "")
+    spec = open_store().run(json.loads(out)["run_id"])["spec"]
+    assert (spec["steps"], spec["temperature"], spec["group_size"]) == (3, 0.8, 4)
+
+
+def test_validate_only_creates_nothing(run: Run, tmp_path: Path):
+    push_echo(tmp_path)
+    code, out, _ = run("train", "--environment", "echo", "--validate-only")
+    assert code == 0
+    assert "state: validated" in out
+    assert open_store().runs() == []
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "named"),
+    [
+        (["train", "--step", "3"], 2, "did you mean --steps?"),
+        (["train", "--environment", "echo", "--steps", "0"], 2, "steps"),
+        (["train", "--environment", "echo", "--set", "stepz=3"], 2, "did you mean 'steps'?"),
+        (["train", "--environment", "echo", "--set", "steps"], 2, "no '='"),
+        (["train", "none.toml"], 2, "none.toml"),
+        (["train", "--environment", "none"], 1, "unknown_environment"),
+        (["status", "run-none"], 1, "unknown_run"),
+        (["status", "--follow"], 2, "no one run"),
+        (["curve", "run-none"], 1, "unknown_run"),
+        (["serve", "--http", "--host", "0.0.0.0"], 2, "--unauthenticated"),
+    ],
+)
+def test_errors_go_to_stderr_with_an_exit_code(run: Run, words: list[str], code: int, named: str):
+    found, out, err = run(*words)
+    assert (found, out) == (code, "")
+    assert named in err
+    assert err.startswith("[")
+    assert "Traceback" not in err
+
+
+def test_no_command_is_wrong_usage(run: Run):
+    code, _, err = run()
+    assert code == 2
+    assert "train" in err
+
+
+def test_json_is_what_the_tool_returns(run: Run, tmp_path: Path):
+    finished = finished_run(tmp_path)
+    code, out, _ = run("status", finished["id"], "--json")
+    assert code == 0
+    assert json.loads(out)["run"]["verdict"]["outcome"] == "improved"
+
+
+def test_people_get_lines_and_tables(run: Run, tmp_path: Path):
+    finished = finished_run(tmp_path)
+    _, out, _ = run("status")
+    heads = [line.split() for line in out.splitlines() if "run_id" in line]
+    assert heads[0][:3] == ["run_id", "state", "algorithm"]
+    _, out, _ = run("rollouts", finished["id"], "--which", "best", "--limit", "1")
+    assert "- assistant: The answer is 84." in out
+
+
+@pytest.mark.parametrize(("state", "code"), [("succeeded", 0), ("cancelled", 4)])
+def test_following_ends_with_the_runs_own_exit_code(run: Run, tmp_path: Path, state: str, code: int):
+    if state == "succeeded":
+        run_id = finished_run(tmp_path)["id"]
+    else:
+        run_id = queued_run(tmp_path)["id"]
+        run("cancel", run_id)
+    found, out, err = run("status", run_id, "--follow")
+    assert found == code
+    assert f"state: {state}" in out
+    assert state in err
+
+
+def test_ctrl_c_while_following_only_detaches(tmp_path: Path):
+    with supervised():
+        started, writer = started_run(tmp_path)
+        learn(writer, [1, 2])
+        read_in(open_store(), started["id"])
+        command = [sys.executable, "-m", "flash_mcp.cli", "status", started["id"], "--follow"]
+        with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stderr is not None
+            assert "step 2/20" in process.stderr.readline()
+            process.send_signal(signal.SIGINT)
+            rest = process.stderr.read()
+            assert process.wait(30) == 130
+        assert f"flash-mcp status {started['id']} --follow" in rest
+        assert open_store().run(started["id"])["state"] == "running"
+
+
+def test_the_curve_is_drawn_and_written(run: Run, tmp_path: Path):
+    finished = finished_run(tmp_path)
+    assert "held-out success" in run("curve", finished["id"])[1]
+    picture = tmp_path / "curve.png"
+    assert run("curve", finished["id"], "--png", str(picture))[0] == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_text_may_come_from_a_file(run: Run, tmp_path: Path):
+    queued = queued_run(tmp_path / "environment")
+    (tmp_path / "reason.txt").write_text("wrong data")
+    assert run("cancel", queued["id"], "--reason", f"@{tmp_path / 'reason.txt'}")[0] == 0
+    assert open_store().run(queued["id"])["cancel_reason"] == "wrong data"
+
+
+def test_a_starter_is_written_tested_and_published(run: Run, tmp_path: Path):
+    folder = tmp_path / "sums"
+    assert run("env-setup", str(folder))[0] == 0
+    code, out, _ = run("env_test", "--folder", str(folder), "--json")
+    assert (code, json.loads(out)["passed"]) == (0, True)
+    assert run("env-push", "sums", "--folder", str(folder))[0] == 0
+    assert run("train", str(folder / "configs" / "rl.toml"), "--validate-only")[0] == 0
+
+
+def test_a_port_that_is_taken_is_refused(run: Run):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        code, _, err = run("serve", "--http", "--port", str(taken.getsockname()[1]))
+    assert code == 1
+    assert "port_taken" in err
+
+
+def test_the_doctor_examines_this_machine(run: Run):
+    names = {finding.name for finding in examine()}
+    assert {"python", "state directory", "disk", "memory", "gpu", "training packages", "sqlite"} <= names
+    code, out, _ = run("doctor", "--json")
+    findings = json.loads(out)
+    assert all(finding["fix"] for finding in findings if finding["level"] != "ok")
+    assert code == int(any(finding["level"] == "problem" for finding in findings))
+
+
+def test_the_doctor_notices_an_open_state_directory(run: Run, flash_home: Path):
+    flash_home.chmod(0o755)
+    assert [finding.level for finding in examine() if finding.name == "privacy"] == ["warning"]
+
+
+def test_supervise_leaves_when_idle_and_is_alone(flash_home: Path):
+    flash_home.mkdir(parents=True)
+    assert cli.main(["supervise", "--idle-exit-s", "0.1"]) == 0
+    assert not is_supervised(flash_home)
+    assert supervise_while_another_does() == 1
+
+
+def supervise_while_another_does() -> int:
+    with supervised():
+        return cli.main(["supervise", "--idle-exit-s", "0.1"])
+
+
+def test_a_reader_that_stops_early_is_no_failure(tmp_path: Path):
+    command = [sys.executable, "-m", "flash_mcp.cli", "rollouts", finished_run(tmp_path)["id"]]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait(30)) == ("", 0)

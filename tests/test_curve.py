@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+from flash_mcp import curve
+from flash_mcp.store import open_store
+from tests.samples import finished_run, queued_run
+
+
+def test_the_terminal_curve_shows_all_three_series_and_no_colour_codes(tmp_path: Path):
+    text = curve.terminal(curve.of_run(open_store(), finished_run(tmp_path)["id"]), width=80, height=16)
+    assert all(label in text for label in ("reward", "success", "held-out success", "step"))
+    assert "\x1b" not in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_the_picture_is_a_png_of_some_size(tmp_path: Path):
+    picture = curve.png(curve.of_run(open_store(), finished_run(tmp_path)["id"]))
+    assert picture.startswith(b"\x89PNG\r\n")
+    width, height = struct.unpack(">II", picture[16:24])
+    assert (width, height) == (960, 540)
+
+
+def test_a_run_without_steps_has_a_curve_that_says_so(tmp_path: Path):
+    empty = curve.of_run(open_store(), queued_run(tmp_path)["id"])
+    assert "no steps yet" in curve.terminal(empty)
+    assert curve.png(empty).startswith(b"\x89PNG")
+
+
+def test_held_out_points_carry_their_noise_band(tmp_path: Path):
+    points = curve.of_run(open_store(), finished_run(tmp_path, solved=50)["id"]).held_out
+    assert [(point.step, point.success) for point in points] == [(0, 0.2), (20, 0.5)]
+    assert round(points[1].band, 3) == 0.098

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import re
+import typing
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from pydantic import BaseModel
+
+import environments.base
+from environments.host import EnvironmentHost
+from flash_mcp import judge, playbook
+from flash_mcp.errors import CODES
+from flash_mcp.server import INSTRUCTIONS
+from flash_mcp.spec import RECIPES, RunSpec
+from flash_mcp.tools import all_tools
+from tests.docs import PLAYBOOK, filled
+
+PROSE = re.compile(r"<!-- (fields|codes|tools) -->.*?<!-- /\1 -->|```.*?```", re.DOTALL)
+NAME = re.compile(r"`([a-z][a-z0-9_]*)(?:=[^`]*|\([^`]*\))?`")
+
+
+def literals(annotation: Any) -> set[str]:
+    """Every text that a type allows by name."""
+    if typing.get_origin(annotation) is typing.Literal:
+        return {value for value in get_args(annotation) if isinstance(value, str)}
+    return {name for part in get_args(annotation) for name in literals(part)}
+
+
+def fields_of(model: type[BaseModel]) -> set[str]:
+    """Names of a result's fields, of its parts, and of the values that they may have."""
+    names: set[str] = set()
+    for name, field in model.model_fields.items():
+        names |= {name} | literals(field.annotation)
+        for part in _models(field.annotation):
+            names |= fields_of(part)
+    return names
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in get_args(annotation) for model in _models(part)]
+
+
+def known_names() -> set[str]:
+    """Every name that a reader can meet in a tool, a result, a run or an environment."""
+    names = {*all_tools(), *RunSpec.model_fields, *CODES, *get_args(judge.FlagName), "false", "true"}
+    for tool in all_tools().values():
+        names |= {*tool.signature.parameters, *fields_of(tool.signature.return_annotation)}
+        for parameter in tool.signature.parameters.values():
+            names |= literals(parameter.annotation)
+    for kind in (environments.base.EnvironmentMultiTurn, environments.base.EnvironmentSingleTurn):
+        names |= set(dir(kind))
+    return names | {"load_environment", "self", "id", "score"}
+
+
+@pytest.mark.parametrize(
+    "text", [PLAYBOOK.read_text(), playbook.LOOP, INSTRUCTIONS], ids=["playbook", "prompt", "intro"]
+)
+def test_every_name_in_the_text_exists(text: str):
+    assert set(NAME.findall(PROSE.sub("", text))) - known_names() == set()
+
+
+def test_the_instructions_name_only_tools_that_exist():
+    order = re.search(r"Order of work: (.*?)\n(?:train returns)", INSTRUCTIONS, re.DOTALL)
+    assert order is not None
+    mentioned = set(re.findall(r"\b(?:env_\w+|catalog|train|status|rollouts|deploy|chat)\b", order[1]))
+    assert mentioned <= set(all_tools())
+    assert len(mentioned) >= 8
+
+
+def test_the_generated_tables_are_up_to_date():
+    assert filled(PLAYBOOK.read_text()) == PLAYBOOK.read_text(), "run: python -m tests.docs"
+
+
+@pytest.mark.parametrize("name", [*RunSpec.model_fields, *CODES, *get_args(judge.FlagName)])
+def test_the_playbook_explains(name: str):
+    assert f"`{name}`" in PLAYBOOK.read_text()
+
+
+def test_the_playbook_names_every_tool():
+    assert [name for name in all_tools() if f"`{name}`" not in PLAYBOOK.read_text()] == []
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "sft"])
+def test_defaults_in_descriptions_are_the_recipes(algorithm: str):
+    stated = {"steps": "150", "group_size": "8", "lora_rank": "32", "lora_alpha": "64", "max_tokens": "512"}
+    for name, value in stated.items():
+        if name in RECIPES[algorithm]:
+            assert str(RECIPES[algorithm][name]) == value
+            assert value in str(RunSpec.model_fields[name].description)
+
+
+def example_files(folder: Path) -> Path:
+    """The playbook's example, written to a folder."""
+    blocks = re.findall(r"<!-- example: (\S+) -->\n```\w+\n(.*?)```", PLAYBOOK.read_text(), re.DOTALL)
+    for name, body in blocks:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(body)
+    return folder
+
+
+@pytest.mark.anyio
+async def test_the_playbooks_example_environment_works(tmp_path: Path):
+    async with await EnvironmentHost.start(example_files(tmp_path)) as host:
+        assert host.splits == {"train": 2, "eval": 1}
+        assert await host.gold("train", 0) == [{"role": "assistant", "content": "<answer>7</answer>"}]
+        rewards = []
+        for answer in ("<answer>7</answer>", "<answer>8</answer>", ""):
+            episode = (await host.open("train", 0)).episode
+            assert (await host.step(episode, answer)).done
+            score = await host.score(episode)
+            rewards.append((score.reward, score.success))
+        assert rewards == [(1.0, True), (0.2, False), (0.0, False)]

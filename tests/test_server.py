@@ -1,0 +1,371 @@
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncGenerator, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from mcp import Client, StdioServerParameters
+from mcp_types import CallToolResult
+
+from flash_mcp import server as server_module
+from flash_mcp.errors import CODES, FlashError
+from flash_mcp.server import FlashServer, plain, server
+from flash_mcp.tools import RESULT_CHARACTERS, Result, Tool, all_tools, fit, report, to_text
+from tests.samples import finished_run, supervised
+
+ROOT = Path(__file__).parent.parent
+START_TIMEOUT_S = 60
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(params=["auto", "legacy"])
+async def client(request: pytest.FixtureRequest) -> AsyncGenerator[Client]:
+    """The product's server in this process, in both protocol eras."""
+    async with Client(server, mode=request.param) as connected:
+        yield connected
+
+
+def text_of(result: CallToolResult) -> str:
+    assert len(result.content) == 1
+    assert result.content[0].type == "text"
+    return result.content[0].text
+
+
+def code_of(result: CallToolResult) -> str:
+    """The code of a tool error, which has to be a registered one."""
+    assert result.is_error, text_of(result)
+    code = text_of(result).removeprefix("[").partition("]")[0].partition(" ")[0]
+    assert code in CODES, text_of(result)
+    return code
+
+
+def body_of(result: CallToolResult) -> dict[str, Any]:
+    """The structured content, which has to say the same as the text, compactly and within the limit."""
+    text = text_of(result)
+    assert not result.is_error, text
+    assert result.structured_content == json.loads(text)
+    assert text == to_text(result.structured_content)
+    assert len(text) <= RESULT_CHARACTERS
+    assert list(json.loads(text))[-1] == "next"
+    return json.loads(text)
+
+
+# -- what clients see before they call --------------------------------------------------------------------------------
+
+
+async def test_every_tool_is_listed_with_schemas_annotations_and_a_description(client: Client):
+    listed = {tool.name: tool for tool in (await client.list_tools()).tools}
+    assert list(listed) == list(all_tools())
+    assert len(listed) <= 15
+    for tool in listed.values():
+        assert tool.title
+        assert tool.description
+        hints = tool.annotations
+        assert hints is not None
+        assert None not in (hints.read_only_hint, hints.destructive_hint, hints.idempotent_hint, hints.open_world_hint)
+        assert not (hints.read_only_hint and hints.destructive_hint)
+        assert tool.input_schema["additionalProperties"] is False
+        for name, field in tool.input_schema["properties"].items():
+            assert field.get("description"), f"{tool.name}.{name} has no description"
+            assert "type" in field, f"{tool.name}.{name} has no type"
+        assert tool.output_schema is not None
+        assert "next" in tool.output_schema["properties"]
+
+
+async def test_schemas_have_no_references_and_no_unions_with_null(client: Client):
+    for tool in (await client.list_tools()).tools:
+        text = json.dumps([tool.input_schema, tool.output_schema])
+        assert "$ref" not in text
+        assert '{"type": "null"}' not in text
+
+
+async def test_the_whole_list_of_tools_stays_small(client: Client):
+    shown = [[tool.name, tool.description, tool.input_schema] for tool in (await client.list_tools()).tools]
+    assert len(to_text(shown)) < 30_000
+
+
+def test_a_schema_keeps_properties_that_are_called_title_or_default():
+    schema = {"type": "object", "title": "X", "properties": {"title": {"title": "T", "type": "string"}}}
+    assert plain(schema) == {"type": "object", "properties": {"title": {"type": "string"}}}
+
+
+async def test_the_instructions_are_short_and_give_the_order_of_work(client: Client):
+    assert client.instructions is not None
+    assert len(client.instructions) < 1000
+    assert client.instructions.index("env_push") < client.instructions.index("train ->")
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", list(all_tools()))
+async def test_every_tool_refuses_an_argument_that_it_does_not_have(client: Client, name: str):
+    result = await client.call_tool(name, {"no_such_argument": 1})
+    assert code_of(result) == "unknown_argument"
+    assert "no_such_argument" in text_of(result)
+
+
+async def test_an_unknown_argument_is_refused_with_the_nearest_name(client: Client):
+    text = text_of(await client.call_tool("train", {"environment": "echo", "step": 3}))
+    assert "'step' (did you mean 'steps'?)" in text
+
+
+async def test_an_unknown_tool_is_refused_with_the_nearest_name(client: Client):
+    assert "did you mean 'status'?" in text_of(await client.call_tool("staus", {}))
+
+
+async def test_wrong_values_are_explained_one_field_a_line_without_the_validators_own_words(client: Client):
+    result = await client.call_tool("train", {"environment": "echo", "steps": 0, "group_size": 1, "loss_type": "x"})
+    assert code_of(result) == "invalid_argument"
+    lines = text_of(result).splitlines()[1:]
+    assert [line.partition(":")[0] for line in lines] == ["steps", "group_size", "loss_type"]
+    assert "pydantic" not in text_of(result)
+    assert "Arguments" not in text_of(result)
+
+
+async def test_a_list_given_as_json_text_is_understood(client: Client):
+    result = await client.call_tool("train", {"environment": "echo", "secrets": '["A", "B"]'})
+    assert code_of(result) == "unknown_environment"
+
+
+async def test_a_missing_argument_is_named(client: Client):
+    assert "run_id" in text_of(await client.call_tool("cancel", {}))
+
+
+class Said(Result):
+    """A result for tests."""
+
+    said: str = ""
+
+
+def fails() -> Said:
+    """Raise what nobody foresaw."""
+    raise ZeroDivisionError("the secret detail")
+
+
+def refuses() -> Said:
+    """Raise what was foreseen."""
+    raise FlashError("port_taken", "another listens", port=80, fix="choose another")
+
+
+def talks() -> Said:
+    """Return more than fits."""
+    return Said(said="word " * 10_000, next="nothing")
+
+
+def hangs() -> Said:
+    """Block its thread until the test lets it go."""
+    RELEASE.wait(30)
+    return Said(next="nothing")
+
+
+async def reports() -> Said:
+    """Tell how far it has come."""
+    for share in (0.25, 0.5, 1.0):
+        await report(f"at {share:.0%}", share)
+    return Said(next="nothing")
+
+
+RELEASE = threading.Event()
+ODD = FlashServer({tool.name: tool for tool in (Tool(f, title="x") for f in (fails, refuses, talks, hangs, reports))})
+
+
+@pytest.fixture(params=["auto", "legacy"])
+async def odd(request: pytest.FixtureRequest) -> AsyncGenerator[Client]:
+    """A server whose tools misbehave."""
+    async with Client(ODD, mode=request.param) as connected:
+        yield connected
+
+
+async def test_a_defect_reaches_the_caller_as_an_id_and_the_log_with_its_traceback(odd: Client, flash_home: Path):
+    result = await odd.call_tool("fails", {})
+    assert code_of(result) == "internal"
+    assert "secret detail" not in text_of(result)
+    identity = text_of(result).partition("id=")[2].partition("]")[0].split()[0]
+    log = (flash_home / "logs" / "server.log").read_text()
+    assert f"id={identity}" in log
+    assert "ZeroDivisionError: the secret detail" in log
+    assert "in fails" in log
+
+
+async def test_a_foreseen_failure_reaches_the_caller_word_for_word(odd: Client):
+    assert text_of(await odd.call_tool("refuses", {})) == "[port_taken port=80] another listens. Fix: choose another"
+
+
+async def test_a_result_that_is_too_long_is_cut_and_says_so(odd: Client):
+    body = body_of(await odd.call_tool("talks", {}))
+    assert "characters cut" in body["said"]
+    assert "too long" in body["cut"]
+
+
+async def test_a_call_that_hangs_is_left_while_others_are_served(odd: Client, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(server_module, "CALL_TIMEOUT_S", 1.0)
+    RELEASE.clear()
+    results: dict[str, CallToolResult] = {}
+
+    async def call(name: str) -> None:
+        results[name] = await odd.call_tool(name, {})
+
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as group:
+            group.start_soon(call, "hangs")
+            await call("refuses")
+            assert "hangs" not in results
+    RELEASE.set()
+    assert code_of(results["hangs"]) == "not_ready"
+
+
+async def test_progress_reaches_a_client_that_asks_for_it(odd: Client):
+    heard: list[tuple[float, str | None]] = []
+
+    async def hear(progress: float, total: float | None, message: str | None) -> None:
+        heard.append((progress, message))
+
+    await odd.call_tool("reports", {}, progress_callback=hear)
+    assert [message for _, message in heard] == ["at 25%", "at 50%", "at 100%"]
+    assert heard == sorted(heard)
+
+
+def test_fitting_keeps_short_values_and_the_shape():
+    body = {"n": 1, "rows": [{"text": "x" * 5000}, {"text": "y" * 50}], "ids": list(range(500)), "next": "go on"}
+    fitted = fit(body, 2000)
+    assert len(to_text(fitted)) <= 2000
+    assert (fitted["n"], fitted["next"]) == (1, "go on")
+    assert fitted["rows"][1] == {"text": "y" * 50}
+    assert fit({"n": 1}, 2000) == {"n": 1}
+
+
+# -- resources and the prompt -----------------------------------------------------------------------------------------
+
+
+async def test_the_playbook_is_a_resource_and_the_loop_a_prompt(client: Client):
+    uris = [str(resource.uri) for resource in (await client.list_resources()).resources]
+    assert uris == ["flash://playbook"]
+    contents = (await client.read_resource("flash://playbook")).contents[0]
+    assert contents.text == (ROOT / "TRAINING.md").read_text()
+    prompt = await client.get_prompt("train_a_model", {"goal": "teach it to add"})
+    assert "Goal: teach it to add" in prompt.messages[0].content.text
+
+
+async def test_what_a_run_left_behind_can_be_read_as_resources(client: Client, tmp_path: Path):
+    run = finished_run(tmp_path)
+    base = f"flash://runs/{run['id']}"
+    metrics = json.loads((await client.read_resource(f"{base}/metrics")).contents[0].text)
+    assert [row["step"] for row in metrics] == list(range(1, 21))
+    rows = (await client.read_resource(f"{base}/rollouts/3")).contents[0].text.splitlines()
+    assert [json.loads(row)["index"] for row in rows] == list(range(8))
+    assert (await client.read_resource(f"{base}/curve.png")).contents[0].mime_type == "image/png"
+    assert (await client.read_resource(f"{base}/log")).contents[0].text == ""
+
+
+async def test_a_resource_of_an_unknown_run_says_so(client: Client):
+    with pytest.raises(Exception, match="unknown_run"):
+        await client.read_resource("flash://runs/run-none/metrics")
+
+
+# -- every tool, whatever it is given ---------------------------------------------------------------------------------
+
+NO_SUCH = {"run_id": "run-00000000", "deployment": "dep-0", "environment": "none", "path": "/nonexistent", "name": "n"}
+
+
+@pytest.mark.parametrize("name", list(all_tools()))
+async def test_every_tool_answers_about_what_does_not_exist(client: Client, name: str, tmp_path: Path):
+    arguments: dict[str, Any] = {
+        argument: str(tmp_path / "new") if name == "env_setup" else NO_SUCH.get(argument, "none")
+        for argument, parameter in all_tools()[name].signature.parameters.items()
+        if parameter.default is parameter.empty
+    }
+    with supervised():
+        result = await client.call_tool(name, arguments)
+    if result.is_error:
+        assert code_of(result) != "internal", text_of(result)
+        assert "Fix: " in text_of(result)
+    else:
+        body_of(result)
+
+
+# -- real transports --------------------------------------------------------------------------------------------------
+
+
+async def drive(client: Client, run_id: str) -> None:
+    """A few calls, as a client would make them."""
+    assert len((await client.list_tools()).tools) == len(all_tools())
+    assert "models" in body_of(await client.call_tool("catalog", {}))
+    body = body_of(await client.call_tool("status", {"run_id": run_id}))
+    assert (body["run"]["state"], body["run"]["verdict"]["outcome"]) == ("succeeded", "improved")
+    assert code_of(await client.call_tool("status", {"runid": run_id})) == "unknown_argument"
+    assert body_of(await client.call_tool("rollouts", {"run_id": run_id}))["total"] == 8
+
+
+@pytest.mark.parametrize("mode", ["auto", "legacy"])
+async def test_a_session_over_stdio(mode: str, tmp_path: Path, flash_home: Path):
+    run = finished_run(tmp_path)
+    command = StdioServerParameters(
+        command=sys.executable, args=["-m", "flash_mcp.cli", "serve"], env={"FLASH_HOME": str(flash_home)}, cwd=ROOT
+    )
+    with anyio.fail_after(START_TIMEOUT_S):
+        async with Client(command, mode=mode) as client:
+            await drive(client, run["id"])
+
+
+async def test_the_module_runs_under_the_sdks_own_command(flash_home: Path):
+    command = StdioServerParameters(
+        command=str(Path(sys.executable).with_name("mcp")),
+        args=["run", "flash_mcp/server.py"],
+        env={"FLASH_HOME": str(flash_home)},
+        cwd=ROOT,
+    )
+    with anyio.fail_after(START_TIMEOUT_S):
+        async with Client(command) as client:
+            assert "no runs yet" in body_of(await client.call_tool("status", {}))["next"]
+
+
+@contextmanager
+def serving(port: int) -> Generator[subprocess.Popen[str]]:
+    """`flash-mcp serve --http`, once it has said that it listens."""
+    command = [sys.executable, "-m", "flash_mcp.cli", "serve", "--http", "--port", str(port)]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            for line in process.stderr:
+                if "Uvicorn running" in line or "listens on" in line:
+                    break
+            _wait_for_port(port)
+            yield process
+        finally:
+            process.terminate()
+            process.wait(20)
+
+
+def _wait_for_port(port: int) -> None:
+    for _ in range(300):
+        with socket.socket() as probe:
+            probe.settimeout(0.2)
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        threading.Event().wait(0.1)
+    raise TimeoutError(f"nothing listens on {port}")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def test_a_session_over_http(tmp_path: Path):
+    run, port = finished_run(tmp_path), free_port()
+    with serving(port):
+        for mode in ("auto", "legacy"):
+            with anyio.fail_after(START_TIMEOUT_S):
+                async with Client(f"http://127.0.0.1:{port}/mcp", mode=mode) as client:
+                    await drive(client, run["id"])

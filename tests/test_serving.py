@@ -1,0 +1,386 @@
+"""Deployments: the rules on a quick scripted server, the whole on vLLM's own with the tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import psutil
+import pytest
+
+from flash_mcp import queue, serving
+from flash_mcp.errors import FlashError
+from flash_mcp.runfolder import RunFolder
+from flash_mcp.serving import Deployments, Server, find_deployment, request, request_stop
+from flash_mcp.spec import RunSpec, resolve
+from flash_mcp.store import DeploymentRow, Store, open_store
+from flash_mcp.tools.serving import Message, chat, deploy, undeploy
+
+SCRIPTED = (sys.executable, str(Path(__file__).with_name("scripted_server.py")))
+
+
+def make_adapter(folder: Path, rank: int = 8) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text(json.dumps({"r": rank}))
+    (folder / "adapter_model.safetensors").write_bytes(os.urandom(8))
+    return folder
+
+
+def make_run(store: Store, model: str, checkpoints: dict[int, Path]) -> str:
+    """A run of `model` that has saved these adapters by step."""
+    environment = store.add_environment(name="sums", digest="0" * 16, path="/nowhere", size_bytes=1)
+    run, _ = queue.enqueue(store, resolve(RunSpec(environment="sums", model=model)), environment)
+    folder = RunFolder(run["folder"])
+    folder.create(queue.job(run))
+    writer = folder.claim(1)
+    for step, adapter in checkpoints.items():
+        writer.commit_checkpoint(step, adapter, {})
+    queue.request_cancel(store, run["id"])  # no supervisor shall train it
+    return run["id"]
+
+
+def wait_for(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.02)
+    return value
+
+
+# -- the rules, on a scripted server -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store(flash_home: Path) -> Store:
+    return Store(flash_home)
+
+
+@pytest.fixture
+def deployments(store: Store) -> Iterator[Deployments]:
+    manager = Deployments(store, store.base, command=SCRIPTED)
+    yield manager
+    manager.stop_all()
+
+
+def settle(manager: Deployments, deployment_id: str, state: str) -> DeploymentRow:
+    """Tick until the deployment is in `state`."""
+
+    def look() -> DeploymentRow | None:
+        manager.tick()
+        row = manager.store.deployment(deployment_id)
+        return row if row["state"] == state else None
+
+    return wait_for(look)
+
+
+def engine_pid(server: Server) -> int:
+    return int(wait_for(lambda: re.search(r"engine=(\d+)", server.log_text()))[1])
+
+
+def is_running(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_a_deployment_is_ready_once_its_adapter_has_answered(
+    store: Store, deployments: Deployments, tmp_path: Path
+) -> None:
+    run_id = make_run(store, "toy", {3: make_adapter(tmp_path / "a")})
+    row = request(store, run_id)
+    assert (row["state"], row["step"], row["base_url"]) == ("starting", 3, None)
+    ready = settle(deployments, row["id"], "ready")
+    server = Server.find(store.base, "toy")
+    assert server and ready["base_url"] == server.url and ready["pid"] == server.pid
+    assert [entry["id"] for entry in server.call("/models").json()["data"]] == [row["id"]]
+
+
+def test_asking_again_finds_the_deployment_and_another_step_joins_its_server(
+    store: Store, deployments: Deployments, tmp_path: Path
+) -> None:
+    run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")})
+    newest = settle(deployments, request(store, run_id)["id"], "ready")
+    assert request(store, run_id, step=2) == newest
+    older = settle(deployments, request(store, run_id, step=1)["id"], "ready")
+    assert older["id"] != newest["id"] and older["pid"] == newest["pid"]
+
+
+def test_a_later_supervisor_finds_the_server_where_it_runs(
+    store: Store, deployments: Deployments, tmp_path: Path
+) -> None:
+    run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")})
+    first = settle(deployments, request(store, run_id, step=1)["id"], "ready")
+    later = Deployments(store, store.base, command=("/bin/false",))
+    assert settle(later, request(store, run_id, step=2)["id"], "ready")["pid"] == first["pid"]
+    assert store.deployment(first["id"])["state"] == "ready"
+
+
+def test_the_server_ends_with_its_last_deployment_and_leaves_no_process(
+    store: Store, deployments: Deployments, tmp_path: Path
+) -> None:
+    run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")})
+    ids = [settle(deployments, request(store, run_id, step=step)["id"], "ready")["id"] for step in (1, 2)]
+    server = Server.find(store.base, "toy")
+    assert server
+    engine = engine_pid(server)
+    request_stop(store, ids[0])
+    settle(deployments, ids[0], "stopped")
+    assert server.is_alive() and [entry["id"] for entry in server.call("/models").json()["data"]] == [ids[1]]
+    request_stop(store, ids[1])
+    settle(deployments, ids[1], "stopped")
+    wait_for(lambda: not is_running(engine) and not deployments.busy())
+    assert Server.find(store.base, "toy") is None
+
+
+def test_a_server_that_dies_fails_its_deployments_and_asking_again_starts_another(
+    store: Store, deployments: Deployments, tmp_path: Path
+) -> None:
+    run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a")})
+    row = settle(deployments, request(store, run_id)["id"], "ready")
+    server = Server.find(store.base, "toy")
+    assert server and row["pid"]
+    engine = engine_pid(server)
+    os.kill(row["pid"], signal.SIGKILL)
+    failed = settle(deployments, row["id"], "failed")
+    assert failed["error"] and failed["error"]["code"] == "deployment_failed"
+    assert "engine=" in failed["error"]["values"]["tail"]
+    assert not is_running(engine), "the processes of a dead server are ended"
+    assert request(store, run_id)["id"] == row["id"]
+    assert settle(deployments, row["id"], "ready")["pid"] != row["pid"]
+
+
+def test_a_server_that_ends_at_once_fails_with_the_cause_from_its_log(
+    store: Store, deployments: Deployments, tmp_path: Path
+) -> None:
+    run_id = make_run(store, "crash", {1: make_adapter(tmp_path / "a")})
+    failed = settle(deployments, request(store, run_id)["id"], "failed")
+    assert failed["error"] and "the weights are of another model" in failed["error"]["what"]
+
+
+def test_a_server_that_never_answers_fails_in_the_end(
+    store: Store, deployments: Deployments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "START_TIMEOUT_S", 0.5)
+    run_id = make_run(store, "silent", {1: make_adapter(tmp_path / "a")})
+    failed = settle(deployments, request(store, run_id)["id"], "failed")
+    assert failed["error"] and "did not answer within" in failed["error"]["what"]
+    wait_for(lambda: not deployments.busy())
+
+
+def test_an_adapter_that_the_server_refuses_fails_alone(store: Store, deployments: Deployments, tmp_path: Path) -> None:
+    broken = make_adapter(tmp_path / "broken")
+    (broken / "broken").touch()
+    run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a"), 2: broken})
+    good = settle(deployments, request(store, run_id, step=1)["id"], "ready")
+    bad = settle(deployments, request(store, run_id, step=2)["id"], "failed")
+    assert bad["error"] and "shapes do not fit" in bad["error"]["what"]
+    assert store.deployment(good["id"])["state"] == "ready"
+
+
+def test_an_adapter_of_higher_rank_restarts_the_server_for_all(
+    store: Store, deployments: Deployments, tmp_path: Path
+) -> None:
+    run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b", rank=128)})
+    small = settle(deployments, request(store, run_id, step=1)["id"], "ready")
+    large = settle(deployments, request(store, run_id, step=2)["id"], "ready")
+    again = settle(deployments, small["id"], "ready")
+    assert again["pid"] == large["pid"] != small["pid"]
+
+
+def test_a_model_that_cannot_be_found_fails_with_the_worker_s_own_error(store: Store, tmp_path: Path) -> None:
+    manager = Deployments(store, store.base)
+    run_id = make_run(store, str(tmp_path / "gone"), {1: make_adapter(tmp_path / "a")})
+    failed = settle(manager, request(store, run_id)["id"], "failed")
+    assert failed["error"] and failed["error"]["code"] == "unknown_model"
+    assert str(tmp_path / "gone") in failed["error"]["values"]["folder"]
+    manager.stop_all()
+
+
+def test_a_port_that_is_taken_is_refused_before_anything_is_made(store: Store, tmp_path: Path) -> None:
+    run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a")})
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(FlashError) as caught:
+        request(store, run_id, port=taken.getsockname()[1])
+    assert caught.value.code == "port_taken"
+    assert store.deployments() == []
+
+
+def test_a_port_that_was_taken_meanwhile_fails_as_such(store: Store, deployments: Deployments, tmp_path: Path) -> None:
+    run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a")})
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    row = request(store, run_id, port=port)
+    with socket.create_server(("127.0.0.1", port)):
+        failed = settle(deployments, row["id"], "failed")
+    assert failed["error"] and failed["error"]["code"] == "port_taken"
+
+
+def test_another_port_for_a_model_that_is_served_is_refused(
+    store: Store, deployments: Deployments, tmp_path: Path
+) -> None:
+    run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")})
+    settle(deployments, request(store, run_id, step=1)["id"], "ready")
+    with pytest.raises(FlashError, match="is served on port"):
+        request(store, run_id, step=2, port=1)
+
+
+def test_a_name_stands_for_one_deployment(store: Store, tmp_path: Path) -> None:
+    run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")})
+    row = request(store, run_id, step=1, name="best")
+    assert find_deployment(store, "best") == find_deployment(store, row["id"]) == find_deployment(store, None) == row
+    with pytest.raises(FlashError, match="is taken by"):
+        request(store, run_id, step=2, name="best")
+
+
+def test_a_run_without_a_checkpoint_or_with_a_damaged_one_is_refused(store: Store, tmp_path: Path) -> None:
+    empty = make_run(store, "toy", {})
+    with pytest.raises(FlashError) as caught:
+        request(store, empty)
+    assert caught.value.code == "unknown_checkpoint" and "wait for the first one" in str(caught.value)
+    run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")})
+    Path(store.run(run_id)["folder"], "checkpoints", "2", "adapter_model.safetensors").write_bytes(b"")
+    assert request(store, run_id)["step"] == 1, "the newest good one"
+    with pytest.raises(FlashError) as caught:
+        request(store, run_id, step=2)
+    assert caught.value.code == "checkpoint_corrupt"
+    with pytest.raises(FlashError, match=r"no checkpoint at step 9.*\[1, 2\]"):
+        request(store, run_id, step=9)
+
+
+def test_the_api_key_is_readable_by_its_owner_alone_and_in_no_command_line(
+    store: Store, deployments: Deployments, tmp_path: Path
+) -> None:
+    run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a")})
+    row = settle(deployments, request(store, run_id)["id"], "ready")
+    server = Server.find(store.base, "toy")
+    assert server and row["pid"]
+    assert Path(server.file).stat().st_mode & 0o077 == 0
+    assert server.api_key not in " ".join(psutil.Process(row["pid"]).cmdline())
+    assert server.api_key not in json.dumps(row)
+
+
+# -- the whole, on vLLM ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def served_home(tmp_path_factory: pytest.TempPathFactory) -> Generator[Path]:
+    home = tmp_path_factory.mktemp("served-home")
+    yield home
+    Deployments(Store(home), home).stop_all()
+    _end_supervisor(home)
+
+
+@pytest.fixture
+def vllm_store(served_home: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    monkeypatch.setenv("FLASH_HOME", str(served_home))
+    return open_store()
+
+
+def _end_supervisor(home: Path) -> None:
+    for process in psutil.process_iter(["cmdline"]):
+        if str(home) in (process.info["cmdline"] or []) and "flash_mcp.supervisor" in process.info["cmdline"]:
+            process.kill()
+            process.wait(10)
+
+
+async def ready(run_id: str, **values: Any) -> Any:
+    """Deploy, calling again as the tool says until it is ready."""
+    with anyio.fail_after(240):
+        while (result := await deploy(run_id, **values)).state == "starting":
+            assert "call deploy again" in result.next
+    assert result.state == "ready", result
+    return result
+
+
+@pytest.mark.anyio
+async def test_nothing_deployed_is_told_as_such(vllm_store: Store) -> None:
+    with pytest.raises(FlashError) as caught:
+        await chat(message="hello")
+    assert caught.value.code == "unknown_deployment" and "deploy" in caught.value.fix
+    with pytest.raises(FlashError) as caught:
+        await undeploy("dep-00000000")
+    assert caught.value.code == "unknown_deployment"
+    with pytest.raises(FlashError) as caught:
+        await deploy("run-00000000")
+    assert caught.value.code == "unknown_run"
+
+
+@pytest.mark.anyio
+async def test_a_checkpoint_is_deployed_talked_to_and_undeployed(
+    vllm_store: Store, tiny_model: Path, tiny_adapter: Path, tmp_path: Path
+) -> None:
+    misfit = tmp_path / "misfit"
+    misfit.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (misfit / name).write_bytes((tiny_adapter / name).read_bytes())
+    config = json.loads((misfit / "adapter_config.json").read_text())
+    (misfit / "adapter_config.json").write_text(json.dumps({**config, "use_dora": True}))
+    run_id = make_run(vllm_store, str(tiny_model), {5: tiny_adapter, 6: tiny_adapter, 7: misfit})
+
+    started = await deploy(run_id, step=5, wait_s=0)
+    assert started.state == "starting"
+    with pytest.raises(FlashError) as caught:
+        await chat(started.deployment, message="hello")
+    assert caught.value.code == "not_ready"
+
+    first = await ready(run_id, step=5)
+    assert first.deployment == started.deployment
+
+    both = await chat(message="hello", side_by_side=True, max_tokens=32)
+    assert both.base and both.adapter.text.count("Z") > 20 > both.base.text.count("Z")
+    assert both.adapter.completion_tokens == 32 and both.adapter.finish == "length"
+    talk = [
+        Message(role="user", content="a"),
+        Message(role="assistant", content="b"),
+        Message(role="user", content="c"),
+    ]
+    assert (await chat(first.deployment, messages=talk, max_tokens=4)).adapter.prompt_tokens > 20
+    with pytest.raises(FlashError) as caught:
+        await chat(message="x" * 5000)
+    assert caught.value.code == "prompt_too_long"
+    with pytest.raises(FlashError, match="either message or messages"):
+        await chat()
+
+    # The endpoint is anybody's who has the key, and nobody's else.
+    server = Server.find(vllm_store.base, str(tiny_model))
+    assert server and server.file == first.api_key_file
+    async with httpx.AsyncClient(base_url=first.base_url, trust_env=False) as client:
+        assert (await client.get("/models")).status_code == httpx.codes.UNAUTHORIZED
+        models = (await client.get("/models", headers=server.headers)).json()["data"]
+    assert {entry["id"] for entry in models} == {str(tiny_model), first.deployment}
+
+    # Another supervisor finds the server; a second adapter joins it and one that does not fit is told.
+    _end_supervisor(vllm_store.base)
+    pid = vllm_store.deployment(first.deployment)["pid"]
+    second = await ready(run_id, step=6)
+    assert vllm_store.deployment(second.deployment)["pid"] == pid
+    with pytest.raises(FlashError) as caught:
+        await ready(run_id, step=7)
+    assert caught.value.code == "deployment_failed" and "DoRA" in str(caught.value)
+    with pytest.raises(FlashError, match="2 deployments"):
+        await chat(message="hello")
+
+    group = [process.pid for process in psutil.process_iter() if _group(process.pid) == pid]
+    assert len(group) >= 3
+    for deployment in (first.deployment, second.deployment):
+        assert (await undeploy(deployment)).state == "stopped"
+    assert (await undeploy(first.deployment)).state == "stopped", "twice is once"
+    wait_for(lambda: not any(is_running(process) for process in group))
+    with pytest.raises(FlashError) as caught:
+        await chat(first.deployment, message="hello")
+    assert caught.value.code == "unknown_deployment"
+
+
+def _group(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return None

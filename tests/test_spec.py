@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flash_mcp.errors import CODES, FlashError
+from flash_mcp.spec import RECIPES, RunSpec, read_toml, resolve, validate
+
+
+def test_unset_fields_take_the_recipes_value_and_say_so():
+    resolved = resolve(validate({"environment": "calculator", "steps": 7}))
+    assert (resolved.spec.steps, resolved.sources["steps"]) == (7, "argument")
+    assert (resolved.spec.lora_rank, resolved.sources["lora_rank"]) == (32, "recipe")
+    assert (resolved.spec.learning_rate, resolved.sources["learning_rate"]) == (1e-5, "recipe")
+    assert resolved.sources["init_from_adapter"] == "default"
+
+
+@pytest.mark.parametrize("algorithm", RECIPES)
+def test_a_recipe_fills_every_field_but_those_that_the_model_or_the_task_decide(algorithm: str):
+    spec = resolve(validate({"environment": "calculator", "algorithm": algorithm})).spec
+    empty = {name for name, value in spec.model_dump().items() if value is None}
+    assert empty == {"max_length", "init_from_adapter"} | (
+        {"epochs"} if algorithm == "grpo" else {"steps", "group_size"}
+    )
+
+
+def test_values_from_a_file_are_told_from_arguments():
+    spec = validate({"environment": "calculator", "steps": 3, "seed": 4})
+    assert resolve(spec, file_fields=frozenset({"seed"})).sources["seed"] == "file"
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({}, "environment"),
+        ({"environment": ""}, "environment"),
+        ({"environment": "e", "steps": 0}, "steps"),
+        ({"environment": "e", "steps": -3}, "steps"),
+        ({"environment": "e", "group_size": 1}, "group_size"),
+        ({"environment": "e", "learning_rate": 0}, "learning_rate"),
+        ({"environment": "e", "algorithm": "ppo"}, "algorithm"),
+        ({"environment": "e", "epochs": 1}, "epochs"),
+        ({"environment": "e", "algorithm": "sft", "group_size": 4}, "group_size"),
+        ({"environment": "e", "max_tokens": 600, "max_length": 500}, "max_tokens=600"),
+        ({"environment": "e", "stepz": 3}, "stepz"),
+    ],
+)
+def test_a_value_that_cannot_work_is_refused_by_name(fields: dict[str, object], named: str):
+    with pytest.raises(FlashError) as caught:
+        validate(fields)
+    assert caught.value.code == "invalid_argument"
+    assert named in caught.value.what
+
+
+def test_several_wrong_fields_are_explained_one_a_line():
+    with pytest.raises(FlashError) as caught:
+        validate({"environment": "e", "steps": 0, "group_size": 1})
+    lines = caught.value.what.strip().splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["steps", "group_size"]
+    assert "got 0" in lines[0]
+
+
+def test_tables_of_a_toml_file_only_group_fields(tmp_path: Path):
+    path = tmp_path / "rl.toml"
+    path.write_text(
+        'environment = "e"\n[train]\nsteps = 3\n[rollouts]\ntemperature = 0.5\n[environment_args]\nlevel = 2\n'
+    )
+    fields = {"environment": "e", "steps": 3, "temperature": 0.5, "environment_args": {"level": 2}}
+    assert read_toml(path) == fields
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("steps = ", "cannot be read"),
+        ("stepz = 3", "stepz"),
+        ("[train]\nrank = 3", "rank"),
+        ("steps = 1\n[t]\nsteps = 2", "twice"),
+    ],
+)
+def test_a_toml_file_that_cannot_be_meant_is_refused(tmp_path: Path, text: str, named: str):
+    path = tmp_path / "rl.toml"
+    path.write_text(text)
+    with pytest.raises(FlashError, match="invalid_argument") as caught:
+        read_toml(path)
+    assert named in str(caught.value)
+
+
+def test_a_missing_toml_file_is_refused(tmp_path: Path):
+    with pytest.raises(FlashError, match="cannot be read"):
+        read_toml(tmp_path / "none.toml")
+
+
+def test_every_field_has_a_description_and_no_two_recipes_name_another():
+    assert all(info.description for info in RunSpec.model_fields.values())
+    assert {name for recipe in RECIPES.values() for name in recipe} <= set(RunSpec.model_fields)
+
+
+@given(
+    st.sampled_from(sorted(CODES)),
+    st.text(max_size=300),
+    st.text(max_size=50),
+    st.dictionaries(st.sampled_from(["a", "b"]), st.integers()),
+)
+def test_an_error_survives_the_way_through_json(code: str, what: str, fix: str, values: dict[str, int]):
+    error = FlashError(code, what, fix=fix, **values)
+    assert str(FlashError.from_dict(error.to_dict())) == str(error)
+
+
+def test_a_code_that_is_not_registered_is_refused():
+    with pytest.raises(ValueError, match="unregistered"):
+        FlashError("oops", "what")

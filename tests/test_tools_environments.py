@@ -1,0 +1,217 @@
+"""env_setup, env_push and env_test through a real MCP client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mcp import Client
+
+from environments import load_dataset
+from flash_mcp import playbook
+from flash_mcp.errors import CODES
+from flash_mcp.home import environments_dir
+from flash_mcp.server import server
+from flash_mcp.spec import read_toml, validate
+from flash_mcp.store import open_store
+from tests.folders import environment_folder
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def client() -> AsyncGenerator[Client]:
+    async with Client(server) as connected:
+        yield connected
+
+
+async def call(client: Client, tool: str, **arguments: Any) -> dict[str, Any]:
+    result = await client.call_tool(tool, arguments)
+    assert not result.is_error, result.content
+    assert result.structured_content is not None
+    return result.structured_content
+
+
+async def refusal(client: Client, tool: str, **arguments: Any) -> str:
+    """The text of a tool error; its code is registered and it says what to do."""
+    result = await client.call_tool(tool, arguments)
+    assert result.is_error, result.structured_content
+    text = result.content[0].text
+    assert text[1:].partition("]")[0].partition(" ")[0] in CODES
+    assert "Fix: " in text
+    return text
+
+
+def files_in(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+# -- env_setup --------------------------------------------------------------------------------------------------------
+
+STARTER = [
+    "TRAINING.md",
+    "configs/rl.toml",
+    "configs/sft.toml",
+    "datasets/eval.jsonl",
+    "datasets/train.jsonl",
+    "environment.py",
+    "make_datasets.py",
+]
+
+
+@pytest.mark.parametrize("template", ["calculator", "sort_words"])
+async def test_a_starter_is_complete_passes_its_test_and_can_be_pushed(
+    client: Client, template: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "my-task"
+    written = await call(client, "env_setup", folder=str(folder), template=template)
+    assert (written["folder"], written["name"], written["files"]) == (str(folder), "my-task", STARTER)
+    assert files_in(folder) == STARTER
+    assert (folder / "TRAINING.md").read_text() == playbook.text()
+    assert len(load_dataset(folder / "datasets" / "train.jsonl")) == 500
+    for config in ("rl", "sft"):
+        assert validate(read_toml(folder / "configs" / f"{config}.toml")).environment == "my-task"
+
+    tested = await call(client, "env_test", folder=str(folder))
+    assert (tested["passed"], tested["train_tasks"], tested["eval_tasks"]) == (True, 500, 200)
+    pushed = await call(client, "env_push", name=written["name"], folder=str(folder))
+    assert (pushed["created"], pushed["train_tasks"], pushed["eval_tasks"], pushed["files"]) == (True, 500, 200, 7)
+    row = open_store().environment("my-task")
+    assert f"my-task@{row['digest']}" == pushed["environment"]
+    assert files_in(Path(row["path"])) == STARTER
+    assert (await call(client, "env_test", environment=pushed["environment"]))["passed"]
+
+
+async def test_a_folder_whose_name_is_none_trains_under_the_templates_name(client: Client, tmp_path: Path) -> None:
+    assert (await call(client, "env_setup", folder=str(tmp_path / "My Task")))["name"] == "calculator"
+
+
+async def test_env_setup_never_overwrites(client: Client, tmp_path: Path) -> None:
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "rl.toml").write_text("mine")
+    (tmp_path / "notes.txt").write_text("mine too")
+    text = await refusal(client, "env_setup", folder=str(tmp_path))
+    assert "configs/rl.toml exists" in text
+    assert files_in(tmp_path) == ["configs/rl.toml", "notes.txt"]
+    assert "is no folder" in await refusal(client, "env_setup", folder=str(tmp_path / "notes.txt"))
+    (tmp_path / "configs" / "rl.toml").unlink()
+    await call(client, "env_setup", folder=str(tmp_path))
+    assert (tmp_path / "notes.txt").read_text() == "mine too"
+
+
+async def test_env_setup_names_the_templates_there_are(client: Client, tmp_path: Path) -> None:
+    text = await refusal(client, "env_setup", folder=str(tmp_path), template="chess")
+    assert "calculator" in text
+    assert "sort_words" in text
+
+
+# -- env_push ---------------------------------------------------------------------------------------------------------
+
+
+async def test_files_can_be_pushed_as_text(client: Client, tmp_path: Path) -> None:
+    source = (environment_folder(tmp_path, "", returns="Addition()") / "environment.py").read_text()
+    files = {"environment.py": source, "data/rows.jsonl": json.dumps({"input": "a"})}
+    pushed = await call(client, "env_push", name="inline", files=files)
+    assert (pushed["train_tasks"], pushed["eval_tasks"], pushed["files"]) == (6, 4, 2)
+    assert not (await call(client, "env_push", name="inline", files=files))["created"]
+    files["data/rows.jsonl"] = ""
+    newer = await call(client, "env_push", name="inline", files=files)
+    assert newer["created"]
+    assert f"inline@{open_store().environment('inline')['digest']}" == newer["environment"]
+    assert open_store().environment(pushed["environment"])["digest"] in pushed["environment"]
+
+
+async def test_an_older_version_pushed_again_is_the_newest_again(client: Client) -> None:
+    source = "from environments import *\n"
+    first = await call(client, "env_push", name="e", files={"environment.py": source}, load=False)
+    await call(client, "env_push", name="e", files={"environment.py": f"{source}#"}, load=False)
+    await call(client, "env_push", name="e", files={"environment.py": source}, load=False)
+    assert f"e@{open_store().environment('e')['digest']}" == first["environment"]
+
+
+@pytest.mark.parametrize(
+    ("source", "code", "expected"),
+    [
+        ("import no_such_package\n", "environment_invalid", "No module named 'no_such_package'"),
+        ("x = 1\n", "environment_invalid", "defines no load_environment"),
+        ("def load_environment(): return 42\n", "environment_invalid", "returned int 42"),
+        (
+            "from environments import *\ndef load_environment(): load_dataset('d.jsonl')\n",
+            "dataset_invalid",
+            "d.jsonl line 2",
+        ),
+    ],
+)
+async def test_a_broken_environment_is_not_published(client: Client, source: str, code: str, expected: str) -> None:
+    files = {"environment.py": source, "d.jsonl": '{"input": "a"}\n{"input": \n'}
+    text = await refusal(client, "env_push", name="broken", files=files)
+    assert text.startswith(f"[{code} environment=broken]")
+    assert expected in text
+    assert open_store().environments() == []
+    assert not any(environments_dir().glob("*"))
+
+
+async def test_what_env_push_refuses_leaves_nothing_behind(client: Client, tmp_path: Path) -> None:
+    assert "either folder or files" in await refusal(client, "env_push", name="e")
+    assert "either folder or files" in await refusal(client, "env_push", name="e", folder="/tmp", files={})
+    assert "would do" in await refusal(client, "env_push", name="My Env", folder=str(tmp_path))
+    assert "there is no folder" in await refusal(client, "env_push", name="e", folder=str(tmp_path / "missing"))
+    assert "would not lie inside" in await refusal(
+        client, "env_push", name="e", files={"environment.py": "", "../x": ""}
+    )
+    assert "does not have: NO_SUCH_KEY" in await refusal(
+        client, "env_push", name="e", files={}, secrets=["NO_SUCH_KEY"]
+    )
+    assert not any(environments_dir().glob("*"))
+
+
+async def test_secrets_and_arguments_reach_the_environment_and_are_kept_nowhere(
+    client: Client, tmp_path: Path, flash_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLANTED_KEY", "planted-secret-value")
+    source = """
+    class Sample(Addition):
+        def __init__(self, size):
+            self.dataset = tasks(size)
+            if size > 5: raise ValueError(os.environ["PLANTED_KEY"])
+    """
+    folder = str(environment_folder(tmp_path / "e", source, returns="Sample(**args)"))
+    known = {"folder": folder, "secrets": ["PLANTED_KEY"]}
+    assert (await call(client, "env_push", name="e", environment_args={"size": 2}, **known))["train_tasks"] == 2
+    text = await refusal(client, "env_push", name="e", environment_args={"size": 6}, **known)
+    assert "raised ValueError: [secret]" in text
+    report = await call(client, "env_test", environment_args={"size": 6}, **known)
+    assert "planted-secret" not in text + str(report)
+    assert not any(b"planted-secret" in (flash_home / path).read_bytes() for path in files_in(flash_home))
+
+
+# -- env_test ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_failed_check_is_a_result_with_evidence_and_fix(client: Client, tmp_path: Path) -> None:
+    source = """
+    class Sample(Addition):
+        def score_response(self, example, response_text): return RewardResult(1.0 if response_text else 0.0)
+    """
+    report = await call(client, "env_test", folder=str(environment_folder(tmp_path, source)))
+    assert not report["passed"]
+    junk = next(probe for probe in report["probes"] if probe["name"] == "junk")
+    assert "counts as a success" in junk["evidence"]
+    assert "set success" in junk["fix"]
+    assert report["next"] == "mend what junk says, then env_test again"
+
+
+async def test_env_test_publishes_nothing_and_changes_no_file(client: Client, tmp_path: Path) -> None:
+    folder = environment_folder(tmp_path, "", returns="Addition()")
+    await call(client, "env_test", folder=str(folder))
+    assert files_in(folder) == ["environment.py"]
+    assert open_store().environments() == []
+
+
+async def test_env_test_refuses_what_is_not_there(client: Client, tmp_path: Path) -> None:
+    assert "either environment or folder" in await refusal(client, "env_test")
+    assert "unknown_environment" in await refusal(client, "env_test", environment="none")
+    assert "there is no folder" in await refusal(client, "env_test", folder=str(tmp_path / "missing"))

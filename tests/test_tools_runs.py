@@ -1,0 +1,554 @@
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flash_mcp import queue
+from flash_mcp.errors import FlashError
+from flash_mcp.runfolder import RunFolder
+from flash_mcp.store import RunRow, open_store
+from flash_mcp.tools import RESULT_CHARACTERS, all_tools, to_text
+from flash_mcp.tools.rollouts import LEAST_PER_MESSAGE, share_out
+from tests.samples import (
+    ENVIRONMENT,
+    evaluate,
+    finished_run,
+    learn,
+    push_echo,
+    queued_run,
+    read_in,
+    sample_rollout,
+    save_adapter,
+    started_run,
+    supervised,
+)
+
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_supervisor")]
+
+
+@pytest.fixture
+def no_supervisor(flash_home: Path):
+    """Queued runs stay queued: this test is the supervisor."""
+    with supervised():
+        yield
+
+
+async def call(name: str, **arguments: Any) -> dict[str, Any]:
+    """A tool's result as it is sent."""
+    function = all_tools()[name].function
+    result = function(**arguments)
+    body = (await result if hasattr(result, "__await__") else result).model_dump(mode="json")
+    assert len(to_text(body)) <= RESULT_CHARACTERS
+    assert list(body)[-1] == "next"
+    return body
+
+
+async def refused(name: str, **arguments: Any) -> FlashError:
+    with pytest.raises(FlashError) as caught:
+        await call(name, **arguments)
+    assert caught.value.fix
+    return caught.value
+
+
+def is_file(*parts: str) -> bool:
+    return Path(*parts).is_file()
+
+
+def write_log(run: RunRow, text: str) -> None:
+    Path(run["folder"], f"log.{run['attempt']}").write_text(text)
+
+
+# -- train ------------------------------------------------------------------------------------------------------------
+
+
+async def test_train_queues_a_run_that_is_pinned_to_the_newest_version(tmp_path: Path):
+    push_echo(tmp_path)
+    started = await call("train", environment="echo", steps=7, learning_rate=2e-4)
+    run = open_store().run(started["run_id"])
+    assert (run["state"], run["spec"]["steps"]) == ("queued", 7)
+    assert run["spec"]["environment"] == started["environment"] == "echo@0123456789abcdef"
+    assert started["created"] is True
+    assert started["run_id"] in started["next"]
+
+
+async def test_validate_only_says_what_each_value_is_and_creates_nothing(tmp_path: Path):
+    push_echo(tmp_path)
+    checked = await call("train", environment="echo", steps=10, validate_only=True)
+    assert (checked["state"], checked["created"]) == ("validated", False)
+    assert "run_id" not in checked
+    assert open_store().runs() == []
+    assert (checked["values"]["steps"], checked["values"]["group_size"], checked["values"]["max_length"]) == (
+        10,
+        8,
+        4096,
+    )
+    assert checked["sources"] == {"argument": ["environment", "steps"]}
+    estimate = checked["estimate"]
+    assert (estimate["steps"], estimate["rollouts"], estimate["tokens_at_most"]) == (10, 320, 320 * 512)
+    assert (estimate["train_tasks"], estimate["eval_tasks"], estimate["passes"]) == (40, 60, 1.0)
+    assert estimate["prompt_tokens_about"] > 0
+
+
+async def test_the_length_of_an_sft_run_follows_from_its_data(tmp_path: Path):
+    push_echo(tmp_path)
+    checked = await call("train", environment="echo", algorithm="sft", epochs=3, validate_only=True)
+    assert (checked["estimate"]["steps"], checked["estimate"]["examples"]) == (15, 120)
+
+
+async def test_arguments_override_the_config_file_and_both_are_told_apart(tmp_path: Path):
+    push_echo(tmp_path / "environment")
+    config = tmp_path / "rl.toml"
+    config.write_text('environment = "echo"\n[train]\nsteps = 5\nseed = 3\n')
+    checked = await call("train", config=str(config), steps=9, validate_only=True)
+    assert (checked["values"]["steps"], checked["values"]["seed"]) == (9, 3)
+    assert checked["sources"] == {"argument": ["steps"], "file": ["environment", "seed"]}
+
+
+async def test_one_key_starts_one_run(tmp_path: Path):
+    push_echo(tmp_path)
+    first = await call("train", environment="echo", steps=3, idempotency_key="k")
+    again = await call("train", environment="echo", steps=3, idempotency_key="k")
+    assert (again["run_id"], again["created"]) == (first["run_id"], False)
+    assert (await refused("train", environment="echo", steps=4, idempotency_key="k")).code == "idempotency_conflict"
+    assert len(open_store().runs()) == 1
+
+
+async def test_two_calls_at_once_with_one_key_start_one_run(tmp_path: Path):
+    push_echo(tmp_path)
+    found: list[str] = []
+
+    async def start() -> None:
+        found.append((await call("train", environment="echo", steps=3, idempotency_key="k"))["run_id"])
+
+    async with anyio.create_task_group() as group:
+        for _ in range(4):
+            group.start_soon(start)
+    assert len(set(found)) == 1
+    assert len(open_store().runs()) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "named"),
+    [
+        ({}, "invalid_argument", "environment"),
+        ({"environment": "ecko"}, "unknown_environment", "echo"),
+        ({"environment": "echo@ffffff"}, "unknown_environment", "ffffff"),
+        ({"environment": "echo", "model": "smollm"}, "unknown_model", "smollm2-135m-instruct"),
+        ({"environment": "echo", "init_from_adapter": "run-00000000"}, "unknown_run", "run-00000000"),
+        ({"environment": "echo", "init_from_adapter": "run-00000000@x"}, "invalid_argument", "x"),
+        ({"environment": "echo", "secrets": ["NOT_SET_ANYWHERE"]}, "invalid_argument", "NOT_SET_ANYWHERE"),
+        ({"environment": "echo", "environment_args": {"fail": True}}, "environment_invalid", "asked to fail"),
+        ({"environment": "echo", "environment_args": {"nope": 1}}, "environment_invalid", "nope"),
+        ({"environment": "echo", "max_length": 9000}, "invalid_argument", "8192"),
+        ({"environment": "echo", "config": "/nonexistent.toml"}, "invalid_argument", "/nonexistent.toml"),
+        ({"environment": "echo", "epochs": 2}, "invalid_argument", "epochs"),
+    ],
+)
+async def test_what_cannot_work_is_refused_and_leaves_nothing_behind(
+    tmp_path: Path, fields: dict[str, Any], code: str, named: str
+):
+    push_echo(tmp_path)
+    error = await refused("train", **fields)
+    assert error.code == code
+    assert named in str(error)
+    assert open_store().runs() == []
+
+
+@pytest.mark.parametrize(
+    ("code", "error_code"),
+    [
+        ("import nonexistent_module", "environment_invalid"),
+        ("x = 1", "environment_invalid"),
+        ("def load_environment():\n    return 3", "environment_invalid"),
+        (ENVIRONMENT.replace("range(40)", "range(0)"), "dataset_invalid"),
+        (ENVIRONMENT.replace('[{"role": "user", "content": example.input}]', "1 / 0"), "environment_error"),
+    ],
+)
+async def test_a_broken_environment_is_refused_when_the_run_is_asked_for(tmp_path: Path, code: str, error_code: str):
+    push_echo(tmp_path, code)
+    assert (await refused("train", environment="echo")).code == error_code
+    assert open_store().runs() == []
+
+
+async def test_an_evaluation_needs_an_eval_split(tmp_path: Path):
+    push_echo(tmp_path, ENVIRONMENT.replace("range(60)", "range(0)"))
+    assert (await refused("train", environment="echo", eval_before=True)).code == "dataset_invalid"
+    assert (await call("train", environment="echo", validate_only=True))["estimate"]["eval_tasks"] == 0
+
+
+async def test_a_prompt_that_cannot_fit_is_refused(tmp_path: Path):
+    push_echo(tmp_path, ENVIRONMENT.replace("example.input}", "'word ' * 40000}"))
+    assert (await refused("train", environment="echo")).code == "prompt_too_long"
+
+
+async def test_a_warm_start_takes_the_adapter_of_a_run(tmp_path: Path):
+    earlier = finished_run(tmp_path)
+    started = await call("train", environment="echo", init_from_adapter=f"{earlier['id']}@10")
+    adapter = open_store().run(started["run_id"])["init_adapter"]
+    assert adapter is not None
+    assert (adapter["run_id"], adapter["step"]) == (earlier["id"], 10)
+    assert is_file(adapter["path"], "adapter_config.json")
+    assert started["warm_start"] == f"{earlier['id']}@10"
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"lora_rank": 8}, "rank 32"),
+        ({"lora_alpha": 8}, "alpha 64"),
+        ({"model": "qwen3-0.6b"}, "smollm2-135m-instruct"),
+    ],
+)
+async def test_a_warm_start_that_does_not_fit_is_refused(tmp_path: Path, fields: dict[str, Any], named: str):
+    earlier = finished_run(tmp_path)
+    error = await refused("train", environment="echo", init_from_adapter=earlier["id"], **fields)
+    assert error.code == "adapter_mismatch"
+    assert named in error.what
+    assert "lora_rank=32" in error.fix
+
+
+async def test_a_warm_start_without_a_checkpoint_is_refused(tmp_path: Path):
+    earlier = queued_run(tmp_path)
+    assert (await refused("train", environment="echo", init_from_adapter=earlier["id"])).code == "unknown_checkpoint"
+
+
+async def test_the_estimate_takes_its_speed_from_an_earlier_run_of_the_kind(tmp_path: Path):
+    earlier = finished_run(tmp_path)
+    estimate = (await call("train", environment="echo", steps=10, batch_size=8, validate_only=True))["estimate"]
+    assert (estimate["seconds_about"], estimate["seconds_from"]) == (40, earlier["id"])  # 2 s a step, twice the prompts
+
+
+# -- status -----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_finished_run_is_judged_on_the_same_held_out_examples(tmp_path: Path):
+    run = finished_run(tmp_path, solved=90)
+    body = await call("status", run_id=run["id"])
+    view = body["run"]
+    assert (view["state"], view["step"], view["steps"], view["checkpoint"]) == ("succeeded", 20, 20, 20)
+    assert view["reward"]["first"] < 0.3 < 0.7 < view["reward"]["last"]
+    assert [(point["step"], point["success"], point["band"]) for point in view["held_out"]] == [
+        (0, 0.2, 0.0784),
+        (20, 0.9, 0.0588),
+    ]
+    assert view["verdict"]["outcome"] == "improved"
+    assert "70 newly solved" in view["verdict"]["explanation"]
+    assert "deploy" in body["next"]
+    assert "flags" not in view
+
+
+async def test_a_run_within_the_noise_is_not_called_better(tmp_path: Path):
+    body = await call("status", run_id=finished_run(tmp_path, solved=21)["id"])
+    assert body["run"]["verdict"]["outcome"] == "no_change"
+    assert "rollouts" in body["next"]
+
+
+async def test_a_running_run_has_a_speed_and_a_time_left(tmp_path: Path):
+    run, writer = started_run(tmp_path)
+    learn(writer, range(1, 6))
+    read_in(open_store(), run["id"])
+    view = (await call("status", run_id=run["id"]))["run"]
+    assert (view["state"], view["step"], view["step_s"], view["eta_s"]) == ("running", 5, 2.0, 30)
+
+
+async def test_a_run_in_trouble_is_flagged_with_a_remedy_and_a_next_step(tmp_path: Path):
+    run, writer = started_run(tmp_path)
+    learn(writer, range(1, 6), **{"groups/uniform_share": 0.95})
+    read_in(open_store(), run["id"])
+    body = await call("status", run_id=run["id"])
+    assert [flag["name"] for flag in body["run"]["flags"]] == ["uniform_groups"]
+    assert "rollouts" in body["next"]
+
+
+async def test_a_failed_run_shows_its_error_and_the_end_of_its_log(tmp_path: Path):
+    run, writer = started_run(tmp_path)
+    write_log(run, "loading\n" * 500 + "KeyError: 'answer'\n")
+    error = FlashError("environment_error", "70 % of the rollouts failed", fix="mend the scorer")
+    writer.commit_result("failed", 3, error)
+    queue.finish(open_store(), run["id"], 1, "failed", step=3, error=error.to_dict())
+    body = await call("status", run_id=run["id"])
+    failure = body["run"]["error"]
+    assert (failure["code"], failure["fix"]) == ("environment_error", "mend the scorer")
+    assert failure["log_tail"].endswith("KeyError: 'answer'")
+    assert len(failure["log_tail"]) < 2000
+
+
+async def test_waiting_ends_when_a_step_arrives(tmp_path: Path):
+    run, writer = started_run(tmp_path)
+    found: list[dict[str, Any]] = []
+
+    async def wait() -> None:
+        found.append(await call("status", run_id=run["id"], wait_s=30))
+
+    started = time.monotonic()
+    async with anyio.create_task_group() as group:
+        group.start_soon(wait)
+        await anyio.wait_all_tasks_blocked()
+        learn(writer, [1])
+        read_in(open_store(), run["id"])
+    assert found[0]["changed"] is True
+    assert found[0]["run"]["step"] == 1
+    assert time.monotonic() - started < 20
+
+
+async def test_waiting_for_a_run_that_has_ended_returns_at_once(tmp_path: Path):
+    run = finished_run(tmp_path)
+    with anyio.fail_after(5):
+        assert (await call("status", run_id=run["id"], wait_s=45))["changed"] is False
+
+
+async def test_waiting_in_vain_ends_in_time(tmp_path: Path):
+    run = queued_run(tmp_path)
+    with anyio.fail_after(10):
+        assert (await call("status", run_id=run["id"], wait_s=0.5))["changed"] is False
+
+
+async def test_the_list_of_runs_comes_in_pages_without_gaps(tmp_path: Path):
+    ids = [queued_run(tmp_path)["id"] for _ in range(7)]
+    first = await call("status", limit=5)
+    second = await call("status", limit=5, cursor=first["cursor"])
+    assert [line["run_id"] for line in (*first["runs"], *second["runs"])] == ids[::-1]
+    assert (first["has_more"], second["has_more"]) == (True, False)
+    assert first["counts"] == {"queued": 7}
+
+
+async def test_a_full_page_of_runs_fits(tmp_path: Path):
+    for _ in range(40):
+        queued_run(tmp_path)
+    assert len((await call("status", limit=40))["runs"]) == 40
+
+
+async def test_the_detailed_form_adds_every_value_and_the_log(tmp_path: Path):
+    run, _ = started_run(tmp_path)
+    write_log(run, "loading the model\n")
+    view = (await call("status", run_id=run["id"], detail="detailed"))["run"]
+    assert view["values"]["group_size"] == 8
+    assert view["log_tail"] == "loading the model"
+
+
+async def test_an_unknown_run_is_refused_with_the_nearest_ids(tmp_path: Path):
+    run = queued_run(tmp_path)
+    wrong = run["id"][:-1] + ("0" if run["id"][-1] != "0" else "1")
+    error = await refused("status", run_id=wrong)
+    assert (error.code, run["id"] in error.what) == ("unknown_run", True)
+
+
+# -- cancel -----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_queued_run_is_cancelled_at_once(tmp_path: Path):
+    run = queued_run(tmp_path)
+    body = await call("cancel", run_id=run["id"], reason="wrong data")
+    assert body["state"] == "cancelled"
+    assert open_store().run(run["id"])["cancel_reason"] == "wrong data"
+    assert (await call("cancel", run_id=run["id"]))["state"] == "cancelled"
+
+
+async def test_a_running_run_is_told_to_save_and_end(tmp_path: Path):
+    run, _ = started_run(tmp_path)
+    body = await call("cancel", run_id=run["id"], wait_s=0)
+    assert body["state"] == "running"
+    assert "status" in body["next"]
+    assert RunFolder(run["folder"]).is_cancelled()
+
+
+async def test_a_run_that_has_ended_cannot_be_cancelled(tmp_path: Path):
+    assert (await refused("cancel", run_id=finished_run(tmp_path)["id"])).code == "run_finished"
+
+
+# -- rollouts ---------------------------------------------------------------------------------------------------------
+
+
+async def test_the_worst_rollouts_of_the_newest_step_come_first(tmp_path: Path):
+    body = await call("rollouts", run_id=finished_run(tmp_path)["id"])
+    assert [(row["step"], row["index"]) for row in body["rollouts"]] == [(20, 0), (20, 1), (20, 2)]
+    assert (body["total"], body["has_more"]) == (8, True)
+
+
+async def test_pages_of_every_order_cover_each_rollout_once(tmp_path: Path):
+    run = finished_run(tmp_path)
+    for which in ("worst", "best", "random", "index"):
+        seen: list[int] = []
+        cursor = None
+        while True:
+            body = await call("rollouts", run_id=run["id"], step=5, which=which, limit=3, cursor=cursor)
+            seen += [row["index"] for row in body["rollouts"]]
+            if not body["has_more"]:
+                break
+            cursor = body["cursor"]
+        assert sorted(seen) == list(range(8)), which
+
+
+async def test_text_is_searched_over_all_steps(tmp_path: Path):
+    body = await call("rollouts", run_id=finished_run(tmp_path)["id"], contains="what is 7 * 3")
+    assert [(row["step"], row["index"]) for row in body["rollouts"]] == [(7, 3)]
+    assert (await call("rollouts", run_id=body["run_id"], contains="nowhere"))["rollouts"] == []
+
+
+async def test_long_transcripts_are_cut_in_the_middle_and_the_match_is_kept(tmp_path: Path):
+    run, writer = started_run(tmp_path)
+    long = "start " + "blah " * 4000 + "NEEDLE " + "blah " * 4000 + "end"
+    writer.rollouts(1, [sample_rollout(1, index, 0.5, long) for index in range(8)])
+    read_in(open_store(), run["id"])
+    body = await call("rollouts", run_id=run["id"], limit=10, max_characters=7000)
+    answers = [row["messages"][-1]["content"] for row in body["rollouts"]]
+    assert len(answers) == 8
+    assert all(text.startswith("start") and text.endswith("end") and "characters cut" in text for text in answers)
+    assert "index=0" in body["next"]
+    assert body["cut"]
+    found = await call("rollouts", run_id=run["id"], contains="needle", limit=2)
+    assert all("NEEDLE" in row["messages"][-1]["content"] for row in found["rollouts"])
+    one = await call("rollouts", run_id=run["id"], step=1, index=3, max_characters=7000)
+    assert one["rollouts"][0]["index"] == 3
+    assert len(one["rollouts"][0]["messages"][-1]["content"]) > 5000
+
+
+async def test_a_conversation_of_very_many_turns_fits_and_can_be_paged_through(tmp_path: Path):
+    run, writer = started_run(tmp_path)
+    row = sample_rollout(1, 0, 0.5)
+    row["messages"] = [{"role": "assistant", "content": f"turn {number} " + "x" * 300} for number in range(120)]
+    writer.rollouts(1, [row])
+    read_in(open_store(), run["id"])
+    seen: list[str] = []
+    while len(seen) < 120:
+        body = await call("rollouts", run_id=run["id"], step=1, index=0, from_message=len(seen))
+        shown = body["rollouts"][0]["messages"]
+        assert shown
+        seen += [message["content"].split(" x")[0] for message in shown]
+        assert ("from_message" in body["next"]) == (len(seen) < 120)
+    assert seen == [f"turn {number}" for number in range(120)]
+
+
+async def test_what_all_prompts_begin_with_is_shown_once(tmp_path: Path):
+    run, writer = started_run(tmp_path)
+    example = [{"role": "user", "content": "What is 3 + 4?"}, {"role": "assistant", "content": "The answer is 7."}]
+    rows = [sample_rollout(1, index, 0.5) for index in range(3)]
+    for row in rows:
+        row["messages"][1:1] = example
+    writer.rollouts(1, rows)
+    read_in(open_store(), run["id"])
+    body = await call("rollouts", run_id=run["id"])
+    assert [message["content"] for message in body["opening"]] == [
+        "Use <calc> to calculate.",
+        "What is 3 + 4?",
+        "The answer is 7.",
+    ]
+    assert [message["content"] for message in body["rollouts"][1]["messages"]] == [
+        "What is 1 * 1?",
+        "The answer is 84.",
+    ]
+    alone = await call("rollouts", run_id=run["id"], step=1, index=1)
+    assert len(alone["rollouts"][0]["messages"]) == 5
+
+
+async def test_the_models_own_turn_is_never_part_of_the_opening(tmp_path: Path):
+    run, writer = started_run(tmp_path)
+    rows = [{**sample_rollout(1, 0, 0.5), "index": index} for index in range(3)]
+    writer.rollouts(1, rows)
+    read_in(open_store(), run["id"])
+    body = await call("rollouts", run_id=run["id"])
+    assert [len(row["messages"]) for row in body["rollouts"]] == [1, 1, 1]
+    assert [message["role"] for message in body["opening"]] == ["system", "user"]
+
+
+async def test_failed_rollouts_show_what_failed(tmp_path: Path):
+    run, writer = started_run(tmp_path)
+    row = {
+        **sample_rollout(1, 0, 0.0),
+        "error": {"code": "environment_error", "what": "ZeroDivisionError"},
+        "finish": "error",
+    }
+    writer.rollouts(1, [row])
+    read_in(open_store(), run["id"])
+    shown = (await call("rollouts", run_id=run["id"]))["rollouts"][0]
+    assert shown["error"] == "[environment_error] ZeroDivisionError"
+
+
+async def test_evaluation_transcripts_are_kept_apart(tmp_path: Path):
+    body = await call("rollouts", run_id=finished_run(tmp_path)["id"], split="eval", step=0, success=False)
+    assert body["total"] == 80
+    assert not any(row["success"] for row in body["rollouts"])
+
+
+@pytest.mark.parametrize("arguments", [{}, {"step": 99}, {"split": "eval"}, {"index": 3}])
+async def test_where_there_are_no_rollouts_the_result_says_why(tmp_path: Path, arguments: dict[str, Any]):
+    run, writer = started_run(tmp_path)
+    if arguments.get("step"):
+        learn(writer, [1, 2])
+        read_in(open_store(), run["id"])
+    body = await call("rollouts", run_id=run["id"], **arguments)
+    assert body["rollouts"] == []
+    assert body["next"]
+
+
+@given(st.integers(0, 5000), st.lists(st.integers(0, 3000), max_size=30))
+def test_room_is_shared_fairly(total: int, wanted: list[int]):
+    shares = share_out(total, wanted)
+    assert all(0 <= share <= wish for share, wish in zip(shares, wanted, strict=True))
+    assert sum(shares) <= max(total, 0) + LEAST_PER_MESSAGE * len(wanted)
+    if sum(wanted) <= total:
+        assert shares == wanted
+
+
+# -- checkpoints and the catalog --------------------------------------------------------------------------------------
+
+
+async def test_checkpoints_are_listed_newest_first_with_what_was_measured(tmp_path: Path):
+    body = await call("checkpoints", run_id=finished_run(tmp_path)["id"])
+    assert [row["step"] for row in body["checkpoints"]] == [20, 10]
+    newest = body["checkpoints"][0]
+    assert (newest["reward"], newest["success"], newest["eval_success"]) == (0.5, 0.4, 0.9)
+    assert is_file(newest["path"], "adapter_model.safetensors")
+    assert newest["size_bytes"] > 0
+
+
+async def test_checkpoints_come_in_pages(tmp_path: Path):
+    run = finished_run(tmp_path)
+    first = await call("checkpoints", run_id=run["id"], limit=1)
+    second = await call("checkpoints", run_id=run["id"], limit=1, cursor=first["cursor"])
+    assert [body["checkpoints"][0]["step"] for body in (first, second)] == [20, 10]
+    assert (first["has_more"], second["has_more"]) == (True, False)
+
+
+async def test_a_full_page_of_checkpoints_fits(tmp_path: Path):
+    run, writer = started_run(tmp_path / "environment")
+    for step in range(1, 31):
+        save_adapter(writer, step, tmp_path)
+    evaluate(writer, 0, 10)
+    read_in(open_store(), run["id"])
+    shown = (await call("checkpoints", run_id=run["id"], limit=30))["checkpoints"]
+    assert shown[0]["step"] == 30
+
+
+async def test_a_run_without_checkpoints_says_when_there_will_be_one(tmp_path: Path):
+    body = await call("checkpoints", run_id=queued_run(tmp_path)["id"])
+    assert body["checkpoints"] == []
+    assert "save_every=10" in body["next"]
+
+
+async def test_the_catalog_shows_what_there_is(tmp_path: Path):
+    push_echo(tmp_path)
+    body = await call("catalog")
+    assert body["default_model"] in [model["name"] for model in body["models"]]
+    assert [environment["name"] for environment in body["environments"]] == ["echo"]
+    assert body["devices"][-1]["kind"] == "cpu"
+    assert body["deployments"] == []
+    assert "echo" in body["next"]
+
+
+async def test_the_catalog_can_be_narrowed_and_paged():
+    everything = (await call("catalog", kind="models"))["models"]
+    assert [model["name"] for model in (await call("catalog", kind="models", contains="QWEN3"))["models"]] == [
+        model["name"] for model in everything if "qwen3" in model["name"]
+    ]
+    first = await call("catalog", kind="models", limit=2)
+    second = await call("catalog", kind="models", limit=30, cursor=first["cursor"])
+    assert first["models"] + second["models"] == everything
+    assert json.loads(to_text(first))["has_more"] is True
