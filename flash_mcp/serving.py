@@ -394,9 +394,7 @@ class Deployments:
             folder=str(folder),
             model=model,
             port=asked[0] if asked else _free_port(),
-            lora_rank=max(
-                row["data"]["rank"] for row in wanted
-            ),  # no more: on the CPU, twice the rank is half the speed
+            lora_rank=max(row["data"]["rank"] for row in wanted),  # no more: the CPU is slower for every rank
             log=str(logs / f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}.log"),
             api_key=secrets.token_urlsafe(24),
         )
