@@ -17,7 +17,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -62,7 +62,7 @@ class Session:
         return content
 
     @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
+    def timed(self, name: str) -> Generator[None]:
         started = time.monotonic()
         try:
             yield
@@ -119,7 +119,7 @@ async def run(console: Console, folder: Path, curve_path: Path, model: str | Non
 
 
 @asynccontextmanager
-async def _session(console: Console) -> AsyncIterator[Session]:
+async def _session(console: Console) -> AsyncGenerator[Session]:
     """A server of our own as a child, spoken to over its stdin and stdout."""
     command = StdioServerParameters(
         command=sys.executable, args=["-P", "-m", "flash_mcp.cli", "serve"], env=dict(os.environ)
@@ -139,7 +139,7 @@ async def _watch(session: Session, run_id: str) -> Json:
     )
     session.console.print(f"\n[bold cyan]status[/](run_id={run_id!r}, wait_s=20), until it ends", highlight=False)
     with Progress(*columns, console=session.console) as progress:
-        task = progress.add_task("queued", total=None)
+        task = progress.add_task("queued", total=1)
         while True:
             view = (await session.call("status", quiet=True, run_id=run_id, wait_s=20))["run"]
             _show_progress(progress, task, view)
@@ -154,7 +154,7 @@ async def _watch(session: Session, run_id: str) -> Json:
 def _show_progress(progress: Progress, task: TaskID, view: Json) -> None:
     phase = view.get("phase") or view["state"]
     reward = f", reward {view['reward']['last']:.2f} {view['reward']['spark']}" if view.get("reward") else ""
-    progress.update(task, description=f"{phase}{reward}", completed=view["step"], total=view.get("steps") or 1)
+    progress.update(task, description=f"{phase}{reward}", completed=view["step"], total=view.get("steps"))
 
 
 def _show_probes(console: Console, checked: Json) -> None:
