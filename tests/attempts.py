@@ -22,7 +22,8 @@ def make_run(
     """A run folder with a job of a few quick steps."""
     quick = {"steps": 5, "batch_size": 4, "group_size": 8, "max_tokens": 16, "max_length": 256, "lora_rank": 8,
              "lora_alpha": 16, "learning_rate": 0.01, "save_every": 1}  # fmt: skip
-    resolved = resolve(RunSpec(environment=environment.name, model=str(model), **{**quick, **fields}))
+    given = {name: value for name, value in {**quick, **fields}.items() if value is not None}
+    resolved = resolve(RunSpec(environment=environment.name, model=str(model), **given))
     run = RunFolder(folder)
     run.create(
         {

@@ -66,9 +66,7 @@ class Reporter(TrainerCallback):
         self.before_step(state.global_step)
         self.step_started = time.monotonic()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> TrainerControl:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         control.should_log = True
         control.should_training_stop |= self.cancelled.is_set()
         control.should_save = (
@@ -76,7 +74,6 @@ class Reporter(TrainerCallback):
             or state.global_step >= state.max_steps
             or control.should_training_stop
         )
-        return control
 
     def on_log(
         self,

@@ -21,7 +21,8 @@ from datasets import Dataset
 from peft import PeftModel
 from torch import Tensor
 from transformers import PrinterCallback, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.utils import pad, use_adapter
 
 from worker.packing import can_pack, group_logps
@@ -48,7 +49,7 @@ class Trainer(GRPOTrainer):
         callbacks: list[TrainerCallback],
     ) -> None:
         corrected = spec.importance_sampling != "none"
-        args = GRPOConfig(
+        args: Any = GRPOConfig(
             output_dir=output_dir,
             max_steps=spec.steps,
             # A micro-batch is one group: its rollouts share a prompt, and its activations bound the memory.
@@ -78,7 +79,7 @@ class Trainer(GRPOTrainer):
         )
         super().__init__(
             model=model,
-            reward_funcs=[_rewards_come_with_rollouts],
+            reward_funcs=_rewards_come_with_rollouts,
             args=args,
             train_dataset=_index_dataset(examples, spec.batch_size),
             processing_class=tokenizer,
@@ -88,7 +89,8 @@ class Trainer(GRPOTrainer):
         # TRL corrects the mismatch of engine and trainer only with an engine of its own (`use_vllm`). The flag decides
         # nothing else in the methods that are not replaced here.
         self.use_vllm = self.vllm_importance_sampling_correction = corrected
-        self._collect = collect
+        self._collect, self._pad_id = collect, int(tokenizer.pad_token_id)
+        self._groups, self._group_size = int(spec.batch_size), int(spec.group_size)
         self._packed = can_pack(model.config)
         self._inputs: dict[str, Any] = {}
 
@@ -96,28 +98,28 @@ class Trainer(GRPOTrainer):
 
     def _prepare_inputs(self, generation_batch: list[dict[str, Any]]) -> dict[str, Any]:
         """Micro-batch `_step % P` of this step's rollouts: one group of G."""
-        micro = self._step % self.args.steps_per_generation
+        micro = self._step % self._groups
         if micro == 0 or self._buffered_inputs is None:
-            group_size = self.num_generations
-            examples = [row["index"] for row in generation_batch[::group_size]]
+            size = self._group_size
+            examples = [row["index"] for row in generation_batch[::size]]
             rollouts = self._collect(self.state.global_step + 1, examples)
-            groups = [rollouts[at : at + group_size] for at in range(0, len(rollouts), group_size)]
+            groups = [rollouts[at : at + size] for at in range(0, len(rollouts), size)]
             self._buffered_inputs = [self._tensors(group) for group in groups]
-            trained = sum(inputs["tool_mask"].sum() for inputs in self._buffered_inputs)
+            trained = torch.stack([inputs["tool_mask"].sum() for inputs in self._buffered_inputs]).sum()
             for inputs in self._buffered_inputs:
                 inputs["num_items_in_batch"] = trained
         return self._buffered_inputs[micro]
 
     def _tensors(self, group: Sequence[Rollout]) -> dict[str, Tensor]:
         """TRL's inputs of one group: prompts (G, P) padded left, completions (G, C) padded right."""
-        padding = self.processing_class.pad_token_id
+        padding = self._pad_id
         transcripts = [rollout.transcript for rollout in group]
         prompts = [torch.tensor(t.prompt_ids if t else [padding]) for t in transcripts]
         completions = [torch.tensor((t and t.completion_ids) or [padding]) for t in transcripts]
         masks = [torch.tensor((t and t.mask) or [0]) for t in transcripts]
         logprobs = [torch.tensor((t and t.logprobs) or [0.0]) for t in transcripts]
 
-        def right(rows: list[Tensor], value: float) -> Tensor:
+        def right(rows: list[Tensor], value: int) -> Tensor:
             return pad(rows, padding_value=value, padding_side="right").to(self.accelerator.device)
 
         inputs = {
@@ -128,7 +130,7 @@ class Trainer(GRPOTrainer):
             "completion_ids": right(completions, padding),
             "completion_mask": right([torch.ones_like(row) for row in completions], 0),
             "tool_mask": right(masks, 0),
-            "sampling_per_token_logps": right(logprobs, 0.0),
+            "sampling_per_token_logps": right(logprobs, 0),
             "advantages": group_advantages(group, scale=self.scale_rewards == "group").to(self.accelerator.device),
         }
         if self.beta:
@@ -182,11 +184,12 @@ class Trainer(GRPOTrainer):
         difference = (logps - inputs["sampling_per_token_logps"]) * mask
         sequence = self.vllm_importance_sampling_mode.startswith("sequence")
         ratio = torch.exp(difference.sum(-1, keepdim=True) if sequence else difference)
-        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
+        low: float | None = self.vllm_importance_sampling_clip_min
+        high: float = self.vllm_importance_sampling_clip_max or math.inf
         if self.vllm_importance_sampling_mode.endswith("truncate"):
             clipped = torch.clamp(ratio, min=low, max=high)
         else:
-            outside = (ratio < (low if low is not None else -math.inf)) | (ratio > high)
+            outside = (ratio < (low or 0.0)) | (ratio > high)
             clipped = ratio.masked_fill(outside, 0.0)
         trained = mask.sum().clamp(min=1)
         metrics = self._metrics["train"]
@@ -219,5 +222,5 @@ def _index_dataset(examples: int, batch_size: int) -> Dataset:
     return Dataset.from_list([{"prompt": "", "index": index} for index in indices])
 
 
-def _rewards_come_with_rollouts(**_: Any) -> list[float]:
+def _rewards_come_with_rollouts(**_: Any) -> list[float | None]:
     raise AssertionError("TRL asked for a reward, but rollouts are scored by their environment")

@@ -14,7 +14,8 @@ import torch
 from datasets import Dataset
 from peft import PeftModel
 from transformers import PrinterCallback, TrainerCallback
-from trl import SFTConfig, SFTTrainer
+from trl.trainer.sft_config import SFTConfig
+from trl.trainer.sft_trainer import SFTTrainer
 
 from environments.base import ChatMessage
 from environments.host import EnvironmentHost
