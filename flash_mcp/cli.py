@@ -31,8 +31,15 @@ if TYPE_CHECKING:
     from flash_mcp.tools import Tool
 
 ENDED = {"succeeded": 0, "failed": 3, "cancelled": 4}
-POSITIONAL = {"train": "config", "status": "run_id", "chat": "message", "undeploy": "deployment"}
-"""Optional arguments that read better without their name."""
+POSITIONAL = {
+    "chat": "message",
+    "env_push": "folder",
+    "env_test": "folder",
+    "status": "run_id",
+    "train": "config",
+    "undeploy": "deployment",
+}
+"""The argument that reads better without its name; for other tools the one that they cannot do without."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -247,10 +254,14 @@ def _add_argument(parser: argparse.ArgumentParser, tool: str, parameter: inspect
     text = _description(parameter.annotation).replace("%", "%%")
     kind = _bare(parameter.annotation)
     flag = f"--{parameter.name.replace('_', '-')}"
-    if parameter.default is parameter.empty:
-        parser.add_argument(parameter.name, metavar=parameter.name.upper(), help=text, type=_reader(kind))
-    elif POSITIONAL.get(tool) == parameter.name:
-        parser.add_argument(parameter.name, metavar=parameter.name.upper(), nargs="?", help=text)
+    required = parameter.name if parameter.default is parameter.empty else None
+    if POSITIONAL.get(tool, required) == parameter.name:
+        # Either way of giving it is right: the flag stands for those who are used to it from the tool's argument.
+        metavar, reader = parameter.name.upper(), _reader(kind)
+        parser.add_argument(
+            parameter.name, metavar=metavar, nargs="?", default=argparse.SUPPRESS, help=text, type=reader
+        )
+        parser.add_argument(flag, default=argparse.SUPPRESS, dest=parameter.name, help=argparse.SUPPRESS, type=reader)
     elif kind is bool:
         parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
     else:

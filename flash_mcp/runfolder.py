@@ -289,31 +289,42 @@ class RunWriter:
             "metrics": metrics,
         }
         self.check_owner()
-        folder, fs = self.folder, self.folder._fs  # pyright: ignore[reportPrivateUsage]
+        folder = self.folder
         try:
             if folder.is_local:
-                target = Path(folder.path("checkpoints", str(step)))
-                target.parent.mkdir(parents=True, exist_ok=True)
-                staging = target.with_name(f".{step}.{uuid4().hex}")
-                shutil.copytree(source, staging)
-                (staging / "MANIFEST.json").write_bytes(_dump(manifest))
-                _sync_tree(staging)
-                self.check_owner()
-                if target.exists():
-                    target.rename(target.with_name(f".old-{step}.{uuid4().hex}"))
-                staging.rename(target)
-                for stale in (*target.parent.glob(".old-*"), *target.parent.glob(".[0-9]*")):
-                    shutil.rmtree(stale, ignore_errors=True)
+                self._put_local(Path(folder.path("checkpoints", str(step))), files, manifest)
             else:
-                fs.rm(folder.path("checkpoints", str(step), "MANIFEST.json")) if folder.manifest(step) else None
-                for name, path in files.items():
-                    fs.put_file(str(path), folder.path("checkpoints", str(step), name))
-                self.check_owner()
-                fs.pipe_file(folder.path("checkpoints", str(step), "MANIFEST.json"), _dump(manifest))
+                self._put_remote(folder.path("checkpoints", str(step)), files, manifest)
         except OSError as error:
             raise disk_error(error, source) from error
         folder._write("checkpoints/LATEST", _dump({"step": step, "digest": digest}))  # pyright: ignore[reportPrivateUsage]
         return manifest
+
+    def _put_local(self, target: Path, files: dict[str, Path], manifest: Json) -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        staging = target.with_name(f".{target.name}.{uuid4().hex}")
+        try:
+            for name, path in files.items():
+                (staging / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, staging / name)
+            (staging / "MANIFEST.json").write_bytes(_dump(manifest))
+            _sync_tree(staging)
+            self.check_owner()
+            if target.exists():
+                target.rename(target.with_name(f".old-{target.name}.{uuid4().hex}"))
+            staging.rename(target)
+        finally:
+            for stale in (*target.parent.glob(".old-*"), *target.parent.glob(".[0-9]*")):
+                shutil.rmtree(stale, ignore_errors=True)
+
+    def _put_remote(self, target: str, files: dict[str, Path], manifest: Json) -> None:
+        fs = self.folder._fs  # pyright: ignore[reportPrivateUsage]
+        if fs.exists(f"{target}/MANIFEST.json"):
+            fs.rm(f"{target}/MANIFEST.json")
+        for name, path in files.items():
+            fs.put_file(str(path), f"{target}/{name}")
+        self.check_owner()
+        fs.pipe_file(f"{target}/MANIFEST.json", _dump(manifest))
 
     def commit_result(self, state: str, step: int, error: FlashError | None = None, **values: Any) -> None:
         """End the run: `state` is succeeded, failed, cancelled or (for the supervisor to retry) lost."""

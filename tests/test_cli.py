@@ -158,7 +158,7 @@ def test_a_starter_is_written_tested_and_published(run: Run, tmp_path: Path):
     assert run("env-setup", str(folder))[0] == 0
     code, out, _ = run("env_test", "--folder", str(folder), "--json")
     assert (code, json.loads(out)["passed"]) == (0, True)
-    assert run("env-push", "sums", "--folder", str(folder))[0] == 0
+    assert run("env-push", str(folder), "--name", "sums")[0] == 0
     assert run("train", str(folder / "configs" / "rl.toml"), "--validate-only")[0] == 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Sequence
 from statistics import fmean
@@ -22,6 +23,7 @@ POLL_S = 0.25
 MAX_WAIT_S = 43.0
 """Less than the 45 s after which a call is left: the answer takes time too."""
 SPEED_STEPS = 10
+LEAST_FREE_BYTES = 16 * 2**20
 
 
 class Trend(Part):
@@ -194,7 +196,7 @@ def _fingerprint(store: Store, run_id: str) -> tuple[str, int, int, int, int, st
 
 def _view(store: Store, run_id: str, detailed: bool) -> tuple[RunView, str]:
     run = store.run(run_id)
-    warnings = [*_unsupervised(store, run), *(event["message"] for event in store.events(run_id, 3, ["warning"]))]
+    warnings = [*_obstacles(store, run), *(event["message"] for event in store.events(run_id, 3, ["warning"]))]
     recent = [row["metrics"] for row in store.metrics(run_id, limit=SPEED_STEPS)]
     newest = store.last_metrics(run_id)
     evals, saved = store.evals(run_id), store.checkpoints(run_id)
@@ -234,11 +236,16 @@ def _view(store: Store, run_id: str, detailed: bool) -> tuple[RunView, str]:
     return view, _next_step(run, flags, verdict, bool(saved))
 
 
-def _unsupervised(store: Store, run: RunRow) -> list[str]:
-    """Start the supervisor anew where it was killed: without it nothing moves. What keeps it from starting, if so."""
+def _obstacles(store: Store, run: RunRow) -> list[str]:
+    """What keeps an active run from going on. A supervisor that was killed is started anew: nothing moves without."""
+    if run["state"] not in ACTIVE:
+        return []
+    free = shutil.disk_usage(store.base).free
+    if free < LEAST_FREE_BYTES:
+        fix = "free space there: the run goes on from its newest checkpoint"
+        return [str(FlashError("disk_full", "the disk is as good as full", path=store.base, free_bytes=free, fix=fix))]
     try:
-        if run["state"] in ACTIVE:
-            ensure_supervisor(store.base)
+        ensure_supervisor(store.base)
     except FlashError as error:
         return [str(error)]
     return []
