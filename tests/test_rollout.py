@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -116,3 +117,21 @@ def test_an_abandoned_turn_is_aborted_and_the_others_go_on() -> None:
 def test_a_prompt_without_room_for_an_answer_is_an_error_of_that_rollout() -> None:
     rollouts, _ = run_virtually(roll(tasks(2), FakeHost(), FakeEngine(), Limits(12, 8)))
     assert [r.error and r.error["code"] for r in rollouts] == ["prompt_too_long"] * 2
+
+
+def test_one_of_a_group_warms_the_prefix_cache_for_the_others() -> None:
+    class Recorder(FakeEngine):
+        def submit(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling) -> None:
+            submitted.append((len(self.batches), list(prompt_ids)))
+            super().submit(request_id, prompt_ids, sampling)
+
+    async def scenario() -> None:
+        engine = Recorder()
+        generator = Generator(engine, run_step=engine.run_step)
+        prompts = [[65], [65], [66], [65], [66]]
+        await asyncio.gather(*(generator.generate(prompt, Sampling(4, seed=i)) for i, prompt in enumerate(prompts)))
+
+    submitted: list[tuple[int, list[int]]] = []
+    run_virtually(scenario())
+    assert [prompt for step, prompt in submitted if step == 0] == [[65], [66]]
+    assert [prompt for step, prompt in submitted if step == 1] == [[65], [65], [66]]

@@ -113,6 +113,7 @@ class Generator:
         self._run_step = run_step
         self._numbers = itertools.count()
         self._arrived: list[tuple[str, Sequence[int], Sampling]] = []
+        self._warm: set[int] = set()
         self._abandoned: list[str] = []
         self._waiting: dict[str, asyncio.Future[Completion]] = {}
         self._driver: asyncio.Task[None] | None = None
@@ -139,6 +140,7 @@ class Generator:
             await asyncio.wait([self._driver])
 
     async def _drive(self) -> None:
+        self._warm.clear()
         try:
             while self._waiting or self._abandoned:
                 self._take_in()
@@ -161,13 +163,22 @@ class Generator:
             self._engine.abort(abandoned)
         self._abandoned.clear()
         arrived, self._arrived = self._arrived, []
+        fresh: set[int] = set()
         for request_id, prompt_ids, sampling in arrived:
             if request_id in gone:
                 continue
+            # One of a group goes ahead: after its prefill the others find their common prompt in the prefix cache.
+            prompt = hash(tuple(prompt_ids))
+            if prompt in fresh:
+                self._arrived.append((request_id, prompt_ids, sampling))
+                continue
+            if prompt not in self._warm:
+                fresh.add(prompt)
             try:
                 self._engine.submit(request_id, prompt_ids, sampling)
             except ValueError as error:
                 self._waiting.pop(request_id).set_exception(error)
+        self._warm |= fresh
 
 
 async def collect(
