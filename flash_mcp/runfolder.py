@@ -297,6 +297,7 @@ class RunWriter:
                 self._put_remote(folder.path("checkpoints", str(step)), files, manifest)
         except OSError as error:
             raise disk_error(error, source) from error
+        self.check_owner()  # a zombie that wakes here must not point back to its own step
         folder._write("checkpoints/LATEST", _dump({"step": step, "digest": digest}))  # pyright: ignore[reportPrivateUsage]
         return manifest
 

@@ -1,13 +1,16 @@
 """RolloutEngine: where tokens come from. vLLM in process, stepped by whoever owns it.
 
-Every private vLLM name that the worker touches is in this file; tests/test_engine.py is their contract test.
+Every private vLLM name that the worker touches is here or in worker/lora_cpu.py; tests/test_engine.py is their contract
+test.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -17,12 +20,26 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from peft import PeftModel
+    from vllm.lora.request import LoRARequest
     from vllm.v1.engine.llm_engine import LLMEngine
+
+Sync = Literal["merged", "adapter"]
+CPU_LORA_WORKER = "worker.lora_cpu.LoraWorker"
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM makes room for; an adapter of a rank in between uses the next larger one."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one turn is sampled. `temperature` 0 is greedy. `seed` makes the turn repeatable."""
+    """How one turn is sampled. `temperature` 0 is greedy. `seed` makes the turn repeatable.
+
+    A seeded turn draws the same numbers wherever it runs, and gives the same tokens, bit for bit, among the same
+    requests submitted between the same steps. In other company it may not: how many rows are computed together, and
+    whether the prompt was cached, decides how the logits are rounded, and a draw that falls that near to the border of
+    two tokens gives the other one. Rare in fp32; in bf16 the turns of a 135M model, alone and among 24, part after some
+    five tokens.
+    """
 
     max_tokens: int
     temperature: float = 1.0
@@ -59,8 +76,12 @@ class RolloutEngine(Protocol):
 class VllmEngine:
     """RolloutEngine over vLLM's LLMEngine, on the CPU or the GPU.
 
-    The policy arrives either as merged weights (`load_weights`: fast decode, the way for the CPU, where vLLM's LoRA
-    path gathers a copy of the adapter per token) or as an adapter (`load_adapter`: fast sync, needs `lora_rank`).
+    `sync` is how `load_policy` brings the policy in. "merged" writes W + scale·BA over the weights: decoding costs what
+    the base model costs, the CPU's default. "adapter" hands over the adapter alone, of at most `lora_rank`: a sync
+    costs next to nothing whatever the model's size, the GPU's default.
+
+    On a GPU the trainer's policy has to be on the card before: the engine takes half of what that left free, and keeps
+    it. Nothing has to sleep or wake, so nothing wakes with stale weights.
     """
 
     def __init__(
@@ -71,12 +92,14 @@ class VllmEngine:
         max_num_seqs: int,
         seed: int = 0,
         lora_rank: int | None = None,
+        sync: Sync | None = None,
         dtype: str = "bfloat16",
-        gpu_memory_utilization: float = 0.45,
     ) -> None:
         on_gpu = torch.cuda.is_available()
+        self._sync = sync or ("adapter" if on_gpu and lora_rank else "merged")
+        by_adapter = self._sync == "adapter"
         if not on_gpu:
-            os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(_kv_cache_gib(model_path, max_length, max_num_seqs))
+            os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(kv_cache_gib(model_path, max_length, max_num_seqs))
             _sample_by_inversion_on_cpu()
         from vllm import EngineArgs  # noqa: PLC0415  heavy, and it reads the environment when it is imported
         from vllm.v1.engine.llm_engine import LLMEngine  # noqa: PLC0415
@@ -95,12 +118,14 @@ class VllmEngine:
                 enable_chunked_prefill=on_gpu,
                 disable_log_stats=True,
                 logprobs_mode="processed_logprobs",
-                gpu_memory_utilization=gpu_memory_utilization,
-                enable_lora=lora_rank is not None,
-                max_lora_rank=max(8, lora_rank or 0),
+                gpu_memory_utilization=_gpu_share() if on_gpu else 1.0,  # VLLM_CPU_KVCACHE_SPACE decides on the CPU
+                enable_lora=by_adapter,
+                max_lora_rank=room_for_rank(lora_rank or 8),  # pyright: ignore[reportArgumentType]
+                worker_cls=CPU_LORA_WORKER if by_adapter and not on_gpu else "auto",
             )
         )
-        self._adapter = None
+        self._adapter: LoRARequest | None = None
+        self._versions = itertools.count(1)
 
     def submit(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         from vllm import SamplingParams  # noqa: PLC0415
@@ -119,9 +144,8 @@ class VllmEngine:
         self._engine.add_request(request_id, {"prompt_token_ids": list(prompt_ids)}, params, lora_request=self._adapter)
 
     def step(self) -> list[tuple[str, Completion]]:
-        return [
-            (output.request_id, _completion(output.outputs[0])) for output in self._engine.step() if output.finished
-        ]
+        outputs: list[Any] = self._engine.step()
+        return [(output.request_id, _completion(output.outputs[0])) for output in outputs if output.finished]
 
     def abort(self, request_ids: Sequence[str]) -> None:
         self._engine.abort_request(list(request_ids))
@@ -130,19 +154,31 @@ class VllmEngine:
         """Requests that the engine still holds."""
         return self._engine.get_num_unfinished_requests()
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace the policy by merged weights, named as in the model's checkpoint. No request may be under way."""
-        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-        self._engine.reset_prefix_cache()
+    def load_policy(self, policy: PeftModel) -> None:
+        """Sample from `policy` from now on. Raises RuntimeError while a request is under way."""
+        from worker.policy import merged_weights  # noqa: PLC0415
 
-    def load_adapter(self, path: Path, version: int) -> None:
-        """Replace the policy by the base model and the PEFT adapter at `path`. No request may be under way."""
+        if self.unfinished():
+            raise RuntimeError(f"{self.unfinished()} requests are under way: their policy cannot change")
+        if self._sync == "adapter":
+            self._load_adapter(policy)
+        else:
+            self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": merged_weights(policy)})
+        if not self._engine.reset_prefix_cache():
+            raise RuntimeError("vLLM kept cache entries of the policy before")
+
+    def _load_adapter(self, policy: PeftModel) -> None:
         from vllm.lora.request import LoRARequest  # noqa: PLC0415
 
-        self._engine.add_lora(LoRARequest(f"policy-{version}", 1, str(path), load_inplace=True))
-        # load_inplace on a generate request would read the adapter again at every scheduler step.
-        self._adapter = LoRARequest(f"policy-{version}", 1, str(path))
-        self._engine.reset_prefix_cache()
+        from worker.policy import save_adapter  # noqa: PLC0415
+
+        with tempfile.TemporaryDirectory(prefix="flash-policy-") as folder:
+            save_adapter(policy, Path(folder))
+            # The prefix cache tells adapters apart by name and path, not by what is in them: each has its own.
+            request = LoRARequest(f"policy-{next(self._versions)}", 1, folder)
+            # On the requests of turns load_inplace would read the adapter again at every step.
+            self._engine.add_lora(LoRARequest(request.lora_name, 1, folder, load_inplace=True))
+        self._adapter = request
 
 
 def _completion(output) -> Completion:
@@ -172,7 +208,18 @@ def _sample_by_inversion_on_cpu() -> None:
     TopKTopPSampler.forward_cpu = forward_cpu
 
 
-def _kv_cache_gib(model_path: Path, max_length: int, max_num_seqs: int) -> int:
+def room_for_rank(rank: int) -> int:
+    """The smallest of LORA_RANKS that holds `rank`."""
+    return next((room for room in LORA_RANKS if room >= rank), rank)
+
+
+def _gpu_share() -> float:
+    """Half of the memory that is free on the card now, as a part of all of it."""
+    free, total = torch.cuda.mem_get_info()
+    return free / total / 2
+
+
+def kv_cache_gib(model_path: Path, max_length: int, max_num_seqs: int) -> int:
     """GiB that hold every sequence at full length in bf16, at least 1 and at most a quarter of the memory free now."""
     from transformers import AutoConfig  # noqa: PLC0415
 

@@ -9,8 +9,10 @@ written; after anything else the supervisor starts attempt N + 1, which goes on 
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
+import resource
 import sys
 import tempfile
 import time
@@ -18,6 +20,9 @@ import traceback
 import warnings
 from pathlib import Path
 
+import psutil
+
+from environments.host import EnvironmentFault
 from flash_mcp.errors import FlashError
 from flash_mcp.runfolder import RunFolder, disk_error
 from worker.pulse import Cancelled, Pulse
@@ -71,6 +76,10 @@ def _prepare_process() -> None:
     """Settings that torch and vLLM read when they are imported."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # vLLM would pin the trainer's threads too
+    # oneDNN and its wrapper keep compiled kernels, half a MiB each, of every length seen. With their own limit of 1024
+    # each, a run grows by a GiB and more before it settles.
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
+    os.environ.setdefault("LRU_CACHE_CAPACITY", "128")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -88,7 +97,7 @@ def _explain(error: BaseException, phase: str) -> FlashError:
         return _explain(error.exceptions[0], phase)
     if isinstance(error, FlashError):
         return error
-    if hasattr(error, "code") and hasattr(error, "what"):  # environments.host.EnvironmentFault
+    if isinstance(error, EnvironmentFault):
         return FlashError(error.code, error.what, fix="run env_test on the environment, mend it and push it again")
     if isinstance(error, OSError) and isinstance(full := disk_error(error, Path(tempfile.gettempdir())), FlashError):
         return full
@@ -98,16 +107,30 @@ def _explain(error: BaseException, phase: str) -> FlashError:
             f"the training packages are not installed: {error}",
             fix="install flash-mcp with the extra cpu or gpu",
         )
-    if isinstance(error, MemoryError) or "out of memory" in str(error).lower():
+    if _is_memory(error):
         return FlashError(
             "out_of_memory",
-            f"memory ran out during {phase}: {error}",
-            fix="lower batch_size, group_size, max_length or max_tokens",
+            f"memory ran out during {phase}: {error or type(error).__name__}",
+            held_gib=round(psutil.Process().memory_info().rss / 2**30, 2),
+            peak_gib=round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
+            available_gib=round(psutil.virtual_memory().available / 2**30, 2),
+            fix="lower max_tokens, group_size or max_length, or use a smaller model; the event `memory` says what "
+            "needs most",
         )
     return FlashError(
         "worker_failed",
         f"{type(error).__name__} during {phase}: {error}",
         fix="read the end of the attempt's log in status; report it if it is not your environment's",
+    )
+
+
+def _is_memory(error: BaseException) -> bool:
+    """Whether memory ran out, of the machine or of the device: each allocator has its own words for it."""
+    said = str(error).lower()
+    return (
+        isinstance(error, MemoryError)
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        or any(words in said for words in ("out of memory", "can't allocate memory", "bad_alloc"))
     )
 
 

@@ -27,10 +27,11 @@ def load_policy(
     The base keeps `dtype`; the adapter's weights are fp32. Raises FlashError(adapter_mismatch).
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    base = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, attn_implementation="sdpa").to(device)
+    base: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, attn_implementation="sdpa")
     torch.manual_seed(seed)
     model = get_peft_model(
-        base, LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
+        base.to(device),
+        LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"),
     )
     if adapter_path is not None:
         _warm_start(model, adapter_path, rank, alpha)
@@ -42,10 +43,11 @@ def merged_weights(model: PeftModel) -> Iterator[tuple[str, Tensor]]:
 
     Made anew from the untouched base weights each time: merging in place would drift them in bf16.
     """
-    adapted = {name: module for name, module in model.base_model.model.named_modules() if isinstance(module, LoraLayer)}
+    base: Any = model.base_model.model
+    adapted: dict[str, Any] = {name: module for name, module in base.named_modules() if isinstance(module, LoraLayer)}
     seen: set[int] = set()
     with torch.no_grad():
-        for name, weight in model.base_model.model.named_parameters():
+        for name, weight in base.named_parameters():
             owner, _, leaf = name.rpartition(".")
             owner, is_base, _ = owner.partition(".base_layer")
             if "lora_" in name or weight.data_ptr() in seen:
@@ -55,6 +57,11 @@ def merged_weights(model: PeftModel) -> Iterator[tuple[str, Tensor]]:
                 layer = adapted[owner]
                 weight = (weight.float() + layer.get_delta_weight(ADAPTER).float()).to(weight.dtype)  # (out, in)
             yield f"{owner}.{leaf}", weight.data
+
+
+def save_adapter(model: PeftModel, folder: Path) -> None:
+    """Write the adapter that is trained, and no other, as PEFT does: adapter_config.json and its weights in fp32."""
+    model.save_pretrained(str(folder), selected_adapters=[ADAPTER], save_embedding_layers=False)
 
 
 def check_adapter(adapter_path: Path, *, rank: int, alpha: int) -> None:

@@ -21,7 +21,7 @@ from worker.checkpoints import Reporter
 from worker.engine import VllmEngine
 from worker.grpo import Trainer, group_advantages
 from worker.models import ensure
-from worker.policy import load_policy, merged_weights
+from worker.policy import load_policy
 from worker.pulse import Cancelled, Pulse
 from worker.rollout import Generator, Limits, Rollout, Task, collect
 from worker.runner import AsyncRunner
@@ -152,6 +152,7 @@ class Session:
                 max_length=self.limits.max_length,
                 max_num_seqs=min(max(rollouts_per_step, 32), 256),
                 seed=self.spec.seed,
+                lora_rank=self.spec.lora_rank,
                 dtype=str(self.policy.dtype).removeprefix("torch."),
             )
             self._generator = Generator(engine, run_step=lambda: self.runner.call_waiting(engine.step))
@@ -227,7 +228,7 @@ class Session:
         started = time.monotonic()
         engine, _ = self.start_engine()
         if self._synced != step:
-            engine.load_weights(merged_weights(self.policy))
+            engine.load_policy(self.policy)
             self._synced = step
         return time.monotonic() - started
 

@@ -12,7 +12,6 @@ import argparse
 import importlib.util
 import json
 import logging
-import math
 import os
 import sys
 from pathlib import Path
@@ -27,7 +26,6 @@ from worker.models import ensure
 MAX_LENGTH = 8192
 SEQUENCES = 8
 GPU_MEMORY_SHARE = 0.3  # training may go on beside it
-LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def main() -> None:
@@ -51,6 +49,8 @@ def server_command(name: str, model: Path, port: int, lora_rank: int) -> list[st
     """Arguments of the interpreter. Sets what vLLM reads from the environment."""
     import torch  # noqa: PLC0415  after the check that the packages are there
 
+    from worker.engine import CPU_LORA_WORKER, kv_cache_gib, room_for_rank  # noqa: PLC0415
+
     length = min(folder_card(model).context or MAX_LENGTH, MAX_LENGTH)
     options: dict[str, Any] = {
         "model": model,
@@ -59,7 +59,7 @@ def server_command(name: str, model: Path, port: int, lora_rank: int) -> list[st
         "port": port,
         "max-model-len": length,
         "max-num-seqs": SEQUENCES,
-        "max-lora-rank": next((rank for rank in LORA_RANKS if rank >= lora_rank), lora_rank),
+        "max-lora-rank": room_for_rank(lora_rank),
         "max-loras": 2,
         "max-cpu-loras": 16,
     }
@@ -67,23 +67,14 @@ def server_command(name: str, model: Path, port: int, lora_rank: int) -> list[st
     if torch.cuda.is_available():
         options["gpu-memory-utilization"] = GPU_MEMORY_SHARE
     else:
-        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(_kv_cache_gib(model, length))
+        options["worker-cls"] = CPU_LORA_WORKER
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(kv_cache_gib(model, length, SEQUENCES))
         # Unbound, and half of the cores: a run may train at the same time.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (psutil.cpu_count(logical=False) or 2) // 2)))
     arguments = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
     return ["-m", "vllm.entrypoints.openai.api_server", *arguments, "--enable-lora", "--enforce-eager",
             "--disable-uvicorn-access-log"]  # fmt: skip
-
-
-def _kv_cache_gib(model: Path, length: int) -> int:
-    """GiB that hold every sequence at full length in bf16, at least 1 and at most a quarter of the memory free now."""
-    config = json.loads((model / "config.json").read_text())
-    config = config.get("text_config") or config
-    heads = config.get("num_key_value_heads") or config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    wanted = 2 * 2 * config["num_hidden_layers"] * heads * head_dim * length * SEQUENCES / 2**30
-    return max(1, min(math.ceil(wanted), psutil.virtual_memory().available // 4 // 2**30))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,343 @@
+"""The training step: our forward and backward pass beside TRL's own, on the same rollouts and weights.
+
+    ours             worker.grpo.Trainer
+    trl              GRPOTrainer with the same loss and no gradient checkpointing
+    trl as it comes  GRPOTrainer with its defaults: checkpointing, and no correction of the sampling mismatch, for which
+                     it would need a pass more
+
+What is timed is `training_step` over the step's micro-batches: from finished rollouts to gradients, no optimizer.
+Gradients are compared in bf16, where both are off by rounding, and in fp32, which says how far off each of them is.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import AutoTokenizer, TrainerCallback
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.grpo_trainer import GRPOTrainer
+
+from bench.rollouts import rotated
+from flash_mcp.spec import RunSpec, resolve
+from worker.grpo import Collect, Trainer
+from worker.policy import load_policy
+from worker.rollout import Rollout, Task
+from worker.settings import Settings
+from worker.transcript import ChatTemplate, Transcript
+
+Json = dict[str, Any]
+RANK = 16
+TEXT = Path(__file__).parents[1] / "TRAINING.md"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step's rollouts: lengths in tokens, turns and tokens of a turn drawn from what is given."""
+
+    label: str
+    groups: int
+    size: int
+    prompt: int
+    turns: tuple[int, ...]
+    answer: range
+    reply: int = 16
+
+
+def cases(*, quick: bool) -> list[Case]:
+    groups, size = (2, 4) if quick else (4, 8)
+    return [
+        Case("shared prompt, 118 + 42 tokens", groups, size, 118, (1,), range(42, 43)),
+        Case("multi-turn, uneven", groups, size, 118, (1, 2, 4, 6), range(8, 41)),
+    ]
+
+
+def plain_trainer(
+    policy: Any,
+    tokenizer: Any,
+    spec: Settings,
+    *,
+    examples: int,
+    collect: Collect,
+    output_dir: str,
+    max_completion: int,
+    callbacks: Sequence[TrainerCallback],
+    as_it_comes: bool = True,
+) -> GRPOTrainer:
+    """TRL's trainer where the worker has its own, fed with the same rollouts through `rollout_func`."""
+
+    def rollout_func(prompts: list[str], trainer: Any) -> Json:
+        rollouts = collect(trainer.state.global_step + 1, [int(prompt) for prompt in prompts[:: spec.group_size]])
+        transcripts = [rollout.transcript for rollout in rollouts if rollout.transcript]
+        return {
+            "prompt_ids": [transcript.prompt_ids for transcript in transcripts],
+            "completion_ids": [transcript.completion_ids for transcript in transcripts],
+            "logprobs": [transcript.logprobs for transcript in transcripts],
+            "env_mask": [transcript.mask for transcript in transcripts],
+            "reward": [rollout.reward for rollout in rollouts],
+        }
+
+    args = GRPOConfig(
+        output_dir=output_dir,
+        max_steps=spec.steps,
+        per_device_train_batch_size=spec.group_size,
+        gradient_accumulation_steps=spec.batch_size,
+        num_generations=spec.group_size,
+        max_completion_length=max_completion,
+        learning_rate=spec.learning_rate,
+        lr_scheduler_type="constant",
+        max_grad_norm=spec.max_grad_norm,
+        beta=spec.kl_penalty_coef,
+        temperature=spec.temperature,
+        loss_type=spec.loss_type,
+        scale_rewards="none" if spec.loss_type == "dr_grpo" else "group",
+        vllm_importance_sampling_mode=spec.importance_sampling,
+        vllm_importance_sampling_clip_max=spec.importance_sampling_clip,
+        seed=spec.seed,
+        bf16=policy.dtype == torch.bfloat16,
+        use_cpu=not torch.cuda.is_available(),
+        gradient_checkpointing=as_it_comes,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    trainer = GRPOTrainer(
+        policy,
+        reward_funcs=lambda reward, **_: reward,
+        args=args,
+        train_dataset=Dataset.from_list([{"prompt": str(index)} for index in range(max(examples, spec.batch_size))]),
+        processing_class=tokenizer,
+        callbacks=list(callbacks),
+        rollout_func=rollout_func,
+    )
+    if not as_it_comes:
+        # TRL's correction belongs to its own engine; this switches it on for rollouts from elsewhere.
+        trainer.use_vllm = trainer.vllm_importance_sampling_correction = True
+        trainer._last_loaded_step = trainer.state.global_step
+    return trainer
+
+
+SYSTEMS: dict[str, Callable[..., Any]] = {
+    "ours": Trainer,
+    "trl": lambda *args, **options: plain_trainer(*args, **options, as_it_comes=False),
+    "trl as it comes": plain_trainer,
+}
+
+
+def run(model_path: Path, *, repeat: int, quick: bool) -> Json:
+    """{"cases": [...]}: seconds of every repeat, medians of the ratios within a repeat, and how gradients compare."""
+    return {"cases": [_run_case(model_path, case, repeat) for case in cases(quick=quick)]}
+
+
+def _run_case(model_path: Path, case: Case, repeat: int) -> Json:
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    fields: Json = {
+        "batch_size": case.groups,
+        "group_size": case.size,
+        "lora_rank": RANK,
+        "lora_alpha": 2 * RANK,
+        "steps": 1,
+    }
+    spec = Settings(**resolve(RunSpec(environment="bench", **fields)).spec.model_dump())
+    rollouts = make_rollouts(make_policy(model_path), tokenizer, case)
+    transcripts = [rollout.transcript for rollout in rollouts if rollout.transcript]
+    longest = max(len(transcript.completion_ids) for transcript in transcripts)
+    with tempfile.TemporaryDirectory() as scratch:
+
+        def make_step(name: str, dtype: torch.dtype = torch.bfloat16) -> Step:
+            return Step(
+                SYSTEMS[name](
+                    make_policy(model_path, dtype), tokenizer, spec, examples=case.groups, output_dir=scratch,
+                    collect=lambda *_: rollouts, max_completion=longest, callbacks=[],
+                )
+            )  # fmt: skip
+
+        steps = {name: make_step(name) for name in SYSTEMS}
+        for step in steps.values():
+            step.run()  # the first pass allocates
+        seconds: dict[str, list[float]] = {name: [] for name in steps}
+        for number in range(repeat):
+            for name in rotated(list(steps), number):
+                gc.collect()
+                seconds[name].append(steps[name].run())
+        precise = {}
+        for name in ("ours", "trl"):
+            step = make_step(name, torch.float32)
+            step.run()
+            precise[name] = step.gradient()
+    gradients = {name: step.gradient() for name, step in steps.items()}
+    packed = case.groups * case.prompt + sum(len(transcript.completion_ids) for transcript in transcripts)
+    trained = sum(transcript.model_tokens for transcript in transcripts)
+    bound_s = roofline_s(steps["ours"].model, packed, trained)
+    return {
+        "label": case.label,
+        "rollouts": len(rollouts),
+        "seconds": seconds,
+        "over": {
+            name: statistics.median(theirs / mine for theirs, mine in zip(times, seconds["ours"], strict=True))
+            for name, times in seconds.items()
+        },
+        "tokens": {"packed": packed, "padded": len(rollouts) * (case.prompt + longest), "trained": trained},
+        "gradient": {
+            "ours to trl": compare(gradients["ours"], gradients["trl"]),
+            "ours to trl in fp32": compare(precise["ours"], precise["trl"]),
+            "ours to fp32": compare(gradients["ours"], precise["trl"]),
+            "trl to fp32": compare(gradients["trl"], precise["trl"]),
+        },
+        "bound_s": bound_s,
+        "bound_share": bound_s / statistics.median(seconds["ours"]),
+    }
+
+
+class Step:
+    """One trainer's way from rollouts to gradients."""
+
+    def __init__(self, trainer: Any) -> None:
+        # What `train` does before its loop.
+        self._trainer, self._groups = trainer, trainer.args.gradient_accumulation_steps
+        if trainer.args.gradient_checkpointing:
+            trainer.model.gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs)
+        self.model: Any = trainer.accelerator.prepare_model(trainer.model)
+        trainer.current_gradient_accumulation_steps = self._groups
+
+    def run(self) -> float:
+        """Seconds of one step; its gradients stay."""
+        self.model.zero_grad()
+        size = self._trainer.args.per_device_train_batch_size
+        batch = [{"prompt": str(row // size), "index": row // size} for row in range(size * self._groups)]
+        started = time.perf_counter()
+        for _ in range(self._groups):
+            self._trainer.training_step(self.model, batch, None)
+        return time.perf_counter() - started
+
+    def gradient(self) -> Tensor:
+        return torch.cat([p.grad.flatten() for p in self.model.parameters() if p.grad is not None])
+
+
+def compare(mine: Tensor, theirs: Tensor) -> Json:
+    cosine = torch.nn.functional.cosine_similarity(mine.double(), theirs.double(), dim=0)
+    return {"cosine": cosine.item(), "norm_difference": ((mine - theirs).norm() / theirs.norm()).item()}
+
+
+# -- what is trained on ------------------------------------------------------------------------------------------------
+
+
+def make_policy(model_path: Path, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """The base model with an adapter that changes it a little, so that every adapter weight has a gradient."""
+    policy = load_policy(model_path, rank=RANK, alpha=2 * RANK, seed=0, dtype=dtype)
+    generator = torch.Generator().manual_seed(1)
+    for name, weight in policy.named_parameters():
+        if "lora_B" in name:
+            weight.data.normal_(std=0.005, generator=generator)
+    return policy
+
+
+def make_rollouts(policy: Any, tokenizer: Any, case: Case) -> list[Rollout]:
+    """Rollouts that the policy sampled after pieces of a text; log-probabilities are its own but for an engine's noise.
+
+    Tokens at random would not do: bf16 noise is most of the gradient of what the policy would never say.
+    """
+    rng, template = random.Random(0), ChatTemplate(tokenizer)
+    text = tokenizer.encode(TEXT.read_text(), add_special_tokens=False)
+
+    def piece(count: int) -> list[int]:
+        start = rng.randrange(len(text) - count)
+        return text[start : start + count]
+
+    prompts = [piece(case.prompt) for _ in range(case.groups)]
+    answers = [[rng.choice(case.answer) for _ in range(rng.choice(case.turns))] for _ in range(case.groups * case.size)]
+    said = _sample(policy, [prompts[index // case.size] for index in range(len(answers))], max(map(sum, answers)))
+    rollouts = []
+    for index, lengths in enumerate(answers):
+        transcript = Transcript(template, [{"role": "user", "content": ""}])
+        transcript.prompt_ids = list(prompts[index // case.size])
+        words = iter(said[index])
+        for turn, length in enumerate(lengths):
+            added = piece(case.reply) if turn else []
+            transcript.completion_ids += added + list(itertools.islice(words, length))
+            transcript.mask += [0] * len(added) + [1] * length
+        noisy = [logp + rng.gauss(0, 0.01) for logp in _logps(policy, transcript)]
+        transcript.logprobs = [logp * mine for logp, mine in zip(noisy, transcript.mask, strict=True)]
+        task = Task("train", index // case.size, index // case.size, index, seed=index)
+        # The first two of a group differ, so that no group is without advantage.
+        reward = float(index % case.size) if index % case.size < 2 else rng.random()
+        rollouts.append(Rollout(task, f"t{index}", transcript, reward=reward))
+    return rollouts
+
+
+def _sample(policy: Any, prompts: list[list[int]], count: int) -> list[list[int]]:
+    """`count` tokens after each of the prompts, all of one length."""
+    torch.manual_seed(0)
+    ids = torch.tensor(prompts, device=policy.device)
+    said = policy.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, top_p=1.0,
+        min_new_tokens=count, max_new_tokens=count,
+    )  # fmt: skip
+    return said[:, ids.size(1) :].tolist()
+
+
+def _logps(policy: Any, transcript: Transcript) -> list[float]:
+    with torch.no_grad(), torch.autocast(policy.device.type, torch.bfloat16):
+        logits = policy(input_ids=torch.tensor([transcript.ids], device=policy.device)).logits[0].float()  # (L, V)
+    targets = torch.tensor(transcript.completion_ids, device=policy.device)
+    predicted = logits[len(transcript.prompt_ids) - 1 : -1].log_softmax(-1)  # (C, V)
+    return predicted.gather(1, targets[:, None]).squeeze(1).tolist()
+
+
+# -- the roofline ------------------------------------------------------------------------------------------------------
+
+
+def roofline_s(policy: Any, tokens: int, trained: int) -> float:
+    """Seconds of the matrix products alone at the rate that this machine reaches, attention and the adapter left out.
+
+    A frozen weight of n entries costs 2n operations a token forward and 2n backward; the head counts on trained tokens.
+    """
+    causal_lm = policy.get_base_model()
+    head = causal_lm.lm_head.weight.numel()
+    layers = sum(weight.numel() for name, weight in causal_lm.model.layers.named_parameters() if "lora_" not in name)
+    return 4 * (layers * tokens + head * trained) / _operations_per_s(causal_lm.lm_head.weight)
+
+
+def _operations_per_s(weight: Tensor) -> float:
+    """Of bf16 matrix products with the head, the widest that the model has."""
+    left = torch.randn(512, weight.size(1), dtype=torch.bfloat16, device=weight.device)
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        (left @ weight.detach().T).sum().item()
+        times.append(time.perf_counter() - started)
+    return 2 * left.numel() * weight.size(0) / min(times)
+
+
+def rows(result: Json) -> Iterator[list[str]]:
+    """The table, its header first."""
+    yield ["rollouts", "ours / trl / trl as it comes, s", "over trl", "over trl as it comes",
+           "gradient: cosine, difference to trl", "in fp32", "ours / trl to fp32", "tokens packed / padded", "bound s",
+           "share"]  # fmt: skip
+    for case in result["cases"]:
+        gradient, difference = case["gradient"], "norm_difference"
+        yield [
+            f"{case['rollouts']} {case['label']}",
+            " / ".join(f"{statistics.median(times):.2f}" for times in case["seconds"].values()),
+            f"{case['over']['trl']:.2f}",
+            f"{case['over']['trl as it comes']:.2f}",
+            f"{gradient['ours to trl']['cosine']:.5f}, {gradient['ours to trl'][difference]:.3f}",
+            f"{gradient['ours to trl in fp32'][difference]:.0e}",
+            f"{gradient['ours to fp32'][difference]:.3f} / {gradient['trl to fp32'][difference]:.3f}",
+            f"{case['tokens']['packed']} / {case['tokens']['padded']}",
+            f"{case['bound_s']:.2f}",
+            f"{case['bound_share']:.2f}",
+        ]

@@ -1,0 +1,425 @@
+"""vLLM as the rollout engine: the real one, on the tiny model in this process."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from worker import packing
+from worker.engine import LORA_RANKS, Completion, Sampling, Sync, VllmEngine, room_for_rank
+from worker.policy import load_policy
+
+pytestmark = pytest.mark.timeout(400)
+RANK = 12  # not one of vLLM's
+PROMPT = [33 + (index * index) % 90 for index in range(300)]  # longer than two blocks of the CPU's prefix cache
+BF16_NATS = 0.1
+"""Engine and trainer round at different places: at most 0.074 in 4,600 tokens; to the policy before at least 1.5."""
+
+
+Engines = dict[tuple[Path, Sync], VllmEngine]
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[Engines]:
+    """Those that the tests have started. All live until the last test: the end of one breaks the others."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        yield {}
+        torch.set_num_threads(threads)
+
+
+def engine_of(engines: Engines, model: Path, sync: Sync, dtype: str = "bfloat16") -> VllmEngine:
+    if (model, sync) not in engines:
+        engines[model, sync] = VllmEngine(
+            model, max_length=512, max_num_seqs=16, lora_rank=RANK, sync=sync, dtype=dtype
+        )
+    return engines[model, sync]
+
+
+@pytest.fixture
+def merged(engines: Engines, tiny_model: Path) -> VllmEngine:
+    return engine_of(engines, tiny_model, "merged")
+
+
+@pytest.fixture
+def by_adapter(engines: Engines, tiny_model: Path) -> VllmEngine:
+    return engine_of(engines, tiny_model, "adapter")
+
+
+@pytest.fixture(params=["merged", "adapter"])
+def engine(request: pytest.FixtureRequest, engines: Engines, tiny_model: Path) -> VllmEngine:
+    return engine_of(engines, tiny_model, request.param)
+
+
+@pytest.fixture
+def policy(tiny_model: Path) -> Any:
+    return load_policy(tiny_model, rank=RANK, alpha=24, seed=0, dtype=torch.bfloat16)
+
+
+def train(policy: Any, step: int) -> None:
+    """Another adapter, as a step of training would leave one."""
+    generator = torch.Generator().manual_seed(step)
+    for name, weight in policy.named_parameters():
+        if "lora_" in name:
+            weight.data.normal_(std=0.1, generator=generator)
+
+
+def generate(engine: VllmEngine, *requests: tuple[list[int], Sampling]) -> list[Completion]:
+    for number, (prompt, sampling) in enumerate(requests):
+        engine.submit(str(number), prompt, sampling)
+    done: dict[str, Completion] = {}
+    while engine.unfinished():
+        done.update(engine.step())
+    return [done[str(number)] for number in range(len(requests))]
+
+
+def trainers_logprobs(policy: Any, prompt: list[int], completion: list[int]) -> Tensor:
+    ids = torch.tensor([prompt + completion])
+    trained = torch.ones(1, len(completion), dtype=torch.long)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=policy.dtype == torch.bfloat16):
+        return packing.group_logps(policy.get_base_model(), ids, torch.ones_like(ids), trained, 1.0)[0][0]
+
+
+def difference(policy: Any, completion: Completion) -> float:
+    """The largest between the engine's and the trainer's log-probabilities of an answer to PROMPT."""
+    expected = trainers_logprobs(policy, PROMPT, completion.token_ids)
+    return (torch.tensor(completion.logprobs) - expected).abs().max().item()
+
+
+# -- the policy in the engine ------------------------------------------------------------------------------------------
+
+
+def test_after_every_sync_the_engine_samples_with_the_trainers_log_probabilities(
+    engine: VllmEngine, policy: Any
+) -> None:
+    for step in range(1, 5):
+        before = copy.deepcopy(policy)
+        train(policy, step)
+        engine.load_policy(policy)
+        # The same prompt each time: an entry that the cache kept from the policy before would show.
+        for completion in generate(engine, *((PROMPT, Sampling(24, seed=seed)) for seed in range(4))):
+            assert len(completion.token_ids) == len(completion.logprobs) > 0
+            assert difference(policy, completion) < BF16_NATS
+            assert len(completion.token_ids) < 8 or difference(before, completion) > 4 * BF16_NATS
+
+
+@pytest.mark.parametrize("sync", ["merged", "adapter"])
+def test_in_fp32_log_probabilities_equal_the_trainers_and_company_changes_no_token(
+    engines: Engines, tiny_model: Path, tmp_path: Path, sync: Sync
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
+
+    AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path)
+    policy = load_policy(tmp_path, rank=RANK, alpha=24, seed=0, dtype=torch.float32)
+    train(policy, 1)
+    engine = engine_of(engines, tmp_path, sync, "float32")
+    engine.load_policy(policy)
+    turns = [(PROMPT[number:], Sampling(16, seed=number)) for number in range(12)]
+    alone = [generate(engine, turn)[0] for turn in turns]
+    together = generate(engine, *turns)
+    assert difference(policy, together[0]) < 1e-4
+    # bf16 promises no such thing: see Sampling.
+    assert [completion.token_ids for completion in together] == [completion.token_ids for completion in alone]
+
+
+def test_the_prefix_cache_would_serve_the_old_policy_if_nobody_reset_it(
+    merged: VllmEngine, policy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The danger is real: what the other tests show absent is there as soon as the reset is left out."""
+    train(policy, 1)
+    merged.load_policy(policy)
+    request = (PROMPT, Sampling(4, temperature=0.0))
+    generate(merged, request)
+    train(policy, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(merged._engine, "reset_prefix_cache", lambda: True)
+        merged.load_policy(policy)
+    assert difference(policy, generate(merged, request)[0]) > 4 * BF16_NATS
+    merged.load_policy(policy)
+    assert difference(policy, generate(merged, request)[0]) < BF16_NATS
+
+
+def test_an_adapters_name_keeps_the_cache_apart_even_without_a_reset(
+    by_adapter: VllmEngine, policy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(by_adapter._engine, "reset_prefix_cache", lambda: True)
+    for step in (1, 2):
+        train(policy, step)
+        by_adapter.load_policy(policy)
+        assert difference(policy, generate(by_adapter, (PROMPT, Sampling(4, temperature=0.0)))[0]) < BF16_NATS
+
+
+def test_200_merged_syncs_leave_the_base_untouched_and_the_engine_as_after_the_first(
+    merged: VllmEngine, policy: Any
+) -> None:
+    base = {name: weight.clone() for name, weight in policy.named_parameters() if "lora_" not in name}
+    requests = [(PROMPT, Sampling(24, seed=seed)) for seed in range(4)]
+    train(policy, 0)
+    merged.load_policy(policy)
+    first = generate(merged, *requests)
+    for step in range(1, 200):
+        train(policy, step)
+        merged.load_policy(policy)
+    assert generate(merged, *requests) != first
+    train(policy, 0)
+    merged.load_policy(policy)
+    assert generate(merged, *requests) == first
+    assert all(torch.equal(dict(policy.named_parameters())[name], weight) for name, weight in base.items())
+
+
+def test_a_policy_does_not_change_under_a_request(engine: VllmEngine, policy: Any) -> None:
+    engine.submit("0", PROMPT, Sampling(8))
+    with pytest.raises(RuntimeError, match="1 requests are under way"):
+        engine.load_policy(policy)
+    engine.abort(["0"])
+    engine.load_policy(policy)
+
+
+def test_a_sync_leaves_no_file_behind(
+    by_adapter: VllmEngine, policy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    by_adapter.load_policy(policy)
+    assert generate(by_adapter, (PROMPT, Sampling(4)))[0].token_ids and not list(tmp_path.iterdir())
+
+
+def test_vllm_has_room_for_every_rank_that_it_names() -> None:
+    from typing import get_args  # noqa: PLC0415
+
+    from vllm.config.lora import MaxLoRARanks  # noqa: PLC0415
+
+    assert set(LORA_RANKS) <= set(get_args(MaxLoRARanks))
+    assert [room_for_rank(rank) for rank in (1, 8, 9, 33, 512)] == [8, 8, 16, 64, 512]
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_abort_leaves_no_request_and_no_cache_block_behind(engine: VllmEngine, policy: Any) -> None:
+    for number in range(6):
+        engine.submit(str(number), PROMPT, Sampling(100, seed=number, stop=()))
+    engine.step()
+    engine.abort(["1", "3", "5", "never submitted"])
+    assert engine.unfinished() == 3
+    finished: list[str] = []
+    while engine.unfinished():
+        finished += [request_id for request_id, _ in engine.step()]
+    assert sorted(finished) == ["0", "2", "4"]
+    engine.submit("6", PROMPT, Sampling(100))
+    engine.abort(["6"])  # before it was ever scheduled
+    assert engine.unfinished() == 0 and engine.step() == []
+    assert engine._engine.reset_prefix_cache(), "blocks of an aborted request are still in use"
+
+
+def test_a_seeded_turn_is_repeated_bit_for_bit_and_another_seed_gives_another(engine: VllmEngine, policy: Any) -> None:
+    engine.load_policy(policy)
+    requests = [([50 + number] * 9, Sampling(24, seed=number, top_p=0.9)) for number in range(8)]
+    first = generate(engine, *requests)
+    assert generate(engine, *requests) == first
+    others = generate(
+        engine, *((prompt, Sampling(24, seed=s.seed + 100)) for prompt, s in requests if s.seed is not None)
+    )
+    assert all(one.token_ids != other.token_ids for one, other in zip(first, others, strict=True))
+
+
+def test_a_turn_ends_with_its_stop_string_or_with_its_budget(engine: VllmEngine, policy: Any, tiny_model: Path) -> None:
+    from transformers import AutoTokenizer  # noqa: PLC0415
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    engine.load_policy(policy)
+    free = generate(engine, (PROMPT, Sampling(24, seed=1)))[0]
+    stop = tokenizer.decode(free.token_ids[2:4])
+    stopped, short = generate(
+        engine, (PROMPT, Sampling(24, seed=1, stop=(stop,))), (PROMPT, Sampling(3, seed=1, stop=("\0",)))
+    )
+    assert (stopped.token_ids, stopped.finish_reason) == (free.token_ids[:4], "stop")
+    assert (short.token_ids, short.finish_reason) == (free.token_ids[:3], "length")
+
+
+# -- the sampler -------------------------------------------------------------------------------------------------------
+
+CHI_SQUARE_999 = {11: 31.26, 4: 18.47}
+"""Of the distribution's tail, by degrees of freedom: a right sampler exceeds it once in a thousand seeds."""
+
+
+def draw(logits: Tensor, *, p: float | None = None, seeded: bool) -> tuple[Tensor, Tensor]:
+    """(tokens, log-probabilities) that the engine's sampler gives for every row of `logits` (N, V)."""
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler  # noqa: PLC0415
+
+    from worker.engine import _sample_by_inversion_on_cpu  # noqa: PLC0415
+
+    _sample_by_inversion_on_cpu()
+    rows = range(len(logits)) if seeded else ()
+    generators = {row: torch.Generator().manual_seed(row) for row in rows}
+    top_p = None if p is None else torch.full((len(logits),), p)
+    sampler = TopKTopPSampler(logprobs_mode="processed_logprobs")
+    return sampler.forward_cpu(logits.clone(), generators, None, top_p)  # pyright: ignore[reportReturnType]
+
+
+@pytest.mark.parametrize("seeded", [True, False])
+@pytest.mark.parametrize("top_p", [None, 0.8])
+def test_tokens_are_drawn_with_the_probabilities_that_the_logits_and_top_p_give(
+    seeded: bool, top_p: float | None
+) -> None:
+    torch.manual_seed(0)
+    row = torch.randn(12) * 1.2
+    probabilities = row.softmax(0)
+    if top_p is not None:  # the smallest set of likeliest tokens that reaches top_p
+        order = probabilities.argsort(descending=True)
+        kept = order[: int((probabilities[order].cumsum(0) < top_p).sum()) + 1]
+        only = torch.zeros(12).index_fill(0, kept, 1.0)
+        probabilities = probabilities * only / (probabilities * only).sum()
+    tokens, logprobs = draw(row.expand(20_000, 12), p=top_p, seeded=seeded)
+    torch.testing.assert_close(logprobs[0].exp(), probabilities)
+    counts = torch.bincount(tokens, minlength=12)
+    possible = probabilities > 0
+    assert not counts[~possible].any()
+    expected = 20_000 * probabilities[possible]
+    chi_square = ((counts[possible] - expected) ** 2 / expected).sum().item()
+    assert chi_square < CHI_SQUARE_999[int(possible.sum()) - 1]
+
+
+def test_no_draw_however_near_to_one_gives_a_token_that_top_p_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.full((64, 49_152), -30.0)
+    logits[:, :5] = torch.randn(64, 5)
+    monkeypatch.setattr(torch, "rand", lambda *size: torch.full(size, 1 - 2**-24))
+    tokens, _ = draw(logits, p=0.9, seeded=False)
+    assert int(tokens.max()) < 5
+
+
+# -- LoRA on the CPU ---------------------------------------------------------------------------------------------------
+
+IN, OUTS, VOCABULARY, SLOTS = 24, (16, 8, 8), 40, 3
+BATCHES = {  # the adapter of each token, 0 for none
+    "one adapter": [7] * 6,
+    "one adapter and none": [7, 7, 0, 0, 7, 0],
+    "three adapters and none": [7, 0, 8, 8, 7, 9, 0, 9],
+    "none": [0] * 4,
+}
+
+
+def wrappers(tokens: list[int], prompts: list[int]) -> tuple[Any, Any]:
+    """(ours, vLLM's) with the adapters 7, 8, 9 in slots 2, 0, 1."""
+    from vllm.lora.layers import LoRAMapping  # noqa: PLC0415
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU  # noqa: PLC0415
+
+    from worker.lora_cpu import GroupedPunicaWrapper  # noqa: PLC0415
+
+    both = GroupedPunicaWrapper(64, 16, "cpu"), PunicaWrapperCPU(64, 16, "cpu")
+    for wrapper in both:
+        mapping = LoRAMapping(tuple(tokens), tuple(prompts), is_prefill=True)
+        wrapper.update_metadata(mapping, [8, 9, 7], SLOTS + 1, VOCABULARY)
+    return both
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_rows_with_an_adapter_get_what_vllm_gives_them_and_rows_without_get_nothing(
+    batch: str, dtype: torch.dtype
+) -> None:
+    tokens = BATCHES[batch]
+    prompts = tokens[::2]
+    ours, theirs = wrappers(tokens, prompts)
+    torch.manual_seed(0)
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(*size).to(dtype) / 4
+
+    a = tuple(random(SLOTS, 1, RANK, IN) for _ in OUTS)
+    b = tuple(random(SLOTS, 1, out, RANK) for out in OUTS)
+    head_a, head_b, embed_b = (
+        random(SLOTS, 1, RANK, IN),
+        random(SLOTS, 1, VOCABULARY + 8, RANK),
+        random(SLOTS, 1, IN, RANK),
+    )
+    x, low, y = random(len(tokens), IN), random(len(tokens), RANK), random(len(tokens), sum(OUTS))
+    last, logits, embedded = random(len(prompts), IN), random(len(prompts), VOCABULARY), random(len(tokens), IN)
+    calls = {
+        "linear": (y, tokens, lambda w, out: w.add_lora_linear(out, x, a, b, 1.0, OUTS)),
+        "logits": (logits, prompts, lambda w, out: w.add_lora_logits(out, last, head_a, head_b, 1.0)),
+        "embedding": (embedded, tokens, lambda w, out: w.add_lora_embedding(out, low, embed_b, add_input=True)),
+    }
+    for name, (before, adapters, call) in calls.items():
+        mine, reference = before.clone(), before.clone()
+        call(ours, mine)
+        call(theirs, reference)
+        adapted = torch.tensor(adapters) > 0
+        tolerance = 1e-5 if dtype == torch.float32 else 0.02
+        torch.testing.assert_close(mine[adapted], reference[adapted], rtol=tolerance, atol=tolerance, msg=name)
+        assert torch.equal(mine[~adapted], before[~adapted]), name
+        assert not adapted.any() or not torch.equal(mine[adapted], before[adapted]), name
+
+
+def test_no_adapter_is_gathered_for_a_token(
+    by_adapter: VllmEngine, policy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.lora.punica_wrapper import punica_cpu  # noqa: PLC0415
+
+    gathers = [name for name in vars(punica_cpu) if name.startswith(("bgmv_", "sgmv_"))]
+    assert len(gathers) == 6
+    for name in gathers:
+        monkeypatch.setattr(punica_cpu, name, None)
+    train(policy, 3)
+    by_adapter.load_policy(policy)
+    assert difference(policy, generate(by_adapter, (PROMPT, Sampling(8, seed=1)))[0]) < BF16_NATS
+
+
+def test_a_server_on_the_cpu_uses_the_same_worker(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from worker import serving  # noqa: PLC0415
+
+    with monkeypatch.context() as patch:
+        patch.setattr(serving.os, "environ", {})
+        command = serving.server_command(str(tiny_model), tiny_model, 1, RANK)
+    assert command[command.index("--worker-cls") + 1] == "worker.lora_cpu.LoraWorker"
+    assert command[command.index("--max-lora-rank") + 1] == "16"
+
+
+# -- vLLM's private names ----------------------------------------------------------------------------------------------
+
+
+def test_the_private_names_of_vllm_are_where_the_worker_expects_them() -> None:
+    from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase  # noqa: PLC0415
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU  # noqa: PLC0415
+    from vllm.lora.request import LoRARequest  # noqa: PLC0415
+    from vllm.platforms import current_platform  # noqa: PLC0415
+    from vllm.platforms.cpu import CpuPlatform  # noqa: PLC0415
+    from vllm.v1.engine.llm_engine import LLMEngine  # noqa: PLC0415
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p  # noqa: PLC0415
+    from vllm.v1.worker.cpu_worker import CPUWorker  # noqa: PLC0415
+    from vllm.v1.worker.gpu_worker import Worker  # noqa: PLC0415
+
+    expected = {
+        LLMEngine.from_engine_args: ["engine_args"],
+        LLMEngine.add_request: ["request_id", "prompt", "params", "lora_request"],
+        LLMEngine.step: [],
+        LLMEngine.abort_request: ["request_ids"],
+        LLMEngine.get_num_unfinished_requests: [],
+        LLMEngine.collective_rpc: ["method", "kwargs"],
+        LLMEngine.reset_prefix_cache: [],
+        LLMEngine.add_lora: ["lora_request"],
+        Worker.reload_weights: [],
+        CPUWorker.load_model: [],
+        LoRARequest: ["lora_name", "lora_int_id", "lora_path", "load_inplace"],
+        TopKTopPSampler.forward_cpu: ["logits", "generators", "k", "p"],
+        apply_top_k_top_p: ["logits", "k", "p"],
+        PunicaWrapperBase.update_metadata: ["mapping", "lora_index_to_id", "max_loras", "vocab_size"],
+        PunicaWrapperCPU.add_lora_linear: ["y", "x", "lora_a_stacked", "lora_b_stacked", "scale", "output_slices"],
+        PunicaWrapperCPU.add_lora_embedding: ["y", "x", "lora_b_stacked"],
+        PunicaWrapperCPU.add_lora_logits: ["y", "x", "lora_a_stacked", "lora_b_stacked", "scale"],
+    }
+    for function, names in expected.items():
+        assert set(names) <= set(inspect.signature(function).parameters), function
+    assert isinstance(current_platform, CpuPlatform) and CpuPlatform.get_punica_wrapper().rpartition(".")[2]
+    assert isinstance(PunicaWrapperBase.token_lora_indices, property)
+    assert isinstance(PunicaWrapperBase.sampler_indices, property)
