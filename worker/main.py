@@ -76,10 +76,6 @@ def _prepare_process() -> None:
     """Settings that torch and vLLM read when they are imported."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # vLLM would pin the trainer's threads too
-    # oneDNN and its wrapper keep compiled kernels, half a MiB each, of every length seen. With their own limit of 1024
-    # each, a run grows by a GiB and more before it settles.
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
-    os.environ.setdefault("LRU_CACHE_CAPACITY", "128")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
