@@ -189,7 +189,7 @@ def install(target: Path) -> None:
     beside = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     if uv := shutil.which("uv", path=beside):
         _run(uv, "venv", "--quiet", "--python", sys.executable, str(target / "venv"))
-        _run(uv, "pip", "install", "--python", python, "-r", wanted)
+        _run(uv, "pip", "install", "--compile-bytecode", "--python", python, "-r", wanted)
         versions = _run(uv, "pip", "freeze", "--python", python, capture=True)
     else:
         _run(sys.executable, "-m", "venv", str(target / "venv"))

@@ -154,12 +154,11 @@ def _step(environment: Any, action: Any) -> Shown:
         done, info = result
         if not done:
             return Shown(environment.get_observation()[1], info=info or {})
-        rewards = environment.close()[0] or {}
+        rewards = cast("Mapping[int, float]", environment.close()[0] or {})
         return Shown(None, float(rewards.get(0, 0.0)), done=True, ended=True, info=info or {})
     if hasattr(result, "observation"):
-        done = bool(result.done)
-        info = getattr(result, "info", None) or getattr(result, "metadata", None) or {}
-        return Shown(result.observation, float(result.reward or 0.0), done, done, info)
+        done, told = bool(result.done), getattr(result, "info", None) or getattr(result, "metadata", None)
+        return Shown(result.observation, float(result.reward or 0.0), done, done, told or {})
     if len(result) == 5:
         observation, reward, terminated, truncated, info = result
         return Shown(observation, float(reward), bool(terminated or truncated), bool(terminated), info or {})

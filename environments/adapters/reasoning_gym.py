@@ -32,7 +32,7 @@ GENERATION_TIMEOUT_S = 15.0
 SOLVED = 1.0 - 1e-6
 WORTHLESS = ("", "?", "asdf qwer zxcv")
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-INSTRUCTION = "Write the final answer, and nothing else, between <answer> and </answer>."
+INSTRUCTION = "Write the final answer, and nothing else, in tags: <answer>your answer</answer>."
 
 
 def load(
@@ -47,7 +47,8 @@ def load(
 ) -> ReasoningGym:
     """The environment of a dataset by name; `config` is the dataset's own (its difficulty, as a rule).
 
-    `tag_reward` of the reward is for an answer in tags, the rest for how right it is.
+    `tag_reward` of the reward is for an answer in tags, the rest for how right it is. What the instruction itself has
+    in tags is no answer.
     """
     import reasoning_gym  # noqa: PLC0415  # pyright: ignore
     from reasoning_gym.factory import DATASETS  # noqa: PLC0415  # pyright: ignore
@@ -81,14 +82,15 @@ class ReasoningGym(EnvironmentSingleTurn):
     ) -> None:
         self.dataset, self.eval_dataset = train, held_out
         self._scorer, self._tag_reward, self._instruction = scorer, tag_reward, instruction
+        self._placeholders = {text.strip() for text in ANSWER.findall(instruction)}
         self._floors: dict[str, float] = {}
 
     def build_prompt_messages(self, example: TaskExample, prompt_text: str) -> list[ChatMessage]:
         return [{"role": "user", "content": f"{example.input}\n\n{self._instruction}"}]
 
     def score_response(self, example: TaskExample, response_text: str) -> RewardResult:
-        found = ANSWER.findall(response_text or "")
-        answer = str(found[-1]).strip() if found else ""
+        found = [text.strip() for text in ANSWER.findall(response_text or "")]
+        answer = found[-1] if found and found[-1] not in self._placeholders else ""
         right = self._rightness(answer, example) if answer else 0.0
         tagged = float(bool(answer))
         return RewardResult(
