@@ -18,6 +18,7 @@ CODES: dict[str, str] = {
     "environment_invalid": "environment.py does not import or does not follow the contract",
     "environment_error": "environment code raised, or too large a share of its calls failed",
     "environment_timeout": "a call into environment code passed its deadline",
+    "requirements_failed": "the packages of an environment's requirements.txt could not be installed",
     "dataset_invalid": "a dataset is missing, empty or has a malformed row",
     "upload_invalid": "a pushed folder or file breaks a limit or would leave its folder",
     "adapter_mismatch": "an adapter's base model, rank or alpha differs from the run's",

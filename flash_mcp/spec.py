@@ -33,7 +33,7 @@ class RunSpec(BaseModel):
         Field(
             min_length=1,
             description="Environment to train on: NAME (pinned to its newest "
-            "version when the run is created) or NAME@DIGEST, as returned by env_push.",
+            "version when the run is created) or NAME@DIGEST, as returned by env_push; or reasoning-gym:DATASET.",
         ),
     ]
     model: Annotated[

@@ -60,15 +60,23 @@ def train(job: Json, spec: Settings, writer: RunWriter, pulse: Pulse, scratch: P
         # ---- environment --------------------------------------------------------------------------------------------
         pulse.enter("environment")
         secrets = {name: os.environ.pop(name) for name in spec.secrets if name in os.environ}
-        host = runner.run(
-            EnvironmentHost.start(
-                Path(job["environment"]["path"]),
-                args=spec.environment_args,
-                secrets=secrets,
-                concurrency=spec.env_concurrency,
-                timeout_s=spec.env_timeout_s,
-            )
+
+        async def on_progress(message: str) -> None:
+            pulse.advance()
+            writer.event("phase", message)
+
+        starting = EnvironmentHost.start(
+            Path(job["environment"]["path"]),
+            args=spec.environment_args,
+            secrets=secrets,
+            concurrency=spec.env_concurrency,
+            timeout_s=spec.env_timeout_s,
+            on_progress=on_progress,
         )
+        try:
+            host = runner.run(starting, stop=pulse.cancelled)
+        except CancelledError:
+            raise Cancelled from None
         session = Session(spec, writer, pulse, host, model_path, template, policy, runner, max_length)
         try:
             longest, turns = runner.run(_preflight(host, template, max_length))

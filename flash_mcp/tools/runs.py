@@ -18,7 +18,7 @@ import anyio.to_thread
 from pydantic import Field
 
 from environments.host import EnvironmentFault, EnvironmentHost
-from flash_mcp import catalog, queue
+from flash_mcp import catalog, named, queue
 from flash_mcp.catalog import ModelCard
 from flash_mcp.errors import FlashError
 from flash_mcp.runfolder import Json
@@ -26,7 +26,7 @@ from flash_mcp.spec import ResolvedSpec, RunSpec, read_toml, resolve, validate
 from flash_mcp.store import EnvironmentRow, RunRow, Store, open_store
 from flash_mcp.supervisor import ensure_supervisor
 from flash_mcp.tools import Part, Result, Tool, report
-from flash_mcp.tools.environments import as_flash_error, secret_values
+from flash_mcp.tools.environments import INSTALL_TIMEOUT_S, as_flash_error, secret_values
 
 CHARACTERS_PER_TOKEN = 3.5
 """Of English in common vocabularies; the control plane has no tokenizer."""
@@ -153,7 +153,7 @@ async def start(
     """`train`, with its fields as a dict."""
     resolved, card = _resolved(given, config)
     spec, store = resolved.spec, open_store()
-    environment = await anyio.to_thread.run_sync(store.environment, spec.environment)
+    environment = await anyio.to_thread.run_sync(named.environment, store, spec.environment)
     adapter = await anyio.to_thread.run_sync(_init_adapter, store, spec, card)
     _check_machine()
     await report("loading the environment in a child process")
@@ -213,6 +213,8 @@ async def _probe(spec: RunSpec, environment: EnvironmentRow) -> tuple[dict[str, 
             secrets=secrets,
             timeout_s=min(spec.env_timeout_s or PROBE_TIMEOUT_S, PROBE_TIMEOUT_S),
             start_timeout_s=PROBE_TIMEOUT_S,
+            install_timeout_s=INSTALL_TIMEOUT_S,
+            on_progress=report,
         ) as host:
             longest = 0
             for index in range(min(4, host.splits["train"])):
