@@ -74,6 +74,7 @@ class Reporter(TrainerCallback):
             or state.global_step >= state.max_steps
             or control.should_training_stop
         )
+        control.should_evaluate = control.should_save and args.eval_strategy != "no"
 
     def on_log(
         self,
@@ -94,6 +95,18 @@ class Reporter(TrainerCallback):
         shown = ("reward/mean", "success/rate", "loss", "time/step_s")
         values = "  ".join(f"{name} {self._last[name]:.3g}" for name in shown if self._last.get(name) is not None)
         log.info("step %s/%s: %s", state.global_step, state.max_steps, values)
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """The loss on rows that are held back belongs to the step that was just reported."""
+        self._last |= clean({"eval_loss": (metrics or {}).get("eval_loss")})
+        self.writer.metrics(state.global_step, self._last)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.commit(Path(args.output_dir or "."), state.global_step)

@@ -26,7 +26,7 @@ from worker.pulse import Cancelled, Pulse
 from worker.rollout import Generator, Limits, Rollout, Task, collect
 from worker.runner import AsyncRunner
 from worker.settings import Settings
-from worker.sft import gold_rows, make_sft_trainer
+from worker.sft import dataset_rows, gold_rows, make_sft_trainer
 from worker.transcript import ChatTemplate, Transcript
 
 log = logging.getLogger("worker")
@@ -73,7 +73,10 @@ def train(job: Json, spec: Settings, writer: RunWriter, pulse: Pulse, scratch: P
             common = {"output_dir": str(scratch / "trainer"), "callbacks": [session.reporter]}
             if spec.algorithm == "sft":
                 pulse.enter("dataset")
-                rows = {split: runner.run(gold_rows(host, template, split, max_length)) for split in ("train", "eval")}
+                if dataset := job.get("dataset"):
+                    rows = dataset_rows(dataset, template, max_length)
+                else:
+                    rows = {"train": runner.run(gold_rows(host, template, "train", max_length))}
                 trainer = make_sft_trainer(policy, tokenizer, spec, rows, writer, **common)
             else:
                 session.start_engine()
