@@ -48,7 +48,7 @@ _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
 }
-_ARITHMETIC: dict[type[ast.AST], Callable[..., float]] = {
+_ARITHMETIC: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -188,11 +188,9 @@ class _Compiler:
             case ast.UnaryOp(op=ast.UAdd() | ast.USub() as op, operand=operand):
                 return _applied(_ARITHMETIC[type(op)], self._number(operand, depth + 1))
             case ast.Constant(value=int() | float() as value):
-                number = float(value)
-                return _Compiled(False, lambda scores: number)
+                return _constant(float(value))
             case ast.Name(id=name) if name.startswith("pass_"):
-                k = int(name.removeprefix("pass_"))
-                return _Compiled(False, lambda scores: scores.pass_at(k))
+                return _Compiled(False, operator.methodcaller("pass_at", int(name.removeprefix("pass_"))))
             case ast.Name(id=name) if name in NUMBERS + TRUTHS:
                 return _Compiled(name in TRUTHS, operator.attrgetter(name))
             case _:
@@ -217,6 +215,13 @@ class _Compiler:
 
     def _refuse(self, what: str, fix: str) -> NoReturn:
         raise _refusal(self.text, what, fix)
+
+
+def _constant(number: float) -> _Compiled:
+    def evaluate(scores: TaskScores) -> float:
+        return number
+
+    return _Compiled(False, evaluate)
 
 
 def _applied(operation: Callable[..., Any], *parts: _Compiled, is_truth: bool = False) -> _Compiled:

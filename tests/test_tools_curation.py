@@ -132,7 +132,7 @@ async def test_a_dry_run_shows_counts_and_examples_and_writes_nothing(client: Cl
 
 async def test_a_dataset_is_kept_under_its_content_with_where_it_came_from(client: Client):
     run = recorded(solved())
-    arguments = {"runs": [run["id"]], "name": "right", "filter": "pass@2 < 1", "holdout": 0.4}
+    arguments = {"runs": [run["id"]], "name": "right", "filter": "pass@1 < 1", "holdout": 0.4}
     body = await curated(client, **arguments)
     kept = datasets.find(body["dataset"])
     assert body["created"] is True
@@ -145,7 +145,7 @@ async def test_a_dataset_is_kept_under_its_content_with_where_it_came_from(clien
     assert all(row["prompt_messages"] == 3 and row["provenance"]["run_id"] == run["id"] for row in rows)
     manifest = kept.manifest
     assert manifest["environment"] == {"name": "numbers", "digest": "0123456789abcdef", "args": {}}
-    assert (manifest["filter"], manifest["select"], manifest["holdout"]) == ("pass@2 < 1", "correct", 0.4)
+    assert (manifest["filter"], manifest["select"], manifest["holdout"]) == ("pass@1 < 1", "correct", 0.4)
     assert [(each["run_id"], each["model"], each["rows"]) for each in manifest["runs"]] == [
         (run["id"], run["model"], 8)
     ]

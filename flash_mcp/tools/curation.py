@@ -132,8 +132,8 @@ async def curate(
     if dry_run or name is None:
         return result
     manifest = _manifest(rows, source, since_step, plan, curated)
-    lines = [[attempt.row() for attempt in part] for part in (curated.train, curated.holdout)]
-    kept = await anyio.to_thread.run_sync(datasets.register, name, *lines, manifest, store.base)
+    train, holdout_rows = ([attempt.row() for attempt in part] for part in (curated.train, curated.holdout))
+    kept = await anyio.to_thread.run_sync(datasets.register, name, train, holdout_rows, manifest, store.base)
     result.dataset, result.created, result.path = f"{kept.name}@{kept.digest}", kept.created, str(kept.path)
     result.next = (
         f"train(environment={result.environment!r}, algorithm='sft', dataset={result.dataset!r}, validate_only=true)"
@@ -238,7 +238,7 @@ def _manifest(rows: Sequence[RunRow], source: Source | None, since_step: int, pl
         }
         for row in sorted(rows, key=lambda row: row["id"])
     ]
-    environment = {
+    environment: Json = {
         "name": rows[0]["environment"],
         "digest": rows[0]["environment_digest"],
         "args": rows[0]["spec"].get("environment_args") or {},
