@@ -156,7 +156,10 @@ class Child:
         return splits
 
     async def _list_tasks(self, split: str) -> list[tuple[str, str]]:
-        return [(_task_id(example), _digest(example.input)) for example in self._splits[split]]
+        """(id, digest of the question, whatever its spacing and case) of every task."""
+        return [
+            (_task_id(example), _digest(" ".join(example.input.casefold().split()))) for example in self._splits[split]
+        ]
 
     async def _open(self, episode: int, split: str, index: int) -> dict[str, Any]:
         example = self._example(split, index)

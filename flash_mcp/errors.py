@@ -14,6 +14,7 @@ CODES: dict[str, str] = {
     "unknown_model": "the model is neither in the catalog, nor a local folder, nor a reachable hub id",
     "unknown_run": "no run has that id",
     "unknown_checkpoint": "the run has no checkpoint at that step",
+    "unknown_dataset": "no dataset of that name or digest was made",
     "unknown_deployment": "no deployment has that id",
     "environment_invalid": "environment.py does not import or does not follow the contract",
     "environment_error": "environment code raised, or too large a share of its calls failed",

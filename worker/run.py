@@ -28,7 +28,7 @@ from worker.pulse import Cancelled, Pulse
 from worker.rollout import Generator, Limits, Rollout, Task, collect
 from worker.runner import AsyncRunner
 from worker.settings import Settings
-from worker.sft import gold_rows, make_sft_trainer
+from worker.sft import GOLD_SPLITS, dataset_rows, gold_rows, make_sft_trainer
 from worker.transcript import ChatTemplate, Transcript
 
 log = logging.getLogger("worker")
@@ -83,7 +83,10 @@ def train(job: Json, spec: Settings, writer: RunWriter, pulse: Pulse, scratch: P
             common = {"output_dir": str(scratch / "trainer"), "callbacks": [session.reporter]}
             if spec.algorithm == "sft":
                 pulse.enter("dataset")
-                rows = {split: runner.run(gold_rows(host, template, split)) for split in ("train", "eval")}
+                if dataset := job.get("dataset"):
+                    rows = dataset_rows(dataset, template)
+                else:
+                    rows = {name: runner.run(gold_rows(host, template, split)) for name, split in GOLD_SPLITS.items()}
                 trainer = make_sft_trainer(policy, tokenizer, spec, rows, writer, max_length=max_length, **common)
                 session.reporter.held_out = trainer.held_out
             else:
