@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from flash_mcp import catalog, queue, stats
+from flash_mcp import catalog, stats
 from flash_mcp.errors import FlashError
 from flash_mcp.runfolder import Json, RunFolder
 from flash_mcp.spec import COMMON_RECIPE, EvalSpec, ResolvedEval, Source
@@ -73,8 +73,7 @@ def find_subject(store: Store, reference: str) -> Subject:
         return _checkpoint(store, named["run"], int(named["step"]) if named["step"] else None)
     served = [row for row in store.deployments() if reference in (row["id"], row["name"])]
     if served and (run_id := served[-1]["run_id"]):
-        subject = _checkpoint(store, run_id, served[-1]["step"])
-        return Subject(**{**vars(subject), "deployment": served[-1]["id"]})
+        return replace(_checkpoint(store, run_id, served[-1]["step"]), deployment=served[-1]["id"])
     if reference.startswith("dep-"):
         store.deployment(reference)
     card = catalog.find(reference)
@@ -119,13 +118,13 @@ def resolve_eval(
             values[name], sources[name] = COMMON_RECIPE.get(name), "recipe"
     if given.get("temperature") is None:
         values["temperature"] = 0.0 if attempts == 1 else 1.0
-    if values["max_length"] is None:
-        values["max_length"] = min(subject.context, DEFAULT_MAX_LENGTH) if subject.context else None
-    if values["max_length"] and values["max_tokens"] > values["max_length"]:
-        what = f"max_tokens={values['max_tokens']} does not fit in max_length={values['max_length']}"
+    room: int | None = values["max_length"] or (subject.context and min(subject.context, DEFAULT_MAX_LENGTH))
+    values["max_length"] = room
+    if room and values["max_tokens"] > room:
+        what = f"max_tokens={values['max_tokens']} does not fit in max_length={room}"
         raise FlashError("invalid_argument", what, fix="lower max_tokens, or raise max_length")
-    if subject.context and values["max_length"] > subject.context:
-        what = f"max_length={values['max_length']} is more than the model's context of {subject.context}"
+    if room and subject.context and room > subject.context:
+        what = f"max_length={room} is more than the model's context of {subject.context}"
         raise FlashError("invalid_argument", what, fix=f"use max_length={subject.context} or less")
     if subject.adapter:
         values |= _shape(Path(subject.adapter["path"]))
@@ -141,13 +140,6 @@ def resolve_eval(
         **values,
     )
     return ResolvedEval(spec=spec, sources=sources)
-
-
-def enqueue(
-    store: Store, resolved: ResolvedEval, environment: EnvironmentRow, subject: Subject, idempotency_key: str | None
-) -> tuple[RunRow, bool]:
-    """The new evaluation, and True; or the one that the key was used for before, and False."""
-    return queue.enqueue(store, resolved, environment, subject.adapter, idempotency_key)
 
 
 def _shape(adapter: Path) -> Json:

@@ -15,7 +15,7 @@ import anyio.to_thread
 from pydantic import Field
 
 from environments.host import EnvironmentFault, EnvironmentHost
-from flash_mcp import comparison, evaluations, judge, stats
+from flash_mcp import comparison, evaluations, judge, queue, stats
 from flash_mcp.errors import FlashError
 from flash_mcp.evaluations import Subject, Try
 from flash_mcp.runfolder import Json
@@ -260,7 +260,7 @@ async def submit(
     store: Store, resolved: ResolvedEval, environment: EnvironmentRow, subject: Subject, key: str | None
 ) -> tuple[RunRow, bool]:
     """Put an evaluation into the queue, and see that somebody looks after it."""
-    run, created = await anyio.to_thread.run_sync(evaluations.enqueue, store, resolved, environment, subject, key)
+    run, created = await anyio.to_thread.run_sync(queue.enqueue, store, resolved, environment, subject.adapter, key)
     if run["ended"] is None:
         await anyio.to_thread.run_sync(ensure_supervisor, store.base)
     return run, created
@@ -410,22 +410,20 @@ def compare(
         fix = f"evaluate both on one of them: evaluate(environment={base_run['environment']!r}, model=...)"
         what = f"{base_run['id']} is of {base_run['environment']}, {other_run['id']} of {other_run['environment']}"
         raise FlashError("invalid_argument", f"different environments cannot be compared: {what}", fix=fix)
-    tasks = [
-        evaluations.by_task(evaluations.tries(store, run["id"], row["step"]))
-        for run, row in ((base_run, base_eval), (other_run, other_eval))
-    ]
+    places = (base_run["id"], base_eval["step"]), (other_run["id"], other_eval["step"])
+    tries = [evaluations.tries(store, *place) for place in places]
+    tasks = [evaluations.by_task(side) for side in tries]
     both = comparison.shared(*(evaluations.means(side, "success") for side in tasks))
     changes = {name: _change(tasks, both, name, min_change) for name in ("success", "reward")}
     moved = _moved(tasks, both)
     left_out = len({*tasks[0]} ^ {*tasks[1]}) if both else 0
     shown = [*[task for task in moved if moved[task] > 0][:flips], *[task for task in moved if moved[task] < 0][:flips]]
     each = FLIP_CHARACTERS // max(len(shown), 1)
-    places = (base_run["id"], base_eval["step"]), (other_run["id"], other_eval["step"])
     return Compare(
         verdict=changes[metric].outcome,
         metric=metric,
-        base=_side(base_run, base_eval, tasks[0]),
-        other=_side(other_run, other_eval, tasks[1]),
+        base=_side(base_run, base_eval, tries[0]),
+        other=_side(other_run, other_eval, tries[1]),
         paired_tasks=len(both),
         left_out=left_out or None,
         success=changes["success"],
@@ -482,9 +480,9 @@ def _change(tasks: list[dict[str, list[Try]]], both: list[str], metric: str, eff
     )
 
 
-def _side(run: RunRow, row: EvalRow, tasks: dict[str, list[Try]]) -> Side:
+def _side(run: RunRow, row: EvalRow, found: list[Try]) -> Side:
+    tasks = evaluations.by_task(found)
     success, reward = (fmean(evaluations.means(tasks, metric).values()) for metric in ("success", "reward"))
-    valid, share = sum(map(len, tasks.values())), row["summary"].get("error_share") or 0.0
     return Side(
         run_id=run["id"],
         step=row["step"],
@@ -495,7 +493,7 @@ def _side(run: RunRow, row: EvalRow, tasks: dict[str, list[Try]]) -> Side:
         success=round(success, 4),
         band=round(judge.noise_band(success, len(tasks)), 4),
         reward=round(reward, 4),
-        errors=round(valid * share / (1 - share)) or None,
+        errors=sum(attempt.error is not None for attempt in found) or None,
     )
 
 
@@ -567,12 +565,15 @@ def _limits(base: RunRow, other: RunRow, tasks: list[dict[str, list[Try]]], both
 def _after_comparison(found: Change, places: tuple[tuple[str, int], tuple[str, int]], other: RunRow) -> str:
     run_id, step = places[1]
     more = f"rollouts(run_id={run_id!r}, split='eval', step={step}, index=other_index) shows a flip whole"
-    checkpoint = other["spec"].get("checkpoint") if other["algorithm"] == "eval" else run_id
-    if found.outcome == "improved" and checkpoint:
-        name, _, at = str(checkpoint).partition("@")
-        return f"deploy(run_id={name!r}{f', step={at}' if at else ''}) serves it; {more}"
+    trained = other["spec"]["checkpoint"] if other["algorithm"] == "eval" else f"{run_id}@{step}"
+    if found.outcome == "improved" and trained and step:
+        name, _, at = trained.partition("@")
+        return f"deploy(run_id={name!r}, step={at}) serves it; {more}"
     if found.outcome == "underpowered":
-        return f"evaluate both on {found.decide_n} tasks or more (fewer mean no answer), then compare; {more}"
+        return (
+            f"claim no change; evaluate both on about {found.decide_n} tasks (several attempts at each narrow it too), "
+            f"then compare; {more}"
+        )
     return f"{more}; change one thing and train again"
 
 

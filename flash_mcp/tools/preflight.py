@@ -89,10 +89,11 @@ async def sample_groups(
     )
     asked = json.dumps([environment["digest"], subject.adapter, resolved.spec.model_dump()], sort_keys=True)
     digest = hashlib.sha256(asked.encode()).hexdigest()[:16]
-    for number in range(1, 1000):  # one that failed is not asked again
+    number = 1
+    run, created = await submit(store, resolved, environment, subject, f"preflight-{digest}-1")
+    while not created and run["state"] in ("failed", "cancelled"):  # that one has no answer
+        number += 1
         run, created = await submit(store, resolved, environment, subject, f"preflight-{digest}-{number}")
-        if created or run["state"] not in ("failed", "cancelled"):
-            break
     run = await ended(store, run["id"], deadline)
     return await anyio.to_thread.run_sync(_describe, store, run)
 
