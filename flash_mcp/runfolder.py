@@ -123,7 +123,8 @@ class RunFolder:
 
     def attempts(self, step: int) -> list[Json]:
         """What an evaluation under way has recorded so far, by whichever attempt of the run; each once, in order."""
-        texts = [self._read("evals", str(step), name) or "" for name in sorted(self._names("evals", str(step)))]
+        names = [name for name in self._names("evals", str(step)) if name[0].isdigit()]  # not one that was cut short
+        texts = [self._read("evals", str(step), name) or "" for name in sorted(names)]
         rows = [json.loads(line) for text in texts for line in text.split("\n") if line]
         return [row for _, row in sorted({row["index"]: row for row in rows}.items())]
 

@@ -287,12 +287,13 @@ async def test_what_cannot_be_compared_is_refused(client: Client, tmp_path: Path
     body = await evaluated(client)
     push_echo(tmp_path / "another", ECHO, name="another")
     another = await evaluated(client, environment="another")
-    running, _ = started_run(tmp_path / "run")
+    running, writer = started_run(tmp_path / "run")
     assert "different environments" in await refusal(client, "compare", base=body["run_id"], other=another["run_id"])
     assert "no before and after" in await refusal(client, "compare", base=body["run_id"])
     assert "same evaluation" in await refusal(client, "compare", base=body["run_id"], other=body["run_id"])
     assert "not_ready" in await refusal(client, "compare", base=body["run_id"], other=running["id"])
     assert "unknown_run" in await refusal(client, "compare", base=body["run_id"], other="run-00000000")
+    writer.commit_result("succeeded", 0)
     assert "is no run" in await refusal(client, "compare", base="smollm2-135m-instruct", other=body["run_id"])
 
 

@@ -22,7 +22,7 @@ from flash_mcp.runfolder import Json
 from flash_mcp.spec import DEFAULT_MODEL, ResolvedEval
 from flash_mcp.store import EnvironmentRow, EvalRow, RunRow, Store, open_store
 from flash_mcp.supervisor import ensure_supervisor
-from flash_mcp.tools import Part, Result, Tool, report, shorten
+from flash_mcp.tools import Part, Result, Tool, report, shorten, to_text
 from flash_mcp.tools.loading import Arguments, Secrets, as_flash_error, check_machine, secret_values
 
 POLL_S = 0.25
@@ -295,7 +295,7 @@ def _describe(store: Store, run: RunRow, subject: Subject, known: int, created: 
         tasks=len(spec["tasks"]),
         attempts=spec["attempts"],
         done=run["step"],
-        values={name: spec[name] for name in shown if spec[name] not in (None, [], False)},
+        values={name: spec[name] for name in shown if spec[name] is not None and spec[name] != []},
         scores=found,
         error=shorten(f"[{run['error']['code']}] {run['error']['what']}", 1500) if run["error"] else None,
         notes=[*notes, *(thoughts(found) if found else ())] or None,
@@ -535,10 +535,16 @@ def _flip(
         other=round(shares[1], 4),
         base_index=indices[0],
         other_index=indices[1],
-        prompt=shorten(str(first[-1].get("content")) if first else "", characters // 4),
-        base_text=shorten(texts[0], characters * 3 // 8),
-        other_text=shorten(texts[1], characters * 3 // 8),
+        prompt=_excerpt(str(first[-1].get("content")) if first else "", characters // 4),
+        base_text=_excerpt(texts[0], characters * 3 // 8),
+        other_text=_excerpt(texts[1], characters * 3 // 8),
     )
+
+
+def _excerpt(text: str, characters: int) -> str:
+    """The text within so many characters of JSON, where line ends and quotes take two."""
+    cost = len(to_text(text)) - 2
+    return text if cost <= characters else shorten(text, characters * len(text) // cost)
 
 
 def _conversation(messages: list[Json]) -> str:
@@ -552,7 +558,11 @@ def _limits(base: RunRow, other: RunRow, tasks: list[dict[str, list[Try]]], both
     if base["environment_digest"] != other["environment_digest"]:
         notes.append("the two are of different versions of the environment: tasks and scorer may differ")
     ours, theirs = evaluations.settings(base), evaluations.settings(other)
-    differing = [f"{name} {ours[name]} and {theirs[name]}" for name in ours if ours[name] != theirs[name]]
+    differing = [
+        f"{name} {shorten(str(ours[name]), 100)} and {shorten(str(theirs[name]), 100)}"
+        for name in ours
+        if ours[name] != theirs[name]
+    ]
     if differing:
         notes.append(f"the two were not made alike: {'; '.join(differing)}")
     if not both:
