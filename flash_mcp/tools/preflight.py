@@ -37,7 +37,9 @@ CPU. It may well be half or twice that elsewhere."""
 class Finding(Part):
     """What speaks against starting."""
 
-    name: str = Field(description="What it is called in the playbook.")
+    name: Literal["environment_errors", "uniform_groups", "truncation", "solved"] = Field(
+        description="What it is called in the playbook."
+    )
     severity: Literal["warning", "hopeless"] = Field(description="hopeless: nothing can be learnt from such groups.")
     evidence: str
     remedy: str
@@ -172,7 +174,7 @@ def _solved(tasks: dict[str, list[Try]], valid: list[Try]) -> Finding | None:
     if success < 0.9:
         return None
     return Finding(
-        name="reward_flat",
+        name="solved",
         severity="warning",
         evidence=f"{success:.0%} of the rollouts succeed already, before any training",
         remedy="take harder tasks: there is little left to learn from these",
