@@ -105,7 +105,9 @@ def resolve_eval(
 
     Without a temperature one attempt a task is greedy, and several are sampled at 1.
     """
-    run = subject.run["spec"] if subject.run else {}
+    run = dict(subject.run["spec"]) if subject.run else {}
+    if subject.run and subject.run["environment"] != environment["name"]:
+        del run["environment_args"], run["secrets"]  # of another environment
     names = [name for name in EvalSpec.model_fields if name in COMMON_RECIPE or name in ("max_length", "temperature")]
     values: Json = {}
     sources: dict[str, Source] = {}

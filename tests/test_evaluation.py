@@ -157,6 +157,9 @@ async def test_a_runs_checkpoint_is_evaluated_as_the_run_was_trained(client: Cli
     start = await call(client, "evaluate", model=f"{run['id']}@0")
     assert "before its training" in start["of"]
     assert open_store().run(start["run_id"])["init_adapter"] is None
+    push_echo(tmp_path / "another", ENVIRONMENT, name="another")  # takes no script
+    elsewhere = await call(client, "evaluate", model=run["id"], environment="another", limit=2)
+    assert elsewhere["environment"] == "another@0123456789abcdef"
     assert "unknown_checkpoint" in await refusal(client, "evaluate", model=f"{run['id']}@7")
     assert "is an evaluation" in await refusal(client, "evaluate", model=body["run_id"])
 

@@ -187,7 +187,8 @@ def after_sample(sampled: Sample) -> str:
         return f"status(run_id={sampled.run_id!r}) says why the sample {sampled.state}; the same call tries again"
     if sampled.outlook is None:
         waits = f"status(run_id={sampled.run_id!r}, wait_s=40) waits for it"
-        return f"the sample is under way: {waits}; then the same call again reads it"
+        now = "is queued behind other runs" if sampled.state == "queued" else "is under way"
+        return f"the sample {now}: {waits}; then the same call again reads it"
     if sampled.outlook == "hopeless":
         return f"do not start yet: {sampled.findings[0].remedy if sampled.findings else 'see findings'}"
     look = f"rollouts(run_id={sampled.run_id!r}) shows what it wrote"
