@@ -20,7 +20,7 @@ from flash_mcp.store import open_store
 from flash_mcp.supervisor import Patience, Supervisor
 from flash_mcp.tools import RESULT_CHARACTERS, preflight, to_text
 from tests.folders import environment_folder
-from tests.samples import ENVIRONMENT, finished_run, push_echo, started_run, supervised
+from tests.samples import ENVIRONMENT, finished_run, push_echo, read_in, save_adapter, started_run, supervised
 
 pytestmark = pytest.mark.anyio
 WORKER = (sys.executable, str(Path(__file__).with_name("scripted_worker.py")))
@@ -157,11 +157,19 @@ async def test_a_runs_checkpoint_is_evaluated_as_the_run_was_trained(client: Cli
     start = await call(client, "evaluate", model=f"{run['id']}@0")
     assert "before its training" in start["of"]
     assert open_store().run(start["run_id"])["init_adapter"] is None
-    push_echo(tmp_path / "another", ENVIRONMENT, name="another")  # takes no script
-    elsewhere = await call(client, "evaluate", model=run["id"], environment="another", limit=2)
-    assert elsewhere["environment"] == "another@0123456789abcdef"
     assert "unknown_checkpoint" in await refusal(client, "evaluate", model=f"{run['id']}@7")
     assert "is an evaluation" in await refusal(client, "evaluate", model=body["run_id"])
+
+
+async def test_a_runs_arguments_go_with_its_environment_alone(client: Client, tmp_path: Path):
+    run, writer = started_run(tmp_path / "run", environment_args={"solved": [0]})
+    save_adapter(writer, 10, tmp_path)
+    writer.commit_result("succeeded", 10)
+    read_in(open_store(), run["id"])
+    push_echo(tmp_path / "echo", ECHO)
+    assert (await call(client, "evaluate", model=run["id"], limit=2))["scores"]["success"] == 0.5
+    push_echo(tmp_path / "another", ENVIRONMENT, name="another")  # takes no such argument
+    assert (await call(client, "evaluate", model=run["id"], environment="another", limit=2))["scores"]["success"] == 0.0
 
 
 async def test_a_deployment_stands_for_the_adapter_that_it_serves(client: Client, tmp_path: Path):
