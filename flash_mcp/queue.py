@@ -18,7 +18,7 @@ from typing import Any, Literal, cast
 from flash_mcp.errors import FlashError
 from flash_mcp.home import runs_dir
 from flash_mcp.runfolder import Json, RunFolder
-from flash_mcp.spec import ResolvedSpec
+from flash_mcp.spec import ResolvedEval, ResolvedSpec
 from flash_mcp.store import ACTIVE, EnvironmentRow, RunRow, Store
 
 EndState = Literal["succeeded", "failed", "cancelled"]
@@ -27,7 +27,7 @@ ID_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 
 def enqueue(
     store: Store,
-    resolved: ResolvedSpec,
+    resolved: ResolvedSpec | ResolvedEval,
     environment: EnvironmentRow,
     init_adapter: Json | None = None,
     idempotency_key: str | None = None,

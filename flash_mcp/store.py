@@ -47,6 +47,7 @@ class RunRow(TypedDict):
     id: str
     state: RunState
     algorithm: str
+    """grpo, sft, or eval for an evaluation, whose steps are attempts at tasks."""
     model: str
     environment: str
     environment_digest: str
@@ -92,6 +93,8 @@ class RolloutRow(TypedDict, total=False):
     index: int
     group: int
     task_id: str
+    split: str
+    attempt: int
     messages: list[Json]
     reward: float
     success: bool
