@@ -27,6 +27,7 @@ from worker.rollout import Generator, Limits, Rollout, Task, collect
 from worker.runner import AsyncRunner
 from worker.settings import Settings
 from worker.sft import gold_rows, make_sft_trainer
+from worker.summary import summarize
 from worker.transcript import ChatTemplate, Transcript
 
 log = logging.getLogger("worker")
@@ -239,28 +240,6 @@ class Session:
             return self.runner.run(conversations, stop=self.pulse.cancelled)
         except CancelledError:
             raise Cancelled from None
-
-
-def summarize(groups: list[list[Rollout]]) -> Json:
-    """The metrics of one step's groups; means are over the rollouts that the environment did not fail."""
-    rollouts = [rollout for group in groups for rollout in group]
-    valid = [rollout for rollout in rollouts if not rollout.error]
-    transcripts = [rollout.transcript for rollout in valid if rollout.transcript]
-    rewards = [rollout.reward for rollout in valid]
-    uniform = [len({rollout.reward for rollout in group if not rollout.error}) <= 1 for group in groups]
-    components = sorted({name for rollout in valid for name in rollout.metrics})
-    return {
-        "reward/mean": _mean(rewards),
-        "reward/std": statistics.pstdev(rewards) if rewards else None,
-        "success/rate": _mean([rollout.success for rollout in valid]),
-        "groups/uniform_share": _mean(uniform),
-        "rollouts/truncated_share": _mean([transcript.truncated for transcript in transcripts]),
-        "rollouts/error_share": 1 - len(valid) / len(rollouts),
-        "rollouts/turns_mean": _mean([rollout.turns for rollout in valid]),
-        "tokens/completion_mean": _mean([transcript.model_tokens for transcript in transcripts]),
-        "tokens/prompt_mean": _mean([len(transcript.prompt_ids) for transcript in transcripts]),
-        **{f"reward/{name}": _mean([r.metrics[name] for r in valid if name in r.metrics]) for name in components},
-    }
 
 
 async def _preflight(host: EnvironmentHost, template: ChatTemplate, max_length: int) -> None:
