@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, cast
 
-from flash_mcp.store import RolloutRow
+Row = Mapping[str, Any]
+"""A line of rollouts/STEP.jsonl."""
 
 FailureMode = Literal["error", "empty", "looping", "truncated", "wrapped", "unparsed", "wrong"]
 
@@ -42,24 +43,25 @@ NO_ANSWER = re.compile(
 )
 
 
-def failure_modes(rows: Sequence[RolloutRow]) -> list[FailureMode | None]:
-    """The mode of each rollout, None for a success. What successes look like is taken from the same rows."""
-    accepted = {name for row in rows if row["success"] for text in answers(row)[-1:] for name in _wrappers(text)}
+def failure_modes(rows: Sequence[Row], sample: Sequence[Row] | None = None) -> list[FailureMode | None]:
+    """The mode of each rollout, None for a success. What successes look like is taken from `sample`, or these rows."""
+    successes = [row for row in (rows if sample is None else sample) if row["success"]]
+    accepted = {name for row in successes for text in answers(row)[-1:] for name in _wrappers(text)}
     return [_mode(row, accepted) for row in rows]
 
 
-def failure_counts(rows: Sequence[RolloutRow]) -> dict[str, int]:
+def failure_counts(rows: Sequence[Row]) -> dict[str, int]:
     """{mode: rollouts}, the most frequent first; empty where all succeeded."""
     return dict(Counter(mode for mode in failure_modes(rows) if mode).most_common())
 
 
-def answers(row: RolloutRow) -> list[str]:
+def answers(row: Row) -> list[str]:
     """What the model wrote, turn by turn. Assistant messages of the prompt are examples, and come first."""
     said = [message for message in row["messages"] if message["role"] == "assistant"]
     return [str(message.get("content") or "") for message in said[len(said) - min(row["turns"], len(said)) :]]
 
 
-def _mode(row: RolloutRow, accepted: set[str]) -> FailureMode | None:
+def _mode(row: Row, accepted: set[str]) -> FailureMode | None:
     if row.get("error"):
         return "error"
     if row["success"]:
@@ -93,12 +95,12 @@ def _ends_in_a_loop(text: str) -> bool:
     return False
 
 
-def _is_parsed(row: RolloutRow) -> bool | None:
+def _is_parsed(row: Row) -> bool | None:
     """Whether the scorer found an answer; None where it does not say."""
-    parts = [value for name, value in (row.get("metrics") or {}).items() if FORMAT_PART.search(name)]
-    if parts:
+    metrics, reason = cast("Mapping[str, float]", row.get("metrics") or {}), str(row.get("reason") or "")
+    if parts := [value for name, value in metrics.items() if FORMAT_PART.search(name)]:
         return all(value > 0 for value in parts)
-    return False if NO_ANSWER.search(row.get("reason") or "") else None
+    return False if NO_ANSWER.search(reason) else None
 
 
 def _wrappers(text: str) -> set[str]:

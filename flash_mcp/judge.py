@@ -374,7 +374,7 @@ def _spike(history: Sequence[Metrics], recent: Sequence[Metrics]) -> Flag | None
         values = _column(recent, name)
         if len(values) < 5 or max(values) < max(least, 5 * median(values)):
             continue
-        at = next((metrics for metrics in recent if metrics.get(name) == max(values)), {}).get("step")
+        at = next(metrics.get("step") for metrics in recent if metrics.get(name) == max(values))
         where = f"in one of {_steps(recent)}" if at is None else f"at step {at:g}"
         return Flag(
             "policy_spike",

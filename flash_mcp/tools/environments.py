@@ -15,6 +15,7 @@ from pydantic import Field
 import environments
 from environments import gate
 from environments.host import EnvironmentFault, EnvironmentHost
+from environments.splits import Overlap, overlap
 from flash_mcp import playbook
 from flash_mcp.environments import (
     NAME,
@@ -67,6 +68,9 @@ class EnvPush(Result):
     eval_tasks: int | None = Field(default=None, description="Rows of the eval split; absent with load=false.")
     files: int = Field(description="Number of files.")
     size_bytes: int = Field(description="Size of all files.")
+    contaminated: str | None = Field(
+        default=None, description="Present where eval tasks are train tasks too: how many, and which."
+    )
 
 
 class Probe(Part):
@@ -183,7 +187,7 @@ async def env_push(
     source = await anyio.to_thread.run_sync(_source, folder, files)
     with contextlib.ExitStack() as stack:
         stage = await anyio.to_thread.run_sync(stack.enter_context, staged(name, source))
-        splits = await _splits(stage, environment_args, values) if load else None
+        splits, shared = await _splits(stage, environment_args, values) if load else (None, None)
         version = await anyio.to_thread.run_sync(stage.commit)
         await anyio.to_thread.run_sync(_register, version, splits)
     reference = f"{version.name}@{version.digest}"
@@ -194,7 +198,10 @@ async def env_push(
         eval_tasks=splits["eval"] if splits else None,
         files=version.files,
         size_bytes=version.size_bytes,
-        next=f"train(environment={name!r}, validate_only=true); before that env_test, if not done yet",
+        contaminated=contamination_note(shared) if shared else None,
+        next="take the shared tasks out of one of the splits, env_test and env_push again"
+        if shared and shared.shared
+        else f"train(environment={name!r}, validate_only=true); before that env_test, if not done yet",
     )
 
 
@@ -205,14 +212,14 @@ def _source(folder: str | None, files: dict[str, str] | None) -> Files:
     return folder_files(Path(folder)) if folder is not None else inline_files(files or {})
 
 
-async def _splits(stage: Stage, args: dict[str, Any] | None, secrets: dict[str, str]) -> dict[str, int]:
-    """{"train": tasks, "eval": tasks} of what is about to be published, by loading it."""
+async def _splits(stage: Stage, args: dict[str, Any] | None, secrets: dict[str, str]) -> tuple[dict[str, int], Overlap]:
+    """{"train": tasks, "eval": tasks} of what is about to be published, and what they share, by loading it."""
     await report("loading the environment in a child process")
     try:
         async with await EnvironmentHost.start(
             stage.folder, args=args, secrets=secrets, start_timeout_s=LOAD_TIMEOUT_S
         ) as host:
-            return host.splits
+            return host.splits, await overlap(host)
     except EnvironmentFault as fault:
         fix = "mend it and push again; load=false publishes it unseen"
         raise as_flash_error(fault, stage.parent.name, f"nothing was published: {fix}") from fault
@@ -305,6 +312,16 @@ def secret_values(names: Sequence[str] | None) -> dict[str, str]:
         fix = "set them in the environment of the server, or leave them out of secrets"
         raise FlashError("invalid_argument", f"secrets that the server does not have: {', '.join(absent)}", fix=fix)
     return {name: os.environ[name] for name in names or ()}
+
+
+def contamination_note(shared: Overlap) -> str | None:
+    """What to tell the author of splits that share tasks; None where they share none."""
+    if not shared.shared:
+        return None
+    return (
+        f"CONTAMINATED: {shared.shared} of {shared.eval_tasks} eval tasks are train tasks too ({shared}): an "
+        "evaluation measures memory"
+    )
 
 
 def as_flash_error(fault: EnvironmentFault, environment: str, fix: str) -> FlashError:

@@ -18,6 +18,7 @@ import anyio.to_thread
 from pydantic import Field
 
 from environments.host import EnvironmentFault, EnvironmentHost
+from environments.splits import Overlap, overlap
 from flash_mcp import catalog, queue
 from flash_mcp.catalog import ModelCard
 from flash_mcp.errors import FlashError
@@ -26,7 +27,7 @@ from flash_mcp.spec import ResolvedSpec, RunSpec, read_toml, resolve, validate
 from flash_mcp.store import EnvironmentRow, RunRow, Store, open_store
 from flash_mcp.supervisor import ensure_supervisor
 from flash_mcp.tools import Part, Result, Tool, report
-from flash_mcp.tools.environments import as_flash_error, secret_values
+from flash_mcp.tools.environments import as_flash_error, contamination_note, secret_values
 
 CHARACTERS_PER_TOKEN = 3.5
 """Of English in common vocabularies; the control plane has no tokenizer."""
@@ -157,8 +158,9 @@ async def start(
     adapter = await anyio.to_thread.run_sync(_init_adapter, store, spec, card)
     _check_machine()
     await report("loading the environment in a child process")
-    splits, prompt_tokens = await _probe(spec, environment)
-    notes = _check_lengths(spec, card, prompt_tokens)
+    splits, prompt_tokens, shared = await _probe(spec, environment)
+    contamination = contamination_note(shared)
+    notes = [*([contamination] if contamination else []), *_check_lengths(spec, card, prompt_tokens)]
     estimate = await anyio.to_thread.run_sync(_estimate, store, spec, environment, splits, prompt_tokens)
     result = functools.partial(
         Train,
@@ -173,7 +175,10 @@ async def start(
     if validate_only:
         next_step = "call train again without validate_only to start it"
         return result(state="validated", created=False, next=next_step)
-    run, created = await anyio.to_thread.run_sync(queue.enqueue, store, resolved, environment, adapter, idempotency_key)
+    lineage = {"overlap": {"shared": shared.shared, "eval_tasks": shared.eval_tasks, "evidence": str(shared)}}
+    run, created = await anyio.to_thread.run_sync(
+        queue.enqueue, store, resolved, environment, adapter, idempotency_key, lineage if shared.shared else None
+    )
     await anyio.to_thread.run_sync(ensure_supervisor, store.base)
     next_step = f"status(run_id={run['id']!r}, wait_s=40) follows it; cancel ends it"
     return result(run_id=run["id"], state=run["state"], created=created, next=next_step)
@@ -203,8 +208,10 @@ def _check_machine() -> None:
         raise FlashError("engine_missing", f"not installed here: {', '.join(missing)}", fix=fix)
 
 
-async def _probe(spec: RunSpec, environment: EnvironmentRow) -> tuple[dict[str, int], int]:
-    """The environment's split sizes, and the tokens of its longest prompt among a few, by loading it for real."""
+async def _probe(spec: RunSpec, environment: EnvironmentRow) -> tuple[dict[str, int], int, Overlap]:
+    """The environment's split sizes, the tokens of its longest prompt among a few, and the tasks that its splits share,
+    by loading it for real.
+    """
     secrets = secret_values(spec.secrets)
     try:
         async with await EnvironmentHost.start(
@@ -221,7 +228,7 @@ async def _probe(spec: RunSpec, environment: EnvironmentRow) -> tuple[dict[str, 
                 await host.close(opening.episode)
             if spec.algorithm == "sft":
                 await host.gold("train", 0)
-            splits = dict(host.splits)
+            splits, shared = dict(host.splits), await overlap(host)
     except EnvironmentFault as fault:
         reference = f"{environment['name']}@{environment['digest']}"
         raise as_flash_error(fault, reference, "mend the folder, env_test it, env_push it, and train again") from fault
@@ -229,7 +236,7 @@ async def _probe(spec: RunSpec, environment: EnvironmentRow) -> tuple[dict[str, 
     if wants_eval and not splits.get("eval"):
         fix = "add eval rows (env.eval_dataset, as a rule datasets/eval.jsonl), or leave eval_* out"
         raise FlashError("dataset_invalid", "the environment has no eval split to evaluate on", fix=fix)
-    return splits, math.ceil(longest / CHARACTERS_PER_TOKEN)
+    return splits, math.ceil(longest / CHARACTERS_PER_TOKEN), shared
 
 
 def _check_lengths(spec: RunSpec, card: ModelCard, prompt_tokens: int) -> list[str]:
