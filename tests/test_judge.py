@@ -136,7 +136,7 @@ def test_a_healthy_run_has_no_flags():
         ("repeated_outputs", 5, {"rollouts/repeated_share": [0.8] * 5}, "80%"),
         ("reward_follows_length", 6, {"tokens/reward_correlation": [-0.9] * 6}, "shorter ones are paid more"),
         ("reward_follows_length", 6, {"tokens/reward_correlation": [0.9] * 6}, "longer ones are paid more"),
-        ("entropy_collapse", 30, {"entropy": rising(1.0, 0.01, 30), **LEARNING}, "at 60% success"),
+        ("entropy_collapse", 30, {"entropy": rising(1.0, 0.01, 30), **LEARNING}, "at 61% success"),
         ("length_collapse", 30, {"tokens/completion_mean": rising(100, 5, 30), **LEARNING}, "15% to 65%"),
         ("overfitting", 5, {"eval_loss": [2.0, 1.5, 1.4, 1.6, 1.9]}, "1.900"),
     ],

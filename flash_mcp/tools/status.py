@@ -361,8 +361,8 @@ def _failures(store: Store, run_id: str) -> dict[str, int]:
 def _metrics(history: Sequence[judge.Metrics]) -> dict[str, str]:
     names = dict.fromkeys(name for metrics in history for name in metrics if name != "step")
     columns = {name: [value for row in history if (value := row.get(name)) is not None] for name in sorted(names)}
-    trends = {name: judge.trend(values) for name, values in columns.items()}
-    return {name: f"{t.first:.4g} -> {t.last:.4g} {t.spark[-12:]}" for name, t in trends.items() if t}
+    trends = {name: (judge.trend(values), judge.sparkline(values, 12)) for name, values in columns.items()}
+    return {name: f"{found.first:.4g} -> {found.last:.4g} {spark}" for name, (found, spark) in trends.items() if found}
 
 
 def _lineage(run: RunRow, saved: list[CheckpointRow]) -> Lineage:
