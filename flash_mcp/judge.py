@@ -163,17 +163,17 @@ def contaminated(shared: int, eval_tasks: int, evidence: str) -> Flag:
 
 def outlook(history: Sequence[Metrics], found: Sequence[Flag], verdict: Outcome | None = None) -> str:
     """One line on whether the run is worth continuing, and why: yes, doubtful, no, or too early to say."""
-    if len(history) < 3:
-        return f"too early to say: {len(history)} of the 3 steps that warning signs need"
     graver = next((flag for flag in found if flag.severity == "problem"), None)
     if graver:
         return f"no: {graver.name}: {graver.evidence}"
+    if len(history) < 3:
+        return f"too early to say: {len(history)} of the 3 steps that warning signs need"
+    if verdict == "regressed":
+        return "no: the held-out success fell; an earlier checkpoint may be better"
     recent = history[-WINDOW:]
     success = _mean(recent, "success/rate")
     if success is not None and success > 0.9:
         return f"no need: solved, success {success:.0%} in {_steps(recent)}; harder tasks, or the end"
-    if verdict == "regressed":
-        return "no: the held-out success fell; an earlier checkpoint may be better"
     doubt = next((flag for flag in found if flag.name in _DOUBTS), None)
     if doubt:
         return f"doubtful: {doubt.name}: {doubt.evidence}"

@@ -67,12 +67,12 @@ STYLE = """
   --c1: #6cb0ff; --c2: #ffa657; --c3: #56d364; --c4: #c297ff; --c5: #ff8bc8; --c6: #9aa4af; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 70rem; padding: 1rem; background: var(--page); color: var(--ink);
-  font: 15px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
+  font: 15px/1.5 system-ui, sans-serif; overflow-wrap: break-word; }
 h1 { font-size: 1.5rem; margin: 0 0 .25rem; } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; }
 p { margin: .3rem 0; } code, pre, .mono { font-family: ui-monospace, monospace; font-size: .86rem; }
 .dim, figcaption, th, .tick, .role { color: var(--dim); }
 .good { color: var(--good); } .bad { color: var(--bad); } .warn { color: var(--warn); }
-.wide { overflow-x: auto; }
+.wide { overflow-x: auto; } pre, .break { overflow-wrap: anywhere; }
 table { border-collapse: collapse; width: 100%; } caption { text-align: left; color: var(--dim); }
 th, td { text-align: left; vertical-align: top; padding: .25rem .75rem .25rem 0; border-bottom: 1px solid var(--line); }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
@@ -397,7 +397,7 @@ def _step(store: Store, run_id: str, split: str, step: int) -> Element:
     places = _spread(range(len(rows)), SHOWN_ROLLOUTS)
     name = f"Step {step}" if split == "train" else f"Held out, step {step}"
     success = sum(row["success"] for row in rows) / len(rows)
-    summary = f"{name}: {total} rollouts, success {success:.0%}" + (f"; not: {failed}" if failed else "")
+    summary = f"{name}: {total} rollouts, success {success:.0%}" + (f"; failures: {failed}" if failed else "")
     return el("details", el("summary", summary), *(_rollout(rows[place], modes[place]) for place in places))
 
 
@@ -450,7 +450,7 @@ def _config(run: RunRow) -> list[Child]:
     rows = [
         [
             name,
-            el("td", json.dumps(value, ensure_ascii=False, default=str), class_="mono"),
+            el("td", json.dumps(value, ensure_ascii=False, default=str), class_="mono break"),
             run["sources"].get(name, "-"),
         ]
         for name, value in run["spec"].items()

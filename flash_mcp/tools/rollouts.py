@@ -254,7 +254,7 @@ def _text(content: Any) -> str:
 
 def _frame_size(row: Json) -> int:
     """Characters that a row takes beside its messages."""
-    return 260 + sum(min(len(to_text(row.get(name))), 700) for name in ("metrics", "reason", "error"))
+    return 290 + sum(min(len(to_text(row.get(name))), 700) for name in ("metrics", "reason", "error"))
 
 
 def _rollout(row: Json, excerpts: dict[int, str]) -> Rollout:
