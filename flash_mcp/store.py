@@ -57,6 +57,8 @@ class RunRow(TypedDict):
     init_adapter: Json | None
     dataset: Json | None
     """Of an sft run on curated rows: {"name", "digest", "path", "files": {file: sha256}}."""
+    lineage: Json
+    """`code` is the version that made it; `overlap`, where splits share tasks, {"shared", "eval_tasks", "evidence"}."""
     idempotency_key: str | None
     folder: str
     attempt: int
@@ -168,7 +170,9 @@ class DeploymentRow(TypedDict):
     updated: float
 
 
-_JSON_COLUMNS = frozenset({"spec", "sources", "init_adapter", "dataset", "error", "metrics", "summary", "data", "body"})
+_JSON_COLUMNS = frozenset(
+    {"spec", "sources", "init_adapter", "dataset", "lineage", "error", "metrics", "summary", "data", "body"}
+)
 migrations = Migrations("flash_mcp")
 
 
@@ -181,6 +185,11 @@ def _initial(db: Database) -> None:  # pyright: ignore[reportUnusedFunction]
 @migrations(name="0002_dataset")
 def _dataset(db: Database) -> None:  # pyright: ignore[reportUnusedFunction]
     _execute(db, "ALTER TABLE runs ADD COLUMN dataset TEXT")
+
+
+@migrations(name="0003_lineage")
+def _lineage(db: Database) -> None:  # pyright: ignore[reportUnusedFunction]
+    _execute(db, "ALTER TABLE runs ADD COLUMN lineage TEXT NOT NULL DEFAULT '{}'")
 
 
 _SCHEMA_1 = """
