@@ -19,7 +19,7 @@ from flash_mcp.errors import FlashError
 from flash_mcp.home import runs_dir
 from flash_mcp.lineage import code_version
 from flash_mcp.runfolder import Json, RunFolder
-from flash_mcp.spec import ResolvedSpec
+from flash_mcp.spec import ResolvedEval, ResolvedSpec
 from flash_mcp.store import ACTIVE, EnvironmentRow, RunRow, Store
 
 EndState = Literal["succeeded", "failed", "cancelled"]
@@ -28,10 +28,11 @@ ID_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 
 def enqueue(
     store: Store,
-    resolved: ResolvedSpec,
+    resolved: ResolvedSpec | ResolvedEval,
     environment: EnvironmentRow,
     init_adapter: Json | None = None,
     idempotency_key: str | None = None,
+    dataset: Json | None = None,
     lineage: Json | None = None,
 ) -> tuple[RunRow, bool]:
     """The new run, and True; or, where the key was used before by the same spec, that run, and False.
@@ -59,6 +60,7 @@ def enqueue(
                 "spec": {**spec, "environment": f"{environment['name']}@{environment['digest']}"},
                 "sources": resolved.sources,
                 "init_adapter": init_adapter,
+                "dataset": dataset,
                 "lineage": {"code": code_version(), **(lineage or {})},
                 "idempotency_key": idempotency_key,
                 "request_digest": digest,
@@ -85,6 +87,7 @@ def job(run: RunRow) -> Json:
         },
         "model": run["model"],
         "init_adapter": run["init_adapter"],
+        "dataset": run["dataset"],
         "lineage": run["lineage"],
         "created": run["created"],
     }

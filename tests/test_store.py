@@ -48,7 +48,8 @@ def test_many_processes_can_open_a_new_store_at_once(tmp_path: Path) -> None:
     assert [child.wait(timeout=60) for child in children] == [0] * 6
     assert Store(tmp_path).query("SELECT name FROM _sqlite_migrations") == [
         {"name": "0001_initial"},
-        {"name": "0002_lineage"},
+        {"name": "0002_dataset"},
+        {"name": "0003_lineage"},
     ]
 
 

@@ -41,6 +41,23 @@ def summarize(groups: Sequence[Sequence[Rollout]]) -> dict[str, Any]:
     }
 
 
+def summarize_evaluation(rows: Sequence[dict[str, Any]], *, seconds: float) -> dict[str, Any]:
+    """What evals/STEP.json says of its attempts; shares and means are over those that the environment did not fail."""
+    valid = [row for row in rows if not row["error"]]
+    rewards = [row["reward"] for row in valid]
+    return {
+        "n": len(valid),
+        "success": mean(row["success"] for row in valid),
+        "reward_mean": mean(rewards),
+        "reward_std": statistics.pstdev(rewards) if rewards else None,
+        "truncated_share": mean(row["truncated"] for row in valid),
+        "error_share": 1 - len(valid) / len(rows) if rows else 0.0,
+        "completion_tokens_mean": mean(row["completion_tokens"] for row in valid),
+        "turns_mean": mean(row["turns"] for row in valid),
+        "seconds": round(seconds, 1),
+    }
+
+
 def repeated_share(groups: Sequence[Sequence[Rollout]]) -> float | None:
     """Share of rollouts that are token for token what another one of their group wrote before them."""
     written = [[tuple(r.transcript.completion_ids) for r in group if r.transcript] for group in groups]

@@ -19,6 +19,7 @@ from flash_mcp.runfolder import Json, RunFolder
 from flash_mcp.store import ACTIVE, CheckpointRow, EvalRow, RunRow, RunState, Store, open_store
 from flash_mcp.supervisor import ensure_supervisor
 from flash_mcp.tools import Part, Result, Tool, report, shorten
+from flash_mcp.tools.evaluation import Scores, after_evaluation, scores
 
 POLL_S = 0.25
 MAX_WAIT_S = 43.0
@@ -117,6 +118,7 @@ class RunView(Part):
     )
     flags: list[Flag] | None = Field(default=None, description="Warning signs, the gravest first.")
     warnings: list[str] | None = Field(default=None, description="The worker's newest warnings.")
+    scores: Scores | None = Field(default=None, description="What a run made by evaluate found; a step is an attempt.")
     error: Failure | None = Field(default=None)
     failures: dict[str, int] | None = Field(
         default=None, description="detailed: failure modes of the newest rollouts, as far as they did not succeed."
@@ -232,7 +234,8 @@ def view_of(store: Store, run_id: str, detailed: bool) -> tuple[RunView, str]:
     warnings = [*_obstacles(store, run), *(event["message"] for event in store.events(run_id, 3, ["warning"]))]
     recent = [row["metrics"] for row in store.metrics(run_id, limit=SPEED_STEPS)]
     newest = store.last_metrics(run_id)
-    evals, saved = store.evals(run_id), store.checkpoints(run_id)
+    is_eval, saved = run["algorithm"] == "eval", store.checkpoints(run_id)
+    evals = [] if is_eval else [row for row in store.evals(run_id) if row["summary"]["n"]]
     step = max(run["step"], newest["step"] if newest else 0)
     step_s = _mean(recent, "time/step_s")
     left = run["steps"] - step if run["steps"] and run["state"] in ACTIVE else None
@@ -267,6 +270,7 @@ def view_of(store: Store, run_id: str, detailed: bool) -> tuple[RunView, str]:
         outlook=judge.outlook(history, flags, verdict.outcome if verdict else None) if history else None,
         flags=[Flag(**vars(flag)) for flag in flags] or None,
         warnings=[shorten(warning, 300) for warning in warnings] or None,
+        scores=scores(store, run) if is_eval else None,
         error=_failure(run),
         failures=(_failures(store, run_id) or None) if detailed else None,
         metrics=(_metrics(history) or None) if detailed else None,
@@ -275,7 +279,8 @@ def view_of(store: Store, run_id: str, detailed: bool) -> tuple[RunView, str]:
         sources=_sources(run) if detailed else None,
         log_tail=_log_tail(run, 2500) or None if detailed else None,
     )
-    return view, _next_step(run, flags, None if overlap else verdict, bool(saved))
+    overlapped = None if overlap else verdict
+    return view, after_evaluation(store, run) if is_eval else _next_step(run, flags, overlapped, bool(saved))
 
 
 def _obstacles(store: Store, run: RunRow) -> list[str]:
@@ -366,7 +371,7 @@ def _metrics(history: Sequence[judge.Metrics]) -> dict[str, str]:
 
 
 def _lineage(run: RunRow, saved: list[CheckpointRow]) -> Lineage:
-    parent, dataset = run["init_adapter"], cast("Json | None", run.get("dataset"))
+    parent, dataset = run["init_adapter"], run["dataset"]
     from_run = parent and parent.get("run_id")
     return Lineage(
         code=run["lineage"].get("code"),
