@@ -357,10 +357,11 @@ class Store:
         sql = """
             SELECT min(step) AS step, avg(value) AS mean FROM (
                 SELECT step, value, ntile(?) OVER (ORDER BY step) AS stretch FROM (
-                    SELECT step, json_extract(metrics, ?) AS value FROM metrics WHERE run_id = ?)
+                    SELECT step, (SELECT value FROM json_each(metrics) WHERE key = ?) AS value FROM metrics
+                    WHERE run_id = ?)
                 WHERE value IS NOT NULL)
             GROUP BY stretch ORDER BY stretch"""
-        rows = self.query(sql, [points, f'$."{name}"', run_id])
+        rows = self.query(sql, [points, name, run_id])
         return [(row["step"], row["mean"]) for row in rows]
 
     def rollouts(

@@ -117,7 +117,7 @@ async def test_the_detailed_form_has_every_metric_and_where_the_run_comes_from(t
     learn(work_on(started["run_id"]), range(1, 21))
     read_in(open_store(), started["run_id"])
     view = (await call("status", run_id=started["run_id"], detail="detailed"))["run"]
-    assert view["metrics"]["reward/mean"].startswith("0.21")
+    assert view["metrics"]["reward/mean"].startswith("0.2057 -> ")
     assert set(view["metrics"]) >= {"loss", "entropy", "grad_norm", "tokens/completion_mean"}
     assert view["sources"] == {"argument": ["environment", "init_from_adapter"]}
     lineage = view["lineage"]
