@@ -295,7 +295,7 @@ async def test_every_token_of_the_models_own_answers_is_learnt_and_no_other(numb
         kept = datasets.find((await curated(client, runs=[run["id"]], name="turns"))["dataset"])
     template = ChatTemplate(make_tokenizer())
     decode = template.tokenizer.decode
-    rows = dataset_rows(kept.pinned(), template, 4096)["train"]
+    rows = dataset_rows(kept.pinned(), template)["train"]
     learnt = [decode([label for label in row["labels"] if label != IGNORED]) for row in rows]
     assert learnt == ["first<|im_end|>second\u2028é<|im_end|>", "2!<|im_end|>"]  # and not the example's answer, 0
     for row, line in zip(rows, kept.rows(), strict=True):
@@ -307,7 +307,7 @@ async def test_every_token_of_the_models_own_answers_is_learnt_and_no_other(numb
     path.chmod(0o644)
     path.write_bytes(path.read_bytes().replace(b"2!", b"3!"))
     with pytest.raises(FlashError, match="changed since"):
-        dataset_rows(kept.pinned(), template, 4096)
+        dataset_rows(kept.pinned(), template)
 
 
 @pytest.mark.timeout(300)
