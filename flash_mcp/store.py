@@ -424,7 +424,14 @@ class Store:
 
     # -- what the supervisor writes; each may be done again -----------------------------------------------------------
 
+    def _is_stale(self, table: str, run_id: str, row: Json) -> bool:
+        """Whether a newer attempt reported that step: an attempt that was replaced, and woke, changes nothing."""
+        sql = f"SELECT 1 FROM {table} WHERE run_id = ? AND step = ? AND epoch > ?"
+        return bool(self.query(sql, [run_id, row["step"], row["epoch"]]))
+
     def put_metrics(self, run_id: str, row: Json) -> None:
+        if self._is_stale("metrics", run_id, row):
+            return
         self._put("metrics", {"run_id": run_id, **_pick(row, "step", "epoch", "time", "metrics")})
 
     def put_rollouts(self, run_id: str, split: str, step: int, rollouts: Iterable[Json]) -> None:
@@ -448,6 +455,8 @@ class Store:
 
     def put_evaluation(self, run_id: str, evaluation: Json) -> None:
         row: Json = {"run_id": run_id, **_pick(evaluation, "step", "epoch", "time", "summary")}
+        if self._is_stale("evals", run_id, row):
+            return
         with self.transaction():
             self.put_rollouts(run_id, "eval", row["step"], evaluation["rollouts"])
             self._put("evals", row)
@@ -459,6 +468,8 @@ class Store:
         self._put("events", {"run_id": run_id, "name": name, **known, "data": data}, "INSERT OR IGNORE")
 
     def put_checkpoint(self, run_id: str, manifest: Json, path: str) -> None:
+        if self._is_stale("checkpoints", run_id, manifest):
+            return
         known = _pick(manifest, "step", "epoch", "time", "digest", "size_bytes", "metrics")
         self._put("checkpoints", {"run_id": run_id, **known, "path": path})
 
