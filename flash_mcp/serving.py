@@ -326,9 +326,11 @@ class Deployments:
         """Fail the rows whose server died; start one for those that have had none."""
         lost = [row for row in wanted if row["pid"] is not None]
         if dead and lost:
+            error = diagnose(dead)
             self._stop(dead)
-            self._fail(lost, diagnose(dead))
-        if fresh := [row for row in wanted if row["pid"] is None]:
+            self._fail(lost, error)
+        # One without a server.json was ended, and its successor not started: whoever was about to do so died.
+        if fresh := [row for row in wanted if row["pid"] is None or dead is None]:
             self._start(fresh[0]["model"], fresh)
 
     def _advance(self, server: Server, wanted: list[DeploymentRow]) -> None:

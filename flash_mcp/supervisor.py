@@ -76,6 +76,7 @@ class Attempt:
     beat: Json = field(default_factory=dict[str, object])
     beat_at: float = field(default_factory=time.monotonic)
     progress_at: float = field(default_factory=time.monotonic)
+    cancelled_at: float | None = None
     result_at: float | None = None
 
     def observe(self, beat: Json | None) -> tuple[bool, bool]:
@@ -161,9 +162,19 @@ class Supervisor:
         """Tick until there was nothing to do for `idle_exit_s`."""
         busy_at = time.monotonic()
         while time.monotonic() - busy_at < self.patience.idle_exit_s:
-            if self.tick():
+            if self._tick_unless_held_up():
                 busy_at = time.monotonic()
             time.sleep(self.patience.poll_s)
+
+    def _tick_unless_held_up(self) -> bool:
+        """As `tick`. A database that another program locks, or a full disk, is waited out: the folders keep all."""
+        try:
+            return self.tick()
+        except FlashError as error:
+            if error.code not in ("state_busy", "disk_full"):
+                raise
+            log.warning("%s", error)
+            return True
 
     def tick(self) -> bool:
         """Whether there is anything to look after."""
@@ -237,8 +248,10 @@ class Supervisor:
         attempt = self._attempts.get(run["id"])
         if attempt is None or attempt.number != run["attempt"]:
             return
-        if run["cancel_requested"] and not attempt.folder.is_cancelled():
-            attempt.folder.request_cancel(run["cancel_reason"] or "")
+        if run["cancel_requested"]:
+            attempt.cancelled_at = attempt.cancelled_at or time.monotonic()
+            if not attempt.folder.is_cancelled():
+                attempt.folder.request_cancel(run["cancel_reason"] or "")
         is_new, moved = attempt.observe(attempt.folder.beat())
         if is_new:
             self._record_beat(attempt, moved)
@@ -271,7 +284,7 @@ class Supervisor:
         ):
             how = f" ({hint.detail})" if hint.detail else ""
             return self._error("worker_failed", f"attempt {attempt.number} ended without a result{how}", run, attempt)
-        if run["cancel_requested"] and time.time() - run["cancel_requested"] > patience.cancel_grace_s:
+        if attempt.cancelled_at and now - attempt.cancelled_at > patience.cancel_grace_s:
             return self._error("stalled", f"attempt {attempt.number} did not end when asked to", run, attempt)
         if hint.state != "alive":
             return None
@@ -303,7 +316,7 @@ class Supervisor:
             return
         self._note(run, "lost", error.what, error=error.to_dict())
         log.warning("%s: %s", run["id"], error.what)
-        delay_s = min(60.0, self.patience.retry_delay_s * 2 ** (attempt.number - 1))
+        delay_s = self.patience.retry_delay_s * 2 ** (attempt.number - 1)
         if queue.requeue(self.store, run["id"], attempt.number, error, delay_s=delay_s):
             return
         # Asked anew: a cancel may have come since the row was read.

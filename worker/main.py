@@ -68,7 +68,8 @@ def main() -> int:
     pulse.stop()
     if error:
         writer.event("error", str(error))
-    writer.commit_result(state, step, error, seconds=round(time.monotonic() - started, 1), retryable=False)
+    seconds = round(time.monotonic() - started, 1)
+    writer.commit_result(state, step, error, seconds=seconds, retryable=bool(error and _was_struck(error)))
     return 0
 
 
@@ -118,6 +119,11 @@ def _explain(error: BaseException, phase: str) -> FlashError:
         f"{type(error).__name__} during {phase}: {error}",
         fix="read the end of the attempt's log in status; report it if it is not your environment's",
     )
+
+
+def _was_struck(error: FlashError) -> bool:
+    """Whether the environment's process was killed: that may be no fault of its code, and another attempt may live."""
+    return error.code.startswith("environment_") and "killed by SIG" in error.what
 
 
 def _is_memory(error: BaseException) -> bool:
