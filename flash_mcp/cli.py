@@ -240,7 +240,8 @@ def _archive(command: str, arguments: argparse.Namespace) -> None:
     from flash_mcp import backup  # noqa: PLC0415
     from flash_mcp.home import home  # noqa: PLC0415
 
-    _say("\n".join(render(vars(getattr(backup, command)(home(), arguments.file.absolute())))))
+    act = {"backup": backup.backup, "restore": backup.restore}[command]
+    _say("\n".join(render(vars(act(home(), arguments.file.absolute())))))
 
 
 # -- tools as commands ------------------------------------------------------------------------------------------------

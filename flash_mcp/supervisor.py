@@ -38,7 +38,8 @@ Found = TypeVar("Found")
 # -P: the working directory is the state directory, whose folder `environments` is no package.
 PYTHON = (sys.executable, "-P", "-m")
 WORKER = (*PYTHON, "worker.main")
-START_TIMEOUT_S = 20.0
+START_TIMEOUT_S = 10.0
+STARTS = 2
 PROBE_TIMEOUT_S = 1.0
 LOG_TAIL_BYTES = 4000
 FILES_PER_COMMIT = 64  # few enough to let other writers in between
@@ -395,12 +396,21 @@ def _found(body: Json | None) -> Json:
 def ensure_supervisor(base: Path | None = None) -> bool:
     """Start a supervisor for the state directory unless one is there; whether one was started.
 
-    It is detached: it outlives the caller. Raises FlashError(internal) where it ends at once.
+    It is detached: it outlives the caller. One that was killed while it started is started again. Raises
+    FlashError(internal) where none stays.
     """
     base = base or home()
     if is_supervised(base):
         return False
     log_path = base / "supervisor.log"
+    for _ in range(STARTS):
+        _start_detached(base, log_path)
+        if _wait_for(lambda: is_supervised(base), START_TIMEOUT_S):
+            return True
+    raise FlashError("internal", "the supervisor did not start", log=log_path, fix=f"read the end of {log_path}")
+
+
+def _start_detached(base: Path, log_path: Path) -> None:
     is_long = log_path.exists() and log_path.stat().st_size > MAX_LOG_BYTES
     with log_path.open("wb" if is_long else "ab") as stream:
         # The shell ends at once: the supervisor is nobody's child, and no zombie of the caller's when it leaves.
@@ -413,9 +423,6 @@ def ensure_supervisor(base: Path | None = None) -> bool:
             start_new_session=True,
             check=True,
         )
-    if not _wait_for(lambda: is_supervised(base), START_TIMEOUT_S):
-        raise FlashError("internal", "the supervisor did not start", log=log_path, fix=f"read the end of {log_path}")
-    return True
 
 
 def is_supervised(base: Path) -> bool:

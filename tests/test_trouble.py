@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -14,9 +17,9 @@ from flash_mcp import queue
 from flash_mcp.errors import FlashError
 from flash_mcp.runfolder import RunFolder
 from flash_mcp.store import Store, open_store
-from flash_mcp.supervisor import Reader
-from flash_mcp.tools import status
-from tests.samples import finished_run
+from flash_mcp.supervisor import Reader, ensure_supervisor
+from flash_mcp.tools import all_tools, status
+from tests.samples import finished_run, push_echo
 from tests.test_supervisor import HASTE, Bench, bench, is_running, wait_for
 
 __all__ = ["bench"]
@@ -146,3 +149,30 @@ def test_a_damaged_checkpoint_is_passed_over_by_the_next_attempt_and_refused_by_
     Path(run["folder"], "go").touch()
     assert bench.finish(run)["state"] == "succeeded"
     assert [folder.verify_checkpoint(step)["step"] for step in range(1, 7)] == list(range(1, 7))
+
+
+# -- a supervisor that does not start ---------------------------------------------------------------------------------
+
+
+def test_a_supervisor_that_is_killed_while_it_starts_is_started_again(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = f'if mkdir {tmp_path}/once; then kill -9 $$; fi 2>/dev/null; exec {sys.executable} -P -m "$@"'
+    monkeypatch.setattr("flash_mcp.supervisor.PYTHON", ("/bin/sh", "-c", script, "sh"))
+    monkeypatch.setattr("flash_mcp.supervisor.START_TIMEOUT_S", 4.0)
+    assert ensure_supervisor(bench.base)
+    pid = int((bench.base / "supervisor.lock").read_text())
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not is_running(pid))
+
+
+def test_train_returns_its_run_even_where_no_supervisor_can_be_started(
+    flash_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flash_mcp.supervisor.START_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("flash_mcp.supervisor.PYTHON", ("/no/such/python",))
+    push_echo(tmp_path / "echo")
+    answer = asyncio.run(all_tools()["train"].function(environment="echo"))
+    assert (answer.state, answer.created) == ("queued", True)
+    assert "supervisor.log" in answer.next and answer.run_id in answer.next
+    assert [run["id"] for run in open_store().runs()] == [answer.run_id]

@@ -174,8 +174,11 @@ async def start(
         next_step = "call train again without validate_only to start it"
         return result(state="validated", created=False, next=next_step)
     run, created = await anyio.to_thread.run_sync(queue.enqueue, store, resolved, environment, adapter, idempotency_key)
-    await anyio.to_thread.run_sync(ensure_supervisor, store.base)
     next_step = f"status(run_id={run['id']!r}, wait_s=40) follows it; cancel ends it"
+    try:
+        await anyio.to_thread.run_sync(ensure_supervisor, store.base)
+    except FlashError as error:  # the run is there: an error alone would have it asked for again
+        next_step = f"{error} The run is queued; status(run_id={run['id']!r}) tries to start the supervisor again"
     return result(run_id=run["id"], state=run["state"], created=created, next=next_step)
 
 
