@@ -272,8 +272,9 @@ async def _live(base: Path, chaos: Chaos, outcome: Outcome, model: Path | None) 
             with suppress(psutil.NoSuchProcess):
                 await asyncio.to_thread(zombie.wait, 15)
         await agent.call("status", run_id=run_id)
-        if chaos.sleeping and _everything(store, store.run(run_id)) != before:
-            outcome.defects.append("a zombie changed something")
+        after = _everything(store, store.run(run_id)) if chaos.sleeping else before
+        changed = [name for name in before | after if before.get(name) != after.get(name)]
+        outcome.defects += [f"a zombie changed {name}" for name in changed]
     finally:
         chaos.over.set()
         await asyncio.to_thread(chaos.join, 10)
@@ -330,14 +331,17 @@ def check(store: Store, run: RunRow, steps: int, outcome: Outcome) -> None:
     expect("integrity", store.query("PRAGMA integrity_check"), [{"integrity_check": "ok"}])
 
 
-def _everything(store: Store, run: RunRow) -> list[Any]:
-    """All that the run left behind, but for what its attempts printed and the folder's attributes."""
-    rows = [store.query(f"SELECT * FROM {table} WHERE run_id = ?", [run["id"]])
-            for table in ("metrics", "rollouts", "evals", "events", "checkpoints")]  # fmt: skip
-    paths = sorted(
-        path for path in Path(run["folder"]).rglob("*") if path.is_file() and not path.name.startswith("log.")
-    )
-    return [run, rows, [(str(path), path.read_bytes()) for path in paths]]
+def _everything(store: Store, run: RunRow) -> dict[str, Any]:
+    """All that the run left behind, but for what its attempts printed, and hidden files: those are being written."""
+    kept = {
+        table: store.query(f"SELECT * FROM {table} WHERE run_id = ?", [run["id"]])
+        for table in ("metrics", "rollouts", "evals", "events", "checkpoints")
+    }
+    for path in Path(run["folder"]).rglob("*"):
+        name = path.relative_to(run["folder"])
+        if path.is_file() and not any(part.startswith((".", "log.")) for part in name.parts):
+            kept[str(name)] = path.read_bytes()
+    return {"run": run, **kept}
 
 
 async def _orphans(base: Path) -> list[str]:
