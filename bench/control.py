@@ -28,7 +28,7 @@ from mcp import Client, StdioServerParameters
 
 from flash_mcp import queue
 from flash_mcp.spec import RunSpec, resolve
-from flash_mcp.store import Store
+from flash_mcp.store import RunRow, Store
 from flash_mcp.tools import status
 
 Json = dict[str, Any]
@@ -220,7 +220,7 @@ async def _agents(port: int, count: int, polls: int, ids: list[str]) -> Json:
 def claims(count: int) -> dict[str, float]:
     """Claims a second of one consumer, per system."""
     with tempfile.TemporaryDirectory() as folder:
-        rates = {"ours, leased and synced (claim and finish)": _our_claims(Path(folder), count)}
+        rates = _our_claims(Path(folder), count)
         peers = Path(sys.prefix) / "peers"
         if (peers / "huey").exists():
             for name, fsync in (("huey, synced (dequeue)", True), ("huey, as it comes (dequeue)", False)):
@@ -228,19 +228,25 @@ def claims(count: int) -> dict[str, float]:
     return rates
 
 
-def _our_claims(folder: Path, count: int) -> float:
+def _our_claims(folder: Path, count: int) -> dict[str, float]:
     store = Store(folder)
     environment = store.add_environment(name="calc", digest="abcdef123456", path="/e", size_bytes=1)
     resolved = resolve(RunSpec(environment="calc"))
     with store.transaction():
         for _ in range(count):
             queue.enqueue(store, resolved, environment)
-    started = time.perf_counter()
+    started, taken = time.perf_counter(), list[RunRow]()
     while claimed := queue.claim(store):
-        queue.finish(store, claimed["id"], claimed["attempt"], "succeeded")
-    rate = count / (time.perf_counter() - started)
+        taken.append(claimed)
+    claimed_at = time.perf_counter()
+    for row in taken:
+        queue.finish(store, row["id"], row["attempt"], "succeeded")
+    ended = time.perf_counter()
     assert store.run_counts() == {"succeeded": count}
-    return rate
+    return {
+        "ours, synced (claim)": count / (claimed_at - started),
+        "ours, synced (claim and finish)": count / (ended - started),
+    }
 
 
 def _huey_claims(peers: Path, file: Path, count: int, fsync: bool) -> float:
