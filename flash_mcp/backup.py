@@ -11,9 +11,11 @@ import json
 import tarfile
 import tempfile
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from gzip import BadGzipFile
 from pathlib import Path
 from typing import IO
 
@@ -136,7 +138,7 @@ def _extract(file: Path, into: Path) -> Json:
         (into / LABEL).unlink()
         if not (into / "flash.db").exists():
             raise FileNotFoundError("it holds no flash.db")
-    except (tarfile.TarError, EOFError, FileNotFoundError, IsADirectoryError, ValueError) as error:
+    except (tarfile.TarError, zlib.error, BadGzipFile, EOFError, FileNotFoundError, ValueError) as error:
         fix = "name a file that `flash-mcp backup` wrote; a damaged one cannot be used"
         raise FlashError("upload_invalid", f"that is no whole backup: {error}", file=file, fix=fix) from error
     return label

@@ -96,7 +96,7 @@ class RunFolder:
             # A claim whose answer was lost, and that was tried again, finds itself. Stores refuse in different words.
             owner = self.read_json("epoch", str(epoch)) if not self.is_local else None
             if owner is None and not isinstance(error, FileExistsError):
-                raise
+                raise disk_error(error, Path(self.path("epoch"))) from error
             if owner != claim:
                 raise FlashError("fenced", "the run belongs to another attempt", epoch=epoch) from error
         return RunWriter(self, epoch)

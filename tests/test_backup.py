@@ -79,12 +79,16 @@ def test_a_damaged_backup_leaves_nothing_behind(flash_home: Path, tmp_path: Path
     finished_run(tmp_path)
     archive, elsewhere = tmp_path / "state.tar", tmp_path / "elsewhere"
     backup.backup(flash_home, archive)
+    backup.backup(flash_home, tmp_path / "state.tar.gz")
+    packed = (tmp_path / "state.tar.gz").read_bytes()
     elsewhere.mkdir()
     whole = archive.read_bytes()
     page = whole.index(b"SQLite format 3") + 4096 * 3
     damages = {
         "cut": whole[: len(whole) // 2],
         "text": b"not an archive",
+        "cut while packed": packed[: len(packed) // 2],
+        "bits while packed": packed[:2000] + bytes(b ^ 0xA5 for b in packed[2000:2100]) + packed[2100:],
         "page": whole[:page] + bytes(b ^ 0xA5 for b in whole[page : page + 4096]) + whole[page + 4096 :],
     }
     for body in damages.values():
