@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import json
 import os
 import random
@@ -328,6 +329,8 @@ def check(store: Store, run: RunRow, steps: int, outcome: Outcome) -> None:
         if outcome.flavour == "quick":
             state = Path(folder.path("checkpoints", str(step), "state")).read_text()
             expect(f"state after step {step}", state, state_after(step))
+    prefix = f"flash-{hashlib.sha256(run['folder'].encode()).hexdigest()[:12]}-"
+    expect("scratch folders", list(Path(tempfile.gettempdir()).glob(f"{prefix}*")), [])
     expect("integrity", store.query("PRAGMA integrity_check"), [{"integrity_check": "ok"}])
 
 

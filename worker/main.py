@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import argparse
 import errno
+import hashlib
 import logging
 import os
 import resource
+import shutil
 import sys
 import tempfile
 import time
@@ -54,7 +56,7 @@ def main() -> int:
         _prepare_process()
         from worker.run import train  # noqa: PLC0415  torch and vLLM read the environment that was just prepared
 
-        with tempfile.TemporaryDirectory(prefix="flash-") as scratch:
+        with tempfile.TemporaryDirectory(prefix=_sweep_scratch(folder.url)) as scratch:
             step = train(job, spec, writer, pulse, Path(scratch))
         state, error = "cancelled" if pulse.cancelled.is_set() else "succeeded", None
     except Cancelled:
@@ -71,6 +73,14 @@ def main() -> int:
     seconds = round(time.monotonic() - started, 1)
     writer.commit_result(state, step, error, seconds=seconds, retryable=bool(error and _was_struck(error)))
     return 0
+
+
+def _sweep_scratch(url: str) -> str:
+    """Remove what killed attempts of this run left in the temporary folder; the prefix for this one's."""
+    prefix = f"flash-{hashlib.sha256(url.encode()).hexdigest()[:12]}-"
+    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    return prefix
 
 
 def _prepare_process() -> None:
