@@ -430,7 +430,7 @@ def diagnose(server: Server, what: str | None = None) -> FlashError:
         return told
     if re.search(r"address already in use", text, re.IGNORECASE):
         return _port_taken(server.port)
-    cause = re.search(r"\b(?:\w+Error|\w+Exception): .+", text)
+    cause = re.search(r"(?<!`)\b(?:\w+Error|\w+Exception): .+", text)  # vLLM quotes some in its warnings
     what = what or f"the server ended: {cause[0][:400] if cause else 'its log does not say why'}"
     if re.search(r"out of memory|not enough memory|no available memory|MemoryError", text, re.IGNORECASE):
         fix = "wait for the run that trains on this machine, or undeploy another model, and call deploy again"
