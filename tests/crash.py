@@ -302,7 +302,7 @@ async def _serve(agent: Agent, chaos: Chaos, run_id: str) -> None:
         if settled and "error" not in answer:
             break
         await asyncio.sleep(0.2)
-    assert answer["adapter"]["text"], answer
+    assert answer["adapter"]["text"] or answer["adapter"]["finish"] == "stop", answer  # the tiny model may say nothing
     await _until_fine(agent, "undeploy", deployment=deployed["deployment"])
 
 
