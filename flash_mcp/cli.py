@@ -35,6 +35,7 @@ POSITIONAL = {
     "chat": "message",
     "env_push": "folder",
     "env_test": "folder",
+    "evaluate": "environment",
     "status": "run_id",
     "train": "config",
     "undeploy": "deployment",
@@ -265,7 +266,7 @@ def _add_tool(commands: Any, tool: Tool) -> None:
     if tool.name == "train":
         text = "any field, as in the TOML file: --set steps=300 --set train.temperature=0.8"
         parser.add_argument("--set", action="append", default=[], dest="assignments", metavar="FIELD=VALUE", help=text)
-    if tool.name in ("train", "status"):
+    if tool.name in ("train", "status", "evaluate"):
         parser.add_argument("--follow", action="store_true", help="stay until the run has ended; Ctrl-C only detaches")
     options = [f"--{name.replace('_', '-')}" for name in tool.signature.parameters]
     parser.set_defaults(run=functools.partial(_run_tool, tool), options=options)

@@ -12,6 +12,8 @@ from itertools import pairwise
 from statistics import fmean, pstdev
 from typing import Literal
 
+from flash_mcp.stats import mcnemar
+
 Metrics = Mapping[str, float | None]
 Outcome = Literal["improved", "no_change", "regressed"]
 Severity = Literal["warning", "problem"]
@@ -105,8 +107,8 @@ def compare(base: tuple[float, int], trained: tuple[float, int]) -> Verdict:
 def compare_pairs(pairs: Sequence[tuple[bool, bool]]) -> Verdict:
     """Verdict on (base succeeded, trained succeeded) of the same examples.
 
-    Only examples whose outcome changed carry information. One change each way is added for the same reason as above
-    (Agresti and Min 2005).
+    Only examples whose outcome changed carry information. For the interval one change each way is added for the same
+    reason as above (Agresti and Min 2005); McNemar's exact test decides.
     """
     won = sum(trained and not base for base, trained in pairs)
     lost = sum(base and not trained for base, trained in pairs)
@@ -114,12 +116,14 @@ def compare_pairs(pairs: Sequence[tuple[bool, bool]]) -> Verdict:
     middle = (won - lost) / count
     band = 1.96 * math.sqrt(max((won + lost + 2) / count - middle**2, 0.0) / count)
     detail = f"the same {len(pairs)} examples ({won} newly solved, {lost} no longer)"
-    return _judged((won - lost) / max(len(pairs), 1), middle, band, detail)
+    return _judged((won - lost) / max(len(pairs), 1), middle, band, detail, significant=mcnemar(won, lost) < 0.05)
 
 
-def _judged(change: float, middle: float, band: float, detail: str) -> Verdict:
+def _judged(change: float, middle: float, band: float, detail: str, *, significant: bool = True) -> Verdict:
     low, high = middle - band, middle + band
-    outcome: Outcome = "improved" if low > 0 else "regressed" if high < 0 else "no_change"
+    outcome: Outcome = "no_change"
+    if significant:
+        outcome = "improved" if low > 0 else "regressed" if high < 0 else "no_change"
     words = {
         "improved": "more than chance explains",
         "no_change": "within what chance explains",

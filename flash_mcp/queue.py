@@ -18,7 +18,7 @@ from typing import Any, Literal, cast
 from flash_mcp.errors import FlashError
 from flash_mcp.home import runs_dir
 from flash_mcp.runfolder import Json, RunFolder
-from flash_mcp.spec import ResolvedSpec
+from flash_mcp.spec import ResolvedEval, ResolvedSpec
 from flash_mcp.store import ACTIVE, EnvironmentRow, RunRow, Store
 
 EndState = Literal["succeeded", "failed", "cancelled"]
@@ -29,10 +29,11 @@ ID_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 
 def enqueue(
     store: Store,
-    resolved: ResolvedSpec,
+    resolved: ResolvedSpec | ResolvedEval,
     environment: EnvironmentRow,
     init_adapter: Json | None = None,
     idempotency_key: str | None = None,
+    dataset: Json | None = None,
 ) -> tuple[RunRow, bool]:
     """The new run, and True; or, where the key was used before by the same spec, that run, and False.
 
@@ -58,6 +59,7 @@ def enqueue(
                 "spec": {**spec, "environment": f"{environment['name']}@{environment['digest']}"},
                 "sources": resolved.sources,
                 "init_adapter": init_adapter,
+                "dataset": dataset,
                 "idempotency_key": idempotency_key,
                 "request_digest": digest,
                 "folder": str(runs_dir(store.base) / run_id),
@@ -83,6 +85,7 @@ def job(run: RunRow) -> Json:
         },
         "model": run["model"],
         "init_adapter": run["init_adapter"],
+        "dataset": run["dataset"],
         "created": run["created"],
     }
 

@@ -6,7 +6,8 @@
                            "available_bytes"}, every few seconds
     metrics/STEP.json      {"step", "epoch", "time", "metrics": {name: number}}
     rollouts/STEP.jsonl    one rollout a line, keyed by (step, index)
-    evals/STEP.json        {"step", "epoch", "time", "summary": {...}, "rollouts": [...]}
+    evals/STEP.json        {"step", "epoch", "time", "summary": {...}, "rollouts": [...]}, one rollout an attempt
+    evals/STEP/EPOCH-N     attempts of an evaluation under way, one a line; gone once evals/STEP.json is there
     events/EPOCH-N.json    {"time", "epoch", "kind", "message", ...}
     log.N                  what attempt N printed
     checkpoints/STEP/      a PEFT adapter and the trainer's state, with MANIFEST.json (sha256 of every file)
@@ -33,6 +34,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 from uuid import uuid4
@@ -146,6 +148,13 @@ class RunFolder:
 
     def evaluation(self, step: int) -> Json | None:
         return self.read_json("evals", f"{step}.json")
+
+    def attempts(self, step: int) -> list[Json]:
+        """What an evaluation under way has recorded so far, by whichever attempt of the run; each once, in order."""
+        names = [name for name in self._names("evals", str(step)) if name[0].isdigit()]  # not one that was cut short
+        texts = [self._read("evals", str(step), name) or "" for name in sorted(names)]
+        rows = [json.loads(line) for text in texts for line in text.split("\n") if line]
+        return [row for _, row in sorted({row["index"]: row for row in rows}.items())]
 
     def event_names(self) -> list[str]:
         return sorted(name for name in self._names("events") if name.endswith(".json"))
@@ -264,6 +273,10 @@ class RunFolder:
         except FileNotFoundError:
             return None
 
+    def _remove(self, *parts: str) -> None:
+        with suppress(FileNotFoundError):
+            self._fs.rm(self.path(*parts), recursive=True)
+
     def _write(self, name: str, body: bytes, guard: Callable[[], None] = lambda: None) -> None:
         """Replace a file; `guard` is asked as late as can be, and raises where it must not be."""
         if not self.is_local:
@@ -291,7 +304,7 @@ class RunWriter:
 
     def __init__(self, folder: RunFolder, epoch: int) -> None:
         self.folder, self.epoch = folder, epoch
-        self._events = 0
+        self._events = self._shards = 0
 
     def check_owner(self) -> None:
         """FlashError(fenced) once a newer attempt has claimed the run."""
@@ -318,6 +331,14 @@ class RunWriter:
 
     def evaluation(self, step: int, summary: Json, rollouts: Sequence[Json]) -> None:
         self._put(f"evals/{step}.json", {"step": step, "summary": summary, "rollouts": list(rollouts)})
+        self.folder._remove("evals", str(step))  # pyright: ignore[reportPrivateUsage]
+
+    def attempts(self, step: int, rollouts: Sequence[Json]) -> None:
+        """Keep attempts of an evaluation that goes on, for the attempt of the run that may have to finish it."""
+        self.check_owner()
+        body = "".join(_dump(rollout).decode() + "\n" for rollout in rollouts)
+        self.folder._write(f"evals/{step}/{self.epoch:04d}-{self._shards:06d}", body.encode())  # pyright: ignore[reportPrivateUsage]
+        self._shards += 1
 
     def event(self, kind: str, message: str, **values: Any) -> None:
         self._put(f"events/{self.epoch:04d}-{self._events:06d}.json", {"kind": kind, "message": message, **values})

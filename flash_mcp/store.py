@@ -47,6 +47,7 @@ class RunRow(TypedDict):
     id: str
     state: RunState
     algorithm: str
+    """grpo, sft, or eval for an evaluation, whose steps are attempts at tasks."""
     model: str
     environment: str
     environment_digest: str
@@ -54,6 +55,8 @@ class RunRow(TypedDict):
     spec: Json
     sources: Json
     init_adapter: Json | None
+    dataset: Json | None
+    """Of an sft run on curated rows: {"name", "digest", "path", "files": {file: sha256}}."""
     idempotency_key: str | None
     folder: str
     attempt: int
@@ -90,6 +93,8 @@ class RolloutRow(TypedDict, total=False):
     index: int
     group: int
     task_id: str
+    split: str
+    attempt: int
     messages: list[Json]
     reward: float
     success: bool
@@ -163,7 +168,7 @@ class DeploymentRow(TypedDict):
     updated: float
 
 
-_JSON_COLUMNS = frozenset({"spec", "sources", "init_adapter", "error", "metrics", "summary", "data", "body"})
+_JSON_COLUMNS = frozenset({"spec", "sources", "init_adapter", "dataset", "error", "metrics", "summary", "data", "body"})
 migrations = Migrations("flash_mcp")
 
 
@@ -171,6 +176,11 @@ migrations = Migrations("flash_mcp")
 def _initial(db: Database) -> None:  # pyright: ignore[reportUnusedFunction]
     for statement in _SCHEMA_1.split(";\n"):
         _execute(db, statement)
+
+
+@migrations(name="0002_dataset")
+def _dataset(db: Database) -> None:  # pyright: ignore[reportUnusedFunction]
+    _execute(db, "ALTER TABLE runs ADD COLUMN dataset TEXT")
 
 
 _SCHEMA_1 = """

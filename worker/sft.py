@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on an environment's gold answers, with TRL's SFTTrainer.
+"""Supervised fine-tuning on an environment's gold answers or on a curated dataset, with TRL's SFTTrainer.
 
 The rows are tokenized by the same Transcript that training rollouts use, so that what is learnt here is what is sampled
 later, token for token; only the assistant's tokens carry a label. A batch is computed as one sequence without padding,
@@ -8,8 +8,11 @@ by the forward pass that GRPO uses (worker/packing.py).
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +32,8 @@ from worker.transcript import ChatTemplate, Transcript
 
 Row = dict[str, list[int]]
 IGNORED = -100
+GOLD_SPLITS = {"train": "train", "holdout": "eval"}
+"""What is learnt, and what is held out: the names of rows -> the splits of the environment that they are made of."""
 
 
 async def gold_rows(host: EnvironmentHost, template: ChatTemplate, split: str) -> list[Row]:
@@ -42,6 +47,29 @@ async def gold_rows(host: EnvironmentHost, template: ChatTemplate, split: str) -
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(one(index)) for index in range(host.splits.get(split, 0))]
     return [task.result() for task in tasks]
+
+
+def dataset_rows(dataset: Json, template: ChatTemplate) -> dict[str, list[Row]]:
+    """{"train": rows, "holdout": rows} of the curated dataset that job.json names, as `gold_rows` makes them.
+
+    FlashError(dataset_invalid) where a file is not the one that the run was pinned to.
+    """
+    rows: dict[str, list[Row]] = {}
+    for file, checksum in dataset["files"].items():
+        path = Path(dataset["path"], file)
+        content = path.read_bytes() if path.is_file() else b""
+        if hashlib.sha256(content).hexdigest() != checksum:
+            fix = "curate it again and start another run"
+            raise FlashError("dataset_invalid", "the file is gone or was changed since", path=path, fix=fix)
+        lines = [json.loads(line) for line in content.decode().split("\n") if line]
+        rows[path.stem] = [
+            _row(
+                Transcript(template, line["messages"][: line["prompt_messages"]]),
+                line["messages"][line["prompt_messages"] :],
+            )
+            for line in lines
+        ]
+    return rows
 
 
 class Tuner(SFTTrainer):
@@ -83,22 +111,22 @@ def make_sft_trainer(
     output_dir: str,
     callbacks: list[TrainerCallback],
 ) -> Tuner:
-    """A trainer on rows["train"], rows["eval"] held out; FlashError(dataset_invalid) where nothing can be learnt.
+    """A trainer on rows["train"], rows["holdout"] held out; FlashError(dataset_invalid) where nothing can be learnt.
 
     Rows are cut at `max_length` tokens, and how many were is said in an event.
     """
     longer = sum(len(row["input_ids"]) > max_length for row in rows["train"])
-    learnable, held_out = (_learnable(rows[split], max_length) for split in ("train", "eval"))
+    learnable, held_out = (_learnable(rows.get(split, []), max_length) for split in ("train", "holdout"))
     if longer:
         writer.event(
             "warning",
-            f"{longer} of {len(rows['train'])} gold rows are longer than max_length={max_length} and were cut, "
+            f"{longer} of {len(rows['train'])} rows are longer than max_length={max_length} and were cut, "
             f"{len(rows['train']) - len(learnable)} of them before their first answer: left out",
         )
     if not learnable:
         raise FlashError(
             "dataset_invalid",
-            "no gold answer fits within max_length",
+            "no answer to learn fits within max_length",
             rows=len(rows["train"]),
             fix="raise max_length, or give the environment's tasks an output (sft_completion)",
         )

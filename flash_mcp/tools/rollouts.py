@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import Field
 
 from flash_mcp.errors import FlashError
+from flash_mcp.evaluations import prompt_length
 from flash_mcp.runfolder import Json
 from flash_mcp.store import open_store
 from flash_mcp.tools import RESULT_CHARACTERS, Part, Result, Tool, shorten, to_text
@@ -73,8 +74,9 @@ def rollouts(
         Field(description="Order: lowest reward first, highest first, shuffled, or as generated. Default worst."),
     ] = "worst",
     split: Annotated[
-        Literal["train", "eval"], Field(description="Training rollouts or held-out evaluations. Default train.")
-    ] = "train",
+        Literal["train", "eval"] | None,
+        Field(description="Training rollouts or evaluations. Default train; eval for a run made by evaluate."),
+    ] = None,
     contains: Annotated[
         str | None, Field(min_length=1, max_length=200, description="Only transcripts with this text in a message.")
     ] = None,
@@ -99,6 +101,7 @@ def rollouts(
     """
     store = open_store()
     run = store.run(run_id)
+    split = split or ("eval" if run["algorithm"] == "eval" else "train")
     steps = store.rollout_steps(run_id, split)
     at = _step(step, steps, search=contains is not None)
     offset = _offset(cursor) if index is None else index
@@ -130,7 +133,7 @@ def rollouts(
 
 def _opening(rows: list[Json]) -> list[Message]:
     """What all prompts begin with, as a rule instructions and examples; nothing for a single row."""
-    prompts = [row["messages"][: _prompt_length(row)] for row in rows] if len(rows) > 1 else []
+    prompts = [row["messages"][: prompt_length(row)] for row in rows] if len(rows) > 1 else []
     columns = takewhile(lambda column: all(each == column[0] for each in column), zip(*prompts, strict=False))
     shared: list[Json] = [column[0] for column in columns]
     texts = [_text(message.get("content")) for message in shared]
@@ -139,14 +142,6 @@ def _opening(rows: list[Json]) -> list[Message]:
         Message(role=message["role"], content=_excerpt(text, limit, ""))
         for message, text, limit in zip(shared, texts, allowed, strict=True)
     ]
-
-
-def _prompt_length(row: Json) -> int:
-    """Messages before the model's first turn; examples within the prompt are assistant messages too."""
-    messages: list[Json] = row["messages"]
-    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    turns = min(int(row["turns"]), len(answers))
-    return answers[-turns] if turns else len(messages) - 1
 
 
 def _step(step: int | None, steps: list[int], *, search: bool) -> int | None:

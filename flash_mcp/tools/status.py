@@ -18,6 +18,7 @@ from flash_mcp.runfolder import RunFolder
 from flash_mcp.store import ACTIVE, EvalRow, RunRow, RunState, Store, open_store
 from flash_mcp.supervisor import ensure_supervisor
 from flash_mcp.tools import Part, Result, Tool, report, shorten
+from flash_mcp.tools.evaluation import Scores, after_evaluation, scores
 
 POLL_S = 0.25
 MAX_WAIT_S = 43.0
@@ -98,6 +99,7 @@ class RunView(Part):
     checkpoint: int | None = Field(default=None, description="Step of the newest checkpoint.")
     flags: list[Flag] | None = Field(default=None, description="Warning signs, the gravest first.")
     warnings: list[str] | None = Field(default=None, description="The worker's newest warnings.")
+    scores: Scores | None = Field(default=None, description="What a run made by evaluate found; a step is an attempt.")
     error: Failure | None = Field(default=None)
     values: dict[str, Any] | None = Field(default=None, description="detailed: every field of the run.")
     log_tail: str | None = Field(default=None, description="detailed: the end of what the newest attempt printed.")
@@ -199,7 +201,8 @@ def _view(store: Store, run_id: str, detailed: bool) -> tuple[RunView, str]:
     warnings = [*_obstacles(store, run), *(event["message"] for event in store.events(run_id, 3, ["warning"]))]
     recent = [row["metrics"] for row in store.metrics(run_id, limit=SPEED_STEPS)]
     newest = store.last_metrics(run_id)
-    evals, saved = store.evals(run_id), store.checkpoints(run_id)
+    is_eval, saved = run["algorithm"] == "eval", store.checkpoints(run_id)
+    evals = [] if is_eval else [row for row in store.evals(run_id) if row["summary"]["n"]]
     step = max(run["step"], newest["step"] if newest else 0)
     step_s = _mean(recent, "time/step_s")
     left = run["steps"] - step if run["steps"] and run["state"] in ACTIVE else None
@@ -229,11 +232,12 @@ def _view(store: Store, run_id: str, detailed: bool) -> tuple[RunView, str]:
         checkpoint=saved[-1]["step"] if saved else None,
         flags=[Flag(**vars(flag)) for flag in flags] or None,
         warnings=[shorten(warning, 300) for warning in warnings] or None,
+        scores=scores(store, run) if is_eval else None,
         error=_failure(run),
         values=_given(run) if detailed else None,
         log_tail=_log_tail(run, 2500) or None if detailed else None,
     )
-    return view, _next_step(run, flags, verdict, bool(saved))
+    return view, after_evaluation(store, run) if is_eval else _next_step(run, flags, verdict, bool(saved))
 
 
 def _obstacles(store: Store, run: RunRow) -> list[str]:
