@@ -24,10 +24,10 @@ from flash_mcp.errors import FlashError
 from flash_mcp.runfolder import Json, RunFolder, disk_error
 from flash_mcp.store import Store
 
-FOLDERS = ("environments", "runs")
+FOLDERS = ("environments", "datasets", "runs")
 LABEL = "backup.json"
 PATHS = {
-    "runs": ("folder", "environment_path", "init_adapter"),
+    "runs": ("folder", "environment_path", "init_adapter", "dataset", "spec"),
     "checkpoints": ("path",),
     "environments": ("path",),
     "deployments": ("adapter_path",),

@@ -335,9 +335,8 @@ class RunWriter:
 
     def attempts(self, step: int, rollouts: Sequence[Json]) -> None:
         """Keep attempts of an evaluation that goes on, for the attempt of the run that may have to finish it."""
-        self.check_owner()
         body = "".join(_dump(rollout).decode() + "\n" for rollout in rollouts)
-        self.folder._write(f"evals/{step}/{self.epoch:04d}-{self._shards:06d}", body.encode())  # pyright: ignore[reportPrivateUsage]
+        self._write(f"evals/{step}/{self.epoch:04d}-{self._shards:06d}", body.encode())
         self._shards += 1
 
     def event(self, kind: str, message: str, **values: Any) -> None:
