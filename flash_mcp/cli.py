@@ -87,7 +87,7 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"flash-mcp {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND")
-    for add in (_add_serve, _add_supervise, _add_demo, _add_doctor, _add_curve, _add_report):
+    for add in (_add_serve, _add_supervise, _add_demo, _add_doctor, _add_curve, _add_report, _add_backup, _add_restore):
         add(commands)
     own = set(cast("dict[str, Any]", commands.choices))
     if next((word for word in given if not word.startswith("-")), None) not in own:
@@ -244,6 +244,27 @@ def report(arguments: argparse.Namespace) -> None:
         fix = "choose a file that you may write with --out"
         raise FlashError("invalid_argument", f"cannot write there: {error}", out=out, fix=fix) from error
     _say(str(out))
+
+
+def _add_backup(commands: Any) -> None:
+    parser = commands.add_parser("backup", help="save runs, environments and the database to one file, while in use")
+    parser.add_argument("file", type=Path, metavar="FILE", help="archive to write; compressed where it ends with .gz")
+    parser.set_defaults(run=functools.partial(_archive, "backup"))
+
+
+def _add_restore(commands: Any) -> None:
+    parser = commands.add_parser("restore", help="bring a backup into an empty state directory; runs go on from there")
+    parser.add_argument("file", type=Path, metavar="FILE", help="archive that `flash-mcp backup` wrote")
+    parser.set_defaults(run=functools.partial(_archive, "restore"))
+
+
+def _archive(command: str, arguments: argparse.Namespace) -> None:
+    """Back up or restore FLASH_HOME and say what there was."""
+    from flash_mcp import backup  # noqa: PLC0415
+    from flash_mcp.home import home  # noqa: PLC0415
+
+    act = {"backup": backup.backup, "restore": backup.restore}[command]
+    _say("\n".join(render(vars(act(home(), arguments.file.absolute())))))
 
 
 # -- tools as commands ------------------------------------------------------------------------------------------------
