@@ -10,6 +10,7 @@ import pytest
 from mcp import Client
 
 from flash_mcp import datasets, queue
+from flash_mcp.errors import FlashError
 from flash_mcp.home import datasets_dir
 from flash_mcp.runfolder import RunFolder
 from flash_mcp.server import server
@@ -302,6 +303,12 @@ async def test_every_token_of_the_models_own_answers_is_learnt_and_no_other(numb
         assert decode(row["input_ids"]) + "\n" == whole
         assert all(label in (IGNORED, token) for token, label in zip(row["input_ids"], row["labels"], strict=True))
 
+    path = kept.path / datasets.TRAIN
+    path.chmod(0o644)
+    path.write_bytes(path.read_bytes().replace(b"2!", b"3!"))
+    with pytest.raises(FlashError, match="changed since"):
+        dataset_rows(kept.pinned(), template, 4096)
+
 
 @pytest.mark.timeout(300)
 async def test_a_model_is_fine_tuned_on_a_curated_dataset(numbers: None, tiny_model: Path):
@@ -330,12 +337,3 @@ async def test_a_model_is_fine_tuned_on_a_curated_dataset(numbers: None, tiny_mo
     assert set(held_back) == {4, 6}  # with every checkpoint
     assert held_back[6] < metrics[0]["loss"]
     assert folder.job()["dataset"]["digest"] == datasets.find(body["dataset"]).digest
-
-    path = datasets.find(body["dataset"]).path / datasets.TRAIN
-    path.chmod(0o644)
-    path.write_bytes(path.read_bytes().replace(b"3!", b"4!"))
-    with Attempt(folder, 2) as attempt:
-        assert attempt.wait() == 0, attempt.log_path.read_text()
-    failed = folder.result()
-    assert failed is not None
-    assert (failed["state"], failed["error"]["code"]) == ("failed", "dataset_invalid")

@@ -15,7 +15,7 @@ import anyio.to_thread
 from pydantic import Field
 
 from environments.host import EnvironmentFault, EnvironmentHost
-from flash_mcp import comparison, evaluations, judge, queue, stats
+from flash_mcp import comparison, evaluations, judge, named, queue, stats
 from flash_mcp.errors import FlashError
 from flash_mcp.evaluations import Subject, Try
 from flash_mcp.runfolder import Json
@@ -144,7 +144,11 @@ class Compare(Result):
 
 async def evaluate(
     environment: Annotated[
-        str | None, Field(min_length=1, description="NAME or NAME@DIGEST; default: the run's, where model is a run.")
+        str | None,
+        Field(
+            min_length=1,
+            description="NAME, NAME@DIGEST or reasoning-gym:DATASET; default: the run's, where model is a run.",
+        ),
     ] = None,
     model: Annotated[
         str,
@@ -190,7 +194,7 @@ async def evaluate(
     """
     started, store = time.monotonic(), open_store()
     subject = await anyio.to_thread.run_sync(evaluations.find_subject, store, model)
-    row = await anyio.to_thread.run_sync(store.environment, _environment_of(environment, subject))
+    row = await anyio.to_thread.run_sync(named.environment, store, _environment_of(environment, subject))
     check_machine()
     given: Json = {
         "temperature": temperature,
