@@ -110,6 +110,7 @@ def html(store: Store, run_id: str) -> str:
         "body",
         *_head(run, view, next_step),
         *_judgement(view),
+        *_scores(view),
         *_health(view),
         *_curves(store, view),
         *_rollouts(store, run_id),
@@ -214,6 +215,13 @@ def _judgement(view: RunView) -> list[Child]:
         else None,
         _table(columns, rows),
     ]
+
+
+def _scores(view: RunView) -> list[Child]:
+    """What a run made by evaluate found."""
+    found = view.scores.model_dump(mode="json", exclude_none=True) if view.scores else {}
+    rows = [[name, value if isinstance(value, str) else json.dumps(value)] for name, value in found.items()]
+    return [el("h2", "Scores"), _table(("", ""), rows)] if rows else []
 
 
 def _interval(point: HeldOut) -> Element:

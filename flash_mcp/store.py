@@ -347,6 +347,13 @@ class Store:
         sql = f"SELECT * FROM runs WHERE state IN ({_marks(ACTIVE)}) ORDER BY created, id"
         return cast("list[RunRow]", self.query(sql, ACTIVE))
 
+    def overlap(self, run: RunRow) -> Json | None:
+        """What the splits of a run's environment version share, as a run that trained on it recorded; None: nothing."""
+        sql = """SELECT lineage FROM runs WHERE environment = ? AND environment_digest = ?
+                 AND json_extract(lineage, '$.overlap') IS NOT NULL ORDER BY created DESC LIMIT 1"""
+        rows = self.query(sql, [run["environment"], run["environment_digest"]])
+        return rows[0]["lineage"]["overlap"] if rows else None
+
     def run_counts(self) -> dict[str, int]:
         """{state: number of runs}"""
         rows = self.query("SELECT state, count(*) AS n FROM runs GROUP BY state")

@@ -85,6 +85,10 @@ async def test_a_contaminated_split_is_said_wherever_it_is_seen(tmp_path: Path, 
     assert body["run"]["outlook"].startswith("no: contaminated_split")
     assert "deploy" not in body["next"] and "env_push" in body["next"]
 
+    compared = await call("compare", base=started["run_id"])
+    assert (compared["verdict"], compared["success"]["outcome"]) == ("contaminated", "improved")
+    assert compared["notes"][0].startswith("CONTAMINATED: 40 of 60 eval tasks") and "env_push" in compared["next"]
+
 
 async def test_a_clean_split_is_not_spoken_of(tmp_path: Path):
     folder = environment_folder(tmp_path / "echo", ENVIRONMENT)

@@ -123,7 +123,9 @@ class Flip(Part):
 class Compare(Result):
     """A comparison of two evaluations."""
 
-    verdict: comparison.Outcome = Field(description="Of `metric`.")
+    verdict: comparison.Outcome | Literal["contaminated"] = Field(
+        description="Of `metric`; contaminated: eval tasks were trained on, so nothing was judged."
+    )
     metric: str
     base: Side
     other: Side
@@ -424,8 +426,12 @@ def compare(
     left_out = len({*tasks[0]} ^ {*tasks[1]}) if both else 0
     shown = [*[task for task in moved if moved[task] > 0][:flips], *[task for task in moved if moved[task] < 0][:flips]]
     each = FLIP_CHARACTERS // max(len(shown), 1)
+    on_eval = all(run["spec"].get("split", "eval") == "eval" for run in (base_run, other_run))
+    overlap = store.overlap(other_run) if on_eval else None
+    memory = judge.contaminated(**overlap) if overlap else None
+    notes = [*([f"CONTAMINATED: {memory.evidence}"] if memory else []), *_limits(base_run, other_run, tasks, both)]
     return Compare(
-        verdict=changes[metric].outcome,
+        verdict="contaminated" if memory else changes[metric].outcome,
         metric=metric,
         base=_side(base_run, base_eval, tries[0]),
         other=_side(other_run, other_eval, tries[1]),
@@ -436,8 +442,8 @@ def compare(
         newly_solved=sum(change > 0 for change in moved.values()),
         no_longer=sum(change < 0 for change in moved.values()),
         flips=[_flip(store, task, tasks, places, each) for task in shown] or None,
-        notes=_limits(base_run, other_run, tasks, both) or None,
-        next=_after_comparison(changes[metric], places, other_run),
+        notes=notes or None,
+        next=memory.remedy if memory else _after_comparison(changes[metric], places, other_run),
     )
 
 
