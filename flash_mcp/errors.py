@@ -36,6 +36,13 @@ CODES: dict[str, str] = {
     "worker_failed": "an attempt of the run ended without a result",
     "stalled": "an attempt made no progress for too long",
     "fenced": "a newer attempt owns the run; this one changed nothing",
+    "unauthenticated": "the request has no valid bearer token",
+    "not_permitted": "the token does not allow this: it only reads, or only opens /metrics",
+    "host_refused": "a request's Host or Origin header names another server than this one",
+    "local_only": "an argument names a file, folder or port of the server's machine, which only its own users may",
+    "rate_limited": "too many requests or uploads at once; the error says when to try again",
+    "quota_exceeded": "the owner has as many queued runs, or as much stored, as is allowed",
+    "too_large": "a request's body is larger than is allowed",
     "state_busy": "the state directory is locked by another program",
     "internal": "a defect of flash-mcp itself; the id finds the traceback in the log",
 }

@@ -16,6 +16,7 @@ import environments
 from environments import gate
 from environments.host import EnvironmentFault, EnvironmentHost
 from flash_mcp import playbook
+from flash_mcp.callers import caller
 from flash_mcp.environments import (
     NAME,
     NAME_RULE,
@@ -178,14 +179,25 @@ async def env_push(
     The same files give the same digest, so pushing twice changes nothing. The newest push is what NAME alone means from
     then on; runs already created stay with theirs. env_test checks an environment more thoroughly.
     """
+    source = await anyio.to_thread.run_sync(_source, folder, files)
+    return await publish(name, source, load=load, environment_args=environment_args, secrets=secrets)
+
+
+async def publish(
+    name: str,
+    source: Files,
+    *,
+    load: bool = True,
+    environment_args: dict[str, Any] | None = None,
+    secrets: Sequence[str] | None = None,
+) -> EnvPush:
+    """`env_push`, wherever the files come from."""
     check_name(name)
     values = secret_values(secrets)
-    source = await anyio.to_thread.run_sync(_source, folder, files)
     with contextlib.ExitStack() as stack:
         stage = await anyio.to_thread.run_sync(stack.enter_context, staged(name, source))
         splits = await _splits(stage, environment_args, values) if load else None
-        version = await anyio.to_thread.run_sync(stage.commit)
-        await anyio.to_thread.run_sync(_register, version, splits)
+        version = await anyio.to_thread.run_sync(_register, stage, splits)
     reference = f"{version.name}@{version.digest}"
     return EnvPush(
         environment=reference,
@@ -218,14 +230,18 @@ async def _splits(stage: Stage, args: dict[str, Any] | None, secrets: dict[str, 
         raise as_flash_error(fault, stage.parent.name, f"nothing was published: {fix}") from fault
 
 
-def _register(version: Version, splits: dict[str, int] | None) -> None:
-    open_store().add_environment(
-        name=version.name,
-        digest=version.digest,
-        path=str(version.path),
-        size_bytes=version.size_bytes,
-        data={"tasks": splits} if splits else {},
-    )
+def _register(stage: Stage, splits: dict[str, int] | None) -> Version:
+    """Publish files and row together; a refused row leaves no files."""
+    store = open_store()
+    with store.transaction():
+        store.add_environment(
+            name=stage.parent.name,
+            digest=stage.digest,
+            path=str(stage.parent / stage.digest),
+            size_bytes=stage.size_bytes,
+            data={"tasks": splits} if splits else {},
+        )
+        return stage.commit()
 
 
 # -- env_test ---------------------------------------------------------------------------------------------------------
@@ -299,10 +315,14 @@ def _after_test(failed: list[str], environment: str | None, path: Path) -> str:
 
 
 def secret_values(names: Sequence[str] | None) -> dict[str, str]:
-    """{name: value} from the server's environment; FlashError(invalid_argument) naming those that it lacks."""
-    absent = [name for name in names or () if name not in os.environ]
+    """{name: value} from the server's environment; FlashError(invalid_argument) naming those that it lacks.
+
+    One that the caller's token was not given is lacking.
+    """
+    granted = os.environ.keys() if caller().is_local else caller().secrets & os.environ.keys()
+    absent = [name for name in names or () if name not in granted]
     if absent:
-        fix = "set them in the environment of the server, or leave them out of secrets"
+        fix = "set them in the environment of the server (and name them in the token), or leave them out of secrets"
         raise FlashError("invalid_argument", f"secrets that the server does not have: {', '.join(absent)}", fix=fix)
     return {name: os.environ[name] for name in names or ()}
 

@@ -19,6 +19,7 @@ from pydantic import Field
 
 from environments.host import EnvironmentFault, EnvironmentHost
 from flash_mcp import catalog, queue
+from flash_mcp.callers import caller
 from flash_mcp.catalog import ModelCard
 from flash_mcp.errors import FlashError
 from flash_mcp.runfolder import Json
@@ -316,7 +317,7 @@ def _init_adapter(store: Store, spec: RunSpec, card: ModelCard) -> Json | None:
     reference = spec.init_from_adapter
     if reference is None:
         return None
-    if Path(reference).expanduser().is_dir():
+    if caller().is_local and Path(reference).expanduser().is_dir():
         folder, run_id, step, digest = Path(reference).expanduser().absolute(), None, None, None
     else:
         run_id, _, at = reference.partition("@")

@@ -13,6 +13,7 @@ import anyio.to_thread
 from pydantic import Field
 
 from flash_mcp import judge
+from flash_mcp.callers import caller
 from flash_mcp.errors import FlashError
 from flash_mcp.runfolder import RunFolder
 from flash_mcp.store import ACTIVE, EvalRow, RunRow, RunState, Store, open_store
@@ -107,6 +108,7 @@ class RunLine(Part):
     """A run in the list."""
 
     run_id: str
+    owner: str | None = Field(default=None, description="Whose it is, where it is another's.")
     state: RunState
     algorithm: str
     model: str
@@ -392,6 +394,7 @@ def _line(store: Store, run: RunRow) -> RunLine:
     rewards = [row["metrics"] for row in store.metrics(run["id"], limit=SPEED_STEPS)]
     return RunLine(
         run_id=run["id"],
+        owner=run["owner"] if run["owner"] != caller().owner else None,
         state=run["state"],
         algorithm=run["algorithm"],
         model=run["model"],
