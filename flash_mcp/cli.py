@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args, get_origin
 
 from flash_mcp import __version__
+from flash_mcp.callers import Limits
 from flash_mcp.errors import FlashError
 
 if TYPE_CHECKING:
@@ -41,7 +42,6 @@ POSITIONAL = {
     "undeploy": "deployment",
 }
 """The argument that reads better without its name; for other tools the one that they cannot do without."""
-LIMITS = {"requests-per-minute": 240, "queued-runs": 20, "environment-mib": 2048}
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -117,8 +117,12 @@ def _add_serve(commands: Any) -> None:
         metavar="NAME",
         help="another name that requests may give as their Host, such as a reverse proxy's; may be repeated",
     )
-    for name, default in LIMITS.items():
-        text = f"for each owner or token (default {default})"
+    for name, default, whose in (
+        ("requests-per-minute", Limits.requests_per_minute, "token"),
+        ("queued-runs", Limits.queued_runs, "owner"),
+        ("environment-mib", Limits.environment_bytes >> 20, "owner"),
+    ):
+        text = f"at most so many for each {whose} (default {default})"
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
     parser.set_defaults(run=serve)
 
@@ -135,7 +139,6 @@ def serve(arguments: argparse.Namespace) -> None:
 
 def _serve_http(arguments: argparse.Namespace) -> None:
     from flash_mcp import tokens  # noqa: PLC0415
-    from flash_mcp.callers import Limits  # noqa: PLC0415
     from flash_mcp.store import open_store  # noqa: PLC0415
 
     host, port = str(arguments.host), int(arguments.port)

@@ -72,6 +72,7 @@ class Gate:
         self.security = TransportSecurityMiddleware(security_of(hosts))
         self.rate = Rate(limits.requests_per_minute)
         self.closing = anyio.Event()
+        self.threads = anyio.CapacityLimiter(4)  # its own: calls that hang must not keep others from being let in
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -100,17 +101,18 @@ class Gate:
         if refused := await self.security.validate_request(request):
             fix = "reach it under a name that it knows, or start it with --allow-host NAME"
             raise FlashError("host_refused", bytes(refused.body).decode(), fix=fix)
-        who = await anyio.to_thread.run_sync(self._caller_of, request.headers.get("authorization", ""))
+        authorization = request.headers.get("authorization", "")
+        who = await anyio.to_thread.run_sync(self._caller_of, authorization, limiter=self.threads)
         if wait_s := self.rate.wait_s(who):
             fix = f"try again in {wait_s} s"
             what = f"more than {self.limits.requests_per_minute} requests a minute"
             raise FlashError("rate_limited", what, retry_after_s=wait_s, fix=fix)
         if who.access == "metrics" and path != "/metrics":
             raise FlashError("not_permitted", "this token opens /metrics only", fix="use another token")
-        length = request.headers.get("content-length", "")
-        if not path.startswith("/environments/") and length.isdigit() and int(length) > DEFAULT_MAX_REQUEST_BODY_SIZE:
+        length, limit = request.headers.get("content-length", ""), DEFAULT_MAX_REQUEST_BODY_SIZE
+        too_large = length.isdecimal() and (len(length) > 12 or int(length) > limit)
+        if too_large and not path.startswith("/environments/"):
             fix = "send large environments as a tar.gz: PUT /environments/NAME"
-            limit = DEFAULT_MAX_REQUEST_BODY_SIZE
             raise FlashError("too_large", f"the body has more than {limit:,} bytes", bytes=length, fix=fix)
         return who
 
