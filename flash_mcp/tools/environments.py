@@ -179,6 +179,7 @@ async def env_push(
     The same files give the same digest, so pushing twice changes nothing. The newest push is what NAME alone means from
     then on; runs already created stay with theirs. env_test checks an environment more thoroughly.
     """
+    check_name(name)
     source = await anyio.to_thread.run_sync(_source, folder, files)
     return await publish(name, source, load=load, environment_args=environment_args, secrets=secrets)
 
@@ -192,7 +193,6 @@ async def publish(
     secrets: Sequence[str] | None = None,
 ) -> EnvPush:
     """`env_push`, wherever the files come from."""
-    check_name(name)
     values = secret_values(secrets)
     with contextlib.ExitStack() as stack:
         stage = await anyio.to_thread.run_sync(stack.enter_context, staged(name, source))
