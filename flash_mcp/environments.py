@@ -128,7 +128,7 @@ def staged(name: str, files: Files, base: Path | None = None) -> Generator[Stage
 
     FlashError(invalid_argument | upload_invalid | disk_full).
     """
-    root = owner_dir(base)
+    root = owner_dir(environments_dir(base))
     target = root / check_name(name)
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -139,9 +139,8 @@ def staged(name: str, files: Files, base: Path | None = None) -> Generator[Stage
         raise disk_error(error, root) from error
 
 
-def owner_dir(base: Path | None = None) -> Path:
-    """Where the caller's environments lie. Each owner has a folder: equal files tell nobody of another's push."""
-    root = environments_dir(base)
+def owner_dir(root: Path) -> Path:
+    """Where below `root` the caller's versions lie. Each owner has a folder: equal files tell nobody of another's."""
     return root if caller().is_local else root / f"@{caller().owner}"
 
 

@@ -41,6 +41,7 @@ from flash_mcp.callers import LOCAL, NOBODY, Caller, Limits, acting_as, caller
 from flash_mcp.defects import as_flash_error
 from flash_mcp.environments import check_name, folder_files, owner_dir
 from flash_mcp.errors import FlashError
+from flash_mcp.home import environments_dir
 from flash_mcp.runfolder import disk_error
 from flash_mcp.store import open_store
 from flash_mcp.tools.environments import EnvPush, publish
@@ -262,7 +263,7 @@ async def _receive(request: Request, name: str) -> EnvPush:
     load = request.query_params.get("load", "true")
     if load not in ("true", "false"):
         raise FlashError("invalid_argument", f"load is true or false (got {load!r:.100})", fix="leave it out")
-    root = owner_dir()
+    root = owner_dir(environments_dir())
     try:
         root.mkdir(parents=True, exist_ok=True)
         with (
