@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from flash_mcp.callers import refuse_server_side
 from flash_mcp.errors import FlashError
 
 
@@ -119,11 +120,13 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 def find(name: str) -> ModelCard:
     """The card of a catalog name, a hub id or a local folder; nothing is fetched.
 
-    The card's `name` means the same in every working directory. FlashError(unknown_model) otherwise.
+    The card's `name` means the same in every working directory. FlashError(unknown_model) otherwise, and
+    FlashError(local_only) for a folder where the caller is not on this machine.
     """
     if card := MODELS.get(name.strip().lower()):
         return card
     if _looks_like_path(name) or Path(name, "config.json").is_file():
+        refuse_server_side("a model folder", model=name)
         return folder_card(Path(name).expanduser().absolute())
     if _HUB_ID.fullmatch(name):
         return next((card for card in _CARDS if card.address == name), ModelCard(name, f"hub:{name}"))

@@ -1,4 +1,4 @@
-"""The command line: `flash-mcp serve | supervise | demo | doctor | curve | report`, and every tool as a command.
+"""The command line: serving, looking after this machine, looking at runs, and every tool as a command.
 
 Results go to stdout, everything else to stderr. Exit codes: 0 done, 1 refused or failed, 2 wrong usage; with --follow
 3 when the run failed and 4 when it was cancelled; 130 after Ctrl-C.
@@ -15,6 +15,7 @@ import logging
 import os
 import socket
 import sys
+import time
 import tomllib
 import types
 import typing
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args, get_origin
 
 from flash_mcp import __version__
+from flash_mcp.callers import Limits
 from flash_mcp.errors import FlashError
 
 if TYPE_CHECKING:
@@ -87,7 +89,8 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"flash-mcp {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND")
-    for add in (_add_serve, _add_supervise, _add_demo, _add_doctor, _add_curve, _add_report, _add_backup, _add_restore):
+    parts = (_add_serve, _add_token, _add_supervise, _add_demo, _add_doctor, _add_curve, _add_report)
+    for add in (*parts, _add_backup, _add_restore):
         add(commands)
     own = set(cast("dict[str, Any]", commands.choices))
     if next((word for word in given if not word.startswith("-")), None) not in own:
@@ -109,32 +112,60 @@ def _add_serve(commands: Any) -> None:
     parser.add_argument(
         "--unauthenticated", action="store_true", help="let everyone who reaches HOST run code as you; never on its own"
     )
+    parser.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="another name that requests may give as their Host, such as a reverse proxy's; may be repeated",
+    )
+    for name, default, whose in (
+        ("requests-per-minute", Limits.requests_per_minute, "token"),
+        ("queued-runs", Limits.queued_runs, "owner"),
+        ("environment-mib", Limits.environment_bytes >> 20, "owner"),
+    ):
+        text = f"at most so many for each {whose} (default {default})"
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
     parser.set_defaults(run=serve)
 
 
 def serve(arguments: argparse.Namespace) -> None:
-    """Run the MCP server until its client leaves, or for ever over HTTP."""
-    host, port = str(arguments.host), int(arguments.port)
+    """Run the MCP server until its client leaves, or over HTTP until it is told to end."""
     if arguments.http:
-        if host not in LOOPBACK and not arguments.unauthenticated:
-            fix = "listen on 127.0.0.1 and reach it through `ssh -L`, or accept the risk with --unauthenticated"
-            raise FlashError(
-                "invalid_argument", "whoever can reach this address could run code as you", host=host, fix=fix
-            )
-        _check_port(host, port)
+        _serve_http(arguments)
+        return
     from flash_mcp.server import server  # noqa: PLC0415
 
-    if not arguments.http:
-        server.run()
-        return
-    from mcp.server.transport_security import TransportSecuritySettings  # noqa: PLC0415
+    server.run()
 
-    names = [*LOOPBACK[:2], "[::1]", host, socket.gethostname()]
-    security = TransportSecuritySettings(
-        allowed_hosts=[f"{name}:*" for name in names], allowed_origins=[f"http://{name}:*" for name in names]
-    )
-    sys.stderr.write(f"flash-mcp listens on http://{host}:{port}/mcp\n")
-    server.run("streamable-http", host=host, port=port, transport_security=security)
+
+def _serve_http(arguments: argparse.Namespace) -> None:
+    from flash_mcp import tokens  # noqa: PLC0415
+    from flash_mcp.store import open_store  # noqa: PLC0415
+
+    host, port = str(arguments.host), int(arguments.port)
+    has_tokens = bool(tokens.made(open_store()))
+    if not has_tokens and not arguments.unauthenticated and (host not in LOOPBACK or arguments.allow_host):
+        fix = (
+            "make a token with `flash-mcp token create NAME` and start again, listen on 127.0.0.1 and reach it through "
+            "`ssh -L`, or accept the risk with --unauthenticated"
+        )
+        raise FlashError("invalid_argument", "whoever can reach this address could run code as you", host=host, fix=fix)
+    _check_port(host, port)
+    from flash_mcp import http_server  # noqa: PLC0415
+    from flash_mcp.server import server  # noqa: PLC0415
+
+    authenticate = has_tokens and not arguments.unauthenticated
+    if authenticate:
+        note = "Every request needs `Authorization: Bearer TOKEN`; `flash-mcp token create NAME`, here, makes a token."
+    else:
+        note = (
+            "No token is asked for: whoever can connect acts as you. `flash-mcp token create NAME` makes a token; with "
+            "one, a server that is started without --unauthenticated lets nobody else in."
+        )
+    sys.stderr.write(f"flash-mcp listens on http://{host}:{port}/mcp\n{note}\n")
+    limits = Limits(arguments.requests_per_minute, arguments.queued_runs, arguments.environment_mib << 20)
+    http_server.serve(server, host, port, authenticate=authenticate, allow_hosts=arguments.allow_host, limits=limits)
 
 
 def _check_port(host: str, port: int) -> None:
@@ -148,6 +179,82 @@ def _check_port(host: str, port: int) -> None:
             raise FlashError(
                 "port_taken", f"cannot listen there: {error.strerror}", host=host, port=port, fix=fix
             ) from error
+
+
+def _add_token(commands: Any) -> None:
+    parser = commands.add_parser("token", help="make, list and revoke the tokens that HTTP clients need")
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    create = actions.add_parser("create", help="make a token and show it, this once")
+    create.add_argument("owner", metavar="NAME", help="whose it is; all tokens of a name see the same runs")
+    kinds = create.add_mutually_exclusive_group()
+    kinds.add_argument("--read-only", action="store_const", dest="access", const="read", help="changes nothing")
+    kinds.add_argument(
+        "--metrics-only", action="store_const", dest="access", const="metrics", help="opens /metrics only"
+    )
+    create.add_argument("--expires-days", type=float, default=None, metavar="N", help="default: never")
+    create.add_argument(
+        "--secret",
+        action="append",
+        default=[],
+        metavar="VARIABLE",
+        help="a variable of the server's environment that its runs may name as a secret; may be repeated",
+    )
+    create.set_defaults(run=create_token, access="write")
+    shown = actions.add_parser("list", help="list all tokens, without their text")
+    shown.set_defaults(run=list_tokens)
+    revoke = actions.add_parser("revoke", help="end a token, or all of an owner, at once")
+    revoke.add_argument("reference", metavar="ID_OR_NAME")
+    revoke.set_defaults(run=revoke_tokens)
+    for action in (create, shown, revoke):
+        action.add_argument("--json", action="store_true", help="print JSON")
+
+
+def create_token(arguments: argparse.Namespace) -> None:
+    """Make a token. Its text is the one line on stdout."""
+    from flash_mcp import tokens  # noqa: PLC0415
+    from flash_mcp.store import open_store  # noqa: PLC0415
+
+    token, text = tokens.create(
+        open_store(),
+        arguments.owner,
+        arguments.access,
+        expires_days=arguments.expires_days,
+        secret_names=arguments.secret,
+    )
+    _say(json.dumps({**token, "token": text}) if arguments.json else text)
+    sys.stderr.write(
+        f"{token['id']} of {token['owner']} ({token['access']}). It is not shown again: keep it now. A server that was "
+        "started before the first token has to be started again.\n"
+    )
+
+
+def list_tokens(arguments: argparse.Namespace) -> None:
+    """Print every token that was made."""
+    from flash_mcp import tokens  # noqa: PLC0415
+    from flash_mcp.store import open_store  # noqa: PLC0415
+
+    found = tokens.made(open_store())
+    if arguments.json:
+        _say(json.dumps(found))
+    elif found:
+        times = ("created", "used", "expires", "revoked")
+        rows = [{**token, **{name: _date(token[name]) for name in times}} for token in found]
+        _say("\n".join(_render_all(rows, "")))
+    else:
+        sys.stderr.write("no tokens: `flash-mcp token create NAME` makes one\n")
+
+
+def revoke_tokens(arguments: argparse.Namespace) -> None:
+    """End tokens; a server that runs refuses them from the next request on."""
+    from flash_mcp import tokens  # noqa: PLC0415
+    from flash_mcp.store import open_store  # noqa: PLC0415
+
+    found = tokens.revoke(open_store(), arguments.reference)
+    _say(json.dumps(found) if arguments.json else "\n".join(f"revoked {token['id']}" for token in found))
+
+
+def _date(unix_s: float | None) -> str:
+    return "-" if unix_s is None else time.strftime("%Y-%m-%d %H:%M", time.gmtime(unix_s))
 
 
 def _add_supervise(commands: Any) -> None:

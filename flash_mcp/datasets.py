@@ -1,5 +1,7 @@
 """Curated datasets: DATASETS_DIR/NAME/DIGEST/{train.jsonl, holdout.jsonl, manifest.json}, never changed once there.
 
+Those of an owner over HTTP lie in a folder of their own (`owner_dir`).
+
 A line is {"messages": [...], "prompt_messages": N, "provenance": {...}}: the first N messages are the task's, and all
 assistant messages after them are learnt. DIGEST covers the manifest as well, so that NAME@DIGEST in a run's spec names
 the rows and where they came from.
@@ -14,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flash_mcp.curation import dump_rows, load_rows
-from flash_mcp.environments import Version, digest_of, staged
+from flash_mcp.environments import Version, digest_of, owner_dir, staged
 from flash_mcp.errors import FlashError
 from flash_mcp.home import datasets_dir
 from flash_mcp.runfolder import Json
@@ -77,7 +79,7 @@ def find(reference: str, base: Path | None = None) -> Dataset:
 
 def _known(base: Path | None) -> dict[str, list[Path]]:
     known: dict[str, list[Path]] = {}
-    for manifest in sorted(datasets_dir(base).glob(f"[!.]*/*/{MANIFEST}")):
+    for manifest in sorted(owner_dir(datasets_dir(base)).glob(f"[!.]*/*/{MANIFEST}")):
         known.setdefault(manifest.parent.parent.name, []).append(manifest.parent)
     return known
 

@@ -1,5 +1,7 @@
 """Pushed environments: a folder's files under environments_dir()/NAME/DIGEST, never changed once they are there.
 
+Those of another than the local owner lie under environments_dir()/@OWNER/NAME/DIGEST.
+
     with staged("calculator", folder_files(Path("calculator"))) as stage:
         ...                        # look at stage.folder, load it
         version = stage.commit()   # atomic; left out, nothing remains
@@ -20,6 +22,7 @@ from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from flash_mcp.callers import caller
 from flash_mcp.errors import FlashError
 from flash_mcp.home import environments_dir
 from flash_mcp.runfolder import disk_error
@@ -91,7 +94,7 @@ def inline_files(texts: Mapping[str, str]) -> Files:
     _check(files)
     folders = {parent.as_posix() for path in files for parent in PurePosixPath(path).parents}
     if clash := next((path for path in files if path in folders), None):
-        raise _refusal(clash, "is given both as a file and as a folder", "rename one of them")
+        raise refusal(clash, "is given both as a file and as a folder", "rename one of them")
     return files
 
 
@@ -128,7 +131,7 @@ def staged(
     `root` is the folder of all names, by default that of environments.
     FlashError(invalid_argument | upload_invalid | disk_full).
     """
-    root = root or environments_dir(base)
+    root = owner_dir(root or environments_dir(base))
     target = root / check_name(name)
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -137,6 +140,11 @@ def staged(
             yield Stage(target, Path(folder), digest_of(Path(folder)), len(files), size_bytes)
     except OSError as error:
         raise disk_error(error, root) from error
+
+
+def owner_dir(root: Path) -> Path:
+    """Where below `root` the caller's versions lie. Each owner has a folder: equal files tell nobody of another's."""
+    return root if caller().is_local else root / f"@{caller().owner}"
 
 
 def digest_of(folder: Path) -> str:
@@ -169,13 +177,13 @@ def _walk(folder: Path) -> Iterator[Path]:
             continue
         if not stat.S_ISREG(mode):
             kind = "a link" if stat.S_ISLNK(mode) else "no regular file"
-            raise _refusal(entry.path, f"is {kind}", "replace it by the file itself, or move it out of the folder")
+            raise refusal(entry.path, f"is {kind}", "replace it by the file itself, or move it out of the folder")
         yield Path(entry.path)
 
 
 def _check(files: Files) -> None:
     for path in files:
-        _check_path(path)
+        check_path(path)
         _check_no_secret(path)
     if ENTRY_POINT not in files:
         shown = ", ".join(sorted(files)[:8]) or "nothing"
@@ -194,13 +202,14 @@ def _check(files: Files) -> None:
         raise FlashError("upload_invalid", what, fix=fix)
 
 
-def _check_path(path: str) -> None:
+def check_path(path: str) -> None:
+    """FlashError(upload_invalid) for a path that would leave the folder, or that others could not read or write."""
     parts = path.split("/")
     if not path.isprintable() or "\\" in path or len(path.encode()) > MAX_PATH_BYTES:
         what = f"has a control character or a backslash in its path, or more than {MAX_PATH_BYTES} bytes"
-        raise _refusal(path, what, "rename it")
+        raise refusal(path, what, "rename it")
     if path.startswith("/") or any(part in ("", ".", "..") for part in parts):
-        raise _refusal(
+        raise refusal(
             path, "would not lie inside the environment's folder", "use a plain relative path like datasets/train.jsonl"
         )
 
@@ -209,10 +218,11 @@ def _check_no_secret(path: str) -> None:
     name = path.rpartition("/")[2]
     if SECRET_FILES.fullmatch(name) and not SECRET_EXAMPLES.fullmatch(name):
         fix = "move it out; environment code gets secrets as environment variables, named by train(secrets=[...])"
-        raise _refusal(path, "looks like a secret, and what is pushed is kept and copied", fix)
+        raise refusal(path, "looks like a secret, and what is pushed is kept and copied", fix)
 
 
-def _refusal(path: str, what: str, fix: str) -> FlashError:
+def refusal(path: str, what: str, fix: str) -> FlashError:
+    """Why a file cannot be pushed."""
     return FlashError("upload_invalid", f"{path!r:.200} {what}; nothing was pushed", fix=fix)
 
 

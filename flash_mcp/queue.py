@@ -15,6 +15,7 @@ import secrets
 import time
 from typing import Any, Literal, cast
 
+from flash_mcp.callers import caller
 from flash_mcp.errors import FlashError
 from flash_mcp.home import runs_dir
 from flash_mcp.lineage import code_version
@@ -39,20 +40,23 @@ def enqueue(
 ) -> tuple[RunRow, bool]:
     """The new run, and True; or, where the key was used before by the same spec, that run, and False.
 
-    The stored spec names the environment as NAME@DIGEST. Raises FlashError(idempotency_conflict) where the key belongs
-    to another spec. `lineage` is kept with the run beside the code's version. Nothing but a row is made: the
-    supervisor writes the run folder.
+    The stored spec names the environment as NAME@DIGEST; the run is the caller's. `lineage` is kept with the run beside
+    the code's version. FlashError(idempotency_conflict) where the key belongs to another spec of theirs,
+    FlashError(quota_exceeded) where too many of their runs wait. Nothing but a row is made: the supervisor writes the
+    run folder.
     """
     spec = resolved.spec.model_dump()
     digest = hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()
     with store.transaction():
         if idempotency_key is not None and (first := _same_key(store, idempotency_key, digest)):
             return first, False
+        _check_quota(store)
         run_id, now = _new_id(store), time.time()
         store.insert(
             "runs",
             {
                 "id": run_id,
+                "owner": caller().owner,
                 "state": "queued",
                 "algorithm": spec["algorithm"],
                 "model": spec["model"],
@@ -194,13 +198,15 @@ def _update(
     guard: str = "",
 ) -> bool:
     marks = ", ".join("?" for _ in states)
-    sql = f"""UPDATE runs SET {assignments}, updated = ?
-              WHERE id = ? AND attempt = coalesce(?, attempt) AND state IN ({marks}) {guard}"""
+    sql = f"""UPDATE main.runs SET {assignments}, updated = ?
+              WHERE id = (SELECT id FROM runs WHERE id = ?)
+              AND attempt = coalesce(?, attempt) AND state IN ({marks}) {guard}"""
     return store.execute(sql, [*values, time.time(), run_id, attempt, *states]) == 1
 
 
 def _same_key(store: Store, idempotency_key: str, digest: str) -> RunRow | None:
-    rows = store.query("SELECT * FROM runs WHERE idempotency_key = ?", [idempotency_key])
+    sql = "SELECT * FROM runs WHERE idempotency_key = ? AND owner = ?"
+    rows = store.query(sql, [idempotency_key, caller().owner])
     if rows and rows[0]["request_digest"] != digest:
         raise FlashError(
             "idempotency_conflict",
@@ -211,8 +217,17 @@ def _same_key(store: Store, idempotency_key: str, digest: str) -> RunRow | None:
     return cast(RunRow, rows[0]) if rows else None
 
 
+def _check_quota(store: Store) -> None:
+    waiting = store.query("SELECT id FROM runs WHERE state = 'queued' ORDER BY created")
+    limit = caller().limits.queued_runs
+    if not caller().is_local and len(waiting) >= limit:
+        first = waiting[0]["id"] if waiting else None
+        fix = f"try again once {first} has started, which status(run_id={first!r}, wait_s=40) waits for, or cancel one"
+        raise FlashError("quota_exceeded", f"{len(waiting)} runs of yours are queued", limit=limit, fix=fix)
+
+
 def _new_id(store: Store) -> str:
     while True:
         run_id = "run-" + "".join(secrets.choice(ID_ALPHABET) for _ in range(8))
-        if not store.query("SELECT 1 FROM runs WHERE id = ?", [run_id]):
+        if not store.query("SELECT 1 FROM main.runs WHERE id = ?", [run_id]):
             return run_id

@@ -9,12 +9,14 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 import anyio
 import anyio.to_thread
 from mcp.server import MCPServer
+from mcp.server.context import CallNext, HandlerResult, ServerRequestContext
 from mcp.server.mcpserver.context import Context
 from mcp.server.mcpserver.exceptions import ResourceError, ResourceNotFoundError, ToolError
 from mcp_types import CallToolResult, InputRequiredResult, TextContent, ToolAnnotations
@@ -22,6 +24,7 @@ from mcp_types import Tool as WireTool
 from pydantic import ValidationError
 
 from flash_mcp import __version__, playbook
+from flash_mcp.callers import acting_as, caller, refuse_server_side
 from flash_mcp.defects import as_flash_error
 from flash_mcp.errors import FlashError
 from flash_mcp.runfolder import RunFolder
@@ -48,6 +51,10 @@ reads `[code key=value] what happened. Fix: what to do`. The resource flash://pl
 contract, reward design and how to read a run."""
 
 
+SERVER_SIDE = re.compile(r"(\w+_)?(folder|dir|directory|path|file|config|port)")
+"""Arguments that mean something on the server's machine, in any tool. Values are looked at where they are read."""
+
+
 class FlashServer(MCPServer[Any]):
     """MCPServer that refuses unknown arguments, words every failure, and says the same as text and as structure."""
 
@@ -58,6 +65,7 @@ class FlashServer(MCPServer[Any]):
             instructions=INSTRUCTIONS,
             version=__version__,
             log_level="WARNING",
+            middleware=[_as_its_caller],
         )
         self.known = tools
         for tool in tools.values():
@@ -91,7 +99,7 @@ class FlashServer(MCPServer[Any]):
         if context is not None:
             listen(_progress_of(context))
         try:
-            self._check_names(name, arguments)
+            self._check(name, arguments)
             with anyio.move_on_after(CALL_TIMEOUT_S):
                 return compact(await super().call_tool(name, arguments, context))
             raise FlashError(
@@ -104,7 +112,7 @@ class FlashServer(MCPServer[Any]):
         except ToolError as error:
             raise ToolError(_words_of(name, error)) from error.__cause__
 
-    def _check_names(self, name: str, arguments: dict[str, Any]) -> None:
+    def _check(self, name: str, arguments: dict[str, Any]) -> None:
         tool = self.known.get(name)
         if tool is None:
             near = nearest(name, self.known)
@@ -112,6 +120,14 @@ class FlashServer(MCPServer[Any]):
             fix = f"call one of: {', '.join(self.known)}"
             raise FlashError("invalid_argument", f"there is no tool {name!r}{guess}", tool=name, fix=fix)
         check_arguments(tool, arguments)
+        if caller().access != "write" and not tool.read_only:
+            fix = "use a token that was made without --read-only; nothing was done"
+            raise FlashError(
+                "not_permitted", f"this token reads only, and {name} changes something", tool=name, fix=fix
+            )
+        for argument, value in arguments.items():
+            if value is not None and SERVER_SIDE.fullmatch(argument):
+                refuse_server_side(f"a {argument}", argument=argument)
 
 
 def compact(result: CallToolResult | InputRequiredResult) -> CallToolResult | InputRequiredResult:
@@ -151,6 +167,13 @@ def _words_of(name: str, error: ToolError) -> str:
         fix = "correct the arguments named and call again"
         return str(FlashError("invalid_argument", explain(cause), tool=name, fix=fix))
     return str(as_flash_error(name, cause or error))
+
+
+async def _as_its_caller(ctx: ServerRequestContext[Any, Any], call_next: CallNext) -> HandlerResult:
+    """Handle each message as its own sender's: the task of a session has the context of the one that opened it."""
+    state = getattr(ctx.request, "state", None)
+    with acting_as(getattr(state, "caller", caller())):
+        return await call_next(ctx)
 
 
 def _never_blocking(function: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:

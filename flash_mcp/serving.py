@@ -28,6 +28,7 @@ from typing import Any, cast
 
 import httpx
 
+from flash_mcp.callers import caller
 from flash_mcp.errors import CODES, FlashError
 from flash_mcp.launch.local import REGISTER_AND_EXEC, Record
 from flash_mcp.runfolder import Json, RunFolder
@@ -62,14 +63,21 @@ def request(
     for row in live:
         if row["id"] == deployment_id and row["state"] != "stopping":
             return row
-        if row["name"] == name and row["id"] != deployment_id:
+        if (row["name"], row["owner"]) == (name, run["owner"]) and row["id"] != deployment_id:
             fix = f"choose another name, or undeploy({row['id']!r}) first"
             raise FlashError("invalid_argument", f"the name {name!r} is taken by {row['id']}", name=name, fix=fix)
     if port is not None:
         _check_port(store, run["model"], port)
     adapter = folder.fetch_checkpoint(step, store.base / "adapters" / f"{run_id}-{step}")
     data = {"rank": _rank(adapter), "port": port, "thinking": bool(run["spec"].get("thinking"))}
-    values = {"name": name, "model": run["model"], "run_id": run_id, "step": step, "adapter_path": str(adapter)}
+    values = {
+        "owner": run["owner"],
+        "name": name,
+        "model": run["model"],
+        "run_id": run_id,
+        "step": step,
+        "adapter_path": str(adapter),
+    }
     with store.transaction():
         if not any(row["id"] == deployment_id for row in store.deployments()):
             return store.add_deployment({"id": deployment_id, **values, "data": data})
@@ -94,7 +102,7 @@ def find_deployment(store: Store, reference: str | None) -> DeploymentRow:
         fix = f"name one of: {', '.join(row['id'] for row in live)}" if live else "start one with deploy"
         what = f"{len(live)} deployments are there" if live else "nothing is deployed"
         raise FlashError("unknown_deployment", what, fix=fix)
-    named = [row for row in live if row["name"] == reference]
+    named = sorted((row for row in live if row["name"] == reference), key=lambda row: row["owner"] != caller().owner)
     return named[0] if named else store.deployment(reference)
 
 

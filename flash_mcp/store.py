@@ -2,6 +2,10 @@
 
 Every process may read and enqueue; the supervisor is the only one that writes all the time. All SQL goes through
 `Store.query` (reads) and `Store.transaction` (writes); queue.py holds the transitions of a run's state.
+
+Owners are kept apart here and nowhere else. A caller who is not the local owner gets a connection on which every table
+is hidden behind a temporary view of the same name with the rows that are theirs; SQL need not know. Writes name the
+table as main.TABLE, since a view takes none, and pick their rows through the view.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, TypedDict, cast
 
+from flash_mcp.callers import LOCAL_OWNER, caller
 from flash_mcp.errors import FlashError
 from flash_mcp.home import home
 from flash_mcp.runfolder import Json
@@ -45,6 +50,7 @@ class RunRow(TypedDict):
     """A run. Times are unix seconds; `attempt` counts from 1 once claimed; `steps` is None where epochs decide."""
 
     id: str
+    owner: str
     state: RunState
     algorithm: str
     """grpo, sft, or eval for an evaluation, whose steps are attempts at tasks."""
@@ -144,6 +150,7 @@ class CheckpointRow(TypedDict):
 class EnvironmentRow(TypedDict):
     """`data` is whatever the pusher recorded beside it (splits, kind, files)."""
 
+    owner: str
     name: str
     digest: str
     path: str
@@ -153,9 +160,10 @@ class EnvironmentRow(TypedDict):
 
 
 class DeploymentRow(TypedDict):
-    """`data` is the deployment manager's own."""
+    """`data` is the deployment manager's own. The owner is that of the run."""
 
     id: str
+    owner: str
     name: str
     model: str
     run_id: str | None
@@ -171,7 +179,7 @@ class DeploymentRow(TypedDict):
 
 
 _JSON_COLUMNS = frozenset(
-    {"spec", "sources", "init_adapter", "dataset", "lineage", "error", "metrics", "summary", "data", "body"}
+    {"spec", "sources", "init_adapter", "dataset", "lineage", "error", "metrics", "summary", "data", "body", "secrets"}
 )
 migrations = Migrations("flash_mcp")
 
@@ -233,6 +241,39 @@ CREATE TABLE deployments (
 """
 
 
+@migrations(name="owners")
+def _owners(db: Database) -> None:  # pyright: ignore[reportUnusedFunction]
+    """Give all there is to the local owner. Names and idempotency keys are each owner's own from now on."""
+    column = f"owner TEXT NOT NULL DEFAULT '{LOCAL_OWNER}'"
+    _execute(db, f"ALTER TABLE deployments ADD COLUMN {column}")
+    _rebuild(db, "environments", "PRIMARY KEY (name, digest)", f"{column}, PRIMARY KEY (owner, name, digest)")
+    _rebuild(db, "runs", "idempotency_key TEXT UNIQUE", f"{column}, idempotency_key TEXT")
+    _execute(db, "CREATE UNIQUE INDEX runs_by_key ON runs (owner, idempotency_key)")
+    _execute(
+        db,
+        """CREATE TABLE tokens (
+        id TEXT PRIMARY KEY, owner TEXT NOT NULL, hash TEXT NOT NULL UNIQUE, access TEXT NOT NULL,
+        secrets TEXT NOT NULL, created REAL NOT NULL, expires REAL, used REAL, revoked REAL)""",
+    )
+
+
+def _rebuild(db: Database, table: str, old: str, new: str) -> None:
+    """Make a table anew with `new` for `old` in its definition, rows, indexes and later columns kept."""
+    sql = "SELECT sql FROM sqlite_master WHERE tbl_name = ? AND sql > ''"
+    rows = cast("Iterable[Json]", db.query(sql, [table]))  # pyright: ignore[reportUnknownMemberType]
+    schema = [str(row["sql"]) for row in rows]
+    columns = ", ".join(db[table].columns_dict)
+    definition = next(sql for sql in schema if sql.startswith("CREATE TABLE"))
+    assert old in definition
+    _execute(db, f"ALTER TABLE {table} RENAME TO {table}_before")
+    _execute(db, definition.replace(old, new))
+    _execute(db, f"INSERT INTO {table} ({columns}) SELECT {columns} FROM {table}_before")
+    _execute(db, f"DROP TABLE {table}_before")
+    for sql in schema:
+        if sql != definition:
+            _execute(db, sql)
+
+
 def open_store() -> Store:
     """The store of FLASH_HOME; the same object for as long as that stays the same."""
     return _store_at(home())
@@ -260,20 +301,24 @@ class Store:
 
     @property
     def _db(self) -> Database:
-        db: Database | None = getattr(self._local, "db", None)
+        """This thread's connection: to everything for the local owner, to what is theirs for all other callers."""
+        kind = "all" if caller().is_local else "own"
+        db: Database | None = getattr(self._local, kind, None)
         if db is None:
-            db = self._local.db = Database(self.path)
+            db = Database(self.path)
             db.conn.isolation_level = None
             _execute(db, f"PRAGMA busy_timeout={BUSY_TIMEOUT_S * 1000}")
             _execute(db, "PRAGMA synchronous=FULL")
+            if kind == "own":
+                _hide_what_is_not_the_callers(db)
+            setattr(self._local, kind, db)
         return db
 
     def close(self) -> None:
-        """Close this thread's connection; the next use opens another."""
-        db: Database | None = getattr(self._local, "db", None)
-        if db is not None:
-            db.close()
-            del self._local.db
+        """Close this thread's connections; the next use opens others."""
+        for db in vars(self._local).values():
+            cast(Database, db).close()
+        vars(self._local).clear()
 
     def copy_to(self, path: Path) -> None:
         """A consistent, checked copy of the database, while others write. FlashError(state_corrupt | state_busy)."""
@@ -488,7 +533,7 @@ class Store:
             for position, rollout in enumerate(rollouts)
         ]
         with self.transaction():
-            self.execute("DELETE FROM rollouts WHERE run_id = ? AND split = ? AND step = ?", [run_id, split, step])
+            self.execute("DELETE FROM main.rollouts WHERE run_id = ? AND split = ? AND step = ?", [run_id, split, step])
             for row in rows:
                 self._put("rollouts", row)
 
@@ -517,7 +562,7 @@ class Store:
         self._put(table, row, "INSERT")
 
     def _put(self, table: str, row: Mapping[str, Any], verb: str = "INSERT OR REPLACE") -> None:
-        sql = f"{verb} INTO {table} ({', '.join(row)}) VALUES ({_marks(row)})"
+        sql = f"{verb} INTO main.{table} ({', '.join(row)}) VALUES ({_marks(row)})"
         self.execute(sql, [_encode(value) for value in row.values()])
 
     # -- environments -------------------------------------------------------------------------------------------------
@@ -525,30 +570,49 @@ class Store:
     def add_environment(
         self, *, name: str, digest: str, path: str, size_bytes: int, data: Json | None = None
     ) -> EnvironmentRow:
-        """Record a pushed version; it becomes the newest of its name, also when it had been pushed before."""
+        """Record a version as the caller's; it becomes the newest of its name, also when it had been pushed before.
+
+        FlashError(quota_exceeded) where a caller who is not the local owner would have too much stored.
+        """
         row = EnvironmentRow(
-            name=name, digest=digest, path=path, size_bytes=size_bytes, pushed=time.time(), data=data or {}
+            owner=caller().owner,
+            name=name,
+            digest=digest,
+            path=path,
+            size_bytes=size_bytes,
+            pushed=time.time(),
+            data=data or {},
         )
-        self._put("environments", row)
+        with self.transaction():
+            self._check_room(row)
+            self._put("environments", row)
         return row
 
+    def _check_room(self, row: EnvironmentRow) -> None:
+        others = "SELECT coalesce(sum(size_bytes), 0) AS n FROM environments WHERE (name, digest) != (?, ?)"
+        stored, limit = self.query(others, [row["name"], row["digest"]])[0]["n"], caller().limits.environment_bytes
+        if not caller().is_local and stored + row["size_bytes"] > limit:
+            what = f"your environments take {stored:,} of {limit:,} bytes, and this one {row['size_bytes']:,} more"
+            fix = "push fewer or smaller files; trying later will not help, whoever runs the server can raise the limit"
+            raise FlashError("quota_exceeded", what, stored=stored, limit=limit, fix=fix)
+
     def environments(self) -> list[EnvironmentRow]:
-        """All versions, by name, the newest of a name first."""
-        sql = "SELECT * FROM environments ORDER BY name, pushed DESC"
-        return cast("list[EnvironmentRow]", self.query(sql))
+        """All versions, the caller's own first, by name, the newest of a name first."""
+        sql = "SELECT * FROM environments ORDER BY owner != ?, owner, name, pushed DESC"
+        return cast("list[EnvironmentRow]", self.query(sql, [caller().owner]))
 
     def environment(self, reference: str) -> EnvironmentRow:
-        """NAME is its newest version; in NAME@DIGEST six characters of the digest do.
+        """NAME is its newest version; in NAME@DIGEST six characters of the digest do. The caller's own come first.
 
         Raises FlashError(unknown_environment).
         """
         name, _, digest = reference.partition("@")
-        sql = "SELECT * FROM environments WHERE name = ? ORDER BY pushed DESC, rowid DESC"
-        versions = cast("list[EnvironmentRow]", self.query(sql, [name]))
+        sql = "SELECT * FROM environments WHERE name = ? ORDER BY owner != ?, pushed DESC"
+        versions = cast("list[EnvironmentRow]", self.query(sql, [name, caller().owner]))
         if versions and not digest:
             return versions[0]
         found = [row for row in versions if len(digest) >= 6 and row["digest"].startswith(digest)]
-        if len(found) == 1:
+        if len({row["digest"] for row in found}) == 1:
             return found[0]
         if versions:
             what = f"{name!r} has no version {digest!r}"
@@ -562,7 +626,7 @@ class Store:
     # -- deployments --------------------------------------------------------------------------------------------------
 
     def add_deployment(self, row: Mapping[str, Any]) -> DeploymentRow:
-        """`row` holds id, name and model at least; state is starting unless given."""
+        """`row` holds id, owner, name and model at least; state is starting unless given."""
         now = time.time()
         blank = dict.fromkeys(("run_id", "step", "adapter_path", "error", "base_url", "pid"))
         self.insert("deployments", {**blank, "state": "starting", "data": {}, "created": now, "updated": now, **row})
@@ -587,13 +651,29 @@ class Store:
         )
 
     def update_deployment(self, deployment_id: str, *, expected_states: Sequence[str] = (), **values: Any) -> bool:
-        """Set columns, if its state is one of `expected_states` (where given); whether it was."""
+        """Set columns, if the caller sees it and its state is one of `expected_states`, where given; whether it was."""
         only = f"AND state IN ({_marks(expected_states)})" if expected_states else ""
         values["updated"] = time.time()
         assignments = ", ".join(f"{name} = ?" for name in values)
-        sql = f"UPDATE deployments SET {assignments} WHERE id = ? {only}"
+        sql = f"UPDATE main.deployments SET {assignments} WHERE id = (SELECT id FROM deployments WHERE id = ?) {only}"
         encoded = [_encode(value) for value in values.values()]
         return self.execute(sql, [*encoded, deployment_id, *expected_states]) == 1
+
+
+def _hide_what_is_not_the_callers(db: Database) -> None:
+    """Put a view of the caller's rows before every table, also before those that later versions will add."""
+    db.conn.create_function("caller", 0, lambda: caller().owner, deterministic=True)
+    for table in db.table_names():
+        if table.startswith("sqlite_"):  # SQLite's own notes, which take no view
+            continue
+        columns = db[table].columns_dict
+        if "owner" in columns:
+            theirs = "owner = caller()"
+        elif "run_id" in columns:
+            theirs = "run_id IN (SELECT id FROM main.runs WHERE owner = caller())"
+        else:
+            theirs = "false"
+        _execute(db, f"CREATE TEMP VIEW [{table}] AS SELECT * FROM main.[{table}] WHERE {theirs}")
 
 
 def _execute(db: Database, sql: str, values: Sequence[Any] = ()) -> int:

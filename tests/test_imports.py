@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 HEAVY = {"torch", "vllm", "transformers", "trl", "peft", "datasets", "worker", "ray"}
-SHARED = {"flash_mcp", *(f"flash_mcp.{name}" for name in ("spec", "runfolder", "errors", "home", "catalog"))}
+SHARED = {"flash_mcp", *(f"flash_mcp.{name}" for name in ("spec", "runfolder", "errors", "home", "callers", "catalog"))}
 OURS = ("flash_mcp", "worker", "environments")
 
 

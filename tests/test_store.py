@@ -14,7 +14,7 @@ import pytest
 from flash_mcp import queue
 from flash_mcp.errors import FlashError
 from flash_mcp.spec import RunSpec, resolve
-from flash_mcp.store import Store, open_store
+from flash_mcp.store import Database, Store, migrations, open_store
 
 
 @pytest.fixture
@@ -50,6 +50,7 @@ def test_many_processes_can_open_a_new_store_at_once(tmp_path: Path) -> None:
         {"name": "0001_initial"},
         {"name": "0002_dataset"},
         {"name": "0003_lineage"},
+        {"name": "owners"},
     ]
 
 
@@ -274,3 +275,54 @@ def crowded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, str]:
         put_metrics(store, run_id, step, **{"reward/mean": step / 50}, **metrics)
         store.put_rollouts(run_id, "train", step, [rollout(step, index) for index in range(32)])
     return store, run_id
+
+
+def test_a_database_without_owners_goes_on_working_as_the_local_owners(tmp_path: Path):
+    db = Database(tmp_path / "flash.db")
+    migrations.apply(db, stop_before="owners")
+    run = {
+        "id": "run-1",
+        "state": "succeeded",
+        "algorithm": "sft",
+        "model": "m",
+        "environment": "calc",
+        "environment_digest": "abcdef",
+        "environment_path": "/e",
+        "spec": '{"steps": 3}',
+        "sources": "{}",
+        "idempotency_key": "key",
+        "request_digest": "d",
+        "folder": "/r",
+        "max_attempts": 3,
+        "created": 1.0,
+        "updated": 1.0,
+    }
+    db["runs"].insert(run)
+    db["metrics"].insert({"run_id": "run-1", "step": 1, "epoch": 1, "time": 1.0, "metrics": '{"loss": 0.5}'})
+    environment = {"name": "calc", "digest": "abcdef", "path": "/e", "size_bytes": 9, "pushed": 1.0, "data": "{}"}
+    db["environments"].insert(environment)
+    deployment = {"id": "dep-1", "name": "n", "model": "m", "state": "ready", "data": "{}", "created": 1, "updated": 1}
+    db["deployments"].insert(deployment)
+    db.conn.execute("ALTER TABLE runs ADD COLUMN added_by_a_later_version TEXT DEFAULT 'kept'")
+    db.conn.commit()
+    indexes = {row["name"] for row in db.query("SELECT name FROM sqlite_master WHERE type = 'index' AND sql > ''")}
+    db.close()
+
+    store = Store(tmp_path)
+    migrated = store.run("run-1")
+    assert migrated | run | {"spec": {"steps": 3}, "sources": {}} == migrated
+    assert (migrated["owner"], migrated["attempt"], migrated["added_by_a_later_version"]) == ("local", 0, "kept")
+    assert store.metrics("run-1")[0]["metrics"] == {"loss": 0.5}
+    assert store.environment("calc@abcdef") | environment | {"data": {}} == store.environment("calc")
+    assert store.deployment("dep-1")["owner"] == "local"
+    found = store.query("SELECT name FROM sqlite_master WHERE type = 'index' AND sql > ''")
+    assert {row["name"] for row in found} == {*indexes, "runs_by_key"}
+    assert Store(tmp_path).run("run-1") == migrated
+
+    # A process of the version before, still running, writes as it always did.
+    old = {**run, "id": "run-2", "idempotency_key": "other"}
+    store.execute(f"INSERT INTO runs ({', '.join(old)}) VALUES ({', '.join('?' * len(old))})", [*old.values()])
+    assert store.run("run-2")["owner"] == "local"
+    with pytest.raises(Exception, match="UNIQUE"):
+        store.insert("runs", {**old, "id": "run-3"})
+    store.insert("runs", {**old, "id": "run-3", "owner": "alice"})

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from flash_mcp import devices as machine
+from flash_mcp.callers import caller
 from flash_mcp.catalog import MODELS
 from flash_mcp.home import models_dir
 from flash_mcp.spec import DEFAULT_MODEL
@@ -35,6 +36,7 @@ class Environment(Part):
     """A published environment; its newest version."""
 
     name: str
+    owner: str | None = Field(default=None, description="Whose it is, where it is another's.")
     digest: str = Field(description="NAME@DIGEST names this version for good.")
     versions: int = Field(description="Versions that were pushed.")
     pushed: str = Field(description="UTC.")
@@ -56,6 +58,7 @@ class Deployment(Part):
     """A model that is being served."""
 
     deployment: str = Field(description="Pass to chat and undeploy.")
+    owner: str | None = Field(default=None, description="Whose it is, where it is another's.")
     state: str
     model: str
     run_id: str | None = None
@@ -130,19 +133,20 @@ def _models() -> list[Model]:
 
 
 def _environments(store: Store) -> list[Environment]:
-    versions: dict[str, list[EnvironmentRow]] = {}
+    versions: dict[tuple[str, str], list[EnvironmentRow]] = {}
     for row in store.environments():
-        versions.setdefault(row["name"], []).append(row)
+        versions.setdefault((row["owner"], row["name"]), []).append(row)
     return [
         Environment(
             name=name,
+            owner=owner if owner != caller().owner else None,
             digest=rows[0]["digest"],
             versions=len(rows),
             pushed=time.strftime("%Y-%m-%d %H:%M", time.gmtime(rows[0]["pushed"])),
             about={key: value for key, value in rows[0]["data"].items() if isinstance(value, (str, int, float, dict))}
             or None,
         )
-        for name, rows in versions.items()
+        for (owner, name), rows in versions.items()
     ]
 
 
@@ -150,6 +154,7 @@ def _deployments(store: Store) -> list[Deployment]:
     return [
         Deployment(
             deployment=row["id"],
+            owner=row["owner"] if row["owner"] != caller().owner else None,
             state=row["state"],
             model=row["model"],
             run_id=row["run_id"],

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -188,13 +189,24 @@ async def env_push(
     then on; runs already created stay with theirs. env_test checks an environment more thoroughly.
     """
     check_name(name)
-    values = secret_values(secrets)
     source = await anyio.to_thread.run_sync(_source, folder, files)
+    return await publish(name, source, load=load, environment_args=environment_args, secrets=secrets)
+
+
+async def publish(
+    name: str,
+    source: Files,
+    *,
+    load: bool = True,
+    environment_args: dict[str, Any] | None = None,
+    secrets: Sequence[str] | None = None,
+) -> EnvPush:
+    """`env_push`, wherever the files come from."""
+    values = secret_values(secrets)
     with contextlib.ExitStack() as stack:
         stage = await anyio.to_thread.run_sync(stack.enter_context, staged(name, source))
         splits, shared = await _splits(stage, environment_args, values) if load else (None, None)
-        version = await anyio.to_thread.run_sync(stage.commit)
-        await anyio.to_thread.run_sync(_register, version, splits)
+        version = await anyio.to_thread.run_sync(_register, stage, splits)
     reference = f"{version.name}@{version.digest}"
     return EnvPush(
         environment=reference,
@@ -237,14 +249,18 @@ async def _splits(stage: Stage, args: dict[str, Any] | None, secrets: dict[str, 
         raise as_flash_error(fault, stage.parent.name, f"nothing was published: {fix}") from fault
 
 
-def _register(version: Version, splits: dict[str, int] | None) -> None:
-    open_store().add_environment(
-        name=version.name,
-        digest=version.digest,
-        path=str(version.path),
-        size_bytes=version.size_bytes,
-        data={"tasks": splits} if splits else {},
-    )
+def _register(stage: Stage, splits: dict[str, int] | None) -> Version:
+    """Publish files and row together; a refused row leaves no files."""
+    store = open_store()
+    with store.transaction():
+        store.add_environment(
+            name=stage.parent.name,
+            digest=stage.digest,
+            path=str(stage.parent / stage.digest),
+            size_bytes=stage.size_bytes,
+            data={"tasks": splits} if splits else {},
+        )
+        return stage.commit()
 
 
 # -- env_test ---------------------------------------------------------------------------------------------------------
@@ -351,7 +367,13 @@ def _version(environment: str | None, path: Path) -> EnvironmentRow:
     with staged(name, folder_files(path)) as stage:
         version = stage.commit()
     return EnvironmentRow(
-        name=name, digest=version.digest, path=str(version.path), size_bytes=version.size_bytes, pushed=0.0, data={}
+        owner=caller().owner,
+        name=name,
+        digest=version.digest,
+        path=str(version.path),
+        size_bytes=version.size_bytes,
+        pushed=0.0,
+        data={},
     )
 
 

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from environments.host import EnvironmentFault
 from environments.splits import Overlap
+from flash_mcp.callers import caller
 from flash_mcp.errors import FlashError
 
 EVIDENCE_CHARACTERS = 900
@@ -41,10 +42,14 @@ def check_machine() -> None:
 
 
 def secret_values(names: Sequence[str] | None) -> dict[str, str]:
-    """{name: value} from the server's environment; FlashError(invalid_argument) naming those that it lacks."""
-    absent = [name for name in names or () if name not in os.environ]
+    """{name: value} from the server's environment; FlashError(invalid_argument) naming those that it lacks.
+
+    One that the caller's token was not given is lacking.
+    """
+    granted = os.environ.keys() if caller().is_local else caller().secrets & os.environ.keys()
+    absent = [name for name in names or () if name not in granted]
     if absent:
-        fix = "set them in the environment of the server, or leave them out of secrets"
+        fix = "set them in the environment of the server (and name them in the token), or leave them out of secrets"
         raise FlashError("invalid_argument", f"secrets that the server does not have: {', '.join(absent)}", fix=fix)
     return {name: os.environ[name] for name in names or ()}
 

@@ -19,6 +19,7 @@ from pydantic import Field
 from environments.host import EnvironmentFault, EnvironmentHost
 from environments.splits import Overlap, overlap
 from flash_mcp import catalog, datasets, named, queue
+from flash_mcp.callers import caller
 from flash_mcp.catalog import ModelCard
 from flash_mcp.curation import prompt_digest, read_held_out
 from flash_mcp.datasets import Dataset
@@ -423,7 +424,7 @@ def _init_adapter(store: Store, spec: RunSpec, card: ModelCard) -> Json | None:
     reference = spec.init_from_adapter
     if reference is None:
         return None
-    if Path(reference).expanduser().is_dir():
+    if caller().is_local and Path(reference).expanduser().is_dir():
         folder, run_id, step, digest = Path(reference).expanduser().absolute(), None, None, None
     else:
         run_id, _, at = reference.partition("@")

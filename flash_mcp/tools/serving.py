@@ -11,6 +11,7 @@ import anyio.to_thread
 import httpx
 from pydantic import BaseModel, ConfigDict, Field
 
+from flash_mcp.callers import caller
 from flash_mcp.errors import FlashError
 from flash_mcp.runfolder import Json
 from flash_mcp.serving import Server, error_message, find_deployment, request, request_stop
@@ -268,7 +269,12 @@ async def _settled(store: Store, deployment_id: str, states: tuple[str, ...], de
 
 
 def _failure(row: DeploymentRow) -> FlashError:
-    return FlashError.from_dict(row["error"]) if row["error"] else _gone(row)
+    if not row["error"]:
+        return _gone(row)
+    error = FlashError.from_dict(row["error"])
+    if not caller().is_local:  # the end of a log that others' deployments share
+        error.values.clear()
+    return error
 
 
 def _gone(row: DeploymentRow) -> FlashError:

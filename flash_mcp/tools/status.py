@@ -13,6 +13,7 @@ import anyio.to_thread
 from pydantic import Field
 
 from flash_mcp import judge
+from flash_mcp.callers import caller
 from flash_mcp.errors import FlashError
 from flash_mcp.failures import failure_counts
 from flash_mcp.runfolder import Json, RunFolder
@@ -138,6 +139,7 @@ class RunLine(Part):
     """A run in the list."""
 
     run_id: str
+    owner: str | None = Field(default=None, description="Whose it is, where it is another's.")
     state: RunState
     algorithm: str
     model: str
@@ -489,6 +491,7 @@ def _line(store: Store, run: RunRow) -> RunLine:
     rewards = [row["metrics"] for row in store.metrics(run["id"], limit=SPEED_STEPS)]
     return RunLine(
         run_id=run["id"],
+        owner=run["owner"] if run["owner"] != caller().owner else None,
         state=run["state"],
         algorithm=run["algorithm"],
         model=run["model"],

@@ -1,0 +1,92 @@
+"""A server for teams in this process, over real HTTP, and clients with tokens."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import AsyncGenerator, Generator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import httpx2
+from mcp import Client
+from mcp.client.streamable_http import streamable_http_client
+from mcp_types import CallToolResult
+
+from flash_mcp import tokens
+from flash_mcp.callers import NOBODY, Access, Limits, acting_as
+from flash_mcp.http_server import HttpServer, application, names_of
+from flash_mcp.server import build_server
+from flash_mcp.store import open_store
+
+START_TIMEOUT_S = 20
+
+
+@dataclass
+class Team:
+    """Where a server is, and whom it lets in."""
+
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def token(self, owner: str, access: Access = "write", **options: Any) -> str:
+        return tokens.create(open_store(), owner, access, **options)[1]
+
+    def http(self, token: str | None = None, **headers: str) -> httpx.Client:
+        """A plain HTTP client with a token."""
+        if token is not None:
+            headers["authorization"] = f"Bearer {token}"
+        return httpx.Client(base_url=self.url, headers=headers, trust_env=False, timeout=60)
+
+    @asynccontextmanager
+    async def client(self, token: str, mode: str = "auto") -> AsyncGenerator[Client]:
+        """An MCP client with a token."""
+        headers = {"authorization": f"Bearer {token}"}
+        async with (
+            httpx2.AsyncClient(headers=headers, trust_env=False, timeout=60) as http,
+            Client(streamable_http_client(f"{self.url}/mcp", http_client=http), mode=mode) as client,
+        ):
+            yield client
+
+
+@contextmanager
+def team_server(limits: Limits | None = None, *, authenticate: bool = True) -> Generator[Team]:
+    gate = application(
+        build_server(),
+        authenticate=authenticate,
+        hosts=names_of("127.0.0.1"),
+        limits=limits or Limits(requests_per_minute=1_000_000),
+    )
+    server = HttpServer(gate, "127.0.0.1", 0)
+
+    def run() -> None:
+        with acting_as(NOBODY):
+            server.run()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not server.started:
+        assert thread.is_alive()
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.01)
+    try:
+        yield Team(server.servers[0].sockets[0].getsockname()[1])
+    finally:
+        server.should_exit = True
+        thread.join(START_TIMEOUT_S)
+        assert not thread.is_alive()
+
+
+def text_of(result: CallToolResult) -> str:
+    assert result.content[0].type == "text"
+    return result.content[0].text
+
+
+def code_of(text: str) -> str:
+    return text.removeprefix("[").partition("]")[0].partition(" ")[0]

@@ -1,0 +1,503 @@
+"""The server for teams: tokens, owners kept apart, limits, health, shutdown; over real HTTP, in both protocol eras."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import httpx
+import pytest
+from mcp import Client
+
+from flash_mcp import cli, tokens
+from flash_mcp.callers import Caller, Limits, acting_as
+from flash_mcp.errors import CODES, FlashError
+from flash_mcp.home import environments_dir
+from flash_mcp.store import RunRow, open_store
+from flash_mcp.tools import all_tools
+from tests.samples import ENVIRONMENT, finished_run, queued_run, supervised
+from tests.teams import Team, code_of, team_server, text_of
+from tests.test_server import body_of, free_port
+
+ROOT = Path(__file__).parent.parent
+MARK = "only-alice-knows"
+TABLES = ("runs", "environments", "deployments", "checkpoints", "rollouts", "metrics", "evals", "events")
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def team(flash_home: Path) -> Generator[Team]:
+    with supervised(), team_server() as started:
+        yield started
+
+
+@pytest.fixture(params=["auto", "legacy"])
+def mode(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def give(owner: str, name: str) -> None:
+    """Make all that belongs to nobody else yet the owner's, the environment under another name."""
+    store = open_store()
+    store.execute("UPDATE environments SET owner = ?, name = ? WHERE owner = 'local'", [owner, name])
+    store.execute("UPDATE runs SET owner = ?, environment = ? WHERE owner = 'local'", [owner, name])
+    store.execute("UPDATE deployments SET owner = ? WHERE owner = 'local'", [owner])
+
+
+def furnish(owner: str, folder: Path) -> dict[str, str]:
+    """A finished run, an environment, and a deployment of the owner; how each can be referred to."""
+    run = finished_run(folder)
+    name, deployment = f"{owner}-env", f"dep-{owner:0>8}"
+    values = {"id": deployment, "owner": "local", "name": f"{owner}-chat", "model": run["model"], "run_id": run["id"]}
+    open_store().add_deployment({**values, "step": 20, "state": "starting"})
+    give(owner, name)
+    return {
+        "run_id": run["id"],
+        "environment": name,
+        "version": f"{name}@0123456789abcdef",
+        "deployment": deployment,
+        "name": f"{owner}-chat",
+    }
+
+
+@pytest.fixture
+def things(team: Team, tmp_path: Path) -> dict[str, dict[str, str]]:
+    """What alice has, and what bob has."""
+    alices = furnish("alice", tmp_path / "alice")
+    mark = f"UPDATE rollouts SET body = replace(body, 'The answer', '{MARK}') WHERE run_id = ?"
+    open_store().execute(mark, [alices["run_id"]])
+    for path in Path(open_store().run(alices["run_id"])["folder"], "rollouts").iterdir():
+        path.write_text(path.read_text().replace("The answer", MARK))
+    return {"alice": alices, "bob": furnish("bob", tmp_path / "bob")}
+
+
+def missing(reference: str) -> str:
+    """A reference of the same shape that nothing has; as near as can be, so that a careless hint would tell."""
+    head, at, tail = reference.partition("@")
+    return f"{head[:-1]}{'x' if head[-1] != 'x' else 'y'}{at}{tail}"
+
+
+def plainly(text: str, reference: str) -> str:
+    """An answer without what differs from call to call."""
+    text = text.replace(reference, "IT").replace(reference.partition("@")[0], "IT")
+    text = re.sub(r"; did you mean [^?]*\?", ".", re.sub("; '[^']*' would do", "", text))
+    return re.sub(r"\d+(\.\d+)?", "0", re.sub(r"(dep|run)-[0-9a-z]{8}", "ID", text))
+
+
+def everything() -> dict[str, list[dict[str, Any]]]:
+    return {table: open_store().query(f"SELECT * FROM {table} ORDER BY 1, 2, 3, 4") for table in TABLES}
+
+
+async def calls_with(client: Client, own: dict[str, str], value: str) -> list[tuple[str, dict[str, Any]]]:
+    """Every tool, with `value` in each of its text arguments in turn, and the rest as harmless as can be."""
+    own = {**own, "message": "hello", "name": "a-name"}
+    calls: list[tuple[str, dict[str, Any]]] = []
+    for tool in (await client.list_tools()).tools:
+        fields = tool.input_schema["properties"]
+        base: dict[str, Any] = {name: own.get(name, "none") for name in tool.input_schema.get("required", [])}
+        base |= {"wait_s": 0} if "wait_s" in fields else {}
+        base |= {"environment": own["environment"], "validate_only": True} if "validate_only" in fields else {}
+        for name, field in fields.items():
+            if field.get("type") == "string" and "enum" not in field:
+                calls.append((tool.name, {**base, name: value}))
+            elif field.get("type") == "array" and field["items"].get("type") == "string":
+                calls.append((tool.name, {**base, name: [value]}))
+    return calls
+
+
+# -- owners -----------------------------------------------------------------------------------------------------------
+
+
+async def test_what_is_anothers_reads_exactly_like_what_does_not_exist_in_every_argument_of_every_tool(
+    team: Team, things: dict[str, dict[str, str]], mode: str
+):
+    kinds = ("run_id", "version", "deployment", "name") if mode == "auto" else ("run_id",)
+    alices = {kind: things["alice"][kind] for kind in kinds}
+    before = everything()
+    tried = 0
+    async with team.client(team.token("bob"), mode) as bob:
+        for reference in alices.values():
+            other = missing(reference)
+            hers, nobodys = [await calls_with(bob, things["bob"], value) for value in (reference, other)]
+            for (tool, given), (_, given_instead) in zip(hers, nobodys, strict=True):
+                found = text_of(await bob.call_tool(tool, given))
+                absent = text_of(await bob.call_tool(tool, given_instead))
+                assert plainly(found, reference) == plainly(absent, other), (tool, given)
+                for name in things["alice"].values():
+                    assert name not in found.replace(reference, "").replace(reference.partition("@")[0], ""), tool
+                    assert name not in absent, tool
+                assert MARK not in found
+                tried += 1
+    assert tried > 20 * len(alices)
+    after = everything()
+    for table in TABLES:
+        theirs = "owner" if table in TABLES[:3] else "run_id"
+        is_alices = ("alice", things["alice"]["run_id"])
+        hers_before, hers_after = ([row for row in rows[table] if row[theirs] in is_alices] for rows in (before, after))
+        assert hers_before == hers_after
+        assert hers_before or table == "events"
+
+
+async def test_resources_of_another_read_exactly_like_what_does_not_exist(
+    team: Team, things: dict[str, dict[str, str]], mode: str
+):
+    run_id = things["alice"]["run_id"]
+
+    async def read(client: Client, template: str, run_id: str) -> str:
+        uri = re.sub(r"\{(\w+)\}", lambda match: run_id if match[1] == "run_id" else "3", template)
+        try:
+            return str((await client.read_resource(uri)).contents)
+        except Exception as error:
+            return str(error)
+
+    async with team.client(team.token("bob"), mode) as bob, team.client(team.token("alice"), mode) as alice:
+        templates = [entry.uri_template for entry in (await bob.list_resource_templates()).resource_templates]
+        assert len(templates) >= 4
+        for template in templates:
+            assert "unknown_run" in (theirs := await read(bob, template, run_id))
+            assert plainly(theirs, run_id) == plainly(await read(bob, template, missing(run_id)), missing(run_id))
+            assert "unknown_run" not in await read(alice, template, run_id)
+        assert MARK in await read(alice, "flash://runs/{run_id}/rollouts/{step}", run_id)
+
+
+async def test_lists_hold_what_is_ones_own_and_the_local_owner_sees_all(
+    team: Team, things: dict[str, dict[str, str]], mode: str
+):
+    async def seen_by(client: Client) -> str:
+        return text_of(await client.call_tool("status", {})) + text_of(await client.call_tool("catalog", {}))
+
+    async with team.client(team.token("alice"), mode) as alice, team.client(team.token("carol"), mode) as carol:
+        hers, nothing = await seen_by(alice), await seen_by(carol)
+        body = body_of(await alice.call_tool("status", {}))
+        assert (len(body["runs"]), body["counts"]) == (1, {"succeeded": 1})
+        assert (
+            body_of(await alice.call_tool("status", {"run_id": things["alice"]["run_id"]}))["run"]["checkpoint"] == 20
+        )
+        assert MARK in text_of(await alice.call_tool("rollouts", {"run_id": things["alice"]["run_id"], "limit": 1}))
+    async with Client(team_less_server(), mode=mode) as local:
+        everyones = await seen_by(local)
+    for owner in ("alice", "bob"):
+        for kind in ("run_id", "environment", "deployment"):
+            name = things[owner][kind]
+            assert (name in hers, name in nothing, name in everyones) == (owner == "alice", False, True), name
+    assert '"owner":"alice"' in everyones
+    assert '"owner"' not in hers
+
+
+def team_less_server() -> Any:
+    from flash_mcp.server import server  # noqa: PLC0415
+
+    return server
+
+
+async def test_two_owners_may_use_the_same_names_keys_and_files(team: Team, mode: str):
+    runs: dict[str, dict[str, Any]] = {}
+    for owner in ("alice", "bob"):
+        async with team.client(team.token(owner), mode) as client:
+            pushed = body_of(
+                await client.call_tool("env_push", {"name": "echo", "files": {"environment.py": ENVIRONMENT}})
+            )
+            assert pushed["created"], "a push of equal files must not tell that another made it"
+            train = {"environment": "echo", "steps": 3, "idempotency_key": "k"}
+            runs[owner] = body_of(await client.call_tool("train", train))
+            assert runs[owner]["created"]
+            again = body_of(await client.call_tool("train", train))
+            assert (again["run_id"], again["created"]) == (runs[owner]["run_id"], False)
+    rows = {row["id"]: row for row in open_store().runs()}
+    for owner, body in runs.items():
+        assert rows[body["run_id"]]["owner"] == owner
+        assert f"@{owner}" in rows[body["run_id"]]["environment_path"]
+
+
+async def test_the_local_owner_deploys_for_the_owner_of_the_run(things: dict[str, dict[str, str]]):
+    from flash_mcp.serving import request  # noqa: PLC0415
+
+    row = request(open_store(), things["alice"]["run_id"], step=10)
+    assert row["owner"] == "alice"
+    with acting_as(Caller("alice")):
+        assert request(open_store(), things["alice"]["run_id"], step=10)["id"] == row["id"]
+
+
+def test_a_caller_who_is_not_local_can_neither_read_nor_write_past_their_rows(things: dict[str, dict[str, str]]):
+    store, alices = open_store(), things["alice"]
+    tables = [row["name"] for row in store.query("SELECT name FROM sqlite_master WHERE type = 'table'")]
+    assert "tokens" in tables
+    with acting_as(Caller("carol")):
+        for table in tables:
+            assert store.query(f"SELECT * FROM [{table}]") == []
+        assert not store.update_deployment(alices["deployment"], state="stopped")
+        with pytest.raises(Exception, match="view"):
+            store.execute("UPDATE runs SET state = 'failed'")
+    with acting_as(Caller("alice")):
+        assert store.update_deployment(alices["deployment"], state="stopped")
+        assert {row["owner"] for row in store.query("SELECT owner FROM runs")} == {"alice"}
+
+
+# -- the server's own files -------------------------------------------------------------------------------------------
+
+
+async def test_paths_of_the_server_read_like_paths_that_do_not_exist_in_every_argument_of_every_tool(
+    team: Team, things: dict[str, dict[str, str]], mode: str, tmp_path: Path
+):
+    there, absent = tmp_path / "there", tmp_path / "gone"
+    there.mkdir()
+    files = ("config.json", "tokenizer_config.json", "adapter_config.json", "adapter_model.safetensors", "a.toml")
+    for name in files:
+        (there / name).write_text(json.dumps({"mark": MARK}))
+    (there / "environment.py").write_text(ENVIRONMENT + f"# {MARK}")
+    async with team.client(team.token("bob"), mode) as bob:
+        real, unreal = [await calls_with(bob, things["bob"], str(path)) for path in (there, absent)]
+        refused = 0
+        for (tool, given), (_, given_instead) in zip(real, unreal, strict=True):
+            found = text_of(await bob.call_tool(tool, given))
+            assert plainly(found, str(there)) == plainly(
+                text_of(await bob.call_tool(tool, given_instead)), str(absent)
+            ), (tool, given)
+            assert MARK not in found
+            refused += code_of(found) == "local_only"
+        assert refused >= 5
+        text = text_of(await bob.call_tool("train", {"environment": "bob-env", "config": str(there / "a.toml")}))
+        assert code_of(text) == "local_only"
+        assert "PUT /environments/NAME" in text
+
+
+async def test_environment_code_sees_only_the_secrets_that_the_token_was_given(
+    team: Team, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("GRANTED", "1")
+    monkeypatch.setenv("OTHERS", "2")
+    push = {"name": "echo", "files": {"environment.py": ENVIRONMENT}}
+    async with team.client(team.token("alice", secret_names=["GRANTED"])) as alice:
+        assert body_of(await alice.call_tool("env_push", {**push, "secrets": ["GRANTED"]}))["created"]
+        refused = text_of(await alice.call_tool("env_push", {**push, "secrets": ["OTHERS"]}))
+        unknown = text_of(await alice.call_tool("env_push", {**push, "secrets": ["OTHER5"]}))
+        assert refused.replace("OTHERS", "") == unknown.replace("OTHER5", "")
+        assert code_of(refused) == "invalid_argument"
+
+
+# -- tokens -----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_read_only_token_can_call_what_changes_nothing_and_that_alone(
+    team: Team, things: dict[str, dict[str, str]], mode: str
+):
+    before = everything()
+    async with team.client(team.token("bob", "read"), mode) as bob:
+        for tool in all_tools().values():
+            given = {"wait_s": 0} if "wait_s" in tool.signature.parameters else {}
+            required = [n for n, p in tool.signature.parameters.items() if p.default is p.empty]
+            given |= {name: things["bob"].get(name, "none") for name in required}
+            text = text_of(await bob.call_tool(tool.name, given))
+            assert (code_of(text) == "not_permitted") == (not tool.read_only), text
+    assert everything() == before
+    with team.http(team.token("bob", "read")) as http:
+        assert http.put("/environments/e", content=b"").status_code == 403
+
+
+@pytest.mark.parametrize("path", ["/mcp", "/metrics", "/environments/e", "/nowhere"])
+def test_nothing_but_health_answers_without_a_valid_token(team: Team, path: str):
+    store = open_store()
+    expired, text = tokens.create(store, "alice", expires_days=1)
+    store.execute("UPDATE tokens SET expires = ? WHERE id = ?", [time.time() - 1, expired["id"]])
+    revoked = team.token("bob")
+    tokens.revoke(store, "bob")
+    for header in ("", f"Bearer {text}", f"Bearer {revoked}", "Bearer", "Basic Ym9iOg==", "Bearer flash_" + "x" * 43):
+        with team.http(authorization=header) as http:
+            answer = http.request("PUT" if "env" in path else "GET", path)
+        assert answer.status_code == 401
+        assert answer.headers["www-authenticate"].startswith("Bearer")
+        assert code_of(answer.json()["error"]["message"]) == "unauthenticated"
+    with team.http() as http:
+        health = http.get("/healthz", headers={"host": "whatever"})
+        assert (health.status_code, health.text) == (200, "ok\n")
+
+
+async def test_a_revoked_token_ends_a_session_at_its_next_request(team: Team, mode: str):
+    async with team.client(team.token("alice"), mode) as alice:
+        assert "no runs yet" in text_of(await alice.call_tool("status", {}))
+        tokens.revoke(open_store(), "alice")
+        with pytest.raises(Exception, match="unauthenticated"):
+            await alice.call_tool("status", {})
+
+
+def test_a_session_is_of_no_use_to_another_token(team: Team):
+    hello = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "t", "version": "0"}}
+    ask = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": hello}
+    listing = {"jsonrpc": "2.0", "id": 2, "method": "tools/list"}
+    accept = {"accept": "application/json, text/event-stream"}
+    with team.http(team.token("alice"), **accept) as alice, team.http(team.token("bob"), **accept) as bob:
+        session = {"mcp-session-id": alice.post("/mcp", json=ask).headers["mcp-session-id"]}
+        assert bob.post("/mcp", json=listing, headers=session).status_code == 404
+        alice.post("/mcp", json={"jsonrpc": "2.0", "method": "notifications/initialized"}, headers=session)
+        assert alice.post("/mcp", json=listing, headers=session).status_code == 200
+
+
+def test_tokens_are_made_listed_and_revoked_by_commands_and_kept_nowhere(
+    capsys: pytest.CaptureFixture[str], flash_home: Path
+):
+    assert cli.main(["token", "create", "alice", "--read-only", "--expires-days", "2", "--secret", "HF_TOKEN"]) == 0
+    text = capsys.readouterr().out.strip()
+    assert text.startswith(tokens.PREFIX)
+    found = tokens.find(open_store(), text)
+    assert found is not None
+    assert (found["owner"], found["access"], found["secrets"]) == ("alice", "read", ["HF_TOKEN"])
+    assert found["expires"] == pytest.approx(time.time() + 2 * 86_400, abs=60)
+    open_store().close()
+    for path in flash_home.rglob("*"):
+        assert path.is_dir() or text.encode() not in path.read_bytes()
+    assert cli.main(["token", "list"]) == 0
+    listed = capsys.readouterr().out
+    assert "alice" in listed
+    assert text not in listed
+    assert cli.main(["token", "list", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["id"] == found["id"]
+    assert cli.main(["token", "revoke", found["id"]]) == 0
+    assert tokens.find(open_store(), text) is None
+    assert cli.main(["token", "revoke", "alice"]) == 2
+    assert cli.main(["token", "create", "local"]) == 2
+
+
+# -- protection and limits --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/mcp", "/metrics", "/environments/e"])
+def test_requests_for_other_hosts_and_from_other_origins_are_refused(team: Team, path: str):
+    for headers in ({"host": "evil.example"}, {"host": ""}, {"origin": "http://evil.example"}):
+        with team.http(team.token("alice"), **headers) as http:
+            answer = http.put(path) if "env" in path else http.get(path)
+        assert answer.status_code == 421
+        assert code_of(answer.json()["error"]["message"]) == "host_refused"
+
+
+async def test_too_many_requests_are_refused_with_the_time_to_wait(flash_home: Path, mode: str):
+    with team_server(Limits(requests_per_minute=12)) as team:
+        async with team.client(team.token("alice"), mode) as alice:
+            with pytest.raises(Exception, match=r"\[rate_limited retry_after_s=[1-5]\].*try again in"):
+                for _ in range(20):
+                    await alice.call_tool("status", {})
+        with team.http(team.token("bob")) as bob:
+            answers = [bob.get("/metrics") for _ in range(30)]
+        refused = [answer for answer in answers if answer.status_code == 429]
+        assert refused
+        assert not any(answer in refused for answer in answers[:12])
+        assert all(1 <= int(answer.headers["retry-after"]) <= 5 for answer in refused)
+
+
+def test_a_body_that_is_too_large_is_refused_with_the_way_to_send_it(team: Team):
+    with team.http(team.token("alice")) as http:
+        answer = http.post("/mcp", content=b"x" * (4 * 2**20 + 1))
+    assert answer.status_code == 413
+    assert "PUT /environments/NAME" in answer.json()["error"]["message"]
+
+
+async def test_queued_runs_and_stored_bytes_have_a_limit_for_each_owner(flash_home: Path):
+    with supervised(), team_server(Limits(queued_runs=1, environment_bytes=2 * len(ENVIRONMENT))) as team:
+        for owner in ("alice", "bob"):
+            async with team.client(team.token(owner)) as client:
+                for number in (0, 1, 1):
+                    files = {"environment.py": ENVIRONMENT, "number": str(number)}
+                    text = text_of(await client.call_tool("env_push", {"name": "e", "files": files, "load": False}))
+                    assert (code_of(text) == "quota_exceeded") == (number == 1), text
+                first = body_of(await client.call_tool("train", {"environment": "e", "steps": 3}))
+                text = text_of(await client.call_tool("train", {"environment": "e", "steps": 4}))
+                assert code_of(text) == "quota_exceeded"
+                assert f"status(run_id={first['run_id']!r}, wait_s=40)" in text
+            assert len(list((environments_dir() / f"@{owner}" / "e").glob("*"))) == 1
+    assert len(open_store().runs()) == 2
+
+
+def test_the_local_owner_has_no_quota(tmp_path: Path):
+    for _ in range(Limits().queued_runs + 1):
+        queued_run(tmp_path / "environment")
+    assert open_store().run_counts() == {"queued": Limits().queued_runs + 1}
+
+
+def test_metrics_count_ones_own_and_with_a_metrics_token_everything(team: Team, things: dict[str, dict[str, str]]):
+    def counts(token: str) -> str:
+        with team.http(token) as http:
+            return http.get("/metrics").text
+
+    assert 'flash_runs{state="succeeded"} 1' in counts(team.token("alice"))
+    assert 'flash_runs{state="succeeded"}' not in counts(team.token("carol"))
+    everything = counts(team.token("prometheus", "metrics"))
+    assert 'flash_runs{state="succeeded"} 2' in everything
+    assert not re.search("alice|bob|run-|dep-|/", everything.replace("version=", ""))
+    with team.http(team.token("prometheus", "metrics")) as http:
+        assert http.post("/mcp", json={}).status_code == 403
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_other_addresses_are_served_only_with_tokens(flash_home: Path, capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["serve", "--http", "--host", "0.0.0.0"]) == 2
+    assert "flash-mcp token create NAME" in capsys.readouterr().err
+    assert cli.main(["serve", "--http", "--allow-host", "flash.example.com"]) == 2
+
+
+@contextmanager
+def serving_everywhere(port: int) -> Generator[subprocess.Popen[bytes]]:
+    """`flash-mcp serve --http` on all addresses, once it is healthy."""
+    command = [sys.executable, "-m", "flash_mcp.cli", "serve", "--http", "--host", "0.0.0.0", "--port", str(port)]
+    command += ["--allow-host", "flash.example.com"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE) as server:
+        try:
+            assert server.stderr is not None
+            said = server.stderr.readline() + server.stderr.readline()
+            assert b"Authorization: Bearer" in said
+            assert b"flash-mcp token create NAME" in said
+            with httpx.Client(trust_env=False, transport=httpx.HTTPTransport(retries=10)) as http:
+                assert http.get(f"http://127.0.0.1:{port}/healthz").text == "ok\n"
+            yield server
+        finally:
+            server.kill()
+
+
+async def test_a_server_that_is_told_to_end_lets_calls_end_first(flash_home: Path, tmp_path: Path):
+    run: RunRow = queued_run(tmp_path / "environment")
+    text = tokens.create(open_store(), "alice")[1]
+    give("alice", "echo")
+    port, results = free_port(), list[str]()
+    with supervised(), serving_everywhere(port) as server, anyio.fail_after(60):
+        # A client of the handshake era holds a stream open beside its calls.
+        async with Team(port).client(text, "legacy") as client, anyio.create_task_group() as group:
+            await client.list_tools()  # which a client does after its first call otherwise
+
+            async def wait() -> None:
+                results.append(text_of(await client.call_tool("status", {"run_id": run["id"], "wait_s": 3})))
+
+            group.start_soon(wait)
+            await anyio.sleep(1)
+            server.send_signal(signal.SIGTERM)
+        started = time.monotonic()
+        code = await anyio.to_thread.run_sync(server.wait, 20)
+    assert json.loads(results[0])["changed"] is False
+    assert code in (0, -signal.SIGTERM)
+    assert time.monotonic() - started < 10
+
+
+def test_a_reverse_proxys_name_is_let_in(flash_home: Path):
+    text, port = tokens.create(open_store(), "alice")[1], free_port()
+    with serving_everywhere(port), Team(port).http(text) as http:
+        for host, status in (("flash.example.com", 200), (f"127.0.0.1:{port}", 200), ("example.com", 421)):
+            assert http.get("/metrics", headers={"host": host}).status_code == status
+        assert Team(port).http().get("/metrics").status_code == 401
+
+
+def test_every_code_of_a_refusal_is_registered():
+    from flash_mcp.http_server import STATUS  # noqa: PLC0415
+
+    assert set(STATUS) <= set(CODES)
+    with pytest.raises(FlashError, match="no valid token"):
+        tokens.revoke(open_store(), "nobody")
