@@ -350,8 +350,9 @@ def _failure(name: str, fault: EnvironmentFault) -> Probe:
         "environment_invalid": "mend environment.py",
         "dataset_invalid": "mend the dataset at the place named",
     }
+    wall = "stay within the limits, or raise them in environment.toml (network, memory_gib, processes, file_gib)"
     trace = f"\n{fault.traceback.strip()[-800:]}" if fault.traceback.strip() else ""
-    return Probe(name, False, f"[{fault.code}] {fault.what}{trace}", fixes[fault.code])
+    return Probe(name, False, f"[{fault.code}] {fault.what}{trace}", fixes.get(fault.code, wall))
 
 
 def _spread(size: int, count: int) -> list[int]:

@@ -272,7 +272,7 @@ STUCK = """
 class Sample(Echo):
     def step_episode(self, example, messages, assistant_response):
         if assistant_response == "hang":
-            open("hanging", "w").close()
+            open(os.path.join(os.environ["HOME"], "hanging"), "w").close()
             time.sleep(1000)
         if assistant_response == "die": os._exit(3)
         if assistant_response == "crash": os.kill(os.getpid(), 11)

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoTokenizer
 
 from environments.host import EnvironmentHost
+from environments.sandbox import describe
 from flash_mcp.errors import FlashError
 from flash_mcp.runfolder import Json, RunWriter
 from worker.checkpoints import Reporter
@@ -67,6 +68,7 @@ def train(job: Json, spec: Settings, writer: RunWriter, pulse: Pulse, scratch: P
                 timeout_s=spec.env_timeout_s,
             )
         )
+        writer.event("sandbox", describe(host.walls))
         session = Session(spec, writer, pulse, host, model_path, template, policy, runner, max_length)
         try:
             runner.run(_preflight(host, template, max_length))

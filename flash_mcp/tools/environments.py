@@ -15,6 +15,7 @@ from pydantic import Field
 import environments
 from environments import gate
 from environments.host import EnvironmentFault, EnvironmentHost
+from environments.sandbox import Needs
 from flash_mcp import playbook
 from flash_mcp.environments import (
     NAME,
@@ -65,6 +66,9 @@ class EnvPush(Result):
     created: bool = Field(description="False where the same files had been pushed under this name before.")
     train_tasks: int | None = Field(default=None, description="Rows of the train split; absent with load=false.")
     eval_tasks: int | None = Field(default=None, description="Rows of the eval split; absent with load=false.")
+    asks: dict[str, Any] | None = Field(
+        default=None, description="What its environment.toml asks for beyond the usual, network for one."
+    )
     files: int = Field(description="Number of files.")
     size_bytes: int = Field(description="Size of all files.")
 
@@ -183,6 +187,7 @@ async def env_push(
     source = await anyio.to_thread.run_sync(_source, folder, files)
     with contextlib.ExitStack() as stack:
         stage = await anyio.to_thread.run_sync(stack.enter_context, staged(name, source))
+        asks = _asks(stage.folder)
         splits = await _splits(stage, environment_args, values) if load else None
         version = await anyio.to_thread.run_sync(stage.commit)
         await anyio.to_thread.run_sync(_register, version, splits)
@@ -192,6 +197,7 @@ async def env_push(
         created=version.created,
         train_tasks=splits["train"] if splits else None,
         eval_tasks=splits["eval"] if splits else None,
+        asks=asks or None,
         files=version.files,
         size_bytes=version.size_bytes,
         next=f"train(environment={name!r}, validate_only=true); before that env_test, if not done yet",
@@ -216,6 +222,14 @@ async def _splits(stage: Stage, args: dict[str, Any] | None, secrets: dict[str, 
     except EnvironmentFault as fault:
         fix = "mend it and push again; load=false publishes it unseen"
         raise as_flash_error(fault, stage.parent.name, f"nothing was published: {fix}") from fault
+
+
+def _asks(folder: Path) -> dict[str, Any]:
+    try:
+        return Needs.of(folder).asked()
+    except ValueError as error:
+        fix = "mend it, or leave it out: most environments need none"
+        raise FlashError("environment_invalid", str(error), fix=fix) from error
 
 
 def _register(version: Version, splits: dict[str, int] | None) -> None:

@@ -17,15 +17,17 @@ import anyio
 import anyio.to_thread
 from pydantic import Field
 
+from environments import sandbox
 from environments.host import EnvironmentFault, EnvironmentHost
-from flash_mcp import catalog, queue
+from environments.sandbox import Needs
+from flash_mcp import catalog, queue, vault
 from flash_mcp.catalog import ModelCard
 from flash_mcp.errors import FlashError
 from flash_mcp.runfolder import Json
 from flash_mcp.spec import ResolvedSpec, RunSpec, read_toml, resolve, validate
 from flash_mcp.store import EnvironmentRow, RunRow, Store, open_store
 from flash_mcp.supervisor import ensure_supervisor
-from flash_mcp.tools import Part, Result, Tool, report
+from flash_mcp.tools import Part, Result, Tool, report, to_text
 from flash_mcp.tools.environments import as_flash_error, secret_values
 
 CHARACTERS_PER_TOKEN = 3.5
@@ -168,13 +170,15 @@ async def start(
         estimate=estimate,
         values={name: value for name, value in spec.model_dump().items() if value not in (None, [], {})},
         sources=_by_source(resolved),
-        notes=[*notes, *_advice(spec, estimate)] or None,
+        notes=[*_asks(environment), *notes, *_advice(spec, estimate)] or None,
     )
     if validate_only:
         next_step = "call train again without validate_only to start it"
         return result(state="validated", created=False, next=next_step)
     run, created = await anyio.to_thread.run_sync(queue.enqueue, store, resolved, environment, adapter, idempotency_key)
     await anyio.to_thread.run_sync(ensure_supervisor, store.base)
+    if spec.secrets:
+        await anyio.to_thread.run_sync(vault.give, store.base, run["id"], secret_values(spec.secrets))
     next_step = f"status(run_id={run['id']!r}, wait_s=40) follows it; cancel ends it"
     return result(run_id=run["id"], state=run["state"], created=created, next=next_step)
 
@@ -230,6 +234,11 @@ async def _probe(spec: RunSpec, environment: EnvironmentRow) -> tuple[dict[str, 
         fix = "add eval rows (env.eval_dataset, as a rule datasets/eval.jsonl), or leave eval_* out"
         raise FlashError("dataset_invalid", "the environment has no eval split to evaluate on", fix=fix)
     return splits, math.ceil(longest / CHARACTERS_PER_TOKEN)
+
+
+def _asks(environment: EnvironmentRow) -> list[str]:
+    asked = Needs.of(Path(environment["path"])).asked()
+    return [f"the environment's {sandbox.FILE} asks for {to_text(asked)}"] if asked else []
 
 
 def _check_lengths(spec: RunSpec, card: ModelCard, prompt_tokens: int) -> list[str]:
