@@ -528,7 +528,9 @@ def _lock(folder: Path, stack: ExitStack) -> None:
 
 def _exit_reason(code: int | None) -> str:
     if code == MEMORY_EXIT_CODE:
-        return f"its processes used more memory than memory_gib in environment.toml ({Needs().memory_gib:g} if left out)"
+        return (
+            f"its processes used more memory than memory_gib in environment.toml ({Needs().memory_gib:g} if left out)"
+        )
     if code is not None and code < 0:
         return f"killed by {signal.Signals(-code).name}"
     return f"it exited with code {code}"

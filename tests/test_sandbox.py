@@ -59,6 +59,11 @@ class Attack:
             await self.told(code)
         return caught.value
 
+    def processes(self) -> list[psutil.Process]:
+        """The warden, the process that runs the code, and all that it started."""
+        warden = psutil.Process(self.host._children[-1]._transport.get_pid())
+        return [warden, *warden.children(recursive=True)]
+
 
 @asynccontextmanager
 async def attack_on(folder: Path, needs: str = "", **options: object) -> AsyncGenerator[Attack]:
@@ -137,7 +142,9 @@ async def test_no_descriptor_of_the_host_is_inherited(tmp_path: Path) -> None:
     with (tmp_path / "private").open("w") as held:
         os.set_inheritable(held.fileno(), True)
         async with attack_on(tmp_path / "environment") as attack:
-            code = "import os; told = sorted(os.readlink(f'/proc/self/fd/{n}') for n in os.listdir('/proc/self/fd')[:-1])"
+            code = (
+                "import os; told = sorted(os.readlink(f'/proc/self/fd/{n}') for n in os.listdir('/proc/self/fd')[:-1])"
+            )
             assert "private" not in await attack.told(code)
             listed = "import subprocess; told = subprocess.check_output(['ls', '/proc/self/fd'], text=True).split()"
             assert await attack.told(listed) == "['0', '1', '2', '3']"  # 3 is the folder that ls reads
@@ -197,7 +204,7 @@ async def test_an_environment_that_asks_for_the_network_gets_it(tmp_path: Path, 
     ],
 )
 async def test_an_environment_toml_that_cannot_be_used_is_explained(tmp_path: Path, text: str, expected: str) -> None:
-    with pytest.raises(EnvironmentFault, match="environment.toml") as caught:
+    with pytest.raises(EnvironmentFault) as caught:
         async with attack_on(tmp_path, text):
             pass
     assert (caught.value.code, expected in caught.value.what) == ("environment_invalid", True), caught.value.what
@@ -255,7 +262,7 @@ async def test_a_fork_bomb_is_bounded_and_nothing_of_it_is_left(tmp_path: Path) 
         fault = await attack.fault(bomb)
         assert (fault.code, "processes of its environment.toml" in fault.what) == ("environment_processes", True)
         assert 10 <= int(fault.what.partition("stopped at ")[2].partition(" ")[0]) <= 48
-        bombs = psutil.Process().children(recursive=True)
+        bombs = attack.processes()
         assert len(bombs) >= 12
     _, alive = psutil.wait_procs(bombs, timeout=5)
     assert alive == []
@@ -271,7 +278,9 @@ async def test_the_limits_are_one_hosts_own(tmp_path: Path) -> None:
 async def test_what_it_prints_without_end_does_not_fill_the_log(tmp_path: Path, monkeypatch, capfd) -> None:
     monkeypatch.setattr("environments.host.MAX_PRINTED_BYTES", 100_000)
     async with attack_on(tmp_path) as attack:
-        code = "import os\nfor _ in range(200): os.write(2, b'flood ' * 10_000)\nos.write(2, b'last words')\nos._exit(3)"
+        code = (
+            "import os\nfor _ in range(200): os.write(2, b'flood ' * 10_000)\nos.write(2, b'last words')\nos._exit(3)"
+        )
         fault = await attack.fault(code)
         assert "last words" in fault.traceback
     printed = capfd.readouterr().err
@@ -286,10 +295,19 @@ async def test_an_answer_that_is_too_long_is_that_calls_error(tmp_path: Path) ->
 
 async def test_forged_replies_end_the_process_and_not_the_host(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("environments.host.MAX_LINE_BYTES", 1 << 20)
-    write = "import os, time\nfor n in range(3, 20):\n  try: os.write(n, {})\n  except OSError: pass\ntime.sleep(9)"
+    forge = """
+        import os, time
+        while True:
+            for number in range(3, 20):
+                try:
+                    os.write(number, {})
+                except OSError:
+                    pass
+            time.sleep(0.001)
+    """
     async with attack_on(tmp_path) as attack:
-        assert "what is no reply" in (await attack.fault(write.format("b'nonsense\\n'"))).what
-        assert "longer than 1,048,576 bytes" in (await attack.fault(write.format("b'x' * (2 << 20)"))).what
+        assert "what is no reply" in (await attack.fault(forge.format("b'nonsense\\n'"))).what
+        assert "longer than 1,048,576 bytes" in (await attack.fault(forge.format("b'x' * 65536"))).what
         assert await attack.told("told = 1") == "1"
 
 
@@ -308,18 +326,17 @@ told = os.read(read, 20).decode()
 """
 
 
-@pytest.mark.parametrize("end", ["stop", "crash", "killed parent"])
+@pytest.mark.parametrize("end", ["stop", "crash", "warden told to end"])
 async def test_daemons_of_environment_code_end_with_it(tmp_path: Path, end: str) -> None:
     async with attack_on(tmp_path) as attack:
-        pid = await attack.told(DAEMON + "pids = [told]\ntold = os.readlink('/proc/self')")
-        daemons = [child for child in psutil.Process().children(recursive=True) if os.getsid(child.pid) == child.pid]
-        daemons = [p for p in psutil.Process().children(recursive=True) if p.pid != int(pid)]
-        assert len(daemons) == 2  # the warden and the daemon, which is its child now
+        daemon = psutil.Process(int(await attack.told(DAEMON)))
+        warden, *_ = processes = attack.processes()
+        assert daemon in processes and daemon.ppid() == warden.pid  # it fell to the warden
         if end == "crash":
             await attack.fault("import os; os.abort()")
-        if end == "killed parent":
-            daemons[0].terminate()
-    _, alive = psutil.wait_procs(daemons, timeout=5)
+        if end == "warden told to end":
+            warden.terminate()
+    _, alive = psutil.wait_procs(processes, timeout=5)
     assert alive == []
 
 
@@ -355,24 +372,22 @@ async def test_the_walls_stand_for_a_user_without_rights_too() -> None:
         Path(place, "folder", "environment.toml").write_text("processes = 40")
         Path(place, "secret").write_text("")
         attacks = [
-            "import os, time\nwhile True:\n  if os.fork() == 0: time.sleep(60)",
             f"open({place + '/secret'!r})",
             "import socket; socket.socket()",
             "import os; told = os.getuid(), open('environment.py').read()[:1]",
             "import multiprocessing; told = multiprocessing.Lock().acquire()",
+            "import os, time\nwhile True:\n  if os.fork() == 0: time.sleep(60)",
         ]
         done = subprocess.run(  # noqa: ASYNC221
             ["setpriv", "--reuid", "4242", "--regid", "4242", "--clear-groups", "/usr/bin/python3", "-c", AS_A_USER,
              f"{place}/folder", *attacks],
             capture_output=True, text=True, cwd=place, timeout=60, check=False,
-            env={"PYTHONPATH": place, "PATH": os.environ["PATH"]},
+            env={"PYTHONPATH": place, "PATH": os.environ["PATH"], "HOME": place},
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         walls, told = json.loads(done.stdout.splitlines()[-1])
     if not any(walls.values()):
-        assert told == [
-            "environment_processes", "environment_access", "environment_network", "(4242, '\\n')", "True"
-        ]  # fmt: skip
+        assert told == ["environment_access", "environment_network", "(4242, '\\n')", "True", "environment_processes"]
 
 
 # -- what honest code needs -------------------------------------------------------------------------------------------
