@@ -111,36 +111,6 @@ def hand_over(base: Path, run_id: str, names: Sequence[str]) -> list[str]:
     return lacking(base, run_id, names)
 
 
-def lacking(self, run_id: str, names: Sequence[str]) -> list[str]:
-        known = self.values(run_id, names)
-        return [name for name in names if name not in known]
-
-    def forget(self, run_id: str) -> None:
-        """The run has ended."""
-        with self._lock:
-            self._values.pop(run_id, None)
-
-    def _serve(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:  # closed
-                return
-            with connection, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                connection.settimeout(TIMEOUT_S)
-                _check_peer(connection)
-                request = _receive(connection)
-                if "values" in request:
-                    with self._lock:
-                        self._values.setdefault(request["run_id"], {}).update(request["values"])
-                _send(connection, {"lacking": self.lacking(request["run_id"], request["names"])})
-
-
-def give(base: Path, run_id: str, values: Mapping[str, str]) -> bool:
-    """Whether the supervisor has them now. It may have just left: then it is to be started, and asked again."""
-    return _ask(base, {"run_id": run_id, "names": list(values), "values": dict(values)}) == []
-
-
 def lacking(base: Path, run_id: str, names: Sequence[str]) -> list[str]:
     """Which of `names` the supervisor does not have for the run; all, where none answers."""
     found = _ask(base, {"run_id": run_id, "names": list(names)}) if names else []
