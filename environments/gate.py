@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from environments import requirements
 from environments.base import ChatMessage
 from environments.host import EnvironmentFault, EnvironmentHost, Score
 
@@ -84,12 +85,20 @@ async def check(
     secrets: Mapping[str, str] | None = None,
     timeout_s: float = 5.0,
     deadline_s: float = 38.0,
+    install_timeout_s: float | None = None,
+    on_progress: requirements.Listener | None = None,
 ) -> Report:
-    """Check the environment in `folder`. One call into it may take `timeout_s`, all of it about `deadline_s`."""
+    """Check the environment in `folder`. One call into it may take `timeout_s`, all of it about `deadline_s`.
+
+    Raises EnvironmentFault(not_ready) where its packages are not installed after `install_timeout_s`.
+    """
     gate = _Gate(folder, args or {}, secrets or {}, timeout_s, deadline_s)
     try:
+        await requirements.interpreter(folder, timeout_s=install_timeout_s, on_progress=on_progress)
         await gate.run()
     except EnvironmentFault as fault:
+        if fault.code == "not_ready":
+            raise
         gate.add(_failure("loads", fault))
     gate.report.seconds = gate.elapsed_s
     return gate.report
@@ -349,6 +358,7 @@ def _failure(name: str, fault: EnvironmentFault) -> Probe:
         "environment_error": "return a low score instead of raising, whatever the model wrote",
         "environment_invalid": "mend environment.py",
         "dataset_invalid": "mend the dataset at the place named",
+        "requirements_failed": f"mend {requirements.FILE}: name packages and versions that exist for this Python",
     }
     wall = "stay within the limits, or raise them in environment.toml (network, memory_gib, processes, file_gib)"
     trace = f"\n{fault.traceback.strip()[-800:]}" if fault.traceback.strip() else ""

@@ -29,7 +29,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, cast
 
+from environments import requirements
 from environments.base import ChatMessage
+from environments.faults import EnvironmentFault
 from environments.redaction import Redactor
 from environments.sandbox import READABLE_VARIABLE, Bounds, Needs
 from environments.warden import MEMORY_EXIT_CODE, SWEEP_TIMEOUT_S
@@ -53,19 +55,6 @@ MAX_LINE_BYTES = 16 << 20
 """Of a reply. Longer ones do not come from environments.child; they could fill this process's memory."""
 MAX_PRINTED_BYTES = 8 << 20
 """What one child may print into our log; of what follows only the end is kept, as evidence."""
-
-
-class EnvironmentFault(Exception):
-    """Environment code failed.
-
-    `code` is environment_invalid (it does not load or breaks the contract), dataset_invalid, environment_error (a call
-    failed), environment_timeout (a call passed its deadline), or environment_memory, _file_size, _processes, _network
-    or _access (it met a wall of environments.sandbox); `traceback` is the evidence, possibly empty.
-    """
-
-    def __init__(self, code: str, what: str, traceback: str = "") -> None:
-        super().__init__(what)
-        self.code, self.what, self.traceback = code, what, traceback
 
 
 @dataclass(frozen=True)
@@ -111,6 +100,7 @@ class EnvironmentHost:
         *,
         args: Mapping[str, Any],
         secrets: Mapping[str, str],
+        python: Path,
         concurrency: int,
         timeout_s: float,
         start_timeout_s: float,
@@ -120,7 +110,8 @@ class EnvironmentHost:
         """Number of tasks of each split; eval is 0 where there is none."""
         self.walls: dict[str, str] = {}
         """{wall: why it does not stand}, as sandbox.confine found; empty strings for those that stand."""
-        self._args, self._secrets, self._redactor = dict(args), dict(secrets), Redactor(secrets.values())
+        self._args, self._secrets, self._python = dict(args), dict(secrets), python
+        self._redactor = Redactor(secrets.values())
         self._concurrency = concurrency
         self._places = asyncio.Semaphore(concurrency)
         self._score_places = asyncio.Semaphore(concurrency)
@@ -141,12 +132,19 @@ class EnvironmentHost:
         concurrency: int = 32,
         timeout_s: float = 30.0,
         start_timeout_s: float = 60.0,
+        install_timeout_s: float | None = None,
+        on_progress: requirements.Listener | None = None,
     ) -> Self:
-        """Load the folder's environment with `load_environment(**args)`."""
+        """Load the folder's environment with `load_environment(**args)`, once the packages that it asks for are there.
+
+        `install_timeout_s` bounds the wait for these (environments.requirements), None is as long as it takes.
+        """
+        python = await requirements.interpreter(folder, timeout_s=install_timeout_s, on_progress=on_progress)
         host = cls(
             folder,
             args=args or {},
             secrets=secrets or {},
+            python=python,
             concurrency=concurrency,
             timeout_s=timeout_s,
             start_timeout_s=start_timeout_s,
@@ -239,7 +237,7 @@ class EnvironmentHost:
             return child
 
     async def _spawn(self) -> _Child:
-        child = await self._start_process(sys.executable)
+        child = await self._start_process(self._python)
         self._children = [*(old for old in self._children if old.alive), child]
         try:
             if self._stopped:
@@ -254,7 +252,7 @@ class EnvironmentHost:
         self.splits, self.walls = loaded["splits"], loaded["walls"]
         return child
 
-    async def _start_process(self, interpreter: str) -> _Child:
+    async def _start_process(self, interpreter: Path) -> _Child:
         """Start `interpreter` confined to the bounds of the folder; nothing of the user's has run when this returns."""
         try:
             needs = Needs.of(self.folder)
@@ -269,7 +267,7 @@ class EnvironmentHost:
             readable=tuple(filter(None, os.environ.get(READABLE_VARIABLE, "").split(os.pathsep))),
         )
         # -P and PYTHONPATH: `environments` is this package, whatever the environment's folder holds.
-        command = (interpreter, "-P", "-m", "environments.child", str(os.getpid()), bounds.dump())
+        command = (str(interpreter), "-P", "-m", "environments.child", str(os.getpid()), bounds.dump())
         _, child = await asyncio.get_running_loop().subprocess_exec(
             lambda: _Child(self._redactor),
             *command,
@@ -294,7 +292,7 @@ class EnvironmentHost:
             "TMPDIR": str(self._scratch),
             "USER": "environment",  # it may run as a user that no list knows
             "LANG": "C.UTF-8",
-            "PYTHONPATH": str(Path(__file__).parent.parent),
+            "PYTHONPATH": str(requirements.contract_path(self._python)),
             "PYTHONHASHSEED": "0",
             "PYTHONUNBUFFERED": "1",
             "PYTHONDONTWRITEBYTECODE": "1",

@@ -32,6 +32,7 @@ def enqueue(
     environment: EnvironmentRow,
     init_adapter: Json | None = None,
     idempotency_key: str | None = None,
+    dataset: Json | None = None,
 ) -> tuple[RunRow, bool]:
     """The new run, and True; or, where the key was used before by the same spec, that run, and False.
 
@@ -57,6 +58,7 @@ def enqueue(
                 "spec": {**spec, "environment": f"{environment['name']}@{environment['digest']}"},
                 "sources": resolved.sources,
                 "init_adapter": init_adapter,
+                "dataset": dataset,
                 "idempotency_key": idempotency_key,
                 "request_digest": digest,
                 "folder": str(runs_dir(store.base) / run_id),
@@ -82,6 +84,7 @@ def job(run: RunRow) -> Json:
         },
         "model": run["model"],
         "init_adapter": run["init_adapter"],
+        "dataset": run["dataset"],
         "created": run["created"],
     }
 

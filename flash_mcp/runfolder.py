@@ -2,7 +2,8 @@
 
     job.json               what to do: {"run_id", "spec", "sources", "environment_path", "model_path", ...}
     epoch/N                attempt N owns the run; made once, exclusively; the highest N is the owner
-    beat.json              {"epoch", "time", "step", "phase", "progress", "host", "pid"}, every few seconds
+    beat.json              {"epoch", "time", "step", "phase", "progress", "host", "pid", "held_bytes",
+                           "available_bytes"}, every few seconds
     metrics/STEP.json      {"step", "epoch", "time", "metrics": {name: number}}
     rollouts/STEP.jsonl    one rollout a line, keyed by (step, index)
     evals/STEP.json        {"step", "epoch", "time", "summary": {...}, "rollouts": [...]}
@@ -31,6 +32,7 @@ from typing import Any, cast
 from uuid import uuid4
 
 import fsspec  # pyright: ignore[reportMissingTypeStubs]
+import psutil
 
 from flash_mcp.errors import FlashError
 
@@ -249,11 +251,14 @@ class RunWriter:
             raise FlashError("fenced", "a newer attempt owns the run", epoch=self.epoch, newest=newest)
 
     def beat(self, step: int, phase: str, progress: int = 0) -> None:
-        """`progress` counts what was done so far; a step or count that moves is a sign that nothing stalls."""
-        self._put(
-            "beat.json",
-            {"step": step, "phase": phase, "progress": progress, "host": socket.gethostname(), "pid": os.getpid()},
-        )
+        """`progress` counts what was done so far; a step or count that moves is a sign that nothing stalls.
+
+        What the process holds of the machine's memory, and what is left, tells later why the kernel may have killed it.
+        """
+        place = {"host": socket.gethostname(), "pid": os.getpid()}
+        held, left = psutil.Process().memory_info().rss, psutil.virtual_memory().available
+        body = {"step": step, "phase": phase, "progress": progress, **place}
+        self._put("beat.json", {**body, "held_bytes": held, "available_bytes": left})
 
     def metrics(self, step: int, metrics: Json) -> None:
         self._put(f"metrics/{step}.json", {"step": step, "metrics": metrics})

@@ -33,7 +33,7 @@ class RunSpec(BaseModel):
         Field(
             min_length=1,
             description="Environment to train on: NAME (pinned to its newest "
-            "version when the run is created) or NAME@DIGEST, as returned by env_push.",
+            "version when the run is created) or NAME@DIGEST, as returned by env_push; or reasoning-gym:DATASET.",
         ),
     ]
     model: Annotated[
@@ -43,9 +43,17 @@ class RunSpec(BaseModel):
         Algorithm,
         Field(
             description="grpo: reinforcement learning from the environment's reward. "
-            "sft: supervised fine-tuning on the environment's gold answers."
+            "sft: supervised fine-tuning on the environment's gold answers, or on a dataset."
         ),
     ] = "grpo"
+    dataset: Annotated[
+        str | None,
+        Field(
+            min_length=1,
+            description="Conversations to learn from, as returned by curate (NAME@DIGEST), "
+            "sft only; default: the environment's gold answers.",
+        ),
+    ] = None
 
     steps: Annotated[
         int | None, Field(ge=1, le=100_000, description="Optimizer steps. grpo: default 150. sft: overrides epochs.")
@@ -192,6 +200,8 @@ class RunSpec(BaseModel):
     def _fits_together(self) -> RunSpec:
         if self.algorithm == "grpo" and self.epochs is not None:
             raise ValueError("epochs is for algorithm='sft'; a grpo run is as long as its steps")
+        if self.algorithm == "grpo" and self.dataset is not None:
+            raise ValueError("dataset is for algorithm='sft'")
         if self.algorithm == "sft" and self.group_size is not None:
             raise ValueError("group_size is for algorithm='grpo'")
         if self.max_tokens is not None and self.max_length is not None and self.max_tokens > self.max_length:
@@ -235,7 +245,8 @@ RECIPES: dict[str, dict[str, Any]] = {
 class ResolvedSpec(BaseModel):
     """What job.json holds: the spec with every value filled in, and `sources[field]` = where that value came from.
 
-    `max_length` and `init_from_adapter` may still be None: the model's context decides the one, a cold start the other.
+    `max_length`, `init_from_adapter` and `dataset` may still be None: the model's context decides the first, a cold
+    start and gold answers are what the others mean.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -54,6 +54,8 @@ class RunRow(TypedDict):
     spec: Json
     sources: Json
     init_adapter: Json | None
+    dataset: Json | None
+    """Of an sft run on curated rows: {"name", "digest", "path", "files": {file: sha256}}."""
     idempotency_key: str | None
     folder: str
     attempt: int
@@ -163,7 +165,7 @@ class DeploymentRow(TypedDict):
     updated: float
 
 
-_JSON_COLUMNS = frozenset({"spec", "sources", "init_adapter", "error", "metrics", "summary", "data", "body"})
+_JSON_COLUMNS = frozenset({"spec", "sources", "init_adapter", "dataset", "error", "metrics", "summary", "data", "body"})
 migrations = Migrations("flash_mcp")
 
 
@@ -171,6 +173,11 @@ migrations = Migrations("flash_mcp")
 def _initial(db: Database) -> None:  # pyright: ignore[reportUnusedFunction]
     for statement in _SCHEMA_1.split(";\n"):
         _execute(db, statement)
+
+
+@migrations(name="0002_dataset")
+def _dataset(db: Database) -> None:  # pyright: ignore[reportUnusedFunction]
+    _execute(db, "ALTER TABLE runs ADD COLUMN dataset TEXT")
 
 
 _SCHEMA_1 = """

@@ -8,6 +8,7 @@ import os
 import statistics
 import time
 from concurrent.futures import CancelledError
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from environments.host import EnvironmentHost
 from environments.sandbox import describe
 from flash_mcp.errors import FlashError
 from flash_mcp.runfolder import Json, RunWriter
+from worker import memory
 from worker.checkpoints import Reporter
 from worker.engine import VllmEngine
 from worker.grpo import Trainer, group_advantages
@@ -27,7 +29,7 @@ from worker.pulse import Cancelled, Pulse
 from worker.rollout import Generator, Limits, Rollout, Task, collect
 from worker.runner import AsyncRunner
 from worker.settings import Settings
-from worker.sft import gold_rows, make_sft_trainer
+from worker.sft import GOLD_SPLITS, dataset_rows, gold_rows, make_sft_trainer
 from worker.transcript import ChatTemplate, Transcript
 
 log = logging.getLogger("worker")
@@ -59,25 +61,38 @@ def train(job: Json, spec: Settings, writer: RunWriter, pulse: Pulse, scratch: P
         # ---- environment --------------------------------------------------------------------------------------------
         pulse.enter("environment")
         secrets = {name: os.environ.pop(name) for name in spec.secrets if name in os.environ}
-        host = runner.run(
-            EnvironmentHost.start(
-                Path(job["environment"]["path"]),
-                args=spec.environment_args,
-                secrets=secrets,
-                concurrency=spec.env_concurrency,
-                timeout_s=spec.env_timeout_s,
-            )
+
+        async def on_progress(message: str) -> None:
+            pulse.advance()
+            writer.event("phase", message)
+
+        starting = EnvironmentHost.start(
+            Path(job["environment"]["path"]),
+            args=spec.environment_args,
+            secrets=secrets,
+            concurrency=spec.env_concurrency,
+            timeout_s=spec.env_timeout_s,
+            on_progress=on_progress,
         )
+        try:
+            host = runner.run(starting, stop=pulse.cancelled)
+        except CancelledError:
+            raise Cancelled from None
         writer.event("sandbox", describe(host.walls))
         session = Session(spec, writer, pulse, host, model_path, template, policy, runner, max_length)
         try:
-            runner.run(_preflight(host, template, max_length))
+            longest, turns = runner.run(_preflight(host, template, max_length))
             common = {"output_dir": str(scratch / "trainer"), "callbacks": [session.reporter]}
             if spec.algorithm == "sft":
                 pulse.enter("dataset")
-                rows = {split: runner.run(gold_rows(host, template, split, max_length)) for split in ("train", "eval")}
-                trainer = make_sft_trainer(policy, tokenizer, spec, rows, writer, **common)
+                if dataset := job.get("dataset"):
+                    rows = dataset_rows(dataset, template)
+                else:
+                    rows = {name: runner.run(gold_rows(host, template, split)) for name, split in GOLD_SPLITS.items()}
+                trainer = make_sft_trainer(policy, tokenizer, spec, rows, writer, max_length=max_length, **common)
+                session.reporter.held_out = trainer.held_out
             else:
+                session.check_memory(longest, turns)
                 session.start_engine()
                 trainer = Trainer(
                     policy,
@@ -144,15 +159,32 @@ class Session:
         self._generator: Generator | None = None
         self._synced: int | None = None
 
+    def check_memory(self, prompt: int, turns: int) -> None:
+        """Say what the run needs. FlashError(out_of_memory) where it cannot fit. `prompt` tokens are the longest."""
+        spec, limits = self.spec, self.limits
+        work = memory.Workload(
+            prompt, limits.max_tokens, turns, limits.max_length, spec.group_size, self._sequences, spec.lora_rank
+        )
+        needs, warning = memory.check(self.model_path, work, self.policy.dtype)
+        log.info("memory at most: %s", needs)
+        self.writer.event("memory", f"at most {needs}", **asdict(needs))
+        if warning:
+            log.warning("%s", warning)
+            self.writer.event("warning", warning)
+
+    @property
+    def _sequences(self) -> int:
+        """Conversations that the engine advances at once."""
+        return min(max(self.spec.batch_size * (self.spec.group_size or 1), 32), 256)
+
     def start_engine(self) -> tuple[VllmEngine, Generator]:
         """The engine and its turns; made once."""
         if self._engine is None or self._generator is None:
             self.pulse.enter("engine")
-            rollouts_per_step = self.spec.batch_size * (self.spec.group_size or 1)
             engine = self._engine = VllmEngine(
                 self.model_path,
                 max_length=self.limits.max_length,
-                max_num_seqs=min(max(rollouts_per_step, 32), 256),
+                max_num_seqs=self._sequences,
                 seed=self.spec.seed,
                 lora_rank=self.spec.lora_rank,
                 dtype=str(self.policy.dtype).removeprefix("torch."),
@@ -265,8 +297,8 @@ def summarize(groups: list[list[Rollout]]) -> Json:
     }
 
 
-async def _preflight(host: EnvironmentHost, template: ChatTemplate, max_length: int) -> None:
-    """FlashError before the first step where a task cannot be presented at all."""
+async def _preflight(host: EnvironmentHost, template: ChatTemplate, max_length: int) -> tuple[int, int]:
+    """(tokens of the longest prompt, most turns) of the first tasks; FlashError where one cannot be presented."""
     if not host.splits.get("train"):
         raise FlashError(
             "dataset_invalid",
@@ -274,7 +306,7 @@ async def _preflight(host: EnvironmentHost, template: ChatTemplate, max_length: 
             fix="give environment.dataset at least one TaskExample",
         )
 
-    async def look(index: int) -> None:
+    async def look(index: int) -> tuple[int, int]:
         opening = await host.open("train", index)
         await host.close(opening.episode)
         tokens = len(Transcript(template, opening.messages))
@@ -287,10 +319,12 @@ async def _preflight(host: EnvironmentHost, template: ChatTemplate, max_length: 
                 max_length=max_length,
                 fix="shorten the task's prompt, or raise max_length up to the model's context",
             )
+        return tokens, opening.max_turns
 
     async with asyncio.TaskGroup() as group:
-        for index in range(min(host.splits["train"], PREFLIGHT_TASKS)):
-            group.create_task(look(index))
+        looks = [group.create_task(look(index)) for index in range(min(host.splits["train"], PREFLIGHT_TASKS))]
+    prompts, turns = zip(*(task.result() for task in looks), strict=True)
+    return max(prompts), max(turns)
 
 
 def _check_errors(rollouts: list[Rollout], max_share: float) -> None:

@@ -16,7 +16,7 @@ import environments
 from environments import gate
 from environments.host import EnvironmentFault, EnvironmentHost
 from environments.sandbox import Needs
-from flash_mcp import playbook
+from flash_mcp import named, playbook
 from flash_mcp.environments import (
     NAME,
     NAME_RULE,
@@ -36,9 +36,16 @@ from flash_mcp.tools import Part, Result, Tool, report, shorten
 Template = Literal["calculator", "sort_words"]
 
 TEMPLATES = Path(environments.__file__).parent
-LOAD_TIMEOUT_S = 30.0
+LOAD_TIMEOUT_S = 25.0
+INSTALL_TIMEOUT_S = 15.0
+"""How long a call waits for an environment's packages; the installation goes on for the next call."""
 EVIDENCE_CHARACTERS = 900
 TEST_DEADLINE_S = 38.0
+
+FIXES = {
+    "not_ready": "call again in half a minute; the installation goes on meanwhile, and is made once",
+    "requirements_failed": "mend requirements.txt: names and versions that exist, and fit together and this Python",
+}
 
 Secrets = Annotated[
     list[str] | None,
@@ -161,7 +168,10 @@ async def env_push(
     name: Annotated[str, Field(min_length=1, max_length=64, description=f"Name to publish under: {NAME_RULE}.")],
     folder: Annotated[
         str | None,
-        Field(description="Folder on the server with environment.py at its top. Caches and .git are left out."),
+        Field(
+            description="Folder on the server with environment.py at its top, or reasoning-gym:DATASET. Caches and "
+            ".git are left out. Packages named in its requirements.txt are installed, once, and are all that it sees."
+        ),
     ] = None,
     files: Annotated[
         dict[str, str] | None,
@@ -208,7 +218,9 @@ def _source(folder: str | None, files: dict[str, str] | None) -> Files:
     if (folder is None) == (files is None):
         fix = "pass folder='/path/of/it', or files={'environment.py': '...', 'datasets/train.jsonl': '...'}"
         raise FlashError("invalid_argument", "either folder or files is needed, not both", fix=fix)
-    return folder_files(Path(folder)) if folder is not None else inline_files(files or {})
+    if folder is None:
+        return inline_files(files or {})
+    return named.files_of(folder) or folder_files(Path(folder))
 
 
 async def _splits(stage: Stage, args: dict[str, Any] | None, secrets: dict[str, str]) -> dict[str, int]:
@@ -216,7 +228,12 @@ async def _splits(stage: Stage, args: dict[str, Any] | None, secrets: dict[str, 
     await report("loading the environment in a child process")
     try:
         async with await EnvironmentHost.start(
-            stage.folder, args=args, secrets=secrets, start_timeout_s=LOAD_TIMEOUT_S
+            stage.folder,
+            args=args,
+            secrets=secrets,
+            start_timeout_s=LOAD_TIMEOUT_S,
+            install_timeout_s=INSTALL_TIMEOUT_S,
+            on_progress=report,
         ) as host:
             return host.splits
     except EnvironmentFault as fault:
@@ -247,7 +264,8 @@ def _register(version: Version, splits: dict[str, int] | None) -> None:
 
 async def env_test(
     environment: Annotated[
-        str | None, Field(min_length=1, description="A published environment: NAME or NAME@DIGEST.")
+        str | None,
+        Field(min_length=1, description="A published environment, NAME or NAME@DIGEST; or reasoning-gym:DATASET."),
     ] = None,
     folder: Annotated[
         str | None, Field(min_length=1, description="Instead of environment: a folder on the server, published or not.")
@@ -268,12 +286,23 @@ async def env_test(
         fix = "pass environment='NAME' for a published one, or folder='/path/of/it'"
         raise FlashError("invalid_argument", "either environment or folder is needed, not both", fix=fix)
     values = secret_values(secrets)
-    what, path = await anyio.to_thread.run_sync(_locate, environment, folder)
-    await report("checking the environment in child processes")
-    found = await gate.check(
-        path, args=environment_args, secrets=values, timeout_s=call_timeout_s, deadline_s=TEST_DEADLINE_S
-    )
+    with contextlib.ExitStack() as stack:
+        what, path = await anyio.to_thread.run_sync(_locate, environment, folder, stack)
+        await report("checking the environment in child processes")
+        try:
+            found = await gate.check(
+                path,
+                args=environment_args,
+                secrets=values,
+                timeout_s=call_timeout_s,
+                deadline_s=TEST_DEADLINE_S,
+                install_timeout_s=INSTALL_TIMEOUT_S,
+                on_progress=report,
+            )
+        except EnvironmentFault as fault:
+            raise as_flash_error(fault, what, "env_test again") from fault
     failed = [probe.name for probe in found.probes if probe.passed is False]
+    trainable = environment or (folder if folder and named.files_of(folder) else None)
     return EnvTest(
         environment=what,
         passed=found.passed,
@@ -281,11 +310,15 @@ async def env_test(
         eval_tasks=found.splits.get("eval", 0),
         seconds=round(found.seconds, 2),
         probes=[_shown(probe) for probe in found.probes],
-        next=_after_test(failed, environment, path),
+        next=_after_test(failed, trainable, path),
     )
 
 
-def _locate(environment: str | None, folder: str | None) -> tuple[str, Path]:
+def _locate(environment: str | None, folder: str | None, stack: contextlib.ExitStack) -> tuple[str, Path]:
+    """What is tested, and where it lies; until `stack` is closed where it is written for the occasion."""
+    reference = environment or folder or ""
+    if files := named.files_of(reference):
+        return reference, stack.enter_context(staged(named.published_name(reference), files)).folder
     if environment is not None:
         row = open_store().environment(environment)
         return f"{row['name']}@{row['digest']}", Path(row["path"])
@@ -323,6 +356,7 @@ def secret_values(names: Sequence[str] | None) -> dict[str, str]:
 
 def as_flash_error(fault: EnvironmentFault, environment: str, fix: str) -> FlashError:
     """A fault of environment code as the error of a tool, with the end of its traceback as evidence."""
+    fix = FIXES.get(fault.code, fix)
     evidence = f"\n{fault.traceback.strip()[-EVIDENCE_CHARACTERS:]}\n" if fault.traceback.strip() else ""
     return FlashError(fault.code, f"{fault.what}{evidence}", environment=environment, fix=fix)
 

@@ -130,7 +130,7 @@ def rollouts(
 
 def _opening(rows: list[Json]) -> list[Message]:
     """What all prompts begin with, as a rule instructions and examples; nothing for a single row."""
-    prompts = [row["messages"][: _prompt_length(row)] for row in rows] if len(rows) > 1 else []
+    prompts = [row["messages"][: prompt_length(row)] for row in rows] if len(rows) > 1 else []
     columns = takewhile(lambda column: all(each == column[0] for each in column), zip(*prompts, strict=False))
     shared: list[Json] = [column[0] for column in columns]
     texts = [_text(message.get("content")) for message in shared]
@@ -141,7 +141,7 @@ def _opening(rows: list[Json]) -> list[Message]:
     ]
 
 
-def _prompt_length(row: Json) -> int:
+def prompt_length(row: Json) -> int:
     """Messages before the model's first turn; examples within the prompt are assistant messages too."""
     messages: list[Json] = row["messages"]
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]

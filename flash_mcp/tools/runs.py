@@ -20,15 +20,17 @@ from pydantic import Field
 from environments import sandbox
 from environments.host import EnvironmentFault, EnvironmentHost
 from environments.sandbox import Needs
-from flash_mcp import catalog, queue, vault
+from flash_mcp import catalog, datasets, named, queue, vault
 from flash_mcp.catalog import ModelCard
+from flash_mcp.curation import prompt_digest, read_held_out
+from flash_mcp.datasets import Dataset
 from flash_mcp.errors import FlashError
 from flash_mcp.runfolder import Json
 from flash_mcp.spec import ResolvedSpec, RunSpec, read_toml, resolve, validate
 from flash_mcp.store import EnvironmentRow, RunRow, Store, open_store
 from flash_mcp.supervisor import ensure_supervisor
 from flash_mcp.tools import Part, Result, Tool, report, to_text
-from flash_mcp.tools.environments import as_flash_error, secret_values
+from flash_mcp.tools.environments import INSTALL_TIMEOUT_S, as_flash_error, secret_values
 
 CHARACTERS_PER_TOKEN = 3.5
 """Of English in common vocabularies; the control plane has no tokenizer."""
@@ -43,10 +45,11 @@ class Estimate(Part):
 
     steps: int = Field(description="Optimizer steps.")
     rollouts: int | None = Field(default=None, description="Conversations generated (grpo).")
-    examples: int | None = Field(default=None, description="Gold answers trained on, repeats counted (sft).")
+    examples: int | None = Field(default=None, description="Conversations trained on, repeats counted (sft).")
     train_tasks: int = Field(description="Rows of the train split.")
     eval_tasks: int = Field(description="Rows of the eval split.")
-    passes: float = Field(description="How often each train row is seen on average.")
+    dataset_rows: int | None = Field(default=None, description="Rows of the dataset, if there is one (sft).")
+    passes: float = Field(description="How often each row is seen on average.")
     prompt_tokens_about: int = Field(description="First prompt of a few tasks, estimated from its characters.")
     tokens_at_most: int | None = Field(default=None, description="Tokens generated if every turn used max_tokens.")
     seconds_about: int | None = Field(default=None, description="From the speed of `seconds_from`; else unknown.")
@@ -139,7 +142,7 @@ async def train(
     ] = None,
     **fields: Any,
 ) -> Train:
-    """Start a training run (GRPO on the environment's reward, or SFT on its gold answers); returns its run_id at once.
+    """Start a training run (GRPO on a reward, or SFT on gold answers or a curated dataset); returns its run_id at once.
 
     Loads the environment in a child process first, so that a broken one is refused here. Fields left out take the
     recipe's value; the result says which value each has. The run goes on when the client ends. Progress: status.
@@ -153,15 +156,18 @@ async def start(
     given: dict[str, Any], *, config: str | None, validate_only: bool, idempotency_key: str | None
 ) -> Train:
     """`train`, with its fields as a dict."""
-    resolved, card = _resolved(given, config)
+    resolved, card, dataset = await anyio.to_thread.run_sync(_resolved, given, config)
     spec, store = resolved.spec, open_store()
-    environment = await anyio.to_thread.run_sync(store.environment, spec.environment)
+    environment = await anyio.to_thread.run_sync(named.environment, store, spec.environment)
     adapter = await anyio.to_thread.run_sync(_init_adapter, store, spec, card)
     _check_machine()
     await report("loading the environment in a child process")
-    splits, prompt_tokens = await _probe(spec, environment)
+    splits, prompt_tokens = await _probe(spec, environment, dataset)
     notes = _check_lengths(spec, card, prompt_tokens)
-    estimate = await anyio.to_thread.run_sync(_estimate, store, spec, environment, splits, prompt_tokens)
+    rows = len(dataset.rows()) if dataset else None
+    estimate = await anyio.to_thread.run_sync(_estimate, store, spec, environment, splits, prompt_tokens, rows)
+    if dataset and dataset.manifest["allow_eval_tasks"] and dataset.manifest["counts"]["eval_tasks"]:
+        notes.append(f"{dataset.reference} may hold eval tasks: a better evaluation afterwards may be memory")
     result = functools.partial(
         Train,
         environment=f"{environment['name']}@{environment['digest']}",
@@ -175,7 +181,10 @@ async def start(
     if validate_only:
         next_step = "call train again without validate_only to start it"
         return result(state="validated", created=False, next=next_step)
-    run, created = await anyio.to_thread.run_sync(queue.enqueue, store, resolved, environment, adapter, idempotency_key)
+    pinned = dataset.pinned() if dataset else None
+    run, created = await anyio.to_thread.run_sync(
+        queue.enqueue, store, resolved, environment, adapter, idempotency_key, pinned
+    )
     await anyio.to_thread.run_sync(ensure_supervisor, store.base)
     if spec.secrets:
         await anyio.to_thread.run_sync(vault.give, store.base, run["id"], secret_values(spec.secrets))
@@ -183,7 +192,7 @@ async def start(
     return result(run_id=run["id"], state=run["state"], created=created, next=next_step)
 
 
-def _resolved(given: dict[str, Any], config: str | None) -> tuple[ResolvedSpec, ModelCard]:
+def _resolved(given: dict[str, Any], config: str | None) -> tuple[ResolvedSpec, ModelCard, Dataset | None]:
     from_file = read_toml(Path(config).expanduser()) if config else {}
     if "environment" not in from_file | given:
         fix = "pass environment=NAME, as returned by env_push; catalog lists what was pushed"
@@ -191,13 +200,16 @@ def _resolved(given: dict[str, Any], config: str | None) -> tuple[ResolvedSpec, 
     fields = from_file | given
     spec = validate(fields)
     card = catalog.find(spec.model)
-    if card.name != spec.model:  # a relative folder or another spelling: it has to mean the same everywhere
-        spec = validate({**fields, "model": card.name})
+    dataset = datasets.find(spec.dataset) if spec.dataset else None
+    pinned = {"model": card.name, "dataset": dataset.reference if dataset else None}
+    # A relative folder or another spelling: it has to mean the same everywhere.
+    if other := {name: value for name, value in pinned.items() if getattr(spec, name) != value}:
+        spec = validate({**fields, **other})
     resolved = resolve(spec, file_fields=frozenset(from_file) - frozenset(given))
     if resolved.spec.max_length is None and card.context:
         room = {"max_length": min(card.context, DEFAULT_MAX_LENGTH)}
         resolved = resolved.model_copy(update={"spec": resolved.spec.model_copy(update=room)})
-    return resolved, card
+    return resolved, card, dataset
 
 
 def _check_machine() -> None:
@@ -207,7 +219,7 @@ def _check_machine() -> None:
         raise FlashError("engine_missing", f"not installed here: {', '.join(missing)}", fix=fix)
 
 
-async def _probe(spec: RunSpec, environment: EnvironmentRow) -> tuple[dict[str, int], int]:
+async def _probe(spec: RunSpec, environment: EnvironmentRow, dataset: Dataset | None) -> tuple[dict[str, int], int]:
     """The environment's split sizes, and the tokens of its longest prompt among a few, by loading it for real."""
     secrets = secret_values(spec.secrets)
     try:
@@ -217,13 +229,17 @@ async def _probe(spec: RunSpec, environment: EnvironmentRow) -> tuple[dict[str, 
             secrets=secrets,
             timeout_s=min(spec.env_timeout_s or PROBE_TIMEOUT_S, PROBE_TIMEOUT_S),
             start_timeout_s=PROBE_TIMEOUT_S,
+            install_timeout_s=INSTALL_TIMEOUT_S,
+            on_progress=report,
         ) as host:
             longest = 0
             for index in range(min(4, host.splits["train"])):
                 opening = await host.open("train", index)
                 longest = max(longest, sum(len(str(message.get("content"))) for message in opening.messages))
                 await host.close(opening.episode)
-            if spec.algorithm == "sft":
+            if dataset:
+                await _check_contamination(host, spec, environment, dataset)
+            elif spec.algorithm == "sft":
                 await host.gold("train", 0)
             splits = dict(host.splits)
     except EnvironmentFault as fault:
@@ -239,6 +255,26 @@ async def _probe(spec: RunSpec, environment: EnvironmentRow) -> tuple[dict[str, 
 def _asks(environment: EnvironmentRow) -> list[str]:
     asked = Needs.of(Path(environment["path"])).asked()
     return [f"the environment's {sandbox.FILE} asks for {to_text(asked)}"] if asked else []
+
+
+async def _check_contamination(
+    host: EnvironmentHost, spec: RunSpec, environment: EnvironmentRow, dataset: Dataset
+) -> None:
+    """FlashError(dataset_invalid) where the dataset shows eval prompts of an environment it was not curated with."""
+    made_with = dataset.manifest["environment"]
+    here = {"name": environment["name"], "digest": environment["digest"], "args": spec.environment_args or {}}
+    if made_with == here or dataset.manifest["allow_eval_tasks"]:
+        return
+    prompts = (await read_held_out(host)).prompts
+    rows = [row for row in dataset.rows() if prompt_digest(row["messages"][: row["prompt_messages"]]) in prompts]
+    if rows:
+        raise FlashError(
+            "dataset_invalid",
+            f"{len(rows)} rows show prompts of the eval split of {here['name']}@{here['digest']}, for instance task "
+            f"{rows[0]['provenance']['task_id']}; the dataset was made with {made_with['name']}@{made_with['digest']}",
+            dataset=dataset.reference,
+            fix="train on the version that it was made with, or curate it from runs of this one",
+        )
 
 
 def _check_lengths(spec: RunSpec, card: ModelCard, prompt_tokens: int) -> list[str]:
@@ -265,9 +301,14 @@ def _check_lengths(spec: RunSpec, card: ModelCard, prompt_tokens: int) -> list[s
 
 
 def _estimate(
-    store: Store, spec: RunSpec, environment: EnvironmentRow, splits: dict[str, int], prompt_tokens: int
+    store: Store,
+    spec: RunSpec,
+    environment: EnvironmentRow,
+    splits: dict[str, int],
+    prompt_tokens: int,
+    dataset_rows: int | None,
 ) -> Estimate:
-    tasks, batch = splits["train"], spec.batch_size or 1
+    tasks, batch = dataset_rows or splits["train"], spec.batch_size or 1
     steps = spec.steps or math.ceil(tasks * (spec.epochs or 1.0) / batch)
     rollouts = steps * batch * (spec.group_size or 1) if spec.algorithm == "grpo" else None
     seconds, basis = _speed(store, spec, environment)
@@ -275,8 +316,9 @@ def _estimate(
         steps=steps,
         rollouts=rollouts,
         examples=steps * batch if rollouts is None else None,
-        train_tasks=tasks,
+        train_tasks=splits["train"],
         eval_tasks=splits.get("eval", 0),
+        dataset_rows=dataset_rows,
         passes=round(steps * batch / tasks, 2),
         prompt_tokens_about=prompt_tokens,
         tokens_at_most=rollouts * (spec.max_tokens or 0) if rollouts else None,
@@ -299,7 +341,7 @@ def _speed(store: Store, spec: RunSpec, environment: EnvironmentRow) -> tuple[fl
 def _advice(spec: RunSpec, estimate: Estimate) -> list[str]:
     notes: list[str] = []
     if estimate.passes > 20:
-        notes.append(f"each train row will be seen {estimate.passes:.0f} times: more rows would be better")
+        notes.append(f"each row will be seen {estimate.passes:.0f} times: more rows would be better")
     if spec.algorithm == "grpo" and not (spec.eval_before and spec.eval_after) and estimate.eval_tasks:
         notes.append("without eval_before and eval_after nothing will tell whether held-out success changed")
     if (spec.eval_before or spec.eval_after) and estimate.eval_tasks < 50:
