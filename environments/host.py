@@ -450,10 +450,10 @@ class _Child(asyncio.SubprocessProtocol):
             reply = json.loads(line)
             number, is_fault = reply["number"], "fault" in reply
             value = self._redactor.value(reply["fault" if is_fault else "value"])
+            future = self._pending.get(number)
         except (ValueError, KeyError, TypeError, RecursionError):
             self.kill("it sent what is no reply: code wrote to the descriptor that answers go through")
             return
-        future = self._pending.get(number)
         if future is None or future.done():
             return
         if is_fault:

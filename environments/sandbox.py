@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 FILE = "environment.toml"
 STACK_BYTES = 8 << 20
@@ -368,7 +368,7 @@ def _filter_calls(*, allow_sockets: bool) -> str:
         steps += [(EQUAL, 0, 1, number), (RETURN, 0, 0, REFUSE | error)]
     steps += [(RETURN, 0, 0, ALLOW)]
     code = b"".join(struct.pack("HBBI", *step) for step in steps)
-    program = _Program(len(steps), ctypes.cast(ctypes.c_char_p(code), ctypes.c_char_p))
+    program = _Program(len(steps), code)
     try:
         _checked(_libc.prctl(PR_SET_SECCOMP, 2, ctypes.byref(program), 0, 0))
     except OSError as error:

@@ -121,11 +121,9 @@ def missing(run_id: str, names: Sequence[str]) -> FlashError:
     """What a run that waits for secrets is told to say."""
     return FlashError(
         "secret_missing",
-        f"the run waits for the secrets {', '.join(names)}: their values are kept in memory alone, and the supervisor "
-        "that had them has ended",
+        f"the run waits for the secrets {', '.join(names)}: only memory holds them, and the supervisor that had them ended",
         run_id=run_id,
-        fix="set them in the environment of this server, start it anew and ask for the run's status: that hands them on; "
-        "or cancel the run",
+        fix="start this server with them in its environment and ask for the run's status, or cancel the run",
     )
 
 

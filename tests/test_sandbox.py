@@ -107,9 +107,6 @@ async def test_it_writes_to_its_temporary_folder_alone_and_that_is_removed(tmp_p
         targets = (tmp_path / "environment" / "x", outside / "x", "/dev/x", "/etc/x", "/usr/x", Path.home() / "x")
         for target in map(str, targets):
             assert (await attack.fault(f"open({target!r}, 'w')")).code == "environment_access", target
-        assert (await attack.fault("import os; os.chmod('environment.py', 0o777)")).code == "environment_access" or (
-            os.getuid() != 0
-        )
         assert (await attack.fault("import os; os.remove('environment.py')")).code == "environment_access"
         code = """
             import os, subprocess, tempfile
@@ -423,7 +420,7 @@ async def test_numpy_and_its_threads_work(tmp_path: Path) -> None:
 
 
 async def test_a_call_behind_the_walls_costs_what_it_cost_before(tmp_path: Path) -> None:
-    """The walls are the kernel's: nothing is done for a call. A generous bound; docs/reliability.md has the figure."""
+    """The walls are the kernel's: nothing is done for a call, but to search what it says for secrets."""
     environment_folder(tmp_path, "", returns="Echo()")
     async with await EnvironmentHost.start(tmp_path, secrets={"KEY": "a-secret-of-usual-length"}) as host:
         opening = await host.open("train", 0)
