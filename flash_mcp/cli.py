@@ -1,4 +1,4 @@
-"""The command line: `flash-mcp serve | supervise | demo | doctor | curve`, and every tool as a command.
+"""The command line: `flash-mcp serve | supervise | demo | doctor | curve | report`, and every tool as a command.
 
 Results go to stdout, everything else to stderr. Exit codes: 0 done, 1 refused or failed, 2 wrong usage; with --follow
 3 when the run failed and 4 when it was cancelled; 130 after Ctrl-C.
@@ -35,6 +35,7 @@ POSITIONAL = {
     "chat": "message",
     "env_push": "folder",
     "env_test": "folder",
+    "evaluate": "environment",
     "status": "run_id",
     "train": "config",
     "undeploy": "deployment",
@@ -86,7 +87,7 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"flash-mcp {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND")
-    for add in (_add_serve, _add_supervise, _add_demo, _add_doctor, _add_curve):
+    for add in (_add_serve, _add_supervise, _add_demo, _add_doctor, _add_curve, _add_report, _add_backup, _add_restore):
         add(commands)
     own = set(cast("dict[str, Any]", commands.choices))
     if next((word for word in given if not word.startswith("-")), None) not in own:
@@ -223,6 +224,49 @@ def curve(arguments: argparse.Namespace) -> None:
         _say(str(arguments.png))
 
 
+def _add_report(commands: Any) -> None:
+    parser = commands.add_parser("report", help="a run as one HTML page: health, curves, rollouts, lineage, values")
+    parser.add_argument("run_id", metavar="RUN_ID")
+    parser.add_argument("--out", type=Path, default=None, metavar="FILE", help="where to; default: ./RUN_ID.html")
+    parser.set_defaults(run=report)
+
+
+def report(arguments: argparse.Namespace) -> None:
+    """Write the page and print where it lies."""
+    from flash_mcp import report as page  # noqa: PLC0415
+    from flash_mcp.store import open_store  # noqa: PLC0415
+
+    text = page.html(open_store(), arguments.run_id)
+    out = arguments.out or Path(f"{arguments.run_id}.html")
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        fix = "choose a file that you may write with --out"
+        raise FlashError("invalid_argument", f"cannot write there: {error}", out=out, fix=fix) from error
+    _say(str(out))
+
+
+def _add_backup(commands: Any) -> None:
+    parser = commands.add_parser("backup", help="save runs, environments and the database to one file, while in use")
+    parser.add_argument("file", type=Path, metavar="FILE", help="archive to write; compressed where it ends with .gz")
+    parser.set_defaults(run=functools.partial(_archive, "backup"))
+
+
+def _add_restore(commands: Any) -> None:
+    parser = commands.add_parser("restore", help="bring a backup into an empty state directory; runs go on from there")
+    parser.add_argument("file", type=Path, metavar="FILE", help="archive that `flash-mcp backup` wrote")
+    parser.set_defaults(run=functools.partial(_archive, "restore"))
+
+
+def _archive(command: str, arguments: argparse.Namespace) -> None:
+    """Back up or restore FLASH_HOME and say what there was."""
+    from flash_mcp import backup  # noqa: PLC0415
+    from flash_mcp.home import home  # noqa: PLC0415
+
+    act = {"backup": backup.backup, "restore": backup.restore}[command]
+    _say("\n".join(render(vars(act(home(), arguments.file.absolute())))))
+
+
 # -- tools as commands ------------------------------------------------------------------------------------------------
 
 
@@ -244,7 +288,7 @@ def _add_tool(commands: Any, tool: Tool) -> None:
     if tool.name == "train":
         text = "any field, as in the TOML file: --set steps=300 --set train.temperature=0.8"
         parser.add_argument("--set", action="append", default=[], dest="assignments", metavar="FIELD=VALUE", help=text)
-    if tool.name in ("train", "status"):
+    if tool.name in ("train", "status", "evaluate"):
         parser.add_argument("--follow", action="store_true", help="stay until the run has ended; Ctrl-C only detaches")
     options = [f"--{name.replace('_', '-')}" for name in tool.signature.parameters]
     parser.set_defaults(run=functools.partial(_run_tool, tool), options=options)

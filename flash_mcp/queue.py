@@ -18,26 +18,31 @@ from typing import Any, Literal, cast
 
 from flash_mcp.errors import FlashError
 from flash_mcp.home import runs_dir
+from flash_mcp.lineage import code_version
 from flash_mcp.runfolder import Json, RunFolder
-from flash_mcp.spec import ResolvedSpec
+from flash_mcp.spec import ResolvedEval, ResolvedSpec
 from flash_mcp.store import ACTIVE, EnvironmentRow, RunRow, Store
 
 EndState = Literal["succeeded", "failed", "cancelled"]
+MAX_DELAY_S = 60.0
+"""The longest that `requeue` lets a run wait."""
 ID_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 
 
 def enqueue(
     store: Store,
-    resolved: ResolvedSpec,
+    resolved: ResolvedSpec | ResolvedEval,
     environment: EnvironmentRow,
     init_adapter: Json | None = None,
     idempotency_key: str | None = None,
     dataset: Json | None = None,
+    lineage: Json | None = None,
 ) -> tuple[RunRow, bool]:
     """The new run, and True; or, where the key was used before by the same spec, that run, and False.
 
     The stored spec names the environment as NAME@DIGEST. Raises FlashError(idempotency_conflict) where the key belongs
-    to another spec. Nothing but a row is made: the supervisor writes the run folder.
+    to another spec. `lineage` is kept with the run beside the code's version. Nothing but a row is made: the
+    supervisor writes the run folder.
     """
     spec = resolved.spec.model_dump()
     digest = hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()
@@ -59,6 +64,7 @@ def enqueue(
                 "sources": resolved.sources,
                 "init_adapter": init_adapter,
                 "dataset": dataset,
+                "lineage": {"code": code_version(), **(lineage or {})},
                 "idempotency_key": idempotency_key,
                 "request_digest": digest,
                 "folder": str(runs_dir(store.base) / run_id),
@@ -85,6 +91,7 @@ def job(run: RunRow) -> Json:
         "model": run["model"],
         "init_adapter": run["init_adapter"],
         "dataset": run["dataset"],
+        "lineage": run["lineage"],
         "created": run["created"],
     }
 
@@ -99,10 +106,11 @@ def claim(store: Store, waiting: Collection[str] = ()) -> RunRow | None:
         rows = store.query(
             """UPDATE runs SET state = 'starting', attempt = attempt + 1, started = coalesce(started, ?), updated = ?
                WHERE state = 'queued' AND id = (
-                   SELECT id FROM runs WHERE state = 'queued' AND not_before <= ?
+                   SELECT id FROM runs WHERE state = 'queued' AND (not_before <= ? OR not_before > ?)
                    AND id NOT IN (SELECT value FROM json_each(?)) ORDER BY created, id LIMIT 1)
                RETURNING *""",
-            [now, now, now, json.dumps(list(waiting))],
+            # Nobody waits longer than the longest delay: then the clock was set back.
+            [now, now, now, now + MAX_DELAY_S, json.dumps(list(waiting))],
         )
     return cast(RunRow, rows[0]) if rows else None
 
@@ -124,11 +132,14 @@ def record_beat(store: Store, run_id: str, attempt: int, *, step: int, phase: st
 
 
 def requeue(store: Store, run_id: str, attempt: int, error: FlashError, *, delay_s: float = 0.0) -> bool:
-    """The attempt was lost: let another one start after `delay_s`. False where none is left, or a cancel is wanted."""
+    """The attempt was lost: let another start after `delay_s`, at most MAX_DELAY_S.
+
+    False where none is left, or a cancel is wanted.
+    """
     return _update(
         store,
         "state = 'queued', phase = NULL, beat = NULL, error = ?, not_before = ?",
-        [json.dumps(error.to_dict(), default=str), time.time() + delay_s],
+        [json.dumps(error.to_dict(), default=str), time.time() + min(delay_s, MAX_DELAY_S)],
         run_id,
         attempt,
         ("starting", "running"),

@@ -18,7 +18,7 @@ from flash_mcp.errors import FlashError
 Algorithm = Literal["grpo", "sft"]
 LossType = Literal["dr_grpo", "grpo", "bnpo", "dapo"]
 ImportanceSampling = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "none"]
-Source = Literal["argument", "file", "recipe", "default"]
+Source = Literal["argument", "file", "run", "recipe", "default"]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -252,6 +252,52 @@ class ResolvedSpec(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     spec: RunSpec
+    sources: dict[str, Source]
+
+
+class EvalSpec(BaseModel):
+    """What job.json holds of an evaluation: a run of `algorithm` eval. The evaluate tool fills in every value.
+
+    `checkpoint` (RUN@STEP) only says where the adapter came from; `step` is that step, 0 for a model that was not
+    trained, and what the result is filed under. `tasks` are places within the split. `steps` is how many attempts there
+    are in all: an evaluation's step is one attempt.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    algorithm: Literal["eval"] = "eval"
+    environment: str
+    model: str
+    checkpoint: str | None = None
+    step: int = 0
+    split: str = "eval"
+    tasks: list[int]
+    attempts: int
+    steps: int
+    temperature: float
+    top_p: float
+    max_tokens: int
+    max_length: int | None
+    stop_sequences: list[str]
+    thinking: bool
+    seed: int
+    lora_rank: int
+    lora_alpha: int
+    environment_args: dict[str, Any]
+    secrets: list[str]
+    env_timeout_s: float
+    env_concurrency: int
+    max_error_share: float
+    max_attempts: int
+    stall_timeout_s: float
+
+
+class ResolvedEval(BaseModel):
+    """An evaluation with every value filled in, and where each is from: "run" is the run whose checkpoint it is of."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    spec: EvalSpec
     sources: dict[str, Source]
 
 

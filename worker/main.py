@@ -2,17 +2,20 @@
 
     python -m worker.main RUN_FOLDER --attempt N
 
-Reads job.json, claims epoch N, trains, and ends the run with result.json. Exit code 0 says that result.json was
-written; after anything else the supervisor starts attempt N + 1, which goes on from the last good checkpoint.
+Reads job.json, claims epoch N, trains or evaluates, and ends the run with result.json. Exit code 0 says that
+result.json was written; after anything else the supervisor starts attempt N + 1, which goes on from the last good
+checkpoint, or from the attempts at tasks that were recorded.
 """
 
 from __future__ import annotations
 
 import argparse
 import errno
+import hashlib
 import logging
 import os
 import resource
+import shutil
 import sys
 import tempfile
 import time
@@ -52,10 +55,14 @@ def main() -> int:
     started = time.monotonic()
     try:
         _prepare_process()
-        from worker.run import train  # noqa: PLC0415  torch and vLLM read the environment that was just prepared
+        # Only now: torch and vLLM read the environment that was just prepared.
+        if spec.algorithm == "eval":
+            from worker.evaluate import evaluate as work  # noqa: PLC0415
+        else:
+            from worker.run import train as work  # noqa: PLC0415
 
-        with tempfile.TemporaryDirectory(prefix="flash-") as scratch:
-            step = train(job, spec, writer, pulse, Path(scratch))
+        with tempfile.TemporaryDirectory(prefix=_sweep_scratch(folder.url)) as scratch:
+            step = work(job, spec, writer, pulse, Path(scratch))
         state, error = "cancelled" if pulse.cancelled.is_set() else "succeeded", None
     except Cancelled:
         state, error, step = "cancelled", None, pulse.step
@@ -68,8 +75,17 @@ def main() -> int:
     pulse.stop()
     if error:
         writer.event("error", str(error))
-    writer.commit_result(state, step, error, seconds=round(time.monotonic() - started, 1), retryable=False)
+    seconds = round(time.monotonic() - started, 1)
+    writer.commit_result(state, step, error, seconds=seconds, retryable=bool(error and _was_struck(error)))
     return 0
+
+
+def _sweep_scratch(url: str) -> str:
+    """Remove what killed attempts of this run left in the temporary folder; the prefix for this one's."""
+    prefix = f"flash-{hashlib.sha256(url.encode()).hexdigest()[:12]}-"
+    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    return prefix
 
 
 def _prepare_process() -> None:
@@ -118,6 +134,11 @@ def _explain(error: BaseException, phase: str) -> FlashError:
         f"{type(error).__name__} during {phase}: {error}",
         fix="read the end of the attempt's log in status; report it if it is not your environment's",
     )
+
+
+def _was_struck(error: FlashError) -> bool:
+    """Whether the environment's process was killed: that may be no fault of its code, and another attempt may live."""
+    return error.code.startswith("environment_") and "killed by SIG" in error.what
 
 
 def _is_memory(error: BaseException) -> bool:

@@ -27,7 +27,7 @@ from flash_mcp.errors import FlashError
 
 CALL_TIMEOUT_S = 45.0
 RESULT_CHARACTERS = 8_000
-MODULES = ("catalog", "environments", "runs", "status", "rollouts", "curation", "serving")
+MODULES = ("catalog", "environments", "runs", "status", "rollouts", "evaluation", "curation", "serving")
 
 
 class Part(BaseModel):

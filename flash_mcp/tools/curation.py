@@ -13,12 +13,12 @@ from environments.host import EnvironmentFault, EnvironmentHost
 from flash_mcp import curation, datasets
 from flash_mcp.curation import Attempt, Counts, Curated, HeldOut, Plan, Select, Source
 from flash_mcp.errors import FlashError
+from flash_mcp.evaluations import prompt_length
 from flash_mcp.runfolder import Json, RunFolder
 from flash_mcp.store import RunRow, Store, open_store
 from flash_mcp.task_filter import compile_filter
 from flash_mcp.tools import Part, Result, Tool, report, shorten
-from flash_mcp.tools.environments import as_flash_error, secret_values
-from flash_mcp.tools.rollouts import prompt_length
+from flash_mcp.tools.loading import INSTALL_TIMEOUT_S, as_flash_error, secret_values
 
 LOAD_TIMEOUT_S = 20.0
 EXAMPLES = 3
@@ -183,6 +183,7 @@ async def _held_out(store: Store, row: RunRow) -> HeldOut:
             secrets=secret_values(spec.get("secrets")),
             timeout_s=LOAD_TIMEOUT_S,
             start_timeout_s=LOAD_TIMEOUT_S,
+            install_timeout_s=INSTALL_TIMEOUT_S,
         ) as host:
             return await curation.read_held_out(host)
     except EnvironmentFault as fault:
@@ -262,7 +263,7 @@ def _notes(curated: Curated, plan: Plan, held_out: HeldOut) -> list[str]:
             "told by id and question alone"
         )
     if counts.insufficient:
-        notes.append(f"{counts.insufficient} tasks have fewer attempts than pass@k needs: evaluate with more of them")
+        notes.append(f"{counts.insufficient} tasks have fewer attempts than pass@k needs: make more of them")
     if plan.holdout and curated.train and not curated.holdout:
         notes.append(f"no task fell into the holdout of {plan.holdout:.0%}: too few tasks")
     wrong = sum(not plan.is_correct(attempt) for attempt in curated.train)

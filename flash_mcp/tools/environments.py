@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Sequence
+import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,6 +16,7 @@ import environments
 from environments import gate
 from environments.host import EnvironmentFault, EnvironmentHost
 from environments.sandbox import Needs
+from environments.splits import Overlap, overlap
 from flash_mcp import named, playbook
 from flash_mcp.environments import (
     NAME,
@@ -29,33 +30,27 @@ from flash_mcp.environments import (
     staged,
 )
 from flash_mcp.errors import FlashError
+from flash_mcp.evaluations import find_subject
 from flash_mcp.runfolder import disk_error
-from flash_mcp.store import open_store
+from flash_mcp.store import EnvironmentRow, open_store
 from flash_mcp.tools import Part, Result, Tool, report, shorten
+from flash_mcp.tools.loading import (
+    EVIDENCE_CHARACTERS,
+    INSTALL_TIMEOUT_S,
+    Arguments,
+    Secrets,
+    as_flash_error,
+    check_machine,
+    contamination_note,
+    secret_values,
+)
+from flash_mcp.tools.preflight import GROUP_SIZE, SAMPLE_LIMIT_S, Sample, after_sample, sample_groups
 
 Template = Literal["calculator", "sort_words"]
 
 TEMPLATES = Path(environments.__file__).parent
 LOAD_TIMEOUT_S = 25.0
-INSTALL_TIMEOUT_S = 15.0
-"""How long a call waits for an environment's packages; the installation goes on for the next call."""
-EVIDENCE_CHARACTERS = 900
 TEST_DEADLINE_S = 38.0
-
-FIXES = {
-    "not_ready": "call again in half a minute; the installation goes on meanwhile, and is made once",
-    "requirements_failed": "mend requirements.txt: names and versions that exist, and fit together and this Python",
-}
-
-Secrets = Annotated[
-    list[str] | None,
-    Field(
-        max_length=64,
-        description="Names of environment variables of the server that the environment's process may see. Values are "
-        "never stored.",
-    ),
-]
-Arguments = Annotated[dict[str, Any] | None, Field(description="Keyword arguments of load_environment.")]
 
 
 class EnvSetup(Result):
@@ -78,6 +73,9 @@ class EnvPush(Result):
     )
     files: int = Field(description="Number of files.")
     size_bytes: int = Field(description="Size of all files.")
+    contaminated: str | None = Field(
+        default=None, description="Present where eval tasks are train tasks too: how many, and which."
+    )
 
 
 class Probe(Part):
@@ -98,6 +96,7 @@ class EnvTest(Result):
     eval_tasks: int = Field(description="Rows of the eval split; 0 where there is none.")
     seconds: float = Field(description="Time that all checks took.")
     probes: list[Probe] = Field(description="Every check, in order.")
+    sample: Sample | None = Field(default=None, description="With model: what it does on a few train tasks.")
 
 
 # -- env_setup --------------------------------------------------------------------------------------------------------
@@ -198,7 +197,7 @@ async def env_push(
     with contextlib.ExitStack() as stack:
         stage = await anyio.to_thread.run_sync(stack.enter_context, staged(name, source))
         asks = _asks(stage.folder)
-        splits = await _splits(stage, environment_args, values) if load else None
+        splits, shared = await _splits(stage, environment_args, values) if load else (None, None)
         version = await anyio.to_thread.run_sync(stage.commit)
         await anyio.to_thread.run_sync(_register, version, splits)
     reference = f"{version.name}@{version.digest}"
@@ -210,7 +209,10 @@ async def env_push(
         asks=asks or None,
         files=version.files,
         size_bytes=version.size_bytes,
-        next=f"train(environment={name!r}, validate_only=true); before that env_test, if not done yet",
+        contaminated=contamination_note(shared) if shared else None,
+        next="take the shared tasks out of one of the splits, env_test and env_push again"
+        if shared and shared.shared
+        else f"train(environment={name!r}, validate_only=true); before that env_test, if not done yet",
     )
 
 
@@ -223,8 +225,8 @@ def _source(folder: str | None, files: dict[str, str] | None) -> Files:
     return named.files_of(folder) or folder_files(Path(folder))
 
 
-async def _splits(stage: Stage, args: dict[str, Any] | None, secrets: dict[str, str]) -> dict[str, int]:
-    """{"train": tasks, "eval": tasks} of what is about to be published, by loading it."""
+async def _splits(stage: Stage, args: dict[str, Any] | None, secrets: dict[str, str]) -> tuple[dict[str, int], Overlap]:
+    """{"train": tasks, "eval": tasks} of what is about to be published, and what they share, by loading it."""
     await report("loading the environment in a child process")
     try:
         async with await EnvironmentHost.start(
@@ -235,7 +237,7 @@ async def _splits(stage: Stage, args: dict[str, Any] | None, secrets: dict[str, 
             install_timeout_s=INSTALL_TIMEOUT_S,
             on_progress=report,
         ) as host:
-            return host.splits
+            return host.splits, await overlap(host)
     except EnvironmentFault as fault:
         fix = "mend it and push again; load=false publishes it unseen"
         raise as_flash_error(fault, stage.parent.name, f"nothing was published: {fix}") from fault
@@ -273,6 +275,17 @@ async def env_test(
     call_timeout_s: Annotated[
         float, Field(gt=0, le=20, description="Deadline of one call into environment code, in seconds; default 5.")
     ] = 5.0,
+    model: Annotated[
+        str | None,
+        Field(
+            min_length=1,
+            description="Once all checks pass, let this base model generate a few groups of train tasks, and say "
+            "whether training on them could teach it anything. Default: no model.",
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int | None, Field(ge=1, le=131_072, description="With model: tokens of one turn; default 512.")
+    ] = None,
     environment_args: Arguments = None,
     secrets: Secrets = None,
 ) -> EnvTest:
@@ -280,12 +293,13 @@ async def env_test(
 
     Checks the contract, that gold answers are successes, that junk, empty, None, truncated and prompt-echo answers
     neither pay nor raise, that episodes do not disturb each other, that two fresh processes agree, and how long calls
-    take. No model is involved and nothing is published. A failed check is a result, not an error; each has a fix.
+    take. Nothing is published. A failed check is a result, not an error; each has a fix.
     """
     if (environment is None) == (folder is None):
         fix = "pass environment='NAME' for a published one, or folder='/path/of/it'"
         raise FlashError("invalid_argument", "either environment or folder is needed, not both", fix=fix)
-    values = secret_values(secrets)
+    started, values = time.monotonic(), secret_values(secrets)
+    sample = None
     with contextlib.ExitStack() as stack:
         what, path = await anyio.to_thread.run_sync(_locate, environment, folder, stack)
         await report("checking the environment in child processes")
@@ -301,7 +315,20 @@ async def env_test(
             )
         except EnvironmentFault as fault:
             raise as_flash_error(fault, what, "env_test again") from fault
-    failed = [probe.name for probe in found.probes if probe.passed is False]
+        failed = [probe.name for probe in found.probes if probe.passed is False]
+        if model is not None and not failed:
+            subject = await anyio.to_thread.run_sync(find_subject, open_store(), model)
+            check_machine()
+            version = await anyio.to_thread.run_sync(_version, environment, path)
+            sample = await sample_groups(
+                open_store(),
+                version,
+                subject,
+                tasks=found.splits["train"],
+                group_size=GROUP_SIZE,
+                given={"max_tokens": max_tokens, "environment_args": environment_args, "secrets": secrets},
+                deadline=started + SAMPLE_LIMIT_S,
+            )
     trainable = environment or (folder if folder and named.files_of(folder) else None)
     return EnvTest(
         environment=what,
@@ -310,7 +337,8 @@ async def env_test(
         eval_tasks=found.splits.get("eval", 0),
         seconds=round(found.seconds, 2),
         probes=[_shown(probe) for probe in found.probes],
-        next=_after_test(failed, trainable, path),
+        sample=sample,
+        next=after_sample(sample) if sample else _after_test(failed, trainable, path),
     )
 
 
@@ -329,6 +357,18 @@ def _locate(environment: str | None, folder: str | None, stack: contextlib.ExitS
     return str(path), path
 
 
+def _version(environment: str | None, path: Path) -> EnvironmentRow:
+    """What a worker loads. A folder is copied as it is now, under no name that others would find."""
+    if environment is not None and named.files_of(environment) is None:
+        return open_store().environment(environment)
+    name = path.name if NAME.fullmatch(path.name) else "unpublished"
+    with staged(name, folder_files(path)) as stage:
+        version = stage.commit()
+    return EnvironmentRow(
+        name=name, digest=version.digest, path=str(version.path), size_bytes=version.size_bytes, pushed=0.0, data={}
+    )
+
+
 def _shown(probe: gate.Probe) -> Probe:
     limit = EVIDENCE_CHARACTERS if probe.passed is False else EVIDENCE_CHARACTERS // 3
     return Probe(name=probe.name, passed=probe.passed, evidence=shorten(probe.evidence, limit), fix=probe.fix or None)
@@ -340,25 +380,6 @@ def _after_test(failed: list[str], environment: str | None, path: Path) -> str:
     if environment is None:
         return f"env_push(name=..., folder={str(path)!r})"
     return f"train(environment={environment!r}, validate_only=true)"
-
-
-# -- shared -----------------------------------------------------------------------------------------------------------
-
-
-def secret_values(names: Sequence[str] | None) -> dict[str, str]:
-    """{name: value} from the server's environment; FlashError(invalid_argument) naming those that it lacks."""
-    absent = [name for name in names or () if name not in os.environ]
-    if absent:
-        fix = "set them in the environment of the server, or leave them out of secrets"
-        raise FlashError("invalid_argument", f"secrets that the server does not have: {', '.join(absent)}", fix=fix)
-    return {name: os.environ[name] for name in names or ()}
-
-
-def as_flash_error(fault: EnvironmentFault, environment: str, fix: str) -> FlashError:
-    """A fault of environment code as the error of a tool, with the end of its traceback as evidence."""
-    fix = FIXES.get(fault.code, fix)
-    evidence = f"\n{fault.traceback.strip()[-EVIDENCE_CHARACTERS:]}\n" if fault.traceback.strip() else ""
-    return FlashError(fault.code, f"{fault.what}{evidence}", environment=environment, fix=fix)
 
 
 TOOLS = [

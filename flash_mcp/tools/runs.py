@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.util
 import inspect
 import json
 import math
@@ -20,17 +19,27 @@ from pydantic import Field
 from environments import sandbox
 from environments.host import EnvironmentFault, EnvironmentHost
 from environments.sandbox import Needs
+from environments.splits import Overlap, overlap
 from flash_mcp import catalog, datasets, named, queue, vault
 from flash_mcp.catalog import ModelCard
 from flash_mcp.curation import prompt_digest, read_held_out
 from flash_mcp.datasets import Dataset
 from flash_mcp.errors import FlashError
+from flash_mcp.evaluations import Subject
 from flash_mcp.runfolder import Json
 from flash_mcp.spec import ResolvedSpec, RunSpec, read_toml, resolve, validate
 from flash_mcp.store import EnvironmentRow, RunRow, Store, open_store
 from flash_mcp.supervisor import ensure_supervisor
 from flash_mcp.tools import Part, Result, Tool, report, to_text
-from flash_mcp.tools.environments import INSTALL_TIMEOUT_S, as_flash_error, secret_values
+from flash_mcp.tools.evaluation import after_evaluation
+from flash_mcp.tools.loading import (
+    INSTALL_TIMEOUT_S,
+    as_flash_error,
+    check_machine,
+    contamination_note,
+    secret_values,
+)
+from flash_mcp.tools.preflight import GROUP_SIZE, SAMPLE_LIMIT_S, RunTime, Sample, after_sample, run_time, sample_groups
 
 CHARACTERS_PER_TOKEN = 3.5
 """Of English in common vocabularies; the control plane has no tokenizer."""
@@ -54,6 +63,7 @@ class Estimate(Part):
     tokens_at_most: int | None = Field(default=None, description="Tokens generated if every turn used max_tokens.")
     seconds_about: int | None = Field(default=None, description="From the speed of `seconds_from`; else unknown.")
     seconds_from: str | None = Field(default=None, description="The earlier run that the speed was taken from.")
+    time: RunTime | None = Field(default=None, description="From the sample's tokens and speed, with its error band.")
 
 
 class Train(Result):
@@ -68,6 +78,7 @@ class Train(Result):
     estimate: Estimate = Field(description="How much work it is.")
     values: dict[str, Any] = Field(description="Every field of the run with its value.")
     sources: dict[str, list[str]] = Field(description="Where values came from: argument, file; all others: recipe.")
+    sample: Sample | None = Field(default=None, description="With sample: what the model does now.")
     notes: list[str] | None = Field(default=None, description="What is worth a thought before it runs.")
 
 
@@ -131,6 +142,16 @@ async def train(
     validate_only: Annotated[
         bool, Field(description="Check, resolve and estimate, and create nothing; default false.")
     ] = False,
+    sample: Annotated[
+        bool,
+        Field(
+            description="With validate_only: let the model generate a few groups of train tasks first, and judge from "
+            "them whether there is something to learn and how long it will take; default false."
+        ),
+    ] = False,
+    price_per_hour: Annotated[
+        float | None, Field(ge=0, description="With sample: of the machine, for an estimate of the cost.")
+    ] = None,
     idempotency_key: Annotated[
         str | None,
         Field(
@@ -149,21 +170,39 @@ async def train(
     Checking an environment more thoroughly: env_test. Publishing one: env_push.
     """
     given = {name: value for name, value in fields.items() if value is not None}
-    return await start(given, config=config, validate_only=validate_only, idempotency_key=idempotency_key)
+    if (sample or price_per_hour is not None) and not (validate_only and sample):
+        fix = "pass validate_only=true and sample=true together; then train without them"
+        raise FlashError("invalid_argument", "sample and price_per_hour go with validate_only", fix=fix)
+    return await start(
+        given,
+        config=config,
+        validate_only=validate_only,
+        sample=sample,
+        price_per_hour=price_per_hour,
+        idempotency_key=idempotency_key,
+    )
 
 
 async def start(
-    given: dict[str, Any], *, config: str | None, validate_only: bool, idempotency_key: str | None
+    given: dict[str, Any],
+    *,
+    config: str | None,
+    validate_only: bool,
+    idempotency_key: str | None,
+    sample: bool = False,
+    price_per_hour: float | None = None,
 ) -> Train:
     """`train`, with its fields as a dict."""
+    started = time.monotonic()
     resolved, card, dataset = await anyio.to_thread.run_sync(_resolved, given, config)
     spec, store = resolved.spec, open_store()
     environment = await anyio.to_thread.run_sync(named.environment, store, spec.environment)
     adapter = await anyio.to_thread.run_sync(_init_adapter, store, spec, card)
-    _check_machine()
+    check_machine()
     await report("loading the environment in a child process")
-    splits, prompt_tokens = await _probe(spec, environment, dataset)
-    notes = _check_lengths(spec, card, prompt_tokens)
+    splits, prompt_tokens, shared = await _probe(spec, environment, dataset)
+    contamination = contamination_note(shared)
+    notes = [*([contamination] if contamination else []), *_check_lengths(spec, card, prompt_tokens)]
     rows = len(dataset.rows()) if dataset else None
     estimate = await anyio.to_thread.run_sync(_estimate, store, spec, environment, splits, prompt_tokens, rows)
     if dataset and dataset.manifest["allow_eval_tasks"] and dataset.manifest["counts"]["eval_tasks"]:
@@ -178,18 +217,47 @@ async def start(
         sources=_by_source(resolved),
         notes=[*_asks(environment), *notes, *_advice(spec, estimate)] or None,
     )
-    if validate_only:
-        next_step = "call train again without validate_only to start it"
+    if validate_only and not sample:
+        next_step = "call train again without validate_only to start it; sample=true lets the model try it first"
         return result(state="validated", created=False, next=next_step)
+    if sample:
+        subject = Subject(card.name, card.context, adapter=adapter)
+        sampled = await sample_groups(
+            store,
+            environment,
+            subject,
+            tasks=splits["train"],
+            group_size=spec.group_size or GROUP_SIZE,
+            given=spec.model_dump(),
+            deadline=started + SAMPLE_LIMIT_S,
+        )
+        expected = await anyio.to_thread.run_sync(_time, store, spec, sampled, estimate, price_per_hour)
+        kept = estimate.model_copy(update={"time": expected})
+        return result(state="validated", created=False, estimate=kept, sample=sampled, next=after_sample(sampled))
     pinned = dataset.pinned() if dataset else None
+    lineage = {"overlap": {"shared": shared.shared, "eval_tasks": shared.eval_tasks, "evidence": str(shared)}}
     run, created = await anyio.to_thread.run_sync(
-        queue.enqueue, store, resolved, environment, adapter, idempotency_key, pinned
+        queue.enqueue,
+        store,
+        resolved,
+        environment,
+        adapter,
+        idempotency_key,
+        pinned,
+        lineage if shared.shared else None,
     )
-    await anyio.to_thread.run_sync(ensure_supervisor, store.base)
-    if spec.secrets:
-        await anyio.to_thread.run_sync(vault.give, store.base, run["id"], secret_values(spec.secrets))
     next_step = f"status(run_id={run['id']!r}, wait_s=40) follows it; cancel ends it"
+    try:
+        await anyio.to_thread.run_sync(ensure_supervisor, store.base)
+        if spec.secrets:
+            await anyio.to_thread.run_sync(vault.give, store.base, run["id"], secret_values(spec.secrets))
+    except FlashError as error:  # the run is there: an error alone would have it asked for again
+        next_step = f"{error} The run is queued; status(run_id={run['id']!r}) tries to start the supervisor again"
     return result(run_id=run["id"], state=run["state"], created=created, next=next_step)
+
+
+def _time(store: Store, spec: RunSpec, sampled: Sample, estimate: Estimate, price: float | None) -> RunTime | None:
+    return run_time(store, spec, sampled, eval_tasks=estimate.eval_tasks, price_per_hour=price)
 
 
 def _resolved(given: dict[str, Any], config: str | None) -> tuple[ResolvedSpec, ModelCard, Dataset | None]:
@@ -212,15 +280,12 @@ def _resolved(given: dict[str, Any], config: str | None) -> tuple[ResolvedSpec, 
     return resolved, card, dataset
 
 
-def _check_machine() -> None:
-    missing = [name for name in ("torch", "vllm", "trl", "peft") if importlib.util.find_spec(name) is None]
-    if missing:
-        fix = "install flash-mcp[cpu] or, with an NVIDIA GPU, flash-mcp[gpu] beside this server, and call again"
-        raise FlashError("engine_missing", f"not installed here: {', '.join(missing)}", fix=fix)
-
-
-async def _probe(spec: RunSpec, environment: EnvironmentRow, dataset: Dataset | None) -> tuple[dict[str, int], int]:
-    """The environment's split sizes, and the tokens of its longest prompt among a few, by loading it for real."""
+async def _probe(
+    spec: RunSpec, environment: EnvironmentRow, dataset: Dataset | None
+) -> tuple[dict[str, int], int, Overlap]:
+    """The environment's split sizes, the tokens of its longest prompt among a few, and the tasks that its splits share,
+    by loading it for real.
+    """
     secrets = secret_values(spec.secrets)
     try:
         async with await EnvironmentHost.start(
@@ -241,7 +306,7 @@ async def _probe(spec: RunSpec, environment: EnvironmentRow, dataset: Dataset | 
                 await _check_contamination(host, spec, environment, dataset)
             elif spec.algorithm == "sft":
                 await host.gold("train", 0)
-            splits = dict(host.splits)
+            splits, shared = dict(host.splits), await overlap(host)
     except EnvironmentFault as fault:
         reference = f"{environment['name']}@{environment['digest']}"
         raise as_flash_error(fault, reference, "mend the folder, env_test it, env_push it, and train again") from fault
@@ -249,7 +314,7 @@ async def _probe(spec: RunSpec, environment: EnvironmentRow, dataset: Dataset | 
     if wants_eval and not splits.get("eval"):
         fix = "add eval rows (env.eval_dataset, as a rule datasets/eval.jsonl), or leave eval_* out"
         raise FlashError("dataset_invalid", "the environment has no eval split to evaluate on", fix=fix)
-    return splits, math.ceil(longest / CHARACTERS_PER_TOKEN)
+    return splits, math.ceil(longest / CHARACTERS_PER_TOKEN), shared
 
 
 def _asks(environment: EnvironmentRow) -> list[str]:
@@ -445,6 +510,8 @@ async def cancel(
 
 
 def _after_cancel(run: RunRow, has_checkpoint: bool) -> str:
+    if run["algorithm"] == "eval" and run["state"] == "cancelled":
+        return after_evaluation(open_store(), run)
     if run["state"] != "cancelled":
         return f"it is saving; status(run_id={run['id']!r}, wait_s=40) returns when it has ended"
     if has_checkpoint:
@@ -487,6 +554,8 @@ def checkpoints(
         step = found[0].step
         warm = f"train(init_from_adapter='{run_id}@{step}')"
         next_step = f"deploy(run_id={run_id!r}, step={step}) serves the first; {warm} goes on from it"
+    elif run["algorithm"] == "eval":
+        next_step = f"an evaluation saves none; status(run_id={run_id!r}) has its scores"
     else:
         next_step = (
             f"none yet: one is saved every save_every={run['spec']['save_every']} steps; status shows the progress"
