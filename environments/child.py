@@ -1,4 +1,4 @@
-"""The process that runs environment code: `python -m environments.child FOLDER PARENT_PID`, started by EnvironmentHost.
+"""The process that runs environment code: `python -m environments.child PARENT_PID BOUNDS`, started by EnvironmentHost.
 
 Requests come as JSON lines on stdin, replies go out on stdout, in the order in which they are ready:
 
@@ -6,13 +6,13 @@ Requests come as JSON lines on stdin, replies go out on stdout, in the order in 
     {"number": 7, "value": {...}}   or   {"number": 7, "fault": [code, what, traceback]}
 
 Both descriptors are moved away before user code runs: what that prints goes to stderr. Coroutine methods run in the
-event loop, all others in threads, as many at once as the client sends.
+event loop, all others in threads, as many at once as the client sends. The process that was started stays as the
+warden of the one that serves (environments.warden), which is confined to BOUNDS (environments.sandbox).
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import faulthandler
 import functools
 import hashlib
@@ -21,7 +21,6 @@ import inspect
 import json
 import math
 import os
-import resource
 import signal
 import sys
 import threading
@@ -33,6 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from environments import sandbox, warden
 from environments.adapters import freesolo
 from environments.base import (
     ChatMessage,
@@ -47,9 +47,8 @@ from environments.base import (
 )
 from environments.faults import EnvironmentFault
 
-PR_SET_PDEATHSIG = 1
-MAX_FILE_BYTES = 4 << 30
 MAX_THREADS = 4096
+MAX_REPLY_BYTES = 8 << 20
 EVIDENCE_CHARACTERS = 4000
 CANCEL_TIMEOUT_S = 1.0
 OPENING_ROLES = ("system", "user", "assistant", "tool")
@@ -71,8 +70,8 @@ class Episode:
 class Child:
     """Serves requests; `reply` sends one line."""
 
-    def __init__(self, folder: Path, reply: Callable[[dict[str, Any]], None]) -> None:
-        self.folder, self._reply = folder, reply
+    def __init__(self, folder: Path, walls: dict[str, str], reply: Callable[[dict[str, Any]], None]) -> None:
+        self.folder, self._walls, self._reply = folder, walls, reply
         self._pool = ThreadPoolExecutor(MAX_THREADS)
         self._environment: Environment | None = None
         self._splits: dict[str, Sequence[TaskExample]] = {}
@@ -122,6 +121,7 @@ class Child:
         return {
             "splits": {name: len(examples) for name, examples in self._splits.items()},
             "max_score_concurrency": max(1, int(environment.max_score_concurrency)),
+            "walls": self._walls,
         }
 
     def _import_and_load(self, args: dict[str, Any]) -> Any:
@@ -299,6 +299,8 @@ class Child:
         where = f" ({Path(own[-1].filename).name} line {own[-1].lineno})" if own else ""
         called = "environment.py" if method == "_import_and_load" else method
         message = f"{called} raised {type(error).__name__}: {_message(error):.300}{where}"
+        if wall := sandbox.hit(error):
+            code, message = wall[0], f"{message}; {wall[1]}"
         lines = traceback.format_exception(type(error), error, frame or error.__traceback__)
         return EnvironmentFault(code, message, "".join(lines)[-EVIDENCE_CHARACTERS:])
 
@@ -426,7 +428,7 @@ def _digest(text: str) -> str:
 
 
 class _Requests(asyncio.Protocol):
-    """Splits what arrives into lines; ends the process group when the parent is gone."""
+    """Splits what arrives into lines; ends the process when the parent is gone, and so what it started (warden)."""
 
     def __init__(self, receive: Callable[[dict[str, Any]], None]) -> None:
         self._receive, self._rest = receive, b""
@@ -437,24 +439,7 @@ class _Requests(asyncio.Protocol):
             self._receive(json.loads(line))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        os.killpg(0, signal.SIGKILL)
-
-
-def _die_with(parent_pid: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        sys.exit("the process that asked for this one is gone")
-
-
-def _limit_resources() -> None:
-    """Limits that honest code does not meet; and where memory runs out, this process goes before the trainer."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    limit = MAX_FILE_BYTES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILE_BYTES)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")
+        os._exit(1)
 
 
 def _take_pipes() -> tuple[int, int]:
@@ -467,7 +452,7 @@ def _take_pipes() -> tuple[int, int]:
     return requests, replies
 
 
-async def _serve(folder: Path, requests: int, replies: int) -> None:
+async def _serve(folder: Path, walls: dict[str, str], requests: int, replies: int) -> None:
     loop = asyncio.get_running_loop()
     transport, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, os.fdopen(replies, "wb", buffering=0))
 
@@ -477,22 +462,28 @@ async def _serve(folder: Path, requests: int, replies: int) -> None:
         except (TypeError, ValueError, RecursionError) as error:
             what = f"a message holds something that JSON cannot: {error}"
             line = json.dumps({"number": message["number"], "fault": ["environment_error", what, ""]})
+        if len(line) > MAX_REPLY_BYTES:
+            what = f"it returned {len(line):,} bytes of text, more than the {MAX_REPLY_BYTES:,} of one call"
+            line = json.dumps({"number": message["number"], "fault": ["environment_error", what, ""]})
         transport.write(line.encode() + b"\n")
 
-    child = Child(folder, reply)
+    child = Child(folder, walls, reply)
     await loop.connect_read_pipe(lambda: _Requests(child.receive), os.fdopen(requests, "rb", buffering=0))
     await asyncio.Event().wait()
 
 
 def main() -> None:
-    folder, parent_pid = Path(sys.argv[1]), int(sys.argv[2])
-    _die_with(parent_pid)
+    parent_pid, bounds = int(sys.argv[1]), sandbox.Bounds.load(sys.argv[2])
+    folder = Path(bounds.folder)
+    sandbox.die_with_parent(parent_pid, by=signal.SIGTERM)
+    warden_pid = warden.watch(bounds.memory_bytes)
     requests, replies = _take_pipes()
-    _limit_resources()
+    walls = sandbox.confine(bounds)
+    sandbox.die_with_parent(warden_pid)  # once more: becoming another user undoes it
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     sys.path.insert(0, str(folder))
-    asyncio.run(_serve(folder, requests, replies))
+    asyncio.run(_serve(folder, walls, requests, replies))
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@ class EnvironmentFault(Exception):
     """Environment code failed, or could not be given what it needs.
 
     `code` is environment_invalid (it does not load or breaks the contract), dataset_invalid, environment_error (a call
-    failed), environment_timeout (a call passed its deadline), requirements_failed (its packages could not be
-    installed) or not_ready (they are still being installed); `traceback` is the evidence, possibly empty.
+    failed), environment_timeout (a call passed its deadline), environment_memory, _file_size, _processes, _network or
+    _access (it met a wall of environments.sandbox), requirements_failed (its packages could not be installed) or
+    not_ready (they are still being installed); `traceback` is the evidence, possibly empty.
     """
 
     def __init__(self, code: str, what: str, traceback: str = "") -> None:

@@ -360,8 +360,9 @@ def _failure(name: str, fault: EnvironmentFault) -> Probe:
         "dataset_invalid": "mend the dataset at the place named",
         "requirements_failed": f"mend {requirements.FILE}: name packages and versions that exist for this Python",
     }
+    wall = "stay within the limits, or raise them in environment.toml (network, memory_gib, processes, file_gib)"
     trace = f"\n{fault.traceback.strip()[-800:]}" if fault.traceback.strip() else ""
-    return Probe(name, False, f"[{fault.code}] {fault.what}{trace}", fixes[fault.code])
+    return Probe(name, False, f"[{fault.code}] {fault.what}{trace}", fixes.get(fault.code, wall))
 
 
 def _spread(size: int, count: int) -> list[int]:

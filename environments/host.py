@@ -1,18 +1,18 @@
 """EnvironmentHost: environment code in a process of its own, called from asyncio.
 
 The child (`environments.child`) loads the folder's environment.py and answers JSON lines. It gets a minimal environment
-with the named secrets only, no inherited descriptors, its own process group, and dies with its parent.
+with the named secrets only, no inherited descriptors, its own process group, the walls of `environments.sandbox`, and
+dies with its parent, as all does that it started (`environments.warden`).
 
 Every call has a deadline that is kept on this side. A child with a call that will not end is retired: it serves the
 episodes that are open in it until they are closed, while new ones open in a fresh child. A child that no longer answers
 at all, or that died, fails what was under way in it with `environment_error`; the next `open` starts another.
-
-What is not covered: environment code can read what its user may read, and reach the network.
 """
 
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import fcntl
 import itertools
@@ -23,7 +23,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,9 @@ from typing import Any, Self, cast
 from environments import requirements
 from environments.base import ChatMessage
 from environments.faults import EnvironmentFault
+from environments.redaction import Redactor
+from environments.sandbox import READABLE_VARIABLE, Bounds, Needs
+from environments.warden import MEMORY_EXIT_CODE, SWEEP_TIMEOUT_S
 
 ABANDON_TIMEOUT_S = 5.0
 """How long a child may take to confirm that it gave a call up; after that it counts as frozen and is killed."""
@@ -44,12 +47,14 @@ METHODS = {
     "tasks": "listing the tasks",
 }
 """What a request calls, where the child cannot say more precisely."""
-STDERR_TAIL_BYTES = 4000
+STDERR_TAIL_CHARACTERS = 4000
 SCRATCH_PREFIX = "flash-environment-"
 SCRATCH_MIN_AGE_S = 60.0
 """A younger scratch folder may be about to be locked by the process that made it."""
-MIN_SECRET_LENGTH = 4
-"""Shorter values are not searched for: replacing "1" or "no" everywhere would garble every text."""
+MAX_LINE_BYTES = 16 << 20
+"""Of a reply. Longer ones do not come from environments.child; they could fill this process's memory."""
+MAX_PRINTED_BYTES = 8 << 20
+"""What one child may print into our log; of what follows only the end is kept, as evidence."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,10 @@ class EnvironmentHost:
         self.folder, self.timeout_s, self.start_timeout_s = folder.absolute(), timeout_s, start_timeout_s
         self.splits: dict[str, int] = {}
         """Number of tasks of each split; eval is 0 where there is none."""
+        self.walls: dict[str, str] = {}
+        """{wall: why it does not stand}, as sandbox.confine found; empty strings for those that stand."""
         self._args, self._secrets, self._python = dict(args), dict(secrets), python
+        self._redactor = Redactor(secrets.values())
         self._concurrency = concurrency
         self._places = asyncio.Semaphore(concurrency)
         self._score_places = asyncio.Semaphore(concurrency)
@@ -211,7 +219,7 @@ class EnvironmentHost:
         for child in self._children:
             child.kill("the environment host was stopped")
         await asyncio.gather(*(child.gone.wait() for child in self._children))
-        await asyncio.to_thread(shutil.rmtree, self._scratch, ignore_errors=True)
+        await asyncio.to_thread(_remove, self._scratch)
         self._scratch_lock.close()
 
     # -- children -----------------------------------------------------------------------------------------------------
@@ -229,15 +237,7 @@ class EnvironmentHost:
             return child
 
     async def _spawn(self) -> _Child:
-        # -P and PYTHONPATH: `environments` is this package, whatever the environment's folder holds.
-        command = (str(self._python), "-P", "-m", "environments.child", str(self.folder), str(os.getpid()))
-        _, child = await asyncio.get_running_loop().subprocess_exec(
-            lambda: _Child(self._secrets.values()),
-            *command,
-            cwd=self.folder if self.folder.is_dir() else self._scratch,
-            env=self._child_environment(),
-            start_new_session=True,
-        )
+        child = await self._start_process(self._python)
         self._children = [*(old for old in self._children if old.alive), child]
         try:
             if self._stopped:
@@ -249,7 +249,32 @@ class EnvironmentHost:
             raise self._load_fault(error, child) from None
         if not self.splits:
             self._score_places = asyncio.Semaphore(min(self._concurrency, loaded["max_score_concurrency"]))
-        self.splits = loaded["splits"]
+        self.splits, self.walls = loaded["splits"], loaded["walls"]
+        return child
+
+    async def _start_process(self, interpreter: Path) -> _Child:
+        """Start `interpreter` confined to the bounds of the folder; nothing of the user's has run when this returns."""
+        try:
+            needs = Needs.of(self.folder)
+        except ValueError as error:
+            raise EnvironmentFault("environment_invalid", str(error)) from error
+        bounds = Bounds(
+            folder=str(self.folder),
+            scratch=str(self._scratch),
+            hidden=os.path.abspath(os.path.expanduser(os.environ.get("FLASH_HOME") or "~/.flash-mcp")),  # noqa: ASYNC240  # noqa: ASYNC240
+            needs=needs.asked(),
+            threads=self._concurrency,
+            readable=tuple(filter(None, os.environ.get(READABLE_VARIABLE, "").split(os.pathsep))),
+        )
+        # -P and PYTHONPATH: `environments` is this package, whatever the environment's folder holds.
+        command = (str(interpreter), "-P", "-m", "environments.child", str(os.getpid()), bounds.dump())
+        _, child = await asyncio.get_running_loop().subprocess_exec(
+            lambda: _Child(self._redactor),
+            *command,
+            cwd=self.folder if self.folder.is_dir() else self._scratch,
+            env=self._child_environment(),
+            start_new_session=True,
+        )
         return child
 
     def _load_fault(self, error: BaseException, child: _Child) -> BaseException:
@@ -265,6 +290,7 @@ class EnvironmentHost:
             "PATH": os.environ.get("PATH", os.defpath),
             "HOME": str(self._scratch),
             "TMPDIR": str(self._scratch),
+            "USER": "environment",  # it may run as a user that no list knows
             "LANG": "C.UTF-8",
             "PYTHONPATH": str(requirements.contract_path(self._python)),
             "PYTHONHASHSEED": "0",
@@ -320,15 +346,18 @@ class _UnansweredError(Exception):
 class _Child(asyncio.SubprocessProtocol):
     """One process: requests out on its stdin, replies in on its stdout, what user code prints in on its stderr."""
 
-    def __init__(self, secrets: Iterable[str]) -> None:
+    def __init__(self, redactor: Redactor) -> None:
         self.alive, self.retiring = True, False
         self.episodes: set[int] = set()
         self.gone = asyncio.Event()
-        self._ended_because = ""
+        self._ended_because, self._death_code = "", "environment_error"
         self._pending: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count(1)
-        self._rest = self._unprinted = self._stderr = b""
-        self._secrets = _spellings(secrets)
+        self._rest = bytearray()
+        self._redactor = redactor
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._unprinted = self.stderr_tail = ""
+        self._printed_bytes = 0
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
@@ -360,7 +389,7 @@ class _Child(asyncio.SubprocessProtocol):
             self.alive, self._ended_because = False, because
             self._fail_pending()
         if not self.gone.is_set():
-            self._kill_group()
+            self._end_process()
 
     async def kill_with_evidence(self, because: str) -> None:
         """Kill a frozen process, once it wrote to stderr where each of its threads is."""
@@ -369,11 +398,7 @@ class _Child(asyncio.SubprocessProtocol):
             self._transport.send_signal(signal.SIGUSR1)
             await asyncio.sleep(0.2)
         self._fail_pending()
-        self._kill_group()
-
-    @property
-    def stderr_tail(self) -> str:
-        return self._stderr.decode(errors="replace")
+        self._end_process()
 
     def _send(self, request: dict[str, Any]) -> None:
         if self.alive:
@@ -386,9 +411,17 @@ class _Child(asyncio.SubprocessProtocol):
                 future.set_exception(self._death())
 
     def _death(self) -> EnvironmentFault:
+        self._print("", is_end=True)
         return EnvironmentFault(
-            "environment_error", f"the environment's process ended: {self._ended_because}", self.stderr_tail
+            self._death_code, f"the environment's process ended: {self._ended_because}", self.stderr_tail
         )
+
+    def _end_process(self) -> None:
+        """Let the warden kill all there is; without it, at least the process group."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            self._transport.send_signal(signal.SIGTERM)
+            self._transport.send_signal(signal.SIGCONT)
+        asyncio.get_running_loop().call_later(2 * SWEEP_TIMEOUT_S, lambda: self.gone.is_set() or self._kill_group())
 
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -401,34 +434,52 @@ class _Child(asyncio.SubprocessProtocol):
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         if fd == 2:
-            self._print(data)
+            self._print(self._decoder.decode(data))
             return
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        *lines, rest = data.split(b"\n")
         for line in lines:
-            self._receive(line)
+            self._receive(bytes(self._rest) + line)
+            self._rest.clear()
+        self._rest += rest
+        if len(self._rest) > MAX_LINE_BYTES:
+            self._rest.clear()
+            self.kill(f"it sent a message longer than {MAX_LINE_BYTES:,} bytes")
 
     def _receive(self, line: bytes) -> None:
-        reply = json.loads(_redacted(line, self._secrets))
-        future = self._pending.get(reply["number"])
+        try:
+            reply = json.loads(line)
+            number, is_fault = reply["number"], "fault" in reply
+            value = self._redactor.value(reply["fault" if is_fault else "value"])
+            future = self._pending.get(number)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            self.kill("it sent what is no reply: code wrote to the descriptor that answers go through")
+            return
         if future is None or future.done():
             return
-        if "fault" in reply:
-            future.set_exception(EnvironmentFault(*reply["fault"]))
+        if is_fault:
+            future.set_exception(EnvironmentFault(*value))
         else:
-            future.set_result(reply["value"])
+            future.set_result(value)
 
-    def _print(self, data: bytes) -> None:
-        """Pass whole lines of what user code printed on to our own stderr, and keep the last of them as evidence."""
-        lines, newline, self._unprinted = (self._unprinted + data).rpartition(b"\n")
-        if len(self._unprinted) > STDERR_TAIL_BYTES or not data:
-            lines, newline, self._unprinted = lines + newline + self._unprinted, b"", b""
-        text = _redacted(lines + newline, self._secrets)
-        self._stderr = (self._stderr + text)[-STDERR_TAIL_BYTES:]
-        sys.stderr.write(text.decode(errors="replace"))
+    def _print(self, text: str, *, is_end: bool = False) -> None:
+        """Pass what user code printed on to our own stderr, and keep the end of it as evidence."""
+        told, self._unprinted = self._redactor.split(self._unprinted + text)
+        if is_end:
+            told, self._unprinted = told + self._redactor.text(self._unprinted), ""
+        self.stderr_tail = (self.stderr_tail + told)[-STDERR_TAIL_CHARACTERS:]
+        room = MAX_PRINTED_BYTES - self._printed_bytes
+        self._printed_bytes += len(told)
+        if room > 0:
+            sys.stderr.write(told[:room])
+            if len(told) >= room:
+                sys.stderr.write("\n[the environment printed more than it may; the rest is left out]\n")
 
     def process_exited(self) -> None:
         if self.alive:
-            self.alive, self._ended_because = False, _exit_reason(self._transport.get_returncode())
+            code = self._transport.get_returncode()
+            self.alive, self._ended_because = False, _exit_reason(code)
+            if code == MEMORY_EXIT_CODE:
+                self._death_code = "environment_memory"
         self._kill_group()
         # Its last words may still be in the pipe; something that it started may hold that open for ever.
         asyncio.get_running_loop().call_later(1.0, self._end)
@@ -438,7 +489,7 @@ class _Child(asyncio.SubprocessProtocol):
 
     def _end(self) -> None:
         if not self.gone.is_set():
-            self._print(b"")
+            self._print("", is_end=True)
             self._fail_pending()
             self._transport.close()
             self.gone.set()
@@ -450,10 +501,21 @@ def _scratch_folder() -> tuple[Path, ExitStack]:
         with contextlib.suppress(OSError), ExitStack() as stack:
             if time.time() - old.stat().st_mtime > SCRATCH_MIN_AGE_S:
                 _lock(old, stack)
-                shutil.rmtree(old)
+                _remove(old)
     folder, stack = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX)), ExitStack()
     _lock(folder, stack)
     return folder, stack
+
+
+def _remove(folder: Path) -> None:
+    """Remove what user code made, folders that it locked against its own user too."""
+    for place, folders, _ in os.walk(folder):
+        for name in folders:
+            path = Path(place, name)
+            if not path.is_symlink():
+                with contextlib.suppress(OSError):
+                    path.chmod(0o700)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _lock(folder: Path, stack: ExitStack) -> None:
@@ -463,18 +525,10 @@ def _lock(folder: Path, stack: ExitStack) -> None:
 
 
 def _exit_reason(code: int | None) -> str:
+    if code == MEMORY_EXIT_CODE:
+        return (
+            f"its processes used more memory than memory_gib in environment.toml ({Needs().memory_gib:g} if left out)"
+        )
     if code is not None and code < 0:
         return f"killed by {signal.Signals(-code).name}"
     return f"it exited with code {code}"
-
-
-def _spellings(secrets: Iterable[str]) -> list[bytes]:
-    """Each secret as it stands in plain text and inside a JSON string."""
-    long_enough = [secret for secret in secrets if len(secret) >= MIN_SECRET_LENGTH]
-    return sorted({spelling.encode() for secret in long_enough for spelling in (secret, json.dumps(secret)[1:-1])})
-
-
-def _redacted(text: bytes, secrets: list[bytes]) -> bytes:
-    for secret in secrets:
-        text = text.replace(secret, b"[secret]")
-    return text

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 import sqlite3
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
+from environments.sandbox import describe
 from flash_mcp import devices
 from flash_mcp.errors import FlashError
 from flash_mcp.home import home, models_dir
@@ -20,6 +24,7 @@ from flash_mcp.spec import DEFAULT_MODEL
 from flash_mcp.store import open_store
 from flash_mcp.store import sqlite3 as used_sqlite3  # pyright: ignore[reportPrivateImportUsage]
 from flash_mcp.supervisor import is_supervised
+from flash_mcp.tools import shorten
 
 FREE_DISK_GIB = 5.0
 FREE_MEMORY_GIB = 4.0
@@ -150,6 +155,19 @@ def _home_is_private() -> Finding:
     return Finding("warning", "privacy", "others on this machine may read the state directory", f"chmod 700 {home()}")
 
 
+def _walls() -> Finding:
+    with tempfile.TemporaryDirectory() as folder:
+        command = (sys.executable, "-P", "-m", "environments.sandbox", folder, folder)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    if done.returncode:
+        return Finding("problem", "sandbox", shorten(done.stderr.strip(), 500), "report it: no environment will load")
+    walls: dict[str, str] = json.loads(done.stdout)
+    if not any(walls.values()):
+        return Finding("ok", "sandbox", describe(walls))
+    fix = "push and train only environments that you trust, or use a newer kernel (6.12 has all) or a laxer container"
+    return Finding("warning", "sandbox", describe(walls), fix)
+
+
 _CHECKS: tuple[Callable[[], Finding], ...] = (
     _python,
     _state_directory,
@@ -161,5 +179,6 @@ _CHECKS: tuple[Callable[[], Finding], ...] = (
     _torchvision,
     _database,
     _model,
+    _walls,
     _supervisor,
 )

@@ -75,7 +75,4 @@ def environment(store: Store, reference: str) -> EnvironmentRow:
         known = [row for row in store.environments() if row["path"] == str(stage.parent / stage.digest)]
         if known:
             return known[0]
-        version = stage.commit()
-    return store.add_environment(
-        name=version.name, digest=version.digest, path=str(version.path), size_bytes=version.size_bytes
-    )
+        return store.publish(stage)[0]

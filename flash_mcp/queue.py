@@ -13,6 +13,7 @@ import hashlib
 import json
 import secrets
 import time
+from collections.abc import Collection
 from typing import Any, Literal, cast
 
 from flash_mcp.callers import caller
@@ -99,18 +100,21 @@ def job(run: RunRow) -> Json:
     }
 
 
-def claim(store: Store) -> RunRow | None:
-    """Take the oldest run that may start: it is now `starting`, with the next attempt. None where there is none."""
+def claim(store: Store, waiting: Collection[str] = ()) -> RunRow | None:
+    """Take the oldest run that may start: it is now `starting`, with the next attempt. None where there is none.
+
+    `waiting` are ids of runs that cannot start yet.
+    """
     now = time.time()
     with store.transaction():
         rows = store.query(
             """UPDATE runs SET state = 'starting', attempt = attempt + 1, started = coalesce(started, ?), updated = ?
                WHERE state = 'queued' AND id = (
                    SELECT id FROM runs WHERE state = 'queued' AND (not_before <= ? OR not_before > ?)
-                   ORDER BY created, id LIMIT 1)
+                   AND id NOT IN (SELECT value FROM json_each(?)) ORDER BY created, id LIMIT 1)
                RETURNING *""",
             # Nobody waits longer than the longest delay: then the clock was set back.
-            [now, now, now, now + MAX_DELAY_S],
+            [now, now, now, now + MAX_DELAY_S, json.dumps(list(waiting))],
         )
     return cast(RunRow, rows[0]) if rows else None
 

@@ -21,12 +21,15 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 
 from flash_mcp.callers import LOCAL_OWNER, caller
 from flash_mcp.errors import FlashError
 from flash_mcp.home import home
 from flash_mcp.runfolder import Json
+
+if TYPE_CHECKING:
+    from flash_mcp.environments import Stage, Version
 
 # sqlite-utils imports pandas and numpy where they are installed, which takes a second: hide them from it.
 _HIDDEN = [name for name in ("numpy", "pandas") if name not in sys.modules]
@@ -587,6 +590,15 @@ class Store:
             self._check_room(row)
             self._put("environments", row)
         return row
+
+    def publish(self, stage: Stage, data: Json | None = None) -> tuple[EnvironmentRow, Version]:
+        """Row and files of a version together: a refused row leaves no files. Raises as `add_environment` does."""
+        path, size = str(stage.parent / stage.digest), stage.size_bytes
+        with self.transaction():
+            row = self.add_environment(
+                name=stage.parent.name, digest=stage.digest, path=path, size_bytes=size, data=data
+            )
+            return row, stage.commit()
 
     def _check_room(self, row: EnvironmentRow) -> None:
         others = "SELECT coalesce(sum(size_bytes), 0) AS n FROM environments WHERE (name, digest) != (?, ?)"

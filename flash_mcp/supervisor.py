@@ -20,13 +20,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeVar
 
-from flash_mcp import queue
+from flash_mcp import queue, vault
 from flash_mcp.errors import FlashError
 from flash_mcp.home import home
 from flash_mcp.launch.base import Handle, Hint, Launch, Launcher
 from flash_mcp.launch.local import LocalLauncher
 from flash_mcp.runfolder import Json, RunFolder
 from flash_mcp.store import LIVE_DEPLOYMENT, RunRow, Store
+from flash_mcp.vault import Vault
 
 if TYPE_CHECKING:
     from flash_mcp.serving import Deployments
@@ -157,6 +158,7 @@ class Supervisor:
         self.patience = patience or Patience()
         self.store = Store(base)
         self.launcher = launcher or LocalLauncher(base / "attempts")
+        self.vault = Vault(base)
         self._attempts: dict[str, Attempt] = {}
         self._troubles: dict[str, str] = {}
         self._serving: Deployments | None = None
@@ -189,8 +191,9 @@ class Supervisor:
         hints = self.launcher.poll(handles) if handles else {}
         for run in taken:
             self._guarded(run, lambda run: self._advance(run, hints))
+        waiting = [run["id"] for run in active if self.vault.lacking(run["id"], run["spec"]["secrets"])]
         for _ in range(self.launcher.capacity - len(taken)):
-            claimed = queue.claim(self.store)
+            claimed = queue.claim(self.store, waiting)
             if claimed is None:
                 break
             self._guarded(claimed, self._attach)
@@ -211,35 +214,21 @@ class Supervisor:
         if known and known.number == run["attempt"]:
             return
         folder = RunFolder(run["folder"])
-        if final_result(folder):
-            handle = Handle(f"{run['id']}-{run['attempt']}", "")
-        else:
-            try:
-                handle = self._submit(run, folder)
-            except FlashError as error:
-                if error.code != "invalid_argument":
-                    raise
-                self._end(run, folder, "failed", error=error.to_dict())
-                return
+        ended = Handle(f"{run['id']}-{run['attempt']}", "") if final_result(folder) else None
+        handle = ended or self._submit(run, folder)
         reader = known.reader if known else Reader(self.store, run["id"], folder)
         self._attempts[run["id"]] = Attempt(run["id"], run["attempt"], folder, handle, reader)
 
     def _submit(self, run: RunRow, folder: RunFolder) -> Handle:
-        missing = [name for name in run["spec"]["secrets"] if name not in os.environ]
-        if missing:
-            raise FlashError(
-                "invalid_argument",
-                f"the supervisor's environment lacks the secrets {', '.join(missing)}",
-                run_id=run["id"],
-                fix="set them where the server is started, end the supervisor (its pid stands in the state directory's "
-                "supervisor.lock), and call train again",
-            )
+        names = run["spec"]["secrets"]
+        if absent := self.vault.lacking(run["id"], names):
+            raise vault.missing(run["id"], absent)
         folder.create(queue.job(run))
         launch = Launch(
             run["id"],
             run["attempt"],
             [*self.worker, run["folder"], "--attempt", str(run["attempt"])],
-            {**os.environ, "FLASH_HOME": str(self.base)},
+            {**os.environ, **self.vault.values(run["id"], names), "FLASH_HOME": str(self.base)},
             Path(run["folder"]) / f"log.{run['attempt']}",
         )
         handle = self.launcher.submit(launch)
@@ -358,6 +347,7 @@ class Supervisor:
             self.store, run["id"], run["attempt"], result["state"], step=int(result["step"]), error=result["error"]
         )
         self._attempts.pop(run["id"], None)
+        self.vault.forget(run["id"])
         log.info("%s: %s", run["id"], self.store.run(run["id"])["state"])
 
     def _note(self, run: RunRow, what: str, message: str, **values: object) -> None:
@@ -468,7 +458,11 @@ def supervise(base: Path, make: Callable[[Path], Supervisor] = Supervisor) -> bo
             lock.write(f"{os.getpid()}\n")
             lock.flush()
             supervisor = make(base)
-            supervisor.run()
+            supervisor.vault.open()
+            try:
+                supervisor.run()
+            finally:
+                supervisor.vault.close()
         # Whoever enqueued while the lock was held saw it held and started no other.
         if not supervisor.store.active_runs() and not supervisor.store.deployments(LIVE_DEPLOYMENT):
             return True

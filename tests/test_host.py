@@ -30,7 +30,7 @@ async def fault_of(awaitable) -> EnvironmentFault:
 
 async def children_of(folder: Path) -> list[psutil.Process]:
     mine = psutil.Process().children(recursive=True)
-    return [child for child in mine if str(folder) in child.cmdline()]
+    return [child for child in mine if any(str(folder) in word for word in child.cmdline())]
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
@@ -272,7 +272,7 @@ STUCK = """
 class Sample(Echo):
     def step_episode(self, example, messages, assistant_response):
         if assistant_response == "hang":
-            open("hanging", "w").close()
+            open(os.path.join(os.environ["HOME"], "hanging"), "w").close()
             time.sleep(1000)
         if assistant_response == "die": os._exit(3)
         if assistant_response == "crash": os.kill(os.getpid(), 11)
@@ -354,7 +354,7 @@ async def test_a_sigkill_in_mid_call_fails_the_call_at_once(tmp_path: Path) -> N
         opening = await host.open("train", 0)
         pid = await pid_of(host, opening.episode)
         call = asyncio.create_task(fault_of(host.step(opening.episode, "hang")))
-        await until((tmp_path / "hanging").exists)
+        await until((host._scratch / "hanging").exists)
         os.kill(pid, signal.SIGKILL)
         fault = await asyncio.wait_for(call, 5)
         assert (fault.code, "killed by SIGKILL" in fault.what) == ("environment_error", True)
@@ -390,11 +390,12 @@ async def test_stop_ends_the_process_and_what_it_started(tmp_path: Path) -> None
     """
     host = await EnvironmentHost.start(environment_folder(tmp_path, source))
     sleeper = psutil.Process(await pid_of(host, (await host.open("train", 0)).episode))
-    (child,) = await children_of(tmp_path)
+    family = await children_of(tmp_path)
+    assert len(family) == 2  # the warden, and the process that runs user code
     await host.stop()
     assert "was stopped" in (await fault_of(host.open("train", 0))).what
 
-    await until(lambda: not child.is_running())
+    await until(lambda: not any(process.is_running() for process in family))
     await until(lambda: not sleeper.is_running() or sleeper.status() == psutil.STATUS_ZOMBIE)
 
 

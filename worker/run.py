@@ -18,6 +18,7 @@ from peft import PeftModel
 from transformers import AutoConfig, AutoTokenizer
 
 from environments.host import EnvironmentHost
+from environments.sandbox import describe
 from flash_mcp.errors import FlashError
 from flash_mcp.runfolder import Json, RunWriter
 from worker import memory
@@ -117,6 +118,7 @@ def opened(
             host = runner.run(starting, stop=pulse.cancelled)
         except CancelledError:
             raise Cancelled from None
+        writer.event("sandbox", describe(host.walls))
         session = Session(
             spec, writer, pulse, host, model_path, template, policy, runner, max_length, dtype=dtype, at_once=at_once
         )

@@ -16,14 +16,15 @@ from pydantic import Field
 import environments
 from environments import gate
 from environments.host import EnvironmentFault, EnvironmentHost
+from environments.sandbox import Needs
 from environments.splits import Overlap, overlap
 from flash_mcp import named, playbook
+from flash_mcp.callers import caller
 from flash_mcp.environments import (
     NAME,
     NAME_RULE,
     Files,
     Stage,
-    Version,
     check_name,
     folder_files,
     inline_files,
@@ -68,6 +69,9 @@ class EnvPush(Result):
     created: bool = Field(description="False where the same files had been pushed under this name before.")
     train_tasks: int | None = Field(default=None, description="Rows of the train split; absent with load=false.")
     eval_tasks: int | None = Field(default=None, description="Rows of the eval split; absent with load=false.")
+    asks: dict[str, Any] | None = Field(
+        default=None, description="What its environment.toml asks for beyond the usual, network for one."
+    )
     files: int = Field(description="Number of files.")
     size_bytes: int = Field(description="Size of all files.")
     contaminated: str | None = Field(
@@ -205,14 +209,17 @@ async def publish(
     values = secret_values(secrets)
     with contextlib.ExitStack() as stack:
         stage = await anyio.to_thread.run_sync(stack.enter_context, staged(name, source))
+        asks = _asks(stage.folder)
         splits, shared = await _splits(stage, environment_args, values) if load else (None, None)
-        version = await anyio.to_thread.run_sync(_register, stage, splits)
+        data = {"tasks": splits} if splits else {}
+        _, version = await anyio.to_thread.run_sync(open_store().publish, stage, data)
     reference = f"{version.name}@{version.digest}"
     return EnvPush(
         environment=reference,
         created=version.created,
         train_tasks=splits["train"] if splits else None,
         eval_tasks=splits["eval"] if splits else None,
+        asks=asks or None,
         files=version.files,
         size_bytes=version.size_bytes,
         contaminated=contamination_note(shared) if shared else None,
@@ -249,18 +256,12 @@ async def _splits(stage: Stage, args: dict[str, Any] | None, secrets: dict[str, 
         raise as_flash_error(fault, stage.parent.name, f"nothing was published: {fix}") from fault
 
 
-def _register(stage: Stage, splits: dict[str, int] | None) -> Version:
-    """Publish files and row together; a refused row leaves no files."""
-    store = open_store()
-    with store.transaction():
-        store.add_environment(
-            name=stage.parent.name,
-            digest=stage.digest,
-            path=str(stage.parent / stage.digest),
-            size_bytes=stage.size_bytes,
-            data={"tasks": splits} if splits else {},
-        )
-        return stage.commit()
+def _asks(folder: Path) -> dict[str, Any]:
+    try:
+        return Needs.of(folder).asked()
+    except ValueError as error:
+        fix = "mend it, or leave it out: most environments need none"
+        raise FlashError("environment_invalid", str(error), fix=fix) from error
 
 
 # -- env_test ---------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import anyio.to_thread
 from pydantic import Field
 
 from environments.host import EnvironmentFault, EnvironmentHost
-from flash_mcp import comparison, evaluations, judge, named, queue, stats
+from flash_mcp import comparison, evaluations, judge, named, queue, stats, vault
 from flash_mcp.errors import FlashError
 from flash_mcp.evaluations import Subject, Try
 from flash_mcp.runfolder import Json
@@ -270,6 +270,8 @@ async def submit(
     run, created = await anyio.to_thread.run_sync(queue.enqueue, store, resolved, environment, subject.adapter, key)
     if run["ended"] is None:
         await anyio.to_thread.run_sync(ensure_supervisor, store.base)
+        if names := run["spec"]["secrets"]:
+            await anyio.to_thread.run_sync(vault.give, store.base, run["id"], secret_values(names))
     return run, created
 
 

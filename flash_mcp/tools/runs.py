@@ -16,9 +16,11 @@ import anyio
 import anyio.to_thread
 from pydantic import Field
 
+from environments import sandbox
 from environments.host import EnvironmentFault, EnvironmentHost
+from environments.sandbox import Needs
 from environments.splits import Overlap, overlap
-from flash_mcp import catalog, datasets, named, queue
+from flash_mcp import catalog, datasets, named, queue, vault
 from flash_mcp.callers import caller
 from flash_mcp.catalog import ModelCard
 from flash_mcp.curation import prompt_digest, read_held_out
@@ -29,7 +31,7 @@ from flash_mcp.runfolder import Json
 from flash_mcp.spec import ResolvedSpec, RunSpec, read_toml, resolve, validate
 from flash_mcp.store import EnvironmentRow, RunRow, Store, open_store
 from flash_mcp.supervisor import ensure_supervisor
-from flash_mcp.tools import Part, Result, Tool, report
+from flash_mcp.tools import Part, Result, Tool, report, to_text
 from flash_mcp.tools.evaluation import after_evaluation
 from flash_mcp.tools.loading import (
     INSTALL_TIMEOUT_S,
@@ -214,7 +216,7 @@ async def start(
         estimate=estimate,
         values={name: value for name, value in spec.model_dump().items() if value not in (None, [], {})},
         sources=_by_source(resolved),
-        notes=[*notes, *_advice(spec, estimate)] or None,
+        notes=[*_asks(environment), *notes, *_advice(spec, estimate)] or None,
     )
     if validate_only and not sample:
         next_step = "call train again without validate_only to start it; sample=true lets the model try it first"
@@ -248,6 +250,8 @@ async def start(
     next_step = f"status(run_id={run['id']!r}, wait_s=40) follows it; cancel ends it"
     try:
         await anyio.to_thread.run_sync(ensure_supervisor, store.base)
+        if spec.secrets:
+            await anyio.to_thread.run_sync(vault.give, store.base, run["id"], secret_values(spec.secrets))
     except FlashError as error:  # the run is there: an error alone would have it asked for again
         next_step = f"{error} The run is queued; status(run_id={run['id']!r}) tries to start the supervisor again"
     return result(run_id=run["id"], state=run["state"], created=created, next=next_step)
@@ -312,6 +316,11 @@ async def _probe(
         fix = "add eval rows (env.eval_dataset, as a rule datasets/eval.jsonl), or leave eval_* out"
         raise FlashError("dataset_invalid", "the environment has no eval split to evaluate on", fix=fix)
     return splits, math.ceil(longest / CHARACTERS_PER_TOKEN), shared
+
+
+def _asks(environment: EnvironmentRow) -> list[str]:
+    asked = Needs.of(Path(environment["path"])).asked()
+    return [f"the environment's {sandbox.FILE} asks for {to_text(asked)}"] if asked else []
 
 
 async def _check_contamination(

@@ -12,7 +12,7 @@ import anyio
 import anyio.to_thread
 from pydantic import Field
 
-from flash_mcp import judge
+from flash_mcp import judge, vault
 from flash_mcp.callers import caller
 from flash_mcp.errors import FlashError
 from flash_mcp.failures import failure_counts
@@ -297,7 +297,9 @@ def _obstacles(store: Store, run: RunRow) -> list[str]:
         ensure_supervisor(store.base)
     except FlashError as error:
         return [str(error)]
-    return []
+    # A supervisor that was started anew has no secrets; this server may.
+    absent = vault.hand_over(store.base, run["id"], run["spec"]["secrets"])
+    return [str(vault.missing(run["id"], absent))] if absent and run["state"] != "running" else []
 
 
 def _trend(store: Store, run_id: str, name: str, *, lower_is_better: bool = False) -> Trend | None:

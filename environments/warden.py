@@ -1,0 +1,118 @@
+"""The process between the host and environment code: it ends whatever that started, wherever it went.
+
+    watch(memory_bytes)     # returns in a new process, which is to run environment code; the caller stays as its warden
+
+A process that made a session of its own would outlive its process group. The warden is the one whom orphans fall to
+(PR_SET_CHILD_SUBREAPER), so it finds and kills them all when environment code ends or SIGTERM comes, and then ends as
+environment code did. Twice a second it adds up their memory. It runs nothing of the user's.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from environments.sandbox import die_with_parent, set_subreaper
+
+CHECK_EVERY_S = 0.5
+SWEEP_TIMEOUT_S = 5.0
+MEMORY_EXIT_CODE = 97
+"""Said to the host: its processes used more memory than they may."""
+HEEDED = {signal.SIGTERM, signal.SIGCHLD, signal.SIGUSR1}
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+def watch(memory_bytes: int) -> int:
+    """Fork: return the parent's pid in the child; in the parent, never return."""
+    if not sys.platform.startswith("linux"):
+        return os.getppid()
+    set_subreaper()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # memory may hold secrets
+    signal.pthread_sigmask(signal.SIG_BLOCK, HEEDED)
+    warden = os.getpid()
+    child = os.fork()
+    if child == 0:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HEEDED)
+        die_with_parent(warden)
+        return warden
+    try:
+        _let_go_of_pipes()
+        status = _wait(child, memory_bytes)
+        _sweep()
+        _end_as(status)
+    finally:
+        os._exit(1)
+
+
+def _let_go_of_pipes() -> None:
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(null, descriptor)
+
+
+def _wait(child: int, memory_bytes: int) -> int:
+    """The wait status of environment code; that of the kill which it is to get, where it has not ended by itself."""
+    while True:
+        heard = signal.sigtimedwait(HEEDED, CHECK_EVERY_S)
+        if heard is None:
+            if sum(map(_memory_of, _descendants(os.getpid()))) > memory_bytes:
+                return MEMORY_EXIT_CODE << 8
+        elif heard.si_signo == signal.SIGTERM:
+            return signal.SIGKILL
+        elif heard.si_signo == signal.SIGUSR1:
+            os.kill(child, signal.SIGUSR1)
+        elif (status := _reap().get(child)) is not None:
+            return status
+
+
+def _reap() -> dict[int, int]:
+    """{pid: wait status} of all that ended."""
+    ended: dict[int, int] = {}
+    with suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            ended[found[0]] = found[1]
+    return ended
+
+
+def _sweep() -> None:
+    """Kill until nobody is left. What is killed leaves its children to this process, which finds them next time."""
+    deadline = time.monotonic() + SWEEP_TIMEOUT_S
+    while (left := list(_descendants(os.getpid()))) and time.monotonic() < deadline:
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.002)
+        _reap()
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    with suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError):
+                for child in map(int, (thread / "children").read_text().split()):
+                    yield child
+                    yield from _descendants(child)
+
+
+def _memory_of(pid: int) -> int:
+    """Bytes that are its own: what is shared, with the process that it was forked from for one, is not counted."""
+    with suppress(OSError):
+        _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
+        return (resident - shared) * PAGE_BYTES
+    return 0
+
+
+def _end_as(status: int) -> None:
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        with suppress(OSError):
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+        os.kill(os.getpid(), number)
+    os._exit(os.waitstatus_to_exitcode(status))

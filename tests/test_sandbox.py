@@ -1,0 +1,435 @@
+"""The walls around environment code, each attacked by code that an environment runs for real."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from environments.host import EnvironmentFault, EnvironmentHost
+from environments.sandbox import Needs, describe
+from flash_mcp.home import environments_dir
+from flash_mcp.store import open_store
+from tests.folders import environment_folder
+
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the walls are the Linux kernel's"),
+]
+
+CALCULATOR = Path(__file__).parent.parent / "environments" / "calculator"
+ATTACKER = """
+class Sample(Echo):
+    def step_episode(self, example, messages, assistant_response):
+        names = {}
+        exec(assistant_response, names)
+        return EnvironmentStepResult(done=False, messages=[{"role": "user", "content": str(names.get("told"))}])
+"""
+
+
+class Attack:
+    """Runs code where environment code runs."""
+
+    def __init__(self, host: EnvironmentHost) -> None:
+        self.host = host
+
+    async def told(self, code: str) -> str:
+        """What the code left in `told`."""
+        episode = (await self.host.open("train", 0)).episode
+        try:
+            return (await self.host.step(episode, textwrap.dedent(code))).messages[0]["content"]
+        finally:
+            await self.host.close(episode)
+
+    async def fault(self, code: str) -> EnvironmentFault:
+        with pytest.raises(EnvironmentFault) as caught:
+            await self.told(code)
+        return caught.value
+
+    def processes(self) -> list[psutil.Process]:
+        """The warden, the process that runs the code, and all that it started."""
+        warden = psutil.Process(self.host._children[-1]._transport.get_pid())
+        return [warden, *warden.children(recursive=True)]
+
+
+@asynccontextmanager
+async def attack_on(folder: Path, needs: str = "", **options: object) -> AsyncGenerator[Attack]:
+    environment_folder(folder, ATTACKER)
+    if needs:
+        (folder / "environment.toml").write_text(needs)
+    async with await EnvironmentHost.start(folder, **options) as host:
+        yield Attack(host)
+
+
+@pytest.fixture
+def published(flash_home: Path) -> Path:
+    """Where the attacker's folder lies once it was pushed, beside a database and another's environment."""
+    open_store().add_environment(name="other", digest="0", path="/", size_bytes=0)
+    other = environments_dir() / "other" / "0"
+    other.mkdir(parents=True)
+    (other / "environment.py").write_text("answers = [42]")
+    return environments_dir() / "attacker" / "1"
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+async def test_state_is_out_of_reach_though_the_environment_lies_within_it(published: Path, flash_home: Path) -> None:
+    async with attack_on(published) as attack:
+        assert not any(attack.host.walls.values()), describe(attack.host.walls)
+        for path in (flash_home / "flash.db", flash_home / "environments" / "other" / "0" / "environment.py"):
+            fault = await attack.fault(f"open({str(path)!r}).read()")
+            assert (fault.code, "Permission denied" in fault.what) == ("environment_access", True), fault.what
+            assert "its own folder" in fault.what
+        for command in (f"cat {flash_home}/flash.db", f"ls {flash_home}", f"ls {Path.home()}", "ls /tmp"):
+            told = await attack.told(f"import os; told = os.system({command + ' >/dev/null 2>&1'!r})")
+            assert told != "0", command
+        assert "Addition" in await attack.told("told = open('environment.py').read()")
+
+
+async def test_it_writes_to_its_temporary_folder_alone_and_that_is_removed(tmp_path: Path, flash_home: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    async with attack_on(tmp_path / "environment") as attack:
+        targets = (tmp_path / "environment" / "x", outside / "x", "/dev/x", "/etc/x", "/usr/x", Path.home() / "x")
+        for target in map(str, targets):
+            assert (await attack.fault(f"open({target!r}, 'w')")).code == "environment_access", target
+        assert (await attack.fault("import os; os.remove('environment.py')")).code == "environment_access"
+        code = """
+            import os, subprocess, tempfile
+            folder = tempfile.mkdtemp()
+            open(os.path.join(folder, "x"), "w").write("kept")
+            subprocess.run(["cp", "x", "y"], cwd=folder, check=True)
+            told = folder + "|" + open(os.path.join(folder, "y")).read()
+            os.mkdir(os.path.join(folder, "locked"))
+            open(os.path.join(folder, "locked", "z"), "w").close()
+            os.chmod(os.path.join(folder, "locked"), 0)
+        """
+        folder, content = (await attack.told(code)).split("|")
+        assert content == "kept" and Path(folder).is_dir()  # noqa: ASYNC240
+    assert not Path(folder).parent.exists()
+    assert list(outside.iterdir()) == []
+
+
+async def test_a_folder_that_the_operator_names_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "rows").write_text("42")
+    read = f"told = open({str(tmp_path / 'data' / 'rows')!r}).read()"
+    async with attack_on(tmp_path / "environment") as attack:
+        assert "FLASH_READABLE" in (await attack.fault(read)).what
+    monkeypatch.setenv("FLASH_READABLE", str(tmp_path / "data"))
+    async with attack_on(tmp_path / "environment") as attack:
+        assert await attack.told(read) == "42"
+
+
+async def test_no_descriptor_of_the_host_is_inherited(tmp_path: Path) -> None:
+    with (tmp_path / "private").open("w") as held:
+        os.set_inheritable(held.fileno(), True)
+        async with attack_on(tmp_path / "environment") as attack:
+            code = (
+                "import os; told = sorted(os.readlink(f'/proc/self/fd/{n}') for n in os.listdir('/proc/self/fd')[:-1])"
+            )
+            assert "private" not in await attack.told(code)
+            listed = "import subprocess; told = subprocess.check_output(['ls', '/proc/self/fd'], text=True).split()"
+            assert await attack.told(listed) == "['0', '1', '2', '3']"  # 3 is the folder that ls reads
+
+
+async def test_other_processes_can_be_neither_signalled_nor_looked_into(tmp_path: Path) -> None:
+    async with attack_on(tmp_path / "environment") as attack:
+        for victim in (os.getpid(), psutil.Process().children()[0].pid):
+            assert "not permitted" in (await attack.fault(f"import os; os.kill({victim}, 9)")).what
+            assert (await attack.fault(f"open('/proc/{victim}/environ').read()")).code == "environment_access"
+
+
+# -- network ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def listener() -> socket.socket:
+    return socket.create_server(("127.0.0.1", 0))
+
+
+async def test_the_network_is_refused_and_the_refusal_says_how_to_ask(tmp_path: Path, listener: socket.socket) -> None:
+    address = listener.getsockname()
+    async with attack_on(tmp_path) as attack:
+        for code in (
+            f"import socket; socket.create_connection({address!r})",
+            "import urllib.request; urllib.request.urlopen('http://example.com', timeout=5)",
+        ):
+            fault = await attack.fault(code)
+            assert (fault.code, "network = true" in fault.what) == ("environment_network", True), fault.what
+        # Past Python: the kernel refuses, whatever the program and the kind of socket.
+        for code in ("AF_INET, SOCK_STREAM", "AF_INET6, SOCK_DGRAM", "AF_UNIX, SOCK_STREAM", "AF_NETLINK, SOCK_RAW"):
+            raw = f"""
+                import ctypes, socket
+                from socket import *
+                libc = ctypes.CDLL(None, use_errno=True)
+                told = libc.socket({code}, 0), ctypes.get_errno(), libc.syscall(425, 8, b"\\0" * 120)
+            """
+            assert await attack.told(raw) == "(-1, 13, -1)"
+        bash = f"import subprocess; told = subprocess.run(['bash', '-c', 'exec 3<>/dev/tcp/127.0.0.1/{address[1]}'])"
+        assert "returncode=1" in await attack.told(bash)
+
+
+async def test_an_environment_that_asks_for_the_network_gets_it(tmp_path: Path, listener: socket.socket) -> None:
+    async with attack_on(tmp_path, "network = true") as attack:
+        assert "asks for it" in attack.host.walls["network"]
+        assert await attack.told(f"import socket; told = socket.create_connection({listener.getsockname()!r})")
+        assert listener.accept()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("net = true", "unknown keys net; it may have: network, memory_gib"),
+        ("network = 1", "network must be true or false, got 1"),
+        ("processes = -1", "processes must be a number above 0"),
+        ("memory_gib =", "cannot be read"),
+    ],
+)
+async def test_an_environment_toml_that_cannot_be_used_is_explained(tmp_path: Path, text: str, expected: str) -> None:
+    with pytest.raises(EnvironmentFault) as caught:
+        async with attack_on(tmp_path, text):
+            pass
+    assert (caught.value.code, expected in caught.value.what) == ("environment_invalid", True), caught.value.what
+
+
+# -- what may be used up ----------------------------------------------------------------------------------------------
+
+
+async def test_a_memory_hog_gets_an_error_and_its_episode_alone_fails(tmp_path: Path) -> None:
+    async with attack_on(tmp_path, "memory_gib = 0.5", concurrency=1) as attack:
+        fault = await attack.fault("told = len(bytearray(3 << 30))")
+        assert (fault.code, "memory_gib" in fault.what) == ("environment_memory", True), fault.what
+        assert await attack.told("told = len(bytearray(1 << 20))") == "1048576"
+
+
+async def test_many_processes_that_together_use_too_much_memory_are_ended(tmp_path: Path) -> None:
+    hogs = """
+        import subprocess, sys, time
+        hog = "import time; held = bytearray(b'x' * (150 << 20)); time.sleep(60)"
+        several = [subprocess.Popen([sys.executable, "-S", "-c", hog]) for _ in range(4)]
+        time.sleep(60)
+    """
+    async with attack_on(tmp_path, "memory_gib = 0.4") as attack:
+        fault = await attack.fault(hogs)
+        assert (fault.code, "more memory" in fault.what) == ("environment_memory", True), fault.what
+        assert await attack.told("told = 1") == "1"
+
+
+async def test_a_file_that_grows_too_large_is_an_error(tmp_path: Path) -> None:
+    code = """
+        import os, tempfile
+        with open(os.path.join(tempfile.mkdtemp(), "x"), "wb") as stream:
+            stream.truncate(64 << 20)
+    """
+    async with attack_on(tmp_path, "file_gib = 0.01") as attack:
+        fault = await attack.fault(code)
+        assert (fault.code, "file_gib" in fault.what) == ("environment_file_size", True), fault.what
+
+
+async def test_a_fork_bomb_is_bounded_and_nothing_of_it_is_left(tmp_path: Path) -> None:
+    bomb = """
+        import os, sys, time
+        mine = []
+        try:
+            while True:
+                pid = os.fork()
+                if pid == 0:
+                    os.setsid()
+                    time.sleep(600)
+                mine.append(pid)
+        except BlockingIOError as error:
+            raise RuntimeError(f"stopped at {len(mine)}") from error
+    """
+    async with attack_on(tmp_path, "processes = 40", concurrency=8) as attack:
+        fault = await attack.fault(bomb)
+        assert (fault.code, "processes of its environment.toml" in fault.what) == ("environment_processes", True)
+        assert 10 <= int(fault.what.partition("stopped at ")[2].partition(" ")[0]) <= 48
+        bombs = attack.processes()
+        assert len(bombs) >= 12
+    _, alive = psutil.wait_procs(bombs, timeout=5)
+    assert alive == []
+
+
+async def test_the_limits_are_one_hosts_own(tmp_path: Path) -> None:
+    async with attack_on(tmp_path / "a", "processes = 30") as one, attack_on(tmp_path / "b", "processes = 30") as other:
+        sleepers = "import subprocess; told = [subprocess.Popen(['sleep', '60']).pid for _ in range(20)]"
+        assert await one.told(sleepers)
+        assert await other.told(sleepers)
+
+
+async def test_what_it_prints_without_end_does_not_fill_the_log(tmp_path: Path, monkeypatch, capfd) -> None:
+    monkeypatch.setattr("environments.host.MAX_PRINTED_BYTES", 100_000)
+    async with attack_on(tmp_path) as attack:
+        code = (
+            "import os\nfor _ in range(200): os.write(2, b'flood ' * 10_000)\nos.write(2, b'last words')\nos._exit(3)"
+        )
+        fault = await attack.fault(code)
+        assert "last words" in fault.traceback
+    printed = capfd.readouterr().err
+    assert 100_000 <= len(printed) < 101_000 and "the rest is left out" in printed
+
+
+async def test_an_answer_that_is_too_long_is_that_calls_error(tmp_path: Path) -> None:
+    async with attack_on(tmp_path) as attack:
+        assert "more than the 8,388,608 of one call" in (await attack.fault("told = 'x' * (9 << 20)")).what
+        assert await attack.told("told = 1") == "1"
+
+
+async def test_forged_replies_end_the_process_and_not_the_host(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("environments.host.MAX_LINE_BYTES", 1 << 20)
+    forge = """
+        import os, time
+        while True:
+            for number in range(3, 20):
+                try:
+                    os.write(number, {})
+                except OSError:
+                    pass
+            time.sleep(0.001)
+    """
+    async with attack_on(tmp_path) as attack:
+        assert "what is no reply" in (await attack.fault(forge.format("b'nonsense\\n'"))).what
+        assert "longer than 1,048,576 bytes" in (await attack.fault(forge.format("b'x' * 65536"))).what
+        assert await attack.told("told = 1") == "1"
+
+
+# -- what may be left behind ------------------------------------------------------------------------------------------
+
+DAEMON = """
+import os, subprocess, time
+read, write = os.pipe()
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.write(write, str(os.getpid()).encode())
+        time.sleep(600)
+    os._exit(0)
+told = os.read(read, 20).decode()
+"""
+
+
+@pytest.mark.parametrize("end", ["stop", "crash", "warden told to end"])
+async def test_daemons_of_environment_code_end_with_it(tmp_path: Path, end: str) -> None:
+    async with attack_on(tmp_path) as attack:
+        daemon = psutil.Process(int(await attack.told(DAEMON)))
+        warden, *_ = processes = attack.processes()
+        assert daemon in processes and daemon.ppid() == warden.pid  # it fell to the warden
+        if end == "crash":
+            await attack.fault("import os; os.abort()")
+        if end == "warden told to end":
+            warden.terminate()
+    _, alive = psutil.wait_procs(processes, timeout=5)
+    assert alive == []
+
+
+# -- as a user without rights -----------------------------------------------------------------------------------------
+
+AS_A_USER = """
+import asyncio, json, sys
+from pathlib import Path
+from environments.host import EnvironmentFault, EnvironmentHost
+
+async def main():
+    async with await EnvironmentHost.start(Path(sys.argv[1])) as host:
+        told = []
+        for code in sys.argv[2:]:
+            episode = (await host.open("train", 0)).episode
+            try:
+                told.append((await host.step(episode, code)).messages[0]["content"])
+            except EnvironmentFault as fault:
+                told.append(fault.code)
+        print(json.dumps([host.walls, told]))
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0 or not shutil.which("setpriv"), reason="only root can be another user")
+@pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="needs a Python that every user may run")
+async def test_the_walls_stand_for_a_user_without_rights_too() -> None:
+    with tempfile.TemporaryDirectory() as place:
+        Path(place).chmod(0o755)  # noqa: ASYNC240
+        shutil.copytree(CALCULATOR.parent, Path(place, "environments"))
+        environment_folder(Path(place, "folder"), ATTACKER)
+        Path(place, "folder", "environment.toml").write_text("processes = 40")  # noqa: ASYNC240
+        Path(place, "secret").write_text("")  # noqa: ASYNC240
+        attacks = [
+            f"open({place + '/secret'!r})",
+            "import socket; socket.socket()",
+            "import os; told = os.getuid(), open('environment.py').read()[:1]",
+            "import multiprocessing; told = multiprocessing.Lock().acquire()",
+            "import os, time\nwhile True:\n  if os.fork() == 0: time.sleep(60)",
+        ]
+        done = subprocess.run(  # noqa: ASYNC221
+            ["setpriv", "--reuid", "4242", "--regid", "4242", "--clear-groups", "/usr/bin/python3", "-c", AS_A_USER,
+             f"{place}/folder", *attacks],
+            capture_output=True, text=True, cwd=place, timeout=60, check=False,
+            env={"PYTHONPATH": place, "PATH": os.environ["PATH"], "HOME": place},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        walls, told = json.loads(done.stdout.splitlines()[-1])
+    if not any(walls.values()):
+        assert told == ["environment_access", "environment_network", "(4242, '\\n')", "True", "environment_processes"]
+
+
+# -- what honest code needs -------------------------------------------------------------------------------------------
+
+
+async def test_honest_code_notices_nothing(tmp_path: Path) -> None:
+    async with await EnvironmentHost.start(CALCULATOR) as host:
+        for index in range(3):
+            gold = [m["content"] for m in await host.gold("train", index) if m["role"] == "assistant"]
+            opening = await host.open("train", index)
+            for text in gold:
+                await host.step(opening.episode, text)
+            assert (await host.score(opening.episode)).success
+    async with attack_on(tmp_path / "environment") as attack:
+        code = """
+            import getpass, locale, multiprocessing, os, sqlite3, ssl, subprocess, sys, tempfile, threading, zoneinfo
+            from concurrent.futures import ProcessPoolExecutor
+            with ProcessPoolExecutor(2, multiprocessing.get_context("fork")) as pool:
+                squares = list(pool.map(abs, [-1, -2]))
+            threads = [threading.Thread(target=sqlite3.connect(":memory:").close) for _ in range(8)]
+            output = subprocess.check_output([sys.executable, "-c", "print(6 * 7)"], text=True, start_new_session=True)
+            random = open("/dev/urandom", "rb").read(2)
+            ssl.create_default_context()
+            told = squares, output.strip(), len(random), getpass.getuser(), os.path.exists("environment.py")
+        """
+        assert await attack.told(code) == "([1, 2], '42', 2, 'environment', True)"
+
+
+async def test_numpy_and_its_threads_work(tmp_path: Path) -> None:
+    pytest.importorskip("numpy")
+    async with attack_on(tmp_path) as attack:
+        assert await attack.told("import numpy; told = (numpy.ones((300, 300)) @ numpy.ones((300, 300))).sum()") != ""
+
+
+async def test_a_call_behind_the_walls_costs_what_it_cost_before(tmp_path: Path) -> None:
+    """The walls are the kernel's: nothing is done for a call, but to search what it says for secrets."""
+    environment_folder(tmp_path, "", returns="Echo()")
+    async with await EnvironmentHost.start(tmp_path, secrets={"KEY": "a-secret-of-usual-length"}) as host:
+        opening = await host.open("train", 0)
+        text, seconds = "word " * 400, []
+        for _ in range(200):
+            begun = time.perf_counter()
+            await host.step(opening.episode, text)
+            seconds.append(time.perf_counter() - begun)
+        assert sorted(seconds)[100] < 0.001
+
+
+def test_the_defaults_are_what_is_left_out() -> None:
+    assert Needs().asked() == {} and Needs(network=True, processes=9).asked() == {"network": True, "processes": 9}
