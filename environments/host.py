@@ -261,7 +261,7 @@ class EnvironmentHost:
         bounds = Bounds(
             folder=str(self.folder),
             scratch=str(self._scratch),
-            hidden=os.path.abspath(os.path.expanduser(os.environ.get("FLASH_HOME") or "~/.flash-mcp")),  # noqa: ASYNC240  # noqa: ASYNC240
+            hidden=str(Path(os.environ.get("FLASH_HOME") or "~/.flash-mcp").expanduser().absolute()),  # noqa: ASYNC240  # noqa: ASYNC240  # noqa: ASYNC240
             needs=needs.asked(),
             threads=self._concurrency,
             readable=tuple(filter(None, os.environ.get(READABLE_VARIABLE, "").split(os.pathsep))),
