@@ -27,8 +27,8 @@ def supervised(flash_home: Path):
         yield
 
 
-async def call(name: str, **arguments: Any) -> dict[str, Any]:
-    result = all_tools()[name].function(**arguments)
+async def call(tool: str, /, **arguments: Any) -> dict[str, Any]:
+    result = all_tools()[tool].function(**arguments)
     body = (await result if hasattr(result, "__await__") else result).model_dump(mode="json")
     assert len(to_text(body)) <= RESULT_CHARACTERS
     return body
