@@ -219,7 +219,7 @@ def _judgement(view: RunView) -> list[Child]:
 
 def _scores(view: RunView) -> list[Child]:
     """What a run made by evaluate found."""
-    found = view.scores.model_dump(mode="json", exclude_none=True) if view.scores else {}
+    found: Json = view.scores.model_dump(mode="json", exclude_none=True) if view.scores else {}
     rows = [[name, value if isinstance(value, str) else json.dumps(value)] for name, value in found.items()]
     return [el("h2", "Scores"), _table(("", ""), rows)] if rows else []
 

@@ -27,7 +27,7 @@ def supervised(flash_home: Path):
         yield
 
 
-async def call(tool: str, **arguments: Any) -> dict[str, Any]:
+async def call(tool: str, /, **arguments: Any) -> dict[str, Any]:
     result = all_tools()[tool].function(**arguments)
     body = (await result if hasattr(result, "__await__") else result).model_dump(mode="json")
     assert len(to_text(body)) <= RESULT_CHARACTERS

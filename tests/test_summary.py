@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 from environments.host import Score
@@ -155,10 +156,9 @@ def shortness_beside_success(step: int, text: str) -> tuple[float, bool]:
     return 0.3 * right + 0.7 * max(0.0, 1 - len(text) / 80), right
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("scorer", [shortness_alone, shortness_beside_success])
-async def test_a_scorer_that_pays_for_short_answers_is_caught(tmp_path: Path, scorer: Any):
-    view = await report(trained(tmp_path, [70 - 3 * step for step in range(22)], scorer))
+def test_a_scorer_that_pays_for_short_answers_is_caught(tmp_path: Path, scorer: Any):
+    view = anyio.run(report, trained(tmp_path, [70 - 3 * step for step in range(22)], scorer))
     assert view["reward"]["last"] > view["reward"]["first"] + 0.2  # to its author it looks like learning
     flags = {flag["name"]: flag for flag in view["flags"]}
     assert flags["length_collapse"]["severity"] == "problem"
@@ -167,12 +167,11 @@ async def test_a_scorer_that_pays_for_short_answers_is_caught(tmp_path: Path, sc
     assert view["outlook"].startswith("no: ")
 
 
-@pytest.mark.anyio
-async def test_a_run_that_learns_its_task_raises_no_flag(tmp_path: Path):
+def test_a_run_that_learns_its_task_raises_no_flag(tmp_path: Path):
     def sound(step: int, text: str) -> tuple[float, bool]:
         right = random.Random(text).random() < 0.1 + 0.03 * step
         return 0.2 + 0.8 * right, right
 
-    view = await report(trained(tmp_path, [40 - step for step in range(22)], sound))
+    view = anyio.run(report, trained(tmp_path, [40 - step for step in range(22)], sound))
     assert "flags" not in view
     assert view["outlook"].startswith("yes: reward went from 0.")
