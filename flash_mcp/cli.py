@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import importlib
 import inspect
 import json
@@ -122,8 +123,11 @@ def serve(arguments: argparse.Namespace) -> None:
                 "invalid_argument", "whoever can reach this address could run code as you", host=host, fix=fix
             )
         _check_port(host, port)
+    gc.disable()  # the modules stay: looking for garbage among them would only lengthen the start
     from flash_mcp.server import server  # noqa: PLC0415
 
+    gc.freeze()
+    gc.enable()
     if not arguments.http:
         server.run()
         return
