@@ -19,6 +19,7 @@ from typing import Any
 from environments import requirements
 from environments.base import ChatMessage
 from environments.host import EnvironmentFault, EnvironmentHost, Score
+from environments.splits import shared_tasks
 
 ROWS = {"train": 5, "eval": 3}
 """Tasks tried of each split, spread over it."""
@@ -191,15 +192,14 @@ class _Gate:
                 "there is no eval split",
                 "set eval_dataset, as a rule from datasets/eval.jsonl: only tasks held back can show learning",
             )
-        asked = {digest: task_id for task_id, digest in train}
-        shared = [(asked[digest], task_id) for task_id, digest in held_out if digest in asked]
-        if shared:
+        overlap = shared_tasks(train, held_out)
+        if overlap.shared:
             raise _FailedError(
-                f"{len(shared)} eval tasks ask what a train task asks, for instance train {shared[0][0]!r} and eval "
-                f"{shared[0][1]!r}",
-                "take them out of one of the splits: an evaluation on trained tasks measures memory",
+                f"contaminated: {overlap.shared} of {len(held_out)} eval tasks are train tasks too: {overlap}",
+                "take them out of one of the splits, or give different tasks different ids: an evaluation on trained "
+                "tasks measures memory",
             )
-        return f"{len(train)} train and {len(held_out)} eval tasks; ids are unique, no question is in both splits"
+        return f"{len(train)} train and {len(held_out)} eval tasks; ids are unique, no task is in both splits"
 
     async def _check_prompts(self, host: EnvironmentHost) -> str:
         turns: list[int] = []

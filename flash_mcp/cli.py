@@ -1,4 +1,4 @@
-"""The command line: `flash-mcp serve | supervise | demo | doctor | curve`, and every tool as a command.
+"""The command line: `flash-mcp serve | supervise | demo | doctor | curve | report`, and every tool as a command.
 
 Results go to stdout, everything else to stderr. Exit codes: 0 done, 1 refused or failed, 2 wrong usage; with --follow
 3 when the run failed and 4 when it was cancelled; 130 after Ctrl-C.
@@ -88,7 +88,7 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"flash-mcp {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND")
-    for add in (_add_serve, _add_supervise, _add_demo, _add_doctor, _add_curve, _add_backup, _add_restore):
+    for add in (_add_serve, _add_supervise, _add_demo, _add_doctor, _add_curve, _add_report, _add_backup, _add_restore):
         add(commands)
     own = set(cast("dict[str, Any]", commands.choices))
     if next((word for word in given if not word.startswith("-")), None) not in own:
@@ -226,6 +226,28 @@ def curve(arguments: argparse.Namespace) -> None:
     else:
         arguments.png.write_bytes(drawing.png(points))
         _say(str(arguments.png))
+
+
+def _add_report(commands: Any) -> None:
+    parser = commands.add_parser("report", help="a run as one HTML page: health, curves, rollouts, lineage, values")
+    parser.add_argument("run_id", metavar="RUN_ID")
+    parser.add_argument("--out", type=Path, default=None, metavar="FILE", help="where to; default: ./RUN_ID.html")
+    parser.set_defaults(run=report)
+
+
+def report(arguments: argparse.Namespace) -> None:
+    """Write the page and print where it lies."""
+    from flash_mcp import report as page  # noqa: PLC0415
+    from flash_mcp.store import open_store  # noqa: PLC0415
+
+    text = page.html(open_store(), arguments.run_id)
+    out = arguments.out or Path(f"{arguments.run_id}.html")
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        fix = "choose a file that you may write with --out"
+        raise FlashError("invalid_argument", f"cannot write there: {error}", out=out, fix=fix) from error
+    _say(str(out))
 
 
 def _add_backup(commands: Any) -> None:

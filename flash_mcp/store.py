@@ -57,6 +57,8 @@ class RunRow(TypedDict):
     init_adapter: Json | None
     dataset: Json | None
     """Of an sft run on curated rows: {"name", "digest", "path", "files": {file: sha256}}."""
+    lineage: Json
+    """`code` is the version that made it; `overlap`, where splits share tasks, {"shared", "eval_tasks", "evidence"}."""
     idempotency_key: str | None
     folder: str
     attempt: int
@@ -168,7 +170,9 @@ class DeploymentRow(TypedDict):
     updated: float
 
 
-_JSON_COLUMNS = frozenset({"spec", "sources", "init_adapter", "dataset", "error", "metrics", "summary", "data", "body"})
+_JSON_COLUMNS = frozenset(
+    {"spec", "sources", "init_adapter", "dataset", "lineage", "error", "metrics", "summary", "data", "body"}
+)
 migrations = Migrations("flash_mcp")
 
 
@@ -181,6 +185,11 @@ def _initial(db: Database) -> None:  # pyright: ignore[reportUnusedFunction]
 @migrations(name="0002_dataset")
 def _dataset(db: Database) -> None:  # pyright: ignore[reportUnusedFunction]
     _execute(db, "ALTER TABLE runs ADD COLUMN dataset TEXT")
+
+
+@migrations(name="0003_lineage")
+def _lineage(db: Database) -> None:  # pyright: ignore[reportUnusedFunction]
+    _execute(db, "ALTER TABLE runs ADD COLUMN lineage TEXT NOT NULL DEFAULT '{}'")
 
 
 _SCHEMA_1 = """
@@ -338,6 +347,13 @@ class Store:
         sql = f"SELECT * FROM runs WHERE state IN ({_marks(ACTIVE)}) ORDER BY created, id"
         return cast("list[RunRow]", self.query(sql, ACTIVE))
 
+    def overlap(self, run: RunRow) -> Json | None:
+        """What the splits of a run's environment version share, as a run that trained on it recorded; None: nothing."""
+        sql = """SELECT lineage FROM runs WHERE environment = ? AND environment_digest = ?
+                 AND json_extract(lineage, '$.overlap') IS NOT NULL ORDER BY created DESC LIMIT 1"""
+        rows = self.query(sql, [run["environment"], run["environment_digest"]])
+        return rows[0]["lineage"]["overlap"] if rows else None
+
     def run_counts(self) -> dict[str, int]:
         """{state: number of runs}"""
         rows = self.query("SELECT state, count(*) AS n FROM runs GROUP BY state")
@@ -360,10 +376,11 @@ class Store:
         sql = """
             SELECT min(step) AS step, avg(value) AS mean FROM (
                 SELECT step, value, ntile(?) OVER (ORDER BY step) AS stretch FROM (
-                    SELECT step, json_extract(metrics, ?) AS value FROM metrics WHERE run_id = ?)
+                    SELECT step, (SELECT value FROM json_each(metrics) WHERE key = ?) AS value FROM metrics
+                    WHERE run_id = ?)
                 WHERE value IS NOT NULL)
             GROUP BY stretch ORDER BY stretch"""
-        rows = self.query(sql, [points, f'$."{name}"', run_id])
+        rows = self.query(sql, [points, name, run_id])
         return [(row["step"], row["mean"]) for row in rows]
 
     def rollouts(

@@ -26,6 +26,8 @@ METRIC_NAMES = {
     "entropy": "entropy",
     "kl": "kl",
     "is_ratio/mean": "is_ratio/mean",
+    "is_ratio/clipped_share": "is_ratio/clipped_share",
+    "sampling_kl": "sampling_kl",
     "sampling_logp_difference/mean": "sampling_logp_difference/mean",
 }
 CHECKPOINT_FILES = {

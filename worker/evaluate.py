@@ -13,8 +13,9 @@ from pathlib import Path
 from flash_mcp.runfolder import Json, RunWriter
 from worker.pulse import Pulse
 from worker.rollout import Limits, Rollout, Task
-from worker.run import check_errors, opened, summarize_evaluation
+from worker.run import check_errors, opened
 from worker.settings import Settings
+from worker.summary import summarize_evaluation
 
 log = logging.getLogger("worker")
 AT_ONCE = 64

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
@@ -32,6 +31,7 @@ from worker.rollout import Generator, Limits, Rollout, Task, collect
 from worker.runner import AsyncRunner
 from worker.settings import Settings
 from worker.sft import GOLD_SPLITS, dataset_rows, gold_rows, make_sft_trainer
+from worker.summary import summarize, summarize_evaluation
 from worker.transcript import ChatTemplate, Transcript
 
 log = logging.getLogger("worker")
@@ -299,45 +299,6 @@ class Session:
             raise Cancelled from None
 
 
-def summarize(groups: list[list[Rollout]]) -> Json:
-    """The metrics of one step's groups; means are over the rollouts that the environment did not fail."""
-    rollouts = [rollout for group in groups for rollout in group]
-    valid = [rollout for rollout in rollouts if not rollout.error]
-    transcripts = [rollout.transcript for rollout in valid if rollout.transcript]
-    rewards = [rollout.reward for rollout in valid]
-    uniform = [len({rollout.reward for rollout in group if not rollout.error}) <= 1 for group in groups]
-    components = sorted({name for rollout in valid for name in rollout.metrics})
-    return {
-        "reward/mean": _mean(rewards),
-        "reward/std": statistics.pstdev(rewards) if rewards else None,
-        "success/rate": _mean([rollout.success for rollout in valid]),
-        "groups/uniform_share": _mean(uniform),
-        "rollouts/truncated_share": _mean([transcript.truncated for transcript in transcripts]),
-        "rollouts/error_share": 1 - len(valid) / len(rollouts),
-        "rollouts/turns_mean": _mean([rollout.turns for rollout in valid]),
-        "tokens/completion_mean": _mean([transcript.model_tokens for transcript in transcripts]),
-        "tokens/prompt_mean": _mean([len(transcript.prompt_ids) for transcript in transcripts]),
-        **{f"reward/{name}": _mean([r.metrics[name] for r in valid if name in r.metrics]) for name in components},
-    }
-
-
-def summarize_evaluation(rows: list[Json], *, seconds: float) -> Json:
-    """What evals/STEP.json says of its attempts; shares and means are over those that the environment did not fail."""
-    valid = [row for row in rows if not row["error"]]
-    rewards = [row["reward"] for row in valid]
-    return {
-        "n": len(valid),
-        "success": _mean([row["success"] for row in valid]),
-        "reward_mean": _mean(rewards),
-        "reward_std": statistics.pstdev(rewards) if rewards else None,
-        "truncated_share": _mean([row["truncated"] for row in valid]),
-        "error_share": 1 - len(valid) / len(rows) if rows else 0.0,
-        "completion_tokens_mean": _mean([row["completion_tokens"] for row in valid]),
-        "turns_mean": _mean([row["turns"] for row in valid]),
-        "seconds": round(seconds, 1),
-    }
-
-
 async def _preflight(host: EnvironmentHost, template: ChatTemplate, max_length: int) -> tuple[int, int]:
     """(tokens of the longest prompt, most turns) of the first tasks; FlashError where one cannot be presented."""
     if not host.splits.get("train"):
@@ -412,7 +373,3 @@ def _max_length(spec: Settings, config: Any) -> int:
 
 def _seed(spec: Settings, step: int, index: int) -> int:
     return ((spec.seed) * 1_000_003 + step) * 65_537 + index
-
-
-def _mean(values: list[Any]) -> float | None:
-    return statistics.fmean(values) if values else None

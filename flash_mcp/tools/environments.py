@@ -15,6 +15,7 @@ from pydantic import Field
 import environments
 from environments import gate
 from environments.host import EnvironmentFault, EnvironmentHost
+from environments.splits import Overlap, overlap
 from flash_mcp import named, playbook
 from flash_mcp.environments import (
     NAME,
@@ -39,6 +40,7 @@ from flash_mcp.tools.loading import (
     Secrets,
     as_flash_error,
     check_machine,
+    contamination_note,
     secret_values,
 )
 from flash_mcp.tools.preflight import GROUP_SIZE, SAMPLE_LIMIT_S, Sample, after_sample, sample_groups
@@ -67,6 +69,9 @@ class EnvPush(Result):
     eval_tasks: int | None = Field(default=None, description="Rows of the eval split; absent with load=false.")
     files: int = Field(description="Number of files.")
     size_bytes: int = Field(description="Size of all files.")
+    contaminated: str | None = Field(
+        default=None, description="Present where eval tasks are train tasks too: how many, and which."
+    )
 
 
 class Probe(Part):
@@ -187,7 +192,7 @@ async def env_push(
     source = await anyio.to_thread.run_sync(_source, folder, files)
     with contextlib.ExitStack() as stack:
         stage = await anyio.to_thread.run_sync(stack.enter_context, staged(name, source))
-        splits = await _splits(stage, environment_args, values) if load else None
+        splits, shared = await _splits(stage, environment_args, values) if load else (None, None)
         version = await anyio.to_thread.run_sync(stage.commit)
         await anyio.to_thread.run_sync(_register, version, splits)
     reference = f"{version.name}@{version.digest}"
@@ -198,7 +203,10 @@ async def env_push(
         eval_tasks=splits["eval"] if splits else None,
         files=version.files,
         size_bytes=version.size_bytes,
-        next=f"train(environment={name!r}, validate_only=true); before that env_test, if not done yet",
+        contaminated=contamination_note(shared) if shared else None,
+        next="take the shared tasks out of one of the splits, env_test and env_push again"
+        if shared and shared.shared
+        else f"train(environment={name!r}, validate_only=true); before that env_test, if not done yet",
     )
 
 
@@ -211,8 +219,8 @@ def _source(folder: str | None, files: dict[str, str] | None) -> Files:
     return named.files_of(folder) or folder_files(Path(folder))
 
 
-async def _splits(stage: Stage, args: dict[str, Any] | None, secrets: dict[str, str]) -> dict[str, int]:
-    """{"train": tasks, "eval": tasks} of what is about to be published, by loading it."""
+async def _splits(stage: Stage, args: dict[str, Any] | None, secrets: dict[str, str]) -> tuple[dict[str, int], Overlap]:
+    """{"train": tasks, "eval": tasks} of what is about to be published, and what they share, by loading it."""
     await report("loading the environment in a child process")
     try:
         async with await EnvironmentHost.start(
@@ -223,7 +231,7 @@ async def _splits(stage: Stage, args: dict[str, Any] | None, secrets: dict[str, 
             install_timeout_s=INSTALL_TIMEOUT_S,
             on_progress=report,
         ) as host:
-            return host.splits
+            return host.splits, await overlap(host)
     except EnvironmentFault as fault:
         fix = "mend it and push again; load=false publishes it unseen"
         raise as_flash_error(fault, stage.parent.name, f"nothing was published: {fix}") from fault
@@ -337,7 +345,7 @@ def _locate(environment: str | None, folder: str | None, stack: contextlib.ExitS
 
 def _version(environment: str | None, path: Path) -> EnvironmentRow:
     """What a worker loads. A folder is copied as it is now, under no name that others would find."""
-    if environment is not None:
+    if environment is not None and named.files_of(environment) is None:
         return open_store().environment(environment)
     name = path.name if NAME.fullmatch(path.name) else "unpublished"
     with staged(name, folder_files(path)) as stage:

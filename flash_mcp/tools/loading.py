@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from environments.host import EnvironmentFault
+from environments.splits import Overlap
 from flash_mcp.errors import FlashError
 
 EVIDENCE_CHARACTERS = 900
@@ -46,6 +47,16 @@ def secret_values(names: Sequence[str] | None) -> dict[str, str]:
         fix = "set them in the environment of the server, or leave them out of secrets"
         raise FlashError("invalid_argument", f"secrets that the server does not have: {', '.join(absent)}", fix=fix)
     return {name: os.environ[name] for name in names or ()}
+
+
+def contamination_note(shared: Overlap) -> str | None:
+    """What to tell the author of splits that share tasks; None where they share none."""
+    if not shared.shared:
+        return None
+    return (
+        f"CONTAMINATED: {shared.shared} of {shared.eval_tasks} eval tasks are train tasks too ({shared}): an "
+        "evaluation measures memory"
+    )
 
 
 def as_flash_error(fault: EnvironmentFault, environment: str, fix: str) -> FlashError:

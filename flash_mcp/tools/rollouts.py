@@ -9,6 +9,7 @@ from pydantic import Field
 
 from flash_mcp.errors import FlashError
 from flash_mcp.evaluations import prompt_length
+from flash_mcp.failures import FailureMode, failure_counts, failure_modes
 from flash_mcp.runfolder import Json
 from flash_mcp.store import open_store
 from flash_mcp.tools import RESULT_CHARACTERS, Part, Result, Tool, shorten, to_text
@@ -19,6 +20,8 @@ LONG_MESSAGE = 1500
 OPENING_CHARACTERS = 1500
 MESSAGE_FRAME = 55
 """Characters that a message takes beside its text."""
+FAILURE_ROLLOUTS = 256
+"""Rollouts of a step that are classified at most."""
 RESULT_FRAME = 900
 """Characters that the result takes beside its rows."""
 
@@ -40,6 +43,7 @@ class Rollout(Part):
     reward: float
     success: bool
     advantage: float | None = Field(default=None, description="How it was weighted, relative to its group.")
+    failure: FailureMode | None = Field(default=None, description="Why it is no success, as far as can be told.")
     finish: str = Field(description="done, max_turns, length (cut off) or error.")
     turns: int = Field(description="Turns the model took.")
     completion_tokens: int = Field(description="Tokens the model wrote.")
@@ -55,6 +59,9 @@ class Rollouts(Result):
 
     run_id: str
     total: int = Field(description="Transcripts that match.")
+    failures: dict[str, int] | None = Field(
+        default=None, description="How many of a step's transcripts failed, by mode; absent with step=-1."
+    )
     opening: list[Message] | None = Field(
         default=None, description="The first messages of every transcript shown, left out of each of them."
     )
@@ -114,6 +121,9 @@ def rollouts(
         page = store.rollouts(run_id, split, at, which, contains, success, limit + 1, offset)
         total, has_more = store.rollout_count(run_id, split, at, contains, success), len(page) > limit
     rows = cast("list[Json]", page[:limit])
+    sample = rows if at is None else cast("list[Json]", store.rollouts(run_id, split, at, limit=FAILURE_ROLLOUTS))
+    for row, mode in zip(rows, failure_modes(rows, sample), strict=True):
+        row["failure"] = mode
     opening = _opening(rows)
     rest = [{**row, "opening": len(opening), "messages": row["messages"][len(opening) :]} for row in rows]
     taken = sum(_cost(message.content) + MESSAGE_FRAME for message in opening) + sum(map(_frame_size, rows))
@@ -122,6 +132,7 @@ def rollouts(
     return Rollouts(
         run_id=run_id,
         total=total,
+        failures=(failure_counts(sample) or None) if at is not None else None,
         opening=opening or None,
         rollouts=shown,
         has_more=has_more,
@@ -238,7 +249,7 @@ def _text(content: Any) -> str:
 
 def _frame_size(row: Json) -> int:
     """Characters that a row takes beside its messages."""
-    return 260 + sum(min(len(to_text(row.get(name))), 700) for name in ("metrics", "reason", "error"))
+    return 290 + sum(min(len(to_text(row.get(name))), 700) for name in ("metrics", "reason", "error"))
 
 
 def _rollout(row: Json, excerpts: dict[int, str]) -> Rollout:
@@ -253,6 +264,7 @@ def _rollout(row: Json, excerpts: dict[int, str]) -> Rollout:
         reward=round(row["reward"], 4),
         success=row["success"],
         advantage=None if (advantage := row.get("advantage")) is None else round(advantage, 4),
+        failure=row["failure"],
         finish=row["finish"],
         turns=row["turns"],
         completion_tokens=row["completion_tokens"],

@@ -17,6 +17,7 @@ import anyio.to_thread
 from pydantic import Field
 
 from environments.host import EnvironmentFault, EnvironmentHost
+from environments.splits import Overlap, overlap
 from flash_mcp import catalog, datasets, named, queue
 from flash_mcp.catalog import ModelCard
 from flash_mcp.curation import prompt_digest, read_held_out
@@ -29,7 +30,13 @@ from flash_mcp.store import EnvironmentRow, RunRow, Store, open_store
 from flash_mcp.supervisor import ensure_supervisor
 from flash_mcp.tools import Part, Result, Tool, report
 from flash_mcp.tools.evaluation import after_evaluation
-from flash_mcp.tools.loading import INSTALL_TIMEOUT_S, as_flash_error, check_machine, secret_values
+from flash_mcp.tools.loading import (
+    INSTALL_TIMEOUT_S,
+    as_flash_error,
+    check_machine,
+    contamination_note,
+    secret_values,
+)
 from flash_mcp.tools.preflight import GROUP_SIZE, SAMPLE_LIMIT_S, RunTime, Sample, after_sample, run_time, sample_groups
 
 CHARACTERS_PER_TOKEN = 3.5
@@ -191,8 +198,9 @@ async def start(
     adapter = await anyio.to_thread.run_sync(_init_adapter, store, spec, card)
     check_machine()
     await report("loading the environment in a child process")
-    splits, prompt_tokens = await _probe(spec, environment, dataset)
-    notes = _check_lengths(spec, card, prompt_tokens)
+    splits, prompt_tokens, shared = await _probe(spec, environment, dataset)
+    contamination = contamination_note(shared)
+    notes = [*([contamination] if contamination else []), *_check_lengths(spec, card, prompt_tokens)]
     rows = len(dataset.rows()) if dataset else None
     estimate = await anyio.to_thread.run_sync(_estimate, store, spec, environment, splits, prompt_tokens, rows)
     if dataset and dataset.manifest["allow_eval_tasks"] and dataset.manifest["counts"]["eval_tasks"]:
@@ -225,8 +233,16 @@ async def start(
         kept = estimate.model_copy(update={"time": expected})
         return result(state="validated", created=False, estimate=kept, sample=sampled, next=after_sample(sampled))
     pinned = dataset.pinned() if dataset else None
+    lineage = {"overlap": {"shared": shared.shared, "eval_tasks": shared.eval_tasks, "evidence": str(shared)}}
     run, created = await anyio.to_thread.run_sync(
-        queue.enqueue, store, resolved, environment, adapter, idempotency_key, pinned
+        queue.enqueue,
+        store,
+        resolved,
+        environment,
+        adapter,
+        idempotency_key,
+        pinned,
+        lineage if shared.shared else None,
     )
     next_step = f"status(run_id={run['id']!r}, wait_s=40) follows it; cancel ends it"
     try:
@@ -260,8 +276,12 @@ def _resolved(given: dict[str, Any], config: str | None) -> tuple[ResolvedSpec, 
     return resolved, card, dataset
 
 
-async def _probe(spec: RunSpec, environment: EnvironmentRow, dataset: Dataset | None) -> tuple[dict[str, int], int]:
-    """The environment's split sizes, and the tokens of its longest prompt among a few, by loading it for real."""
+async def _probe(
+    spec: RunSpec, environment: EnvironmentRow, dataset: Dataset | None
+) -> tuple[dict[str, int], int, Overlap]:
+    """The environment's split sizes, the tokens of its longest prompt among a few, and the tasks that its splits share,
+    by loading it for real.
+    """
     secrets = secret_values(spec.secrets)
     try:
         async with await EnvironmentHost.start(
@@ -282,7 +302,7 @@ async def _probe(spec: RunSpec, environment: EnvironmentRow, dataset: Dataset | 
                 await _check_contamination(host, spec, environment, dataset)
             elif spec.algorithm == "sft":
                 await host.gold("train", 0)
-            splits = dict(host.splits)
+            splits, shared = dict(host.splits), await overlap(host)
     except EnvironmentFault as fault:
         reference = f"{environment['name']}@{environment['digest']}"
         raise as_flash_error(fault, reference, "mend the folder, env_test it, env_push it, and train again") from fault
@@ -290,7 +310,7 @@ async def _probe(spec: RunSpec, environment: EnvironmentRow, dataset: Dataset | 
     if wants_eval and not splits.get("eval"):
         fix = "add eval rows (env.eval_dataset, as a rule datasets/eval.jsonl), or leave eval_* out"
         raise FlashError("dataset_invalid", "the environment has no eval split to evaluate on", fix=fix)
-    return splits, math.ceil(longest / CHARACTERS_PER_TOKEN)
+    return splits, math.ceil(longest / CHARACTERS_PER_TOKEN), shared
 
 
 async def _check_contamination(
