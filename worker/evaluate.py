@@ -10,6 +10,8 @@ import logging
 import time
 from pathlib import Path
 
+import torch
+
 from flash_mcp.runfolder import Json, RunWriter
 from worker.pulse import Pulse
 from worker.rollout import Limits, Rollout, Task
@@ -18,7 +20,9 @@ from worker.settings import Settings
 from worker.summary import summarize_evaluation
 
 log = logging.getLogger("worker")
-AT_ONCE = 64
+AT_ONCE = 256 if torch.cuda.is_available() else 32
+"""Conversations that the engine advances at once: on the CPU as many as a step of training has by default, since its
+cache takes memory for each."""
 BLOCK = 512
 """Attempts handed to the scheduler together: each of them holds an open episode."""
 SHARD_EVERY_S = 2.0
