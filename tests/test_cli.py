@@ -138,6 +138,12 @@ def test_ctrl_c_while_following_only_detaches(tmp_path: Path):
         assert open_store().run(started["id"])["state"] == "running"
 
 
+def test_status_draws_the_curve_where_it_is_asked_to(run: Run, tmp_path: Path):
+    finished = finished_run(tmp_path)
+    assert "held-out success" in run("status", finished["id"], "--curve")[1]
+    assert json.loads(run("status", finished["id"], "--curve", "--json")[1])["run"]["run_id"] == finished["id"]
+
+
 def test_the_curve_is_drawn_and_written(run: Run, tmp_path: Path):
     finished = finished_run(tmp_path)
     assert "held-out success" in run("curve", finished["id"])[1]

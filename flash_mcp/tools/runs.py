@@ -27,6 +27,7 @@ from flash_mcp.store import EnvironmentRow, RunRow, Store, open_store
 from flash_mcp.supervisor import ensure_supervisor
 from flash_mcp.tools import Part, Result, Tool, report
 from flash_mcp.tools.environments import as_flash_error, secret_values
+from flash_mcp.tools.status import RunView
 
 CHARACTERS_PER_TOKEN = 3.5
 """Of English in common vocabularies; the control plane has no tokenizer."""
@@ -64,6 +65,7 @@ class Train(Result):
     values: dict[str, Any] = Field(description="Every field of the run with its value.")
     sources: dict[str, list[str]] = Field(description="Where values came from: argument, file; all others: recipe.")
     notes: list[str] | None = Field(default=None, description="What is worth a thought before it runs.")
+    run: RunView | None = Field(default=None, description="How it ended; where the client waits for it as a task.")
 
 
 class Cancel(Result):
@@ -381,6 +383,7 @@ async def cancel(
     run = await anyio.to_thread.run_sync(queue.request_cancel, store, run_id, reason)
     deadline = time.monotonic() + min(wait_s, 43.0)
     while run["state"] != "cancelled" and time.monotonic() < deadline:
+        await report(f"{run_id}: {run['state']}, asked to save and end")
         await anyio.sleep(0.2)
         run = await anyio.to_thread.run_sync(store.run, run_id)
     saved = await anyio.to_thread.run_sync(store.checkpoints, run_id)

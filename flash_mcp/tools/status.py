@@ -13,11 +13,12 @@ import anyio.to_thread
 from pydantic import Field
 
 from flash_mcp import judge
+from flash_mcp.curve import of_run
 from flash_mcp.errors import FlashError
 from flash_mcp.runfolder import RunFolder
 from flash_mcp.store import ACTIVE, EvalRow, RunRow, RunState, Store, open_store
 from flash_mcp.supervisor import ensure_supervisor
-from flash_mcp.tools import Part, Result, Tool, report, shorten
+from flash_mcp.tools import Part, Result, Tool, illustrate, report, shorten
 
 POLL_S = 0.25
 MAX_WAIT_S = 43.0
@@ -144,6 +145,9 @@ async def status(
         Literal["concise", "detailed"],
         Field(description="detailed adds every value of the run and the end of its log. Default concise."),
     ] = "concise",
+    curve: Annotated[
+        bool, Field(description="With run_id: show the reward curve too, to those who see pictures. Default false.")
+    ] = False,
     state: Annotated[RunState | None, Field(description="Without run_id: only runs of this state.")] = None,
     limit: Annotated[int, Field(ge=1, le=40, description="Without run_id: runs a page, 1 to 40; default 15.")] = 15,
     cursor: Annotated[str | None, Field(description="Without run_id: `cursor` of the page before.")] = None,
@@ -158,6 +162,8 @@ async def status(
     if run_id is None:
         return await anyio.to_thread.run_sync(_list, store, state, limit, cursor)
     changed = await _wait(store, run_id, wait_s) if wait_s else None
+    if curve:
+        illustrate(await anyio.to_thread.run_sync(of_run, store, run_id))
     view, next_step = await anyio.to_thread.run_sync(_view, store, run_id, detail == "detailed")
     return Status(run=view, changed=changed, next=next_step)
 

@@ -1,0 +1,115 @@
+"""The MCP conformance suite, the inspector and a scanner, against the product's server."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flash_mcp.tools import all_tools
+from tests.clients.helpers import INSTALLED, PROGRAMS, SERVE, free_port, listening, needs, run
+from tests.samples import finished_run, supervised
+
+HERE = Path(__file__).parent
+REVISIONS = ("2025-11-25", "2026-07-28")
+EXTENSION = {
+    "lifecycle": {"sep-2663-tasks-get-status-failed"},  # none of ours ever fails on the level of the protocol
+    "capability-negotiation": set[str](),
+    "wire-fields": set[str](),
+    "request-state-removal": set[str](),
+    "request-headers": set[str](),
+    "dispatch-and-envelope": set[str](),
+}
+"""Scenarios of the tasks extension, and the checks of them that ask for what we have not."""
+CONFORMANCE = PROGRAMS / "conformance"
+INSPECTOR = PROGRAMS / "mcp-inspector"
+SCANNER = INSTALLED / "scanner" / "bin" / "mcp-scanner"
+TOOL_ERROR = 5
+
+
+def conformance(address: str, *options: str) -> subprocess.CompletedProcess[str]:
+    return run([CONFORMANCE, "server", "--url", f"{address}/mcp", *options])
+
+
+@needs(CONFORMANCE)
+@pytest.mark.parametrize("revision", REVISIONS)
+def test_the_product_server_fails_only_where_the_suite_needs_tools_of_its_own(revision: str, tmp_path: Path):
+    port, baseline = free_port(), HERE / f"baseline.{revision}.yml"
+    with listening([*SERVE, "--http", "--port", str(port)], port, tmp_path / "log") as address:
+        ended = conformance(address, "--suite", "all", "--spec-version", revision, "--expected-failures", str(baseline))
+    assert ended.returncode == 0, ended.stdout
+    assert "Baseline check passed" in ended.stdout
+
+
+@needs(CONFORMANCE)
+@pytest.mark.parametrize("revision", REVISIONS)
+def test_every_requirement_is_met_once_the_suites_tools_are_mounted(revision: str, tmp_path: Path):
+    port = free_port()
+    with listening([sys.executable, "-m", "tests.clients.fixtures", str(port)], port, tmp_path / "log") as address:
+        ended = conformance(address, "--requirements", revision)
+    assert ended.returncode == 0, ended.stdout
+    scored = ended.stdout.partition("=== SUMMARY ===")[2]
+    assert scored.count("✓") >= 30, ended.stdout
+
+
+@needs(CONFORMANCE)
+@pytest.mark.parametrize("scenario", EXTENSION)
+def test_the_tasks_extension_conforms(scenario: str, tmp_path: Path):
+    port, checks = free_port(), tmp_path / "checks"
+    with listening([sys.executable, "-m", "tests.clients.fixtures", str(port)], port, tmp_path / "log") as address:
+        options = ("--scenario", f"tasks-{scenario}", "--spec-version", "2026-07-28", "--force", "-o", str(checks))
+        ended = conformance(address, *options)
+    (file,) = checks.rglob("checks.json")
+    found = json.loads(file.read_text())
+    assert len(found) >= 3, ended.stdout
+    assert {check["id"] for check in found if check["status"] in ("FAILURE", "WARNING")} == EXTENSION[scenario]
+
+
+# -- the inspector ----------------------------------------------------------------------------------------------------
+
+
+def inspect(*words: str) -> subprocess.CompletedProcess[str]:
+    return run([INSPECTOR, "--cli", *SERVE, *words, "--format", "json"])
+
+
+@needs(INSPECTOR)
+@pytest.mark.parametrize("era", ["modern", "legacy"])
+def test_the_strictest_check_of_schemas_finds_nothing(era: str):
+    ended = inspect("--method", "tools/list", "--strict", "--protocol-era", era)
+    assert ended.returncode == 0, ended.stdout
+    assert [tool["name"] for tool in result_of(ended)["tools"]] == list(all_tools())
+
+
+@needs(INSPECTOR)
+def test_the_inspector_sees_results_errors_and_completions(tmp_path: Path):
+    run_id = finished_run(tmp_path)["id"]
+    with supervised():
+        status = inspect("--method", "tools/call", "--tool-name", "status", "--tool-arg", f"run_id={run_id}")
+        refused = inspect("--method", "tools/call", "--tool-name", "status", "--tool-arg", f"runid={run_id}")
+    assert status.returncode == 0, status.stdout
+    assert result_of(status)["structuredContent"]["run"]["verdict"]["outcome"] == "improved"
+    assert refused.returncode == TOOL_ERROR, refused.stdout
+    assert "did you mean 'run_id'?" in refused.stdout
+
+
+def result_of(ended: subprocess.CompletedProcess[str]) -> Any:
+    """The JSON that the inspector printed, after the words that servers may write to stderr."""
+    return json.loads(ended.stdout[ended.stdout.index("{") :])
+
+
+# -- the scanner ------------------------------------------------------------------------------------------------------
+
+
+@needs(SCANNER)
+def test_the_scanner_finds_nothing():
+    command, *arguments = SERVE
+    ended = run(
+        [SCANNER, "--analyzers", "yara,schema", "--raw", "stdio", "--stdio-command", command,
+         *(f"--stdio-arg={argument}" for argument in arguments)]
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout
+    raise AssertionError(ended.stdout)
