@@ -29,13 +29,14 @@ def until_ended(run_id: str, *, timeout_s: float | None = None, quiet: bool = Fa
     from flash_mcp.tools.status import status  # noqa: PLC0415
 
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    show = (lambda view: None) if quiet else Screen() if sys.stderr.isatty() else Lines()
+    show = Screen() if sys.stderr.isatty() else Lines()
     wait_s = 0.0
     try:
         while True:
             report = anyio.run(status, run_id, wait_s)
             view = cast("dict[str, Any]", report.model_dump(mode="json")["run"])
-            show(view)
+            if not quiet:
+                show(view)
             if view["state"] in ENDED:
                 return ENDED[view["state"]], report
             left = WAIT_S if deadline is None else deadline - time.monotonic()

@@ -75,12 +75,13 @@ def _codex() -> Path:
 
 def merge_json(old: str, name: str, server: Json) -> str:
     """`old` with `server` under mcpServers. ValueError where `old` is no JSON object."""
-    settings = json.loads(old) if old.strip() else {}
-    if not isinstance(settings, dict) or not isinstance(settings.setdefault("mcpServers", {}), dict):
+    settings: Any = json.loads(old) if old.strip() else {}
+    servers: Any = settings.setdefault("mcpServers", {}) if isinstance(settings, dict) else None  # pyright: ignore
+    if not isinstance(servers, dict):
         raise ValueError("mcpServers should be an object of an object")
-    if settings["mcpServers"].get(name) == server:
+    if servers.get(name) == server:  # pyright: ignore[reportUnknownMemberType]
         return old
-    settings["mcpServers"][name] = server
+    servers[name] = server
     return json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
 
 
@@ -100,7 +101,7 @@ def merge_toml(old: str, name: str, server: Json) -> str:
 
 def _table(name: str, values: Json) -> str:
     plain = {key: value for key, value in values.items() if not isinstance(value, dict)}
-    tables = {key: value for key, value in values.items() if isinstance(value, dict)}
+    tables = {key: cast(Json, value) for key, value in values.items() if isinstance(value, dict)}
     lines = [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in plain.items())]
     return "\n".join(lines) + "\n" + "".join(f"\n{_table(f'{name}.{key}', value)}" for key, value in tables.items())
 

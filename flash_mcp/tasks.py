@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal, Protocol
@@ -26,7 +26,7 @@ from flash_mcp import queue
 from flash_mcp.errors import FlashError
 from flash_mcp.serving import request_stop
 from flash_mcp.store import ACTIVE, DeploymentRow, RunRow, open_store
-from flash_mcp.tools import RESULT_CHARACTERS, all_tools, fit, to_text
+from flash_mcp.tools import RESULT_CHARACTERS, fit, to_text
 from flash_mcp.tools.serving import Deployment, describe, failure
 from flash_mcp.tools.status import status
 
@@ -156,10 +156,19 @@ def failed(error: FlashError) -> CallToolResult:
 # -- what our tasks stand for -----------------------------------------------------------------------------------------
 
 
+async def _how_it_went(run: RunRow) -> Json:
+    end = (await status(run["id"])).model_dump(mode="json")
+    return {"run": end["run"], "next": end["next"]}
+
+
+ENDINGS: dict[str, Callable[[RunRow], Awaitable[Json]]] = {"train": _how_it_went}
+"""Tools that start runs, and what their results gain, or have replaced, when the run has succeeded."""
+
+
 class Runs:
     """Runs that were started by a call. What the call returned is kept with the run, and completed by how it ended."""
 
-    tools = frozenset({"train", "evaluate"})
+    tools = frozenset(ENDINGS)
 
     async def begin(self, tool: str, result: Json) -> str | None:
         run_id = result.get("run_id")
@@ -180,10 +189,7 @@ class Runs:
             return job("cancelled", message=run["cancel_reason"] or None)
         if run["state"] == "failed" and run["error"]:
             return job("completed", result=failed(FlashError.from_dict(run["error"])))
-        end = (await status(task_id)).model_dump(mode="json")
-        fields = all_tools()[tool].signature.return_annotation.model_fields
-        ended = {name: value for name, value in {"run": end["run"], "state": run["state"]}.items() if name in fields}
-        return job("completed", result=completed({**result, **ended, "next": end["next"]}))
+        return job("completed", result=completed({**result, "state": run["state"], **await ENDINGS[tool](run)}))
 
     def _read(self, task_id: str) -> tuple[RunRow, str, Json]:
         store = open_store()

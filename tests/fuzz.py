@@ -60,7 +60,7 @@ def values(schema: Json, known: list[str]) -> st.SearchStrategy[Any]:
         case "boolean":
             return st.booleans()
         case "string":
-            return st.one_of(st.sampled_from(known), TEXT)
+            return st.one_of(st.sampled_from(known), TEXT, TEXT)
         case "array":
             return st.lists(values(schema.get("items", {}), known), max_size=3)
         case "object" if "properties" in schema:

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 import subprocess
 import sys
 import threading
+import time
 from base64 import b64decode
 from collections.abc import AsyncGenerator, Generator
 from contextlib import contextmanager
