@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -17,8 +17,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 INSTALLED = ROOT / ".venv" / "clients"
 PROGRAMS = INSTALLED / "node_modules" / ".bin"
+INSPECTOR = PROGRAMS / "mcp-inspector"
 START_TIMEOUT_S = 60
-SERVE = (sys.executable, "-m", "flash_mcp.cli", "serve")
+SERVE = (str(Path(sys.executable).with_name("flash-mcp")), "serve")
 
 
 def needs(program: Path) -> pytest.MarkDecorator:
@@ -52,6 +53,23 @@ def run(
     return subprocess.CompletedProcess(process.args, process.returncode, output)
 
 
+def server_environment() -> dict[str, str]:
+    """What the server needs of ours: clients start it with little of their own."""
+    names = ("FLASH_HOME", "FLASH_MODELS", "PATH", "HOME")
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def each(option: str, values: Iterable[str]) -> list[str]:
+    """`option` before each of `values`."""
+    return [word for value in values for word in (option, value)]
+
+
+def inspect(*words: str) -> subprocess.CompletedProcess[str]:
+    """What the inspector makes of our server on its stdin and stdout."""
+    variables = each("-e", [f"{name}={value}" for name, value in server_environment().items()])
+    return run([INSPECTOR, "--cli", *SERVE, *variables, *words, "--format", "json"])
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -59,9 +77,13 @@ def free_port() -> int:
 
 
 @contextmanager
-def listening(command: Sequence[str], port: int, log: Path) -> Generator[str]:
-    """A server's process once it listens on `port` of loopback; its address."""
-    with log.open("wb") as stream, subprocess.Popen(command, cwd=ROOT, stdout=stream, stderr=stream) as process:
+def listening(command: Sequence[str], port: int, folder: Path) -> Generator[str]:
+    """A server's process with its state in `folder`, once it listens on `port` of loopback; its address."""
+    log, environment = folder / "log", {**os.environ, "FLASH_HOME": str(folder / "home")}
+    with (
+        log.open("wb") as stream,
+        subprocess.Popen(command, cwd=ROOT, env=environment, stdout=stream, stderr=stream) as process,
+    ):
         try:
             deadline = time.monotonic() + START_TIMEOUT_S
             while not _answers(port):

@@ -19,7 +19,7 @@ import pytest
 from flash_mcp.serving import Server
 from flash_mcp.store import open_store
 from flash_mcp.tools import RESULT_CHARACTERS
-from tests.clients.helpers import PROGRAMS, ROOT, SERVE, needs, node_path, run
+from tests.clients.helpers import PROGRAMS, ROOT, SERVE, each, inspect, needs, node_path, run, server_environment
 from tests.clients.scripted_model import Json, Model, Step, serving
 
 VOWELS = ROOT / "tests" / "environments" / "vowels"
@@ -72,11 +72,6 @@ def environment_of(folder: Path, **variables: str) -> dict[str, str]:
     """An agent's own environment: a home of its own, nothing of ours, no calls home."""
     kept = {name: os.environ[name] for name in ("LANG", "TMPDIR") if name in os.environ}
     return {**kept, **node_path(), "HOME": str(folder), "TERM": "dumb", **variables}
-
-
-def server_environment() -> dict[str, str]:
-    names = ("FLASH_HOME", "FLASH_MODELS", "PATH", "HOME")
-    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def check(model: Model, output: str) -> None:
@@ -181,9 +176,8 @@ def test_the_inspector_plays_the_loop(tiny_model: Path):
     while (played := len(model.played())) < len(model.script) and len(model.results) < MAX_CALLS:
         step = model.script[played]
         arguments = [f"{name}={_text(value)}" for name, value in step.arguments(model.results).items()]
-        call = ("--method", "tools/call", "--tool-name", step.tool, "--format", "json")
-        words = [PROGRAMS / "mcp-inspector", "--cli", *SERVE, *call]
-        model.results.append(run([*words, *(word for pair in arguments for word in ("--tool-arg", pair))]).stdout)
+        ended = inspect("--method", "tools/call", "--tool-name", step.tool, *each("--tool-arg", arguments))
+        model.results.append(ended.stdout)
     check(model, "\n".join(model.results))
 
 

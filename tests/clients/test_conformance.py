@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flash_mcp.tools import all_tools
-from tests.clients.helpers import INSTALLED, PROGRAMS, SERVE, free_port, listening, needs, run
+from tests.clients.helpers import INSPECTOR, INSTALLED, PROGRAMS, SERVE, free_port, inspect, listening, needs, run
 from tests.samples import finished_run, supervised
 
 HERE = Path(__file__).parent
@@ -26,54 +27,60 @@ EXTENSION = {
 }
 """Scenarios of the tasks extension, and the checks of them that ask for what we have not."""
 CONFORMANCE = PROGRAMS / "conformance"
-INSPECTOR = PROGRAMS / "mcp-inspector"
 SCANNER = INSTALLED / "scanner" / "bin" / "mcp-scanner"
 TOOL_ERROR = 5
 
 
+@pytest.fixture(scope="module")
+def product(tmp_path_factory: pytest.TempPathFactory) -> Generator[str]:
+    """The address of the product's server, as its command starts it."""
+    port = free_port()
+    with listening([*SERVE, "--http", "--port", str(port)], port, tmp_path_factory.mktemp("product")) as address:
+        yield f"{address}/mcp"
+
+
+@pytest.fixture(scope="module")
+def mounted(tmp_path_factory: pytest.TempPathFactory) -> Generator[str]:
+    """The address of the product's server with the suite's tools mounted on it."""
+    port = free_port()
+    command = [sys.executable, "-m", "tests.clients.fixtures", str(port)]
+    with listening(command, port, tmp_path_factory.mktemp("mounted")) as address:
+        yield f"{address}/mcp"
+
+
 def conformance(address: str, *options: str) -> subprocess.CompletedProcess[str]:
-    return run([CONFORMANCE, "server", "--url", f"{address}/mcp", *options])
+    return run([CONFORMANCE, "server", "--url", address, *options])
 
 
 @needs(CONFORMANCE)
 @pytest.mark.parametrize("revision", REVISIONS)
-def test_the_product_server_fails_only_where_the_suite_needs_tools_of_its_own(revision: str, tmp_path: Path):
-    port, baseline = free_port(), HERE / f"baseline.{revision}.yml"
-    with listening([*SERVE, "--http", "--port", str(port)], port, tmp_path / "log") as address:
-        ended = conformance(address, "--suite", "all", "--spec-version", revision, "--expected-failures", str(baseline))
+def test_the_product_fails_only_where_the_suite_needs_tools_of_its_own(revision: str, product: str):
+    baseline = HERE / f"baseline.{revision}.yml"
+    ended = conformance(product, "--suite", "all", "--spec-version", revision, "--expected-failures", str(baseline))
     assert ended.returncode == 0, ended.stdout
     assert "Baseline check passed" in ended.stdout
 
 
 @needs(CONFORMANCE)
 @pytest.mark.parametrize("revision", REVISIONS)
-def test_every_requirement_is_met_once_the_suites_tools_are_mounted(revision: str, tmp_path: Path):
-    port = free_port()
-    with listening([sys.executable, "-m", "tests.clients.fixtures", str(port)], port, tmp_path / "log") as address:
-        ended = conformance(address, "--requirements", revision)
+def test_every_requirement_is_met_once_the_suites_tools_are_mounted(revision: str, mounted: str):
+    ended = conformance(mounted, "--requirements", revision)
     assert ended.returncode == 0, ended.stdout
-    scored = ended.stdout.partition("=== SUMMARY ===")[2]
-    assert scored.count("✓") >= 30, ended.stdout
+    assert ended.stdout.partition("=== SUMMARY ===")[2].count("✓") >= 30, ended.stdout
 
 
 @needs(CONFORMANCE)
 @pytest.mark.parametrize("scenario", EXTENSION)
-def test_the_tasks_extension_conforms(scenario: str, tmp_path: Path):
-    port, checks = free_port(), tmp_path / "checks"
-    with listening([sys.executable, "-m", "tests.clients.fixtures", str(port)], port, tmp_path / "log") as address:
-        options = ("--scenario", f"tasks-{scenario}", "--spec-version", "2026-07-28", "--force", "-o", str(checks))
-        ended = conformance(address, *options)
-    (file,) = checks.rglob("checks.json")
+def test_the_tasks_extension_conforms(scenario: str, mounted: str, tmp_path: Path):
+    options = ("--scenario", f"tasks-{scenario}", "--spec-version", "2026-07-28", "--force", "-o", str(tmp_path))
+    ended = conformance(mounted, *options)
+    (file,) = tmp_path.rglob("checks.json")
     found = json.loads(file.read_text())
     assert len(found) >= 3, ended.stdout
     assert {check["id"] for check in found if check["status"] in ("FAILURE", "WARNING")} == EXTENSION[scenario]
 
 
 # -- the inspector ----------------------------------------------------------------------------------------------------
-
-
-def inspect(*words: str) -> subprocess.CompletedProcess[str]:
-    return run([INSPECTOR, "--cli", *SERVE, *words, "--format", "json"])
 
 
 @needs(INSPECTOR)
