@@ -139,7 +139,7 @@ async def train(
     ] = None,
     **fields: Any,
 ) -> Train:
-    """Start a training run (GRPO on the environment's reward, or SFT on its gold answers); returns its run_id at once.
+    """Start a training run, GRPO on the environment's reward or SFT on its gold answers; returns its run_id at once.
 
     Loads the environment in a child process first, so that a broken one is refused here. Fields left out take the
     recipe's value; the result says which value each has. The run goes on when the client ends. Progress: status.
