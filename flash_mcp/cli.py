@@ -346,7 +346,12 @@ def _run_tool(tool: Tool, arguments: argparse.Namespace) -> int:
     given = {name: value for name, value in vars(arguments).items() if name in names and value is not None}
     given |= _assignments(getattr(arguments, "assignments", []))
     curves = illustrations()
-    result = call(tool, given)
+    try:
+        result = call(tool, given)
+    except KeyboardInterrupt:
+        if not tool.read_only:
+            sys.stderr.write("\nleft; what was started goes on. See: flash-mcp status, flash-mcp catalog\n")
+        raise
     follow, run_id = getattr(arguments, "follow", False), _run_of(result)
     if follow and run_id is None:
         fix = "name a run: flash-mcp status RUN_ID --follow"

@@ -26,6 +26,7 @@ from flash_mcp import queue
 from flash_mcp.errors import FlashError
 from flash_mcp.serving import request_stop
 from flash_mcp.store import ACTIVE, DeploymentRow, RunRow, open_store
+from flash_mcp.supervisor import ensure_supervisor
 from flash_mcp.tools import RESULT_CHARACTERS, fit, to_text
 from flash_mcp.tools.serving import Deployment, describe, failure
 from flash_mcp.tools.status import status
@@ -156,6 +157,15 @@ def failed(error: FlashError) -> CallToolResult:
 # -- what our tasks stand for -----------------------------------------------------------------------------------------
 
 
+def _obstacle() -> str | None:
+    """Why nothing moves. A supervisor that was killed is started anew: a client may do nothing but poll its task."""
+    try:
+        ensure_supervisor(open_store().base)
+    except FlashError as error:
+        return str(error)
+    return None
+
+
 async def _how_it_went(run: RunRow) -> Json:
     end = (await status(run["id"])).model_dump(mode="json")
     return {"run": end["run"], "next": end["next"]}
@@ -184,7 +194,8 @@ class Runs:
         run, tool, result = await anyio.to_thread.run_sync(self._read, task_id)
         job = functools.partial(Job, created=run["created"], updated=run["updated"])
         if run["state"] in ACTIVE:
-            return job("working", message=f"{run['state']}, step {run['step']} of {run['steps'] or '?'}")
+            obstacle = await anyio.to_thread.run_sync(_obstacle)
+            return job("working", message=obstacle or f"{run['state']}, step {run['step']} of {run['steps'] or '?'}")
         if run["state"] == "cancelled":
             return job("cancelled", message=run["cancel_reason"] or None)
         if run["state"] == "failed" and run["error"]:
@@ -216,7 +227,8 @@ class Deployments:
         job = functools.partial(Job, created=row["created"], updated=row["updated"])
         match row["state"]:
             case "starting":
-                return job("working", message=f"starting {row['model']}")
+                obstacle = await anyio.to_thread.run_sync(_obstacle)
+                return job("working", message=obstacle or f"starting {row['model']}")
             case "ready":
                 return job("completed", result=completed(found.model_dump(mode="json")))
             case "failed":

@@ -35,6 +35,21 @@ def test_wait_ends_with_the_runs_own_exit_code(
     assert captured.err == ""
 
 
+def test_ctrl_c_while_a_deployment_starts_says_that_it_goes_on(tmp_path: Path):
+    with supervised():
+        run, store = finished_run(tmp_path), open_store()
+        command = [*FLASH, "deploy", run["id"]]
+        with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as waiting:
+            deadline = time.monotonic() + 30
+            while not store.deployments():
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            waiting.send_signal(signal.SIGINT)
+            assert "goes on" in waiting.communicate(timeout=20)[1]
+            assert waiting.returncode == 130
+        assert store.deployments()[0]["state"] == "starting"
+
+
 def test_wait_gives_up_after_its_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with supervised():
         assert cli.main(["wait", queued_run(tmp_path)["id"], "--timeout-s", "0.3"]) == 5

@@ -12,7 +12,7 @@ from mcp.client.extension import ClaimContext, ClientExtension, ResultClaim
 from mcp.shared.exceptions import MCPError
 from mcp_types import CallToolResult, Request, RequestParams, Result
 
-from flash_mcp import queue
+from flash_mcp import queue, tasks
 from flash_mcp.errors import FlashError
 from flash_mcp.server import server
 from flash_mcp.store import open_store
@@ -193,6 +193,20 @@ async def test_cancelling_a_task_cancels_the_run_and_twice_is_as_good_as_once(cl
             assert (await ask(client, "tasks/cancel", task_id)).status is None
         assert (await ask(client, "tasks/get", task_id)).status == "cancelled"
     assert open_store().run(task_id)["state"] == "cancelled"
+
+
+async def test_polling_a_task_sees_to_it_that_somebody_looks_after_the_run(
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with supervised():
+        task_id = await begun(client, tmp_path)
+
+    def no_room(base: Path) -> None:
+        raise FlashError("disk_full", "the disk is as good as full")
+
+    monkeypatch.setattr(tasks, "ensure_supervisor", no_room)
+    got = await ask(client, "tasks/get", task_id)
+    assert (got.status, got.status_message) == ("working", "[disk_full] the disk is as good as full.")
 
 
 @pytest.mark.parametrize("method", ["tasks/get", "tasks/cancel", "tasks/update"])

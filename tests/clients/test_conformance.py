@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Generator
@@ -88,24 +89,26 @@ def test_the_tasks_extension_conforms(scenario: str, mounted: str, tmp_path: Pat
 def test_the_strictest_check_of_schemas_finds_nothing(era: str):
     ended = inspect("--method", "tools/list", "--strict", "--protocol-era", era)
     assert ended.returncode == 0, ended.stdout
-    assert [tool["name"] for tool in result_of(ended)["tools"]] == list(all_tools())
+    assert [tool["name"] for tool in printed(ended)["result"]["tools"]] == list(all_tools())
 
 
 @needs(INSPECTOR)
-def test_the_inspector_sees_results_errors_and_completions(tmp_path: Path):
+def test_the_inspector_sees_results_and_errors(tmp_path: Path):
     run_id = finished_run(tmp_path)["id"]
     with supervised():
         status = inspect("--method", "tools/call", "--tool-name", "status", "--tool-arg", f"run_id={run_id}")
         refused = inspect("--method", "tools/call", "--tool-name", "status", "--tool-arg", f"runid={run_id}")
     assert status.returncode == 0, status.stdout
-    assert result_of(status)["structuredContent"]["run"]["verdict"]["outcome"] == "improved"
+    assert printed(status)["result"]["structuredContent"]["run"]["verdict"]["outcome"] == "improved"
     assert refused.returncode == TOOL_ERROR, refused.stdout
     assert "did you mean 'run_id'?" in refused.stdout
 
 
-def result_of(ended: subprocess.CompletedProcess[str]) -> Any:
-    """The JSON that the inspector printed, after the words that servers may write to stderr."""
-    return json.loads(ended.stdout[ended.stdout.index("{") :])
+def printed(ended: subprocess.CompletedProcess[str]) -> Any:
+    """The JSON that a client printed, among what was said on stderr."""
+    start = re.search(r"^[\[{]", ended.stdout, re.MULTILINE)
+    assert start is not None, ended.stdout
+    return json.JSONDecoder().raw_decode(ended.stdout[start.start() :])[0]
 
 
 # -- the scanner ------------------------------------------------------------------------------------------------------
@@ -119,4 +122,7 @@ def test_the_scanner_finds_nothing():
          *(f"--stdio-arg={argument}" for argument in arguments)]
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout
-    raise AssertionError(ended.stdout)
+    scanned = {tool["tool_name"]: tool for tool in printed(ended)}
+    assert set(scanned) == set(all_tools())
+    assert [tool for tool in scanned.values() if not tool["is_safe"]] == []
+    assert {tuple(tool["findings"]) for tool in scanned.values()} == {("schema_analyzer", "yara_analyzer")}
