@@ -285,6 +285,10 @@ def _add_tool(commands: Any, tool: Tool) -> None:
     if tool.name == "train":
         text = "any field, as in the TOML file: --set steps=300 --set train.temperature=0.8"
         parser.add_argument("--set", action="append", default=[], dest="assignments", metavar="FIELD=VALUE", help=text)
+    if tool.name == "rollouts":
+        for which in ("worst", "best"):
+            text = f"the N transcripts with the {'lowest' if which == 'worst' else 'highest'} reward"
+            parser.add_argument(f"--{which}", type=int, default=None, metavar="N", help=text)
     if tool.name in ("train", "status"):
         parser.add_argument("--follow", action="store_true", help="stay until the run has ended; Ctrl-C only detaches")
     options = [f"--{name.replace('_', '-')}" for name in tool.signature.parameters]
@@ -345,6 +349,9 @@ def _run_tool(tool: Tool, arguments: argparse.Namespace) -> int:
     names = list(tool.signature.parameters)
     given = {name: value for name, value in vars(arguments).items() if name in names and value is not None}
     given |= _assignments(getattr(arguments, "assignments", []))
+    for which in ("worst", "best"):
+        if (count := getattr(arguments, which, None)) is not None:
+            given |= {"which": which, "limit": count}
     curves = illustrations()
     try:
         result = call(tool, given)
