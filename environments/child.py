@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from environments.adapters import freesolo
 from environments.base import (
     ChatMessage,
     DatasetError,
@@ -44,7 +45,7 @@ from environments.base import (
     RewardResult,
     TaskExample,
 )
-from environments.host import EnvironmentFault
+from environments.faults import EnvironmentFault
 
 PR_SET_PDEATHSIG = 1
 MAX_FILE_BYTES = 4 << 30
@@ -113,7 +114,8 @@ class Child:
             raise EnvironmentFault(
                 "environment_invalid",
                 f"load_environment returned {_kind(environment)}; it must return an object of a class that extends "
-                "EnvironmentSingleTurn or EnvironmentMultiTurn",
+                "EnvironmentSingleTurn or EnvironmentMultiTurn; environments.adapters.gym.GymEnvironment makes one of "
+                "objects with reset and step",
             )
         self._environment = environment
         self._splits = await self._call(self._read_splits, environment, code="environment_invalid")
@@ -131,6 +133,8 @@ class Child:
                 "environment_invalid",
                 "environment.py defines no load_environment(**kwargs) that returns an environment",
             )
+        if "freesolo" in sys.modules:
+            return freesolo.load(self.folder, module.load_environment, args)
         return module.load_environment(**args)
 
     def _read_splits(self, environment: Environment) -> dict[str, Sequence[TaskExample]]:
@@ -152,7 +156,10 @@ class Child:
         return splits
 
     async def _list_tasks(self, split: str) -> list[tuple[str, str]]:
-        return [(_task_id(example), _digest(example.input)) for example in self._splits[split]]
+        """(id, digest of the question, whatever its spacing and case) of every task."""
+        return [
+            (_task_id(example), _digest(" ".join(example.input.casefold().split()))) for example in self._splits[split]
+        ]
 
     async def _open(self, episode: int, split: str, index: int) -> dict[str, Any]:
         example = self._example(split, index)

@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from environments import requirements
 from environments.base import ChatMessage
 from environments.host import EnvironmentFault, EnvironmentHost, Score
+from environments.splits import shared_tasks
 
 ROWS = {"train": 5, "eval": 3}
 """Tasks tried of each split, spread over it."""
@@ -84,12 +86,20 @@ async def check(
     secrets: Mapping[str, str] | None = None,
     timeout_s: float = 5.0,
     deadline_s: float = 38.0,
+    install_timeout_s: float | None = None,
+    on_progress: requirements.Listener | None = None,
 ) -> Report:
-    """Check the environment in `folder`. One call into it may take `timeout_s`, all of it about `deadline_s`."""
+    """Check the environment in `folder`. One call into it may take `timeout_s`, all of it about `deadline_s`.
+
+    Raises EnvironmentFault(not_ready) where its packages are not installed after `install_timeout_s`.
+    """
     gate = _Gate(folder, args or {}, secrets or {}, timeout_s, deadline_s)
     try:
+        await requirements.interpreter(folder, timeout_s=install_timeout_s, on_progress=on_progress)
         await gate.run()
     except EnvironmentFault as fault:
+        if fault.code == "not_ready":
+            raise
         gate.add(_failure("loads", fault))
     gate.report.seconds = gate.elapsed_s
     return gate.report
@@ -182,15 +192,14 @@ class _Gate:
                 "there is no eval split",
                 "set eval_dataset, as a rule from datasets/eval.jsonl: only tasks held back can show learning",
             )
-        asked = {digest: task_id for task_id, digest in train}
-        shared = [(asked[digest], task_id) for task_id, digest in held_out if digest in asked]
-        if shared:
+        overlap = shared_tasks(train, held_out)
+        if overlap.shared:
             raise _FailedError(
-                f"{len(shared)} eval tasks ask what a train task asks, for instance train {shared[0][0]!r} and eval "
-                f"{shared[0][1]!r}",
-                "take them out of one of the splits: an evaluation on trained tasks measures memory",
+                f"contaminated: {overlap.shared} of {len(held_out)} eval tasks are train tasks too: {overlap}",
+                "take them out of one of the splits, or give different tasks different ids: an evaluation on trained "
+                "tasks measures memory",
             )
-        return f"{len(train)} train and {len(held_out)} eval tasks; ids are unique, no question is in both splits"
+        return f"{len(train)} train and {len(held_out)} eval tasks; ids are unique, no task is in both splits"
 
     async def _check_prompts(self, host: EnvironmentHost) -> str:
         turns: list[int] = []
@@ -349,6 +358,7 @@ def _failure(name: str, fault: EnvironmentFault) -> Probe:
         "environment_error": "return a low score instead of raising, whatever the model wrote",
         "environment_invalid": "mend environment.py",
         "dataset_invalid": "mend the dataset at the place named",
+        "requirements_failed": f"mend {requirements.FILE}: name packages and versions that exist for this Python",
     }
     trace = f"\n{fault.traceback.strip()[-800:]}" if fault.traceback.strip() else ""
     return Probe(name, False, f"[{fault.code}] {fault.what}{trace}", fixes[fault.code])

@@ -29,7 +29,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, cast
 
+from environments import requirements
 from environments.base import ChatMessage
+from environments.faults import EnvironmentFault
 
 ABANDON_TIMEOUT_S = 5.0
 """How long a child may take to confirm that it gave a call up; after that it counts as frozen and is killed."""
@@ -48,18 +50,6 @@ SCRATCH_MIN_AGE_S = 60.0
 """A younger scratch folder may be about to be locked by the process that made it."""
 MIN_SECRET_LENGTH = 4
 """Shorter values are not searched for: replacing "1" or "no" everywhere would garble every text."""
-
-
-class EnvironmentFault(Exception):
-    """Environment code failed.
-
-    `code` is environment_invalid (it does not load or breaks the contract), dataset_invalid, environment_error (a call
-    failed) or environment_timeout (a call passed its deadline); `traceback` is the evidence, possibly empty.
-    """
-
-    def __init__(self, code: str, what: str, traceback: str = "") -> None:
-        super().__init__(what)
-        self.code, self.what, self.traceback = code, what, traceback
 
 
 @dataclass(frozen=True)
@@ -105,6 +95,7 @@ class EnvironmentHost:
         *,
         args: Mapping[str, Any],
         secrets: Mapping[str, str],
+        python: Path,
         concurrency: int,
         timeout_s: float,
         start_timeout_s: float,
@@ -112,7 +103,7 @@ class EnvironmentHost:
         self.folder, self.timeout_s, self.start_timeout_s = folder.absolute(), timeout_s, start_timeout_s
         self.splits: dict[str, int] = {}
         """Number of tasks of each split; eval is 0 where there is none."""
-        self._args, self._secrets = dict(args), dict(secrets)
+        self._args, self._secrets, self._python = dict(args), dict(secrets), python
         self._concurrency = concurrency
         self._places = asyncio.Semaphore(concurrency)
         self._score_places = asyncio.Semaphore(concurrency)
@@ -133,12 +124,19 @@ class EnvironmentHost:
         concurrency: int = 32,
         timeout_s: float = 30.0,
         start_timeout_s: float = 60.0,
+        install_timeout_s: float | None = None,
+        on_progress: requirements.Listener | None = None,
     ) -> Self:
-        """Load the folder's environment with `load_environment(**args)`."""
+        """Load the folder's environment with `load_environment(**args)`, once the packages that it asks for are there.
+
+        `install_timeout_s` bounds the wait for these (environments.requirements), None is as long as it takes.
+        """
+        python = await requirements.interpreter(folder, timeout_s=install_timeout_s, on_progress=on_progress)
         host = cls(
             folder,
             args=args or {},
             secrets=secrets or {},
+            python=python,
             concurrency=concurrency,
             timeout_s=timeout_s,
             start_timeout_s=start_timeout_s,
@@ -232,7 +230,7 @@ class EnvironmentHost:
 
     async def _spawn(self) -> _Child:
         # -P and PYTHONPATH: `environments` is this package, whatever the environment's folder holds.
-        command = (sys.executable, "-P", "-m", "environments.child", str(self.folder), str(os.getpid()))
+        command = (str(self._python), "-P", "-m", "environments.child", str(self.folder), str(os.getpid()))
         _, child = await asyncio.get_running_loop().subprocess_exec(
             lambda: _Child(self._secrets.values()),
             *command,
@@ -268,7 +266,7 @@ class EnvironmentHost:
             "HOME": str(self._scratch),
             "TMPDIR": str(self._scratch),
             "LANG": "C.UTF-8",
-            "PYTHONPATH": str(Path(__file__).parent.parent),
+            "PYTHONPATH": str(requirements.contract_path(self._python)),
             "PYTHONHASHSEED": "0",
             "PYTHONUNBUFFERED": "1",
             "PYTHONDONTWRITEBYTECODE": "1",

@@ -1,4 +1,4 @@
-"""The command line: `flash-mcp serve | supervise | demo | doctor | curve | wait | install`, and each tool as a command.
+"""The command line: `flash-mcp serve | supervise | demo | doctor | curve | report | wait | install`, and every tool.
 
 Results go to stdout, everything else to stderr; with --json both are JSON. Exit codes: 0 done, 1 refused or failed,
 2 wrong usage; with --follow, and of wait, 3 when the run failed, 4 when it was cancelled and 5 when --timeout-s passed;
@@ -36,6 +36,7 @@ POSITIONAL = {
     "chat": "message",
     "env_push": "folder",
     "env_test": "folder",
+    "evaluate": "environment",
     "status": "run_id",
     "train": "config",
     "undeploy": "deployment",
@@ -87,7 +88,17 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"flash-mcp {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND")
-    for add in (_add_serve, _add_supervise, _add_demo, _add_doctor, _add_curve, _add_wait, _add_install):
+    own_commands = (
+        _add_serve,
+        _add_supervise,
+        _add_demo,
+        _add_doctor,
+        _add_curve,
+        _add_report,
+        _add_wait,
+        _add_install,
+    )
+    for add in own_commands:
         add(commands)
     own = set(cast("dict[str, Any]", commands.choices))
     if next((word for word in given if not word.startswith("-")), None) not in own:
@@ -264,6 +275,28 @@ def install(arguments: argparse.Namespace) -> None:
         _say(f"start {done.client} anew, and ask it to train a model")
 
 
+def _add_report(commands: Any) -> None:
+    parser = commands.add_parser("report", help="a run as one HTML page: health, curves, rollouts, lineage, values")
+    parser.add_argument("run_id", metavar="RUN_ID")
+    parser.add_argument("--out", type=Path, default=None, metavar="FILE", help="where to; default: ./RUN_ID.html")
+    parser.set_defaults(run=report)
+
+
+def report(arguments: argparse.Namespace) -> None:
+    """Write the page and print where it lies."""
+    from flash_mcp import report as page  # noqa: PLC0415
+    from flash_mcp.store import open_store  # noqa: PLC0415
+
+    text = page.html(open_store(), arguments.run_id)
+    out = arguments.out or Path(f"{arguments.run_id}.html")
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        fix = "choose a file that you may write with --out"
+        raise FlashError("invalid_argument", f"cannot write there: {error}", out=out, fix=fix) from error
+    _say(str(out))
+
+
 # -- tools as commands ------------------------------------------------------------------------------------------------
 
 
@@ -289,7 +322,7 @@ def _add_tool(commands: Any, tool: Tool) -> None:
         for which in ("worst", "best"):
             text = f"the N transcripts with the {'lowest' if which == 'worst' else 'highest'} reward"
             parser.add_argument(f"--{which}", type=int, default=None, metavar="N", help=text)
-    if tool.name in ("train", "status"):
+    if tool.name in ("train", "status", "evaluate"):
         parser.add_argument("--follow", action="store_true", help="stay until the run has ended; Ctrl-C only detaches")
     options = [f"--{name.replace('_', '-')}" for name in tool.signature.parameters]
     parser.set_defaults(run=functools.partial(_run_tool, tool), options=options)

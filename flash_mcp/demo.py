@@ -70,8 +70,10 @@ class Session:
             self.seconds[name] = round(self.seconds.get(name, 0.0) + time.monotonic() - started, 1)
 
 
-async def run(console: Console, folder: Path, curve_path: Path, model: str | None) -> Json:
-    """Play the demo with an environment in `folder`; the figures of --json."""
+async def run(
+    console: Console, folder: Path, curve_path: Path, model: str | None = None, environment: str | None = None
+) -> Json:
+    """Play the demo with `environment`, or with the one that it writes to `folder`; the figures of --json."""
     started = time.monotonic()
     async with _session(console) as session:
         call = session.call
@@ -79,7 +81,8 @@ async def run(console: Console, folder: Path, curve_path: Path, model: str | Non
             known = await call("catalog")
             console.print(f"  models: {', '.join(entry['name'] for entry in known.get('models', []))}")
             await call("env_setup", folder=str(folder), template="calculator")
-            environment = (await call("env_push", folder=str(folder), name="calculator"))["environment"]
+            if environment is None:
+                environment = (await call("env_push", folder=str(folder), name="calculator"))["environment"]
             checked = await call("env_test", environment=environment)
             _show_probes(console, checked)
         wanted: Json = {"config": str(folder / "configs" / "rl.toml"), "environment": environment}
@@ -227,11 +230,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     parser.add_argument("--curve", type=Path, metavar="FILE", default=Path("reward-curve.png"), help="the picture")
     parser.add_argument("--model", help="base model (default: the config's)")
+    parser.add_argument("--environment", help="NAME, NAME@DIGEST or reasoning-gym:DATASET (default: the calculator)")
     options = parser.parse_args(arguments)
     console = Console(soft_wrap=True)
     with tempfile.TemporaryDirectory(prefix="flash-demo-") as folder:
         try:
-            figures = anyio.run(run, console, Path(folder) / "calculator", options.curve, options.model)
+            target = Path(folder) / "calculator"
+            figures = anyio.run(run, console, target, options.curve, options.model, options.environment)
         except FlashError as error:
             console.print(f"[red]{error}[/]", highlight=False)
             return 1

@@ -65,7 +65,7 @@ def check_name(name: str) -> str:
     if not NAME.fullmatch(name):
         near = re.sub(r"[^a-z0-9_-]+", "-", name.lower()).strip("-_")[:64]
         fix = f"a name is {NAME_RULE}" + (f"; {near!r} would do" if NAME.fullmatch(near) else "")
-        raise FlashError("invalid_argument", f"an environment cannot be named {name!r:.100}", fix=fix)
+        raise FlashError("invalid_argument", f"{name!r:.100} cannot be a name", fix=fix)
     return name
 
 
@@ -120,12 +120,16 @@ class Stage:
 
 
 @contextlib.contextmanager
-def staged(name: str, files: Files, base: Path | None = None) -> Generator[Stage, None, None]:
+def staged(
+    name: str, files: Files, base: Path | None = None, *, root: Path | None = None
+) -> Generator[Stage, None, None]:
     """Write files beside where they are to be published; what was not committed is gone at the end.
 
+    `root` is the folder of all names, by default that of environments.
     FlashError(invalid_argument | upload_invalid | disk_full).
     """
-    root, target = environments_dir(base), environments_dir(base) / check_name(name)
+    root = root or environments_dir(base)
+    target = root / check_name(name)
     try:
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".staged-", dir=root, ignore_cleanup_errors=True) as folder:

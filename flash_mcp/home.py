@@ -23,6 +23,11 @@ def runs_dir(base: Path | None = None) -> Path:
     return (base or home()) / "runs"
 
 
+def datasets_dir(base: Path | None = None) -> Path:
+    """NAME/DIGEST/ of every curated dataset."""
+    return (base or home()) / "datasets"
+
+
 def models_dir(base: Path | None = None) -> Path:
     """Base models made ready for use; may be shared by several state directories through FLASH_MODELS."""
     shared = os.environ.get("FLASH_MODELS")

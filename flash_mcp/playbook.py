@@ -14,11 +14,13 @@ Train a model towards this goal with the flash-mcp tools. Work in rounds of one 
 2. Write the task as an environment (`env_setup` writes a starter that runs as it is). Grade in parts, keep `success`
    apart from the reward, and hold rows back for the eval split.
 3. `env_test` until nothing fails, then `env_push`.
-4. `train` with `validate_only=true` shows every value and where it came from. Then a short run: 10 to 20 steps,
+4. `train` with `validate_only=true` shows every value and where it came from, and with `sample=true` whether there is
+   anything to learn from. Then a short run: 10 to 20 steps,
    `eval_before=true`, `eval_after=true`, and an `idempotency_key`.
 5. `status` with `wait_s=40` until it ended. Act on its flags; `rollouts` with `which="worst"` and `"best"` shows
    whether the reward pays for what was meant.
 6. Judge by the held-out evaluation and its noise band, not by the training reward. Within the band means no change.
+   `evaluate` measures any model or checkpoint; `compare` says whether two evaluations differ.
 7. When it improved: `checkpoints`, `deploy`, `chat` with the base model beside the adapter, `undeploy`.
 8. Report the numbers, what was tried and what did not work. Stop when the goal is met, or when two rounds in a row
    changed nothing.

@@ -17,8 +17,9 @@ from typing import Any, Literal, cast
 
 from flash_mcp.errors import FlashError
 from flash_mcp.home import runs_dir
+from flash_mcp.lineage import code_version
 from flash_mcp.runfolder import Json, RunFolder
-from flash_mcp.spec import ResolvedSpec
+from flash_mcp.spec import ResolvedEval, ResolvedSpec
 from flash_mcp.store import ACTIVE, EnvironmentRow, RunRow, Store
 
 EndState = Literal["succeeded", "failed", "cancelled"]
@@ -27,15 +28,18 @@ ID_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 
 def enqueue(
     store: Store,
-    resolved: ResolvedSpec,
+    resolved: ResolvedSpec | ResolvedEval,
     environment: EnvironmentRow,
     init_adapter: Json | None = None,
     idempotency_key: str | None = None,
+    dataset: Json | None = None,
+    lineage: Json | None = None,
 ) -> tuple[RunRow, bool]:
     """The new run, and True; or, where the key was used before by the same spec, that run, and False.
 
     The stored spec names the environment as NAME@DIGEST. Raises FlashError(idempotency_conflict) where the key belongs
-    to another spec. Nothing but a row is made: the supervisor writes the run folder.
+    to another spec. `lineage` is kept with the run beside the code's version. Nothing but a row is made: the
+    supervisor writes the run folder.
     """
     spec = resolved.spec.model_dump()
     digest = hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()
@@ -56,6 +60,8 @@ def enqueue(
                 "spec": {**spec, "environment": f"{environment['name']}@{environment['digest']}"},
                 "sources": resolved.sources,
                 "init_adapter": init_adapter,
+                "dataset": dataset,
+                "lineage": {"code": code_version(), **(lineage or {})},
                 "idempotency_key": idempotency_key,
                 "request_digest": digest,
                 "folder": str(runs_dir(store.base) / run_id),
@@ -81,6 +87,8 @@ def job(run: RunRow) -> Json:
         },
         "model": run["model"],
         "init_adapter": run["init_adapter"],
+        "dataset": run["dataset"],
+        "lineage": run["lineage"],
         "created": run["created"],
     }
 

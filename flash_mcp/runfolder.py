@@ -2,10 +2,12 @@
 
     job.json               what to do: {"run_id", "spec", "sources", "environment_path", "model_path", ...}
     epoch/N                attempt N owns the run; made once, exclusively; the highest N is the owner
-    beat.json              {"epoch", "time", "step", "phase", "progress", "host", "pid"}, every few seconds
+    beat.json              {"epoch", "time", "step", "phase", "progress", "host", "pid", "held_bytes",
+                           "available_bytes"}, every few seconds
     metrics/STEP.json      {"step", "epoch", "time", "metrics": {name: number}}
     rollouts/STEP.jsonl    one rollout a line, keyed by (step, index)
-    evals/STEP.json        {"step", "epoch", "time", "summary": {...}, "rollouts": [...]}
+    evals/STEP.json        {"step", "epoch", "time", "summary": {...}, "rollouts": [...]}, one rollout an attempt
+    evals/STEP/EPOCH-N     attempts of an evaluation under way, one a line; gone once evals/STEP.json is there
     events/EPOCH-N.json    {"time", "epoch", "kind", "message", ...}
     log.N                  what attempt N printed
     checkpoints/STEP/      a PEFT adapter and the trainer's state, with MANIFEST.json (sha256 of every file)
@@ -26,11 +28,13 @@ import shutil
 import socket
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 from uuid import uuid4
 
 import fsspec  # pyright: ignore[reportMissingTypeStubs]
+import psutil
 
 from flash_mcp.errors import FlashError
 
@@ -118,6 +122,13 @@ class RunFolder:
 
     def evaluation(self, step: int) -> Json | None:
         return self.read_json("evals", f"{step}.json")
+
+    def attempts(self, step: int) -> list[Json]:
+        """What an evaluation under way has recorded so far, by whichever attempt of the run; each once, in order."""
+        names = [name for name in self._names("evals", str(step)) if name[0].isdigit()]  # not one that was cut short
+        texts = [self._read("evals", str(step), name) or "" for name in sorted(names)]
+        rows = [json.loads(line) for text in texts for line in text.split("\n") if line]
+        return [row for _, row in sorted({row["index"]: row for row in rows}.items())]
 
     def event_names(self) -> list[str]:
         return sorted(name for name in self._names("events") if name.endswith(".json"))
@@ -217,6 +228,10 @@ class RunFolder:
         except FileNotFoundError:
             return None
 
+    def _remove(self, *parts: str) -> None:
+        with suppress(FileNotFoundError):
+            self._fs.rm(self.path(*parts), recursive=True)
+
     def _write(self, name: str, body: bytes) -> None:
         if not self.is_local:
             self._fs.pipe_file(self.path(*name.split("/")), body)
@@ -240,7 +255,7 @@ class RunWriter:
 
     def __init__(self, folder: RunFolder, epoch: int) -> None:
         self.folder, self.epoch = folder, epoch
-        self._events = 0
+        self._events = self._shards = 0
 
     def check_owner(self) -> None:
         """FlashError(fenced) once a newer attempt has claimed the run."""
@@ -249,11 +264,14 @@ class RunWriter:
             raise FlashError("fenced", "a newer attempt owns the run", epoch=self.epoch, newest=newest)
 
     def beat(self, step: int, phase: str, progress: int = 0) -> None:
-        """`progress` counts what was done so far; a step or count that moves is a sign that nothing stalls."""
-        self._put(
-            "beat.json",
-            {"step": step, "phase": phase, "progress": progress, "host": socket.gethostname(), "pid": os.getpid()},
-        )
+        """`progress` counts what was done so far; a step or count that moves is a sign that nothing stalls.
+
+        What the process holds of the machine's memory, and what is left, tells later why the kernel may have killed it.
+        """
+        place = {"host": socket.gethostname(), "pid": os.getpid()}
+        held, left = psutil.Process().memory_info().rss, psutil.virtual_memory().available
+        body = {"step": step, "phase": phase, "progress": progress, **place}
+        self._put("beat.json", {**body, "held_bytes": held, "available_bytes": left})
 
     def metrics(self, step: int, metrics: Json) -> None:
         self._put(f"metrics/{step}.json", {"step": step, "metrics": metrics})
@@ -265,6 +283,14 @@ class RunWriter:
 
     def evaluation(self, step: int, summary: Json, rollouts: Sequence[Json]) -> None:
         self._put(f"evals/{step}.json", {"step": step, "summary": summary, "rollouts": list(rollouts)})
+        self.folder._remove("evals", str(step))  # pyright: ignore[reportPrivateUsage]
+
+    def attempts(self, step: int, rollouts: Sequence[Json]) -> None:
+        """Keep attempts of an evaluation that goes on, for the attempt of the run that may have to finish it."""
+        self.check_owner()
+        body = "".join(_dump(rollout).decode() + "\n" for rollout in rollouts)
+        self.folder._write(f"evals/{step}/{self.epoch:04d}-{self._shards:06d}", body.encode())  # pyright: ignore[reportPrivateUsage]
+        self._shards += 1
 
     def event(self, kind: str, message: str, **values: Any) -> None:
         self._put(f"events/{self.epoch:04d}-{self._events:06d}.json", {"kind": kind, "message": message, **values})

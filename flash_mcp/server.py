@@ -51,7 +51,7 @@ from flash_mcp.tools import (
 INSTRUCTIONS = """\
 Trains language models (LoRA; GRPO or SFT) on this machine, on tasks that you write as a Python environment.
 Order of work: catalog -> env_setup (or an existing folder) -> env_test -> env_push -> train -> status with wait_s
-until the run has ended -> rollouts, to see what the reward really pays -> deploy -> chat.
+until the run has ended -> rollouts, to see what the reward really pays -> evaluate and compare -> deploy -> chat.
 train returns a run id at once; runs go on when this server or the client ends. Every result ends with `next`. An error
 reads `[code key=value] what happened. Fix: what to do`. The resource flash://playbook teaches the environment
 contract, reward design and how to read a run."""

@@ -18,7 +18,7 @@ from flash_mcp.errors import FlashError
 Algorithm = Literal["grpo", "sft"]
 LossType = Literal["dr_grpo", "grpo", "bnpo", "dapo"]
 ImportanceSampling = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "none"]
-Source = Literal["argument", "file", "recipe", "default"]
+Source = Literal["argument", "file", "run", "recipe", "default"]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -33,7 +33,7 @@ class RunSpec(BaseModel):
         Field(
             min_length=1,
             description="Environment to train on: NAME (pinned to its newest "
-            "version when the run is created) or NAME@DIGEST, as returned by env_push.",
+            "version when the run is created) or NAME@DIGEST, as returned by env_push; or reasoning-gym:DATASET.",
         ),
     ]
     model: Annotated[
@@ -43,9 +43,17 @@ class RunSpec(BaseModel):
         Algorithm,
         Field(
             description="grpo: reinforcement learning from the environment's reward. "
-            "sft: supervised fine-tuning on the environment's gold answers."
+            "sft: supervised fine-tuning on the environment's gold answers, or on a dataset."
         ),
     ] = "grpo"
+    dataset: Annotated[
+        str | None,
+        Field(
+            min_length=1,
+            description="Conversations to learn from, as returned by curate (NAME@DIGEST), "
+            "sft only; default: the environment's gold answers.",
+        ),
+    ] = None
 
     steps: Annotated[
         int | None, Field(ge=1, le=100_000, description="Optimizer steps. grpo: default 150. sft: overrides epochs.")
@@ -192,6 +200,8 @@ class RunSpec(BaseModel):
     def _fits_together(self) -> RunSpec:
         if self.algorithm == "grpo" and self.epochs is not None:
             raise ValueError("epochs is for algorithm='sft'; a grpo run is as long as its steps")
+        if self.algorithm == "grpo" and self.dataset is not None:
+            raise ValueError("dataset is for algorithm='sft'")
         if self.algorithm == "sft" and self.group_size is not None:
             raise ValueError("group_size is for algorithm='grpo'")
         if self.max_tokens is not None and self.max_length is not None and self.max_tokens > self.max_length:
@@ -235,12 +245,59 @@ RECIPES: dict[str, dict[str, Any]] = {
 class ResolvedSpec(BaseModel):
     """What job.json holds: the spec with every value filled in, and `sources[field]` = where that value came from.
 
-    `max_length` and `init_from_adapter` may still be None: the model's context decides the one, a cold start the other.
+    `max_length`, `init_from_adapter` and `dataset` may still be None: the model's context decides the first, a cold
+    start and gold answers are what the others mean.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     spec: RunSpec
+    sources: dict[str, Source]
+
+
+class EvalSpec(BaseModel):
+    """What job.json holds of an evaluation: a run of `algorithm` eval. The evaluate tool fills in every value.
+
+    `checkpoint` (RUN@STEP) only says where the adapter came from; `step` is that step, 0 for a model that was not
+    trained, and what the result is filed under. `tasks` are places within the split. `steps` is how many attempts there
+    are in all: an evaluation's step is one attempt.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    algorithm: Literal["eval"] = "eval"
+    environment: str
+    model: str
+    checkpoint: str | None = None
+    step: int = 0
+    split: str = "eval"
+    tasks: list[int]
+    attempts: int
+    steps: int
+    temperature: float
+    top_p: float
+    max_tokens: int
+    max_length: int | None
+    stop_sequences: list[str]
+    thinking: bool
+    seed: int
+    lora_rank: int
+    lora_alpha: int
+    environment_args: dict[str, Any]
+    secrets: list[str]
+    env_timeout_s: float
+    env_concurrency: int
+    max_error_share: float
+    max_attempts: int
+    stall_timeout_s: float
+
+
+class ResolvedEval(BaseModel):
+    """An evaluation with every value filled in, and where each is from: "run" is the run whose checkpoint it is of."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    spec: EvalSpec
     sources: dict[str, Source]
 
 

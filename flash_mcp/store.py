@@ -47,6 +47,7 @@ class RunRow(TypedDict):
     id: str
     state: RunState
     algorithm: str
+    """grpo, sft, or eval for an evaluation, whose steps are attempts at tasks."""
     model: str
     environment: str
     environment_digest: str
@@ -54,6 +55,10 @@ class RunRow(TypedDict):
     spec: Json
     sources: Json
     init_adapter: Json | None
+    dataset: Json | None
+    """Of an sft run on curated rows: {"name", "digest", "path", "files": {file: sha256}}."""
+    lineage: Json
+    """`code` is the version that made it; `overlap`, where splits share tasks, {"shared", "eval_tasks", "evidence"}."""
     idempotency_key: str | None
     folder: str
     attempt: int
@@ -90,6 +95,8 @@ class RolloutRow(TypedDict, total=False):
     index: int
     group: int
     task_id: str
+    split: str
+    attempt: int
     messages: list[Json]
     reward: float
     success: bool
@@ -163,7 +170,9 @@ class DeploymentRow(TypedDict):
     updated: float
 
 
-_JSON_COLUMNS = frozenset({"spec", "sources", "init_adapter", "error", "metrics", "summary", "data", "body"})
+_JSON_COLUMNS = frozenset(
+    {"spec", "sources", "init_adapter", "dataset", "lineage", "error", "metrics", "summary", "data", "body"}
+)
 migrations = Migrations("flash_mcp")
 
 
@@ -171,6 +180,16 @@ migrations = Migrations("flash_mcp")
 def _initial(db: Database) -> None:  # pyright: ignore[reportUnusedFunction]
     for statement in _SCHEMA_1.split(";\n"):
         _execute(db, statement)
+
+
+@migrations(name="0002_dataset")
+def _dataset(db: Database) -> None:  # pyright: ignore[reportUnusedFunction]
+    _execute(db, "ALTER TABLE runs ADD COLUMN dataset TEXT")
+
+
+@migrations(name="0003_lineage")
+def _lineage(db: Database) -> None:  # pyright: ignore[reportUnusedFunction]
+    _execute(db, "ALTER TABLE runs ADD COLUMN lineage TEXT NOT NULL DEFAULT '{}'")
 
 
 _SCHEMA_1 = """

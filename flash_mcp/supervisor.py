@@ -43,6 +43,8 @@ PROBE_TIMEOUT_S = 1.0
 LOG_TAIL_BYTES = 4000
 FILES_PER_COMMIT = 64  # few enough to let other writers in between
 MAX_LOG_BYTES = 10_000_000
+SHORT_OF_MEMORY = 0.05
+"""Of what an attempt held and the machine had left: with less than this left, memory is what ended it."""
 
 
 @dataclass(frozen=True)
@@ -270,7 +272,10 @@ class Supervisor:
             not attempt.has_beat or run["cancel_requested"] or silent_s > patience.beat_stale_s
         ):
             how = f" ({hint.detail})" if hint.detail else ""
-            return self._error("worker_failed", f"attempt {attempt.number} ended without a result{how}", run, attempt)
+            what = f"attempt {attempt.number} ended without a result{how}"
+            if shortage := _memory_shortage(attempt.beat):
+                return self._error("out_of_memory", f"{what}; {shortage}", run, attempt)
+            return self._error("worker_failed", what, run, attempt)
         if run["cancel_requested"] and time.time() - run["cancel_requested"] > patience.cancel_grace_s:
             return self._error("stalled", f"attempt {attempt.number} did not end when asked to", run, attempt)
         if hint.state != "alive":
@@ -368,6 +373,14 @@ def final_result(folder: RunFolder) -> Json | None:
     if result is None or result.get("retryable"):
         return None
     return result if result["state"] in ("succeeded", "failed", "cancelled") else None
+
+
+def _memory_shortage(beat: Json) -> str | None:
+    """What the last beat said, where so little memory was left that the kernel may have ended the attempt."""
+    held, left = beat.get("held_bytes", 0), beat.get("available_bytes", 1)
+    if left > SHORT_OF_MEMORY * (held + left):
+        return None
+    return f"its last beat held {held / 2**30:.1f} GiB and {left / 2**30:.1f} GiB of the machine's memory were left"
 
 
 def _found(body: Json | None) -> Json:

@@ -28,6 +28,7 @@ from flash_mcp.serving import request_stop
 from flash_mcp.store import ACTIVE, DeploymentRow, RunRow, open_store
 from flash_mcp.supervisor import ensure_supervisor
 from flash_mcp.tools import RESULT_CHARACTERS, fit, to_text
+from flash_mcp.tools.evaluation import after_evaluation, scores
 from flash_mcp.tools.serving import Deployment, describe, failure
 from flash_mcp.tools.status import status
 
@@ -171,7 +172,15 @@ async def _how_it_went(run: RunRow) -> Json:
     return {"run": end["run"], "next": end["next"]}
 
 
-ENDINGS: dict[str, Callable[[RunRow], Awaitable[Json]]] = {"train": _how_it_went}
+async def _what_was_found(run: RunRow) -> Json:
+    store = open_store()
+    found = await anyio.to_thread.run_sync(scores, store, run)
+    following = await anyio.to_thread.run_sync(after_evaluation, store, run)
+    shown = {} if found is None else {"scores": found.model_dump(mode="json")}
+    return {"done": run["step"], **shown, "next": following}
+
+
+ENDINGS: dict[str, Callable[[RunRow], Awaitable[Json]]] = {"train": _how_it_went, "evaluate": _what_was_found}
 """Tools that start runs, and what their results gain, or have replaced, when the run has succeeded."""
 
 

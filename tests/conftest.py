@@ -37,3 +37,15 @@ def tiny_adapter(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     from tests.tiny import make_tiny_adapter  # noqa: PLC0415
 
     return make_tiny_adapter(tmp_path_factory.mktemp("tiny-adapter"), tiny_model)
+
+
+@pytest.fixture(scope="session")
+def fp32_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import torch  # noqa: PLC0415
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+
+    from tests.tiny import make_tiny_model  # noqa: PLC0415
+
+    folder = make_tiny_model(tmp_path_factory.mktemp("fp32"))
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).save_pretrained(folder)
+    return folder

@@ -6,7 +6,7 @@ import textwrap
 from pathlib import Path
 
 ADDITION = '''
-import asyncio, os, random, re, sys, time
+import asyncio, dataclasses, os, random, re, sys, time
 from environments import (
     DatasetError, EnvironmentMultiTurn, EnvironmentSingleTurn, EnvironmentStepResult, RewardMetric, RewardResult,
     TaskExample, load_dataset,

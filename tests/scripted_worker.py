@@ -2,6 +2,9 @@
 
 The run's environment_args say what it does: {"steps": n, "ATTEMPT": {"at": step, "do": MISDEED}}. At a step with
 "hold" it beats without moving on until the file `go` appears in the folder.
+
+Of an evaluation they say which tasks are what: {"solved": [places], "often": [every second attempt is a success],
+"failing": [environment code raises], "endless": [cut off]}; all others are failures. {"hold": true} holds it.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from flash_mcp.errors import FlashError
 from flash_mcp.runfolder import RunFolder, RunWriter
@@ -28,6 +32,9 @@ def main() -> None:
         sys.exit("no such module: torch")
     writer = folder.claim(attempt)
     resumed = folder.newest_good_checkpoint() or 0
+    if folder.job()["spec"]["algorithm"] == "eval":
+        evaluate(folder, writer, plan)
+        return
     writer.event("phase", f"starting from step {resumed}", resumed=resumed)
     for step in range(resumed + 1, plan.get("steps", 4) + 1):
         writer.beat(step, "train")
@@ -41,6 +48,50 @@ def main() -> None:
         save(writer, step)
     writer.evaluation(step, {"n": 1, "success": 1.0}, [rollout(step, 0)])
     writer.commit_result("succeeded", step)
+
+
+def evaluate(folder: RunFolder, writer: RunWriter, plan: dict[str, Any]) -> None:
+    spec = folder.job()["spec"]
+    writer.beat(0, "eval")
+    while plan.get("hold") and not Path(folder.path("go")).exists() and not folder.is_cancelled():
+        writer.beat(1, "eval")
+        time.sleep(0.02)
+    if folder.is_cancelled():
+        writer.commit_result("cancelled", 1)
+        return
+    rows = [
+        attempt_at(task, number * spec["attempts"] + attempt, attempt, spec, plan)
+        for number, task in enumerate(spec["tasks"])
+        for attempt in range(spec["attempts"])
+    ]
+    valid = [row for row in rows if not row["error"]]
+    success = sum(row["success"] for row in valid) / len(valid) if valid else None
+    share = 1 - len(valid) / len(rows)
+    writer.evaluation(
+        spec["step"], {"n": len(valid), "success": success, "error_share": share, "tokens_per_s": 100.0}, rows
+    )
+    writer.commit_result("succeeded", len(rows))
+
+
+def attempt_at(task: int, index: int, attempt: int, spec: dict[str, Any], plan: dict[str, Any]) -> dict[str, Any]:
+    success = task in plan.get("solved", ()) or (task in plan.get("often", ()) and attempt % 2 == 0)
+    failed = task in plan.get("failing", ())
+    said = plan.get("say", "It is") + f" {task if success else 'unknown'}"
+    return {
+        "index": index,
+        "task_id": f"{spec['split']}-{task}",
+        "split": spec["split"],
+        "attempt": attempt,
+        "messages": [{"role": "user", "content": f"say {task}"}, {"role": "assistant", "content": said}],
+        "reward": float(success and not failed),
+        "success": success and not failed,
+        "error": {"code": "environment_error", "what": "the scorer raised"} if failed else None,
+        "metrics": {},
+        "turns": 1,
+        "completion_tokens": 20,
+        "truncated": task in plan.get("endless", ()),
+        "finish": "done",
+    }
 
 
 def misbehave(deed: str, folder: RunFolder, writer: RunWriter, step: int) -> None:

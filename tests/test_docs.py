@@ -53,7 +53,7 @@ def known_names() -> set[str]:
             names |= literals(parameter.annotation)
     for kind in (environments.base.EnvironmentMultiTurn, environments.base.EnvironmentSingleTurn):
         names |= set(dir(kind))
-    return names | {"load_environment", "self", "id", "score"}
+    return names | {"load_environment", "self", "id", "score", "format", "parsed", "valid"}
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,15 @@ FAULTS = {
         "def __init__(self): self.dataset, self.eval_dataset = tasks(6), tasks(4, first=5)",
         {"tasks"},
         "tasks",
-        "1 eval tasks ask what a train task asks, for instance train 't5' and eval 't5'",
+        "contaminated: 1 of 4 eval tasks are train tasks too: 1 ask what a train task asks, e.g. train 't5' = 't5'",
+    ),
+    "eval tasks with the ids of others": (
+        "def __init__(self):\n"
+        "        self.dataset = tasks(6)\n"
+        "        self.eval_dataset = [dataclasses.replace(task, id='t0') for task in tasks(1, first=9)]",
+        {"tasks"},
+        "tasks",
+        "contaminated: 1 of 1 eval tasks are train tasks too: 1 have the id of a train task, e.g. 't0'",
     ),
     "ids that repeat": (
         "def __init__(self): self.dataset, self.eval_dataset = tasks(6) + tasks(1), tasks(4, first=100)",

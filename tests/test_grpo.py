@@ -43,17 +43,6 @@ def make_rollouts(tokenizer: Any, seed: int = 0, *, turns: int = 2) -> list[Roll
     return rollouts
 
 
-@pytest.fixture(scope="module")
-def fp32_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415
-
-    from tests.tiny import make_tiny_model  # noqa: PLC0415
-
-    folder = make_tiny_model(tmp_path_factory.mktemp("fp32"))
-    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).save_pretrained(folder)
-    return folder
-
-
 def settings_of(**fields: Any) -> Settings:
     base = {"batch_size": GROUPS, "group_size": SIZE, "lora_rank": 8, "lora_alpha": 16, "steps": 1}
     return Settings(**resolve(RunSpec(environment="e", **{**base, **fields})).spec.model_dump())

@@ -18,11 +18,22 @@ HEALTHY: dict[str, float | None] = {
     "entropy": 1.0,
     "grad_norm": 0.5,
     "is_ratio/mean": 1.0,
+    "is_ratio/clipped_share": 0.0,
+    "sampling_kl": 0.001,
+    "groups/zero_share": 0.0,
+    "groups/solved_share": 0.2,
+    "groups/unsolved_share": 0.2,
+    "rollouts/repeated_share": 0.1,
+    "tokens/reward_correlation": -0.2,
 }
 
 
 def history(steps: int = 12, **columns: list[float]) -> list[dict[str, float | None]]:
-    return [{**HEALTHY, **{name: values[step] for name, values in columns.items()}} for step in range(steps)]
+    """Steps from 1 on, healthy but for the columns given."""
+    return [
+        {"step": step + 1, **HEALTHY, **{name: values[step] for name, values in columns.items()}}
+        for step in range(steps)
+    ]
 
 
 def names(metrics: list[dict[str, float | None]]) -> list[str]:
@@ -92,36 +103,123 @@ def test_a_model_is_never_better_or_worse_than_itself(outcomes: list[bool]):
     assert judge.compare_pairs([(outcome, outcome) for outcome in outcomes]).outcome == "no_change"
 
 
+LEARNING = {"reward/mean": rising(0.2, 0.8, 30), "success/rate": rising(0.1, 0.7, 30)}
+SPIKE = [0.01] * 7 + [0.9, 0.02, 0.01, 0.01, 0.01]
+
+
 def test_a_healthy_run_has_no_flags():
-    assert names(history(30, **{"reward/mean": rising(0.2, 0.8, 30)})) == []
+    assert names(history(30, **LEARNING)) == []
 
 
 @pytest.mark.parametrize(
-    ("flag", "steps", "columns"),
+    ("flag", "steps", "columns", "evidence"),
     [
-        ("environment_errors", 5, {"rollouts/error_share": [0.3] * 5}),
-        ("truncation", 5, {"rollouts/truncated_share": [0.4] * 5}),
-        ("uniform_groups", 5, {"groups/uniform_share": [0.9] * 5}),
-        ("no_gradient", 5, {"grad_norm": [0.0] * 5}),
-        ("policy_mismatch", 5, {"is_ratio/mean": [0.5] * 5}),
-        ("reward_flat", 30, {"reward/mean": [0.3 + 0.05 * (-1) ** step for step in range(30)]}),
-        ("reward_falling", 30, {"reward/mean": rising(0.8, 0.2, 30)}),
-        ("entropy_collapse", 30, {"entropy": rising(1.0, 0.01, 30), "reward/mean": rising(0.1, 0.4, 30)}),
+        ("environment_errors", 5, {"rollouts/error_share": [0.3] * 5}, "30% of the rollouts of steps 1 to 5"),
+        ("truncation", 5, {"rollouts/truncated_share": [0.4] * 5}, "40%"),
+        ("uniform_groups", 5, {"groups/uniform_share": [0.9] * 5}, "90% of the groups of steps 1 to 5"),
         (
-            "length_collapse",
-            30,
-            {"tokens/completion_mean": rising(100, 5, 30), "reward/mean": rising(0.1, 0.9, 30)},
+            "uniform_groups",
+            5,
+            {"groups/uniform_share": [0.9] * 5, "groups/zero_share": [0.85] * 5, "reward/mean": [0.01] * 5},
+            "all zero in 85%",
         ),
-        ("overfitting", 5, {"eval_loss": [2.0, 1.5, 1.4, 1.6, 1.9]}),
+        ("no_gradient", 5, {"grad_norm": [0.0] * 5}, "5 steps"),
+        ("policy_mismatch", 5, {"is_ratio/mean": [0.5] * 5}, "0.50"),
+        ("policy_spike", 12, {"kl": SPIKE}, "kl jumped to 0.9 at step 8"),
+        ("policy_spike", 12, {"sampling_kl": SPIKE}, "sampling_kl jumped to 0.9 at step 8"),
+        ("policy_spike", 12, {"is_ratio/clipped_share": SPIKE}, "is_ratio/clipped_share jumped to 0.9 at step 8"),
+        ("reward_flat", 30, {"reward/mean": [0.3 + 0.05 * (-1) ** step for step in range(30)]}, "± 0.0"),
+        ("reward_falling", 30, {"reward/mean": rising(0.8, 0.2, 30)}, "-0.4"),
+        ("reward_without_success", 30, {"reward/mean": rising(0.2, 0.8, 30)}, "success by +0.000"),
+        ("too_hard", 10, {"groups/unsolved_share": [0.9] * 10, "groups/solved_share": [0.0] * 10}, "in 10% some did"),
+        ("too_easy", 10, {"groups/unsolved_share": [0.0] * 10, "groups/solved_share": [0.85] * 10}, "in 15% only"),
+        ("repeated_outputs", 5, {"rollouts/repeated_share": [0.8] * 5}, "80%"),
+        ("reward_follows_length", 6, {"tokens/reward_correlation": [-0.9] * 6}, "shorter ones are paid more"),
+        ("reward_follows_length", 6, {"tokens/reward_correlation": [0.9] * 6}, "longer ones are paid more"),
+        ("entropy_collapse", 30, {"entropy": rising(1.0, 0.01, 30), **LEARNING}, "at 61% success"),
+        ("length_collapse", 30, {"tokens/completion_mean": rising(100, 5, 30), **LEARNING}, "15% to 65%"),
+        ("overfitting", 5, {"eval_loss": [2.0, 1.5, 1.4, 1.6, 1.9]}, "1.900"),
     ],
 )
 def test_each_warning_sign_is_raised_alone_with_its_numbers_and_a_remedy(
-    flag: str, steps: int, columns: dict[str, list[float]]
+    flag: str, steps: int, columns: dict[str, list[float]], evidence: str
 ):
     found = judge.flags(history(steps, **columns))
     assert [each.name for each in found] == [flag]
-    assert any(character.isdigit() for character in found[0].evidence)
+    assert evidence in found[0].evidence
     assert found[0].remedy
+
+
+@pytest.mark.parametrize(
+    ("steps", "columns"),
+    [
+        pytest.param(5, {"rollouts/error_share": [0.01] * 5}, id="a rare error"),
+        pytest.param(5, {"rollouts/truncated_share": [0.15] * 5}, id="a few long answers"),
+        pytest.param(5, {"groups/uniform_share": [0.5] * 5}, id="half of the groups uniform"),
+        pytest.param(5, {"grad_norm": [0.0, 0.0, 0.1, 0.0, 0.0]}, id="a gradient now and then"),
+        pytest.param(5, {"is_ratio/mean": [0.95] * 5}, id="a slight mismatch"),
+        pytest.param(12, {"kl": rising(0.0, 0.4, 12)}, id="a steady drift"),
+        pytest.param(12, {"sampling_kl": [0.01] * 11 + [0.03]}, id="noise of the engine"),
+        pytest.param(12, {"reward/mean": [0.3] * 12}, id="flat, but too short to tell"),
+        pytest.param(30, {"reward/mean": rising(0.9, 0.95, 30), "success/rate": [0.95] * 30}, id="flat, but solved"),
+        pytest.param(9, {"groups/unsolved_share": [0.9] * 9, "groups/solved_share": [0.0] * 9}, id="a hard start"),
+        pytest.param(10, {"groups/unsolved_share": [0.5] * 10}, id="half of the tasks hard"),
+        pytest.param(10, {"groups/solved_share": [0.6] * 10}, id="most of the tasks easy"),
+        pytest.param(
+            5, {"rollouts/repeated_share": [0.9] * 5, "tokens/completion_mean": [2.0] * 5}, id="answers of one word"
+        ),
+        pytest.param(5, {"rollouts/repeated_share": [0.85] * 5, "success/rate": [0.8] * 5}, id="repeated, and right"),
+        pytest.param(6, {"tokens/reward_correlation": [-0.9, 0.5, -0.9, 0.4, -0.8, 0.1]}, id="length here and there"),
+        pytest.param(30, {"tokens/completion_mean": rising(100, 60, 30), **LEARNING}, id="somewhat shorter"),
+        pytest.param(15, {"tokens/completion_mean": rising(100, 5, 15)}, id="shorter, but not paid for"),
+        pytest.param(30, {"entropy": rising(1.0, 0.3, 30), **LEARNING}, id="some entropy left"),
+        pytest.param(5, {"eval_loss": [2.0, 1.5, 1.4, 1.41, 1.42]}, id="a held-out loss at rest"),
+    ],
+)
+def test_what_resembles_a_warning_sign_raises_none(steps: int, columns: dict[str, list[float]]):
+    assert names(history(steps, **columns)) == []
+
+
+@pytest.mark.parametrize(
+    ("success", "severity"),
+    [
+        (rising(0.1, 0.8, 30), "warning"),
+        ([0.6] * 30, "warning"),
+        (rising(0.6, 0.1, 30), "problem"),
+        ([0.0] * 30, "problem"),
+        ([1.0] * 30, "problem"),
+    ],
+    ids=["earned", "held", "lost", "never there", "never judged"],
+)
+def test_a_reward_that_rises_by_shortening_is_a_problem_unless_success_bears_it_out(
+    success: list[float], severity: str
+):
+    shrinking = {"tokens/completion_mean": rising(100, 20, 30), "reward/mean": rising(0.1, 0.9, 30)}
+    found = judge.flags(history(30, **shrinking, **{"success/rate": success}))
+    assert [flag.severity for flag in found if flag.name == "length_collapse"] == [severity]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "begins"),
+    [
+        (history(2), "too early to say: 2 of the 3 steps"),
+        (history(30, **LEARNING), "yes: reward went from 0.252 to 0.748 over steps 1 to 30"),
+        (history(30, **LEARNING, **{"rollouts/truncated_share": [0.3] * 30}), "yes: "),
+        (history(5, **{"grad_norm": [0.0] * 5}), "no: no_gradient: the gradient was 0"),
+        (history(30, **{"reward/mean": [0.3] * 30}), "doubtful: reward_flat: "),
+        (history(12, **{"reward/mean": rising(0.9, 0.95, 12), "success/rate": [0.95] * 12}), "no need: solved"),
+        ([{"step": step, "loss": 2 - step / 10} for step in range(1, 9)], "yes: loss went from 1.9 to 1.2"),
+        ([{"step": step, "loss": 1 + step / 10} for step in range(1, 9)], "doubtful: loss went from"),
+    ],
+)
+def test_one_line_says_whether_the_run_is_worth_continuing(metrics: list[dict[str, float | None]], begins: str):
+    line = judge.outlook(metrics, judge.flags(metrics))
+    assert line.startswith(begins)
+    assert "\n" not in line
+
+
+def test_a_run_whose_held_out_success_fell_is_not_worth_continuing():
+    assert judge.outlook(history(30, **LEARNING), [], "regressed").startswith("no: the held-out success fell")
 
 
 def test_uniform_groups_of_solved_tasks_are_no_problem_but_the_end():

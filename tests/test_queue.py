@@ -57,7 +57,9 @@ def test_the_job_holds_what_a_worker_needs(store: Store) -> None:
     adapter = {"path": "/a", "run_id": "run-1", "step": 3, "digest": "d"}
     run, _ = queue.enqueue(store, resolve(RunSpec(environment="calc")), environment(store), init_adapter=adapter)
     job = queue.job(run)
-    assert set(job) == {"run_id", "spec", "sources", "environment", "model", "init_adapter", "created"}
+    assert set(job) == {
+        "run_id", "spec", "sources", "environment", "model", "init_adapter", "dataset", "lineage", "created"
+    }  # fmt: skip
     assert job["environment"] == {
         "name": "calc",
         "digest": "abcdef123456",

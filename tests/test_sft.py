@@ -1,16 +1,25 @@
 from __future__ import annotations
 
+import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoTokenizer
+from trl import SFTTrainer
 
 from environments.host import EnvironmentHost
+from flash_mcp.spec import RunSpec, resolve
 from tests.attempts import Attempt, make_run
 from tests.tiny import make_tokenizer
-from worker.sft import IGNORED, gold_rows
+from worker.policy import load_policy
+from worker.settings import Settings
+from worker.sft import IGNORED, Tuner, gold_rows, make_sft_trainer
 from worker.transcript import ChatTemplate
 
+SPEC = Settings(**resolve(RunSpec(environment="e", algorithm="sft", steps=1, batch_size=5)).spec.model_dump())
 CALCULATOR = Path(__file__).parent.parent / "environments" / "calculator"
 
 
@@ -19,7 +28,7 @@ async def test_every_assistant_token_of_a_gold_conversation_is_learnt_and_no_oth
     template = ChatTemplate(make_tokenizer())
     decode = template.tokenizer.decode
     async with await EnvironmentHost.start(CALCULATOR) as host:
-        rows = await gold_rows(host, template, "eval", 4096)
+        rows = await gold_rows(host, template, "eval")
         for index, row in enumerate(rows):
             opening = await host.open("eval", index)
             await host.close(opening.episode)
@@ -31,6 +40,39 @@ async def test_every_assistant_token_of_a_gold_conversation_is_learnt_and_no_oth
             assert decode(learnt) == "".join(f"{text}<|im_end|>" for text in said)
             assert all(label in (IGNORED, token) for token, label in zip(row["input_ids"], row["labels"], strict=True))
     assert len(rows) == 200
+
+
+def test_the_packed_pass_gives_the_loss_and_the_gradients_of_trls_own(fp32_model: Path, tmp_path: Path) -> None:
+    """Rows of one token to 60; some learn nothing at the end, one is cut within its answer."""
+    rng = random.Random(0)
+    rows = []
+    for length in (60, 8, 33, 2, 47):
+        ids = [rng.randrange(33, 126) for _ in range(length)]
+        labels = [token if index and rng.random() < 0.6 else IGNORED for index, token in enumerate(ids)]
+        rows.append({"input_ids": ids, "labels": [*labels[:-1], ids[-1]]})
+    rows[1]["labels"][-1] = IGNORED
+    outcomes = []
+    for kind in (Tuner, SFTTrainer):
+        policy = load_policy(fp32_model, rank=8, alpha=16, seed=0, dtype=torch.float32)
+        generator = torch.Generator().manual_seed(1)
+        for name, weight in policy.named_parameters():
+            if "lora_B" in name:
+                weight.data.normal_(std=0.05, generator=generator)
+        events: list[str] = []
+        trainer = make_sft_trainer(
+            policy, AutoTokenizer.from_pretrained(fp32_model), SPEC,
+            {"train": rows, "holdout": rows}, SimpleNamespace(event=lambda kind, what, said=events: said.append(what)),
+            max_length=58, output_dir=str(tmp_path), callbacks=[],
+        )  # fmt: skip
+        assert len(events) == 1 and "1 of 5 rows are longer than max_length=58" in events[0]
+        batch = next(iter(trainer.get_train_dataloader()))
+        loss = kind.compute_loss(trainer, policy, dict(batch), num_items_in_batch=torch.tensor(70))
+        loss.backward()
+        gradients = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
+        outcomes.append((loss.item(), kind.evaluate(trainer)["eval_loss"], gradients))
+    (ours, our_held_out, our_gradients), (theirs, their_held_out, their_gradients) = outcomes
+    assert ours == pytest.approx(theirs, rel=1e-5) and our_held_out == pytest.approx(their_held_out, rel=1e-5)
+    assert (our_gradients - their_gradients).norm() < 1e-5 * their_gradients.norm()
 
 
 @pytest.mark.timeout(300)
@@ -46,6 +88,8 @@ def test_a_fine_tuned_adapter_warms_a_grpo_run(tiny_model: Path, tmp_path: Path)
     assert result and result["state"] == "succeeded", result
     losses = [tuned.metrics(step)["metrics"]["loss"] for step in range(1, 7)]  # pyright: ignore[reportOptionalSubscript]
     assert losses[-1] < losses[0] - 0.5
+    held_out = [tuned.metrics(step)["metrics"].get("eval_loss") for step in (2, 3, 6)]  # pyright: ignore[reportOptionalSubscript]
+    assert held_out[0] is None and held_out[2] < held_out[1]
     assert tuned.checkpoint_steps() == [3, 6] and list(tuned.eval_steps()) == [6] and not tuned.rollout_steps()
 
     start = {"init_adapter": {"path": tuned.path("checkpoints", "6"), "run_id": "sft", "step": 6, "digest": ""}}

@@ -46,7 +46,10 @@ def test_many_processes_can_open_a_new_store_at_once(tmp_path: Path) -> None:
     code = "import sys, pathlib; from flash_mcp.store import Store; Store(pathlib.Path(sys.argv[1])).runs()"
     children = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path)]) for _ in range(6)]
     assert [child.wait(timeout=60) for child in children] == [0] * 6
-    assert Store(tmp_path).query("SELECT name FROM _sqlite_migrations") == [{"name": "0001_initial"}]
+    assert Store(tmp_path).query("SELECT name FROM _sqlite_migrations") == [
+        {"name": "0001_initial"},
+        {"name": "0002_dataset"},
+    ]
 
 
 def test_the_store_is_durable_and_its_sqlite_has_no_known_corruption_bug(store: Store) -> None:

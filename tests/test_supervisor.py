@@ -199,6 +199,13 @@ def test_a_run_whose_attempts_all_die_fails_with_the_log_as_evidence(bench: Benc
     assert result and (result["state"], result["error"]["code"]) == ("failed", "worker_failed")
 
 
+def test_a_worker_killed_while_memory_was_short_is_told_so(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flash_mcp.supervisor.SHORT_OF_MEMORY", 1.0)  # as if what is left here were next to nothing
+    run = bench.finish(bench.train({"steps": 4, **{str(attempt): {"at": 2, "do": "kill"} for attempt in (1, 2, 3)}}))
+    assert (run["state"], run["error"]["code"]) == ("failed", "out_of_memory")
+    assert "SIGKILL" in run["error"]["what"] and "GiB of the machine's memory were left" in run["error"]["what"]
+
+
 def test_an_error_that_no_retry_can_cure_ends_the_run_at_once(bench: Bench) -> None:
     run = bench.train({"1": {"at": 2, "do": "fail"}})
     ended = bench.finish(run)

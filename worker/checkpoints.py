@@ -26,9 +26,9 @@ METRIC_NAMES = {
     "entropy": "entropy",
     "kl": "kl",
     "is_ratio/mean": "is_ratio/mean",
+    "is_ratio/clipped_share": "is_ratio/clipped_share",
+    "sampling_kl": "sampling_kl",
     "sampling_logp_difference/mean": "sampling_logp_difference/mean",
-    "eval_loss": "eval_loss",
-    "mean_token_accuracy": "token_accuracy",
 }
 CHECKPOINT_FILES = {
     "adapter_config.json",
@@ -43,7 +43,8 @@ CHECKPOINT_FILES = {
 class Reporter(TrainerCallback):
     """Writes a step's metrics once it is done, and a checkpoint when one is due.
 
-    `pending` holds the metrics that the rollouts of the current step gave; the trainer's own are added to them.
+    `pending` holds the metrics that the rollouts of the current step gave; the trainer's own are added to them, and
+    what `held_out` measures after the last step and every `eval_every` (else `save_every`) steps.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Reporter(TrainerCallback):
     ) -> None:
         self.writer, self.spec, self.cancelled, self.before_step = writer, spec, cancelled, before_step
         self.pending: Json = {}
+        self.held_out: Callable[[], Json] = dict
         self.step_started = time.monotonic()
         self.saved_step = -1
         self._last: Json = {}
@@ -67,13 +69,12 @@ class Reporter(TrainerCallback):
         self.step_started = time.monotonic()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        last = state.global_step >= state.max_steps
+        if last or state.global_step % (self.spec.eval_every or self.spec.save_every) == 0:
+            self.pending |= self.held_out()  # first: an evaluation within a step takes back what `control` asks for
         control.should_log = True
         control.should_training_stop |= self.cancelled.is_set()
-        control.should_save = (
-            state.global_step % self.spec.save_every == 0
-            or state.global_step >= state.max_steps
-            or control.should_training_stop
-        )
+        control.should_save = state.global_step % self.spec.save_every == 0 or last or control.should_training_stop
 
     def on_log(
         self,
@@ -87,7 +88,8 @@ class Reporter(TrainerCallback):
             return
         step_s = time.monotonic() - self.step_started
         reported = {METRIC_NAMES[name]: value for name, value in logs.items() if name in METRIC_NAMES}
-        train_s = step_s - self.pending.get("time/rollout_s", 0.0) - self.pending.get("time/sync_s", 0.0)
+        beside = ("time/rollout_s", "time/sync_s", "time/held_out_s")
+        train_s = step_s - sum(self.pending.get(name, 0.0) for name in beside)
         self._last = clean({**self.pending, **reported, "time/step_s": step_s, "time/train_s": train_s})
         self.pending = {}
         self.writer.metrics(state.global_step, self._last)

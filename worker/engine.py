@@ -7,17 +7,16 @@ test.
 from __future__ import annotations
 
 import itertools
-import math
-import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-import psutil
 import torch
 from torch import Tensor
+
+from worker.memory import KV_BLOCK_TOKENS, cpu_kv_cache_bytes
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -96,10 +95,11 @@ class VllmEngine:
         dtype: str = "bfloat16",
     ) -> None:
         on_gpu = torch.cuda.is_available()
+        itemsize = getattr(torch, dtype).itemsize
+        cache_bytes = None if on_gpu else cpu_kv_cache_bytes(model_path, max_length, max_num_seqs, itemsize=itemsize)
         self._sync = sync or ("adapter" if on_gpu and lora_rank else "merged")
         by_adapter = self._sync == "adapter"
         if not on_gpu:
-            os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(kv_cache_gib(model_path, max_length, max_num_seqs))
             _sample_by_inversion_on_cpu()
         from vllm import EngineArgs  # noqa: PLC0415  heavy, and it reads the environment when it is imported
         from vllm.v1.engine.llm_engine import LLMEngine  # noqa: PLC0415
@@ -113,12 +113,15 @@ class VllmEngine:
                 seed=seed,
                 enforce_eager=not on_gpu,
                 enable_prefix_caching=True,
+                # The prefix cache holds whole blocks: at vLLM's 128 no chat prompt shorter than that is ever found.
+                block_size=None if on_gpu else KV_BLOCK_TOKENS,
+                kv_cache_memory_bytes=cache_bytes,
                 # A seeded request whose prompt is cut in chunks fails on the CPU: vLLM rewinds its generator, and CPU
                 # generators cannot (`CPU Generator does not use offset`).
                 enable_chunked_prefill=on_gpu,
                 disable_log_stats=True,
                 logprobs_mode="processed_logprobs",
-                gpu_memory_utilization=_gpu_share() if on_gpu else 1.0,  # VLLM_CPU_KVCACHE_SPACE decides on the CPU
+                gpu_memory_utilization=_gpu_share() if on_gpu else 1.0,
                 enable_lora=by_adapter,
                 max_lora_rank=room_for_rank(lora_rank or 8),  # pyright: ignore[reportArgumentType]
                 worker_cls=CPU_LORA_WORKER if by_adapter and not on_gpu else "auto",
@@ -217,15 +220,3 @@ def _gpu_share() -> float:
     """Half of the memory that is free on the card now, as a part of all of it."""
     free, total = torch.cuda.mem_get_info()
     return free / total / 2
-
-
-def kv_cache_gib(model_path: Path, max_length: int, max_num_seqs: int) -> int:
-    """GiB that hold every sequence at full length in bf16, at least 1 and at most a quarter of the memory free now."""
-    from transformers import AutoConfig  # noqa: PLC0415
-
-    config = AutoConfig.from_pretrained(model_path).get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_token = 2 * 2 * config.num_hidden_layers * heads * head_dim
-    wanted = math.ceil(per_token * max_length * max_num_seqs / 2**30)
-    return max(1, min(wanted, psutil.virtual_memory().available // 4 // 2**30))

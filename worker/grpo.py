@@ -194,7 +194,11 @@ class Trainer(GRPOTrainer):
         trained = mask.sum().clamp(min=1)
         metrics = self._metrics["train"]
         metrics["sampling_logp_difference/mean"].append((difference.abs().sum() / trained).item())
-        metrics["is_ratio/mean"].append((clipped.mean() if sequence else (clipped * mask).sum() / trained).item())
+        counted = torch.ones_like(ratio) if sequence else mask
+        for name, values in (("mean", clipped), ("clipped_share", ratio != clipped)):
+            metrics[f"is_ratio/{name}"].append(((values * counted).sum() / counted.sum().clamp(min=1)).item())
+        # KL(engine | trainer) on what the engine sampled, by the estimator k3: http://joschu.net/blog/kl-approx.html
+        metrics["sampling_kl"].append((((difference.exp() - 1 - difference) * mask).sum() / trained).item())
         return clipped
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:

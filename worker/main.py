@@ -2,8 +2,9 @@
 
     python -m worker.main RUN_FOLDER --attempt N
 
-Reads job.json, claims epoch N, trains, and ends the run with result.json. Exit code 0 says that result.json was
-written; after anything else the supervisor starts attempt N + 1, which goes on from the last good checkpoint.
+Reads job.json, claims epoch N, trains or evaluates, and ends the run with result.json. Exit code 0 says that
+result.json was written; after anything else the supervisor starts attempt N + 1, which goes on from the last good
+checkpoint, or from the attempts at tasks that were recorded.
 """
 
 from __future__ import annotations
@@ -52,10 +53,14 @@ def main() -> int:
     started = time.monotonic()
     try:
         _prepare_process()
-        from worker.run import train  # noqa: PLC0415  torch and vLLM read the environment that was just prepared
+        # Only now: torch and vLLM read the environment that was just prepared.
+        if spec.algorithm == "eval":
+            from worker.evaluate import evaluate as work  # noqa: PLC0415
+        else:
+            from worker.run import train as work  # noqa: PLC0415
 
         with tempfile.TemporaryDirectory(prefix="flash-") as scratch:
-            step = train(job, spec, writer, pulse, Path(scratch))
+            step = work(job, spec, writer, pulse, Path(scratch))
         state, error = "cancelled" if pulse.cancelled.is_set() else "succeeded", None
     except Cancelled:
         state, error, step = "cancelled", None, pulse.step

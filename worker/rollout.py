@@ -38,13 +38,17 @@ class Host(Protocol):
 
 @dataclass(frozen=True)
 class Task:
-    """What one rollout is rolled on. `group` and `index` place it in its step; `seed` decides its sampling."""
+    """What one rollout is rolled on. `group` and `index` place it in its step; `seed` decides its sampling.
+
+    `attempt` counts the rollouts of the same task within the step, from 0.
+    """
 
     split: str
     example: int
     group: int
     index: int
     seed: int
+    attempt: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,8 @@ class Rollout:
             "index": self.task.index,
             "group": self.task.group,
             "task_id": self.task_id,
+            "split": self.task.split,
+            "attempt": self.task.attempt,
             "messages": transcript.messages if transcript else [],
             "reward": self.reward,
             "success": self.success,
@@ -188,13 +194,20 @@ async def collect(
     template: ChatTemplate,
     limits: Limits,
     *,
-    on_done: Callable[[], None] = lambda: None,
+    on_done: Callable[[Rollout], None] = lambda rollout: None,
 ) -> list[Rollout]:
-    """One rollout per task, in the order of `tasks`. An environment's failure is a rollout with an error."""
+    """One rollout per task, in the order of `tasks`. An environment's failure is a rollout with an error.
+
+    `on_done` is told each rollout as soon as it has ended.
+    """
+
+    async def one(task: Task) -> Rollout:
+        rollout = await _converse(task, host, generator, template, limits)
+        on_done(rollout)
+        return rollout
+
     async with asyncio.TaskGroup() as group:
-        running = [group.create_task(_converse(task, host, generator, template, limits)) for task in tasks]
-        for conversation in running:
-            conversation.add_done_callback(lambda _: on_done())
+        running = [group.create_task(one(task)) for task in tasks]
     return [conversation.result() for conversation in running]
 
 

@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import statistics
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
+from peft import PeftModel
+from transformers import AutoConfig, AutoTokenizer
 
 from environments.host import EnvironmentHost
 from flash_mcp.errors import FlashError
 from flash_mcp.runfolder import Json, RunWriter
+from worker import memory
 from worker.checkpoints import Reporter
 from worker.engine import VllmEngine
 from worker.grpo import Trainer, group_advantages
@@ -26,7 +30,8 @@ from worker.pulse import Cancelled, Pulse
 from worker.rollout import Generator, Limits, Rollout, Task, collect
 from worker.runner import AsyncRunner
 from worker.settings import Settings
-from worker.sft import gold_rows, make_sft_trainer
+from worker.sft import GOLD_SPLITS, dataset_rows, gold_rows, make_sft_trainer
+from worker.summary import summarize, summarize_evaluation
 from worker.transcript import ChatTemplate, Transcript
 
 log = logging.getLogger("worker")
@@ -36,57 +41,87 @@ PREFLIGHT_TASKS = 256
 
 def train(job: Json, spec: Settings, writer: RunWriter, pulse: Pulse, scratch: Path) -> int:
     """Train and return the last step. Raises FlashError, or Cancelled once the latest step is saved."""
-    # ---- model ------------------------------------------------------------------------------------------------------
-    pulse.enter("model")
-    model_path = ensure(spec.model)
-    tokenizer = AutoTokenizer.from_pretrained(model_path)
-    template = ChatTemplate(tokenizer, thinking=spec.thinking)
     resume_from = _resume_point(writer, scratch)
     pulse.step = resume_from[0] if resume_from else 0
-    adapter = job.get("init_adapter")
-    policy = load_policy(
-        model_path,
-        rank=spec.lora_rank,
-        alpha=spec.lora_alpha,
-        seed=spec.seed,
-        dtype=_dtype(model_path),
-        adapter_path=Path(adapter["path"]) if adapter else None,
-    )
-    max_length = _max_length(spec, policy.config)
+    rollouts_per_step = spec.batch_size * (spec.group_size or 1)
+    with opened(job, spec, writer, pulse, at_once=rollouts_per_step) as session:
+        host, runner, max_length = session.host, session.runner, session.limits.max_length
+        tokenizer, template, policy = session.template.tokenizer, session.template, session.policy
+        assert policy is not None
+        longest, turns = runner.run(_preflight(host, template, max_length))
+        common = {"output_dir": str(scratch / "trainer"), "callbacks": [session.reporter]}
+        if spec.algorithm == "sft":
+            pulse.enter("dataset")
+            if dataset := job.get("dataset"):
+                rows = dataset_rows(dataset, template)
+            else:
+                rows = {name: runner.run(gold_rows(host, template, split)) for name, split in GOLD_SPLITS.items()}
+            trainer = make_sft_trainer(policy, tokenizer, spec, rows, writer, max_length=max_length, **common)
+            session.reporter.held_out = trainer.held_out
+        else:
+            session.check_memory(longest, turns)
+            session.start_engine()
+            trainer = Trainer(
+                policy,
+                tokenizer,
+                spec,
+                examples=host.splits["train"],
+                collect=session.rollouts,
+                max_completion=spec.max_tokens,
+                **common,
+            )
+        return _optimize(trainer, session, resume_from)
+
+
+@contextmanager
+def opened(
+    job: Json, spec: Settings, writer: RunWriter, pulse: Pulse, *, at_once: int, trains: bool = True
+) -> Iterator[Session]:
+    """Model and environment, ready for rollouts; `at_once` is how many are wanted at the same time.
+
+    Without `trains` there is no policy unless the job names an adapter: the engine has the base model itself.
+    """
+    pulse.enter("model")
+    model_path = ensure(spec.model)
+    template = ChatTemplate(AutoTokenizer.from_pretrained(model_path), thinking=spec.thinking)
+    adapter, dtype = job.get("init_adapter"), _dtype(model_path)
+    policy = None
+    if trains or adapter:
+        policy = load_policy(
+            model_path,
+            rank=spec.lora_rank,
+            alpha=spec.lora_alpha,
+            seed=spec.seed,
+            dtype=dtype,
+            adapter_path=Path(adapter["path"]) if adapter else None,
+        )
+    max_length = _max_length(spec, AutoConfig.from_pretrained(model_path))
 
     with AsyncRunner() as runner:
-        # ---- environment --------------------------------------------------------------------------------------------
         pulse.enter("environment")
         secrets = {name: os.environ.pop(name) for name in spec.secrets if name in os.environ}
-        host = runner.run(
-            EnvironmentHost.start(
-                Path(job["environment"]["path"]),
-                args=spec.environment_args,
-                secrets=secrets,
-                concurrency=spec.env_concurrency,
-                timeout_s=spec.env_timeout_s,
-            )
+
+        async def on_progress(message: str) -> None:
+            pulse.advance()
+            writer.event("phase", message)
+
+        starting = EnvironmentHost.start(
+            Path(job["environment"]["path"]),
+            args=spec.environment_args,
+            secrets=secrets,
+            concurrency=spec.env_concurrency,
+            timeout_s=spec.env_timeout_s,
+            on_progress=on_progress,
         )
-        session = Session(spec, writer, pulse, host, model_path, template, policy, runner, max_length)
         try:
-            runner.run(_preflight(host, template, max_length))
-            common = {"output_dir": str(scratch / "trainer"), "callbacks": [session.reporter]}
-            if spec.algorithm == "sft":
-                pulse.enter("dataset")
-                rows = {split: runner.run(gold_rows(host, template, split, max_length)) for split in ("train", "eval")}
-                trainer = make_sft_trainer(policy, tokenizer, spec, rows, writer, **common)
-            else:
-                session.start_engine()
-                trainer = Trainer(
-                    policy,
-                    tokenizer,
-                    spec,
-                    examples=host.splits["train"],
-                    collect=session.rollouts,
-                    max_completion=spec.max_tokens,
-                    **common,
-                )
-            return _optimize(trainer, session, resume_from)
+            host = runner.run(starting, stop=pulse.cancelled)
+        except CancelledError:
+            raise Cancelled from None
+        session = Session(
+            spec, writer, pulse, host, model_path, template, policy, runner, max_length, dtype=dtype, at_once=at_once
+        )
+        try:
+            yield session
         finally:
             session.close()
             runner.run(host.stop())
@@ -124,12 +159,16 @@ class Session:
         host: EnvironmentHost,
         model_path: Path,
         template: ChatTemplate,
-        policy: Any,
+        policy: PeftModel | None,
         runner: AsyncRunner,
         max_length: int,
+        *,
+        dtype: torch.dtype,
+        at_once: int,
     ) -> None:
         self.spec, self.writer, self.pulse, self.host, self.runner = spec, writer, pulse, host, runner
         self.model_path, self.template, self.policy = model_path, template, policy
+        self._dtype, self._at_once = dtype, at_once
         self.limits = Limits(
             max_tokens=spec.max_tokens,
             max_length=max_length,
@@ -142,18 +181,35 @@ class Session:
         self._generator: Generator | None = None
         self._synced: int | None = None
 
+    def check_memory(self, prompt: int, turns: int) -> None:
+        """Say what the run needs. FlashError(out_of_memory) where it cannot fit. `prompt` tokens are the longest."""
+        spec, limits = self.spec, self.limits
+        work = memory.Workload(
+            prompt, limits.max_tokens, turns, limits.max_length, spec.group_size, self._sequences, spec.lora_rank
+        )
+        needs, warning = memory.check(self.model_path, work, self._dtype)
+        log.info("memory at most: %s", needs)
+        self.writer.event("memory", f"at most {needs}", **asdict(needs))
+        if warning:
+            log.warning("%s", warning)
+            self.writer.event("warning", warning)
+
+    @property
+    def _sequences(self) -> int:
+        """Conversations that the engine advances at once."""
+        return min(max(self._at_once, 32), 256)
+
     def start_engine(self) -> tuple[VllmEngine, Generator]:
         """The engine and its turns; made once."""
         if self._engine is None or self._generator is None:
             self.pulse.enter("engine")
-            rollouts_per_step = self.spec.batch_size * (self.spec.group_size or 1)
             engine = self._engine = VllmEngine(
                 self.model_path,
                 max_length=self.limits.max_length,
-                max_num_seqs=min(max(rollouts_per_step, 32), 256),
+                max_num_seqs=self._sequences,
                 seed=self.spec.seed,
                 lora_rank=self.spec.lora_rank,
-                dtype=str(self.policy.dtype).removeprefix("torch."),
+                dtype=str(self._dtype).removeprefix("torch."),
             )
             self._generator = Generator(engine, run_step=lambda: self.runner.call_waiting(engine.step))
         return self._engine, self._generator
@@ -166,21 +222,22 @@ class Session:
         """The rollouts of optimizer step `step`: G for each of the P examples. Called by the trainer."""
         spec = self.spec
         self.pulse.enter("sync", step - 1)
-        sync_s = self._sync(step - 1)
+        sync_s = self.sync(step - 1)
         self.pulse.enter("rollout")
         size = spec.group_size
         tasks = [
-            Task("train", example, group, group * size + member, seed=_seed(spec, step, group * size + member))
+            Task("train", example, group, group * size + member, _seed(spec, step, group * size + member), member)
             for group, example in enumerate(examples)
             for member in range(size)
         ]
         started = time.monotonic()
-        rollouts = self._collect(tasks, self.limits)
+        rollouts = self.collect(tasks, self.limits)
         rollout_s = time.monotonic() - started
         groups = [rollouts[at : at + size] for at in range(0, len(rollouts), size)]
         advantages = [value for group in groups for value in group_advantages(group, scale=False).tolist()]
-        self.writer.rollouts(step, [r.row(step, a) for r, a in zip(rollouts, advantages, strict=True)])
-        _check_errors(rollouts, spec.max_error_share)
+        rows = [rollout.row(step, value) for rollout, value in zip(rollouts, advantages, strict=True)]
+        self.writer.rollouts(step, rows)
+        check_errors(rows, spec.max_error_share)
         self.reporter.pending = {
             **summarize(groups),
             "engine/tokens_per_s": sum(r.transcript.model_tokens for r in rollouts if r.transcript) / rollout_s,
@@ -198,22 +255,14 @@ class Session:
             return
         if self.writer.folder.evaluation(step):  # done by an earlier attempt
             return
-        self._sync(step)
+        self.sync(step)
         self.pulse.enter("eval", step)
         limits = Limits(self.limits.max_tokens, self.limits.max_length, temperature=0.0, stop=self.limits.stop)
         started = time.monotonic()
-        rollouts = self._collect([Task("eval", index, index, index, seed=index) for index in range(total)], limits)
-        valid = [rollout for rollout in rollouts if not rollout.error]
-        summary = {
-            "n": len(valid),
-            "success": _mean([rollout.success for rollout in valid]),
-            "reward_mean": _mean([rollout.reward for rollout in valid]),
-            "truncated_share": _mean([bool(r.transcript and r.transcript.truncated) for r in valid]),
-            "error_share": 1 - len(valid) / total,
-            "completion_tokens_mean": _mean([r.transcript.model_tokens for r in valid if r.transcript]),
-            "seconds": round(time.monotonic() - started, 1),
-        }
-        self.writer.evaluation(step, summary, [rollout.row(step) for rollout in rollouts])
+        rollouts = self.collect([Task("eval", index, index, index, seed=index) for index in range(total)], limits)
+        rows = [rollout.row(step) for rollout in rollouts]
+        summary = summarize_evaluation(rows, seconds=time.monotonic() - started)
+        self.writer.evaluation(step, summary, rows)
         log.info("step %s: eval %s", step, summary)
 
     def _before_step(self, step: int) -> None:
@@ -223,48 +272,35 @@ class Session:
             self.evaluate(step)
             self.pulse.enter("train")
 
-    def _sync(self, step: int) -> float:
+    def sync(self, step: int) -> float:
         """Put the policy after `step` steps into the engine; the seconds that it took. Step 0 is the engine's own."""
         started = time.monotonic()
         engine, _ = self.start_engine()
         if self._synced != step:
-            engine.load_policy(self.policy)
+            if self.policy is not None:
+                engine.load_policy(self.policy)
             self._synced = step
         return time.monotonic() - started
 
-    def _collect(self, tasks: list[Task], limits: Limits) -> list[Rollout]:
+    def collect(
+        self, tasks: list[Task], limits: Limits, on_done: Callable[[Rollout], None] = lambda rollout: None
+    ) -> list[Rollout]:
+        """One rollout per task under what was synced last; each goes to `on_done` when it ends. Raises Cancelled."""
         _, generator = self.start_engine()
-        conversations = collect(tasks, self.host, generator, self.template, limits, on_done=self.pulse.advance)
+
+        def done(rollout: Rollout) -> None:
+            self.pulse.advance()
+            on_done(rollout)
+
+        conversations = collect(tasks, self.host, generator, self.template, limits, on_done=done)
         try:
             return self.runner.run(conversations, stop=self.pulse.cancelled)
         except CancelledError:
             raise Cancelled from None
 
 
-def summarize(groups: list[list[Rollout]]) -> Json:
-    """The metrics of one step's groups; means are over the rollouts that the environment did not fail."""
-    rollouts = [rollout for group in groups for rollout in group]
-    valid = [rollout for rollout in rollouts if not rollout.error]
-    transcripts = [rollout.transcript for rollout in valid if rollout.transcript]
-    rewards = [rollout.reward for rollout in valid]
-    uniform = [len({rollout.reward for rollout in group if not rollout.error}) <= 1 for group in groups]
-    components = sorted({name for rollout in valid for name in rollout.metrics})
-    return {
-        "reward/mean": _mean(rewards),
-        "reward/std": statistics.pstdev(rewards) if rewards else None,
-        "success/rate": _mean([rollout.success for rollout in valid]),
-        "groups/uniform_share": _mean(uniform),
-        "rollouts/truncated_share": _mean([transcript.truncated for transcript in transcripts]),
-        "rollouts/error_share": 1 - len(valid) / len(rollouts),
-        "rollouts/turns_mean": _mean([rollout.turns for rollout in valid]),
-        "tokens/completion_mean": _mean([transcript.model_tokens for transcript in transcripts]),
-        "tokens/prompt_mean": _mean([len(transcript.prompt_ids) for transcript in transcripts]),
-        **{f"reward/{name}": _mean([r.metrics[name] for r in valid if name in r.metrics]) for name in components},
-    }
-
-
-async def _preflight(host: EnvironmentHost, template: ChatTemplate, max_length: int) -> None:
-    """FlashError before the first step where a task cannot be presented at all."""
+async def _preflight(host: EnvironmentHost, template: ChatTemplate, max_length: int) -> tuple[int, int]:
+    """(tokens of the longest prompt, most turns) of the first tasks; FlashError where one cannot be presented."""
     if not host.splits.get("train"):
         raise FlashError(
             "dataset_invalid",
@@ -272,7 +308,7 @@ async def _preflight(host: EnvironmentHost, template: ChatTemplate, max_length: 
             fix="give environment.dataset at least one TaskExample",
         )
 
-    async def look(index: int) -> None:
+    async def look(index: int) -> tuple[int, int]:
         opening = await host.open("train", index)
         await host.close(opening.episode)
         tokens = len(Transcript(template, opening.messages))
@@ -285,21 +321,24 @@ async def _preflight(host: EnvironmentHost, template: ChatTemplate, max_length: 
                 max_length=max_length,
                 fix="shorten the task's prompt, or raise max_length up to the model's context",
             )
+        return tokens, opening.max_turns
 
     async with asyncio.TaskGroup() as group:
-        for index in range(min(host.splits["train"], PREFLIGHT_TASKS)):
-            group.create_task(look(index))
+        looks = [group.create_task(look(index)) for index in range(min(host.splits["train"], PREFLIGHT_TASKS))]
+    prompts, turns = zip(*(task.result() for task in looks), strict=True)
+    return max(prompts), max(turns)
 
 
-def _check_errors(rollouts: list[Rollout], max_share: float) -> None:
-    errors = [rollout for rollout in rollouts if rollout.error]
-    if len(errors) / len(rollouts) <= max_share:
+def check_errors(rows: list[Json], max_share: float) -> None:
+    """FlashError(environment_error) with the evidence, where more than `max_share` of the rollouts failed."""
+    errors = [row for row in rows if row["error"]]
+    if len(errors) <= max_share * len(rows):
         return
-    first = errors[0].error or {}
+    first = errors[0]["error"]
     raise FlashError(
         "environment_error",
-        f"{len(errors)} of {len(rollouts)} rollouts failed in environment code; the "
-        f"first, on task {errors[0].task_id}: [{first.get('code')}] {first.get('what')}",
+        f"{len(errors)} of {len(rows)} rollouts failed in environment code; the "
+        f"first, on task {errors[0]['task_id']}: [{first['code']}] {first['what']}",
         max_error_share=max_share,
         fix="run env_test, mend the environment and push it again",
     )
@@ -316,8 +355,6 @@ def _resume_point(writer: RunWriter, scratch: Path) -> tuple[int, Path] | None:
 
 def _dtype(model_path: Path) -> torch.dtype:
     """bf16, unless the model's own files are fp32 on purpose (the tiny models of tests)."""
-    from transformers import AutoConfig  # noqa: PLC0415
-
     return torch.float32 if AutoConfig.from_pretrained(model_path).dtype == torch.float32 else torch.bfloat16
 
 
@@ -336,7 +373,3 @@ def _max_length(spec: Settings, config: Any) -> int:
 
 def _seed(spec: Settings, step: int, index: int) -> int:
     return ((spec.seed) * 1_000_003 + step) * 65_537 + index
-
-
-def _mean(values: list[Any]) -> float | None:
-    return statistics.fmean(values) if values else None

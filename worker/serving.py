@@ -49,7 +49,8 @@ def server_command(name: str, model: Path, port: int, lora_rank: int) -> list[st
     """Arguments of the interpreter. Sets what vLLM reads from the environment."""
     import torch  # noqa: PLC0415  after the check that the packages are there
 
-    from worker.engine import CPU_LORA_WORKER, kv_cache_gib, room_for_rank  # noqa: PLC0415
+    from worker.engine import CPU_LORA_WORKER, room_for_rank  # noqa: PLC0415
+    from worker.memory import KV_BLOCK_TOKENS, cpu_kv_cache_bytes  # noqa: PLC0415
 
     length = min(folder_card(model).context or MAX_LENGTH, MAX_LENGTH)
     options: dict[str, Any] = {
@@ -68,7 +69,8 @@ def server_command(name: str, model: Path, port: int, lora_rank: int) -> list[st
         options["gpu-memory-utilization"] = GPU_MEMORY_SHARE
     else:
         options["worker-cls"] = CPU_LORA_WORKER
-        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(kv_cache_gib(model, length, SEQUENCES))
+        options["block-size"] = KV_BLOCK_TOKENS
+        options["kv-cache-memory-bytes"] = cpu_kv_cache_bytes(model, length, SEQUENCES)
         # Unbound, and half of the cores: a run may train at the same time.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (psutil.cpu_count(logical=False) or 2) // 2)))

@@ -1,13 +1,18 @@
-"""Supervised fine-tuning on an environment's gold answers, with TRL's SFTTrainer.
+"""Supervised fine-tuning on an environment's gold answers or on a curated dataset, with TRL's SFTTrainer.
 
 The rows are tokenized by the same Transcript that training rollouts use, so that what is learnt here is what is sampled
-later, token for token; only the assistant's tokens carry a label.
+later, token for token; only the assistant's tokens carry a label. A batch is computed as one sequence without padding,
+by the forward pass that GRPO uses (worker/packing.py).
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
+import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,24 +26,78 @@ from environments.base import ChatMessage
 from environments.host import EnvironmentHost
 from flash_mcp.errors import FlashError
 from flash_mcp.runfolder import Json, RunWriter
+from worker.packing import can_pack, group_logps
 from worker.settings import Settings
 from worker.transcript import ChatTemplate, Transcript
 
 Row = dict[str, list[int]]
 IGNORED = -100
+GOLD_SPLITS = {"train": "train", "holdout": "eval"}
+"""What is learnt, and what is held out: the names of rows -> the splits of the environment that they are made of."""
 
 
-async def gold_rows(host: EnvironmentHost, template: ChatTemplate, split: str, max_length: int) -> list[Row]:
-    """{"input_ids", "labels"} of every task of a split, cut at `max_length` tokens."""
+async def gold_rows(host: EnvironmentHost, template: ChatTemplate, split: str) -> list[Row]:
+    """{"input_ids", "labels"} of every task of a split."""
 
     async def one(index: int) -> Row:
         opening = await host.open(split, index)
         await host.close(opening.episode)
-        return _row(Transcript(template, opening.messages), await host.gold(split, index), max_length)
+        return _row(Transcript(template, opening.messages), await host.gold(split, index))
 
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(one(index)) for index in range(host.splits.get(split, 0))]
     return [task.result() for task in tasks]
+
+
+def dataset_rows(dataset: Json, template: ChatTemplate) -> dict[str, list[Row]]:
+    """{"train": rows, "holdout": rows} of the curated dataset that job.json names, as `gold_rows` makes them.
+
+    FlashError(dataset_invalid) where a file is not the one that the run was pinned to.
+    """
+    rows: dict[str, list[Row]] = {}
+    for file, checksum in dataset["files"].items():
+        path = Path(dataset["path"], file)
+        content = path.read_bytes() if path.is_file() else b""
+        if hashlib.sha256(content).hexdigest() != checksum:
+            fix = "curate it again and start another run"
+            raise FlashError("dataset_invalid", "the file is gone or was changed since", path=path, fix=fix)
+        lines = [json.loads(line) for line in content.decode().split("\n") if line]
+        rows[path.stem] = [
+            _row(
+                Transcript(template, line["messages"][: line["prompt_messages"]]),
+                line["messages"][line["prompt_messages"] :],
+            )
+            for line in lines
+        ]
+    return rows
+
+
+class Tuner(SFTTrainer):
+    """SFTTrainer with a packed forward pass; `held_out` is the loss on rows that it does not learn."""
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Mean negative log-probability of the labelled tokens; with `num_items_in_batch`, their sum over it."""
+        if return_outputs or not can_pack(model.config):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        labels = inputs["labels"]  # (B, L)
+        trained = (labels != IGNORED).long()
+        trained[:, 0] = 0  # nothing predicts a row's first token
+        causal_lm = self.accelerator.unwrap_model(model).get_base_model()
+        with self.accelerator.autocast():
+            logps, entropies = group_logps(causal_lm, inputs["input_ids"], inputs["attention_mask"], trained, 1.0)
+        count = trained.sum().clamp(min=1)
+        self._metrics["train" if model.training else "eval"]["entropy"].append((entropies.sum() / count).item())
+        return -logps.sum() / (count if num_items_in_batch is None else num_items_in_batch)
+
+    def held_out(self) -> Json:
+        """{"eval_loss", "time/held_out_s"}, or nothing where there are no held-out rows."""
+        if self.eval_dataset is None:
+            return {}
+        started = time.monotonic()
+        loss = self.evaluate()["eval_loss"]
+        return {"eval_loss": loss, "time/held_out_s": time.monotonic() - started}
 
 
 def make_sft_trainer(
@@ -48,17 +107,26 @@ def make_sft_trainer(
     rows: Mapping[str, list[Row]],
     writer: RunWriter,
     *,
+    max_length: int,
     output_dir: str,
     callbacks: list[TrainerCallback],
-) -> SFTTrainer:
-    """A trainer on rows["train"]; FlashError(dataset_invalid) where no row has a token to learn."""
-    learnable = [row for row in rows["train"] if any(label != IGNORED for label in row["labels"])]
-    if len(learnable) < len(rows["train"]):
-        writer.event("warning", f"{len(rows['train']) - len(learnable)} gold rows have no token within max_length")
+) -> Tuner:
+    """A trainer on rows["train"], rows["holdout"] held out; FlashError(dataset_invalid) where nothing can be learnt.
+
+    Rows are cut at `max_length` tokens, and how many were is said in an event.
+    """
+    longer = sum(len(row["input_ids"]) > max_length for row in rows["train"])
+    learnable, held_out = (_learnable(rows.get(split, []), max_length) for split in ("train", "holdout"))
+    if longer:
+        writer.event(
+            "warning",
+            f"{longer} of {len(rows['train'])} rows are longer than max_length={max_length} and were cut, "
+            f"{len(rows['train']) - len(learnable)} of them before their first answer: left out",
+        )
     if not learnable:
         raise FlashError(
             "dataset_invalid",
-            "no gold answer fits within max_length",
+            "no answer to learn fits within max_length",
             rows=len(rows["train"]),
             fix="raise max_length, or give the environment's tasks an output (sft_completion)",
         )
@@ -67,6 +135,8 @@ def make_sft_trainer(
         max_steps=spec.steps or -1,
         num_train_epochs=spec.epochs or 1.0,
         per_device_train_batch_size=spec.batch_size,
+        per_device_eval_batch_size=spec.batch_size,
+        prediction_loss_only=True,
         learning_rate=spec.learning_rate,
         lr_scheduler_type="constant",
         max_grad_norm=spec.max_grad_norm,
@@ -82,10 +152,11 @@ def make_sft_trainer(
         disable_tqdm=True,
         dataloader_pin_memory=False,
     )
-    trainer = SFTTrainer(
+    trainer = Tuner(
         model=model,
         args=args,
         train_dataset=Dataset.from_list(learnable),
+        eval_dataset=Dataset.from_list(held_out[: spec.eval_examples]) if held_out else None,
         processing_class=tokenizer,
         callbacks=callbacks,
     )
@@ -93,7 +164,13 @@ def make_sft_trainer(
     return trainer
 
 
-def _row(transcript: Transcript, gold: list[ChatMessage], max_length: int) -> Row:
+def _learnable(rows: list[Row], max_length: int) -> list[Row]:
+    """The rows, cut, that have a token to learn left."""
+    cut = [{name: values[:max_length] for name, values in row.items()} for row in rows]
+    return [row for row in cut if any(label != IGNORED for label in row["labels"])]
+
+
+def _row(transcript: Transcript, gold: list[ChatMessage]) -> Row:
     between: list[Json] = []
     for message in gold:
         if message["role"] != "assistant":
@@ -107,4 +184,4 @@ def _row(transcript: Transcript, gold: list[ChatMessage], max_length: int) -> Ro
     labels = [IGNORED] * len(transcript.prompt_ids) + [
         token if mine else IGNORED for token, mine in zip(transcript.completion_ids, transcript.mask, strict=True)
     ]
-    return {"input_ids": ids[:max_length], "labels": labels[:max_length]}
+    return {"input_ids": ids, "labels": labels}

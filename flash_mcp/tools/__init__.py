@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 CALL_TIMEOUT_S = 45.0
 RESULT_CHARACTERS = 8_000
-MODULES = ("catalog", "environments", "runs", "status", "rollouts", "serving")
+MODULES = ("catalog", "environments", "runs", "status", "rollouts", "evaluation", "curation", "serving")
 
 
 class Part(BaseModel):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Sequence
+import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,7 +15,8 @@ from pydantic import Field
 import environments
 from environments import gate
 from environments.host import EnvironmentFault, EnvironmentHost
-from flash_mcp import playbook
+from environments.splits import Overlap, overlap
+from flash_mcp import named, playbook
 from flash_mcp.environments import (
     NAME,
     NAME_RULE,
@@ -28,26 +29,27 @@ from flash_mcp.environments import (
     staged,
 )
 from flash_mcp.errors import FlashError
+from flash_mcp.evaluations import find_subject
 from flash_mcp.runfolder import disk_error
-from flash_mcp.store import open_store
+from flash_mcp.store import EnvironmentRow, open_store
 from flash_mcp.tools import Part, Result, Tool, report, shorten
+from flash_mcp.tools.loading import (
+    EVIDENCE_CHARACTERS,
+    INSTALL_TIMEOUT_S,
+    Arguments,
+    Secrets,
+    as_flash_error,
+    check_machine,
+    contamination_note,
+    secret_values,
+)
+from flash_mcp.tools.preflight import GROUP_SIZE, SAMPLE_LIMIT_S, Sample, after_sample, sample_groups
 
 Template = Literal["calculator", "sort_words"]
 
 TEMPLATES = Path(environments.__file__).parent
-LOAD_TIMEOUT_S = 30.0
-EVIDENCE_CHARACTERS = 900
+LOAD_TIMEOUT_S = 25.0
 TEST_DEADLINE_S = 38.0
-
-Secrets = Annotated[
-    list[str] | None,
-    Field(
-        max_length=64,
-        description="Names of environment variables of the server that the environment's process may see. Values are "
-        "never stored.",
-    ),
-]
-Arguments = Annotated[dict[str, Any] | None, Field(description="Keyword arguments of load_environment.")]
 
 
 class EnvSetup(Result):
@@ -67,6 +69,9 @@ class EnvPush(Result):
     eval_tasks: int | None = Field(default=None, description="Rows of the eval split; absent with load=false.")
     files: int = Field(description="Number of files.")
     size_bytes: int = Field(description="Size of all files.")
+    contaminated: str | None = Field(
+        default=None, description="Present where eval tasks are train tasks too: how many, and which."
+    )
 
 
 class Probe(Part):
@@ -87,6 +92,7 @@ class EnvTest(Result):
     eval_tasks: int = Field(description="Rows of the eval split; 0 where there is none.")
     seconds: float = Field(description="Time that all checks took.")
     probes: list[Probe] = Field(description="Every check, in order.")
+    sample: Sample | None = Field(default=None, description="With model: what it does on a few train tasks.")
 
 
 # -- env_setup --------------------------------------------------------------------------------------------------------
@@ -157,7 +163,10 @@ async def env_push(
     name: Annotated[str, Field(min_length=1, max_length=64, description=f"Name to publish under: {NAME_RULE}.")],
     folder: Annotated[
         str | None,
-        Field(description="Folder on the server with environment.py at its top. Caches and .git are left out."),
+        Field(
+            description="Folder on the server with environment.py at its top, or reasoning-gym:DATASET. Caches and "
+            ".git are left out. Packages named in its requirements.txt are installed, once, and are all that it sees."
+        ),
     ] = None,
     files: Annotated[
         dict[str, str] | None,
@@ -183,7 +192,7 @@ async def env_push(
     source = await anyio.to_thread.run_sync(_source, folder, files)
     with contextlib.ExitStack() as stack:
         stage = await anyio.to_thread.run_sync(stack.enter_context, staged(name, source))
-        splits = await _splits(stage, environment_args, values) if load else None
+        splits, shared = await _splits(stage, environment_args, values) if load else (None, None)
         version = await anyio.to_thread.run_sync(stage.commit)
         await anyio.to_thread.run_sync(_register, version, splits)
     reference = f"{version.name}@{version.digest}"
@@ -194,7 +203,10 @@ async def env_push(
         eval_tasks=splits["eval"] if splits else None,
         files=version.files,
         size_bytes=version.size_bytes,
-        next=f"train(environment={name!r}, validate_only=true); before that env_test, if not done yet",
+        contaminated=contamination_note(shared) if shared else None,
+        next="take the shared tasks out of one of the splits, env_test and env_push again"
+        if shared and shared.shared
+        else f"train(environment={name!r}, validate_only=true); before that env_test, if not done yet",
     )
 
 
@@ -202,17 +214,24 @@ def _source(folder: str | None, files: dict[str, str] | None) -> Files:
     if (folder is None) == (files is None):
         fix = "pass folder='/path/of/it', or files={'environment.py': '...', 'datasets/train.jsonl': '...'}"
         raise FlashError("invalid_argument", "either folder or files is needed, not both", fix=fix)
-    return folder_files(Path(folder)) if folder is not None else inline_files(files or {})
+    if folder is None:
+        return inline_files(files or {})
+    return named.files_of(folder) or folder_files(Path(folder))
 
 
-async def _splits(stage: Stage, args: dict[str, Any] | None, secrets: dict[str, str]) -> dict[str, int]:
-    """{"train": tasks, "eval": tasks} of what is about to be published, by loading it."""
+async def _splits(stage: Stage, args: dict[str, Any] | None, secrets: dict[str, str]) -> tuple[dict[str, int], Overlap]:
+    """{"train": tasks, "eval": tasks} of what is about to be published, and what they share, by loading it."""
     await report("loading the environment in a child process")
     try:
         async with await EnvironmentHost.start(
-            stage.folder, args=args, secrets=secrets, start_timeout_s=LOAD_TIMEOUT_S
+            stage.folder,
+            args=args,
+            secrets=secrets,
+            start_timeout_s=LOAD_TIMEOUT_S,
+            install_timeout_s=INSTALL_TIMEOUT_S,
+            on_progress=report,
         ) as host:
-            return host.splits
+            return host.splits, await overlap(host)
     except EnvironmentFault as fault:
         fix = "mend it and push again; load=false publishes it unseen"
         raise as_flash_error(fault, stage.parent.name, f"nothing was published: {fix}") from fault
@@ -233,7 +252,8 @@ def _register(version: Version, splits: dict[str, int] | None) -> None:
 
 async def env_test(
     environment: Annotated[
-        str | None, Field(min_length=1, description="A published environment: NAME or NAME@DIGEST.")
+        str | None,
+        Field(min_length=1, description="A published environment, NAME or NAME@DIGEST; or reasoning-gym:DATASET."),
     ] = None,
     folder: Annotated[
         str | None, Field(min_length=1, description="Instead of environment: a folder on the server, published or not.")
@@ -241,6 +261,17 @@ async def env_test(
     call_timeout_s: Annotated[
         float, Field(gt=0, le=20, description="Deadline of one call into environment code, in seconds; default 5.")
     ] = 5.0,
+    model: Annotated[
+        str | None,
+        Field(
+            min_length=1,
+            description="Once all checks pass, let this base model generate a few groups of train tasks, and say "
+            "whether training on them could teach it anything. Default: no model.",
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int | None, Field(ge=1, le=131_072, description="With model: tokens of one turn; default 512.")
+    ] = None,
     environment_args: Arguments = None,
     secrets: Secrets = None,
 ) -> EnvTest:
@@ -248,18 +279,43 @@ async def env_test(
 
     Checks the contract, that gold answers are successes, that junk, empty, None, truncated and prompt-echo answers
     neither pay nor raise, that episodes do not disturb each other, that two fresh processes agree, and how long calls
-    take. No model is involved and nothing is published. A failed check is a result, not an error; each has a fix.
+    take. Nothing is published. A failed check is a result, not an error; each has a fix.
     """
     if (environment is None) == (folder is None):
         fix = "pass environment='NAME' for a published one, or folder='/path/of/it'"
         raise FlashError("invalid_argument", "either environment or folder is needed, not both", fix=fix)
-    values = secret_values(secrets)
-    what, path = await anyio.to_thread.run_sync(_locate, environment, folder)
-    await report("checking the environment in child processes")
-    found = await gate.check(
-        path, args=environment_args, secrets=values, timeout_s=call_timeout_s, deadline_s=TEST_DEADLINE_S
-    )
-    failed = [probe.name for probe in found.probes if probe.passed is False]
+    started, values = time.monotonic(), secret_values(secrets)
+    sample = None
+    with contextlib.ExitStack() as stack:
+        what, path = await anyio.to_thread.run_sync(_locate, environment, folder, stack)
+        await report("checking the environment in child processes")
+        try:
+            found = await gate.check(
+                path,
+                args=environment_args,
+                secrets=values,
+                timeout_s=call_timeout_s,
+                deadline_s=TEST_DEADLINE_S,
+                install_timeout_s=INSTALL_TIMEOUT_S,
+                on_progress=report,
+            )
+        except EnvironmentFault as fault:
+            raise as_flash_error(fault, what, "env_test again") from fault
+        failed = [probe.name for probe in found.probes if probe.passed is False]
+        if model is not None and not failed:
+            subject = await anyio.to_thread.run_sync(find_subject, open_store(), model)
+            check_machine()
+            version = await anyio.to_thread.run_sync(_version, environment, path)
+            sample = await sample_groups(
+                open_store(),
+                version,
+                subject,
+                tasks=found.splits["train"],
+                group_size=GROUP_SIZE,
+                given={"max_tokens": max_tokens, "environment_args": environment_args, "secrets": secrets},
+                deadline=started + SAMPLE_LIMIT_S,
+            )
+    trainable = environment or (folder if folder and named.files_of(folder) else None)
     return EnvTest(
         environment=what,
         passed=found.passed,
@@ -267,11 +323,16 @@ async def env_test(
         eval_tasks=found.splits.get("eval", 0),
         seconds=round(found.seconds, 2),
         probes=[_shown(probe) for probe in found.probes],
-        next=_after_test(failed, environment, path),
+        sample=sample,
+        next=after_sample(sample) if sample else _after_test(failed, trainable, path),
     )
 
 
-def _locate(environment: str | None, folder: str | None) -> tuple[str, Path]:
+def _locate(environment: str | None, folder: str | None, stack: contextlib.ExitStack) -> tuple[str, Path]:
+    """What is tested, and where it lies; until `stack` is closed where it is written for the occasion."""
+    reference = environment or folder or ""
+    if files := named.files_of(reference):
+        return reference, stack.enter_context(staged(named.published_name(reference), files)).folder
     if environment is not None:
         row = open_store().environment(environment)
         return f"{row['name']}@{row['digest']}", Path(row["path"])
@@ -280,6 +341,18 @@ def _locate(environment: str | None, folder: str | None) -> tuple[str, Path]:
         fix = "pass the folder that holds environment.py; env_setup writes one to start from"
         raise FlashError("invalid_argument", f"there is no folder {str(path)!r} on the server", fix=fix)
     return str(path), path
+
+
+def _version(environment: str | None, path: Path) -> EnvironmentRow:
+    """What a worker loads. A folder is copied as it is now, under no name that others would find."""
+    if environment is not None:
+        return open_store().environment(environment)
+    name = path.name if NAME.fullmatch(path.name) else "unpublished"
+    with staged(name, folder_files(path)) as stage:
+        version = stage.commit()
+    return EnvironmentRow(
+        name=name, digest=version.digest, path=str(version.path), size_bytes=version.size_bytes, pushed=0.0, data={}
+    )
 
 
 def _shown(probe: gate.Probe) -> Probe:
@@ -293,24 +366,6 @@ def _after_test(failed: list[str], environment: str | None, path: Path) -> str:
     if environment is None:
         return f"env_push(name=..., folder={str(path)!r})"
     return f"train(environment={environment!r}, validate_only=true)"
-
-
-# -- shared -----------------------------------------------------------------------------------------------------------
-
-
-def secret_values(names: Sequence[str] | None) -> dict[str, str]:
-    """{name: value} from the server's environment; FlashError(invalid_argument) naming those that it lacks."""
-    absent = [name for name in names or () if name not in os.environ]
-    if absent:
-        fix = "set them in the environment of the server, or leave them out of secrets"
-        raise FlashError("invalid_argument", f"secrets that the server does not have: {', '.join(absent)}", fix=fix)
-    return {name: os.environ[name] for name in names or ()}
-
-
-def as_flash_error(fault: EnvironmentFault, environment: str, fix: str) -> FlashError:
-    """A fault of environment code as the error of a tool, with the end of its traceback as evidence."""
-    evidence = f"\n{fault.traceback.strip()[-EVIDENCE_CHARACTERS:]}\n" if fault.traceback.strip() else ""
-    return FlashError(fault.code, f"{fault.what}{evidence}", environment=environment, fix=fix)
 
 
 TOOLS = [

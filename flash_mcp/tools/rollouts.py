@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import Field
 
 from flash_mcp.errors import FlashError
+from flash_mcp.evaluations import prompt_length
+from flash_mcp.failures import FailureMode, failure_counts, failure_modes
 from flash_mcp.runfolder import Json
 from flash_mcp.store import open_store
 from flash_mcp.tools import RESULT_CHARACTERS, Part, Result, Tool, shorten, to_text
@@ -18,6 +20,8 @@ LONG_MESSAGE = 1500
 OPENING_CHARACTERS = 1500
 MESSAGE_FRAME = 55
 """Characters that a message takes beside its text."""
+FAILURE_ROLLOUTS = 256
+"""Rollouts of a step that are classified at most."""
 RESULT_FRAME = 900
 """Characters that the result takes beside its rows."""
 
@@ -39,6 +43,7 @@ class Rollout(Part):
     reward: float
     success: bool
     advantage: float | None = Field(default=None, description="How it was weighted, relative to its group.")
+    failure: FailureMode | None = Field(default=None, description="Why it is no success, as far as can be told.")
     finish: str = Field(description="done, max_turns, length (cut off) or error.")
     turns: int = Field(description="Turns the model took.")
     completion_tokens: int = Field(description="Tokens the model wrote.")
@@ -54,6 +59,9 @@ class Rollouts(Result):
 
     run_id: str
     total: int = Field(description="Transcripts that match.")
+    failures: dict[str, int] | None = Field(
+        default=None, description="How many of a step's transcripts failed, by mode; absent with step=-1."
+    )
     opening: list[Message] | None = Field(
         default=None, description="The first messages of every transcript shown, left out of each of them."
     )
@@ -73,8 +81,9 @@ def rollouts(
         Field(description="Order: lowest reward first, highest first, shuffled, or as generated. Default worst."),
     ] = "worst",
     split: Annotated[
-        Literal["train", "eval"], Field(description="Training rollouts or held-out evaluations. Default train.")
-    ] = "train",
+        Literal["train", "eval"] | None,
+        Field(description="Training rollouts or evaluations. Default train; eval for a run made by evaluate."),
+    ] = None,
     contains: Annotated[
         str | None, Field(min_length=1, max_length=200, description="Only transcripts with this text in a message.")
     ] = None,
@@ -99,6 +108,7 @@ def rollouts(
     """
     store = open_store()
     run = store.run(run_id)
+    split = split or ("eval" if run["algorithm"] == "eval" else "train")
     steps = store.rollout_steps(run_id, split)
     at = _step(step, steps, search=contains is not None)
     offset = _offset(cursor) if index is None else index
@@ -111,6 +121,9 @@ def rollouts(
         page = store.rollouts(run_id, split, at, which, contains, success, limit + 1, offset)
         total, has_more = store.rollout_count(run_id, split, at, contains, success), len(page) > limit
     rows = cast("list[Json]", page[:limit])
+    sample = rows if at is None else cast("list[Json]", store.rollouts(run_id, split, at, limit=FAILURE_ROLLOUTS))
+    for row, mode in zip(rows, failure_modes(rows, sample), strict=True):
+        row["failure"] = mode
     opening = _opening(rows)
     rest = [{**row, "opening": len(opening), "messages": row["messages"][len(opening) :]} for row in rows]
     taken = sum(_cost(message.content) + MESSAGE_FRAME for message in opening) + sum(map(_frame_size, rows))
@@ -119,6 +132,7 @@ def rollouts(
     return Rollouts(
         run_id=run_id,
         total=total,
+        failures=(failure_counts(sample) or None) if at is not None else None,
         opening=opening or None,
         rollouts=shown,
         has_more=has_more,
@@ -130,7 +144,7 @@ def rollouts(
 
 def _opening(rows: list[Json]) -> list[Message]:
     """What all prompts begin with, as a rule instructions and examples; nothing for a single row."""
-    prompts = [row["messages"][: _prompt_length(row)] for row in rows] if len(rows) > 1 else []
+    prompts = [row["messages"][: prompt_length(row)] for row in rows] if len(rows) > 1 else []
     columns = takewhile(lambda column: all(each == column[0] for each in column), zip(*prompts, strict=False))
     shared: list[Json] = [column[0] for column in columns]
     texts = [_text(message.get("content")) for message in shared]
@@ -139,14 +153,6 @@ def _opening(rows: list[Json]) -> list[Message]:
         Message(role=message["role"], content=_excerpt(text, limit, ""))
         for message, text, limit in zip(shared, texts, allowed, strict=True)
     ]
-
-
-def _prompt_length(row: Json) -> int:
-    """Messages before the model's first turn; examples within the prompt are assistant messages too."""
-    messages: list[Json] = row["messages"]
-    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    turns = min(int(row["turns"]), len(answers))
-    return answers[-turns] if turns else len(messages) - 1
 
 
 def _step(step: int | None, steps: list[int], *, search: bool) -> int | None:
@@ -243,7 +249,7 @@ def _text(content: Any) -> str:
 
 def _frame_size(row: Json) -> int:
     """Characters that a row takes beside its messages."""
-    return 260 + sum(min(len(to_text(row.get(name))), 700) for name in ("metrics", "reason", "error"))
+    return 290 + sum(min(len(to_text(row.get(name))), 700) for name in ("metrics", "reason", "error"))
 
 
 def _rollout(row: Json, excerpts: dict[int, str]) -> Rollout:
@@ -258,6 +264,7 @@ def _rollout(row: Json, excerpts: dict[int, str]) -> Rollout:
         reward=round(row["reward"], 4),
         success=row["success"],
         advantage=None if (advantage := row.get("advantage")) is None else round(advantage, 4),
+        failure=row["failure"],
         finish=row["finish"],
         turns=row["turns"],
         completion_tokens=row["completion_tokens"],

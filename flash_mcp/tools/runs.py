@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.util
 import inspect
 import json
 import math
@@ -18,15 +17,27 @@ import anyio.to_thread
 from pydantic import Field
 
 from environments.host import EnvironmentFault, EnvironmentHost
-from flash_mcp import catalog, queue
+from environments.splits import Overlap, overlap
+from flash_mcp import catalog, datasets, named, queue
 from flash_mcp.catalog import ModelCard
+from flash_mcp.curation import prompt_digest, read_held_out
+from flash_mcp.datasets import Dataset
 from flash_mcp.errors import FlashError
+from flash_mcp.evaluations import Subject
 from flash_mcp.runfolder import Json
 from flash_mcp.spec import ResolvedSpec, RunSpec, read_toml, resolve, validate
 from flash_mcp.store import EnvironmentRow, RunRow, Store, open_store
 from flash_mcp.supervisor import ensure_supervisor
 from flash_mcp.tools import Part, Result, Tool, report
-from flash_mcp.tools.environments import as_flash_error, secret_values
+from flash_mcp.tools.evaluation import after_evaluation
+from flash_mcp.tools.loading import (
+    INSTALL_TIMEOUT_S,
+    as_flash_error,
+    check_machine,
+    contamination_note,
+    secret_values,
+)
+from flash_mcp.tools.preflight import GROUP_SIZE, SAMPLE_LIMIT_S, RunTime, Sample, after_sample, run_time, sample_groups
 from flash_mcp.tools.status import RunView
 
 CHARACTERS_PER_TOKEN = 3.5
@@ -42,14 +53,16 @@ class Estimate(Part):
 
     steps: int = Field(description="Optimizer steps.")
     rollouts: int | None = Field(default=None, description="Conversations generated (grpo).")
-    examples: int | None = Field(default=None, description="Gold answers trained on, repeats counted (sft).")
+    examples: int | None = Field(default=None, description="Conversations trained on, repeats counted (sft).")
     train_tasks: int = Field(description="Rows of the train split.")
     eval_tasks: int = Field(description="Rows of the eval split.")
-    passes: float = Field(description="How often each train row is seen on average.")
+    dataset_rows: int | None = Field(default=None, description="Rows of the dataset, if there is one (sft).")
+    passes: float = Field(description="How often each row is seen on average.")
     prompt_tokens_about: int = Field(description="First prompt of a few tasks, estimated from its characters.")
     tokens_at_most: int | None = Field(default=None, description="Tokens generated if every turn used max_tokens.")
     seconds_about: int | None = Field(default=None, description="From the speed of `seconds_from`; else unknown.")
     seconds_from: str | None = Field(default=None, description="The earlier run that the speed was taken from.")
+    time: RunTime | None = Field(default=None, description="From the sample's tokens and speed, with its error band.")
 
 
 class Train(Result):
@@ -64,6 +77,7 @@ class Train(Result):
     estimate: Estimate = Field(description="How much work it is.")
     values: dict[str, Any] = Field(description="Every field of the run with its value.")
     sources: dict[str, list[str]] = Field(description="Where values came from: argument, file; all others: recipe.")
+    sample: Sample | None = Field(default=None, description="With sample: what the model does now.")
     notes: list[str] | None = Field(default=None, description="What is worth a thought before it runs.")
     run: RunView | None = Field(default=None, description="How it ended; where the client waits for it as a task.")
 
@@ -128,6 +142,16 @@ async def train(
     validate_only: Annotated[
         bool, Field(description="Check, resolve and estimate, and create nothing; default false.")
     ] = False,
+    sample: Annotated[
+        bool,
+        Field(
+            description="With validate_only: let the model generate a few groups of train tasks first, and judge from "
+            "them whether there is something to learn and how long it will take; default false."
+        ),
+    ] = False,
+    price_per_hour: Annotated[
+        float | None, Field(ge=0, description="With sample: of the machine, for an estimate of the cost.")
+    ] = None,
     idempotency_key: Annotated[
         str | None,
         Field(
@@ -139,29 +163,50 @@ async def train(
     ] = None,
     **fields: Any,
 ) -> Train:
-    """Start a training run, GRPO on the environment's reward or SFT on its gold answers; returns its run_id at once.
+    """Start a training run, GRPO on a reward or SFT on gold answers or a curated dataset; returns its run_id at once.
 
     Loads the environment in a child process first, so that a broken one is refused here. Fields left out take the
     recipe's value; the result says which value each has. The run goes on when the client ends. Progress: status.
     Checking an environment more thoroughly: env_test. Publishing one: env_push.
     """
     given = {name: value for name, value in fields.items() if value is not None}
-    return await start(given, config=config, validate_only=validate_only, idempotency_key=idempotency_key)
+    if (sample or price_per_hour is not None) and not (validate_only and sample):
+        fix = "pass validate_only=true and sample=true together; then train without them"
+        raise FlashError("invalid_argument", "sample and price_per_hour go with validate_only", fix=fix)
+    return await start(
+        given,
+        config=config,
+        validate_only=validate_only,
+        sample=sample,
+        price_per_hour=price_per_hour,
+        idempotency_key=idempotency_key,
+    )
 
 
 async def start(
-    given: dict[str, Any], *, config: str | None, validate_only: bool, idempotency_key: str | None
+    given: dict[str, Any],
+    *,
+    config: str | None,
+    validate_only: bool,
+    idempotency_key: str | None,
+    sample: bool = False,
+    price_per_hour: float | None = None,
 ) -> Train:
     """`train`, with its fields as a dict."""
-    resolved, card = _resolved(given, config)
+    started = time.monotonic()
+    resolved, card, dataset = await anyio.to_thread.run_sync(_resolved, given, config)
     spec, store = resolved.spec, open_store()
-    environment = await anyio.to_thread.run_sync(store.environment, spec.environment)
+    environment = await anyio.to_thread.run_sync(named.environment, store, spec.environment)
     adapter = await anyio.to_thread.run_sync(_init_adapter, store, spec, card)
-    _check_machine()
+    check_machine()
     await report("loading the environment in a child process")
-    splits, prompt_tokens = await _probe(spec, environment)
-    notes = _check_lengths(spec, card, prompt_tokens)
-    estimate = await anyio.to_thread.run_sync(_estimate, store, spec, environment, splits, prompt_tokens)
+    splits, prompt_tokens, shared = await _probe(spec, environment, dataset)
+    contamination = contamination_note(shared)
+    notes = [*([contamination] if contamination else []), *_check_lengths(spec, card, prompt_tokens)]
+    rows = len(dataset.rows()) if dataset else None
+    estimate = await anyio.to_thread.run_sync(_estimate, store, spec, environment, splits, prompt_tokens, rows)
+    if dataset and dataset.manifest["allow_eval_tasks"] and dataset.manifest["counts"]["eval_tasks"]:
+        notes.append(f"{dataset.reference} may hold eval tasks: a better evaluation afterwards may be memory")
     result = functools.partial(
         Train,
         environment=f"{environment['name']}@{environment['digest']}",
@@ -172,16 +217,45 @@ async def start(
         sources=_by_source(resolved),
         notes=[*notes, *_advice(spec, estimate)] or None,
     )
-    if validate_only:
-        next_step = "call train again without validate_only to start it"
+    if validate_only and not sample:
+        next_step = "call train again without validate_only to start it; sample=true lets the model try it first"
         return result(state="validated", created=False, next=next_step)
-    run, created = await anyio.to_thread.run_sync(queue.enqueue, store, resolved, environment, adapter, idempotency_key)
+    if sample:
+        subject = Subject(card.name, card.context, adapter=adapter)
+        sampled = await sample_groups(
+            store,
+            environment,
+            subject,
+            tasks=splits["train"],
+            group_size=spec.group_size or GROUP_SIZE,
+            given=spec.model_dump(),
+            deadline=started + SAMPLE_LIMIT_S,
+        )
+        expected = await anyio.to_thread.run_sync(_time, store, spec, sampled, estimate, price_per_hour)
+        kept = estimate.model_copy(update={"time": expected})
+        return result(state="validated", created=False, estimate=kept, sample=sampled, next=after_sample(sampled))
+    pinned = dataset.pinned() if dataset else None
+    lineage = {"overlap": {"shared": shared.shared, "eval_tasks": shared.eval_tasks, "evidence": str(shared)}}
+    run, created = await anyio.to_thread.run_sync(
+        queue.enqueue,
+        store,
+        resolved,
+        environment,
+        adapter,
+        idempotency_key,
+        pinned,
+        lineage if shared.shared else None,
+    )
     await anyio.to_thread.run_sync(ensure_supervisor, store.base)
     next_step = f"status(run_id={run['id']!r}, wait_s=40) follows it; cancel ends it"
     return result(run_id=run["id"], state=run["state"], created=created, next=next_step)
 
 
-def _resolved(given: dict[str, Any], config: str | None) -> tuple[ResolvedSpec, ModelCard]:
+def _time(store: Store, spec: RunSpec, sampled: Sample, estimate: Estimate, price: float | None) -> RunTime | None:
+    return run_time(store, spec, sampled, eval_tasks=estimate.eval_tasks, price_per_hour=price)
+
+
+def _resolved(given: dict[str, Any], config: str | None) -> tuple[ResolvedSpec, ModelCard, Dataset | None]:
     from_file = read_toml(Path(config).expanduser()) if config else {}
     if "environment" not in from_file | given:
         fix = "pass environment=NAME, as returned by env_push; catalog lists what was pushed"
@@ -189,24 +263,24 @@ def _resolved(given: dict[str, Any], config: str | None) -> tuple[ResolvedSpec, 
     fields = from_file | given
     spec = validate(fields)
     card = catalog.find(spec.model)
-    if card.name != spec.model:  # a relative folder or another spelling: it has to mean the same everywhere
-        spec = validate({**fields, "model": card.name})
+    dataset = datasets.find(spec.dataset) if spec.dataset else None
+    pinned = {"model": card.name, "dataset": dataset.reference if dataset else None}
+    # A relative folder or another spelling: it has to mean the same everywhere.
+    if other := {name: value for name, value in pinned.items() if getattr(spec, name) != value}:
+        spec = validate({**fields, **other})
     resolved = resolve(spec, file_fields=frozenset(from_file) - frozenset(given))
     if resolved.spec.max_length is None and card.context:
         room = {"max_length": min(card.context, DEFAULT_MAX_LENGTH)}
         resolved = resolved.model_copy(update={"spec": resolved.spec.model_copy(update=room)})
-    return resolved, card
+    return resolved, card, dataset
 
 
-def _check_machine() -> None:
-    missing = [name for name in ("torch", "vllm", "trl", "peft") if importlib.util.find_spec(name) is None]
-    if missing:
-        fix = "install flash-mcp[cpu] or, with an NVIDIA GPU, flash-mcp[gpu] beside this server, and call again"
-        raise FlashError("engine_missing", f"not installed here: {', '.join(missing)}", fix=fix)
-
-
-async def _probe(spec: RunSpec, environment: EnvironmentRow) -> tuple[dict[str, int], int]:
-    """The environment's split sizes, and the tokens of its longest prompt among a few, by loading it for real."""
+async def _probe(
+    spec: RunSpec, environment: EnvironmentRow, dataset: Dataset | None
+) -> tuple[dict[str, int], int, Overlap]:
+    """The environment's split sizes, the tokens of its longest prompt among a few, and the tasks that its splits share,
+    by loading it for real.
+    """
     secrets = secret_values(spec.secrets)
     try:
         async with await EnvironmentHost.start(
@@ -215,15 +289,19 @@ async def _probe(spec: RunSpec, environment: EnvironmentRow) -> tuple[dict[str, 
             secrets=secrets,
             timeout_s=min(spec.env_timeout_s or PROBE_TIMEOUT_S, PROBE_TIMEOUT_S),
             start_timeout_s=PROBE_TIMEOUT_S,
+            install_timeout_s=INSTALL_TIMEOUT_S,
+            on_progress=report,
         ) as host:
             longest = 0
             for index in range(min(4, host.splits["train"])):
                 opening = await host.open("train", index)
                 longest = max(longest, sum(len(str(message.get("content"))) for message in opening.messages))
                 await host.close(opening.episode)
-            if spec.algorithm == "sft":
+            if dataset:
+                await _check_contamination(host, spec, environment, dataset)
+            elif spec.algorithm == "sft":
                 await host.gold("train", 0)
-            splits = dict(host.splits)
+            splits, shared = dict(host.splits), await overlap(host)
     except EnvironmentFault as fault:
         reference = f"{environment['name']}@{environment['digest']}"
         raise as_flash_error(fault, reference, "mend the folder, env_test it, env_push it, and train again") from fault
@@ -231,7 +309,27 @@ async def _probe(spec: RunSpec, environment: EnvironmentRow) -> tuple[dict[str, 
     if wants_eval and not splits.get("eval"):
         fix = "add eval rows (env.eval_dataset, as a rule datasets/eval.jsonl), or leave eval_* out"
         raise FlashError("dataset_invalid", "the environment has no eval split to evaluate on", fix=fix)
-    return splits, math.ceil(longest / CHARACTERS_PER_TOKEN)
+    return splits, math.ceil(longest / CHARACTERS_PER_TOKEN), shared
+
+
+async def _check_contamination(
+    host: EnvironmentHost, spec: RunSpec, environment: EnvironmentRow, dataset: Dataset
+) -> None:
+    """FlashError(dataset_invalid) where the dataset shows eval prompts of an environment it was not curated with."""
+    made_with = dataset.manifest["environment"]
+    here = {"name": environment["name"], "digest": environment["digest"], "args": spec.environment_args or {}}
+    if made_with == here or dataset.manifest["allow_eval_tasks"]:
+        return
+    prompts = (await read_held_out(host)).prompts
+    rows = [row for row in dataset.rows() if prompt_digest(row["messages"][: row["prompt_messages"]]) in prompts]
+    if rows:
+        raise FlashError(
+            "dataset_invalid",
+            f"{len(rows)} rows show prompts of the eval split of {here['name']}@{here['digest']}, for instance task "
+            f"{rows[0]['provenance']['task_id']}; the dataset was made with {made_with['name']}@{made_with['digest']}",
+            dataset=dataset.reference,
+            fix="train on the version that it was made with, or curate it from runs of this one",
+        )
 
 
 def _check_lengths(spec: RunSpec, card: ModelCard, prompt_tokens: int) -> list[str]:
@@ -258,9 +356,14 @@ def _check_lengths(spec: RunSpec, card: ModelCard, prompt_tokens: int) -> list[s
 
 
 def _estimate(
-    store: Store, spec: RunSpec, environment: EnvironmentRow, splits: dict[str, int], prompt_tokens: int
+    store: Store,
+    spec: RunSpec,
+    environment: EnvironmentRow,
+    splits: dict[str, int],
+    prompt_tokens: int,
+    dataset_rows: int | None,
 ) -> Estimate:
-    tasks, batch = splits["train"], spec.batch_size or 1
+    tasks, batch = dataset_rows or splits["train"], spec.batch_size or 1
     steps = spec.steps or math.ceil(tasks * (spec.epochs or 1.0) / batch)
     rollouts = steps * batch * (spec.group_size or 1) if spec.algorithm == "grpo" else None
     seconds, basis = _speed(store, spec, environment)
@@ -268,8 +371,9 @@ def _estimate(
         steps=steps,
         rollouts=rollouts,
         examples=steps * batch if rollouts is None else None,
-        train_tasks=tasks,
+        train_tasks=splits["train"],
         eval_tasks=splits.get("eval", 0),
+        dataset_rows=dataset_rows,
         passes=round(steps * batch / tasks, 2),
         prompt_tokens_about=prompt_tokens,
         tokens_at_most=rollouts * (spec.max_tokens or 0) if rollouts else None,
@@ -292,7 +396,7 @@ def _speed(store: Store, spec: RunSpec, environment: EnvironmentRow) -> tuple[fl
 def _advice(spec: RunSpec, estimate: Estimate) -> list[str]:
     notes: list[str] = []
     if estimate.passes > 20:
-        notes.append(f"each train row will be seen {estimate.passes:.0f} times: more rows would be better")
+        notes.append(f"each row will be seen {estimate.passes:.0f} times: more rows would be better")
     if spec.algorithm == "grpo" and not (spec.eval_before and spec.eval_after) and estimate.eval_tasks:
         notes.append("without eval_before and eval_after nothing will tell whether held-out success changed")
     if (spec.eval_before or spec.eval_after) and estimate.eval_tasks < 50:
@@ -397,6 +501,8 @@ async def cancel(
 
 
 def _after_cancel(run: RunRow, has_checkpoint: bool) -> str:
+    if run["algorithm"] == "eval" and run["state"] == "cancelled":
+        return after_evaluation(open_store(), run)
     if run["state"] != "cancelled":
         return f"it is saving; status(run_id={run['id']!r}, wait_s=40) returns when it has ended"
     if has_checkpoint:
@@ -439,6 +545,8 @@ def checkpoints(
         step = found[0].step
         warm = f"train(init_from_adapter='{run_id}@{step}')"
         next_step = f"deploy(run_id={run_id!r}, step={step}) serves the first; {warm} goes on from it"
+    elif run["algorithm"] == "eval":
+        next_step = f"an evaluation saves none; status(run_id={run_id!r}) has its scores"
     else:
         next_step = (
             f"none yet: one is saved every save_every={run['spec']['save_every']} steps; status shows the progress"

@@ -15,15 +15,19 @@ from pydantic import Field
 from flash_mcp import judge
 from flash_mcp.curve import of_run
 from flash_mcp.errors import FlashError
-from flash_mcp.runfolder import RunFolder
-from flash_mcp.store import ACTIVE, EvalRow, RunRow, RunState, Store, open_store
+from flash_mcp.failures import failure_counts
+from flash_mcp.runfolder import Json, RunFolder
+from flash_mcp.store import ACTIVE, CheckpointRow, EvalRow, RunRow, RunState, Store, open_store
 from flash_mcp.supervisor import ensure_supervisor
 from flash_mcp.tools import Part, Result, Tool, illustrate, report, shorten
+from flash_mcp.tools.evaluation import Scores, after_evaluation, scores
 
 POLL_S = 0.25
 MAX_WAIT_S = 43.0
 """Less than the 45 s after which a call is left: the answer takes time too."""
 SPEED_STEPS = 10
+FLAG_STEPS = 400
+FAILURE_ROLLOUTS = 256
 LEAST_FREE_BYTES = 16 * 2**20
 
 
@@ -52,7 +56,9 @@ class HeldOut(Part):
 class Verdict(Part):
     """The newest held-out evaluation against the one before training."""
 
-    outcome: Literal["improved", "no_change", "regressed"] = Field(description="no_change: within the noise band.")
+    outcome: Literal["improved", "no_change", "regressed", "contaminated"] = Field(
+        description="no_change: within the noise band. contaminated: eval tasks were trained on, so nothing was judged."
+    )
     explanation: str = Field(description="The change, its noise band, and on how many examples.")
 
 
@@ -72,6 +78,17 @@ class Failure(Part):
     what: str = Field(description="What happened.")
     fix: str | None = Field(default=None, description="What to do about it.")
     log_tail: str | None = Field(default=None, description="The end of what the attempt printed.")
+
+
+class Lineage(Part):
+    """What a run was made of."""
+
+    code: str | None = Field(default=None, description="Version of flash-mcp; with +gCOMMIT where it is a checkout.")
+    environment: str = Field(description="NAME@DIGEST; the digest is of all its files.")
+    parent: str | None = Field(default=None, description="Adapter that it started from, RUN_ID@STEP or a folder.")
+    parent_digest: str | None = Field(default=None, description="Digest of that adapter.")
+    dataset: str | None = Field(default=None, description="Dataset that it learned from, NAME@DIGEST (sft).")
+    checkpoints: dict[int, str] | None = Field(default=None, description="Digests of the newest checkpoints, by step.")
 
 
 class RunView(Part):
@@ -97,10 +114,24 @@ class RunView(Part):
     verdict: Verdict | None = Field(default=None, description="Whether training helped on held-out examples.")
     newest: dict[str, float] | None = Field(default=None, description="Other metrics of the newest step.")
     checkpoint: int | None = Field(default=None, description="Step of the newest checkpoint.")
+    outlook: str | None = Field(
+        default=None, description="Whether it is worth continuing, and why: yes, no, doubtful or too early to say."
+    )
     flags: list[Flag] | None = Field(default=None, description="Warning signs, the gravest first.")
     warnings: list[str] | None = Field(default=None, description="The worker's newest warnings.")
+    scores: Scores | None = Field(default=None, description="What a run made by evaluate found; a step is an attempt.")
     error: Failure | None = Field(default=None)
+    failures: dict[str, int] | None = Field(
+        default=None, description="detailed: failure modes of the newest rollouts, as far as they did not succeed."
+    )
+    metrics: dict[str, str] | None = Field(
+        default=None, description="detailed: every metric over all steps, as `first -> last spark`."
+    )
+    lineage: Lineage | None = Field(default=None, description="detailed: where the run comes from.")
     values: dict[str, Any] | None = Field(default=None, description="detailed: every field of the run.")
+    sources: dict[str, list[str]] | None = Field(
+        default=None, description="detailed: where values came from: argument, file; all others: recipe."
+    )
     log_tail: str | None = Field(default=None, description="detailed: the end of what the newest attempt printed.")
 
 
@@ -143,7 +174,10 @@ async def status(
     ] = 0.0,
     detail: Annotated[
         Literal["concise", "detailed"],
-        Field(description="detailed adds every value of the run and the end of its log. Default concise."),
+        Field(
+            description="detailed adds all metrics, failure modes, lineage, every value of the run with its source, "
+            "and the end of its log. Default concise."
+        ),
     ] = "concise",
     curve: Annotated[
         bool, Field(description="With run_id: show the reward curve too, to those who see pictures. Default false.")
@@ -155,8 +189,8 @@ async def status(
     """Report how one run stands, what its numbers mean and what to do next; without run_id, list the runs.
 
     A run's report has its state and step, the trend of reward and success, held-out evaluations with their noise band
-    and a verdict, speed and time left, warning signs with remedies, and the error of a failed run with evidence.
-    Transcripts: rollouts. Saved adapters: checkpoints.
+    and a verdict, speed and time left, whether it is worth continuing, warning signs with remedies, and the error of a
+    failed run with evidence. Transcripts: rollouts. Saved adapters: checkpoints.
     """
     store = open_store()
     if run_id is None:
@@ -164,7 +198,7 @@ async def status(
     changed = await _wait(store, run_id, wait_s) if wait_s else None
     if curve:
         illustrate(await anyio.to_thread.run_sync(of_run, store, run_id))
-    view, next_step = await anyio.to_thread.run_sync(_view, store, run_id, detail == "detailed")
+    view, next_step = await anyio.to_thread.run_sync(view_of, store, run_id, detail == "detailed")
     return Status(run=view, changed=changed, next=next_step)
 
 
@@ -200,18 +234,24 @@ def _fingerprint(store: Store, run_id: str) -> tuple[str, int, int, int, int, st
 # -- one run ----------------------------------------------------------------------------------------------------------
 
 
-def _view(store: Store, run_id: str, detailed: bool) -> tuple[RunView, str]:
+def view_of(store: Store, run_id: str, detailed: bool) -> tuple[RunView, str]:
+    """A run's report, and what to do next. FlashError(unknown_run)."""
     run = store.run(run_id)
     warnings = [*_obstacles(store, run), *(event["message"] for event in store.events(run_id, 3, ["warning"]))]
     recent = [row["metrics"] for row in store.metrics(run_id, limit=SPEED_STEPS)]
     newest = store.last_metrics(run_id)
-    evals, saved = store.evals(run_id), store.checkpoints(run_id)
+    is_eval, saved = run["algorithm"] == "eval", store.checkpoints(run_id)
+    evals = [] if is_eval else [row for row in store.evals(run_id) if row["summary"]["n"]]
     step = max(run["step"], newest["step"] if newest else 0)
     step_s = _mean(recent, "time/step_s")
     left = run["steps"] - step if run["steps"] and run["state"] in ACTIVE else None
     is_grpo = run["algorithm"] == "grpo"
-    flags = judge.flags([row["metrics"] for row in store.metrics(run_id, limit=400)])
+    history = [{**row["metrics"], "step": row["step"]} for row in store.metrics(run_id, limit=FLAG_STEPS)]
+    overlap = run["lineage"].get("overlap")
     verdict = _verdict(store, run_id, evals)
+    flags = judge.flags(history)
+    if overlap:
+        flags = [judge.contaminated(**overlap), *flags]
     view = RunView(
         run_id=run_id,
         state=run["state"],
@@ -230,16 +270,23 @@ def _view(store: Store, run_id: str, detailed: bool) -> tuple[RunView, str]:
         success=_trend(store, run_id, "success/rate") if is_grpo else None,
         loss=None if is_grpo else _trend(store, run_id, "loss", lower_is_better=True),
         held_out=[_held_out(row) for row in (evals if len(evals) <= 5 else [evals[0], *evals[-4:]])] or None,
-        verdict=Verdict(outcome=verdict.outcome, explanation=verdict.explanation) if verdict else None,
+        verdict=_told(verdict, overlap),
         newest=_others(newest["metrics"]) if newest else None,
         checkpoint=saved[-1]["step"] if saved else None,
+        outlook=judge.outlook(history, flags, verdict.outcome if verdict else None) if history else None,
         flags=[Flag(**vars(flag)) for flag in flags] or None,
         warnings=[shorten(warning, 300) for warning in warnings] or None,
+        scores=scores(store, run) if is_eval else None,
         error=_failure(run),
+        failures=(_failures(store, run_id) or None) if detailed else None,
+        metrics=(_metrics(history) or None) if detailed else None,
+        lineage=_lineage(run, saved) if detailed else None,
         values=_given(run) if detailed else None,
+        sources=_sources(run) if detailed else None,
         log_tail=_log_tail(run, 2500) or None if detailed else None,
     )
-    return view, _next_step(run, flags, verdict, bool(saved))
+    overlapped = None if overlap else verdict
+    return view, after_evaluation(store, run) if is_eval else _next_step(run, flags, overlapped, bool(saved))
 
 
 def _obstacles(store: Store, run: RunRow) -> list[str]:
@@ -302,6 +349,54 @@ def _verdict(store: Store, run_id: str, evals: list[EvalRow]) -> judge.Verdict |
     return judge.compare(*sides)
 
 
+def _told(verdict: judge.Verdict | None, overlap: Json | None) -> Verdict | None:
+    """The verdict, as far as one may be told: figures of trained tasks are no evidence of learning."""
+    if verdict is None:
+        return None
+    if overlap is None:
+        return Verdict(outcome=verdict.outcome, explanation=verdict.explanation)
+    shared = f"{overlap['shared']} of {overlap['eval_tasks']} eval tasks are train tasks too ({overlap['evidence']})"
+    figures = f"not to be trusted: {verdict.explanation}"
+    return Verdict(outcome="contaminated", explanation=f"CONTAMINATED: {shared}: this measures memory. {figures}")
+
+
+def _failures(store: Store, run_id: str) -> dict[str, int]:
+    """Failure modes of the newest step's rollouts; of the newest evaluation where there are none (sft)."""
+    for split in ("train", "eval"):
+        if steps := store.rollout_steps(run_id, split):
+            rows = store.rollouts(run_id, split, steps[-1], "index", limit=FAILURE_ROLLOUTS)
+            return failure_counts(rows)
+    return {}
+
+
+def _metrics(history: Sequence[judge.Metrics]) -> dict[str, str]:
+    names = dict.fromkeys(name for metrics in history for name in metrics if name != "step")
+    columns = {name: [value for row in history if (value := row.get(name)) is not None] for name in sorted(names)}
+    trends = {name: (judge.trend(values), judge.sparkline(values, 12)) for name, values in columns.items()}
+    return {name: f"{found.first:.4g} -> {found.last:.4g} {spark}" for name, (found, spark) in trends.items() if found}
+
+
+def _lineage(run: RunRow, saved: list[CheckpointRow]) -> Lineage:
+    parent, dataset = run["init_adapter"], run["dataset"]
+    from_run = parent and parent.get("run_id")
+    return Lineage(
+        code=run["lineage"].get("code"),
+        environment=f"{run['environment']}@{run['environment_digest']}",
+        parent=None if not parent else f"{from_run}@{parent['step']}" if from_run else parent["path"],
+        parent_digest=parent["digest"] if parent else None,
+        dataset=f"{dataset['name']}@{dataset['digest']}" if dataset else None,
+        checkpoints={row["step"]: row["digest"] for row in saved[-3:]} or None,
+    )
+
+
+def _sources(run: RunRow) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, source in run["sources"].items():
+        if source in ("argument", "file"):
+            found.setdefault(source, []).append(name)
+    return found
+
+
 def _others(metrics: dict[str, float | None]) -> dict[str, float] | None:
     shown = (
         "reward/std",
@@ -356,6 +451,8 @@ def _next_step(run: RunRow, flags: list[judge.Flag], verdict: judge.Verdict | No
         return f"act on error.fix, then train again{resume}"
     if state == "cancelled":
         return f"deploy(run_id={run_id!r}) or train(init_from_adapter={run_id!r})" if has_checkpoint else "train again"
+    if any(flag.name == "contaminated_split" for flag in flags):
+        return "take the shared tasks out of one of the splits, env_test, env_push and train again: see flags"
     if state == "succeeded":
         return _after_success(run_id, verdict)
     if problem := next((flag for flag in flags if flag.severity == "problem"), None):

@@ -1,0 +1,227 @@
+"""An environment's own packages: a virtual environment for each requirements.txt, installed once.
+
+    python = await interpreter(folder, timeout_s=15)   # this very interpreter where the folder asks for no packages
+
+FLASH_HOME/interpreters/DIGEST/ holds one; DIGEST is made from the requirements and this Python. An installer is a
+process of its own, `python -m environments.requirements TARGET`, which holds a file lock: of two that want the same
+packages one installs and the other waits for it. `ready` is written last, and holds the versions that were installed.
+An installer goes on when whoever asked for it is gone or out of time, so that asking again finds more done.
+
+Only the standard library is used here, and uv (or, where there is none, venv and pip).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import hashlib
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+from environments.faults import EnvironmentFault
+
+FILE = "requirements.txt"
+INSTALL_TIMEOUT_S = 3600.0
+"""For one command of an installer; a worker waits for it, however long it takes."""
+POLL_S = 0.1
+TELL_EVERY_S = 1.0
+EVIDENCE_BYTES = 1200
+NO_REFERENCE = re.compile(r"-[rce]\b|--(requirement|constraint|editable)\b|\.{0,2}/|file:|.*@\s*file:")
+"""Lines whose meaning lies in other files, which the digest would not cover."""
+SDK = "freesolo"
+SDK_REQUIREMENT = "freesolo>=0.4,<0.5"
+SDK_IMPORT = re.compile(rb"^\s*(from|import)\s+freesolo\b", re.MULTILINE)
+PASSED_ON = re.compile(r"PATH|HOME|LANG|USER|TMPDIR|(UV|PIP|PYENV|XDG|SSL|LC)_.+|.+_PROXY|.*_CA_BUNDLE", re.IGNORECASE)
+"""Environment variables that an installer sees: no package's build code gets the server's secrets."""
+
+Listener = Callable[[str], Awaitable[None]]
+_installers: dict[Path, tuple[subprocess.Popen[bytes], IO[bytes]]] = {}
+"""Installers that this process started, by target; another call joins one instead of starting a second."""
+
+
+def interpreters_dir() -> Path:
+    """DIGEST/ of every set of requirements that was installed."""
+    return Path(os.environ.get("FLASH_HOME") or Path.home() / ".flash-mcp").expanduser().absolute() / "interpreters"
+
+
+def of_folder(folder: Path) -> list[str]:
+    """The requirements of a folder, sorted: the lines of its requirements.txt, and the SDK that it was written for.
+
+    EnvironmentFault(requirements_failed) for lines that refer to other files.
+    """
+    path = folder / FILE
+    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+    for number, line in enumerate(lines, start=1):
+        if NO_REFERENCE.match(line.strip()):
+            what = f"{FILE} line {number}: {line.strip()!r:.100} refers to other files; name packages and versions"
+            raise EnvironmentFault("requirements_failed", what)
+    wanted = {text for line in lines if (text := re.sub(r"(^|\s)#.*", "", line).strip())}
+    if _needs_sdk(folder, wanted):
+        wanted.add(SDK_REQUIREMENT)
+    return sorted(wanted)
+
+
+def _needs_sdk(folder: Path, wanted: set[str]) -> bool:
+    """Whether the folder's code imports the SDK, and neither its requirements nor this interpreter have it."""
+    if any(re.match(rf"{SDK}\b", text) for text in wanted):
+        return False
+    if not wanted and importlib.util.find_spec(SDK) is not None:
+        return False
+    return any(SDK_IMPORT.search(path.read_bytes()) for path in folder.rglob("*.py"))
+
+
+async def interpreter(folder: Path, *, timeout_s: float | None = None, on_progress: Listener | None = None) -> Path:
+    """The Python that has what the folder requires, installing it first where nobody did.
+
+    `on_progress` is told what the installer says, at most once a second. Raises EnvironmentFault: requirements_failed
+    with the end of what the resolver said, not_ready where it takes longer than `timeout_s` (it goes on all the same).
+    """
+    wanted = of_folder(folder)
+    if not wanted:
+        return Path(sys.executable)
+    target = interpreters_dir() / _digest(wanted)
+    if not (target / "ready").is_file():
+        try:
+            process, log = _installers.get(target) or _start(target, wanted)
+        except OSError as error:
+            raise EnvironmentFault("requirements_failed", f"cannot install into {target}: {error}") from error
+        _installers[target] = process, log
+        if not await _ended(process, log, timeout_s, on_progress):
+            what = f"its packages ({', '.join(wanted):.200}) are still being installed: {_last_line(log)}"
+            raise EnvironmentFault("not_ready", what)
+        _installers.pop(target, None)
+        if process.returncode:
+            what = f"its packages ({', '.join(wanted):.200}) could not be installed:\n{_tail(log).strip()}"
+            raise EnvironmentFault("requirements_failed", what)
+    return _python(target)
+
+
+def contract_path(python: Path) -> Path:
+    """The folder from which `python` imports this package, and nothing else that lies beside it."""
+    package = Path(__file__).parent
+    if python == Path(sys.executable):
+        return package.parent
+    folder = interpreters_dir() / f"contract-{hashlib.sha256(str(package).encode()).hexdigest()[:16]}"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with suppress(FileExistsError):
+        (folder / package.name).symlink_to(package)
+    return folder
+
+
+def _digest(wanted: list[str]) -> str:
+    made_for = f"{sys.implementation.cache_tag} {platform.system()} {platform.machine()}"
+    return hashlib.sha256("\n".join([made_for, *wanted]).encode()).hexdigest()[:16]
+
+
+def _python(target: Path) -> Path:
+    return target / "venv" / "bin" / "python"
+
+
+def _start(target: Path, wanted: list[str]) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
+    target.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _write(target / FILE, "".join(f"{line}\n" for line in wanted))
+    log = tempfile.TemporaryFile()  # noqa: SIM115  read until the installer ends
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "environments.requirements", str(target)],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        cwd=target,
+        env={
+            **{name: value for name, value in os.environ.items() if PASSED_ON.fullmatch(name)},
+            "PYTHONPATH": str(Path(__file__).parent.parent),
+        },
+        start_new_session=True,
+    )
+    return process, log
+
+
+async def _ended(
+    process: subprocess.Popen[bytes], log: IO[bytes], timeout_s: float | None, on_progress: Listener | None
+) -> bool:
+    """Wait for the installer; False where it did not end in time."""
+    told, tell_at, deadline = "", 0.0, float("inf") if timeout_s is None else time.monotonic() + timeout_s
+    while process.poll() is None and time.monotonic() < deadline:
+        line = _last_line(log)
+        if on_progress and line != told and time.monotonic() > tell_at:
+            told, tell_at = line, time.monotonic() + TELL_EVERY_S
+            await on_progress(f"installing the environment's packages: {line}")
+        await asyncio.sleep(POLL_S)
+    return process.poll() is not None
+
+
+def _tail(log: IO[bytes]) -> str:
+    size = os.fstat(log.fileno()).st_size
+    return os.pread(log.fileno(), EVIDENCE_BYTES, max(0, size - EVIDENCE_BYTES)).decode(errors="replace")
+
+
+def _last_line(log: IO[bytes]) -> str:
+    lines = [line.strip() for line in _tail(log).splitlines() if line.strip()]
+    return lines[-1][:200] if lines else "starting"
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file so that nobody sees half of it."""
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    new.write_text(text)
+    new.replace(path)
+
+
+# -- the installer ----------------------------------------------------------------------------------------------------
+
+
+def install(target: Path) -> None:
+    """Make TARGET/venv with TARGET/requirements.txt in it; CalledProcessError where that fails."""
+    (target / "ready").unlink(missing_ok=True)
+    shutil.rmtree(target / "venv", ignore_errors=True)
+    python, wanted = str(_python(target)), str(target / FILE)
+    beside = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    if uv := shutil.which("uv", path=beside):
+        _run(uv, "venv", "--quiet", "--python", sys.executable, str(target / "venv"))
+        _run(uv, "pip", "install", "--compile-bytecode", "--python", python, "-r", wanted)
+        versions = _run(uv, "pip", "freeze", "--python", python, capture=True)
+    else:
+        _run(sys.executable, "-m", "venv", str(target / "venv"))
+        _run(python, "-m", "pip", "install", "--disable-pip-version-check", "-r", wanted)
+        versions = _run(python, "-m", "pip", "freeze", capture=True)
+    _write(target / "ready", versions)
+
+
+def _run(*command: str, capture: bool = False) -> str:
+    done = subprocess.run(
+        command, check=True, timeout=INSTALL_TIMEOUT_S, text=True, stdout=subprocess.PIPE if capture else None
+    )
+    return done.stdout or ""
+
+
+def main() -> None:
+    target = Path(sys.argv[1])
+    with (target / "lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            sys.stderr.write("another process installs the same packages; waiting for it\n")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if (target / "ready").is_file():
+            return
+        try:
+            install(target)
+        except (subprocess.SubprocessError, OSError) as error:
+            with suppress(OSError):
+                shutil.rmtree(target / "venv")
+            sys.exit("" if isinstance(error, subprocess.CalledProcessError) else str(error))
+
+
+if __name__ == "__main__":
+    main()

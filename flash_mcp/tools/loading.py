@@ -1,0 +1,66 @@
+"""What tools share that load an environment in a child process or hand it to a worker."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from environments.host import EnvironmentFault
+from environments.splits import Overlap
+from flash_mcp.errors import FlashError
+
+EVIDENCE_CHARACTERS = 900
+INSTALL_TIMEOUT_S = 15.0
+"""How long a call waits for an environment's packages; the installation goes on for the next call."""
+FIXES = {
+    "not_ready": "call again in half a minute; the installation goes on meanwhile, and is made once",
+    "requirements_failed": "mend requirements.txt: names and versions that exist, and fit together and this Python",
+}
+
+Secrets = Annotated[
+    list[str] | None,
+    Field(
+        max_length=64,
+        description="Names of environment variables of the server that the environment's process may see. Values are "
+        "never stored.",
+    ),
+]
+Arguments = Annotated[dict[str, Any] | None, Field(description="Keyword arguments of load_environment.")]
+
+
+def check_machine() -> None:
+    """FlashError(engine_missing) where the packages that sample and train are not installed."""
+    missing = [name for name in ("torch", "vllm", "trl", "peft") if importlib.util.find_spec(name) is None]
+    if missing:
+        fix = "install flash-mcp[cpu] or, with an NVIDIA GPU, flash-mcp[gpu] beside this server, and call again"
+        raise FlashError("engine_missing", f"not installed here: {', '.join(missing)}", fix=fix)
+
+
+def secret_values(names: Sequence[str] | None) -> dict[str, str]:
+    """{name: value} from the server's environment; FlashError(invalid_argument) naming those that it lacks."""
+    absent = [name for name in names or () if name not in os.environ]
+    if absent:
+        fix = "set them in the environment of the server, or leave them out of secrets"
+        raise FlashError("invalid_argument", f"secrets that the server does not have: {', '.join(absent)}", fix=fix)
+    return {name: os.environ[name] for name in names or ()}
+
+
+def contamination_note(shared: Overlap) -> str | None:
+    """What to tell the author of splits that share tasks; None where they share none."""
+    if not shared.shared:
+        return None
+    return (
+        f"CONTAMINATED: {shared.shared} of {shared.eval_tasks} eval tasks are train tasks too ({shared}): an "
+        "evaluation measures memory"
+    )
+
+
+def as_flash_error(fault: EnvironmentFault, environment: str, fix: str) -> FlashError:
+    """A fault of environment code as the error of a tool, with the end of its traceback as evidence."""
+    fix = FIXES.get(fault.code, fix)
+    evidence = f"\n{fault.traceback.strip()[-EVIDENCE_CHARACTERS:]}\n" if fault.traceback.strip() else ""
+    return FlashError(fault.code, f"{fault.what}{evidence}", environment=environment, fix=fix)

@@ -1,0 +1,226 @@
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flash_mcp.curation import (
+    Attempt,
+    Curated,
+    HeldOut,
+    Plan,
+    Select,
+    curate,
+    dump_rows,
+    is_held_back,
+    load_rows,
+    prompt_digest,
+)
+from flash_mcp.task_filter import compile_filter
+
+NOTHING = HeldOut()
+
+
+def attempt(index: int, task_id: str = "t0", reward: float = 1.0, said: str | None = None, **values: Any) -> Attempt:
+    """An attempt at a one-turn task; correct from a reward of 1 on."""
+    answer = f"answer {index}" if said is None else said
+    messages = [{"role": "user", "content": f"do {task_id}"}, {"role": "assistant", "content": answer}]
+    given = {"run_id": "run-a", "source": "rollouts", "step": 1, "split": "train", "success": reward >= 1, **values}
+    return Attempt(index=index, task_id=task_id, reward=reward, messages=messages, prompt_messages=1, **given)
+
+
+attempts = st.lists(
+    st.builds(
+        attempt,
+        st.integers(0, 12),
+        st.sampled_from(["t0", "t1", "t2", "t3"]),
+        st.sampled_from([0.0, 0.5, 1.0]),
+        st.sampled_from([None, "same", "", "long " * 9]),
+        run_id=st.sampled_from(["run-a", "run-b"]),
+        split=st.sampled_from(["train", "eval"]),
+        failed=st.booleans(),
+        truncated=st.booleans(),
+    ),
+    max_size=40,
+)
+plans = st.builds(
+    Plan,
+    keep=st.sampled_from([None, "solved", "pass@3 > 0.3", "n >= 2 and avg < 1"]).map(
+        lambda text: compile_filter(text) if text else None
+    ),
+    select=st.sampled_from(["correct", "best", "best-n", "shortest", "all"]),
+    max_per_task=st.sampled_from([None, 1, 3]),
+    success_threshold=st.sampled_from([None, 0.5]),
+    holdout=st.sampled_from([0.0, 0.5]),
+    deduplicate=st.booleans(),
+    allow_eval_tasks=st.booleans(),
+)
+
+
+def keys(curated: Curated) -> tuple[list[Any], list[Any]]:
+    return [each.key for each in curated.train], [each.key for each in curated.holdout]
+
+
+def told_apart(some: list[Attempt]) -> list[Attempt]:
+    """One attempt for each key."""
+    return list({each.key: each for each in some}.values())
+
+
+@given(attempts, plans)
+def test_every_attempt_and_every_task_is_accounted_for(some: list[Attempt], plan: Plan):
+    distinct = told_apart(some)
+    curated = curate([*distinct, *distinct[:3]], plan, NOTHING)
+    counts, rows = curated.counts, curated.train + curated.holdout
+    assert counts.attempts - counts.repeated == len(distinct)
+    assert counts.repeated == len(distinct[:3])
+    assert counts.eval_attempts == sum(each.split == "eval" for each in distinct)
+    assert counts.tasks == counts.always_solved + counts.sometimes_solved + counts.never_solved
+    done = counts.insufficient + counts.filtered + counts.unselected + counts.train_tasks + counts.holdout_tasks
+    assert counts.tasks == done
+    assert len({each.key for each in rows}) == len(rows)
+    assert all(each.is_learnable and not each.failed for each in rows)
+    if not plan.allow_eval_tasks:
+        assert all(each.split == "train" for each in rows)
+    if plan.select in ("correct", "shortest"):
+        assert all(plan.is_correct(each) for each in rows)
+    if plan.max_per_task:
+        assert max(Counter(each.task for each in rows).values(), default=0) <= plan.max_per_task
+    if plan.deduplicate:
+        assert len({str(each.messages) for each in rows}) == len(rows)
+    assert not {each.task_id for each in curated.train} & {each.task_id for each in curated.holdout}
+
+
+@given(attempts, plans, st.randoms())
+def test_neither_order_nor_repetition_changes_the_result(some: list[Attempt], plan: Plan, chance: random.Random):
+    some = told_apart(some)
+    shuffled = [*some, *some]
+    chance.shuffle(shuffled)
+    first, again = curate(some, plan, NOTHING), curate(shuffled, plan, NOTHING)
+    assert keys(first) == keys(again)
+    assert again.counts.repeated == len(some)
+
+
+@given(attempts, st.sampled_from([0.0, 0.2, 0.7]))
+def test_a_task_stays_on_its_side_when_attempts_are_added(some: list[Attempt], share: float):
+    plan = Plan(select="all", holdout=share)
+    some = told_apart(some)
+    before, after = (curate(part, plan, NOTHING) for part in (some[: len(some) // 2], some))
+    assert {each.task for each in before.holdout} <= {each.task for each in after.holdout}
+    assert not {each.task for each in before.holdout} & {each.task for each in after.train}
+
+
+def test_the_holdout_is_about_the_share_that_was_asked_for():
+    held_back = sum(is_held_back(f"task-{number}", 0.2) for number in range(5000))
+    assert 0.18 < held_back / 5000 < 0.22
+    assert not any(is_held_back(f"task-{number}", 0.0) for number in range(100))
+
+
+@pytest.mark.parametrize(
+    ("select", "max_per_task", "chosen"),
+    [
+        ("correct", None, {0, 1, 2}),
+        ("correct", 1, {0}),
+        ("best", None, {0}),
+        ("best-n", 4, {0, 1, 2, 3}),
+        ("shortest", None, {2}),
+        ("shortest", 2, {2, 1}),
+        ("all", None, {0, 1, 2, 3, 4}),
+    ],
+)
+def test_each_selection_takes_what_it_says(select: Select, max_per_task: int | None, chosen: set[int]):
+    rewards = [3.0, 2.0, 1.0, 0.5, 0.0]
+    texts = ["a long answer", "shorter", "short", "s", ""]
+    some = [
+        attempt(n, reward=reward, said=text or "x") for n, (reward, text) in enumerate(zip(rewards, texts, strict=True))
+    ]
+    curated = curate(some, Plan(select=select, max_per_task=max_per_task), NOTHING)
+    assert {each.index for each in curated.train} == chosen
+
+
+def test_one_threshold_decides_for_the_filter_and_for_the_selection():
+    some = [attempt(0, reward=0.6), attempt(1, reward=0.4), attempt(2, "t1", reward=0.4)]
+    assert not curate(some, Plan(keep=compile_filter("solved")), NOTHING).train
+    curated = curate(some, Plan(keep=compile_filter("solved"), success_threshold=0.5), NOTHING)
+    assert [each.index for each in curated.train] == [0]
+    assert (curated.counts.filtered, curated.counts.sometimes_solved) == (1, 1)
+
+
+def test_an_attempt_that_the_environment_failed_counts_neither_for_nor_against_its_task():
+    some = [attempt(0), attempt(1, reward=0.0, failed=True)]
+    curated = curate(some, Plan(keep=compile_filter("avg == 1 and n == 1")), NOTHING)
+    assert (len(curated.train), curated.counts.errors) == (1, 1)
+
+
+def test_too_few_attempts_for_pass_at_k_are_counted_and_do_not_pass():
+    some = [attempt(n) for n in range(3)] + [attempt(n, "t1") for n in range(3, 7)]
+    curated = curate(some, Plan(keep=compile_filter("pass@4 > 0")), NOTHING)
+    assert {each.task_id for each in curated.train} == {"t1"}
+    assert (curated.counts.insufficient, curated.counts.filtered) == (1, 0)
+
+
+def test_an_answer_that_was_cut_off_counts_for_its_task_and_is_not_learnt():
+    some = [attempt(0), attempt(1, truncated=True), attempt(2, said=" ")]
+    curated = curate(some, Plan(keep=compile_filter("n == 3")), NOTHING)
+    assert [each.index for each in curated.train] == [0]
+    assert curated.counts.truncated == 2
+
+
+def test_the_same_words_are_kept_once_and_those_rewarded_best():
+    some = [attempt(0, reward=1.0, said="same"), attempt(1, reward=2.0, said="same"), attempt(2)]
+    curated = curate(some, Plan(), NOTHING)
+    assert {each.index for each in curated.train} == {1, 2}
+    assert curated.counts.duplicates == 1
+    assert len(curate(some, Plan(deduplicate=False), NOTHING).train) == 3
+
+
+# -- contamination -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("held_out", "split", "refused"),
+    [
+        (HeldOut(), "train", False),
+        (HeldOut(), "eval", True),
+        (HeldOut(ids=frozenset({"t0"})), "train", True),
+        (HeldOut(ids=frozenset({"t0"}), train_questions={"t0": "another"}), "train", False),
+        (HeldOut(questions=frozenset({"q"}), train_questions={"t0": "q"}), "train", True),
+        (HeldOut(prompts=frozenset({prompt_digest([{"content": " DO  t0\n"}])})), "train", True),
+        (HeldOut(prompts=frozenset({prompt_digest([{"content": "do t00"}])})), "train", False),
+    ],
+    ids=["other", "its split", "its id", "numbered alike", "its question", "its prompt", "a longer prompt"],
+)
+def test_a_task_of_the_eval_split_is_known_by_any_of_its_marks(held_out: HeldOut, split: str, refused: bool):
+    curated = curate([attempt(0, split=split)], Plan(), held_out)
+    assert (len(curated.train), curated.counts.eval_tasks) == (int(not refused), int(refused))
+    allowed = curate([attempt(0, split=split)], Plan(allow_eval_tasks=True), held_out)
+    assert (len(allowed.train), allowed.counts.eval_tasks) == (1, int(refused))
+
+
+def test_tasks_of_two_splits_with_one_id_are_two_tasks():
+    some = [attempt(0, reward=0.0), attempt(1, split="eval")]
+    curated = curate(some, Plan(select="all", allow_eval_tasks=True), NOTHING)
+    assert (curated.counts.never_solved, curated.counts.always_solved) == (1, 1)
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_row_ends_with_the_last_answer_and_says_where_it_came_from():
+    said = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"), ("user", "cut off here")]
+    messages = [{"role": role, "content": text} for role, text in said]
+    row = Attempt("run-a", "rollouts", 3, 7, "t0", "train", 1.0, True, messages, prompt_messages=1).row()
+    assert row["messages"] == messages[:4]
+    assert row["provenance"] == {
+        "run_id": "run-a", "source": "rollouts", "step": 3, "index": 7, "task_id": "t0", "split": "train",
+        "reward": 1.0, "success": True,
+    }  # fmt: skip
+
+
+@given(st.lists(st.builds(attempt, st.integers(0, 9), st.text(max_size=5), said=st.text(max_size=9).map("{}.".format))))
+def test_rows_survive_being_written_and_read_whatever_they_say(some: list[Attempt]):
+    rows = [each.row() for each in some]
+    assert list(load_rows(dump_rows(rows))) == rows

@@ -1,0 +1,115 @@
+"""Evaluations by real workers: the tiny model, the real engine, real processes and signals."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flash_mcp import evaluations
+from flash_mcp.evaluations import Subject
+from flash_mcp.runfolder import RunFolder
+from flash_mcp.spec import EvalSpec
+from flash_mcp.store import EnvironmentRow
+from tests.attempts import VOWELS, Attempt
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def make_evaluation(
+    folder: Path, model: Path, *, environment: Path = VOWELS, adapter: Path | None = None, **fields: Any
+) -> RunFolder:
+    """A run folder with an evaluation of the first five eval tasks, or of `tasks`."""
+    step = 7 if adapter else 0
+    subject = Subject(str(model), 4096, step, adapter={"path": str(adapter)} if adapter else None)
+    row = EnvironmentRow(name="vowels", digest="0", path=str(environment), size_bytes=1, pushed=0.0, data={})
+    tasks, attempts = fields.pop("tasks", range(5)), fields.pop("attempts", 1)
+    given = {"max_tokens": 16, "max_length": 256, **fields}
+    spec = evaluations.resolve_eval(subject, row, split="eval", tasks=list(tasks), attempts=attempts, given=given).spec
+    run = RunFolder(folder)
+    run.create(
+        {"run_id": folder.name, "spec": spec.model_dump(), "environment": dict(row), "init_adapter": subject.adapter}
+    )
+    return run
+
+
+def finish(run: RunFolder, attempt: Attempt, step: int = 0) -> dict[str, Any]:
+    """The evaluation, once the attempt has ended well."""
+    assert attempt.wait() == 0, attempt.log_path.read_text()
+    result, found = run.result(), run.evaluation(step)
+    assert result is not None and result["state"] == "succeeded", (result, attempt.log_path.read_text())
+    assert found is not None
+    return found
+
+
+def test_an_evaluation_makes_every_attempt_and_trains_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    run = make_evaluation(tmp_path / "run", tiny_model, attempts=3, tasks=[4, 1])
+    with Attempt(run) as attempt:
+        found = finish(run, attempt)
+    rows = found["rollouts"]
+    assert [(row["task_id"], row["attempt"], row["index"]) for row in rows] == [
+        (task, number, place * 3 + number) for place, task in enumerate(("v4", "v1")) for number in range(3)
+    ]
+    assert all(row["split"] == "eval" and row["step"] == 0 and row["turns"] == 2 and not row["error"] for row in rows)
+    assert len({str(row["messages"]) for row in rows}) == 6, "attempts at temperature 1 are of different seeds"
+    summary = found["summary"]
+    assert summary["n"] == 6 and summary["tokens_per_s"] > 0
+    assert summary["reward_mean"] == pytest.approx(sum(row["reward"] for row in rows) / 6)
+    assert run.result()["step"] == 6 and not run.checkpoint_steps() and not run.metric_steps()
+    assert not Path(run.path("evals", "0")).exists(), "the shards are gone once the whole is there"
+
+
+def test_a_checkpoint_is_evaluated_with_its_adapter(tiny_model: Path, tiny_adapter: Path, tmp_path: Path) -> None:
+    run = make_evaluation(tmp_path / "run", tiny_model, adapter=tiny_adapter)
+    assert EvalSpec(**run.job()["spec"]).lora_rank == 4
+    with Attempt(run) as attempt:
+        rows = finish(run, attempt, step=7)["rollouts"]
+    written = "".join(message["content"] for row in rows for message in row["messages"] if message["role"] != "user")
+    assert written.count("Z") > len(written) / 2, "the adapter prefers Z"
+
+
+def test_an_evaluation_killed_in_mid_way_repeats_no_attempt_that_was_recorded(tiny_model: Path, tmp_path: Path) -> None:
+    environment = tmp_path / "slow"
+    environment.mkdir()
+    source = (VOWELS / "environment.py").read_text()
+    slow = "        import time\n        time.sleep(0.02 * int(example.id[1:]))\n        text ="
+    (environment / "environment.py").write_text(source.replace("        text =", slow))
+    run = make_evaluation(
+        tmp_path / "run",
+        tiny_model,
+        environment=environment,
+        tasks=range(60),
+        environment_args={"held_out": 60},
+        env_concurrency=4,
+    )
+    with Attempt(run) as first:
+        first.wait_until(lambda: run.attempts(0))
+        first.process.send_signal(signal.SIGKILL)
+        first.process.wait()
+    recorded = run.attempts(0)
+    assert run.result() is None and run.evaluation(0) is None and 0 < len(recorded) < 60
+    with Attempt(run, 2) as second:
+        found = finish(run, second)
+    rows = {row["index"]: row for row in found["rollouts"]}
+    assert list(rows) == list(range(60)) and found["summary"]["n"] == 60 and found["epoch"] == 2
+    assert all(rows[row["index"]] == row for row in recorded), "each with its own time, so none was made again"
+    said = [run.event(name) or {} for name in run.event_names()]
+    assert any(f"{len(recorded)} of 60" in event["message"] for event in said)
+
+
+def test_an_evaluation_whose_environment_fails_keeps_the_evidence_and_says_so(tiny_model: Path, tmp_path: Path) -> None:
+    environment = tmp_path / "failing"
+    environment.mkdir()
+    source = (VOWELS / "environment.py").read_text()
+    broken = source.replace("        text =", "        raise KeyError('boom')\n        text =")
+    (environment / "environment.py").write_text(broken)
+    run = make_evaluation(tmp_path / "run", tiny_model, environment=environment)
+    with Attempt(run) as attempt:
+        assert attempt.wait() == 0, attempt.log_path.read_text()
+    result, found = run.result(), run.evaluation(0)
+    assert result is not None and (result["state"], result["error"]["code"]) == ("failed", "environment_error")
+    assert "5 of 5 rollouts" in result["error"]["what"] and "boom" in result["error"]["what"]
+    assert found is not None and (found["summary"]["n"], found["summary"]["success"]) == (0, None)
+    assert all(row["error"]["code"] == "environment_error" for row in found["rollouts"])

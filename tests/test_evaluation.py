@@ -1,0 +1,404 @@
+"""evaluate, compare and the sample before training, through a real MCP client; a scripted worker makes the attempts."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import AsyncGenerator, Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mcp import Client
+
+from flash_mcp import stats
+from flash_mcp.errors import CODES
+from flash_mcp.launch.local import LocalLauncher
+from flash_mcp.server import server
+from flash_mcp.store import open_store
+from flash_mcp.supervisor import Patience, Supervisor
+from flash_mcp.tools import RESULT_CHARACTERS, preflight, to_text
+from tests.folders import environment_folder
+from tests.samples import ENVIRONMENT, finished_run, push_echo, read_in, save_adapter, started_run, supervised
+
+pytestmark = pytest.mark.anyio
+WORKER = (sys.executable, str(Path(__file__).with_name("scripted_worker.py")))
+ECHO = ENVIRONMENT.replace("self, fail=False", "self, fail=False, **script")
+
+
+@pytest.fixture(autouse=True)
+def supervisor(flash_home: Path) -> Generator[None]:
+    """A supervisor in a thread whose workers follow a script."""
+    with supervised():
+        patience = Patience(poll_s=0.02, leave_s=0.5, retry_delay_s=0.01)
+        launcher = LocalLauncher(flash_home / "attempts", gpus=[])
+        made = Supervisor(flash_home, launcher=launcher, worker=WORKER, patience=patience)
+        done = threading.Event()
+
+        def work() -> None:
+            while not done.wait(patience.poll_s):
+                made.tick()
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        yield
+        for run in open_store().active_runs():
+            let_go(run["id"])
+        deadline = time.monotonic() + 20
+        while open_store().active_runs() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        done.set()
+        thread.join()
+
+
+@pytest.fixture
+async def client(tmp_path: Path) -> AsyncGenerator[Client]:
+    push_echo(tmp_path / "echo", ECHO)
+    async with Client(server) as connected:
+        yield connected
+
+
+async def call(client: Client, tool: str, **arguments: Any) -> dict[str, Any]:
+    result = await client.call_tool(tool, arguments)
+    assert not result.is_error, result.content
+    assert result.structured_content is not None
+    assert len(to_text(result.structured_content)) <= RESULT_CHARACTERS
+    assert "cut" not in result.structured_content
+    return result.structured_content
+
+
+async def refusal(client: Client, tool: str, **arguments: Any) -> str:
+    """The text of a tool error; its code is registered and it says what to do."""
+    result = await client.call_tool(tool, arguments)
+    assert result.is_error, result.structured_content
+    text = result.content[0].text
+    assert text[1:].partition("]")[0].partition(" ")[0] in CODES
+    assert "Fix: " in text
+    return text
+
+
+async def evaluated(client: Client, *, solved: int = 0, **arguments: Any) -> dict[str, Any]:
+    """A finished evaluation in which the first `solved` tasks are successes."""
+    script = {"solved": list(range(solved)), **arguments.pop("script", {})}
+    return await call(client, "evaluate", **{"environment": "echo", "environment_args": script, **arguments})
+
+
+def let_go(run_id: str) -> None:
+    """Have a worker that holds go on."""
+    folder = Path(open_store().run(run_id)["folder"])
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "go").touch()
+
+
+# -- evaluate ---------------------------------------------------------------------------------------------------------
+
+
+async def test_an_evaluation_is_a_run_whose_scores_come_with_their_interval(client: Client):
+    body = await evaluated(client, solved=30)
+    scores, interval = body["scores"], stats.wilson(30, 60)
+    assert (body["state"], body["tasks"], body["attempts"], body["done"]) == ("succeeded", 60, 1, 60)
+    assert (scores["success"], scores["low"], scores["high"]) == (0.5, round(interval.low, 4), round(interval.high, 4))
+    assert (scores["n"], scores["errors"], scores["reward"], scores["tokens_mean"]) == (60, 0, 0.5, 20.0)
+    assert "pass_at" not in scores
+    assert body["values"]["temperature"] == 0.0  # one attempt is greedy
+    run = open_store().run(body["run_id"])
+    assert (run["algorithm"], run["state"], run["steps"]) == ("eval", "succeeded", 60)
+    status = await call(client, "status", run_id=body["run_id"])
+    assert status["run"]["scores"] == scores
+    assert status["next"] == body["next"]
+    shown = await call(client, "rollouts", run_id=body["run_id"], success=False)
+    assert shown["total"] == 30
+    assert "evaluation" in (await call(client, "checkpoints", run_id=body["run_id"]))["next"]
+
+
+async def test_what_failed_in_environment_code_is_counted_apart_and_left_out_of_the_rates(client: Client):
+    scores = (await evaluated(client, solved=20, script={"failing": list(range(50, 60))}))["scores"]
+    assert (scores["n"], scores["errors"], scores["error_codes"]) == (50, 10, {"environment_error": 10})
+    assert (scores["success"], scores["tasks"]) == (0.4, 50)
+
+
+async def test_an_evaluation_whose_attempts_all_failed_has_no_rate(client: Client):
+    body = await evaluated(client, script={"failing": list(range(60))})
+    assert "success" not in body["scores"]
+    assert body["scores"]["errors"] == 60
+    assert "environment_error" in await refusal(client, "compare", base=body["run_id"], other=body["run_id"])
+
+
+async def test_several_attempts_are_sampled_and_give_pass_at_k(client: Client):
+    body = await evaluated(client, solved=10, script={"often": list(range(10, 30))}, attempts=4, limit=40)
+    scores = body["scores"]
+    assert (scores["n"], scores["tasks"], body["values"]["temperature"]) == (160, 40, 1.0)
+    # 10 tasks with 4 of 4, 20 with 2 of 4, 10 with none.
+    assert scores["success"] == scores["pass_at"]["1"] == 0.5
+    assert scores["pass_at"] == {"1": 0.5, "2": round((10 + 20 * (1 - 1 / 6)) / 40, 4), "4": 0.75}
+    assert (scores["uniform_share"], scores["never_solved"], scores["always_solved"]) == (0.5, 10, 10)
+    assert "40 of the split's 60 tasks" in body["notes"]
+
+
+async def test_named_tasks_are_evaluated_and_unknown_ones_refused(client: Client):
+    body = await evaluated(client, solved=10, task_ids=["eval-3", "eval-40"])
+    assert (body["tasks"], body["scores"]["success"]) == (2, 0.5)
+    assert "'eval-3'" in await refusal(client, "evaluate", environment="echo", task_ids=["evil-3"])
+    assert (await evaluated(client, split="train", limit=3))["tasks"] == 3
+
+
+async def test_a_runs_checkpoint_is_evaluated_as_the_run_was_trained(client: Client, tmp_path: Path):
+    run = finished_run(tmp_path / "run", solved=90)
+    push_echo(tmp_path / "echo", ECHO)
+    body = await call(client, "evaluate", model=run["id"], max_tokens=33)
+    spec = open_store().run(body["run_id"])["spec"]
+    assert (spec["checkpoint"], spec["step"], spec["lora_rank"], spec["max_tokens"]) == (f"{run['id']}@20", 20, 32, 33)
+    assert body["environment"] == "echo@0123456789abcdef"
+    assert [row["step"] for row in open_store().evals(body["run_id"])] == [20]
+    assert open_store().run(body["run_id"])["init_adapter"]["step"] == 20
+    earlier = await call(client, "evaluate", model=f"{run['id']}@10")
+    assert f"{run['id']}@10" in earlier["of"]
+    start = await call(client, "evaluate", model=f"{run['id']}@0")
+    assert "before its training" in start["of"]
+    assert open_store().run(start["run_id"])["init_adapter"] is None
+    assert "unknown_checkpoint" in await refusal(client, "evaluate", model=f"{run['id']}@7")
+    assert "is an evaluation" in await refusal(client, "evaluate", model=body["run_id"])
+
+
+async def test_a_runs_arguments_go_with_its_environment_alone(client: Client, tmp_path: Path):
+    run, writer = started_run(tmp_path / "run", environment_args={"solved": [0]})
+    save_adapter(writer, 10, tmp_path)
+    writer.commit_result("succeeded", 10)
+    read_in(open_store(), run["id"])
+    push_echo(tmp_path / "echo", ECHO)
+    assert (await call(client, "evaluate", model=run["id"], limit=2))["scores"]["success"] == 0.5
+    push_echo(tmp_path / "another", ENVIRONMENT, name="another")  # takes no such argument
+    assert (await call(client, "evaluate", model=run["id"], environment="another", limit=2))["scores"]["success"] == 0.0
+
+
+async def test_a_deployment_stands_for_the_adapter_that_it_serves(client: Client, tmp_path: Path):
+    run = finished_run(tmp_path / "run")
+    push_echo(tmp_path / "echo", ECHO)
+    served = {"id": "dep-1", "name": "mine", "model": run["model"], "run_id": run["id"], "step": 10, "state": "ready"}
+    open_store().add_deployment(served)
+    body = await call(client, "evaluate", model="mine")
+    assert open_store().run(body["run_id"])["spec"]["checkpoint"] == f"{run['id']}@10"
+    assert any("what dep-1 serves" in note for note in body["notes"])
+    open_store().update_deployment("dep-1", state="stopped")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        ({"environment": None}, "invalid_argument"),
+        ({"environment": "ecko"}, "unknown_environment"),
+        ({"model": "smollm"}, "unknown_model"),
+        ({"model": "run-00000000"}, "unknown_run"),
+        ({"model": "dep-00000000"}, "unknown_deployment"),
+        ({"max_length": 9000}, "invalid_argument"),
+        ({"max_length": 100, "max_tokens": 200}, "invalid_argument"),
+        ({"attempts": 0}, "invalid_argument"),
+        ({"environment_args": {"fail": True}}, "environment_invalid"),
+    ],
+)
+async def test_what_cannot_be_evaluated_is_refused_and_leaves_nothing(
+    client: Client, arguments: dict[str, Any], code: str
+):
+    given = {name: value for name, value in {"environment": "echo", **arguments}.items() if value is not None}
+    assert f"[{code}" in await refusal(client, "evaluate", **given)
+    assert open_store().runs() == []
+
+
+async def test_an_evaluation_that_takes_longer_goes_on_and_is_found_again(client: Client):
+    asked = {"environment": "echo", "environment_args": {"hold": True}, "idempotency_key": "k", "limit": 5}
+    body = await call(client, "evaluate", **asked, wait_s=0)
+    assert body["state"] in ("queued", "starting", "running")
+    assert "scores" not in body
+    assert f"status(run_id={body['run_id']!r}" in body["next"]
+    again = await call(client, "evaluate", **asked, wait_s=0)
+    assert (again["run_id"], again["created"]) == (body["run_id"], False)
+    assert "not_ready" in await refusal(client, "compare", base=body["run_id"], other=body["run_id"])
+    let_go(body["run_id"])
+    ended = await call(client, "evaluate", **asked)
+    assert (ended["run_id"], ended["state"], ended["scores"]["n"]) == (body["run_id"], "succeeded", 5)
+
+
+async def test_an_evaluation_is_cancelled_like_any_run(client: Client):
+    body = await call(client, "evaluate", environment="echo", environment_args={"hold": True}, wait_s=0)
+    ended = await call(client, "cancel", run_id=body["run_id"])
+    assert ended["state"] == "cancelled"
+    assert "evaluate" in ended["next"]
+
+
+# -- compare ----------------------------------------------------------------------------------------------------------
+
+
+async def test_two_evaluations_are_paired_by_task_and_the_flips_are_shown(client: Client):
+    base = await evaluated(client, solved=10)
+    other = await evaluated(client, solved=40, script={"say": "Surely"})
+    body = await call(client, "compare", base=base["run_id"], other=other["run_id"])
+    assert (body["verdict"], body["success"]["test"], body["paired_tasks"]) == ("improved", "mcnemar_exact", 60)
+    assert body["success"]["p"] == pytest.approx(stats.mcnemar(30, 0), rel=0.01)
+    assert (body["newly_solved"], body["no_longer"]) == (30, 0)
+    assert body["reward"]["test"] == "mcnemar_exact"  # rewards of this environment are 0 and 1 too
+    flip = body["flips"][0]
+    assert (flip["base"], flip["other"], flip["prompt"]) == (0.0, 1.0, "say 10")
+    assert (flip["base_text"], flip["other_text"]) == ("It is unknown", "Surely 10")
+    assert any("environment_args" in note for note in body["notes"])
+    shown = await call(client, "rollouts", run_id=other["run_id"], split="eval", step=0, index=flip["other_index"])
+    assert shown["rollouts"][0]["messages"][-1]["content"] == "Surely 10"
+    back = await call(client, "compare", base=other["run_id"], other=base["run_id"])
+    assert (back["verdict"], back["no_longer"]) == ("regressed", 30)
+
+
+async def test_too_few_tasks_are_called_so_with_the_number_that_would_decide(client: Client):
+    base, other = await evaluated(client, solved=20), await evaluated(client, solved=23)
+    body = await call(client, "compare", base=base["run_id"], other=other["run_id"])
+    assert body["verdict"] == "underpowered"
+    assert body["success"]["decide_n"] > 60
+    assert str(body["success"]["decide_n"]) in body["next"]
+    lenient = await call(client, "compare", base=base["run_id"], other=other["run_id"], min_change=0.2)
+    assert lenient["verdict"] == "no_change"
+
+
+async def test_several_attempts_a_task_are_compared_by_bootstrap(client: Client):
+    often = {"often": list(range(60))}
+    base = await evaluated(client, script={"often": list(range(20))}, attempts=2)
+    other = await evaluated(client, script=often, attempts=2)
+    body = await call(client, "compare", base=base["run_id"], other=other["run_id"])
+    assert (body["verdict"], body["success"]["test"], body["success"]["change"]) == (
+        "improved",
+        "paired_bootstrap",
+        pytest.approx(1 / 3, abs=1e-3),
+    )
+
+
+async def test_different_tasks_are_compared_by_noise_bands_and_it_says_so(client: Client):
+    base = await evaluated(client, solved=5, split="train", limit=30)
+    other = await evaluated(client, solved=55)
+    body = await call(client, "compare", base=base["run_id"], other=other["run_id"])
+    assert (body["verdict"], body["success"]["test"], body["paired_tasks"]) == ("improved", "noise_band", 0)
+    assert any("in common" in note for note in body["notes"])
+    assert body["base"]["band"] == pytest.approx(1.96 * (5 / 30 * 25 / 30 / 30) ** 0.5, abs=1e-3)
+
+
+async def test_a_training_run_alone_is_compared_with_its_own_start(client: Client, tmp_path: Path):
+    run = finished_run(tmp_path / "run", solved=90)
+    body = await call(client, "compare", base=run["id"])
+    assert body["verdict"] == "improved"
+    assert (body["base"]["step"], body["other"]["step"]) == (0, 20)
+    assert "deploy" in body["next"]
+    named = await call(client, "compare", base=f"{run['id']}@0", other=f"{run['id']}@20")
+    assert named["success"] == body["success"]
+
+
+async def test_two_training_runs_are_compared_by_their_newest_evaluations(client: Client, tmp_path: Path):
+    one, two = finished_run(tmp_path / "one", solved=90), finished_run(tmp_path / "two", solved=90)
+    body = await call(client, "compare", base=one["id"], other=two["id"])
+    assert (body["base"]["step"], body["other"]["step"], body["verdict"]) == (20, 20, "no_change")
+
+
+async def test_what_cannot_be_compared_is_refused(client: Client, tmp_path: Path):
+    body = await evaluated(client)
+    push_echo(tmp_path / "another", ECHO, name="another")
+    another = await evaluated(client, environment="another")
+    running, writer = started_run(tmp_path / "run")
+    assert "different environments" in await refusal(client, "compare", base=body["run_id"], other=another["run_id"])
+    assert "no before and after" in await refusal(client, "compare", base=body["run_id"])
+    assert "same evaluation" in await refusal(client, "compare", base=body["run_id"], other=body["run_id"])
+    assert "not_ready" in await refusal(client, "compare", base=body["run_id"], other=running["id"])
+    assert "unknown_run" in await refusal(client, "compare", base=body["run_id"], other="run-00000000")
+    writer.commit_result("succeeded", 0)
+    assert "is no run" in await refusal(client, "compare", base="smollm2-135m-instruct", other=body["run_id"])
+
+
+async def test_long_transcripts_and_many_flips_fit_into_one_result(client: Client):
+    base = await evaluated(client, script={"say": 'a "quoted"\nline ' * 500})
+    other = await evaluated(client, script={"say": "words " * 2000, "solved": list(range(30))})
+    body = await call(client, "compare", base=base["run_id"], other=other["run_id"], flips=5)
+    assert len(body["flips"]) == 5
+
+
+# -- the sample before training ---------------------------------------------------------------------------------------
+
+
+async def sampled(client: Client, script: dict[str, Any], **arguments: Any) -> dict[str, Any]:
+    asked = {"environment": "echo", "steps": 10, "environment_args": script, "validate_only": True, "sample": True}
+    return await call(client, "train", **asked, **arguments)
+
+
+async def test_a_sample_says_whether_there_is_something_to_learn_and_what_it_takes(client: Client):
+    body = await sampled(client, {"often": list(range(40))}, price_per_hour=2.0, eval_before=True, eval_after=True)
+    sample, expected = body["sample"], body["estimate"]["time"]
+    assert (body["state"], body["created"], sample["outlook"]) == ("validated", False, "good")
+    assert (sample["groups"], sample["group_size"], sample["scores"]["n"]) == (8, 8, 64)
+    assert (sample["scores"]["success"], sample["scores"]["uniform_share"]) == (0.5, 0.0)
+    # 320 rollouts of 20 tokens at 100 tokens/s, training as long again, and 120 held-out attempts.
+    assert expected["seconds"] == 320 * 20 / 100 * (1 + preflight.TRAINING_SHARE) + 120 * 20 / 100
+    assert expected["low_s"] < expected["seconds"] < expected["high_s"]
+    assert expected["cost"] == pytest.approx(expected["seconds"] / 1800, abs=1e-3)
+    assert "guess" in expected["basis"]
+    run = open_store().run(sample["run_id"])
+    assert (run["spec"]["split"], run["spec"]["temperature"]) == ("train", 1.0)
+    again = await sampled(client, {"often": list(range(40))})
+    assert again["sample"]["run_id"] == sample["run_id"]
+    assert [row["algorithm"] for row in open_store().runs()] == ["eval"]
+
+
+async def test_the_time_takes_its_share_of_training_from_an_earlier_run_of_the_model(client: Client, tmp_path: Path):
+    earlier, _ = started_run(tmp_path / "run")
+    for step in (1, 2):
+        metrics = {"time/train_s": 9.0, "time/rollout_s": 3.0}
+        open_store().put_metrics(earlier["id"], {"step": step, "epoch": 1, "time": 0.0, "metrics": metrics})
+    open_store().execute("UPDATE runs SET state = 'succeeded', ended = 1 WHERE id = ?", [earlier["id"]])
+    push_echo(tmp_path / "echo", ECHO)
+    expected = (await sampled(client, {"often": list(range(40))}))["estimate"]["time"]
+    assert expected["seconds"] == 320 * 20 / 100 * 4
+    assert earlier["id"] in expected["basis"]
+
+
+@pytest.mark.parametrize(
+    ("script", "outlook", "finding", "remedy"),
+    [
+        ({}, "hopeless", "uniform_groups", "sft"),
+        ({"solved": list(range(40))}, "hopeless", "uniform_groups", "harder"),
+        ({"often": list(range(40)), "endless": list(range(40))}, "hopeless", "truncation", "max_tokens"),
+        ({"failing": list(range(40))}, "hopeless", "environment_errors", "env_test"),
+        ({"often": list(range(0, 40, 3))}, "doubtful", "uniform_groups", "partial progress"),
+    ],
+)
+async def test_a_start_without_hope_is_called_so_with_what_to_do(
+    client: Client, script: dict[str, Any], outlook: str, finding: str, remedy: str
+):
+    body = await sampled(client, script)
+    sample = body["sample"]
+    assert (sample["outlook"], sample["findings"][0]["name"]) == (outlook, finding)
+    assert remedy in sample["findings"][0]["remedy"]
+    assert any(character.isdigit() for character in sample["findings"][0]["evidence"])
+    assert ("do not start" in body["next"]) == (outlook == "hopeless")
+
+
+async def test_a_sample_that_is_not_ready_says_how_to_go_on(client: Client, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("flash_mcp.tools.runs.SAMPLE_LIMIT_S", 0.0)
+    body = await sampled(client, {"hold": True})
+    sample = body["sample"]
+    assert "outlook" not in sample and "time" not in body["estimate"]
+    assert sample["run_id"] in body["next"] and "same call" in body["next"]
+
+
+async def test_sampling_goes_with_validation_alone(client: Client):
+    assert "validate_only" in await refusal(client, "train", environment="echo", sample=True)
+    assert "sample" in await refusal(client, "train", environment="echo", validate_only=True, price_per_hour=1.0)
+
+
+async def test_env_test_samples_a_model_on_a_folder_that_was_never_pushed(client: Client, tmp_path: Path):
+    folder = environment_folder(tmp_path / "sums", "", returns="Addition()")
+    body = await call(client, "env_test", folder=str(folder), model="smollm2-135m-instruct")
+    assert body["passed"] is True
+    assert (body["sample"]["groups"], body["sample"]["outlook"]) == (6, "hopeless")
+    assert "do not start" in body["next"]
+    assert [row["name"] for row in open_store().environments()] == ["echo"]
+
+
+async def test_env_test_samples_nothing_where_a_check_failed(client: Client, tmp_path: Path):
+    source = "class Sample(Addition):\n    def score_response(self, *_):\n        raise KeyError"
+    folder = environment_folder(tmp_path / "broken", source)
+    body = await call(client, "env_test", folder=str(folder), model="smollm2-135m-instruct")
+    assert body["passed"] is False and "sample" not in body
+    assert open_store().runs() == []

@@ -1,0 +1,411 @@
+"""Environments written for other contracts: the real freesolo SDK, the real reasoning-gym, gym-like objects."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mcp import Client
+
+from environments import TaskExample, gate, requirements
+from environments.adapters.gym import GymEnvironment
+from environments.base import EnvironmentEpisode
+from environments.host import EnvironmentHost
+from flash_mcp import named
+from flash_mcp.errors import FlashError
+from flash_mcp.server import server
+from flash_mcp.store import open_store
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(autouse=True)
+def shared_interpreters(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packages are installed once for all tests of this session."""
+    shared = tmp_path_factory.getbasetemp() / "interpreters"
+    monkeypatch.setattr(requirements, "interpreters_dir", lambda: shared)
+
+
+def written(folder: Path, **files: str) -> Path:
+    for name, text in files.items():
+        path = folder / name.replace("__", "/").replace("_md", ".md").replace("_jsonl", ".jsonl").replace("_py", ".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text).lstrip())
+    return folder
+
+
+# -- the freesolo SDK -------------------------------------------------------------------------------------------------
+
+SDK_SINGLE = """
+    from freesolo.datasets.types import TaskExample
+    from freesolo.environments import EnvironmentSingleTurn, RewardMetric, RewardResult
+
+
+    class Capitals(EnvironmentSingleTurn):
+        def __init__(self, rows_from):
+            assert rows_from.endswith("datasets/train.jsonl")
+
+        def build_prompt_messages(self, example: TaskExample, prompt_text: str):
+            return [{"role": "user", "content": example.input}]
+
+        def normalize_response_text(self, example, response_text):
+            assert not response_text.startswith("<<"), "normalized twice"
+            return f"<<{response_text.strip()}"
+
+        def score_response(self, example, response_text):
+            right = response_text == f"<<{example.output}"
+            return RewardResult(
+                score=1.0 if right else 0.01, threshold=1.0, metrics=(RewardMetric("right", score=float(right)),)
+            )
+
+
+    def load_environment(dataset_path):
+        return Capitals(dataset_path)
+"""
+ROWS = """
+    {"input": "Capital of France?", "output": "Paris"}
+    {"input": "Capital of Peru?", "output": "Lima"}
+"""
+HELD_OUT = """
+    {"input": "Capital of Ghana?", "output": "Accra"}
+"""
+
+
+async def test_a_single_turn_folder_of_the_sdk_runs_unchanged(tmp_path: Path) -> None:
+    folder = written(
+        tmp_path,
+        environment_py=SDK_SINGLE,
+        datasets__train_jsonl=ROWS,
+        datasets__eval_jsonl=HELD_OUT,
+        TRAINING_CONTRACT_md="Answer with one word.\n",
+    )
+    assert requirements.of_folder(folder) == ["freesolo>=0.4,<0.5"]
+    async with await EnvironmentHost.start(folder) as host:
+        assert host.splits == {"train": 2, "eval": 1}
+        opening = await host.open("train", 1)
+        assert opening.messages == [
+            {"role": "system", "content": "Answer with one word."},
+            {"role": "user", "content": "Capital of Peru?"},
+        ]
+        assert opening.max_turns == 1
+        assert (await host.step(opening.episode, " Lima ")).done
+        right = await host.score(opening.episode)
+        assert (right.reward, right.success, right.metrics) == (1.0, True, {"right": 1.0})
+    report = await gate.check(folder)
+    assert [(probe.name, probe.evidence) for probe in report.probes if probe.passed is not True] == []
+
+
+SDK_MULTI = """
+    from freesolo.datasets import TaskExample
+    from freesolo.environments import (
+        EnvironmentMultiTurn, EnvironmentStepResult, EnvironmentTurn, EnvironmentEpisode, RewardResult,
+    )
+
+
+    class Guess(EnvironmentMultiTurn):
+        dataset = [{"input": "between 0 and 7", "output": {"messages": [{"role": "assistant", "content": "5"}]}}]
+        max_score_concurrency = 1
+
+        def start_episode(self, example: TaskExample, prompt_text: str):
+            return [{"role": "user", "content": f"Guess {example.input}."}]
+
+        def max_episode_turns(self, example):
+            return 3
+
+        def step_episode(self, example, messages, assistant_response):
+            assert messages[-1]["content"] == assistant_response
+            said = assistant_response.strip()
+            if said == "5":
+                return EnvironmentStepResult(done=True, final_response_text="right", metadata={"turn": len(messages)})
+            answer = {"role": "user", "content": "No."}
+            return EnvironmentStepResult(done=False, messages=(answer,), metadata={"turn": len(messages)})
+
+        def score_episode(self, example, episode):
+            assert isinstance(episode, EnvironmentEpisode) and isinstance(episode.turns[0], EnvironmentTurn)
+            right = episode.response_text == "right"
+            steps = [step["turn"] for step in episode.metadata["steps"]]
+            return RewardResult(score=float(right), success=right, reason=str(steps))
+
+
+    def load_environment():
+        return Guess()
+"""
+
+
+async def test_a_multi_turn_folder_of_the_sdk_runs_unchanged(tmp_path: Path) -> None:
+    folder = written(tmp_path, environment_py=SDK_MULTI)
+    async with await EnvironmentHost.start(folder) as host:
+        opening = await host.open("train", 0)
+        assert opening.max_turns == 3
+        assert (await host.step(opening.episode, "4")).messages == [{"role": "user", "content": "No."}]
+        assert (await host.step(opening.episode, "5")).done
+        score = await host.score(opening.episode)
+        assert (score.success, score.reason) == (True, "[2, 4]")
+        assert await host.gold("train", 0) == [{"role": "assistant", "content": "5"}]
+    report = await gate.check(folder)
+    assert {probe.name for probe in report.probes if probe.passed is not True} == {"tasks"}  # no eval split
+
+
+# -- reasoning-gym ----------------------------------------------------------------------------------------------------
+
+CHAIN_SUM = "reasoning-gym:chain_sum"
+
+
+async def call(client: Client, tool: str, **arguments: Any) -> dict[str, Any]:
+    """A tool's result; called again, as its error says, while packages are being installed."""
+    result = await client.call_tool(tool, arguments)
+    while result.is_error and result.content[0].text.startswith("[not_ready "):
+        result = await client.call_tool(tool, arguments)
+    assert not result.is_error and result.structured_content is not None, result.content
+    return result.structured_content
+
+
+async def test_a_dataset_by_name_passes_the_gate_and_can_be_trained_on(flash_home: Path) -> None:
+    sizes = {"train_size": 40, "eval_size": 20, "max_terms": 3}
+    async with Client(server) as client:
+        tested = await call(client, "env_test", environment=CHAIN_SUM, environment_args=sizes)
+        assert [(probe["name"], probe["evidence"]) for probe in tested["probes"] if not probe.get("passed")] == []
+        assert (tested["environment"], tested["train_tasks"], tested["eval_tasks"]) == (CHAIN_SUM, 40, 20)
+        assert CHAIN_SUM in tested["next"]
+        assert open_store().environments() == []
+        fields = {"environment": CHAIN_SUM, "environment_args": sizes, "steps": 1, "validate_only": True}
+        planned = await call(client, "train", **fields)
+        again = await call(client, "train", **fields)
+    [row] = open_store().environments()
+    assert planned["environment"] == again["environment"] == f"reasoning-gym-chain_sum@{row['digest']}"
+    assert planned["estimate"]["train_tasks"] == 40
+
+
+async def test_a_dataset_that_does_not_exist_is_refused_before_anything_is_installed() -> None:
+    async with Client(server) as client:
+        for tool, arguments in (("env_test", {}), ("train", {"validate_only": True})):
+            result = await client.call_tool(tool, {"environment": "reasoning-gym:chain_sums", **arguments})
+            assert result.is_error and "use reasoning-gym:chain_sum" in result.content[0].text
+    with pytest.raises(FlashError, match="the datasets are: ab, acre, "):
+        named.files_of("reasoning-gym:xyzzy")
+
+
+TRAPS = """
+    import hashlib, json, sys
+    from reasoning_gym.factory import DATASETS
+    from environments.adapters import reasoning_gym
+    from environments.base import EnvironmentEpisode
+
+    NOTHING = ["no idea", reasoning_gym.INSTRUCTION, "<answer></answer>", "", None]
+    JUNK = [*NOTHING, "<answer>no idea</answer>", "<answer>\\u2603</answer>"]
+    found = {"datasets": sorted({*DATASETS} - {"composite"})}
+    for name in sys.argv[1:]:
+        environment = reasoning_gym.load(name, train_size=6, eval_size=4)
+        more = reasoning_gym.load(name, train_size=9, eval_size=4)
+        tasks = [*environment.dataset, *environment.eval_dataset]
+        inputs = [task.input for task in tasks]
+        junk = [environment.score_response(task, text) for task in tasks for text in JUNK]
+        gold = [environment.score_response(task, environment.sft_completion(task)[0]["content"]) for task in tasks]
+        found[name] = {
+            "junk": max(score.score for score in junk),
+            "nothing": max(environment.score_response(task, text).score for task in tasks for text in NOTHING),
+            "junk_successes": sum(score.success for score in junk),
+            "gold": min(score.score for score in gold),
+            "gold_successes": sum(score.success for score in gold),
+            "distinct": len(set(inputs)),
+            "eval_stays": environment.eval_dataset == more.eval_dataset,
+            "train_grows": environment.dataset == more.dataset[:6],
+            "digest": hashlib.sha256(repr(inputs).encode()).hexdigest(),
+        }
+    print(json.dumps(found))
+"""
+
+
+async def test_scorers_that_raise_or_pay_for_anything_and_seeds_that_differ_are_mended(tmp_path: Path) -> None:
+    raises, pays_all, pays_a_floor, differs = (
+        "prime_factorization",
+        "game_of_life_halting",
+        "fraction_simplification",
+        "list_functions",
+    )
+    folder = written(tmp_path, environment_py="")
+    (folder / "requirements.txt").write_text(named.REQUIREMENT)
+    python = await requirements.interpreter(folder)
+
+    async def run_alone(*datasets: str) -> dict[str, Any]:
+        process = await asyncio.create_subprocess_exec(
+            *(python, "-W", "ignore", "-c", textwrap.dedent(TRAPS), *datasets),
+            stdout=subprocess.PIPE,
+            env={"PYTHONPATH": str(requirements.contract_path(python)), "PYTHONHASHSEED": "0"},
+        )
+        return json.loads((await process.communicate())[0])
+
+    one, other = await asyncio.gather(run_alone(raises, pays_all, pays_a_floor, differs), run_alone(differs))
+    assert one[differs] == other[differs]
+    assert one.pop("datasets") == sorted(named.DATASETS)
+    for name, seen in one.items():
+        assert (seen["junk_successes"], seen["gold_successes"]) == (0, 10), name
+        assert seen["nothing"] == 0.0 <= seen["junk"] <= 0.1 < 0.99 < seen["gold"], name
+        assert (seen["distinct"], seen["eval_stays"], seen["train_grows"]) == (10, True, True), name
+
+
+# -- objects with reset and step --------------------------------------------------------------------------------------
+
+
+class Counting:
+    """The game behind all of them: say the next number, three times."""
+
+    def __init__(self) -> None:
+        self.at, self.closed = 0, 0
+
+    def begin(self, seed: int | None) -> str:
+        self.at = (seed or 0) % 5
+        self.end = self.at + 3
+        return f"After {self.at}?"
+
+    def say(self, text: str) -> tuple[float, bool, bool]:
+        """reward, won, lost"""
+        right = text == str(self.at + 1)
+        self.at += right
+        return (0.5 if right else -0.1), self.at == self.end, not right
+
+    def close(self) -> Any:
+        self.closed += 1
+
+
+class Gymnasium(Counting):
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
+        return self.begin(seed), {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        reward, won, lost = self.say(action)
+        return f"After {self.at}?", reward, won, lost, {}
+
+
+class OlderGym(Counting):
+    def reset(self, seed: int) -> str:
+        return self.begin(seed)
+
+    def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
+        reward, won, lost = self.say(action)
+        return f"After {self.at}?", reward, won or lost, {"success": won}
+
+
+class TextArena(Counting):
+    total = 0.0
+
+    def reset(self, num_players: int, seed: int | None = None) -> None:
+        assert num_players == 1
+        self.begin(seed)
+
+    def get_observation(self) -> tuple[int, str]:
+        return 0, f"After {self.at}?"
+
+    def step(self, action: str) -> tuple[bool, dict[str, Any]]:
+        reward, won, lost = self.say(action)
+        self.total += reward
+        return won or lost, {}
+
+    def close(self) -> tuple[dict[int, float], dict[str, Any]]:
+        super().close()
+        return {0: self.total}, {}
+
+
+@dataclass
+class StepResult:
+    observation: str
+    reward: float | None = None
+    done: bool = False
+
+
+class OpenEnv(Counting):
+    def reset(self, **kwargs: Any) -> StepResult:
+        return StepResult(self.begin(kwargs["seed"]))
+
+    def step(self, action: str) -> StepResult:
+        reward, won, lost = self.say(action)
+        return StepResult(f"After {self.at}?", reward, won or lost)
+
+
+def play(environment: GymEnvironment, answers: list[str]) -> tuple[list[str], Any, Any]:
+    """What was shown, the reward, and the object that was played with."""
+    example = environment.dataset[2]
+    episode = environment.new_episode(example)
+    messages = episode.start_episode(example, "")
+    for answer in answers:
+        messages.append({"role": "assistant", "content": answer})
+        result = episode.step_episode(example, messages, answer)
+        messages += result.messages
+        if result.done:
+            break
+    score = episode.score_episode(example, EnvironmentEpisode(messages, answers[-1]))
+    episode.close_episode()
+    shown = [message["content"] for message in messages if message["role"] == "user"]
+    return shown, score, episode._object  # pyright: ignore
+
+
+@pytest.mark.parametrize("kind", [Gymnasium, OlderGym, TextArena, OpenEnv])
+def test_every_kind_of_object_is_played_alike(kind: type[Any]) -> None:
+    environment = GymEnvironment(lambda seed: kind(), max_turns=4, instruction="Count.", train_size=5, eval_size=2)
+    shown, score, played = play(environment, ["3", " 4\n", "5"])
+    assert shown == ["Count.\n\nAfter 2?", "After 3?", "After 4?"]
+    assert (score.score, score.success, played.closed) == (1.5, True, 1)
+
+    shown, score, played = play(environment, ["3", "9"])
+    assert (score.score, score.success, played.closed) == (0.4, False, 1)
+    assert not {task.id for task in environment.dataset} & {task.id for task in environment.eval_dataset}
+
+
+def test_an_answer_that_is_no_action_costs_the_turn_and_a_cut_off_game_is_no_success() -> None:
+    class Numbers(Gymnasium):
+        def step(self, action: int) -> Any:
+            return super().step(str(action))
+
+    environment = GymEnvironment(lambda seed: Numbers(), max_turns=4, success_at=0.4, to_action=int)
+    shown, score, _ = play(environment, ["three", "3"])
+    assert shown[1].startswith("That is no valid action: invalid literal for int()")
+    assert (score.score, score.success) == (0.5, False)  # enough reward, but it did not come to its end
+    assert {metric.name: metric.score for metric in score.metrics} == {"ended": 0.0, "invalid": 0.5}
+
+
+async def test_a_gym_like_object_passes_the_gate(tmp_path: Path) -> None:
+    source = """
+        from environments.adapters.gym import GymEnvironment
+
+
+        class Game:
+            def reset(self, seed=None):
+                self.wanted = seed % 7
+                return f"Say {self.wanted}.", {}
+
+            def step(self, action):
+                right = action == str(self.wanted)
+                return "Again.", float(right), right, False, {}
+
+
+        def load_environment(**kwargs):
+            return GymEnvironment(lambda seed: Game(), max_turns=2, **kwargs)
+    """
+    report = await gate.check(written(tmp_path, environment_py=source))
+    unmade = {probe.name for probe in report.probes if probe.passed is not True}
+    assert (report.passed, unmade) == (True, {"gold", "truncated"})  # a game has no gold answer
+
+
+async def test_an_object_that_is_not_wrapped_is_refused_with_the_way_to_do_it(tmp_path: Path) -> None:
+    source = """
+        class Game:
+            def reset(self): ...
+            def step(self, action): ...
+
+
+        def load_environment(**kwargs):
+            return Game()
+    """
+    report = await gate.check(written(tmp_path, environment_py=source))
+    assert "environments.adapters.gym.GymEnvironment" in report.probes[0].evidence
+
+
+def test_tasks_of_an_object_are_its_seeds() -> None:
+    environment = GymEnvironment(lambda seed: Gymnasium(), max_turns=1, seed=7, train_size=1)
+    assert environment.dataset == [TaskExample(record={"seed": 7}, input="seed 7", id="seed-7")]

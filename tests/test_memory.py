@@ -1,0 +1,192 @@
+"""What a run will need is known before it starts, and when memory runs out the run says so."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+
+from flash_mcp.errors import FlashError
+from tests.attempts import VOWELS, Attempt, make_run
+from tests.watch import watch
+from worker import memory, packing
+from worker.memory import GIB, MIB, Workload, check, estimate, kv_cache_bytes
+from worker.policy import load_policy
+
+WORK = Workload(prompt=30, max_tokens=16, turns=2, max_length=256, group_size=8, sequences=32, lora_rank=8)
+
+
+def make_llama(folder: Path, tokenizer: Path) -> Path:
+    """327 million random parameters in few wide layers."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
+
+    vocabulary = AutoTokenizer.from_pretrained(tokenizer)
+    vocabulary.save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=len(vocabulary), hidden_size=1536, intermediate_size=4096, num_hidden_layers=10,
+        num_attention_heads=24, num_key_value_heads=8, head_dim=64, max_position_embeddings=2048,
+        tie_word_embeddings=True, bos_token_id=vocabulary.bos_token_id, eos_token_id=vocabulary.eos_token_id,
+        pad_token_id=vocabulary.pad_token_id,
+    )  # fmt: skip
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("size", ["tiny", "135M", "327M"])
+def test_the_estimate_is_within_a_fifth_of_the_measured_peak(size: str, tiny_model: Path, tmp_path: Path) -> None:
+    fields = {"steps": 2, "save_every": 2}
+    model = tiny_model
+    if size != "tiny":
+        if not os.environ.get("FLASH_SLOW"):
+            pytest.skip("minutes; set FLASH_SLOW=1")
+        from worker.models import ensure  # noqa: PLC0415
+
+        question = "Write a very long story about the sea and its many animals, chapter"
+        fields |= {"batch_size": 2, "max_tokens": 96, "lora_rank": 32, "lora_alpha": 64, "learning_rate": 1e-5,
+                   "environment_args": {"question": question}}  # fmt: skip
+        smollm2 = ensure("smollm2-135m-instruct")
+        model = smollm2 if size == "135M" else make_llama(tmp_path / "llama", smollm2)
+    run = make_run(tmp_path / "run", model, **fields)
+    with Attempt(run) as attempt:
+        _, peak_mib = watch(run, attempt, timeout_s=1700)
+        assert attempt.wait() == 0, attempt.log_path.read_text()
+    (said,) = (event for name in run.event_names() if (event := run.event(name)) and event["kind"] == "memory")
+    estimated_mib = sum(size for size in said.values() if isinstance(size, int) and size > 4096) / MIB
+    assert estimated_mib == pytest.approx(peak_mib, rel=0.2), said["message"]
+
+
+def test_the_pass_without_storage_holds_what_a_real_pass_holds(tiny_model: Path) -> None:
+    """autograd's own count of what it saves in the real pass, against the estimate's."""
+    saved: dict[int, int] = {}
+    policy = load_policy(tiny_model, rank=8, alpha=16, seed=0, dtype=torch.bfloat16)
+    parameters = {p.untyped_storage().data_ptr() for p in policy.parameters()}
+    kept: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)  # alive, so that no address is used twice
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    long = Workload(prompt=40, max_tokens=200, turns=1, max_length=512, group_size=4, sequences=32, lora_rank=8)
+    completions = [torch.zeros(200, dtype=torch.long)] * 4
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
+        packing._hidden(policy.get_base_model(), torch.zeros(40, dtype=torch.long), completions)
+    held, _ = memory._training_pass(memory._without_storage(tiny_model, torch.bfloat16, 8), long)
+    assert held == pytest.approx(sum(saved.values()), rel=0.1)
+
+
+def test_more_completions_than_a_pack_holds_cost_a_pass_each(tiny_model: Path) -> None:
+    def activations(group_size: int) -> int:
+        work = Workload(96, 1000, 1, 2048, group_size, 32, 8)
+        return estimate(tiny_model, work, torch.bfloat16, 64 * GIB).activations
+
+    assert activations(16) == pytest.approx(4 * activations(4), rel=0.01)
+
+
+def test_a_run_whose_shortest_step_does_not_fit_is_refused_with_the_largest_term_and_the_knob(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt longer than a pack is computed for every member of the group."""
+    work = Workload(5000, 16, 1, 6000, 64, 64, 8)
+    capacity = memory.PROCESS_BYTES + 2 * GIB
+    monkeypatch.setattr(memory, "capacity_bytes", lambda: capacity)
+    with pytest.raises(FlashError) as caught:
+        check(tiny_model, work, torch.bfloat16)
+    error = caught.value
+    assert error.code == "out_of_memory" and error.values["largest"] == "activations"
+    assert error.values["available_gib"] == round(capacity / GIB, 2) < error.values["needed_gib"]
+    turned = int(error.fix.removeprefix("set group_size=").split()[0])
+    needed = [
+        estimate(tiny_model, replace(work, max_tokens=1, group_size=size), torch.bfloat16, capacity).total
+        for size in (turned, 2 * turned)
+    ]
+    assert needed[0] <= capacity < needed[1]
+
+
+def test_a_run_that_fits_only_while_conversations_stay_short_is_warned(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "capacity_bytes", lambda: memory.PROCESS_BYTES + 64 * MIB)
+    needs, warning = check(tiny_model, Workload(100, 3000, 1, 4096, 16, 32, 8), torch.bfloat16)
+    assert warning and "max_tokens=" in warning and needs.largest in str(needs)
+    assert check(tiny_model, WORK, torch.bfloat16)[1] is None
+
+
+def test_the_kv_cache_holds_all_sequences_but_leaves_most_of_the_memory_alone(tiny_model: Path) -> None:
+    from transformers import AutoConfig  # noqa: PLC0415
+
+    config = AutoConfig.from_pretrained(tiny_model)
+    token = 2 * 2 * 2 * 1 * 32  # keys and values, bf16, layers, heads, head size
+    assert kv_cache_bytes(config, 256, 32, GIB) == token * 32 * (32 * 8 + 1)
+    assert kv_cache_bytes(config, 256, 32, MIB) == token * 32 * (MIB // 4 // (token * 32))
+    assert kv_cache_bytes(config, 4096, 32, 0) == token * 32 * 129
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_limit_of_any_control_group_above_is_heeded(version: int, tmp_path: Path) -> None:
+    top = tmp_path / ("memory" if version == 1 else "")
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if version == 1 else ("memory.max", "memory.current")
+    for folder, limit in (("", "9223372036854771712" if version == 1 else "max"), ("a", "1000"), ("a/b", "5000")):
+        (top / folder).mkdir(parents=True, exist_ok=True)
+        for name, value in zip((*names, "memory.stat"), (limit, "700", "anon 5\ninactive_file 100\n"), strict=True):
+            (top / folder / name).write_text(value)
+    membership = tmp_path / "membership"
+    membership.write_text("5:memory:/a/b\n4:cpu:/x\n" if version == 1 else "0::/a/b\n")
+    assert min(memory._control_group_rooms(membership, tmp_path)) == 400
+    assert 4400 in list(memory._control_group_rooms(membership, tmp_path))
+
+
+def test_an_attempt_that_cannot_fit_is_refused_before_its_engine_starts(tiny_model: Path, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", tiny_model)
+    start = "import worker.memory as m; m.capacity_bytes = lambda: 2**29; from worker.main import main; main()"
+    command = [sys.executable, "-c", start, run.url, "--attempt", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env={**os.environ})
+    result = run.result()
+    assert result and result["state"] == "failed", done.stderr
+    error = result["error"]
+    assert error["code"] == "out_of_memory" and error["values"]["largest"] == "process"
+    assert error["values"]["available_gib"] == 0.5 < error["values"]["needed_gib"] and "smaller model" in error["fix"]
+    assert ": engine" not in done.stderr and not run.metric_steps()
+
+
+LONG_ANSWERS = """
+import pathlib
+class Growing(Vowels):
+    def step_episode(self, example, messages, assistant_response):
+        text = "more " * (600 if pathlib.Path({flag!r}).exists() else 1)
+        return EnvironmentStepResult(done=len(messages) >= 4, messages=[{{"role": "user", "content": text}}])
+def load_environment(train=12, held_out=5, question="Write"):
+    return Growing(train, held_out, question)
+"""
+
+
+def test_memory_that_runs_out_in_mid_run_is_said_with_the_evidence(tiny_model: Path, tmp_path: Path) -> None:
+    """The address space is closed once the run trains; then conversations get long."""
+    folder, flag = tmp_path / "growing", tmp_path / "flag"
+    folder.mkdir()
+    source = (VOWELS / "environment.py").read_text() + LONG_ANSWERS.format(flag=str(flag))
+    (folder / "environment.py").write_text(source)
+    run = make_run(tmp_path / "run", tiny_model, environment=folder, steps=1000, save_every=1000, max_length=4096)
+    with Attempt(run) as attempt:
+        attempt.wait_until(lambda: 2 in run.metric_steps(), timeout_s=240)
+        process = psutil.Process(attempt.process.pid)
+        limit = process.memory_info().vms + 64 * MIB
+        process.rlimit(psutil.RLIMIT_AS, (limit, limit))
+        flag.touch()
+        assert attempt.wait(240) == 0, attempt.log_path.read_text()
+    result = run.result()
+    assert result and result["state"] == "failed", attempt.log_path.read_text()
+    error = SimpleNamespace(**result["error"])
+    assert error.code == "out_of_memory", error
+    assert "memory" in error.what and "event `memory`" in error.fix
+    assert error.values["peak_gib"] >= error.values["held_gib"] > 0.5 and error.values["available_gib"] > 0

@@ -1,0 +1,202 @@
+"""The report page: what it holds, that nothing in a run can act in it, and how it looks in a real browser."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Generator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flash_mcp import cli, queue
+from flash_mcp.report import html
+from flash_mcp.store import RunRow, open_store
+from flash_mcp.tools.status import view_of
+from tests.samples import evaluate, finished_run, learn, read_in, sample_rollout, save_adapter, started_run, supervised
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+HOSTILE = (
+    "</pre></details></style><script>document.title = 'taken'</script>"
+    '<img src="https://example.invalid/x.png" onerror="document.title = \'taken\'">'
+    '<a href="javascript:document.title=\'taken\'">click</a><meta http-equiv=refresh content="0;url=about:blank">'
+    "\"'&amp;<!-- \u202e \x00\x1b[31m ]]>"
+)
+CONTRAST = """() => {
+  const rgb = text => text.match(/[\\d.]+/g).map(Number);
+  const light = ([r, g, b]) => [r, g, b].map(c => (c /= 255) <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+  const ground = node => { for (; node; node = node.parentElement) {
+    const colour = rgb(getComputedStyle(node).backgroundColor); if (colour.length < 4 || colour[3] > 0) return colour; }
+    return [255, 255, 255]; };
+  const ratio = (a, b) => { const [x, y] = [light(a), light(b)].sort((p, q) => q - p); return (x + .05) / (y + .05); };
+  const low = [];
+  for (const node of document.body.querySelectorAll('*')) {
+    const style = getComputedStyle(node), svg = node instanceof SVGElement;
+    const written = [...node.childNodes].some(child => child.nodeType === 3 && child.data.trim());
+    const drawn = svg && !node.matches('.grid, svg, title, text');
+    const paint = drawn ? (node.matches('circle') ? style.fill : style.stroke) : svg ? style.fill : style.color;
+    if (!(written && node.localName !== 'title') && !drawn) continue;
+    const found = ratio(rgb(paint), ground(node));
+    if (found < (drawn ? 3 : 4.5)) low.push([node.outerHTML.slice(0, 80), paint, found]);
+  }
+  return low;
+}"""
+
+
+class Tags(HTMLParser):
+    """Every element with its attributes, and all text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.fixture(autouse=True)
+def no_supervisor(flash_home: Path) -> Generator[None, None, None]:
+    with supervised():
+        yield
+
+
+def hostile_run(folder: Path) -> RunRow:
+    """A run of 20 steps in which every text that a model, an environment or a user can write is hostile."""
+    run, writer = started_run(folder / "environment", environment_args={"note": HOSTILE}, kl_penalty_coef=0.1)
+    kl = {"kl": 0.02, "sampling_kl": 0.001, "eval_loss": 0.4, "groups/solved_share": 0.3, f"reward/{HOSTILE}": 0.5}
+    evaluate(writer, 0, 20)
+    learn(writer, range(1, 21), **{"rollouts/truncated_share": 0.6, **kl})
+    row = sample_rollout(20, 0, 0.0, HOSTILE)
+    row |= {"task_id": HOSTILE, "reason": HOSTILE, "metrics": {HOSTILE: 0.0}, "index": 0, "finish": HOSTILE}
+    error = {"error": {"code": "environment_error", "what": HOSTILE}}
+    writer.rollouts(20, [row, {**sample_rollout(20, 1, 0.5, HOSTILE), **error}, sample_rollout(20, 2, 0.9)])
+    writer.event("warning", HOSTILE)
+    save_adapter(writer, 20, folder)
+    evaluate(writer, 20, 60)
+    Path(writer.folder.path("log.1")).write_bytes(HOSTILE.encode(errors="replace"))
+    writer.commit_result("failed", 20)
+    read_in(open_store(), run["id"])
+    error = {"code": "environment_error", "what": HOSTILE, "fix": HOSTILE, "values": {}}
+    queue.finish(open_store(), run["id"], 1, "failed", step=20, error=error)
+    return open_store().run(run["id"])
+
+
+def test_the_page_has_the_figures_of_status(tmp_path: Path):
+    run = finished_run(tmp_path, solved=90)
+    page, (view, _) = Tags(html(open_store(), run["id"])), view_of(open_store(), run["id"], detailed=True)
+    assert view.verdict is not None and view.outlook is not None and view.lineage is not None
+    for text in (
+        view.verdict.explanation,
+        view.outlook,
+        "0.200 ± 0.078",
+        "0.900 ± 0.059",
+        f"flash-mcp {view.lineage.code}",
+        "echo@0123456789abcdef",
+        "step 10: ",
+        "group_size",
+        "recipe",
+        "Step 20: 8 rollouts",
+        "Held out, step 20: 100 rollouts, success 90%; failures: wrong 10",
+        "The answer is 84.",
+        *(view.metrics or {}),
+    ):
+        assert text in page.text
+    drawn = [attributes for tag, attributes in page.found if tag == "polyline"]
+    assert len(drawn) >= 6
+
+
+def test_flags_and_failure_modes_stand_on_the_page_with_evidence_and_remedy(tmp_path: Path):
+    run, writer = started_run(tmp_path)
+    learn(writer, range(1, 12), **{"rollouts/truncated_share": 0.6})
+    read_in(open_store(), run["id"])
+    text = Tags(html(open_store(), run["id"])).text
+    assert "truncation" in text and "60% of the rollouts of steps 2 to 11" in text and "max_tokens" in text
+
+
+def test_nothing_that_a_run_wrote_becomes_part_of_the_page(tmp_path: Path):
+    page = Tags(html(open_store(), hostile_run(tmp_path)["id"]))
+    tags = {tag for tag, _ in page.found}
+    assert not tags & {"script", "img", "a", "iframe", "object", "embed", "link", "form", "base"}
+    assert not {name for _, attributes in page.found for name in attributes} & {
+        "onerror",
+        "onload",
+        "href",
+        "src",
+        "style",
+    }
+    assert page.text.count("<script>document.title = 'taken'</script>") >= 9
+    policy = next(attributes["content"] for _, attributes in page.found if "http-equiv" in attributes)
+    assert policy is not None and policy.startswith("default-src 'none'; style-src 'sha256-")
+    assert "unsafe" not in policy
+    assert not any(character in page.text for character in "\x00\x1b")
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_a_run_that_has_hardly_begun_has_a_page(tmp_path: Path, steps: int):
+    run, writer = started_run(tmp_path)
+    learn(writer, range(1, steps + 1))
+    read_in(open_store(), run["id"])
+    text = Tags(html(open_store(), run["id"])).text
+    assert ("No steps yet." in text) == (steps == 0)
+
+
+def test_the_command_writes_the_page_and_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    run_id = finished_run(tmp_path)["id"]
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["report", run_id]) == 0
+    assert capsys.readouterr().out.strip() == f"{run_id}.html"
+    assert Path(f"{run_id}.html").read_text().startswith("<!doctype html>")
+    assert cli.main(["report", run_id, "--out", "other.html"]) == 0
+    assert Path("other.html").is_file()
+    capsys.readouterr()
+    assert cli.main(["report", "run-none"]) == 1
+    assert "unknown_run" in capsys.readouterr().err
+    assert cli.main(["report", run_id, "--out", "/nonexistent/x.html"]) == 2
+    assert "--out" in capsys.readouterr().err
+
+
+@pytest.fixture
+def browser() -> Generator[Any, None, None]:
+    sync = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if BROWSER is None:
+        pytest.skip("no Chromium or Chrome on this machine; with Debian: apt-get install chromium")
+    with sync.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+def test_in_a_browser_the_page_is_legible_and_nothing_in_it_acts(tmp_path: Path, browser: Any):
+    file = tmp_path / "report.html"
+    file.write_text(html(open_store(), hostile_run(tmp_path)["id"]), encoding="utf-8")
+    for scheme, width in (("light", 1100), ("dark", 1100), ("light", 360)):
+        page = browser.new_page(color_scheme=scheme, viewport={"width": width, "height": 900})
+        said: list[str] = []
+        asked: list[str] = []
+        page.on("console", lambda message: said.append(message.text))  # noqa: B023
+        page.on("pageerror", lambda error: said.append(str(error)))  # noqa: B023
+        page.on("request", lambda request: asked.append(request.url))  # noqa: B023
+        page.goto(file.as_uri())
+        page.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
+        page.screenshot(path=tmp_path / f"report-{scheme}-{width}.png", full_page=True)
+        assert (said, asked) == ([], [file.as_uri()])
+        assert (
+            page.title().startswith("run-") and page.evaluate("document.scripts.length + document.images.length") == 0
+        )
+        assert page.evaluate("[...document.querySelectorAll('pre')].some(each => each.innerText.includes('<script>'))")
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "wider than its window"
+        assert page.evaluate("getComputedStyle(document.body).maxWidth") != "none", "the policy refused the style sheet"
+        assert page.evaluate(CONTRAST) == []
+        assert page.locator("figure svg").count() >= 8
+        sizes = page.evaluate("[...document.querySelectorAll('figure svg')].map(e => e.getBoundingClientRect().height)")
+        assert min(sizes) > 100
+        page.close()

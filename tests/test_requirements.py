@@ -1,0 +1,176 @@
+"""Environments that bring a requirements.txt: real installs of small packages, real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from environments import requirements
+from environments.faults import EnvironmentFault
+from environments.host import EnvironmentHost
+from tests.folders import environment_folder
+
+pytestmark = pytest.mark.anyio
+SMALL = "six==1.17.0\n"
+
+
+def folder_with(tmp_path: Path, wanted: str, source: str = "", returns: str = "Addition()") -> Path:
+    folder = environment_folder(tmp_path / "environment", source, returns=returns)
+    (folder / "requirements.txt").write_text(wanted)
+    return folder
+
+
+def names_in(interpreters: Path) -> set[str]:
+    """What lies in the folders of all interpreters."""
+    return {path.name for path in interpreters.glob("*/*")}
+
+
+def environment_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/environ").read_bytes()
+
+
+def started(*commands: tuple[str, ...]) -> list[subprocess.Popen[str]]:
+    return [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
+
+
+async def fault_of(folder: Path, **options: float) -> EnvironmentFault:
+    with pytest.raises(EnvironmentFault) as caught:
+        await requirements.interpreter(folder, **options)
+    return caught.value
+
+
+async def test_an_environment_runs_with_its_own_packages_and_with_nothing_of_ours(
+    tmp_path: Path, flash_home: Path
+) -> None:
+    source = """
+        import importlib.util
+        import six
+
+        class Sample(Addition):
+            def build_prompt_messages(self, example, prompt_text):
+                ours = [name for name in ("pydantic", "flash_mcp", "torch") if importlib.util.find_spec(name)]
+                return [{"role": "user", "content": f"{six.__version__} {ours} {sys.prefix}"}]
+    """
+    told: list[str] = []
+
+    async def on_progress(message: str) -> None:
+        told.append(message)
+
+    folder = folder_with(tmp_path, f"# the only one\n{SMALL}", source, returns="Sample()")
+    async with await EnvironmentHost.start(folder, on_progress=on_progress) as host:
+        shown = (await host.open("train", 0)).messages[0]["content"]
+    target = (await requirements.interpreter(folder)).parents[2]
+    assert shown == f"1.17.0 [] {target / 'venv'}"
+    assert (target / "ready").read_text() == SMALL
+    assert told and all(message.startswith("installing the environment's packages: ") for message in told)
+
+    told.clear()
+    async with await EnvironmentHost.start(folder, on_progress=on_progress):
+        assert not told  # installed once
+
+
+async def test_a_folder_without_requirements_runs_with_our_own_interpreter(tmp_path: Path, flash_home: Path) -> None:
+    folder = folder_with(tmp_path, "  # nothing\n\n")
+    assert await requirements.interpreter(folder) == Path(sys.executable)
+    assert not (flash_home / "interpreters").exists()
+
+
+async def test_what_the_resolver_said_last_is_in_the_error_and_nothing_half_made_stays(
+    tmp_path: Path, flash_home: Path
+) -> None:
+    folder = folder_with(tmp_path, "six==1.17.0\nsix==1.16.0\n")
+    fault = await fault_of(folder)
+    assert fault.code == "requirements_failed"
+    assert "six==1.16.0, six==1.17.0" in fault.what
+    assert "unsatisfiable" in fault.what
+    assert names_in(flash_home / "interpreters") == {"lock", "requirements.txt"}
+
+
+@pytest.mark.parametrize("line", ["-r more.txt", "-e .", "./wheels/one.whl", "--constraint c.txt", "one @ file:one"])
+async def test_a_line_that_refers_to_other_files_is_refused(line: str, tmp_path: Path) -> None:
+    fault = await fault_of(folder_with(tmp_path, f"six\n{line}\n"))
+    assert (fault.code, f"requirements.txt line 2: {line!r}" in fault.what) == ("requirements_failed", True)
+
+
+async def test_who_has_no_time_left_is_told_so_and_finds_it_done_later(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, SMALL)
+    assert (await fault_of(folder, timeout_s=0)).code == "not_ready"
+    assert len(requirements._installers) == 1  # pyright: ignore[reportPrivateUsage]
+    assert (await requirements.interpreter(folder)).is_file()
+    assert not requirements._installers  # pyright: ignore[reportPrivateUsage]
+
+
+async def test_two_processes_at_once_both_get_the_interpreter_after_one_that_was_killed(
+    tmp_path: Path, flash_home: Path
+) -> None:
+    folder = folder_with(tmp_path, SMALL)
+    assert (await fault_of(folder, timeout_s=0)).code == "not_ready"
+    [(target, (installer, _))] = requirements._installers.items()  # pyright: ignore[reportPrivateUsage]
+    os.killpg(installer.pid, 9)
+    installer.wait()
+    del requirements._installers[target]  # pyright: ignore[reportPrivateUsage]
+    (target / "ready").unlink(missing_ok=True)
+    (target / "venv" / "left-over").mkdir(parents=True, exist_ok=True)
+
+    code = f"""
+        import asyncio
+        from pathlib import Path
+        from environments import requirements
+
+        async def told(message):
+            print(message)
+
+        print(asyncio.run(requirements.interpreter(Path({str(folder)!r}), on_progress=told)))
+    """
+    command = (sys.executable, "-c", textwrap.dedent(code))
+    with (target / "lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # both meet somebody who installs; then there are two of them
+        both = started(command, command)
+        for process in both:
+            assert process.stdout and "another process installs the same packages" in await asyncio.to_thread(
+                lambda stdout: next(line for line in stdout if "starting" not in line), process.stdout
+            )
+    outputs = await asyncio.gather(*(asyncio.to_thread(process.communicate) for process in both))
+    assert [process.returncode for process in both] == [0, 0]
+    assert [output.splitlines()[-1] for output, _ in outputs] == [str(target / "venv" / "bin" / "python")] * 2
+    assert not (target / "venv" / "left-over").exists()
+    assert names_in(flash_home / "interpreters") == {"lock", "ready", "requirements.txt", "venv"}
+
+
+def test_of_two_installers_one_installs(tmp_path: Path) -> None:
+    code = f"""
+        import sys, time
+        from pathlib import Path
+        from environments import requirements
+
+        def install(target):
+            with (target / "installed").open("a") as stream:
+                stream.write("once ")
+            time.sleep(0.3)
+            (target / "ready").touch()
+
+        requirements.install, sys.argv = install, ["", {str(tmp_path)!r}]
+        requirements.main()
+    """
+    command = (sys.executable, "-c", textwrap.dedent(code))
+    both = started(command, command)
+    assert [process.wait(timeout=60) for process in both] == [0, 0]
+    assert (tmp_path / "installed").read_text() == "once "
+
+
+async def test_build_code_of_packages_sees_none_of_our_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "planted")
+    monkeypatch.setenv("UV_HTTP_TIMEOUT", "30")
+    folder = folder_with(tmp_path, SMALL)
+    assert (await fault_of(folder, timeout_s=0)).code == "not_ready"
+    [(installer, _)] = requirements._installers.values()  # pyright: ignore[reportPrivateUsage]
+    seen = environment_of(installer.pid)
+    assert b"UV_HTTP_TIMEOUT=30" in seen and b"HF_TOKEN" not in seen
+    await requirements.interpreter(folder)

@@ -1,0 +1,341 @@
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncGenerator, Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mcp import Client
+
+from flash_mcp import datasets, queue
+from flash_mcp.home import datasets_dir
+from flash_mcp.runfolder import RunFolder
+from flash_mcp.server import server
+from flash_mcp.spec import resolve, validate
+from flash_mcp.store import RunRow, open_store
+from tests.attempts import Attempt
+from tests.samples import push_echo, supervised
+from tests.test_server import body_of, code_of, text_of
+
+pytestmark = pytest.mark.anyio
+
+ENVIRONMENT = '''
+from environments.base import EnvironmentSingleTurn, RewardResult, TaskExample
+
+EXAMPLE = [{"role": "user", "content": "Say 0"}, {"role": "assistant", "content": "0"}]
+
+
+class Numbers(EnvironmentSingleTurn):
+    """Its train tasks t40 and t41 are planted: they are two of its eval tasks, spelt another way."""
+
+    def __init__(self, low=0):
+        self.dataset = [TaskExample({}, f"Say {n}", id=f"t{n}", output=f"{n}!") for n in range(low, 40)]
+        self.dataset += [TaskExample({}, "SAY  100 ", id="t40"), TaskExample({}, "hidden", id="t41")]
+        self.eval_dataset = [TaskExample({}, f"Say {n}", id=f"e{n}") for n in range(100, 120)]
+
+    def build_prompt_messages(self, example, prompt_text):
+        text = "Say 101" if example.input == "hidden" else example.input
+        return [*EXAMPLE, {"role": "user", "content": text}]
+
+    def score_response(self, example, response_text):
+        return RewardResult(score=float(response_text == example.output))
+
+
+def load_environment(**kwargs):
+    return Numbers(**kwargs)
+'''
+
+
+@pytest.fixture
+def numbers(tmp_path: Path) -> Generator[None, None, None]:
+    """The environment is published, and queued runs stay queued: this test is the supervisor."""
+    push_echo(tmp_path / "numbers", ENVIRONMENT, "numbers")
+    with supervised():
+        yield
+
+
+@pytest.fixture(params=["auto", "legacy"])
+async def client(request: pytest.FixtureRequest, numbers: None) -> AsyncGenerator[Client]:
+    """The product's server in this process, in both protocol eras."""
+    async with Client(server, mode=request.param) as connected:
+        yield connected
+
+
+def answered(index: int, task: str, said: str, *, right: bool = True, asked: str | None = None, **values: Any) -> Any:
+    """A rollout as the worker writes it, after an example in the prompt."""
+    number = task.lstrip("te")
+    messages = [
+        {"role": "user", "content": "Say 0"},
+        {"role": "assistant", "content": "0"},
+        {"role": "user", "content": asked or f"Say {number}"},
+        {"role": "assistant", "content": said},
+    ]
+    return {
+        "step": 1, "index": index, "group": 0, "task_id": task, "messages": messages, "reward": float(right),
+        "success": right, "advantage": 0.0, "metrics": {}, "reason": None, "error": None, "turns": 1,
+        "prompt_tokens": 9, "completion_tokens": 3, "env_tokens": 0, "truncated": False, "finish": "done",
+        "seconds": 0.1, **values,
+    }  # fmt: skip
+
+
+def recorded(
+    rollouts: Sequence[Any] = (), evaluation: Sequence[Any] = (), *, environment: str = "numbers", **fields: Any
+) -> RunRow:
+    """A run whose worker left these rollouts of step 1 and this evaluation of step 0."""
+    store = open_store()
+    resolved = resolve(validate({"environment": environment, "steps": 1, **fields}))
+    run, _ = queue.enqueue(store, resolved, store.environment(environment))
+    assert queue.claim(store) is not None
+    folder = RunFolder(run["folder"])
+    folder.create(queue.job(run))
+    writer = folder.claim(1)
+    if rollouts:
+        writer.rollouts(1, rollouts)
+    if evaluation:
+        writer.evaluation(0, {"n": len(evaluation), "success": 0.5}, evaluation)
+    writer.commit_result("succeeded", 1)
+    queue.finish(store, run["id"], 1, "succeeded", step=1)
+    return store.run(run["id"])
+
+
+def solved(count: int = 8) -> list[Any]:
+    """One right and one wrong attempt at each of the first tasks."""
+    return [
+        answered(2 * n + wrong, f"t{n}", f"{n}?" if wrong else f"{n}!", right=not wrong)
+        for n in range(count)
+        for wrong in (0, 1)
+    ]
+
+
+async def curated(client: Client, **arguments: Any) -> dict[str, Any]:
+    return body_of(await client.call_tool("curate", arguments))
+
+
+async def refused(client: Client, tool: str = "curate", **arguments: Any) -> tuple[str, str]:
+    result = await client.call_tool(tool, arguments)
+    assert "Fix: " in text_of(result)
+    return code_of(result), text_of(result)
+
+
+async def test_a_dry_run_shows_counts_and_examples_and_writes_nothing(client: Client):
+    run = recorded(solved())
+    body = await curated(client, runs=[run["id"]], filter="solved and pass@2 > 0", dry_run=True)
+    counts = body["counts"]
+    assert (counts["attempts"], counts["tasks"], counts["sometimes_solved"], counts["train_rows"]) == (16, 8, 8, 8)
+    assert body["examples"][0]["asked"].startswith("Say ")
+    assert re.fullmatch(r"\d!", body["examples"][0]["answered"])
+    assert "dataset" not in body
+    assert not datasets_dir().exists()
+
+
+async def test_a_dataset_is_kept_under_its_content_with_where_it_came_from(client: Client):
+    run = recorded(solved())
+    arguments = {"runs": [run["id"]], "name": "right", "filter": "pass@1 < 1", "holdout": 0.4}
+    body = await curated(client, **arguments)
+    kept = datasets.find(body["dataset"])
+    assert body["created"] is True
+    assert body["dataset"] in body["next"]
+    rows, held_back = kept.rows(), kept.rows(datasets.HOLDOUT)
+    assert (len(rows), len(held_back)) == (body["counts"]["train_rows"], body["counts"]["holdout_rows"])
+    assert rows
+    assert held_back
+    assert len(rows) + len(held_back) == 8
+    assert all(row["prompt_messages"] == 3 and row["provenance"]["run_id"] == run["id"] for row in rows)
+    manifest = kept.manifest
+    assert manifest["environment"] == {"name": "numbers", "digest": "0123456789abcdef", "args": {}}
+    assert (manifest["filter"], manifest["select"], manifest["holdout"]) == ("pass@1 < 1", "correct", 0.4)
+    assert [(each["run_id"], each["model"], each["rows"]) for each in manifest["runs"]] == [
+        (run["id"], run["model"], 8)
+    ]
+    assert manifest["counts"] == body["counts"]
+    again = await curated(client, **arguments)
+    assert (again["dataset"], again["created"]) == (body["dataset"], False)
+
+
+async def test_runs_and_evaluations_are_pooled_and_no_attempt_counts_twice(client: Client):
+    first = recorded(solved(), [answered(0, "t0", "0!!", split="train", attempt=0)])
+    second = recorded([answered(n, "t0", f"0! {n}") for n in range(2)])
+    body = await curated(client, runs=[first["id"], second["id"], first["id"]], filter="n == 5", dry_run=True)
+    counts = body["counts"]
+    assert (counts["attempts"], counts["repeated"], counts["train_rows"], counts["filtered"]) == (19, 0, 4, 7)
+    only = await curated(client, runs=[first["id"]], source="evaluations", dry_run=True)
+    assert only["counts"]["attempts"] == 1
+
+
+async def test_what_the_environment_failed_is_left_out_and_counted(client: Client):
+    error = {"code": "environment_timeout", "what": "too slow"}
+    run = recorded([*solved(2), answered(4, "t3", "", right=False, messages=[], turns=0, error=error)])
+    counts = (await curated(client, runs=[run["id"]], dry_run=True))["counts"]
+    assert (counts["errors"], counts["tasks"], counts["train_rows"]) == (1, 2, 2)
+
+
+async def test_tasks_of_the_eval_split_are_kept_out_however_they_are_named(client: Client):
+    planted = [answered(20, "t40", "100!", asked="SAY  100 "), answered(21, "t41", "101!", asked="Say 101")]
+    run = recorded([*solved(), *planted], [answered(0, "e102", "102!", split="eval", attempt=0)])
+    body = await curated(client, runs=[run["id"]], name="clean")
+    counts = body["counts"]
+    assert (counts["eval_tasks"], counts["eval_attempts"], counts["train_rows"]) == (3, 3, 8)
+    assert "3 tasks of the eval split were left out" in body["notes"][0]
+    learnt = {row["provenance"]["task_id"] for row in datasets.find(body["dataset"]).rows()}
+    assert learnt == {f"t{n}" for n in range(8)}
+
+    spoilt = await curated(client, runs=[run["id"]], name="spoilt", allow_eval_tasks=True)
+    assert spoilt["counts"]["train_rows"] == 11
+    assert "no longer tell" in spoilt["notes"][0]
+    checked = body_of(
+        await client.call_tool(
+            "train",
+            {"environment": "numbers", "algorithm": "sft", "dataset": spoilt["dataset"], "validate_only": True},
+        )
+    )
+    assert any("may be memory" in note for note in checked["notes"])
+
+
+async def test_an_evaluation_of_the_eval_split_alone_gives_no_dataset(client: Client):
+    run = recorded(evaluation=[answered(n, f"e{100 + n}", "!") for n in range(5)])
+    code, text = await refused(client, runs=[run["id"]], name="x")
+    assert code == "dataset_invalid"
+    assert "eval_attempts 5" in text
+    assert "train tasks" in text
+    assert not datasets_dir().exists()
+    assert (await curated(client, runs=[run["id"]], dry_run=True))["counts"]["train_rows"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "expected"),
+    [
+        ({"filter": "Pass@4 > 0"}, "invalid_argument", "write pass@4"),
+        ({"select": "best-n"}, "invalid_argument", "max_per_task"),
+        ({"name": None}, "invalid_argument", "dry_run"),
+        ({"name": "No Spaces"}, "invalid_argument", "no-spaces"),
+        ({"runs": ["run-00000000"]}, "unknown_run", "status"),
+        ({"runs": []}, "invalid_argument", "runs"),
+        ({"holdout": 1.0}, "invalid_argument", "holdout"),
+        ({"filter": "n > 99"}, "dataset_invalid", "loosen the filter"),
+        ({"filter": "pass@9 > 0"}, "dataset_invalid", "insufficient 8"),
+        ({"success_threshold": 9.0}, "dataset_invalid", "never_solved 8"),
+        ({"since_step": 2}, "dataset_invalid", "no attempts"),
+    ],
+)
+async def test_what_cannot_be_curated_is_refused_and_leaves_nothing(
+    client: Client, arguments: dict[str, Any], code: str, expected: str
+):
+    run = recorded(solved())
+    given = {"runs": [run["id"]], "name": "x"} | arguments
+    got, text = await refused(client, **{name: value for name, value in given.items() if value is not None})
+    assert (got, expected in text) == (code, True), text
+    assert not list(datasets_dir().glob("*"))
+
+
+@pytest.mark.parametrize("other", ["version", "arguments"])
+async def test_attempts_in_different_environments_are_not_pooled(client: Client, tmp_path: Path, other: str):
+    first = recorded(solved())
+    if other == "version":
+        open_store().add_environment(name="numbers", digest="fedcba9876543210", path=str(tmp_path), size_bytes=1)
+        second = recorded(solved())
+    else:
+        second = recorded(solved(), environment_args={"low": 1})
+    code, text = await refused(client, runs=[first["id"], second["id"]], name="x")
+    assert code == "invalid_argument"
+    assert f"{second['id']}: numbers@" in text
+
+
+async def test_train_refuses_a_dataset_that_does_not_fit(client: Client, tmp_path: Path):
+    run = recorded(solved())
+    kept = (await curated(client, runs=[run["id"]], name="right"))["dataset"]
+    sft = {"environment": "numbers", "algorithm": "sft"}
+    code, text = await refused(client, "train", environment="numbers", dataset=kept)
+    assert (code, "algorithm='sft'" in text) == ("invalid_argument", True)
+    code, text = await refused(client, "train", **sft, dataset="right@ffffff")
+    assert (code, kept in text) == ("unknown_dataset", True)
+    code, text = await refused(client, "train", **sft, dataset="left")
+    assert (code, "right" in text) == ("unknown_dataset", True)
+
+    later = ENVIRONMENT.replace("range(100, 120)", "range(3, 9)")  # another version holds back what was learnt
+    push_echo(tmp_path / "later", later, "later")
+    code, text = await refused(client, "train", environment="later", algorithm="sft", dataset=kept)
+    assert (code, "5 rows show prompts of the eval split" in text) == ("dataset_invalid", True), text
+
+    path = datasets.find(kept).path / datasets.TRAIN
+    path.chmod(0o644)
+    path.write_text(path.read_text().replace("3!", "4!"))
+    code, text = await refused(client, "train", **sft, dataset=kept)
+    assert (code, "changed" in text) == ("dataset_invalid", True)
+
+
+async def test_a_run_is_pinned_to_its_dataset_and_as_long_as_its_rows(client: Client):
+    run = recorded(solved())
+    kept = (await curated(client, runs=[run["id"]], name="right"))["dataset"]
+    fields = {"environment": "numbers", "algorithm": "sft", "dataset": "right", "batch_size": 2, "epochs": 3}
+    started = body_of(await client.call_tool("train", fields))
+    assert (started["estimate"]["dataset_rows"], started["estimate"]["steps"]) == (8, 12)
+    assert started["values"]["dataset"] == kept
+    row = open_store().run(started["run_id"])
+    job = queue.job(row)
+    assert row["spec"]["dataset"] == kept
+    assert job["dataset"] == datasets.find(kept).pinned()
+    assert f"{job['dataset']['name']}@{job['dataset']['digest']}" == kept
+
+
+# -- the dataset as the worker learns it -------------------------------------------------------------------------------
+
+
+async def test_every_token_of_the_models_own_answers_is_learnt_and_no_other(numbers: None, tmp_path: Path):
+    from tests.tiny import make_tokenizer  # noqa: PLC0415  seconds of imports that the other tests do not need
+    from worker.sft import IGNORED, dataset_rows  # noqa: PLC0415
+    from worker.transcript import ChatTemplate  # noqa: PLC0415
+
+    turns = answered(0, "t1", "first", turns=2)
+    turns["messages"] += [{"role": "user", "content": "go on"}, {"role": "assistant", "content": "second\u2028é"}]
+    run = recorded([turns, answered(1, "t2", "2!")])
+    async with Client(server) as client:
+        kept = datasets.find((await curated(client, runs=[run["id"]], name="turns"))["dataset"])
+    template = ChatTemplate(make_tokenizer())
+    decode = template.tokenizer.decode
+    rows = dataset_rows(kept.pinned(), template, 4096)["train"]
+    learnt = [decode([label for label in row["labels"] if label != IGNORED]) for row in rows]
+    assert learnt == ["first<|im_end|>second\u2028é<|im_end|>", "2!<|im_end|>"]  # and not the example's answer, 0
+    for row, line in zip(rows, kept.rows(), strict=True):
+        whole = template.tokenizer.apply_chat_template(line["messages"], tokenize=False)
+        assert decode(row["input_ids"]) + "\n" == whole
+        assert all(label in (IGNORED, token) for token, label in zip(row["input_ids"], row["labels"], strict=True))
+
+
+@pytest.mark.timeout(300)
+async def test_a_model_is_fine_tuned_on_a_curated_dataset(numbers: None, tiny_model: Path):
+    run = recorded([answered(n, f"t{n}", f"{n}!") for n in range(40)])
+    store = open_store()
+    async with Client(server) as client:
+        body = await curated(client, runs=[run["id"]], name="right", holdout=0.2)
+        fields = {
+            "environment": "numbers", "algorithm": "sft", "dataset": body["dataset"], "model": str(tiny_model),
+            "steps": 6, "save_every": 4, "learning_rate": 0.01, "lora_rank": 8, "lora_alpha": 16,
+        }  # fmt: skip
+        started = body_of(await client.call_tool("train", fields))
+    row = queue.claim(store)
+    assert row is not None
+    assert row["id"] == started["run_id"]
+    folder = RunFolder(row["folder"])
+    folder.create(queue.job(row))
+    with Attempt(folder) as attempt:
+        assert attempt.wait() == 0, attempt.log_path.read_text()
+    result = folder.result()
+    assert result is not None
+    assert result["state"] == "succeeded", json.dumps(result)
+    metrics = [folder.metrics(step)["metrics"] for step in range(1, 7)]  # pyright: ignore[reportOptionalSubscript]
+    assert metrics[-1]["loss"] < metrics[0]["loss"] - 0.5
+    held_back = {step: each["eval_loss"] for step, each in enumerate(metrics, start=1) if "eval_loss" in each}
+    assert set(held_back) == {4, 6}  # with every checkpoint
+    assert held_back[6] < metrics[0]["loss"]
+    assert folder.job()["dataset"]["digest"] == datasets.find(body["dataset"]).digest
+
+    path = datasets.find(body["dataset"]).path / datasets.TRAIN
+    path.chmod(0o644)
+    path.write_bytes(path.read_bytes().replace(b"3!", b"4!"))
+    with Attempt(folder, 2) as attempt:
+        assert attempt.wait() == 0, attempt.log_path.read_text()
+    failed = folder.result()
+    assert failed is not None
+    assert (failed["state"], failed["error"]["code"]) == ("failed", "dataset_invalid")

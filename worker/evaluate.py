@@ -1,0 +1,108 @@
+"""An evaluation from job.json to evals/STEP.json: a run that samples and scores, and trains nothing.
+
+The engine, the scheduler and the environment host are those of training. Attempts are recorded in shards as they end,
+so that whoever goes on after a crash repeats none of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+from flash_mcp.runfolder import Json, RunWriter
+from worker.pulse import Pulse
+from worker.rollout import Limits, Rollout, Task
+from worker.run import check_errors, opened
+from worker.settings import Settings
+from worker.summary import summarize_evaluation
+
+log = logging.getLogger("worker")
+AT_ONCE = 64
+BLOCK = 512
+"""Attempts handed to the scheduler together: each of them holds an open episode."""
+SHARD_EVERY_S = 2.0
+
+
+def evaluate(job: Json, spec: Settings, writer: RunWriter, pulse: Pulse, scratch: Path) -> int:
+    """Make the attempts that are not recorded yet, and return how many there are in all.
+
+    Raises FlashError, or Cancelled once what was done is recorded.
+    """
+    tasks = _tasks(spec)
+    if writer.folder.evaluation(spec.step):  # an attempt of the run came as far as this before
+        return len(tasks)
+    recorder = Recorder(writer, pulse, spec.step)
+    missing = [task for task in tasks if task.index not in recorder.rows]
+    if recorder.rows:
+        writer.event("phase", f"going on after {len(recorder.rows)} of {len(tasks)} attempts", step=len(recorder.rows))
+    if missing:
+        with opened(job, spec, writer, pulse, at_once=min(len(missing), AT_ONCE), trains=False) as session:
+            session.sync(spec.step)
+            pulse.enter("eval")
+            limits = Limits(
+                spec.max_tokens, session.limits.max_length, spec.temperature, spec.top_p, tuple(spec.stop_sequences)
+            )
+            recorder.start()
+            try:
+                for start in range(0, len(missing), BLOCK):
+                    session.collect(missing[start : start + BLOCK], limits, recorder.add)
+            finally:
+                recorder.flush()
+    rows = [recorder.rows[task.index] for task in tasks]
+    summary = summarize_evaluation(rows, seconds=recorder.seconds)
+    writer.evaluation(spec.step, {**summary, "tokens_per_s": recorder.tokens_per_s}, rows)
+    log.info("eval %s", summary)
+    check_errors(rows, spec.max_error_share)
+    return len(tasks)
+
+
+class Recorder:
+    """Rows of attempts by index: those that were recorded before, and those that end now, soon written down."""
+
+    def __init__(self, writer: RunWriter, pulse: Pulse, step: int) -> None:
+        self.writer, self.pulse, self.step = writer, pulse, step
+        self.rows: dict[int, Json] = {row["index"]: row for row in writer.folder.attempts(step)}
+        self.pulse.step = len(self.rows)
+        self.seconds = 0.0
+        self._tokens = 0
+        self._unwritten: list[Json] = []
+        self.start()
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Of what was generated since `start`; None where nothing was."""
+        return self._tokens / self.seconds if self._tokens and self.seconds else None
+
+    def start(self) -> None:
+        """Time what follows."""
+        self._started = self._written = time.monotonic()
+
+    def add(self, rollout: Rollout) -> None:
+        row = rollout.row(self.step)
+        self.rows[row["index"]] = row
+        self.pulse.step = len(self.rows)
+        self._tokens += row["completion_tokens"]
+        self._unwritten.append(row)
+        if time.monotonic() - self._written > SHARD_EVERY_S:
+            self.flush()
+
+    def flush(self) -> None:
+        self._written = time.monotonic()
+        self.seconds = self._written - self._started
+        rows, self._unwritten = self._unwritten, []
+        if rows:
+            self.writer.attempts(self.step, rows)
+
+
+def _tasks(spec: Settings) -> list[Task]:
+    """Every attempt, those of a task next to each other. Its seed is the same whatever model is evaluated."""
+    return [
+        Task(spec.split, example, group, group * spec.attempts + attempt, _seed(spec.seed, example, attempt), attempt)
+        for group, example in enumerate(spec.tasks)
+        for attempt in range(spec.attempts)
+    ]
+
+
+def _seed(seed: int, example: int, attempt: int) -> int:
+    return (seed * 1_000_003 + example) * 65_537 + attempt

@@ -1,0 +1,263 @@
+"""What an attempt will need of memory, known before its engine starts.
+
+The training pass is not a formula: it runs on tensors without storage, and the bytes that would be alive are counted.
+That takes a second or two, and follows every architecture and every change of worker/packing.py. docs/memory.md holds
+the estimates beside measured peaks.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from flash_mcp.errors import FlashError
+from worker import packing
+
+MIB, GIB = 2**20, 2**30
+PROCESS_BYTES = 1050 * MIB
+"""Imports of torch, transformers and vLLM (690 MiB), the engine's start (40), and kernels compiled for each length."""
+ENGINE_COPIES = 2
+"""On the CPU vLLM holds packed weights beside those that it loaded."""
+HEAP_OVERHEAD = 1.5
+"""glibc's heap over what is alive in it: groups differ in length, so a freed block seldom fits the next tensor."""
+KV_BLOCK_TOKENS = 32
+"""Of the CPU's cache: the smallest that vLLM takes. Prefixes are found by whole blocks; at its own 128 a chat prompt
+shorter than that never is."""
+KV_CACHE_SHARE = 4
+"""On the CPU the cache takes at most this part of the memory: sequences that find no room wait for their turn."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The largest step that a run may take; lengths in tokens."""
+
+    prompt: int
+    max_tokens: int
+    turns: int
+    max_length: int
+    group_size: int
+    sequences: int
+    lora_rank: int
+
+    @property
+    def completion(self) -> int:
+        """What the model may write in one conversation. What the environment says in between is not known."""
+        return max(1, min(self.turns * self.max_tokens, self.max_length - self.prompt))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Peak bytes of an attempt by what needs them. `activations` and `logits` are of one group's training pass."""
+
+    process: int
+    weights: int
+    engine_weights: int
+    kv_cache: int
+    adapter: int
+    activations: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        return sum(asdict(self).values())
+
+    @property
+    def largest(self) -> str:
+        """The name of the largest term."""
+        terms = asdict(self)
+        return max(terms, key=lambda name: terms[name])
+
+    def __str__(self) -> str:
+        terms = ", ".join(f"{name} {size / GIB:.2f}" for name, size in asdict(self).items())
+        return f"{self.total / GIB:.2f} GiB ({terms})"
+
+
+def estimate(model_path: Path, work: Workload, dtype: torch.dtype, capacity: int) -> Estimate:
+    """What a GRPO attempt needs where it may have `capacity` bytes; on a GPU, bytes of the card."""
+    on_gpu = torch.cuda.is_available()
+    model = _without_storage(model_path, dtype, work.lora_rank)
+    weights = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+    adapter = 4 * sum(p.nbytes for p in model.parameters() if p.requires_grad)  # with gradients and Adam's two moments
+    kv_cache = kv_cache_bytes(model.config, work.max_length, work.sequences, capacity, itemsize=dtype.itemsize)
+    if on_gpu:  # worker.engine takes half of what the policy left free
+        kv_cache = max(0, (capacity - weights) // 2 - weights)
+    held, passing = _training_pass(model, work)
+    return Estimate(
+        process=GIB if on_gpu else PROCESS_BYTES,
+        weights=weights,
+        engine_weights=weights if on_gpu else ENGINE_COPIES * weights,
+        kv_cache=kv_cache,
+        adapter=adapter,
+        activations=held if on_gpu else round(HEAP_OVERHEAD * held),
+        logits=passing,
+    )
+
+
+def check(model_path: Path, work: Workload, dtype: torch.dtype) -> tuple[Estimate, str | None]:
+    """The estimate, and a warning where the longest conversations would not fit.
+
+    FlashError(out_of_memory) where not even the shortest would: such a run cannot take one step.
+    """
+    capacity = capacity_bytes()
+    needs = estimate(model_path, work, dtype, capacity)
+    if needs.total <= capacity:
+        return needs, None
+    shortest = replace(work, max_tokens=1, turns=1)
+    least = estimate(model_path, shortest, dtype, capacity)
+    if least.total > capacity:
+        raise FlashError(
+            "out_of_memory",
+            f"the run needs at least {least}, and {capacity / GIB:.2f} GiB are available; {least.largest} needs most",
+            needed_gib=round(least.total / GIB, 2),
+            available_gib=round(capacity / GIB, 2),
+            largest=least.largest,
+            fix=_knob(model_path, shortest, dtype, capacity),
+        )
+    return needs, (
+        f"memory runs out if conversations get as long as they may: {needs} of {capacity / GIB:.2f} GiB available; "
+        + _knob(model_path, work, dtype, capacity)
+    )
+
+
+def kv_cache_bytes(config: Any, max_length: int, sequences: int, capacity: int, *, itemsize: int = 2) -> int:
+    """A cache that holds every sequence at full length, but at most a quarter of `capacity` and at least one of them.
+
+    `config` is of transformers.
+    """
+    config = config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    block = 2 * itemsize * config.num_hidden_layers * heads * head_dim * KV_BLOCK_TOKENS
+    blocks = math.ceil(max_length / KV_BLOCK_TOKENS)
+    one, every = blocks + 1, sequences * blocks + 1  # vLLM keeps one block empty
+    return block * max(one, min(every, capacity // KV_CACHE_SHARE // block))
+
+
+def cpu_kv_cache_bytes(model_path: Path, max_length: int, sequences: int, *, itemsize: int = 2) -> int:
+    """`kv_cache_bytes` on this machine as it is now."""
+    from transformers import AutoConfig  # noqa: PLC0415
+
+    config = AutoConfig.from_pretrained(model_path)
+    return kv_cache_bytes(config, max_length, sequences, capacity_bytes(), itemsize=itemsize)
+
+
+def capacity_bytes() -> int:
+    """What this process may have in all: what is free, and what it holds already. On a GPU, of the card."""
+    if torch.cuda.is_available():
+        return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+    rooms = _control_group_rooms(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+    return min([psutil.virtual_memory().available, *rooms]) + psutil.Process().memory_info().rss
+
+
+def _control_group_rooms(membership: Path, root: Path) -> Iterator[int]:
+    """Bytes left within each memory limit that control groups, of version 1 or 2, set on this process."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:  # not Linux
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        top = root / controllers
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
+        group = top / path.lstrip("/")
+        for folder in [group, *(parent for parent in group.parents if parent.is_relative_to(top))]:
+            try:
+                limit, used = ((folder / name).read_text().strip() for name in names)
+                statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            except (OSError, ValueError):
+                continue
+            if limit.isdigit():
+                yield int(limit) - int(used) + int(statistics.get("inactive_file", 0))  # the kernel drops those first
+
+
+# -- the training pass -------------------------------------------------------------------------------------------------
+
+
+class _Alive(TorchDispatchMode):
+    """Counts the bytes of tensors made under it: those alive `now`, and the most that were at once."""
+
+    def __init__(self, known: Iterator[Tensor]) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known = weakref.WeakSet(tensor.untyped_storage() for tensor in known)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage()) not in self._known:
+                self._known.add(storage)
+                self._count(storage.nbytes())
+                weakref.finalize(storage, self._count, -storage.nbytes())
+        return result
+
+    def _count(self, size: int) -> None:
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+
+def _without_storage(model_path: Path, dtype: torch.dtype, lora_rank: int) -> Any:
+    """The policy as worker.policy makes it, on the meta device."""
+    from peft import LoraConfig, get_peft_model  # noqa: PLC0415  seconds of imports that a server of models can spare
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
+
+    config = AutoConfig.from_pretrained(model_path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    lora = LoraConfig(r=lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    return get_peft_model(model, lora, low_cpu_mem_usage=True)
+
+
+def _training_pass(model: Any, work: Workload) -> tuple[int, int]:
+    """(held, passing) bytes of one group's pass: what waits for the backward pass, and what comes and goes beside it.
+
+    As worker.packing.group_logps, with every completion at full length.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows = max(1, min(work.group_size, (packing.PACK_TOKENS - work.prompt) // work.completion))
+    packs = work.group_size / rows
+
+    def ids(length: int) -> Tensor:
+        return torch.zeros(length, dtype=torch.long, device=device)
+
+    # `to_empty` reads the meta tensors, hence allow_non_fake_inputs.
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        causal_lm = model.to_empty(device=device).get_base_model()
+        causal_lm.tie_weights()
+        with _Alive(model.parameters()) as alive:
+            with torch.autocast(device, torch.bfloat16, enabled=causal_lm.dtype == torch.bfloat16):
+                hidden = packing._hidden(causal_lm, ids(work.prompt), [ids(work.completion)] * rows)
+                before_head = alive.now
+                count = rows * work.completion
+                logps, entropies = packing._head(causal_lm.lm_head, hidden[ids(count)], ids(count), 1.0)
+            held, logits = alive.now, alive.now - before_head
+            logps.sum().backward()
+            peak = alive.peak
+        del hidden, logps, entropies
+    return round(packs * (held - logits)), round((packs - 1) * logits) + peak - held + logits
+
+
+# -- what to do about it -----------------------------------------------------------------------------------------------
+
+
+def _knob(model_path: Path, work: Workload, dtype: torch.dtype, capacity: int) -> str:
+    """The first of the knobs, turned down by halves, with which the run fits."""
+    for name, least in (("max_tokens", 32), ("group_size", 4), ("max_length", max(256, 2 * work.prompt))):
+        value = getattr(work, name) // 2
+        while value >= least:
+            if estimate(model_path, replace(work, **{name: value}), dtype, capacity).total <= capacity:
+                return f"set {name}={value} (it is {getattr(work, name)}), free memory, or use a smaller model"
+            value //= 2
+    return "use a smaller model, or a machine with more memory"
