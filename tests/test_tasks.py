@@ -14,8 +14,9 @@ from mcp_types import CallToolResult, Request, RequestParams, Result
 
 from flash_mcp import queue, tasks
 from flash_mcp.errors import FlashError
+from flash_mcp.runfolder import RunFolder, RunWriter
 from flash_mcp.server import server
-from flash_mcp.store import open_store
+from flash_mcp.store import RunRow, open_store
 from flash_mcp.tasks import IDENTIFIER
 from tests.samples import evaluate, finished_run, learn, push_echo, read_in, save_adapter, supervised
 
@@ -134,10 +135,8 @@ async def test_a_handshake_client_knows_no_tasks(tmp_path: Path):
         assert refused.value.error.code == METHOD_NOT_FOUND
 
 
-def start_for_real(task_id: str, scratch: Path) -> Any:
-    """What supervisor and worker make of a queued run: 20 steps, not read in yet, and its writer."""
-    from flash_mcp.runfolder import RunFolder  # noqa: PLC0415
-
+def claimed(task_id: str) -> tuple[RunRow, RunWriter]:
+    """The task's run as a supervisor takes it from the queue, and its worker's side of the folder."""
     store = open_store()
     run = queue.claim(store)
     assert run is not None
@@ -146,28 +145,48 @@ def start_for_real(task_id: str, scratch: Path) -> Any:
     folder.create(queue.job(run))
     writer = folder.claim(run["attempt"])
     queue.mark_running(store, task_id, run["attempt"])
-    evaluate(writer, 0, 20)
-    learn(writer, range(1, 21))
-    save_adapter(writer, 20, scratch)
-    evaluate(writer, 20, 90)
-    return run
+    return run, writer
+
+
+def succeeded(run: RunRow, step: int) -> None:
+    read_in(open_store(), run["id"])
+    queue.finish(open_store(), run["id"], run["attempt"], "succeeded", step=step)
+
+
+async def result_of(client: Client, tool: str, task_id: str) -> dict[str, Any]:
+    """The structured content of a completed task, which follows the tool's schema."""
+    got = await ask(client, "tasks/get", task_id)
+    assert got.status == "completed"
+    assert got.result is not None
+    await client.session.validate_tool_result(tool, CallToolResult.model_validate(got.result))
+    return got.result["structuredContent"]
 
 
 async def test_the_result_of_a_run_is_what_train_returned_and_how_it_ended(client: Client, tmp_path: Path):
     with supervised():
         task_id = await begun(client, tmp_path / "environment")
-        run = start_for_real(task_id, tmp_path)
-        read_in(open_store(), task_id)
-        queue.finish(open_store(), task_id, run["attempt"], "succeeded", step=20)
-        got = await ask(client, "tasks/get", task_id)
-    assert got.status == "completed"
-    assert got.result is not None
-    await client.session.validate_tool_result("train", CallToolResult.model_validate(got.result))
-    body = got.result["structuredContent"]
+        run, writer = claimed(task_id)
+        evaluate(writer, 0, 20)
+        learn(writer, range(1, 21))
+        save_adapter(writer, 20, tmp_path)
+        evaluate(writer, 20, 90)
+        succeeded(run, step=20)
+        body = await result_of(client, "train", task_id)
     assert (body["run_id"], body["state"]) == (task_id, "succeeded")
     assert body["run"]["verdict"]["outcome"] == "improved"
-    assert "deploy" in body["next"]
+    assert body["run"]["checkpoint"] == 20
     assert body["estimate"]["steps"] == 20
+
+
+async def test_the_result_of_an_evaluation_has_its_scores(client: Client, tmp_path: Path):
+    push_echo(tmp_path)
+    with supervised():
+        task_id = (await call(client, "evaluate", environment="echo", wait_s=0)).task_id
+        run, writer = claimed(task_id)
+        evaluate(writer, 0, 20)
+        succeeded(run, step=60)
+        body = await result_of(client, "evaluate", task_id)
+    assert (body["state"], body["done"], body["scores"]["success"]) == ("succeeded", 60, 0.2)
 
 
 async def test_a_failed_run_is_a_completed_task_with_an_error(client: Client, tmp_path: Path):
