@@ -95,6 +95,8 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
         _add_doctor,
         _add_curve,
         _add_report,
+        _add_backup,
+        _add_restore,
         _add_wait,
         _add_install,
     )
@@ -295,6 +297,27 @@ def report(arguments: argparse.Namespace) -> None:
         fix = "choose a file that you may write with --out"
         raise FlashError("invalid_argument", f"cannot write there: {error}", out=out, fix=fix) from error
     _say(str(out))
+
+
+def _add_backup(commands: Any) -> None:
+    parser = commands.add_parser("backup", help="save runs, environments and the database to one file, while in use")
+    parser.add_argument("file", type=Path, metavar="FILE", help="archive to write; compressed where it ends with .gz")
+    parser.set_defaults(run=functools.partial(_archive, "backup"))
+
+
+def _add_restore(commands: Any) -> None:
+    parser = commands.add_parser("restore", help="bring a backup into an empty state directory; runs go on from there")
+    parser.add_argument("file", type=Path, metavar="FILE", help="archive that `flash-mcp backup` wrote")
+    parser.set_defaults(run=functools.partial(_archive, "restore"))
+
+
+def _archive(command: str, arguments: argparse.Namespace) -> None:
+    """Back up or restore FLASH_HOME and say what there was."""
+    from flash_mcp import backup  # noqa: PLC0415
+    from flash_mcp.home import home  # noqa: PLC0415
+
+    act = {"backup": backup.backup, "restore": backup.restore}[command]
+    _say("\n".join(render(vars(act(home(), arguments.file.absolute())))))
 
 
 # -- tools as commands ------------------------------------------------------------------------------------------------

@@ -39,6 +39,8 @@ CODES: dict[str, str] = {
     "stalled": "an attempt made no progress for too long",
     "fenced": "a newer attempt owns the run; this one changed nothing",
     "state_busy": "the state directory is locked by another program",
+    "state_corrupt": "the database of the state directory is damaged",
+    "store_unreachable": "the object store that holds a run folder does not answer",
     "internal": "a defect of flash-mcp itself; the id finds the traceback in the log",
 }
 

@@ -23,6 +23,8 @@ from flash_mcp.spec import ResolvedEval, ResolvedSpec
 from flash_mcp.store import ACTIVE, EnvironmentRow, RunRow, Store
 
 EndState = Literal["succeeded", "failed", "cancelled"]
+MAX_DELAY_S = 60.0
+"""The longest that `requeue` lets a run wait."""
 ID_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 
 
@@ -100,9 +102,11 @@ def claim(store: Store) -> RunRow | None:
         rows = store.query(
             """UPDATE runs SET state = 'starting', attempt = attempt + 1, started = coalesce(started, ?), updated = ?
                WHERE state = 'queued' AND id = (
-                   SELECT id FROM runs WHERE state = 'queued' AND not_before <= ? ORDER BY created, id LIMIT 1)
+                   SELECT id FROM runs WHERE state = 'queued' AND (not_before <= ? OR not_before > ?)
+                   ORDER BY created, id LIMIT 1)
                RETURNING *""",
-            [now, now, now],
+            # Nobody waits longer than the longest delay: then the clock was set back.
+            [now, now, now, now + MAX_DELAY_S],
         )
     return cast(RunRow, rows[0]) if rows else None
 
@@ -124,11 +128,14 @@ def record_beat(store: Store, run_id: str, attempt: int, *, step: int, phase: st
 
 
 def requeue(store: Store, run_id: str, attempt: int, error: FlashError, *, delay_s: float = 0.0) -> bool:
-    """The attempt was lost: let another one start after `delay_s`. False where none is left, or a cancel is wanted."""
+    """The attempt was lost: let another start after `delay_s`, at most MAX_DELAY_S.
+
+    False where none is left, or a cancel is wanted.
+    """
     return _update(
         store,
         "state = 'queued', phase = NULL, beat = NULL, error = ?, not_before = ?",
-        [json.dumps(error.to_dict(), default=str), time.time() + delay_s],
+        [json.dumps(error.to_dict(), default=str), time.time() + min(delay_s, MAX_DELAY_S)],
         run_id,
         attempt,
         ("starting", "running"),

@@ -77,10 +77,10 @@ table { border-collapse: collapse; width: 100%; } caption { text-align: left; co
 th, td { text-align: left; vertical-align: top; padding: .25rem .75rem .25rem 0; border-bottom: 1px solid var(--line); }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 20rem), 1fr)); gap: 1rem; }
-figure { margin: 0; padding: .5rem .75rem; background: var(--panel); border: 1px solid var(--line);
+figure { min-width: 0; margin: 0; padding: .5rem .75rem; background: var(--panel); border: 1px solid var(--line);
   border-radius: 6px; }
 figcaption { font-size: .85rem; } figcaption b { display: block; color: var(--ink); font-size: .95rem; }
-.key { white-space: nowrap; margin-right: .75rem; } svg { display: block; width: 100%; height: auto; }
+.key { margin-right: .75rem; } svg { display: block; width: 100%; height: auto; }
 .key svg, td svg { display: inline-block; vertical-align: middle; width: auto; }
 .tick { fill: var(--dim); font: 11px system-ui, sans-serif; } .grid { stroke: var(--line); stroke-width: 1; }
 .curve { fill: none; stroke-width: 2; stroke-linejoin: round; } .whisker { stroke-width: 2; }
@@ -110,6 +110,7 @@ def html(store: Store, run_id: str) -> str:
         "body",
         *_head(run, view, next_step),
         *_judgement(view),
+        *_scores(view),
         *_health(view),
         *_curves(store, view),
         *_rollouts(store, run_id),
@@ -214,6 +215,13 @@ def _judgement(view: RunView) -> list[Child]:
         else None,
         _table(columns, rows),
     ]
+
+
+def _scores(view: RunView) -> list[Child]:
+    """What a run made by evaluate found."""
+    found = view.scores.model_dump(mode="json", exclude_none=True) if view.scores else {}
+    rows = [[name, value if isinstance(value, str) else json.dumps(value)] for name, value in found.items()]
+    return [el("h2", "Scores"), _table(("", ""), rows)] if rows else []
 
 
 def _interval(point: HeldOut) -> Element:
@@ -355,7 +363,7 @@ def _told(series: Series) -> str:
 
 def _ticks(low: float, high: float) -> list[float]:
     """At least two round values around low to high, a step of 1, 2 or 5 apart."""
-    span = max(high - low, abs(high) * 0.1, 1e-9)
+    span = max(high - low, abs(high) * 0.1) or 1.0
     exponent = 10.0 ** int(f"{span / 4:e}".partition("e")[2])
     step = next(size * exponent for size in (1, 2, 5, 10) if span / 4 <= size * exponent)
     start, end = int(low // step), int(-(-high // step))

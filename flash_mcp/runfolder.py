@@ -11,23 +11,29 @@
     events/EPOCH-N.json    {"time", "epoch", "kind", "message", ...}
     log.N                  what attempt N printed
     checkpoints/STEP/      a PEFT adapter and the trainer's state, with MANIFEST.json (sha256 of every file)
+                           (in an object store the files stand in checkpoints/STEP/EPOCH/: it cannot rename a folder)
     checkpoints/LATEST     {"step", "digest"}, written last
     cancel                 the control plane asks the worker to save and end
     result.json            {"state", "step", "error", ...}: the only word that ends a run
 
-Whole files only, each replaced atomically: an object store cannot append.
+Whole files only, each replaced atomically: an object store cannot append. A stopped attempt may wake in the middle of
+anything, so what it can still replace is judged by its epoch when it is read. Credentials of an object store come from
+its own variables (AWS_ACCESS_KEY_ID and so on), never from the folder or its URL.
 """
 
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import json
+import logging
 import os
+import random
 import shutil
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -39,18 +45,31 @@ import psutil
 from flash_mcp.errors import FlashError
 
 Json = dict[str, Any]
+log = logging.getLogger(__name__)
+PATIENCE_S = 600.0
+RETRY_DELAY_S = (0.1, 15.0)
+READ_BYTES = 8 << 20
 
 
 class RunFolder:
-    """Reads, and the control plane's few writes. `url` is a local path or any fsspec URL."""
+    """Reads, and the control plane's few writes. `url` is a local path or any fsspec URL.
 
-    def __init__(self, url: str | Path) -> None:
+    While an object store cannot be reached, each call is tried again for `patience_s`; then it raises
+    FlashError(store_unreachable). FlashError(engine_missing) where the packages for the URL are not installed.
+    """
+
+    def __init__(self, url: str | Path, *, patience_s: float = PATIENCE_S) -> None:
         self.url = str(url)
-        filesystem, root = cast("tuple[Any, str]", fsspec.core.url_to_fs(self.url))  # pyright: ignore[reportUnknownMemberType]
-        self._fs: Any = filesystem
+        try:
+            # Without listings of its own: other machines write there too.
+            filesystem, root = cast("tuple[Any, str]", fsspec.core.url_to_fs(self.url, use_listings_cache=False))  # pyright: ignore[reportUnknownMemberType]
+        except ImportError as error:
+            fix = "install flash-mcp with the extra s3, or the fsspec package for that store"
+            raise FlashError("engine_missing", f"{error}", folder=self.url, fix=fix) from error
         self.root = root.rstrip("/")
-        protocols: str | tuple[str, ...] = self._fs.protocol
+        protocols: str | tuple[str, ...] = filesystem.protocol
         self.is_local = "file" in ((protocols,) if isinstance(protocols, str) else protocols)
+        self._fs: Any = filesystem if self.is_local else _Patient(filesystem, patience_s)
 
     def path(self, *parts: str) -> str:
         return "/".join((self.root, *parts))
@@ -69,16 +88,21 @@ class RunFolder:
         newest = self.newest_epoch()
         if newest >= epoch:
             raise FlashError("fenced", "the run belongs to another attempt", epoch=epoch, newest=newest)
-        body = _dump({"time": time.time(), "host": socket.gethostname(), "pid": os.getpid()})
+        claim = {"time": time.time(), "host": socket.gethostname(), "pid": os.getpid(), "claim": uuid4().hex}
         try:
             if self.is_local:
                 Path(self.path("epoch")).mkdir(parents=True, exist_ok=True)
                 with Path(self.path("epoch", str(epoch))).open("xb") as stream:
-                    stream.write(body)
+                    stream.write(_dump(claim))
             else:
-                self._fs.pipe_file(self.path("epoch", str(epoch)), body, mode="create")
-        except FileExistsError as error:
-            raise FlashError("fenced", "the run belongs to another attempt", epoch=epoch) from error
+                self._fs.pipe_file(self.path("epoch", str(epoch)), _dump(claim), mode="create")
+        except OSError as error:
+            # A claim whose answer was lost, and that was tried again, finds itself. Stores refuse in different words.
+            owner = self.read_json("epoch", str(epoch)) if not self.is_local else None
+            if owner is None and not isinstance(error, FileExistsError):
+                raise disk_error(error, Path(self.path("epoch"))) from error
+            if owner != claim:
+                raise FlashError("fenced", "the run belongs to another attempt", epoch=epoch) from error
         return RunWriter(self, epoch)
 
     # -- reading ------------------------------------------------------------------------------------------------------
@@ -97,7 +121,9 @@ class RunFolder:
         return self.read_json("beat.json")
 
     def result(self) -> Json | None:
-        return self.read_json("result.json")
+        """What the newest attempt left as the last word, or one before it where the newest has not claimed the run."""
+        result = self.read_json("result.json")
+        return result if result and result["epoch"] >= self.newest_epoch() else None
 
     def is_cancelled(self) -> bool:
         return self._fs.exists(self.path("cancel"))
@@ -140,6 +166,8 @@ class RunFolder:
         """The end of what attempt `epoch` printed; empty where nothing was."""
         try:
             size = self._fs.size(self.path(f"log.{epoch}"))
+            if not size:  # object stores refuse an empty range
+                return ""
             tail: bytes = self._fs.cat_file(self.path(f"log.{epoch}"), start=max(0, size - size_bytes), end=size)
         except FileNotFoundError:
             return ""
@@ -164,18 +192,8 @@ class RunFolder:
                 step=step,
                 fix=f"use one of {self.checkpoint_steps()}",
             )
-        for name, digest in manifest["files"].items():
-            try:
-                data: bytes = self._fs.cat_file(self.path("checkpoints", str(step), name))
-            except FileNotFoundError:
-                data = b""
-            if hashlib.sha256(data).hexdigest() != digest:
-                raise FlashError(
-                    "checkpoint_corrupt",
-                    f"{name} does not match its checksum",
-                    step=step,
-                    fix="use an earlier checkpoint",
-                )
+        folder = self._files_of(manifest)
+        _check_files(manifest, lambda name: self._digest(f"{folder}/{name}"))
         return manifest
 
     def newest_good_checkpoint(self) -> int | None:
@@ -189,11 +207,19 @@ class RunFolder:
         return None
 
     def fetch_checkpoint(self, step: int, into: Path) -> Path:
-        """Copy a verified checkpoint to a local folder and return that folder; local ones are used in place."""
-        self.verify_checkpoint(step)
-        if self.is_local:
+        """Copy a checkpoint to a local folder, verify it and return that folder; local ones are used in place."""
+        manifest = self.manifest(step)
+        if self.is_local or manifest is None:
+            self.verify_checkpoint(step)
             return Path(self.path("checkpoints", str(step)))
-        self._fs.get(self.path("checkpoints", str(step)), str(into), recursive=True)
+        local, folder = RunFolder(into), self._files_of(manifest)
+        for name in manifest["files"]:
+            (into / name).parent.mkdir(parents=True, exist_ok=True)
+            try:
+                self._fs.get_file(f"{folder}/{name}", str(into / name))
+            except FileNotFoundError:
+                continue
+        _check_files(manifest, lambda name: local._digest(str(into / name)))
         return into
 
     def read_json(self, *parts: str) -> Json | None:
@@ -201,6 +227,25 @@ class RunFolder:
         return None if text is None else cast(Json, json.loads(text))
 
     # -- files --------------------------------------------------------------------------------------------------------
+
+    def _files_of(self, manifest: Json) -> str:
+        """The folder of a checkpoint's files. An object store's has one for each attempt that saved the step.
+
+        There a folder does not come into being at once: an attempt that wakes in the middle of writing one must not
+        meet the files of its successor.
+        """
+        step = self.path("checkpoints", str(manifest["step"]))
+        return step if self.is_local else f"{step}/{manifest['epoch']}"
+
+    def _digest(self, path: str) -> str | None:
+        """sha256 of a file; None where there is none."""
+        sha = hashlib.sha256()
+        try:
+            for start in range(0, size := self._fs.size(path), READ_BYTES):
+                sha.update(self._fs.cat_file(path, start=start, end=min(start + READ_BYTES, size)))
+        except FileNotFoundError:
+            return None
+        return sha.hexdigest()
 
     def _names(self, *parts: str) -> list[str]:
         try:
@@ -232,8 +277,10 @@ class RunFolder:
         with suppress(FileNotFoundError):
             self._fs.rm(self.path(*parts), recursive=True)
 
-    def _write(self, name: str, body: bytes) -> None:
+    def _write(self, name: str, body: bytes, guard: Callable[[], None] = lambda: None) -> None:
+        """Replace a file; `guard` is asked as late as can be, and raises where it must not be."""
         if not self.is_local:
+            guard()
             self._fs.pipe_file(self.path(*name.split("/")), body)
             return
         target = Path(self.path(name))
@@ -244,10 +291,12 @@ class RunFolder:
                 stream.write(body)
                 stream.flush()
                 os.fsync(stream.fileno())
+            guard()
             temporary.replace(target)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
             raise disk_error(error, target) from error
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 class RunWriter:
@@ -277,9 +326,8 @@ class RunWriter:
         self._put(f"metrics/{step}.json", {"step": step, "metrics": metrics})
 
     def rollouts(self, step: int, rollouts: Iterable[Json]) -> None:
-        self.check_owner()
         body = "".join(_dump(rollout).decode() + "\n" for rollout in rollouts)
-        self.folder._write(f"rollouts/{step}.jsonl", body.encode())  # pyright: ignore[reportPrivateUsage]
+        self._write(f"rollouts/{step}.jsonl", body.encode())
 
     def evaluation(self, step: int, summary: Json, rollouts: Sequence[Json]) -> None:
         self._put(f"evals/{step}.json", {"step": step, "summary": summary, "rollouts": list(rollouts)})
@@ -287,9 +335,8 @@ class RunWriter:
 
     def attempts(self, step: int, rollouts: Sequence[Json]) -> None:
         """Keep attempts of an evaluation that goes on, for the attempt of the run that may have to finish it."""
-        self.check_owner()
         body = "".join(_dump(rollout).decode() + "\n" for rollout in rollouts)
-        self.folder._write(f"evals/{step}/{self.epoch:04d}-{self._shards:06d}", body.encode())  # pyright: ignore[reportPrivateUsage]
+        self._write(f"evals/{step}/{self.epoch:04d}-{self._shards:06d}", body.encode())
         self._shards += 1
 
     def event(self, kind: str, message: str, **values: Any) -> None:
@@ -323,13 +370,12 @@ class RunWriter:
                 self._put_remote(folder.path("checkpoints", str(step)), files, manifest)
         except OSError as error:
             raise disk_error(error, source) from error
-        self.check_owner()  # a zombie that wakes here must not point back to its own step
-        folder._write("checkpoints/LATEST", _dump({"step": step, "digest": digest}))  # pyright: ignore[reportPrivateUsage]
+        self._write("checkpoints/LATEST", _dump({"step": step, "digest": digest}))
         return manifest
 
     def _put_local(self, target: Path, files: dict[str, Path], manifest: Json) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
-        staging = target.with_name(f".{target.name}.{uuid4().hex}")
+        staging = target.with_name(f".{self.epoch}.{target.name}.{uuid4().hex}")
         try:
             for name, path in files.items():
                 (staging / name).parent.mkdir(parents=True, exist_ok=True)
@@ -338,18 +384,22 @@ class RunWriter:
             _sync_tree(staging)
             self.check_owner()
             if target.exists():
-                target.rename(target.with_name(f".old-{target.name}.{uuid4().hex}"))
+                target.rename(staging.with_name(f"{staging.name}.old"))
             staging.rename(target)
         finally:
-            for stale in (*target.parent.glob(".old-*"), *target.parent.glob(".[0-9]*")):
-                shutil.rmtree(stale, ignore_errors=True)
+            # What earlier attempts began, too; but never what a newer one is writing while this one wakes up.
+            for stale in target.parent.glob(".*"):
+                if stale.name.split(".")[1].isdigit() and int(stale.name.split(".")[1]) <= self.epoch:
+                    shutil.rmtree(stale, ignore_errors=True)
 
     def _put_remote(self, target: str, files: dict[str, Path], manifest: Json) -> None:
-        fs = self.folder._fs  # pyright: ignore[reportPrivateUsage]
-        if fs.exists(f"{target}/MANIFEST.json"):
-            fs.rm(f"{target}/MANIFEST.json")
+        folder = self.folder
+        fs = folder._fs  # pyright: ignore[reportPrivateUsage]
+        known = folder.manifest(manifest["step"])
+        if known and known["epoch"] == self.epoch:  # its files are about to be replaced
+            fs.rm_file(f"{target}/MANIFEST.json")
         for name, path in files.items():
-            fs.put_file(str(path), f"{target}/{name}")
+            fs.put_file(str(path), f"{folder._files_of(manifest)}/{name}")  # pyright: ignore[reportPrivateUsage]
         self.check_owner()
         fs.pipe_file(f"{target}/MANIFEST.json", _dump(manifest))
 
@@ -358,8 +408,58 @@ class RunWriter:
         self._put("result.json", {"state": state, "step": step, "error": error.to_dict() if error else None, **values})
 
     def _put(self, name: str, body: Json) -> None:
-        self.check_owner()
-        self.folder._write(name, _dump({"epoch": self.epoch, "time": time.time(), **body}))  # pyright: ignore[reportPrivateUsage]
+        self._write(name, _dump({"epoch": self.epoch, "time": time.time(), **body}))
+
+    def _write(self, name: str, body: bytes) -> None:
+        self.folder._write(name, body, self.check_owner)  # pyright: ignore[reportPrivateUsage]
+
+
+class _Patient:
+    """A file system of elsewhere, whose every call is tried again, ever more slowly, while it cannot be reached."""
+
+    def __init__(self, filesystem: Any, patience_s: float) -> None:
+        self._filesystem, self._patience_s = filesystem, patience_s
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        call = getattr(self._filesystem, name)
+
+        @functools.wraps(call)
+        def patient(*arguments: Any, **options: Any) -> Any:
+            began, (delay_s, most_s) = time.monotonic(), RETRY_DELAY_S
+            while True:
+                try:
+                    return call(*arguments, **options)
+                except Exception as error:
+                    if not _may_pass(error):
+                        raise
+                    if time.monotonic() - began + delay_s > self._patience_s:
+                        raise _unreachable(arguments[0], error) from error
+                    log.warning("%s %s is tried again: %s", name, arguments[0], error)
+                time.sleep(delay_s * random.uniform(0.5, 1.0))
+                delay_s = min(2 * delay_s, most_s)
+
+        return patient
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether the store, or the way there, failed; not that it refused."""
+    if isinstance(error, OSError):
+        refused = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
+        return not isinstance(error, refused) and error.errno not in (errno.EINVAL, errno.ENOSPC)
+    # botocore's have no ancestor in the standard library, and it may not be installed.
+    return any(base.__name__ in ("ConnectionError", "HTTPClientError") for base in type(error).__mro__)
+
+
+def _unreachable(path: str, error: Exception) -> FlashError:
+    fix = "see that the store answers and that its variables (AWS_ENDPOINT_URL, ...) are right; the run resumes"
+    return FlashError("store_unreachable", f"the run folder's store does not answer: {error}", path=path, fix=fix)
+
+
+def _check_files(manifest: Json, digest_of: Callable[[str], str | None]) -> None:
+    for name, digest in manifest["files"].items():
+        if digest_of(name) != digest:
+            what, fix = f"{name} does not match its checksum", "use an earlier checkpoint"
+            raise FlashError("checkpoint_corrupt", what, step=manifest["step"], fix=fix)
 
 
 def disk_error(error: OSError, path: Path) -> FlashError | OSError:

@@ -326,9 +326,11 @@ class Deployments:
         """Fail the rows whose server died; start one for those that have had none."""
         lost = [row for row in wanted if row["pid"] is not None]
         if dead and lost:
+            error = diagnose(dead)
             self._stop(dead)
-            self._fail(lost, diagnose(dead))
-        if fresh := [row for row in wanted if row["pid"] is None]:
+            self._fail(lost, error)
+        # One without a server.json was ended, and its successor not started: whoever was about to do so died.
+        if fresh := [row for row in wanted if row["pid"] is None or dead is None]:
             self._start(fresh[0]["model"], fresh)
 
     def _advance(self, server: Server, wanted: list[DeploymentRow]) -> None:
@@ -428,7 +430,7 @@ def diagnose(server: Server, what: str | None = None) -> FlashError:
         return told
     if re.search(r"address already in use", text, re.IGNORECASE):
         return _port_taken(server.port)
-    cause = re.search(r"\b(?:\w+Error|\w+Exception): .+", text)
+    cause = re.search(r"(?<!`)\b(?:\w+Error|\w+Exception): .+", text)  # vLLM quotes some in its warnings
     what = what or f"the server ended: {cause[0][:400] if cause else 'its log does not say why'}"
     if re.search(r"out of memory|not enough memory|no available memory|MemoryError", text, re.IGNORECASE):
         fix = "wait for the run that trains on this machine, or undeploy another model, and call deploy again"

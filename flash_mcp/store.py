@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, TypedDict, cast
@@ -252,7 +252,7 @@ class Store:
         self._local = threading.local()
         base.mkdir(parents=True, exist_ok=True, mode=0o700)
         # Two processes that turn WAL on at once fail whatever their busy time-out.
-        with (base / "flash.db.lock").open("a") as lock:
+        with (base / "flash.db.lock").open("a") as lock, _named_errors(self.path):
             fcntl.flock(lock, fcntl.LOCK_EX)
             _execute(self._db, "PRAGMA journal_mode=WAL")
             with self.transaction():
@@ -274,6 +274,17 @@ class Store:
         if db is not None:
             db.close()
             del self._local.db
+
+    def copy_to(self, path: Path) -> None:
+        """A consistent, checked copy of the database, while others write. FlashError(state_corrupt | state_busy)."""
+        with _named_errors(self.path), closing(sqlite3.connect(path)) as copy:
+            self._db.conn.backup(copy)
+            _check(copy)
+
+    def check(self) -> None:
+        """FlashError(state_corrupt) where a page of the database is damaged. Reads all of it."""
+        with _named_errors(self.path):
+            _check(self._db.conn)
 
     @contextmanager
     def transaction(self) -> Generator[None, None, None]:
@@ -301,8 +312,9 @@ class Store:
 
     def query(self, sql: str, values: Sequence[Any] = ()) -> list[dict[str, Any]]:
         """Rows as dicts, JSON columns decoded."""
-        found = cast("Iterable[Json]", self._db.query(sql, tuple(values)))  # pyright: ignore[reportUnknownMemberType]
-        return [{name: _decode(name, value) for name, value in row.items()} for row in found]
+        with _named_errors(self.path):
+            found = cast("Iterable[Json]", self._db.query(sql, tuple(values)))  # pyright: ignore[reportUnknownMemberType]
+            return [{name: _decode(name, value) for name, value in row.items()} for row in found]
 
     # -- runs ---------------------------------------------------------------------------------------------------------
 
@@ -335,6 +347,13 @@ class Store:
         sql = f"SELECT * FROM runs WHERE state IN ({_marks(ACTIVE)}) ORDER BY created, id"
         return cast("list[RunRow]", self.query(sql, ACTIVE))
 
+    def overlap(self, run: RunRow) -> Json | None:
+        """What the splits of a run's environment version share, as a run that trained on it recorded; None: nothing."""
+        sql = """SELECT lineage FROM runs WHERE environment = ? AND environment_digest = ?
+                 AND json_extract(lineage, '$.overlap') IS NOT NULL ORDER BY created DESC LIMIT 1"""
+        rows = self.query(sql, [run["environment"], run["environment_digest"]])
+        return rows[0]["lineage"]["overlap"] if rows else None
+
     def run_counts(self) -> dict[str, int]:
         """{state: number of runs}"""
         rows = self.query("SELECT state, count(*) AS n FROM runs GROUP BY state")
@@ -357,10 +376,11 @@ class Store:
         sql = """
             SELECT min(step) AS step, avg(value) AS mean FROM (
                 SELECT step, value, ntile(?) OVER (ORDER BY step) AS stretch FROM (
-                    SELECT step, json_extract(metrics, ?) AS value FROM metrics WHERE run_id = ?)
+                    SELECT step, (SELECT value FROM json_each(metrics) WHERE key = ?) AS value FROM metrics
+                    WHERE run_id = ?)
                 WHERE value IS NOT NULL)
             GROUP BY stretch ORDER BY stretch"""
-        rows = self.query(sql, [points, f'$."{name}"', run_id])
+        rows = self.query(sql, [points, name, run_id])
         return [(row["step"], row["mean"]) for row in rows]
 
     def rollouts(
@@ -443,7 +463,14 @@ class Store:
 
     # -- what the supervisor writes; each may be done again -----------------------------------------------------------
 
+    def _is_stale(self, table: str, run_id: str, row: Json) -> bool:
+        """Whether a newer attempt reported that step: an attempt that was replaced, and woke, changes nothing."""
+        sql = f"SELECT 1 FROM {table} WHERE run_id = ? AND step = ? AND epoch > ?"
+        return bool(self.query(sql, [run_id, row["step"], row["epoch"]]))
+
     def put_metrics(self, run_id: str, row: Json) -> None:
+        if self._is_stale("metrics", run_id, row):
+            return
         self._put("metrics", {"run_id": run_id, **_pick(row, "step", "epoch", "time", "metrics")})
 
     def put_rollouts(self, run_id: str, split: str, step: int, rollouts: Iterable[Json]) -> None:
@@ -467,6 +494,8 @@ class Store:
 
     def put_evaluation(self, run_id: str, evaluation: Json) -> None:
         row: Json = {"run_id": run_id, **_pick(evaluation, "step", "epoch", "time", "summary")}
+        if self._is_stale("evals", run_id, row):
+            return
         with self.transaction():
             self.put_rollouts(run_id, "eval", row["step"], evaluation["rollouts"])
             self._put("evals", row)
@@ -478,6 +507,8 @@ class Store:
         self._put("events", {"run_id": run_id, "name": name, **known, "data": data}, "INSERT OR IGNORE")
 
     def put_checkpoint(self, run_id: str, manifest: Json, path: str) -> None:
+        if self._is_stale("checkpoints", run_id, manifest):
+            return
         known = _pick(manifest, "step", "epoch", "time", "digest", "size_bytes", "metrics")
         self._put("checkpoints", {"run_id": run_id, **known, "path": path})
 
@@ -569,6 +600,12 @@ def _execute(db: Database, sql: str, values: Sequence[Any] = ()) -> int:
     return int(db.execute(sql, values).rowcount)  # pyright: ignore[reportUnknownMemberType]
 
 
+def _check(connection: Any) -> None:
+    (found,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
+    if found != "ok":
+        raise sqlite3.DatabaseError(f"malformed: {found}")
+
+
 @contextmanager
 def _named_errors(path: Path) -> Generator[None, None, None]:
     try:
@@ -581,6 +618,11 @@ def _named_errors(path: Path) -> Generator[None, None, None]:
             fix = "try again; if it stays so, find the program that holds the file open"
             raise FlashError("state_busy", "another program keeps the database locked", path=path, fix=fix) from error
         raise
+    except sqlite3.DatabaseError as error:
+        if "malformed" not in str(error) and "not a database" not in str(error):
+            raise
+        fix = "bring back a backup with `flash-mcp restore`; what runs reported stays in their folders"
+        raise FlashError("state_corrupt", f"the database is damaged: {error}", path=path, fix=fix) from error
 
 
 def _rollout_filter(

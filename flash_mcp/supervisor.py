@@ -38,7 +38,8 @@ Found = TypeVar("Found")
 # -P: the working directory is the state directory, whose folder `environments` is no package.
 PYTHON = (sys.executable, "-P", "-m")
 WORKER = (*PYTHON, "worker.main")
-START_TIMEOUT_S = 20.0
+START_TIMEOUT_S = 10.0
+STARTS = 2
 PROBE_TIMEOUT_S = 1.0
 LOG_TAIL_BYTES = 4000
 FILES_PER_COMMIT = 64  # few enough to let other writers in between
@@ -78,6 +79,7 @@ class Attempt:
     beat: Json = field(default_factory=dict[str, object])
     beat_at: float = field(default_factory=time.monotonic)
     progress_at: float = field(default_factory=time.monotonic)
+    cancelled_at: float | None = None
     result_at: float | None = None
 
     def observe(self, beat: Json | None) -> tuple[bool, bool]:
@@ -163,9 +165,19 @@ class Supervisor:
         """Tick until there was nothing to do for `idle_exit_s`."""
         busy_at = time.monotonic()
         while time.monotonic() - busy_at < self.patience.idle_exit_s:
-            if self.tick():
+            if self._tick_unless_held_up():
                 busy_at = time.monotonic()
             time.sleep(self.patience.poll_s)
+
+    def _tick_unless_held_up(self) -> bool:
+        """As `tick`. A database that another program locks, or a full disk, is waited out: the folders keep all."""
+        try:
+            return self.tick()
+        except FlashError as error:
+            if error.code not in ("state_busy", "disk_full"):
+                raise
+            log.warning("%s", error)
+            return True
 
     def tick(self) -> bool:
         """Whether there is anything to look after."""
@@ -239,8 +251,10 @@ class Supervisor:
         attempt = self._attempts.get(run["id"])
         if attempt is None or attempt.number != run["attempt"]:
             return
-        if run["cancel_requested"] and not attempt.folder.is_cancelled():
-            attempt.folder.request_cancel(run["cancel_reason"] or "")
+        if run["cancel_requested"]:
+            attempt.cancelled_at = attempt.cancelled_at or time.monotonic()
+            if not attempt.folder.is_cancelled():
+                attempt.folder.request_cancel(run["cancel_reason"] or "")
         is_new, moved = attempt.observe(attempt.folder.beat())
         if is_new:
             self._record_beat(attempt, moved)
@@ -276,7 +290,7 @@ class Supervisor:
             if shortage := _memory_shortage(attempt.beat):
                 return self._error("out_of_memory", f"{what}; {shortage}", run, attempt)
             return self._error("worker_failed", what, run, attempt)
-        if run["cancel_requested"] and time.time() - run["cancel_requested"] > patience.cancel_grace_s:
+        if attempt.cancelled_at and now - attempt.cancelled_at > patience.cancel_grace_s:
             return self._error("stalled", f"attempt {attempt.number} did not end when asked to", run, attempt)
         if hint.state != "alive":
             return None
@@ -308,7 +322,7 @@ class Supervisor:
             return
         self._note(run, "lost", error.what, error=error.to_dict())
         log.warning("%s: %s", run["id"], error.what)
-        delay_s = min(60.0, self.patience.retry_delay_s * 2 ** (attempt.number - 1))
+        delay_s = self.patience.retry_delay_s * 2 ** (attempt.number - 1)
         if queue.requeue(self.store, run["id"], attempt.number, error, delay_s=delay_s):
             return
         # Asked anew: a cancel may have come since the row was read.
@@ -395,12 +409,21 @@ def _found(body: Json | None) -> Json:
 def ensure_supervisor(base: Path | None = None) -> bool:
     """Start a supervisor for the state directory unless one is there; whether one was started.
 
-    It is detached: it outlives the caller. Raises FlashError(internal) where it ends at once.
+    It is detached: it outlives the caller. One that was killed while it started is started again. Raises
+    FlashError(internal) where none stays.
     """
     base = base or home()
     if is_supervised(base):
         return False
     log_path = base / "supervisor.log"
+    for _ in range(STARTS):
+        _start_detached(base, log_path)
+        if _wait_for(lambda: is_supervised(base), START_TIMEOUT_S):
+            return True
+    raise FlashError("internal", "the supervisor did not start", log=log_path, fix=f"read the end of {log_path}")
+
+
+def _start_detached(base: Path, log_path: Path) -> None:
     is_long = log_path.exists() and log_path.stat().st_size > MAX_LOG_BYTES
     with log_path.open("wb" if is_long else "ab") as stream:
         # The shell ends at once: the supervisor is nobody's child, and no zombie of the caller's when it leaves.
@@ -413,9 +436,6 @@ def ensure_supervisor(base: Path | None = None) -> bool:
             start_new_session=True,
             check=True,
         )
-    if not _wait_for(lambda: is_supervised(base), START_TIMEOUT_S):
-        raise FlashError("internal", "the supervisor did not start", log=log_path, fix=f"read the end of {log_path}")
-    return True
 
 
 def is_supervised(base: Path) -> bool:

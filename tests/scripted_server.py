@@ -35,11 +35,18 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/v1/unload_lora_adapter":
             self.adapters.pop(body["lora_name"], None)
             self.reply(200, "unloaded")
+        elif body["model"] in self.adapters and body.get("stream"):
+            self.stream({"choices": [{"delta": {"content": "hello"}, "finish_reason": "stop"}]})
         elif body["model"] in self.adapters:
             self.reply(200, {"choices": [{"message": {"content": "hello"}}]})
         else:
             self.reply(404, {"error": {"message": f"no model {body['model']}"}})
         return None
+
+    def stream(self, chunk: Any) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n".encode())
 
     def reply(self, status: int, body: Any) -> None:
         payload = json.dumps(body).encode()

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from bench import control
+
 PEERS = Path(sys.prefix) / "peers"
 # Tests share their machine: a second, spinning engine thread would wait for a core most of the time.
 QUIETLY = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
@@ -71,3 +73,14 @@ def test_a_whole_run_is_measured_on_our_step_and_on_trls(tiny_model: Path, tmp_p
         assert parts == pytest.approx(attempt["step_s"]) and attempt["start_s"] > attempt["step_s"]
     assert result["over_trl"] == theirs["step_s"] / ours["step_s"]
     assert "plain trl over ours" in table
+
+
+def test_the_control_plane_is_measured_without_an_error(tmp_path: Path) -> None:
+    result = control.run(tmp_path, repeat=1, quick=True)
+    agents = result["agents"]
+    assert result["metric_points"] == 200 * 50 * 20
+    assert (agents["errors"], len(agents["seconds"])) == (0, agents["polls"])
+    assert all(len(times) == 100 for times in result["status_s"].values())
+    assert all(rate > 0 for round_ in result["claims"] for rate in round_.values())
+    header, *lines = control.rows(result)
+    assert all(len(line) == len(header) for line in lines)

@@ -15,6 +15,7 @@ from mcp import Client
 from flash_mcp import stats
 from flash_mcp.errors import CODES
 from flash_mcp.launch.local import LocalLauncher
+from flash_mcp.report import html
 from flash_mcp.server import server
 from flash_mcp.store import open_store
 from flash_mcp.supervisor import Patience, Supervisor
@@ -106,6 +107,7 @@ async def test_an_evaluation_is_a_run_whose_scores_come_with_their_interval(clie
     assert (run["algorithm"], run["state"], run["steps"]) == ("eval", "succeeded", 60)
     status = await call(client, "status", run_id=body["run_id"])
     assert status["run"]["scores"] == scores
+    assert f"<td>low</td><td>{scores['low']}</td>" in html(open_store(), body["run_id"])
     assert status["next"] == body["next"]
     shown = await call(client, "rollouts", run_id=body["run_id"], success=False)
     assert shown["total"] == 30
@@ -238,7 +240,7 @@ async def test_two_evaluations_are_paired_by_task_and_the_flips_are_shown(client
     assert (body["newly_solved"], body["no_longer"]) == (30, 0)
     assert body["reward"]["test"] == "mcnemar_exact"  # rewards of this environment are 0 and 1 too
     flip = body["flips"][0]
-    assert (flip["base"], flip["other"], flip["prompt"]) == (0.0, 1.0, "say 10")
+    assert (flip["base"], flip["other"], flip["prompt"]) == (0.0, 1.0, "go 10")
     assert (flip["base_text"], flip["other_text"]) == ("It is unknown", "Surely 10")
     assert any("environment_args" in note for note in body["notes"])
     shown = await call(client, "rollouts", run_id=other["run_id"], split="eval", step=0, index=flip["other_index"])

@@ -155,6 +155,7 @@ async def test_a_multi_turn_folder_of_the_sdk_runs_unchanged(tmp_path: Path) -> 
 # -- reasoning-gym ----------------------------------------------------------------------------------------------------
 
 CHAIN_SUM = "reasoning-gym:chain_sum"
+MODEL = "smollm2-135m-instruct"
 
 
 async def call(client: Client, tool: str, **arguments: Any) -> dict[str, Any]:
@@ -184,7 +185,7 @@ async def test_a_dataset_by_name_passes_the_gate_and_can_be_trained_on(flash_hom
 
 async def test_a_dataset_that_does_not_exist_is_refused_before_anything_is_installed() -> None:
     async with Client(server) as client:
-        for tool, arguments in (("env_test", {}), ("train", {"validate_only": True})):
+        for tool, arguments in (("env_test", {}), ("train", {"validate_only": True}), ("evaluate", {"model": MODEL})):
             result = await client.call_tool(tool, {"environment": "reasoning-gym:chain_sums", **arguments})
             assert result.is_error and "use reasoning-gym:chain_sum" in result.content[0].text
     with pytest.raises(FlashError, match="the datasets are: ab, acre, "):

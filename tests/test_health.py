@@ -27,8 +27,8 @@ def supervised(flash_home: Path):
         yield
 
 
-async def call(name: str, **arguments: Any) -> dict[str, Any]:
-    result = all_tools()[name].function(**arguments)
+async def call(tool: str, **arguments: Any) -> dict[str, Any]:
+    result = all_tools()[tool].function(**arguments)
     body = (await result if hasattr(result, "__await__") else result).model_dump(mode="json")
     assert len(to_text(body)) <= RESULT_CHARACTERS
     return body
@@ -85,6 +85,10 @@ async def test_a_contaminated_split_is_said_wherever_it_is_seen(tmp_path: Path, 
     assert body["run"]["outlook"].startswith("no: contaminated_split")
     assert "deploy" not in body["next"] and "env_push" in body["next"]
 
+    compared = await call("compare", base=started["run_id"])
+    assert (compared["verdict"], compared["success"]["outcome"]) == ("contaminated", "improved")
+    assert compared["notes"][0].startswith("CONTAMINATED: 40 of 60 eval tasks") and "env_push" in compared["next"]
+
 
 async def test_a_clean_split_is_not_spoken_of(tmp_path: Path):
     folder = environment_folder(tmp_path / "echo", ENVIRONMENT)
@@ -117,7 +121,7 @@ async def test_the_detailed_form_has_every_metric_and_where_the_run_comes_from(t
     learn(work_on(started["run_id"]), range(1, 21))
     read_in(open_store(), started["run_id"])
     view = (await call("status", run_id=started["run_id"], detail="detailed"))["run"]
-    assert view["metrics"]["reward/mean"].startswith("0.21")
+    assert view["metrics"]["reward/mean"].startswith("0.2057 -> ")
     assert set(view["metrics"]) >= {"loss", "entropy", "grad_norm", "tokens/completion_mean"}
     assert view["sources"] == {"argument": ["environment", "init_from_adapter"]}
     lineage = view["lineage"]

@@ -196,7 +196,9 @@ def test_in_a_browser_the_page_is_legible_and_nothing_in_it_acts(tmp_path: Path,
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "wider than its window"
         assert page.evaluate("getComputedStyle(document.body).maxWidth") != "none", "the policy refused the style sheet"
         assert page.evaluate(CONTRAST) == []
-        assert page.locator("figure svg").count() >= 8
-        sizes = page.evaluate("[...document.querySelectorAll('figure svg')].map(e => e.getBoundingClientRect().height)")
+        assert page.locator("figure > svg").count() >= 8
+        sizes = page.evaluate(
+            "[...document.querySelectorAll('figure > svg')].map(e => e.getBoundingClientRect().height)"
+        )
         assert min(sizes) > 100
         page.close()

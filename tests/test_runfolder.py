@@ -2,18 +2,82 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import fsspec
 import pytest
+from moto.server import ThreadedMotoServer
 
 from flash_mcp.errors import FlashError
 from flash_mcp.runfolder import RunFolder
 
+WORKER = Path(__file__).with_name("scripted_worker.py")
+SECRET_KEY = "s3cret-key-that-nobody-must-see"
+BUCKET = "runs"
 
-@pytest.fixture(params=["file", "memory"])
+
+class ObjectStore:
+    """moto's S3 server; what it holds stays while it is away."""
+
+    def __init__(self) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = int(probe.getsockname()[1])
+        self.environment = {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
+            "AWS_ACCESS_KEY_ID": "key-of-the-test",
+            "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_MAX_ATTEMPTS": "1",  # the client's own retries would hide ours
+            "NO_PROXY": "127.0.0.1",
+        }
+        self.start()
+
+    def start(self) -> None:
+        self._server = ThreadedMotoServer("127.0.0.1", self.port, verbose=False)
+        self._server.start()
+
+    def stop(self) -> None:
+        self._server.stop()
+
+    @contextmanager
+    def away(self) -> Generator[None]:
+        self.stop()
+        try:
+            yield
+        finally:
+            self.start()
+
+
+@pytest.fixture(scope="module")
+def object_store() -> Iterator[ObjectStore]:
+    logging.getLogger("werkzeug").setLevel(logging.WARNING)
+    store = ObjectStore()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in store.environment.items():
+            patch.setenv(name, value)
+        fsspec.filesystem("s3").mkdir(BUCKET)
+        yield store
+    store.stop()
+
+
+@pytest.fixture(params=["file", "memory", "s3"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "s3":
+        request.getfixturevalue("object_store")
+        return f"s3://{BUCKET}/{uuid4().hex}/run"
     return f"file://{tmp_path}/run" if request.param == "file" else f"memory://{uuid4().hex}/run"
 
 
@@ -30,8 +94,18 @@ def adapter(tmp_path: Path, content: bytes = b"weights") -> Path:
     return source
 
 
+def file_system(folder: RunFolder) -> tuple[Any, str]:
+    return fsspec.core.url_to_fs(folder.url, use_listings_cache=False)
+
+
+def file_of_checkpoint(folder: RunFolder, step: int, name: str) -> str:
+    """Its path; in an object store each attempt that saved the step has files of its own."""
+    (path,) = [path for path in files_of(folder) if f"/checkpoints/{step}/" in path and path.endswith(f"/{name}")]
+    return path
+
+
 def files_of(folder: RunFolder) -> dict[str, bytes]:
-    filesystem, root = fsspec.core.url_to_fs(folder.url)
+    filesystem, root = file_system(folder)
     return {path: filesystem.cat_file(path) for path in filesystem.find(root)}
 
 
@@ -60,6 +134,26 @@ def test_an_epoch_is_claimed_once(folder: RunFolder, url: str) -> None:
     folder.claim(1)
     with pytest.raises(FlashError, match="fenced"):
         RunFolder(url).claim(1)
+
+
+def test_of_many_who_claim_an_epoch_at_once_one_gets_it(folder: RunFolder, url: str) -> None:
+    barrier, owners = threading.Barrier(6), list[int]()
+
+    def claim(number: int) -> None:
+        contender = RunFolder(url)
+        barrier.wait(10)
+        try:
+            contender.claim(3)
+            owners.append(number)
+        except FlashError as error:
+            assert error.code == "fenced"
+
+    threads = [threading.Thread(target=claim, args=[number]) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(owners) == 1
 
 
 def test_an_older_epoch_cannot_be_claimed_after_a_newer_one(folder: RunFolder) -> None:
@@ -129,19 +223,21 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(folder: RunFolde
     writer = folder.claim(1)
     for step in (5, 10):
         writer.commit_checkpoint(step, adapter(tmp_path), {})
-    filesystem, root = fsspec.core.url_to_fs(folder.url)
-    filesystem.pipe_file(f"{root}/checkpoints/10/adapter.bin", b"weight?")
+    filesystem, _ = file_system(folder)
+    filesystem.pipe_file(file_of_checkpoint(folder, 10, "adapter.bin"), b"weight?")
     with pytest.raises(FlashError, match="checkpoint_corrupt"):
         folder.verify_checkpoint(10)
     assert folder.newest_good_checkpoint() == 5
-    filesystem.rm(f"{root}/checkpoints/5/adapter.bin")
+    filesystem.rm_file(file_of_checkpoint(folder, 5, "adapter.bin"))
     assert folder.newest_good_checkpoint() is None
+    with pytest.raises(FlashError, match="checkpoint_corrupt"):
+        folder.fetch_checkpoint(5, tmp_path / "fetched")
 
 
 def test_a_checkpoint_without_its_manifest_does_not_exist(folder: RunFolder, tmp_path: Path) -> None:
     folder.claim(1).commit_checkpoint(5, adapter(tmp_path), {})
-    filesystem, root = fsspec.core.url_to_fs(folder.url)
-    filesystem.rm(f"{root}/checkpoints/5/MANIFEST.json")
+    filesystem, root = file_system(folder)
+    filesystem.rm_file(f"{root}/checkpoints/5/MANIFEST.json")
     assert folder.checkpoint_steps() == []
     with pytest.raises(FlashError, match="unknown_checkpoint"):
         folder.verify_checkpoint(5)
@@ -182,7 +278,110 @@ def test_a_cancel_and_a_result_reach_the_other_side(folder: RunFolder, url: str)
 
 def test_the_tail_of_a_log_is_its_end(folder: RunFolder) -> None:
     folder.create({})
-    filesystem, root = fsspec.core.url_to_fs(folder.url)
+    filesystem, root = file_system(folder)
     filesystem.pipe_file(f"{root}/log.2", b"first line\n" * 1000 + b"last line\n")
     assert folder.log_tail(2, 15).endswith("line\nlast line\n")
     assert len(folder.log_tail(2, 15)) == 15
+
+
+def test_a_result_of_an_attempt_that_was_replaced_is_no_result(folder: RunFolder) -> None:
+    """As an attempt leaves it that was stopped between its last look at the epochs and the write."""
+    folder.claim(1).commit_result("failed", 3)
+    stale = (folder.result() or {})["epoch"]
+    owner = folder.claim(2)
+    assert stale == 1 and folder.result() is None
+    owner.commit_result("succeeded", 5)
+    assert (folder.result() or {})["state"] == "succeeded"
+
+
+def test_a_zombie_that_wakes_while_its_successor_saves_takes_nothing_from_it(
+    folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both save the same step; the older one was stopped when its files were half copied."""
+    zombie, source = folder.claim(1), adapter(tmp_path, b"stale")
+    check = zombie.check_owner
+    manifests = []
+
+    def successor_saves() -> None:
+        if not manifests:
+            monkeypatch.setattr(zombie, "check_owner", check)
+            manifests.append(folder.claim(2).commit_checkpoint(7, adapter(tmp_path, b"fresh"), {}))
+        check()
+
+    monkeypatch.setattr(zombie, "check_owner", lambda: monkeypatch.setattr(zombie, "check_owner", successor_saves))
+    with pytest.raises(FlashError, match="fenced"):
+        zombie.commit_checkpoint(7, source, {})
+    assert folder.verify_checkpoint(7) == manifests[0]
+    fetched = folder.fetch_checkpoint(7, tmp_path / "fetched")
+    assert (fetched / "adapter.bin").read_bytes() == b"fresh"
+
+
+# -- object stores ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def far_url(object_store: ObjectStore) -> str:
+    return f"s3://{BUCKET}/{uuid4().hex}/run"
+
+
+def test_a_claim_whose_answer_was_lost_finds_itself(far_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, monkey = RunFolder(far_url), [ConnectionResetError("the answer was lost")]
+    pipe_file = folder._fs._filesystem.pipe_file
+
+    def lose_the_answer(*arguments: Any, **options: Any) -> None:
+        pipe_file(*arguments, **options)
+        if monkey:
+            raise monkey.pop()
+
+    monkeypatch.setattr(folder._fs._filesystem, "pipe_file", lose_the_answer)
+    assert folder.claim(1).epoch == 1
+    with pytest.raises(FlashError, match="fenced"):
+        RunFolder(far_url).claim(1)
+
+
+def test_a_store_that_stays_away_is_named(
+    far_url: str, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(far_url, patience_s=0.2)
+    writer = folder.claim(1)
+    with object_store.away(), pytest.raises(FlashError, match="store_unreachable") as caught:
+        writer.metrics(1, {"loss": 1.0})
+    assert SECRET_KEY not in str(caught.value)
+    writer.metrics(1, {"loss": 1.0})
+    assert list(folder.metric_steps()) == [1]
+
+
+def test_packages_that_a_store_needs_are_named() -> None:
+    with pytest.raises(FlashError, match="engine_missing") as caught:
+        RunFolder("gs://bucket/run")
+    assert "extra s3" in caught.value.fix and "gcs" in caught.value.what
+
+
+def test_a_worker_sits_out_an_object_store_that_goes_away_and_loses_nothing(
+    far_url: str, object_store: ObjectStore, tmp_path: Path
+) -> None:
+    folder = RunFolder(far_url)
+    folder.create({"run_id": "run-1", "spec": {"environment_args": {"steps": 15}}})
+    log = tmp_path / "log"
+    with log.open("wb") as stream:
+        worker = subprocess.Popen(
+            [sys.executable, WORKER, far_url, "--attempt", "1"], stdout=stream, stderr=stream,
+            env={**os.environ, **object_store.environment, "PYTHONPATH": str(WORKER.parents[1])},
+        )  # fmt: skip
+    deadline = time.monotonic() + 60
+    for at in (2, 8):
+        while at not in folder.metric_steps():
+            assert time.monotonic() < deadline and worker.poll() is None, log.read_text()
+        with object_store.away():
+            assert worker.poll() is None, log.read_text()
+            time.sleep(0.5)  # the time that the store is away
+    assert worker.wait(60) == 0, log.read_text()
+    assert (folder.result() or {})["state"] == "succeeded"
+    steps = list(range(1, 16))
+    assert list(folder.metric_steps()) == list(folder.rollout_steps()) == folder.checkpoint_steps() == steps
+    assert all(len(folder.rollouts(step)) == 3 and folder.verify_checkpoint(step) for step in steps)
+    assert "is tried again" in log.read_text()
+    told = log.read_bytes() + b"".join(files_of(folder).values())
+    for secret in (SECRET_KEY, object_store.environment["AWS_ACCESS_KEY_ID"]):
+        assert secret.encode() not in told
+    assert json.loads(files_of(folder)[f"{folder.root}/epoch/1"])["pid"] == worker.pid

@@ -157,6 +157,20 @@ def test_a_server_that_dies_fails_its_deployments_and_asking_again_starts_anothe
     assert settle(deployments, row["id"], "ready")["pid"] != row["pid"]
 
 
+def test_a_server_that_was_ended_by_a_supervisor_that_died_before_it_noted_so_is_started_again(
+    store: Store, deployments: Deployments, tmp_path: Path
+) -> None:
+    run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a")})
+    row = settle(deployments, request(store, run_id)["id"], "ready")
+    server = Server.find(store.base, "toy")
+    assert server
+    deployments._stop(server)
+    later = Deployments(store, store.base, command=SCRIPTED)
+    wait_for(lambda: later.tick() or store.deployment(row["id"])["pid"] != row["pid"])
+    assert settle(later, row["id"], "ready")["pid"] != row["pid"]
+    later.stop_all()
+
+
 def test_a_server_that_ends_at_once_fails_with_the_cause_from_its_log(
     store: Store, deployments: Deployments, tmp_path: Path
 ) -> None:

@@ -22,7 +22,7 @@ def test_unset_fields_take_the_recipes_value_and_say_so():
 def test_a_recipe_fills_every_field_but_those_that_the_model_or_the_task_decide(algorithm: str):
     spec = resolve(validate({"environment": "calculator", "algorithm": algorithm})).spec
     empty = {name for name, value in spec.model_dump().items() if value is None}
-    assert empty == {"max_length", "init_from_adapter"} | (
+    assert empty == {"max_length", "init_from_adapter", "dataset"} | (
         {"epochs"} if algorithm == "grpo" else {"steps", "group_size"}
     )
 

@@ -49,6 +49,7 @@ def test_many_processes_can_open_a_new_store_at_once(tmp_path: Path) -> None:
     assert Store(tmp_path).query("SELECT name FROM _sqlite_migrations") == [
         {"name": "0001_initial"},
         {"name": "0002_dataset"},
+        {"name": "0003_lineage"},
     ]
 
 

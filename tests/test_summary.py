@@ -19,7 +19,9 @@ from worker.rollout import Generator, Limits, Rollout, Task, collect
 from worker.summary import length_correlation, repeated_share, summarize
 from worker.transcript import ChatTemplate, Transcript
 
-TEMPLATE = ChatTemplate(make_tokenizer())
+TOKENIZER = make_tokenizer()
+TEMPLATE = ChatTemplate(TOKENIZER)
+LETTERS = TOKENIZER.convert_tokens_to_ids(list("abcdefghijklmnopqrstuvwxyz"))
 
 
 def rollout(text: str, reward: float, *, success: bool = False, failed: bool = False) -> Rollout:
@@ -96,7 +98,7 @@ class Writer(FakeEngine):
     def submit(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         super().submit(request_id, prompt_ids, sampling)
         rng = random.Random(sampling.seed)
-        ids = [rng.randrange(97, 123) for _ in range(max(1, self.length + rng.randint(-4, 4)))]
+        ids = rng.choices(LETTERS, k=max(1, self.length + rng.randint(-4, 4)))
         self.wanted[request_id] = Completion(ids, [-1.0] * len(ids), "stop")
 
 
@@ -113,7 +115,7 @@ class Scorer(FakeHost):
 
 async def one_step(step: int, engine: FakeEngine, host: FakeHost) -> list[list[Rollout]]:
     tasks = [
-        Task("train", group, group, 8 * group + member, step * 100 + member)
+        Task("train", group, group, 8 * group + member, step * 100 + 8 * group + member)
         for group in range(4)
         for member in range(8)
     ]
@@ -155,9 +157,9 @@ def shortness_beside_success(step: int, text: str) -> tuple[float, bool]:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("scorer", [shortness_alone, shortness_beside_success])
-async def test_a_scorer_that_pays_for_short_answers_is_caught(tmp_path: Path, flash_home: Path, scorer: Any):
+async def test_a_scorer_that_pays_for_short_answers_is_caught(tmp_path: Path, scorer: Any):
     view = await report(trained(tmp_path, [70 - 3 * step for step in range(22)], scorer))
-    assert view["reward"]["last"] > view["reward"]["first"] + 0.3  # to its author it looks like learning
+    assert view["reward"]["last"] > view["reward"]["first"] + 0.2  # to its author it looks like learning
     flags = {flag["name"]: flag for flag in view["flags"]}
     assert flags["length_collapse"]["severity"] == "problem"
     assert "which=best" in flags["length_collapse"]["remedy"]
@@ -166,7 +168,7 @@ async def test_a_scorer_that_pays_for_short_answers_is_caught(tmp_path: Path, fl
 
 
 @pytest.mark.anyio
-async def test_a_run_that_learns_its_task_raises_no_flag(tmp_path: Path, flash_home: Path):
+async def test_a_run_that_learns_its_task_raises_no_flag(tmp_path: Path):
     def sound(step: int, text: str) -> tuple[float, bool]:
         right = random.Random(text).random() < 0.1 + 0.03 * step
         return 0.2 + 0.8 * right, right

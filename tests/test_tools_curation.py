@@ -10,6 +10,7 @@ import pytest
 from mcp import Client
 
 from flash_mcp import datasets, queue
+from flash_mcp.errors import FlashError
 from flash_mcp.home import datasets_dir
 from flash_mcp.runfolder import RunFolder
 from flash_mcp.server import server
@@ -294,13 +295,19 @@ async def test_every_token_of_the_models_own_answers_is_learnt_and_no_other(numb
         kept = datasets.find((await curated(client, runs=[run["id"]], name="turns"))["dataset"])
     template = ChatTemplate(make_tokenizer())
     decode = template.tokenizer.decode
-    rows = dataset_rows(kept.pinned(), template, 4096)["train"]
+    rows = dataset_rows(kept.pinned(), template)["train"]
     learnt = [decode([label for label in row["labels"] if label != IGNORED]) for row in rows]
     assert learnt == ["first<|im_end|>second\u2028é<|im_end|>", "2!<|im_end|>"]  # and not the example's answer, 0
     for row, line in zip(rows, kept.rows(), strict=True):
         whole = template.tokenizer.apply_chat_template(line["messages"], tokenize=False)
         assert decode(row["input_ids"]) + "\n" == whole
         assert all(label in (IGNORED, token) for token, label in zip(row["input_ids"], row["labels"], strict=True))
+
+    path = kept.path / datasets.TRAIN
+    path.chmod(0o644)
+    path.write_bytes(path.read_bytes().replace(b"2!", b"3!"))
+    with pytest.raises(FlashError, match="changed since"):
+        dataset_rows(kept.pinned(), template)
 
 
 @pytest.mark.timeout(300)
@@ -330,12 +337,3 @@ async def test_a_model_is_fine_tuned_on_a_curated_dataset(numbers: None, tiny_mo
     assert set(held_back) == {4, 6}  # with every checkpoint
     assert held_back[6] < metrics[0]["loss"]
     assert folder.job()["dataset"]["digest"] == datasets.find(body["dataset"]).digest
-
-    path = datasets.find(body["dataset"]).path / datasets.TRAIN
-    path.chmod(0o644)
-    path.write_bytes(path.read_bytes().replace(b"3!", b"4!"))
-    with Attempt(folder, 2) as attempt:
-        assert attempt.wait() == 0, attempt.log_path.read_text()
-    failed = folder.result()
-    assert failed is not None
-    assert (failed["state"], failed["error"]["code"]) == ("failed", "dataset_invalid")

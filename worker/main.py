@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import argparse
 import errno
+import hashlib
 import logging
 import os
 import resource
+import shutil
 import sys
 import tempfile
 import time
@@ -59,7 +61,7 @@ def main() -> int:
         else:
             from worker.run import train as work  # noqa: PLC0415
 
-        with tempfile.TemporaryDirectory(prefix="flash-") as scratch:
+        with tempfile.TemporaryDirectory(prefix=_sweep_scratch(folder.url)) as scratch:
             step = work(job, spec, writer, pulse, Path(scratch))
         state, error = "cancelled" if pulse.cancelled.is_set() else "succeeded", None
     except Cancelled:
@@ -73,8 +75,17 @@ def main() -> int:
     pulse.stop()
     if error:
         writer.event("error", str(error))
-    writer.commit_result(state, step, error, seconds=round(time.monotonic() - started, 1), retryable=False)
+    seconds = round(time.monotonic() - started, 1)
+    writer.commit_result(state, step, error, seconds=seconds, retryable=bool(error and _was_struck(error)))
     return 0
+
+
+def _sweep_scratch(url: str) -> str:
+    """Remove what killed attempts of this run left in the temporary folder; the prefix for this one's."""
+    prefix = f"flash-{hashlib.sha256(url.encode()).hexdigest()[:12]}-"
+    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    return prefix
 
 
 def _prepare_process() -> None:
@@ -123,6 +134,11 @@ def _explain(error: BaseException, phase: str) -> FlashError:
         f"{type(error).__name__} during {phase}: {error}",
         fix="read the end of the attempt's log in status; report it if it is not your environment's",
     )
+
+
+def _was_struck(error: FlashError) -> bool:
+    """Whether the environment's process was killed: that may be no fault of its code, and another attempt may live."""
+    return error.code.startswith("environment_") and "killed by SIG" in error.what
 
 
 def _is_memory(error: BaseException) -> bool:

@@ -263,7 +263,7 @@ def _notes(curated: Curated, plan: Plan, held_out: HeldOut) -> list[str]:
             "told by id and question alone"
         )
     if counts.insufficient:
-        notes.append(f"{counts.insufficient} tasks have fewer attempts than pass@k needs: evaluate with more of them")
+        notes.append(f"{counts.insufficient} tasks have fewer attempts than pass@k needs: make more of them")
     if plan.holdout and curated.train and not curated.holdout:
         notes.append(f"no task fell into the holdout of {plan.holdout:.0%}: too few tasks")
     wrong = sum(not plan.is_correct(attempt) for attempt in curated.train)

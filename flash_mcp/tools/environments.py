@@ -345,7 +345,7 @@ def _locate(environment: str | None, folder: str | None, stack: contextlib.ExitS
 
 def _version(environment: str | None, path: Path) -> EnvironmentRow:
     """What a worker loads. A folder is copied as it is now, under no name that others would find."""
-    if environment is not None:
+    if environment is not None and named.files_of(environment) is None:
         return open_store().environment(environment)
     name = path.name if NAME.fullmatch(path.name) else "unpublished"
     with staged(name, folder_files(path)) as stage:

@@ -15,7 +15,7 @@ import anyio.to_thread
 from pydantic import Field
 
 from environments.host import EnvironmentFault, EnvironmentHost
-from flash_mcp import comparison, evaluations, judge, queue, stats
+from flash_mcp import comparison, evaluations, judge, named, queue, stats
 from flash_mcp.errors import FlashError
 from flash_mcp.evaluations import Subject, Try
 from flash_mcp.runfolder import Json
@@ -123,7 +123,9 @@ class Flip(Part):
 class Compare(Result):
     """A comparison of two evaluations."""
 
-    verdict: comparison.Outcome = Field(description="Of `metric`.")
+    verdict: comparison.Outcome | Literal["contaminated"] = Field(
+        description="Of `metric`; contaminated: eval tasks were trained on, so nothing was judged."
+    )
     metric: str
     base: Side
     other: Side
@@ -142,7 +144,11 @@ class Compare(Result):
 
 async def evaluate(
     environment: Annotated[
-        str | None, Field(min_length=1, description="NAME or NAME@DIGEST; default: the run's, where model is a run.")
+        str | None,
+        Field(
+            min_length=1,
+            description="NAME, NAME@DIGEST or reasoning-gym:DATASET; default: the run's, where model is a run.",
+        ),
     ] = None,
     model: Annotated[
         str,
@@ -188,7 +194,7 @@ async def evaluate(
     """
     started, store = time.monotonic(), open_store()
     subject = await anyio.to_thread.run_sync(evaluations.find_subject, store, model)
-    row = await anyio.to_thread.run_sync(store.environment, _environment_of(environment, subject))
+    row = await anyio.to_thread.run_sync(named.environment, store, _environment_of(environment, subject))
     check_machine()
     given: Json = {
         "temperature": temperature,
@@ -420,8 +426,12 @@ def compare(
     left_out = len({*tasks[0]} ^ {*tasks[1]}) if both else 0
     shown = [*[task for task in moved if moved[task] > 0][:flips], *[task for task in moved if moved[task] < 0][:flips]]
     each = FLIP_CHARACTERS // max(len(shown), 1)
+    on_eval = all(run["spec"].get("split", "eval") == "eval" for run in (base_run, other_run))
+    overlap = store.overlap(other_run) if on_eval else None
+    memory = judge.contaminated(**overlap) if overlap else None
+    notes = [*([f"CONTAMINATED: {memory.evidence}"] if memory else []), *_limits(base_run, other_run, tasks, both)]
     return Compare(
-        verdict=changes[metric].outcome,
+        verdict="contaminated" if memory else changes[metric].outcome,
         metric=metric,
         base=_side(base_run, base_eval, tries[0]),
         other=_side(other_run, other_eval, tries[1]),
@@ -432,8 +442,8 @@ def compare(
         newly_solved=sum(change > 0 for change in moved.values()),
         no_longer=sum(change < 0 for change in moved.values()),
         flips=[_flip(store, task, tasks, places, each) for task in shown] or None,
-        notes=_limits(base_run, other_run, tasks, both) or None,
-        next=_after_comparison(changes[metric], places, other_run),
+        notes=notes or None,
+        next=memory.remedy if memory else _after_comparison(changes[metric], places, other_run),
     )
 
 

@@ -246,8 +246,11 @@ async def start(
         pinned,
         lineage if shared.shared else None,
     )
-    await anyio.to_thread.run_sync(ensure_supervisor, store.base)
     next_step = f"status(run_id={run['id']!r}, wait_s=40) follows it; cancel ends it"
+    try:
+        await anyio.to_thread.run_sync(ensure_supervisor, store.base)
+    except FlashError as error:  # the run is there: an error alone would have it asked for again
+        next_step = f"{error} The run is queued; status(run_id={run['id']!r}) tries to start the supervisor again"
     return result(run_id=run["id"], state=run["state"], created=created, next=next_step)
 
 

@@ -1,0 +1,282 @@
+"""The control plane: how soon a server answers, how fast `status` is on a full store, and how many claims a second.
+
+The store holds 10,000 ended runs of 50 steps and 20 metrics each, 10 million metric points, and one that is running.
+Agents are real MCP clients over HTTP in processes of their own; each polls the status of some run and thinks for a
+second in between. Claims are of runs that were enqueued before, each one claimed and ended; huey's SQLite storage
+enqueued and dequeued as many. huey deletes a task when it is handed out and syncs the disk only with fsync=True; ours
+keeps a lease and always syncs, and both are measured on the same disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+from mcp import Client, StdioServerParameters
+
+from flash_mcp import queue
+from flash_mcp.spec import RunSpec, resolve
+from flash_mcp.store import RunRow, Store
+from flash_mcp.tools import status
+
+Json = dict[str, Any]
+STEPS, METRICS = 50, 20
+THINK_S = 1.0
+AGENT_PROCESSES = 2
+GOALS = {"first answer": 1.5, "status p50": 0.010, "status p99": 0.050, "agents p99": 0.5}
+"""Seconds, from PERFORMANCE."""
+
+
+def run(model: Path, *, repeat: int, quick: bool) -> Json:
+    """Every figure, in seconds. `model` is not used: nothing here trains."""
+    runs, polls, agents = (200, 3, 8) if quick else (10_000, 20, 50)
+    with tempfile.TemporaryDirectory() as folder:
+        base = Path(folder)
+        started = time.monotonic()
+        ids = fill(Store(base), runs)
+        filled_s = time.monotonic() - started
+        return {
+            "runs": runs,
+            "metric_points": runs * STEPS * METRICS,
+            "filled_s": filled_s,
+            "first_answer_s": [first_answer(base) for _ in range(max(repeat, 1))],
+            "status_s": time_status(base, ids, 100 if quick else 1000),
+            "agents": poll_over_http(base, ids, agents, polls),
+            "claims": [claims(50 if quick else 2000) for _ in range(max(repeat, 1))],
+        }
+
+
+def rows(result: Json) -> list[list[str]]:
+    """The table: a header and its lines."""
+    first = statistics.median(result["first_answer_s"])
+    lines = [["what", "measured", "goal"]]
+    lines.append(["import and first answer over stdio", f"{first:.2f} s", f"< {GOALS['first answer']} s"])
+    for name, times in result["status_s"].items():
+        lines.append([f"{name}: p50", f"{quantile(times, 0.5) * 1000:.1f} ms", "< 10 ms"])
+        lines.append([f"{name}: p99", f"{quantile(times, 0.99) * 1000:.1f} ms", "< 50 ms"])
+    agents = result["agents"]
+    lines.append([f"{agents['agents']} agents polling over HTTP: errors", f"{agents['errors']}", "0"])
+    slowest = f"{max(agents['first']):.1f} s"
+    lines.append([f"{agents['agents']} agents arriving at once: the last one's first answer", slowest, ""])
+    for share in (0.5, 0.99):
+        name = f"{agents['agents']} agents polling over HTTP: p{share * 100:.0f}"
+        lines.append([name, f"{quantile(agents['seconds'], share) * 1000:.0f} ms", "< 500 ms" if share > 0.9 else ""])
+    for name in result["claims"][0]:
+        rate = statistics.median(round_[name] for round_ in result["claims"])
+        lines.append([f"claims a second: {name}", f"{rate:,.0f}", ""])
+    return lines
+
+
+def quantile(values: list[float], share: float) -> float:
+    """The smallest value that at least `share` of them do not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+# -- the store --------------------------------------------------------------------------------------------------------
+
+
+def fill(store: Store, runs: int) -> list[str]:
+    """Ended runs, and a running one last, as the supervisor would have left them; their ids."""
+    environment = store.add_environment(name="calc", digest="abcdef123456", path="/e", size_bytes=1)
+    queue.enqueue(store, resolve(RunSpec(environment="calc")), environment)
+    first = queue.claim(store)
+    assert first
+    template = store.query("SELECT * FROM runs")[0]
+    noise = random.Random(0)
+    ids = [f"run-{number:08d}" for number in range(runs - 1)] + [first["id"]]
+    for start in range(0, len(ids), 500):
+        with store.transaction():
+            for number, run_id in enumerate(ids[start : start + 500], start):
+                if run_id != first["id"]:
+                    values = {"id": run_id, "state": "succeeded", "created": template["created"] - runs + number,
+                              "started": 1.0, "ended": 2.0, "idempotency_key": None}  # fmt: skip
+                    store.insert("runs", {**template, **values})
+                for step in range(1, STEPS + 1):
+                    reward = 0.5 + 0.4 * step / STEPS + noise.gauss(0, 0.02)
+                    metrics = {f"group/metric{index}": reward * index for index in range(METRICS - 3)}
+                    metrics |= {"reward/mean": reward, "success/rate": reward, "time/step_s": 1.0}
+                    store.put_metrics(run_id, {"step": step, "epoch": 1, "time": 1.0, "metrics": metrics})
+                store.put_event(run_id, "0001-launched", {"time": 1.0, "epoch": 1, "kind": "attempt", "message": "m"})
+    return ids
+
+
+def first_answer(base: Path) -> float:
+    """From starting `flash-mcp serve` to the answer of its first tool call."""
+
+    async def call() -> float:
+        command = StdioServerParameters(
+            command=sys.executable,
+            args=["-m", "flash_mcp.cli", "serve"],
+            env={**os.environ, "FLASH_HOME": str(base)},
+        )
+        started = time.perf_counter()
+        async with Client(command) as client:
+            result = await client.call_tool("status", {"limit": 1})
+            assert not result.is_error
+            return time.perf_counter() - started
+
+    return asyncio.run(call())
+
+
+def time_status(base: Path, ids: list[str], count: int) -> dict[str, list[float]]:
+    """The tool's function, called as the server calls it; ended runs, so that no supervisor is started."""
+    os.environ["FLASH_HOME"] = str(base)
+    chosen = random.Random(1).choices(ids[:-1], k=count)
+
+    async def measure(call: Callable[[str], Any]) -> list[float]:
+        times: list[float] = []
+        for run_id in chosen:
+            started = time.perf_counter()
+            await call(run_id)
+            times.append(time.perf_counter() - started)
+        return times
+
+    asyncio.run(status.status(run_id=chosen[0]))
+    return {
+        "status of a run": asyncio.run(measure(lambda run_id: status.status(run_id=run_id))),
+        "status, the list": asyncio.run(measure(lambda run_id: status.status(cursor=run_id))),
+    }
+
+
+# -- agents over HTTP -------------------------------------------------------------------------------------------------
+
+
+def poll_over_http(base: Path, ids: list[str], agents: int, polls: int) -> Json:
+    """Latencies of every poll, and how many failed."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {**os.environ, "FLASH_HOME": str(base)}
+    server = subprocess.Popen(
+        [sys.executable, "-m", "flash_mcp.cli", "serve", "--http", "--port", str(port)],
+        stderr=subprocess.DEVNULL, env=environment,
+    )  # fmt: skip
+    try:
+        _wait_for(f"http://127.0.0.1:{port}/mcp")
+        share = [agents // AGENT_PROCESSES + (number < agents % AGENT_PROCESSES) for number in range(AGENT_PROCESSES)]
+        children = [
+            subprocess.Popen(
+                [sys.executable, "-m", "bench.control", str(port), str(count), str(polls), *ids[number * 40 :][:40]],
+                stdout=subprocess.PIPE, env=environment,
+            )
+            for number, count in enumerate(share)
+        ]  # fmt: skip
+        told = [json.loads(child.communicate(timeout=300)[0]) for child in children]
+    finally:
+        server.terminate()
+        server.wait(20)
+    seconds = [value for one in told for value in one["seconds"]]
+    first = [value for one in told for value in one["first"]]
+    errors = sum(one["errors"] for one in told)
+    return {"agents": agents, "polls": agents * polls, "errors": errors, "first": first, "seconds": seconds}
+
+
+def _wait_for(url: str) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            httpx.get(url, trust_env=False)
+            return
+        except httpx.TransportError:
+            time.sleep(0.1)
+    raise TimeoutError(url)
+
+
+async def _agents(port: int, count: int, polls: int, ids: list[str]) -> Json:
+    """`count` agents of this process. They arrive at once; when all had an answer, they poll, and think in between.
+
+    The arrival is a figure of its own: most of it is the clients' own work, which shares our cores.
+    """
+    seconds: list[float] = []
+    first: list[float] = []
+    errors = 0
+    everyone = asyncio.Barrier(count)
+
+    async def agent(number: int) -> None:
+        nonlocal errors
+        chance = random.Random(number)
+        arrived = time.perf_counter()
+        async with Client(f"http://127.0.0.1:{port}/mcp") as client:
+            await client.call_tool("status", {"run_id": ids[0]})
+            first.append(time.perf_counter() - arrived)
+            await everyone.wait()
+            for _ in range(polls):
+                await asyncio.sleep(THINK_S * chance.uniform(0.5, 1.5))
+                started = time.perf_counter()
+                try:
+                    failed = (await client.call_tool("status", {"run_id": chance.choice(ids)})).is_error
+                except Exception:  # whatever it was, the agent got no answer
+                    failed = True
+                errors += failed
+                seconds.append(time.perf_counter() - started)
+
+    await asyncio.gather(*(agent(number) for number in range(count)))
+    return {"seconds": seconds, "first": first, "errors": errors}
+
+
+# -- claims -----------------------------------------------------------------------------------------------------------
+
+
+def claims(count: int) -> dict[str, float]:
+    """Claims a second of one consumer, per system."""
+    with tempfile.TemporaryDirectory() as folder:
+        rates = _our_claims(Path(folder), count)
+        peers = Path(sys.prefix) / "peers"
+        if (peers / "huey").exists():
+            for name, fsync in (("huey, synced (dequeue)", True), ("huey, as it comes (dequeue)", False)):
+                rates[name] = _huey_claims(peers, Path(folder, f"huey-{fsync}.db"), count, fsync)
+    return rates
+
+
+def _our_claims(folder: Path, count: int) -> dict[str, float]:
+    store = Store(folder)
+    environment = store.add_environment(name="calc", digest="abcdef123456", path="/e", size_bytes=1)
+    resolved = resolve(RunSpec(environment="calc"))
+    with store.transaction():
+        for _ in range(count):
+            queue.enqueue(store, resolved, environment)
+    started, taken = time.perf_counter(), list[RunRow]()
+    while claimed := queue.claim(store):
+        taken.append(claimed)
+    claimed_at = time.perf_counter()
+    for row in taken:
+        queue.finish(store, row["id"], row["attempt"], "succeeded")
+    ended = time.perf_counter()
+    assert store.run_counts() == {"succeeded": count}
+    return {
+        "ours, synced (claim)": count / (claimed_at - started),
+        "ours, synced (claim and finish)": count / (ended - started),
+    }
+
+
+def _huey_claims(peers: Path, file: Path, count: int, fsync: bool) -> float:
+    if str(peers) not in sys.path:
+        sys.path.append(str(peers))
+    from huey.storage import SqliteStorage  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
+
+    storage = SqliteStorage("bench", filename=str(file), fsync=fsync)
+    for number in range(count):
+        storage.enqueue(b"x" * 200, priority=number % 3)
+    started, taken = time.perf_counter(), 0
+    while storage.dequeue() is not None:
+        taken += 1
+    assert taken == count
+    return count / (time.perf_counter() - started)
+
+
+if __name__ == "__main__":
+    _port, _count, _polls, *_ids = sys.argv[1:]
+    json.dump(asyncio.run(_agents(int(_port), int(_count), int(_polls), _ids)), sys.stdout)

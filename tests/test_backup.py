@@ -1,0 +1,99 @@
+"""Backups that are taken while a supervisor and its worker write, and what is made of them elsewhere."""
+
+from __future__ import annotations
+
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from flash_mcp import backup, cli
+from flash_mcp.errors import FlashError
+from flash_mcp.runfolder import RunFolder
+from flash_mcp.store import Store
+from tests.samples import finished_run
+from tests.test_supervisor import Bench, bench, is_running, start_supervisor, wait_for
+
+__all__ = ["bench"]
+
+
+def test_a_backup_taken_while_a_supervisor_writes_goes_on_elsewhere(bench: Bench, tmp_path: Path) -> None:
+    ended = bench.train({"steps": 3})
+    bench.finish(ended)
+    run = bench.train({"steps": 40, "1": {"at": 38, "do": "hold"}})
+    process = start_supervisor(bench)
+    archives = [tmp_path.parent / f"{tmp_path.name}-{number}.tar{'.gz' * (number % 2)}" for number in range(4)]
+    for number, archive in enumerate(archives):
+        wait_for(lambda at=number * 9 + 1: bench.step(run) >= at)
+        assert backup.backup(bench.base, archive).runs == 2
+    process.kill()
+    process.wait()
+    for number, archive in enumerate(archives):
+        elsewhere = tmp_path.parent / f"{tmp_path.name}-home-{number}"
+        elsewhere.mkdir()
+        summary = backup.restore(elsewhere, archive)
+        assert (summary.runs, summary.environments, summary.damaged) == (2, 1, [])
+        second = Bench(elsewhere)
+        there = second.store.run(run["id"])
+        assert there["folder"] == str(elsewhere / "runs" / run["id"]) and there["state"] in ("starting", "running")
+        steps = [row["step"] for row in second.store.metrics(run["id"])]
+        assert steps == list(range(1, len(steps) + 1)) and all(
+            RunFolder(there["folder"]).metrics(step) for step in steps
+        )
+        for row in second.store.checkpoints(run["id"]):
+            assert Path(row["path"], "adapter.bin").is_file() and str(elsewhere) in row["path"]
+        assert len(second.store.metrics(ended["id"])) == 3
+        if number == 3:  # and it ends there as it would have here
+            Path(there["folder"], "go").touch()
+            done = second.finish(there)
+            assert (done["state"], done["step"]) == ("succeeded", 40)
+            assert [row["step"] for row in second.store.metrics(run["id"])] == list(range(1, 41))
+            second.clean_up()
+    bench.clean_up()
+    assert not is_running(bench.pid(run))
+
+
+def test_backup_and_restore_as_commands(
+    flash_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, archive = finished_run(tmp_path), tmp_path / "state.tar.gz"
+    (flash_home / "models").mkdir()
+    (flash_home / "models" / "weights").write_bytes(b"to be fetched again")
+    assert cli.main(["backup", str(archive)]) == 0
+    assert cli.main(["backup", str(archive)]) == 2  # never over another
+    assert cli.main(["restore", str(archive)]) == 2  # nor over what is there
+    with tarfile.open(archive) as saved:
+        assert not [name for name in saved.getnames() if "models" in name or "lock" in name or "log" in name]
+    before = sorted(flash_home.rglob("*"))
+    monkeypatch.setenv("FLASH_HOME", str(tmp_path / "elsewhere"))
+    assert cli.main(["restore", str(archive)]) == 0
+    out = capsys.readouterr()
+    assert "runs: 1" in out.out and "exists already" in out.err and "already" in out.err
+    store = Store(tmp_path / "elsewhere")
+    assert store.run(run["id"])["state"] == "succeeded" and len(store.metrics(run["id"])) == 20
+    assert RunFolder(store.run(run["id"])["folder"]).newest_good_checkpoint() == 20
+    assert sorted(flash_home.rglob("*")) == before
+
+
+def test_a_damaged_backup_leaves_nothing_behind(flash_home: Path, tmp_path: Path) -> None:
+    finished_run(tmp_path)
+    archive, elsewhere = tmp_path / "state.tar", tmp_path / "elsewhere"
+    backup.backup(flash_home, archive)
+    backup.backup(flash_home, tmp_path / "state.tar.gz")
+    packed = (tmp_path / "state.tar.gz").read_bytes()
+    elsewhere.mkdir()
+    whole = archive.read_bytes()
+    page = whole.index(b"SQLite format 3") + 4096 * 3
+    damages = {
+        "cut": whole[: len(whole) // 2],
+        "text": b"not an archive",
+        "cut while packed": packed[: len(packed) // 2],
+        "bits while packed": packed[:2000] + bytes(b ^ 0xA5 for b in packed[2000:2100]) + packed[2100:],
+        "page": whole[:page] + bytes(b ^ 0xA5 for b in whole[page : page + 4096]) + whole[page + 4096 :],
+    }
+    for body in damages.values():
+        archive.write_bytes(body)
+        with pytest.raises(FlashError) as caught:
+            backup.restore(elsewhere, archive)
+        assert caught.value.code in ("upload_invalid", "state_corrupt")
+        assert list(elsewhere.iterdir()) == []

@@ -1,0 +1,178 @@
+"""What befalls a state directory from outside: each is a clear state with a coded error, and nothing is lost by it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from flash_mcp import queue
+from flash_mcp.errors import FlashError
+from flash_mcp.runfolder import RunFolder
+from flash_mcp.store import Store, open_store
+from flash_mcp.supervisor import Reader, ensure_supervisor
+from flash_mcp.tools import all_tools, status
+from tests.samples import finished_run, push_echo
+from tests.test_supervisor import HASTE, Bench, bench, is_running, wait_for
+
+__all__ = ["bench"]
+DAY_S = 86_400.0
+
+
+# -- a database that another program locks ----------------------------------------------------------------------------
+
+
+def test_a_supervisor_waits_while_another_program_locks_the_database(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("flash_mcp.store.BUSY_TIMEOUT_S", 0.2)
+    run = bench.train({"steps": 12, "1": {"at": 11, "do": "hold"}})
+    supervisor = bench.new_supervisor()
+    thread = threading.Thread(target=supervisor.run)
+    thread.start()
+    wait_for(lambda: bench.step(run) >= 2)
+    code = """import sqlite3, sys
+other = sqlite3.connect(sys.argv[1], isolation_level=None, timeout=30)
+other.execute("BEGIN IMMEDIATE")
+print("locked", flush=True)
+sys.stdin.read()"""
+    command = [sys.executable, "-c", code, str(bench.store.path)]
+    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert other.stdin and other.stdout and other.stdout.readline()
+    wait_for(lambda: bench.step(run) == 11 and "state_busy" in caplog.text)  # the worker does not even notice
+    with pytest.raises(FlashError, match="state_busy"):
+        Store(bench.base).add_environment(name="other", digest="0", path="/", size_bytes=0)
+    other.communicate()
+    Path(run["folder"], "go").touch()
+    thread.join(40)
+    ended = bench.store.run(run["id"])
+    assert (ended["state"], ended["attempt"]) == ("succeeded", 1)
+    assert [row["step"] for row in bench.store.metrics(run["id"])] == list(range(1, 13))
+
+
+# -- a clock that jumps -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("jump_s", [-DAY_S, DAY_S])
+def test_a_clock_that_jumps_neither_ends_nor_delays_a_run(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, jump_s: float
+) -> None:
+    real = time.time
+    run = bench.train({"steps": 4, "1": {"at": 2, "do": "hold"}, "2": {"at": 3, "do": "hold"}})
+    bench.until(lambda: bench.step(run) == 2)
+    monkeypatch.setattr(time, "time", lambda: real() + jump_s)
+    for _ in range(10):
+        bench.supervisor.tick()
+    assert bench.store.run(run["id"])["attempt"] == 1 and is_running(bench.pid(run))
+    monkeypatch.undo()  # and back, while the run waits for its second attempt
+    bench.supervisor.launcher.cancel(bench.supervisor._attempts[run["id"]].handle)
+    monkeypatch.setattr(time, "time", lambda: real() - jump_s)
+    bench.until(lambda: bench.step(run, attempt=2) == 3)
+    Path(run["folder"], "go").touch()
+    ended = bench.finish(run)
+    assert (ended["state"], ended["attempt"]) == ("succeeded", 2)
+    assert [row["step"] for row in bench.store.metrics(run["id"])] == [1, 2, 3, 4]
+
+
+def test_a_retry_is_not_put_off_by_a_clock_that_was_set_back(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = bench.train()
+    claimed = queue.claim(bench.store)
+    assert claimed and queue.requeue(bench.store, run["id"], 1, FlashError("worker_failed", "lost"), delay_s=30)
+    assert queue.claim(bench.store) is None
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() - DAY_S)
+    again = queue.claim(bench.store)
+    assert again and again["attempt"] == 2
+
+
+@pytest.mark.parametrize("jump_s", [-DAY_S, DAY_S])
+def test_a_cancelled_run_has_its_grace_whatever_the_clock_says(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, jump_s: float
+) -> None:
+    run = bench.train({"1": {"at": 2, "do": "stall"}})
+    bench.until(lambda: bench.step(run) == 2)
+    queue.request_cancel(bench.store, run["id"])
+    real, began = time.time, time.monotonic()
+    monkeypatch.setattr(time, "time", lambda: real() + jump_s)
+    assert bench.finish(run)["state"] == "cancelled"
+    assert HASTE.cancel_grace_s < time.monotonic() - began < 10 * HASTE.cancel_grace_s
+
+
+# -- damage on the disk -----------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_database_is_named_and_the_runs_can_be_read_from_their_folders(
+    flash_home: Path, tmp_path: Path
+) -> None:
+    run = finished_run(tmp_path)
+    store = open_store()
+    store.query("PRAGMA wal_checkpoint(TRUNCATE)")
+    store.close()
+    with store.path.open("r+b") as stream:
+        size = stream.seek(0, 2)
+        for page in range(1, size // 4096):
+            stream.seek(page * 4096)
+            stream.write(b"\xa5" * 4096)
+    damaged = Store.__new__(Store)
+    with pytest.raises(FlashError, match="state_corrupt") as caught:
+        damaged.__init__(flash_home)
+        status._view(damaged, run["id"], False)
+    assert "flash-mcp restore" in caught.value.fix
+    with pytest.raises(FlashError, match="state_corrupt"):
+        store.check()
+    # The folders hold it all: a new database takes it in.
+    fresh = Store(tmp_path / "fresh")
+    Reader(fresh, run["id"], RunFolder(run["folder"])).read(now=True)
+    assert len(fresh.metrics(run["id"])) == 20 and [row["step"] for row in fresh.checkpoints(run["id"])] == [10, 20]
+
+
+def test_a_damaged_checkpoint_is_passed_over_by_the_next_attempt_and_refused_by_deploy(bench: Bench) -> None:
+    from flash_mcp.serving import request  # noqa: PLC0415
+
+    run = bench.train({"steps": 6, "1": {"at": 5, "do": "hold"}, "2": {"at": 5, "do": "hold"}})
+    bench.until(lambda: bench.step(run) == 5 and len(bench.store.checkpoints(run["id"])) == 4)
+    folder = RunFolder(run["folder"])
+    Path(folder.path("checkpoints", "4", "adapter.bin")).write_bytes(b"\0" * 64)
+    with pytest.raises(FlashError, match="checkpoint_corrupt"):
+        request(bench.store, run["id"], step=4)
+    bench.supervisor.launcher.cancel(bench.supervisor._attempts[run["id"]].handle)
+    bench.until(lambda: bench.step(run, attempt=2) == 5)
+    resumed = [event["data"]["resumed"] for event in bench.store.events(run["id"], kinds=["phase"])]
+    assert resumed == [0, 3]
+    Path(run["folder"], "go").touch()
+    assert bench.finish(run)["state"] == "succeeded"
+    assert [folder.verify_checkpoint(step)["step"] for step in range(1, 7)] == list(range(1, 7))
+
+
+# -- a supervisor that does not start ---------------------------------------------------------------------------------
+
+
+def test_a_supervisor_that_is_killed_while_it_starts_is_started_again(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = f'if mkdir {tmp_path}/once; then kill -9 $$; fi 2>/dev/null; exec {sys.executable} -P -m "$@"'
+    monkeypatch.setattr("flash_mcp.supervisor.PYTHON", ("/bin/sh", "-c", script, "sh"))
+    monkeypatch.setattr("flash_mcp.supervisor.START_TIMEOUT_S", 4.0)
+    assert ensure_supervisor(bench.base)
+    pid = int((bench.base / "supervisor.lock").read_text())
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not is_running(pid))
+
+
+def test_train_returns_its_run_even_where_no_supervisor_can_be_started(
+    flash_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flash_mcp.supervisor.START_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("flash_mcp.supervisor.PYTHON", ("/no/such/python",))
+    push_echo(tmp_path / "echo")
+    answer = asyncio.run(all_tools()["train"].function(environment="echo"))
+    assert (answer.state, answer.created) == ("queued", True)
+    assert "supervisor.log" in answer.next and answer.run_id in answer.next
+    assert [run["id"] for run in open_store().runs()] == [answer.run_id]
