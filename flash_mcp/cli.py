@@ -1,4 +1,4 @@
-"""The command line: commands of its own, `flash-mcp serve` and `flash-mcp wait` among them, and every tool as a command.
+"""The command line: serve, supervise, demo, doctor, report, wait, install and others, and each tool as a command.
 
 Results go to stdout, everything else to stderr; with --json both are JSON. Exit codes: 0 done, 1 refused or failed,
 2 wrong usage; with --follow, and of wait, 3 when the run failed, 4 when it was cancelled and 5 when --timeout-s passed;
