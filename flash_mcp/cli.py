@@ -1,12 +1,14 @@
 """The command line: serving, looking after this machine, looking at runs, and every tool as a command.
 
-Results go to stdout, everything else to stderr. Exit codes: 0 done, 1 refused or failed, 2 wrong usage; with --follow
-3 when the run failed and 4 when it was cancelled; 130 after Ctrl-C.
+Results go to stdout, everything else to stderr; with --json both are JSON. Exit codes: 0 done, 1 refused or failed,
+2 wrong usage; with --follow, and of wait, 3 when the run failed, 4 when it was cancelled and 5 when --timeout-s passed;
+130 after Ctrl-C.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
 
     from flash_mcp.tools import Tool
 
-ENDED = {"succeeded": 0, "failed": 3, "cancelled": 4}
 POSITIONAL = {
     "chat": "message",
     "env_push": "folder",
@@ -70,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from flash_mcp.defects import as_flash_error  # noqa: PLC0415
 
         known = as_flash_error(" ".join(given[:1]), error)
-        sys.stderr.write(f"{known}\n")
+        sys.stderr.write(f"{json.dumps({'error': known.to_dict()}, default=str) if '--json' in given else known}\n")
         return 2 if known.code in ("invalid_argument", "unknown_argument") else 1
 
 
@@ -89,8 +90,20 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"flash-mcp {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND")
-    parts = (_add_serve, _add_token, _add_supervise, _add_demo, _add_doctor, _add_curve, _add_report)
-    for add in (*parts, _add_backup, _add_restore):
+    own_commands = (
+        _add_serve,
+        _add_token,
+        _add_supervise,
+        _add_demo,
+        _add_doctor,
+        _add_curve,
+        _add_report,
+        _add_backup,
+        _add_restore,
+        _add_wait,
+        _add_install,
+    )
+    for add in own_commands:
         add(commands)
     own = set(cast("dict[str, Any]", commands.choices))
     if next((word for word in given if not word.startswith("-")), None) not in own:
@@ -315,6 +328,7 @@ def _add_curve(commands: Any) -> None:
     parser = commands.add_parser("curve", help="a run's reward curve in the terminal or as a picture")
     parser.add_argument("run_id", metavar="RUN_ID")
     parser.add_argument("--png", type=Path, default=None, metavar="FILE", help="write a picture instead")
+    parser.add_argument("--json", action="store_true", help="print the points as JSON")
     parser.set_defaults(run=curve)
 
 
@@ -324,11 +338,50 @@ def curve(arguments: argparse.Namespace) -> None:
     from flash_mcp.store import open_store  # noqa: PLC0415
 
     points = drawing.of_run(open_store(), arguments.run_id)
-    if arguments.png is None:
-        _say(drawing.terminal(points))
-    else:
+    if arguments.png is not None:
         arguments.png.write_bytes(drawing.png(points))
-        _say(str(arguments.png))
+    if arguments.json:
+        _say(json.dumps(dataclasses.asdict(points)))
+    else:
+        _say(str(arguments.png or drawing.terminal(points)))
+
+
+def _add_wait(commands: Any) -> None:
+    parser = commands.add_parser("wait", help="return when a run has ended; the exit code says how")
+    parser.add_argument("run_id", metavar="RUN_ID")
+    parser.add_argument("--timeout-s", type=float, default=None, metavar="S", help="give up waiting after so long")
+    parser.add_argument("--json", action="store_true", help="print the run's report as JSON")
+    parser.set_defaults(run=wait)
+
+
+def wait(arguments: argparse.Namespace) -> int:
+    """Wait without a word, then print the run's report."""
+    return _stay(arguments.run_id, arguments.json, timeout_s=arguments.timeout_s, quiet=True)
+
+
+def _add_install(commands: Any) -> None:
+    parser = commands.add_parser("install", help="tell a coding agent of this server, in its own configuration")
+    parser.add_argument("client", choices=("claude", "cursor", "codex"))
+    parser.add_argument("--name", default="flash", help="what the agent calls the server (default flash)")
+    parser.add_argument("--print", action="store_true", dest="only_print", help="print the new file, and write nothing")
+    parser.add_argument("--json", action="store_true", help="print what was done as JSON")
+    parser.set_defaults(run=install)
+
+
+def install(arguments: argparse.Namespace) -> None:
+    """Add this server to an agent's configuration and say what was done."""
+    from flash_mcp.install import install as run  # noqa: PLC0415
+
+    done = run(arguments.client, name=arguments.name, write=not arguments.only_print)
+    if arguments.json:
+        _say(json.dumps(dataclasses.asdict(done), default=str))
+    elif arguments.only_print:
+        _say(done.text.rstrip())
+    elif not done.changed:
+        _say(f"{done.path} has it already")
+    else:
+        _say(f"wrote {done.path}" + (f"; the old one is {done.backup}" if done.backup else ""))
+        _say(f"start {done.client} anew, and ask it to train a model")
 
 
 def _add_report(commands: Any) -> None:
@@ -395,6 +448,10 @@ def _add_tool(commands: Any, tool: Tool) -> None:
     if tool.name == "train":
         text = "any field, as in the TOML file: --set steps=300 --set train.temperature=0.8"
         parser.add_argument("--set", action="append", default=[], dest="assignments", metavar="FIELD=VALUE", help=text)
+    if tool.name == "rollouts":
+        for which in ("worst", "best"):
+            text = f"the N transcripts with the {'lowest' if which == 'worst' else 'highest'} reward"
+            parser.add_argument(f"--{which}", type=int, default=None, metavar="N", help=text)
     if tool.name in ("train", "status", "evaluate"):
         parser.add_argument("--follow", action="store_true", help="stay until the run has ended; Ctrl-C only detaches")
     options = [f"--{name.replace('_', '-')}" for name in tool.signature.parameters]
@@ -449,18 +506,41 @@ def _reader(kind: Any) -> Callable[[str], Any]:
 
 
 def _run_tool(tool: Tool, arguments: argparse.Namespace) -> int:
+    from flash_mcp import curve as drawing  # noqa: PLC0415
+    from flash_mcp.tools import illustrations  # noqa: PLC0415
+
     names = list(tool.signature.parameters)
     given = {name: value for name, value in vars(arguments).items() if name in names and value is not None}
     given |= _assignments(getattr(arguments, "assignments", []))
-    result = call(tool, given)
+    for which in ("worst", "best"):
+        if (count := getattr(arguments, which, None)) is not None:
+            given |= {"which": which, "limit": count}
+    curves = illustrations()
+    try:
+        result = call(tool, given)
+    except KeyboardInterrupt:
+        if not tool.read_only:
+            sys.stderr.write("\nleft; what was started goes on. See: flash-mcp status, flash-mcp catalog\n")
+        raise
     follow, run_id = getattr(arguments, "follow", False), _run_of(result)
     if follow and run_id is None:
         fix = "name a run: flash-mcp status RUN_ID --follow"
         raise FlashError("invalid_argument", "there is no one run to follow", fix=fix)
     if follow and run_id:
-        return follow_run(run_id, as_json=arguments.as_json)
+        return _stay(run_id, arguments.as_json)
     _show(result, arguments.as_json)
+    for points in [] if arguments.as_json else curves:
+        _say(drawing.terminal(points))
     return 0
+
+
+def _stay(run_id: str, as_json: bool, **options: Any) -> int:
+    from flash_mcp.follow import until_ended  # noqa: PLC0415
+
+    code, report = until_ended(run_id, **options)
+    if report is not None:
+        _show(report, as_json)
+    return code
 
 
 def call(tool: Tool, given: dict[str, Any]) -> BaseModel:
@@ -510,40 +590,6 @@ def _assignments(texts: Sequence[str]) -> dict[str, Any]:
 def _run_of(result: BaseModel) -> str | None:
     view = getattr(result, "run", None) or result
     return cast("str | None", getattr(view, "run_id", None))
-
-
-def follow_run(run_id: str, *, as_json: bool) -> int:
-    """Print a line at every change until the run has ended; its end decides the exit code."""
-    from flash_mcp.tools import all_tools  # noqa: PLC0415
-
-    status, seen = all_tools()["status"], ""
-    try:
-        while True:
-            result = call(status, {"run_id": run_id, "wait_s": 30} if seen else {"run_id": run_id})
-            view = cast("dict[str, Any]", result.model_dump(mode="json")["run"])
-            if (line := _progress_line(view)) != seen:
-                sys.stderr.write(f"{line}\n")
-                seen = line
-            if view["state"] in ENDED:
-                _show(result, as_json)
-                return ENDED[view["state"]]
-    except KeyboardInterrupt:
-        sys.stderr.write(f"\ndetached; the run goes on. Come back: flash-mcp status {run_id} --follow\n")
-        sys.stderr.write(f"End it: flash-mcp cancel {run_id}\n")
-        return 130
-
-
-def _progress_line(view: dict[str, Any]) -> str:
-    steps = f"/{view['steps']}" if view.get("steps") else ""
-    parts = [view["state"], f"step {view['step']}{steps}"]
-    if not view["step"] and view.get("phase"):
-        parts.append(view["phase"])
-    for name in ("reward", "success", "loss"):
-        if name in view:
-            parts.append(f"{name} {view[name]['last']:.3f} {view[name]['spark']}")
-    if "eta_s" in view:
-        parts.append(f"{view['eta_s'] // 60} min {view['eta_s'] % 60:02} s left")
-    return "  ".join(parts)
 
 
 # -- output -----------------------------------------------------------------------------------------------------------

@@ -10,26 +10,34 @@ import functools
 import inspect
 import json
 import re
-from collections.abc import Awaitable, Callable
+import time
+from base64 import b64encode
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
 import anyio
 import anyio.to_thread
 from mcp.server import MCPServer
 from mcp.server.context import CallNext, HandlerResult, ServerRequestContext
+from mcp.server.extension import Extension
 from mcp.server.mcpserver.context import Context
 from mcp.server.mcpserver.exceptions import ResourceError, ResourceNotFoundError, ToolError
-from mcp_types import CallToolResult, InputRequiredResult, TextContent, ToolAnnotations
+from mcp_types import CallToolResult, ImageContent, InputRequiredResult, TextContent, ToolAnnotations
 from mcp_types import Tool as WireTool
 from pydantic import ValidationError
+from starlette.applications import Starlette
 
 from flash_mcp import __version__, playbook
 from flash_mcp.callers import acting_as, caller, refuse_server_side
+from flash_mcp.completion import add_completion
+from flash_mcp.curve import Curve, of_run, png
 from flash_mcp.defects import as_flash_error
 from flash_mcp.errors import FlashError
+from flash_mcp.headers import TrimmedHeaders
 from flash_mcp.runfolder import RunFolder
 from flash_mcp.spec import explain
 from flash_mcp.store import open_store
+from flash_mcp.tasks import Deployments, Jobs, Runs, Tasks
 from flash_mcp.tools import (
     CALL_TIMEOUT_S,
     RESULT_CHARACTERS,
@@ -37,6 +45,7 @@ from flash_mcp.tools import (
     all_tools,
     check_arguments,
     fit,
+    illustrations,
     listen,
     nearest,
     to_text,
@@ -58,7 +67,7 @@ SERVER_SIDE = re.compile(r"(\w+_)?(folder|dir|directory|path|file|config|port)")
 class FlashServer(MCPServer[Any]):
     """MCPServer that refuses unknown arguments, words every failure, and says the same as text and as structure."""
 
-    def __init__(self, tools: dict[str, Tool]) -> None:
+    def __init__(self, tools: dict[str, Tool], extensions: Sequence[Extension] = ()) -> None:
         super().__init__(
             "flash-mcp",
             title="Flash: train language models",
@@ -66,8 +75,10 @@ class FlashServer(MCPServer[Any]):
             version=__version__,
             log_level="WARNING",
             middleware=[_as_its_caller],
+            extensions=extensions,
         )
         self.known = tools
+        self.contributed = {binding.fn.__name__ for extension in extensions for binding in extension.tools()}
         for tool in tools.values():
             self.add_tool(
                 _never_blocking(tool.function),
@@ -98,10 +109,11 @@ class FlashServer(MCPServer[Any]):
         """Run a tool. Whatever goes wrong is a ToolError whose text is a FlashError's."""
         if context is not None:
             listen(_progress_of(context))
+        curves = illustrations()
         try:
             self._check(name, arguments)
             with anyio.move_on_after(CALL_TIMEOUT_S):
-                return compact(await super().call_tool(name, arguments, context))
+                return await _illustrated(compact(await super().call_tool(name, arguments, context)), curves)
             raise FlashError(
                 "not_ready",
                 f"{name} took longer than {CALL_TIMEOUT_S:.0f} s; the call was left, the machine may be overloaded",
@@ -112,7 +124,15 @@ class FlashServer(MCPServer[Any]):
         except ToolError as error:
             raise ToolError(_words_of(name, error)) from error.__cause__
 
+    def streamable_http_app(self, **options: Any) -> Starlette:
+        """The SDK's app, told of header values without the blanks around them: not every HTTP parser takes them off."""
+        app = super().streamable_http_app(**options)
+        app.add_middleware(TrimmedHeaders)
+        return app
+
     def _check(self, name: str, arguments: dict[str, Any]) -> None:
+        if name in self.contributed:
+            return
         tool = self.known.get(name)
         if tool is None:
             near = nearest(name, self.known)
@@ -137,6 +157,17 @@ def compact(result: CallToolResult | InputRequiredResult) -> CallToolResult | In
     body = fit(result.structured_content, RESULT_CHARACTERS)
     kept = [block for block in result.content if not isinstance(block, TextContent)]
     return CallToolResult(content=[TextContent(type="text", text=to_text(body)), *kept], structured_content=body)
+
+
+async def _illustrated(
+    result: CallToolResult | InputRequiredResult, curves: list[Curve]
+) -> CallToolResult | InputRequiredResult:
+    """The result with its curves as pictures after the text."""
+    if isinstance(result, CallToolResult) and curves:
+        pictures = [await anyio.to_thread.run_sync(png, curve, abandon_on_cancel=True) for curve in curves]
+        shown = [ImageContent(type="image", data=b64encode(data).decode(), mime_type="image/png") for data in pictures]
+        return result.model_copy(update={"content": [*result.content, *shown]})
+    return result
 
 
 def plain(schema: Any, definitions: dict[str, Any] | None = None) -> Any:
@@ -189,12 +220,14 @@ def _never_blocking(function: Callable[..., Any]) -> Callable[..., Awaitable[Any
 
 
 def _progress_of(context: Context[Any, Any]) -> Callable[[str, float | None], Awaitable[None]]:
-    """Progress notifications must rise: calls without a share count up by a little."""
-    told = 0.0
+    """Progress notifications must rise: calls without a share count up by a little, and at most once a second."""
+    told, told_at = 0.0, float("-inf")
 
     async def tell(message: str, share: float | None) -> None:
-        nonlocal told
-        told = max(told + 1e-6, share or 0.0)
+        nonlocal told, told_at
+        if share is None and time.monotonic() - told_at < 1:
+            return
+        told, told_at = max(told + 1e-6, share or 0.0), time.monotonic()
         await context.report_progress(told, 1.0, message)
 
     return tell
@@ -236,9 +269,7 @@ def _add_resources(server: FlashServer) -> None:
     @_as_resource
     def read_curve(run_id: str) -> bytes:  # pyright: ignore[reportUnusedFunction]
         """The run's reward curve as a picture."""
-        from flash_mcp import curve  # noqa: PLC0415  # matplotlib takes a second to import
-
-        return curve.png(curve.of_run(open_store(), run_id))
+        return png(of_run(open_store(), run_id))
 
     @server.prompt(name="train_a_model", title="Train a model on a task")
     def train_a_model(goal: str) -> str:  # pyright: ignore[reportUnusedFunction]
@@ -258,9 +289,11 @@ def _as_resource(read: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
-def build_server() -> FlashServer:
-    built = FlashServer(all_tools())
+def build_server(*extensions: Extension, jobs: Sequence[Jobs] = ()) -> FlashServer:
+    """The product's server, with `extensions` beside its own, and more kinds of `jobs` that may be tasks."""
+    built = FlashServer(all_tools(), [*extensions, Tasks(Runs(), Deployments(), *jobs)])
     _add_resources(built)
+    add_completion(built)
     return built
 
 

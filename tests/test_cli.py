@@ -109,6 +109,14 @@ def test_people_get_lines_and_tables(run: Run, tmp_path: Path):
     assert "- assistant: The answer is 84." in out
 
 
+def test_the_best_and_the_worst_rollouts_are_a_word_away(run: Run, tmp_path: Path):
+    finished = finished_run(tmp_path)
+    found = [run("rollouts", finished["id"], f"--{which}", "2", "--json")[1] for which in ("best", "worst")]
+    best, worst = (json.loads(text)["rollouts"] for text in found)
+    assert [rollout["index"] for rollout in best] == [7, 6]
+    assert [rollout["index"] for rollout in worst] == [0, 1]
+
+
 @pytest.mark.parametrize(("state", "code"), [("succeeded", 0), ("cancelled", 4)])
 def test_following_ends_with_the_runs_own_exit_code(run: Run, tmp_path: Path, state: str, code: int):
     if state == "succeeded":
@@ -136,6 +144,12 @@ def test_ctrl_c_while_following_only_detaches(tmp_path: Path):
             assert process.wait(30) == 130
         assert f"flash-mcp status {started['id']} --follow" in rest
         assert open_store().run(started["id"])["state"] == "running"
+
+
+def test_status_draws_the_curve_where_it_is_asked_to(run: Run, tmp_path: Path):
+    finished = finished_run(tmp_path)
+    assert "held-out success" in run("status", finished["id"], "--curve")[1]
+    assert json.loads(run("status", finished["id"], "--curve", "--json")[1])["run"]["run_id"] == finished["id"]
 
 
 def test_the_curve_is_drawn_and_written(run: Run, tmp_path: Path):

@@ -5,6 +5,8 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+from base64 import b64decode
 from collections.abc import AsyncGenerator, Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -175,8 +177,16 @@ async def reports() -> Said:
     return Said(next="nothing")
 
 
+async def babbles() -> Said:
+    """Say a hundred times within a moment that it goes on."""
+    for _ in range(100):
+        await report("still at it")
+    return Said(next="nothing")
+
+
 RELEASE = threading.Event()
-ODD = FlashServer({tool.name: tool for tool in (Tool(f, title="x") for f in (fails, refuses, talks, hangs, reports))})
+ODD_TOOLS = [Tool(function, title="x") for function in (fails, refuses, talks, hangs, reports, babbles)]
+ODD = FlashServer({tool.name: tool for tool in ODD_TOOLS})
 
 
 @pytest.fixture(params=["auto", "legacy"])
@@ -235,6 +245,17 @@ async def test_progress_reaches_a_client_that_asks_for_it(odd: Client):
     assert heard == sorted(heard)
 
 
+async def test_progress_without_a_share_is_told_once_a_second_at_most(odd: Client):
+    heard: list[str | None] = []
+
+    async def hear(progress: float, total: float | None, message: str | None) -> None:
+        heard.append(message)
+
+    started = time.monotonic()
+    await odd.call_tool("babbles", {}, progress_callback=hear)
+    assert 1 <= len(heard) <= 1 + (time.monotonic() - started)
+
+
 def test_fitting_keeps_short_values_and_the_shape():
     body = {"n": 1, "rows": [{"text": "x" * 5000}, {"text": "y" * 50}], "ids": list(range(500)), "next": "go on"}
     fitted = fit(body, 2000)
@@ -265,6 +286,17 @@ async def test_what_a_run_left_behind_can_be_read_as_resources(client: Client, t
     assert [json.loads(row)["index"] for row in rows] == list(range(8))
     assert (await client.read_resource(f"{base}/curve.png")).contents[0].mime_type == "image/png"
     assert (await client.read_resource(f"{base}/log")).contents[0].text == ""
+
+
+async def test_the_curve_comes_beside_the_report_and_changes_none_of_its_words(client: Client, tmp_path: Path):
+    run_id = finished_run(tmp_path)["id"]
+    plain_report = await client.call_tool("status", {"run_id": run_id})
+    report, picture = (await client.call_tool("status", {"run_id": run_id, "curve": True})).content
+    assert report.type == "text"
+    assert report.text == text_of(plain_report)
+    assert picture.type == "image"
+    assert picture.mime_type == "image/png"
+    assert b64decode(picture.data).startswith(b"\x89PNG")
 
 
 async def test_a_resource_of_an_unknown_run_says_so(client: Client):

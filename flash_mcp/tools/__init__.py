@@ -19,11 +19,14 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass
 from functools import cache, cached_property
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, create_model, model_serializer
 
 from flash_mcp.errors import FlashError
+
+if TYPE_CHECKING:
+    from flash_mcp.curve import Curve
 
 CALL_TIMEOUT_S = 45.0
 RESULT_CHARACTERS = 8_000
@@ -135,6 +138,22 @@ async def report(message: str, share: float | None = None) -> None:
 def listen(listener: Progress) -> None:
     """Make `listener` the one whom `report` tells, for the calls of this context."""
     _progress.set(listener)
+
+
+_illustrations: ContextVar[list[Curve] | None] = ContextVar("illustrations", default=None)
+
+
+def illustrate(curve: Curve) -> None:
+    """Have a curve shown beside the result, by callers that can. It says nothing that the result does not."""
+    if (kept := _illustrations.get()) is not None:
+        kept.append(curve)
+
+
+def illustrations() -> list[Curve]:
+    """The list, empty as yet, of what the call that is about to be made in this context illustrates."""
+    kept: list[Curve] = []
+    _illustrations.set(kept)
+    return kept
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:

@@ -41,6 +41,7 @@ from flash_mcp.tools.loading import (
     secret_values,
 )
 from flash_mcp.tools.preflight import GROUP_SIZE, SAMPLE_LIMIT_S, RunTime, Sample, after_sample, run_time, sample_groups
+from flash_mcp.tools.status import RunView
 
 CHARACTERS_PER_TOKEN = 3.5
 """Of English in common vocabularies; the control plane has no tokenizer."""
@@ -81,6 +82,7 @@ class Train(Result):
     sources: dict[str, list[str]] = Field(description="Where values came from: argument, file; all others: recipe.")
     sample: Sample | None = Field(default=None, description="With sample: what the model does now.")
     notes: list[str] | None = Field(default=None, description="What is worth a thought before it runs.")
+    run: RunView | None = Field(default=None, description="How it ended; where the client waits for it as a task.")
 
 
 class Cancel(Result):
@@ -164,7 +166,7 @@ async def train(
     ] = None,
     **fields: Any,
 ) -> Train:
-    """Start a training run (GRPO on a reward, or SFT on gold answers or a curated dataset); returns its run_id at once.
+    """Start a training run, GRPO on a reward or SFT on gold answers or a curated dataset; returns its run_id at once.
 
     Loads the environment in a child process first, so that a broken one is refused here. Fields left out take the
     recipe's value; the result says which value each has. The run goes on when the client ends. Progress: status.
@@ -498,6 +500,7 @@ async def cancel(
     run = await anyio.to_thread.run_sync(queue.request_cancel, store, run_id, reason)
     deadline = time.monotonic() + min(wait_s, 43.0)
     while run["state"] != "cancelled" and time.monotonic() < deadline:
+        await report(f"{run_id}: {run['state']}, asked to save and end")
         await anyio.sleep(0.2)
         run = await anyio.to_thread.run_sync(store.run, run_id)
     saved = await anyio.to_thread.run_sync(store.checkpoints, run_id)

@@ -102,8 +102,8 @@ async def deploy(
     await anyio.to_thread.run_sync(ensure_supervisor, store.base)
     row = await _settled(store, row["id"], ("ready", "failed", "stopped"), deadline)
     if row["state"] == "failed":
-        raise _failure(row)
-    return _describe(store, row)
+        raise failure(row)
+    return describe(store, row)
 
 
 async def undeploy(
@@ -119,7 +119,7 @@ async def undeploy(
     row = await anyio.to_thread.run_sync(request_stop, store, row["id"])
     if row["state"] == "stopping":
         await anyio.to_thread.run_sync(ensure_supervisor, store.base)
-    return _describe(store, await _settled(store, row["id"], ("stopped",), deadline))
+    return describe(store, await _settled(store, row["id"], ("stopped",), deadline))
 
 
 async def chat(
@@ -184,7 +184,7 @@ def _conversation(message: str | None, messages: list[Message] | None) -> list[J
 
 def _ready_server(store: Store, row: DeploymentRow) -> Server:
     if row["state"] == "failed":
-        raise _failure(row)
+        raise failure(row)
     if row["state"] in ("stopping", "stopped"):
         fix = f"deploy(run_id={row['run_id']!r}, step={row['step']}) serves it again"
         raise FlashError("unknown_deployment", f"{row['id']} has been stopped", deployment=row["id"], fix=fix)
@@ -268,7 +268,8 @@ async def _settled(store: Store, deployment_id: str, states: tuple[str, ...], de
         await anyio.sleep(POLL_S)
 
 
-def _failure(row: DeploymentRow) -> FlashError:
+def failure(row: DeploymentRow) -> FlashError:
+    """Why a deployment failed."""
     if not row["error"]:
         return _gone(row)
     error = FlashError.from_dict(row["error"])
@@ -286,7 +287,8 @@ def _age_s(row: DeploymentRow) -> float:
     return round(time.time() - row["created"], 1)
 
 
-def _describe(store: Store, row: DeploymentRow) -> Deployment:
+def describe(store: Store, row: DeploymentRow) -> Deployment:
+    """A deployment as the tools return it."""
     server = Server.find(store.base, row["model"]) if row["state"] == "ready" else None
     return Deployment(
         deployment=row["id"],

@@ -14,12 +14,13 @@ from pydantic import Field
 
 from flash_mcp import judge, vault
 from flash_mcp.callers import caller
+from flash_mcp.curve import of_run
 from flash_mcp.errors import FlashError
 from flash_mcp.failures import failure_counts
 from flash_mcp.runfolder import Json, RunFolder
 from flash_mcp.store import ACTIVE, CheckpointRow, EvalRow, RunRow, RunState, Store, open_store
 from flash_mcp.supervisor import ensure_supervisor
-from flash_mcp.tools import Part, Result, Tool, report, shorten
+from flash_mcp.tools import Part, Result, Tool, illustrate, report, shorten
 from flash_mcp.tools.evaluation import Scores, after_evaluation, scores
 
 POLL_S = 0.25
@@ -180,6 +181,9 @@ async def status(
             "and the end of its log. Default concise."
         ),
     ] = "concise",
+    curve: Annotated[
+        bool, Field(description="With run_id: show the reward curve too, to those who see pictures. Default false.")
+    ] = False,
     state: Annotated[RunState | None, Field(description="Without run_id: only runs of this state.")] = None,
     limit: Annotated[int, Field(ge=1, le=40, description="Without run_id: runs a page, 1 to 40; default 15.")] = 15,
     cursor: Annotated[str | None, Field(description="Without run_id: `cursor` of the page before.")] = None,
@@ -194,6 +198,8 @@ async def status(
     if run_id is None:
         return await anyio.to_thread.run_sync(_list, store, state, limit, cursor)
     changed = await _wait(store, run_id, wait_s) if wait_s else None
+    if curve:
+        illustrate(await anyio.to_thread.run_sync(of_run, store, run_id))
     view, next_step = await anyio.to_thread.run_sync(view_of, store, run_id, detail == "detailed")
     return Status(run=view, changed=changed, next=next_step)
 

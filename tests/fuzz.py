@@ -1,0 +1,170 @@
+"""Calls every tool with arguments made up from its schema, right ones and wrong ones mixed.
+
+    python -m tests.fuzz --cases 5000
+
+Whatever is given, the answer is a result that follows the schema or a coded error that says what to do; the client
+never sees a traceback, and a refused call leaves nothing behind. Prints how often each tool answered what.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+from anyio.from_thread import start_blocking_portal
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mcp import Client
+from mcp_types import CallToolResult
+from mcp_types import Tool as ListedTool
+
+from flash_mcp.errors import CODES
+from flash_mcp.server import server
+from flash_mcp.store import open_store
+from flash_mcp.tools import RESULT_CHARACTERS, to_text
+from tests.samples import ENVIRONMENT, finished_run, queued_run, supervised
+
+Json = dict[str, Any]
+Outcomes = Counter[tuple[str, str]]
+NOT_STATE = ("flash.db", "logs", "supervisor.lock")
+WAITS_S = 0.02
+USER_CODE = {"environment_invalid", "environment_error", "environment_timeout"}
+"""Errors that quote the traceback of the user's own code."""
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20).map(lambda text: text.lstrip("/~"))
+NUMBERS = st.one_of(st.integers(), st.floats(allow_nan=False, allow_infinity=False))
+JUNK = st.one_of(
+    st.none(), st.booleans(), NUMBERS, TEXT, st.lists(TEXT, max_size=2), st.dictionaries(TEXT, TEXT, max_size=2)
+)
+
+
+def values(schema: Json, known: list[str]) -> st.SearchStrategy[Any]:
+    """Values that a schema allows; texts are now and then those that mean something."""
+    if "enum" in schema:
+        return st.sampled_from(schema["enum"])
+    if "anyOf" in schema:
+        return st.one_of([values(option, known) for option in schema["anyOf"]])
+    match schema.get("type"):
+        case "integer":
+            return st.integers(schema.get("minimum", -3), schema.get("maximum", 100))
+        case "number":
+            return st.floats(schema.get("minimum", 0), schema.get("maximum", 3), allow_nan=False)
+        case "boolean":
+            return st.booleans()
+        case "string":
+            return st.one_of(st.sampled_from(known), TEXT, TEXT)
+        case "array":
+            return st.lists(values(schema.get("items", {}), known), max_size=3)
+        case "object" if "properties" in schema:
+            return st.fixed_dictionaries({name: values(part, known) for name, part in schema["properties"].items()})
+        case "object":
+            return st.one_of(st.just({"environment.py": ENVIRONMENT}), st.dictionaries(TEXT, TEXT, max_size=3))
+        case _:
+            return JUNK
+
+
+def argument(name: str, schema: Json, known: list[str]) -> st.SearchStrategy[Any]:
+    if name.endswith("_s"):  # do not wait for real
+        return st.one_of(st.just(WAITS_S), st.just(-1), st.just(1e9), TEXT)
+    right = values(schema, known)
+    return st.one_of(right, right, right, JUNK)
+
+
+@st.composite
+def calls(draw: st.DrawFn, tools: list[ListedTool], known: list[str]) -> tuple[str, Json]:
+    """A tool and its arguments: most of the required ones, some of the others, seldom one that it does not have."""
+    tool = draw(st.sampled_from(tools))
+    properties, required = tool.input_schema["properties"], tool.input_schema.get("required", [])
+    optional = [name for name in properties if name not in required]
+    chosen = [name for name in required if draw(st.integers(0, 19))]
+    chosen += draw(st.lists(st.sampled_from(optional), max_size=5, unique=True)) if optional else []
+    arguments = {name: draw(argument(name, properties[name], known)) for name in chosen}
+    if not draw(st.integers(0, 19)):
+        arguments[draw(TEXT.filter(lambda name: name not in properties))] = draw(JUNK)
+    return tool.name, arguments
+
+
+def state(home: Path, work: Path) -> list[Any]:
+    """All that a call could leave behind."""
+    store = open_store()
+    tables = ("runs", "environments", "deployments", "events", "checkpoints", "evals")
+    rows = [store.query(f"SELECT * FROM {table}") for table in tables]
+    files = [path for path in home.rglob("*") if not path.relative_to(home).parts[0].startswith(NOT_STATE)]
+    return [*rows, sorted(files), sorted(work.rglob("*"))]
+
+
+def judged(name: str, result: CallToolResult) -> str:
+    """The outcome in a word: `ok`, or the code of the error. AssertionError where it is neither."""
+    (block,) = result.content
+    text = getattr(block, "text", "")
+    if not result.is_error:
+        assert json.loads(text) == result.structured_content
+        assert text == to_text(result.structured_content)
+        assert len(text) <= RESULT_CHARACTERS
+        assert list(json.loads(text))[-1] == "next"
+        return "ok"
+    code = text.removeprefix("[").partition("]")[0].partition(" ")[0]
+    assert code in CODES, f"{name}: {text}"
+    assert code != "internal", f"{name}: {text}"
+    assert "Fix: " in text, f"{name}: {text}"
+    assert code in USER_CODE or "Traceback" not in text, f"{name}: {text}"
+    return code
+
+
+def fuzz(cases: int, folder: Path, *, seed: int | None = None) -> Outcomes:
+    """Make `cases` calls on a state directory with an environment and two runs in it; FLASH_HOME is that directory."""
+    outcomes: Outcomes = Counter()
+    home, work = Path(os.environ["FLASH_HOME"]), folder / "work"
+    work.mkdir()
+    known = [finished_run(folder)["id"], queued_run(folder / "environment")["id"], "echo", str(folder / "environment")]
+    before_here = Path.cwd()
+    os.chdir(work)
+    try:
+        with (
+            supervised(),
+            start_blocking_portal() as portal,
+            portal.wrap_async_context_manager(Client(server)) as client,
+        ):
+            tools = portal.call(client.list_tools).tools
+
+            @settings(max_examples=cases, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+            @given(calls(tools, known))
+            def one(call: tuple[str, Json]) -> None:
+                name, arguments = call
+                before = state(home, work)
+                outcome = judged(name, portal.call(client.call_tool, name, arguments))
+                assert outcome == "ok" or state(home, work) == before, f"{name} left something behind"
+                outcomes[name, outcome] += 1
+                for path in work.iterdir():
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+            (hypothesis.seed(seed)(one) if seed is not None else one)()
+    finally:
+        os.chdir(before_here)
+    return outcomes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=5000)
+    parser.add_argument("--seed", type=int, default=None)
+    given_ = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        os.environ["FLASH_HOME"] = f"{scratch}/home"
+        outcomes = fuzz(given_.cases, Path(scratch), seed=given_.seed)
+    for name in sorted({name for name, _ in outcomes}):
+        found = ", ".join(f"{code} {count}" for (tool, code), count in sorted(outcomes.items()) if tool == name)
+        sys.stdout.write(f"{name}: {found}\n")
+    sys.stdout.write(f"{outcomes.total()} calls\n")
+
+
+if __name__ == "__main__":
+    main()

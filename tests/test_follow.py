@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from flash_mcp import cli, queue
+from flash_mcp.store import open_store
+from tests.samples import finished_run, learn, queued_run, read_in, started_run, supervised
+
+ROOT = Path(__file__).parent.parent
+FLASH = [sys.executable, "-m", "flash_mcp.cli"]
+
+
+@pytest.mark.parametrize(("state", "code"), [("succeeded", 0), ("failed", 3), ("cancelled", 4)])
+def test_wait_ends_with_the_runs_own_exit_code(
+    state: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    with supervised():
+        run, writer = started_run(tmp_path)
+        learn(writer, [1])
+        read_in(open_store(), run["id"])
+        queue.finish(open_store(), run["id"], run["attempt"], state)
+        assert cli.main(["wait", run["id"], "--json"]) == code
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["run"]["state"] == state
+    assert captured.err == ""
+
+
+def test_ctrl_c_while_a_deployment_starts_says_that_it_goes_on(tmp_path: Path):
+    with supervised():
+        run, store = finished_run(tmp_path), open_store()
+        command = [*FLASH, "deploy", run["id"]]
+        with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as waiting:
+            deadline = time.monotonic() + 30
+            while not store.deployments():
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            waiting.send_signal(signal.SIGINT)
+            assert "goes on" in waiting.communicate(timeout=20)[1]
+            assert waiting.returncode == 130
+        assert store.deployments()[0]["state"] == "starting"
+
+
+def test_wait_gives_up_after_its_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with supervised():
+        assert cli.main(["wait", queued_run(tmp_path)["id"], "--timeout-s", "0.3"]) == 5
+    assert "state: queued" in capsys.readouterr().out
+
+
+def test_wait_returns_when_the_run_ends(tmp_path: Path):
+    with supervised():
+        run, _ = started_run(tmp_path)
+        with subprocess.Popen([*FLASH, "wait", run["id"]], cwd=ROOT, stdout=subprocess.PIPE, text=True) as waiting:
+            with pytest.raises(subprocess.TimeoutExpired):
+                waiting.wait(4)
+            queue.finish(open_store(), run["id"], run["attempt"], "succeeded")
+            assert waiting.wait(20) == 0
+
+
+def test_errors_are_json_where_results_are(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["wait", "run-none", "--json"]) == 1
+    error = json.loads(capsys.readouterr().err)["error"]
+    assert error["code"] == "unknown_run"
+    assert error["fix"]
+
+
+def test_the_curve_is_json_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["curve", finished_run(tmp_path)["id"], "--json"]) == 0
+    points = json.loads(capsys.readouterr().out)
+    assert points["steps"] == list(range(1, 21))
+    assert [point["step"] for point in points["held_out"]] == [0, 20]
+
+
+def test_a_terminal_shows_the_curve_and_ctrl_c_only_detaches(tmp_path: Path):
+    with supervised():
+        run, writer = started_run(tmp_path)
+        learn(writer, range(1, 6))
+        read_in(open_store(), run["id"])
+        ours, theirs = pty.openpty()
+        command = [*FLASH, "status", run["id"], "--follow"]
+        with subprocess.Popen(command, cwd=ROOT, stderr=theirs, stdout=subprocess.DEVNULL) as process:
+            os.close(theirs)
+            first = _read_until(ours, b"step 5/20")
+            assert b"reward" in first
+            learn(writer, [6])
+            read_in(open_store(), run["id"])
+            drawn_over = _read_until(ours, b"step 6/20")
+            assert b"F\x1b[J" in drawn_over
+            process.send_signal(signal.SIGINT)
+            rest = _read_until(ours, b"flash-mcp cancel")
+            assert process.wait(30) == 130
+        os.close(ours)
+        assert f"flash-mcp status {run['id']} --follow".encode() in rest
+        assert open_store().run(run["id"])["state"] == "running"
+
+
+def _read_until(terminal: int, wanted: bytes, timeout_s: float = 30) -> bytes:
+    found, deadline = b"", time.monotonic() + timeout_s
+    while wanted not in found:
+        assert time.monotonic() < deadline, found
+        if select.select([terminal], [], [], 0.1)[0]:
+            found += os.read(terminal, 65536)
+    return found

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import json
+import stat
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flash_mcp import cli
+from flash_mcp.errors import FlashError
+from flash_mcp.install import CLIENTS, install
+
+CODEX = """# mine
+model = "o9"
+
+[mcp_servers.other]
+command = "other"  # kept
+
+[mcp_servers.flash]
+command = "old"
+
+[mcp_servers.flash.env]
+OLD = "1"
+
+[tui]
+theme = "dark"
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home directory without any agent's configuration."""
+    for name in ("CODEX_HOME", "CLAUDE_CONFIG_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+PARSERS: dict[str, Callable[[str], dict]] = {"claude": json.loads, "cursor": json.loads, "codex": tomllib.loads}
+TABLES = {"claude": "mcpServers", "cursor": "mcpServers", "codex": "mcp_servers"}
+
+
+@pytest.mark.parametrize("client", list(CLIENTS))
+def test_a_first_configuration_starts_this_server_with_this_state_directory(client: str, flash_home: Path):
+    done = install(client)
+    entry = PARSERS[client](done.path.read_text())[TABLES[client]]["flash"]
+    assert Path(entry["command"]).exists()
+    assert entry["args"][-1] == "serve"
+    assert entry["env"]["FLASH_HOME"] == str(flash_home)
+    assert (done.changed, done.backup) == (True, None)
+
+
+@pytest.mark.parametrize("client", list(CLIENTS))
+def test_a_second_time_changes_nothing(client: str):
+    first = install(client).path.read_bytes()
+    again = install(client)
+    assert (again.changed, again.backup, again.path.read_bytes()) == (False, None, first)
+    assert len(list(again.path.parent.glob(f"*{again.path.name}*"))) == 1
+
+
+def test_what_is_there_stays_and_the_old_file_is_kept(own_home: Path):
+    path = own_home / ".claude.json"
+    old = {"theme": "dark", "mcpServers": {"other": {"command": "other"}}, "name": "é"}
+    path.write_text(json.dumps(old))
+    path.chmod(0o640)
+    done = install("claude", name="trainer")
+    new = json.loads(path.read_text())
+    assert new["mcpServers"].pop("trainer")
+    assert new == old
+    assert done.backup is not None
+    assert json.loads(done.backup.read_text()) == old
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+def test_comments_and_tables_of_a_toml_file_stay_and_an_older_entry_is_replaced(own_home: Path):
+    path = own_home / ".codex" / "config.toml"
+    path.parent.mkdir()
+    path.write_text(CODEX)
+    install("codex")
+    text = path.read_text()
+    assert "# mine" in text
+    assert "# kept" in text
+    assert "OLD" not in text
+    new, old = tomllib.loads(text), tomllib.loads(CODEX)
+    assert new["mcp_servers"].pop("flash")["command"] != old["mcp_servers"].pop("flash")["command"]
+    assert new == old
+
+
+@pytest.mark.parametrize(
+    ("client", "text"),
+    [
+        ("claude", "{not json"),
+        ("cursor", '{"mcpServers": []}'),
+        ("cursor", "[]"),
+        ("codex", "[broken"),
+        ("codex", 'mcp_servers = { flash = { command = "old" } }\n'),
+    ],
+)
+def test_a_file_that_is_not_understood_is_left_as_it_is(client: str, text: str):
+    path = CLIENTS[client][0]()
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    with pytest.raises(FlashError, match="left as it is"):
+        install(client)
+    assert path.read_text() == text
+    assert list(path.parent.glob("*.bak")) == []
+
+
+def test_a_link_to_the_configuration_stays_a_link(own_home: Path):
+    real = own_home / "dotfiles" / "mcp.json"
+    real.parent.mkdir()
+    real.write_text("{}")
+    (own_home / ".cursor").mkdir()
+    (own_home / ".cursor" / "mcp.json").symlink_to(real)
+    install("cursor")
+    assert (own_home / ".cursor" / "mcp.json").is_symlink()
+    assert "flash" in json.loads(real.read_text())["mcpServers"]
+
+
+def test_print_writes_nothing(own_home: Path, capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["install", "codex", "--print"]) == 0
+    assert "flash" in tomllib.loads(capsys.readouterr().out)["mcp_servers"]
+    assert not (own_home / ".codex").exists()
+
+
+def test_the_command_says_what_it_did(own_home: Path, capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["install", "cursor", "--json"]) == 0
+    done = json.loads(capsys.readouterr().out)
+    assert (done["client"], done["changed"], done["path"]) == ("cursor", True, str(own_home / ".cursor" / "mcp.json"))
+    assert cli.main(["install", "cursor"]) == 0
+    assert "has it already" in capsys.readouterr().out
