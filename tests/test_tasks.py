@@ -98,10 +98,10 @@ async def begun(client: Client, folder: Path) -> str:
 async def test_a_run_is_a_task_under_its_own_id(client: Client, tmp_path: Path):
     with supervised():
         created = await train(client, tmp_path)
+        got = await ask(client, "tasks/get", created.task_id)
     assert created.status == "working"
     assert created.ttl_ms is None
     assert open_store().run(created.task_id)["state"] == "queued"
-    got = await ask(client, "tasks/get", created.task_id)
     assert (got.task_id, got.status) == (created.task_id, "working")
     assert got.status_message == "queued, step 0 of 20"
 
