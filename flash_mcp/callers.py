@@ -67,6 +67,13 @@ def acting_as(who: Caller) -> Generator[None, None, None]:
         _caller.reset(token)
 
 
+def refuse_reader(what: str, **values: object) -> None:
+    """FlashError(not_permitted) for a caller who may only read; `what` would change something."""
+    if caller().access != "write":
+        fix = "use a token that was made without --read-only; nothing was done"
+        raise FlashError("not_permitted", f"this token reads only, and {what} changes something", fix=fix, **values)
+
+
 def refuse_server_side(what: str, **values: object) -> None:
     """FlashError(local_only) for a caller who is not on this machine; `what` they asked for, in words."""
     if not caller().is_local:

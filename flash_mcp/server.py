@@ -28,7 +28,7 @@ from pydantic import ValidationError
 from starlette.applications import Starlette
 
 from flash_mcp import __version__, playbook
-from flash_mcp.callers import acting_as, caller, refuse_server_side
+from flash_mcp.callers import acting_as, caller, refuse_reader, refuse_server_side
 from flash_mcp.completion import add_completion
 from flash_mcp.curve import Curve, of_run, png
 from flash_mcp.defects import as_flash_error
@@ -140,11 +140,8 @@ class FlashServer(MCPServer[Any]):
             fix = f"call one of: {', '.join(self.known)}"
             raise FlashError("invalid_argument", f"there is no tool {name!r}{guess}", tool=name, fix=fix)
         check_arguments(tool, arguments)
-        if caller().access != "write" and not tool.read_only:
-            fix = "use a token that was made without --read-only; nothing was done"
-            raise FlashError(
-                "not_permitted", f"this token reads only, and {name} changes something", tool=name, fix=fix
-            )
+        if not tool.read_only:
+            refuse_reader(name, tool=name)
         for argument, value in arguments.items():
             if value is not None and SERVER_SIDE.fullmatch(argument):
                 refuse_server_side(f"a {argument}", argument=argument)

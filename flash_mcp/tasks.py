@@ -23,6 +23,7 @@ from mcp_types import HEADER_MISMATCH, INVALID_PARAMS, CallToolRequestParams, Ca
 from mcp_types.version import MODERN_PROTOCOL_VERSIONS
 
 from flash_mcp import queue
+from flash_mcp.callers import refuse_reader
 from flash_mcp.errors import FlashError
 from flash_mcp.serving import request_stop
 from flash_mcp.store import ACTIVE, DeploymentRow, RunRow, open_store
@@ -100,6 +101,10 @@ class Tasks(Extension):
 
     async def cancel(self, ctx: ServerRequestContext[Any, Any], params: TaskParams) -> HandlerResult:
         jobs, job = await self._find(ctx, params.task_id)
+        try:
+            refuse_reader("tasks/cancel")
+        except FlashError as error:
+            raise MCPError(code=INVALID_PARAMS, message=str(error)) from error
         if job.status == "working":
             await jobs.cancel(params.task_id)
         return {"resultType": "complete"}

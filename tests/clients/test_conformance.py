@@ -30,13 +30,14 @@ EXTENSION = {
 CONFORMANCE = PROGRAMS / "conformance"
 SCANNER = INSTALLED / "scanner" / "bin" / "mcp-scanner"
 TOOL_ERROR = 5
+MANY = ("--requests-per-minute", "100000")
 
 
 @pytest.fixture(scope="module")
 def product(tmp_path_factory: pytest.TempPathFactory) -> Generator[str]:
     """The address of the product's server, as its command starts it."""
     port = free_port()
-    with listening([*SERVE, "--http", "--port", str(port)], port, tmp_path_factory.mktemp("product")) as address:
+    with listening([*SERVE, "--http", "--port", str(port), *MANY], port, tmp_path_factory.mktemp("product")) as address:
         yield f"{address}/mcp"
 
 
