@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import socket
 import subprocess
@@ -18,7 +17,6 @@ from uuid import uuid4
 
 import fsspec
 import pytest
-from moto.server import ThreadedMotoServer
 
 from flash_mcp.errors import FlashError
 from flash_mcp.runfolder import RunFolder
@@ -28,8 +26,25 @@ SECRET_KEY = "s3cret-key-that-nobody-must-see"
 BUCKET = "runs"
 
 
+SERVER = """
+import logging, sys
+from moto.server import ThreadedMotoServer
+logging.getLogger("werkzeug").setLevel(logging.ERROR)
+for line in sys.stdin:
+    if line == "start\\n":
+        server = ThreadedMotoServer("127.0.0.1", int(sys.argv[1]), verbose=False)
+        server.start()
+    else:
+        server.stop()
+    print("done", flush=True)
+"""
+
+
 class ObjectStore:
-    """moto's S3 server; what it holds stays while it is away."""
+    """moto's S3 server; what it holds stays while it is away.
+
+    In a process of its own: a vLLM engine that is started later looks at every module, and trips over those of flask.
+    """
 
     def __init__(self) -> None:
         with socket.socket() as probe:
@@ -43,34 +58,38 @@ class ObjectStore:
             "AWS_MAX_ATTEMPTS": "1",  # the client's own retries would hide ours
             "NO_PROXY": "127.0.0.1",
         }
-        self.start()
+        command = [sys.executable, "-c", SERVER, str(self.port)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._tell("start")
 
-    def start(self) -> None:
-        self._server = ThreadedMotoServer("127.0.0.1", self.port, verbose=False)
-        self._server.start()
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
 
-    def stop(self) -> None:
-        self._server.stop()
+    def _tell(self, what: str) -> None:
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(f"{what}\n")
+        self._process.stdin.flush()
+        assert self._process.stdout.readline() == "done\n"
 
     @contextmanager
     def away(self) -> Generator[None]:
-        self.stop()
+        self._tell("stop")
         try:
             yield
         finally:
-            self.start()
+            self._tell("start")
 
 
 @pytest.fixture(scope="module")
 def object_store() -> Iterator[ObjectStore]:
-    logging.getLogger("werkzeug").setLevel(logging.WARNING)
     store = ObjectStore()
     with pytest.MonkeyPatch.context() as patch:
         for name, value in store.environment.items():
             patch.setenv(name, value)
         fsspec.filesystem("s3").mkdir(BUCKET)
         yield store
-    store.stop()
+    store.end()
 
 
 @pytest.fixture(params=["file", "memory", "s3"])
