@@ -380,7 +380,7 @@ def test_a_worker_sits_out_an_object_store_that_goes_away_and_loses_nothing(
     far_url: str, object_store: ObjectStore, tmp_path: Path
 ) -> None:
     folder = RunFolder(far_url)
-    folder.create({"run_id": "run-1", "spec": {"environment_args": {"steps": 15}}})
+    folder.create({"run_id": "run-1", "spec": {"algorithm": "grpo", "environment_args": {"steps": 15}}})
     log = tmp_path / "log"
     with log.open("wb") as stream:
         worker = subprocess.Popen(
