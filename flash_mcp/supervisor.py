@@ -191,13 +191,19 @@ class Supervisor:
         hints = self.launcher.poll(handles) if handles else {}
         for run in taken:
             self._guarded(run, lambda run: self._advance(run, hints))
-        waiting = [run["id"] for run in active if self.vault.lacking(run["id"], run["spec"]["secrets"])]
         for _ in range(self.launcher.capacity - len(taken)):
-            claimed = queue.claim(self.store, waiting)
+            claimed = self._claim()
             if claimed is None:
                 break
             self._guarded(claimed, self._attach)
         return self._serve() or bool(active)
+
+    def _claim(self) -> RunRow | None:
+        """The oldest run whose secrets are known."""
+        with self.store.transaction():  # a run that is enqueued after the look cannot be claimed
+            runs = self.store.active_runs()
+            waiting = [run["id"] for run in runs if self.vault.lacking(run["id"], run["spec"]["secrets"])]
+            return queue.claim(self.store, waiting)
 
     def _guarded(self, run: RunRow, act: Callable[[RunRow], None]) -> None:
         # One run's trouble (a full disk, a damaged file) is not another's. It is logged once, and tried again.

@@ -32,7 +32,8 @@ async def play(job: dict[str, Any], writer: RunWriter) -> None:
 
 async def roll(host: EnvironmentHost, index: int) -> dict[str, Any]:
     row: dict[str, Any] = {"step": 1, "index": index, "group": 0, "task_id": f"train/{index}", "messages": [],
-                           "reward": 0.0, "success": False, "metrics": {}, "reason": None, "error": None}  # fmt: skip
+                           "reward": 0.0, "success": False, "metrics": {}, "reason": None, "error": None, "turns": 1,
+                           "truncated": False, "finish": "done", "completion_tokens": 1}  # fmt: skip
     try:
         opening = await host.open("train", index)
         row["messages"] += opening.messages

@@ -104,6 +104,7 @@ async def call(client: Client, tool: str, **arguments: Any) -> tuple[dict[str, A
 async def ended(client: Client, run_id: str) -> tuple[dict[str, Any], str]:
     for _ in range(60):
         result, text = await call(client, "status", run_id=run_id, wait_s=2, detail="detailed")
+        assert "run" in result, text
         if result["run"]["state"] in ("succeeded", "failed"):
             return result, text
     raise AssertionError(text)
