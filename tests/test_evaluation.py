@@ -240,7 +240,7 @@ async def test_two_evaluations_are_paired_by_task_and_the_flips_are_shown(client
     assert (body["newly_solved"], body["no_longer"]) == (30, 0)
     assert body["reward"]["test"] == "mcnemar_exact"  # rewards of this environment are 0 and 1 too
     flip = body["flips"][0]
-    assert (flip["base"], flip["other"], flip["prompt"]) == (0.0, 1.0, "go 10")
+    assert (flip["base"], flip["other"], flip["prompt"]) == (0.0, 1.0, "say 10")
     assert (flip["base_text"], flip["other_text"]) == ("It is unknown", "Surely 10")
     assert any("environment_args" in note for note in body["notes"])
     shown = await call(client, "rollouts", run_id=other["run_id"], split="eval", step=0, index=flip["other_index"])
