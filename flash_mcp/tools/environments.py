@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -193,8 +193,9 @@ async def env_push(
     then on; runs already created stay with theirs. env_test checks an environment more thoroughly.
     """
     check_name(name)
+    values = secret_values(secrets)
     source = await anyio.to_thread.run_sync(_source, folder, files)
-    return await publish(name, source, load=load, environment_args=environment_args, secrets=secrets)
+    return await publish(name, source, load=load, environment_args=environment_args, values=values)
 
 
 async def publish(
@@ -203,14 +204,13 @@ async def publish(
     *,
     load: bool = True,
     environment_args: dict[str, Any] | None = None,
-    secrets: Sequence[str] | None = None,
+    values: Mapping[str, str] | None = None,
 ) -> EnvPush:
-    """`env_push`, wherever the files come from."""
-    values = secret_values(secrets)
+    """`env_push`, wherever the files come from; `values` are those of the secrets."""
     with contextlib.ExitStack() as stack:
         stage = await anyio.to_thread.run_sync(stack.enter_context, staged(name, source))
         asks = _asks(stage.folder)
-        splits, shared = await _splits(stage, environment_args, values) if load else (None, None)
+        splits, shared = await _splits(stage, environment_args, dict(values or {})) if load else (None, None)
         data = {"tasks": splits} if splits else {}
         _, version = await anyio.to_thread.run_sync(open_store().publish, stage, data)
     reference = f"{version.name}@{version.digest}"
