@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 import anyio.to_thread
 from pydantic import Field
 
-from environments.host import EnvironmentFault, EnvironmentHost
 from flash_mcp import curation, datasets
 from flash_mcp.curation import Attempt, Counts, Curated, HeldOut, Plan, Select, Source
 from flash_mcp.errors import FlashError
@@ -18,7 +16,7 @@ from flash_mcp.runfolder import Json, RunFolder
 from flash_mcp.store import RunRow, Store, open_store
 from flash_mcp.task_filter import compile_filter
 from flash_mcp.tools import Part, Result, Tool, report, shorten
-from flash_mcp.tools.loading import INSTALL_TIMEOUT_S, as_flash_error, secret_values
+from flash_mcp.tools.loading import loaded
 
 LOAD_TIMEOUT_S = 20.0
 EXAMPLES = 3
@@ -174,20 +172,17 @@ def _arguments_of(row: RunRow) -> str:
 
 
 async def _held_out(store: Store, row: RunRow) -> HeldOut:
-    spec, reference = row["spec"], _environment_of(row)
-    environment = await anyio.to_thread.run_sync(store.environment, reference)
-    try:
-        async with await EnvironmentHost.start(
-            Path(environment["path"]),
-            args=spec.get("environment_args") or {},
-            secrets=secret_values(spec.get("secrets")),
-            timeout_s=LOAD_TIMEOUT_S,
-            start_timeout_s=LOAD_TIMEOUT_S,
-            install_timeout_s=INSTALL_TIMEOUT_S,
-        ) as host:
-            return await curation.read_held_out(host)
-    except EnvironmentFault as fault:
-        raise as_flash_error(fault, reference, "env_test it; without its eval split nothing can be kept out") from fault
+    spec = row["spec"]
+    environment = await anyio.to_thread.run_sync(store.environment, _environment_of(row))
+    async with loaded(
+        environment,
+        args=spec.get("environment_args"),
+        secrets=spec.get("secrets"),
+        call_timeout_s=LOAD_TIMEOUT_S,
+        start_timeout_s=LOAD_TIMEOUT_S,
+        fix="env_test it; without its eval split nothing can be kept out",
+    ) as host:
+        return await curation.read_held_out(host)
 
 
 def _curated(rows: Sequence[RunRow], source: Source | None, since_step: int, plan: Plan, held_out: HeldOut) -> Curated:

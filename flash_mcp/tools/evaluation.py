@@ -6,7 +6,6 @@ import difflib
 import time
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, Literal
 
@@ -14,7 +13,6 @@ import anyio
 import anyio.to_thread
 from pydantic import Field
 
-from environments.host import EnvironmentFault, EnvironmentHost
 from flash_mcp import comparison, evaluations, judge, named, queue, stats, vault
 from flash_mcp.errors import FlashError
 from flash_mcp.evaluations import Subject, Try
@@ -23,7 +21,13 @@ from flash_mcp.spec import DEFAULT_MODEL, ResolvedEval
 from flash_mcp.store import EnvironmentRow, EvalRow, RunRow, Store, open_store
 from flash_mcp.supervisor import ensure_supervisor
 from flash_mcp.tools import Part, Result, Tool, report, shorten, to_text
-from flash_mcp.tools.loading import INSTALL_TIMEOUT_S, Arguments, Secrets, as_flash_error, check_machine, secret_values
+from flash_mcp.tools.loading import (
+    Arguments,
+    Secrets,
+    check_machine,
+    loaded,
+    secret_values,
+)
 
 POLL_S = 0.25
 WAIT_LIMIT_S = 42.0
@@ -229,19 +233,16 @@ def _environment_of(environment: str | None, subject: Subject) -> str:
 
 async def task_names(environment: EnvironmentRow, split: str, args: Json, secrets: Sequence[str]) -> list[str]:
     """The ids of a split's tasks, in order, by loading the environment. FlashError(dataset_invalid) for none."""
+    async with loaded(
+        environment,
+        args=args,
+        secrets=secrets,
+        call_timeout_s=LOAD_TIMEOUT_S,
+        start_timeout_s=LOAD_TIMEOUT_S,
+        fix="mend the folder, env_test it, env_push it, and call again",
+    ) as host:
+        tasks = await host.tasks(split) if host.splits.get(split) else []
     reference = f"{environment['name']}@{environment['digest']}"
-    try:
-        async with await EnvironmentHost.start(
-            Path(environment["path"]),
-            args=args,
-            secrets=secret_values(secrets),
-            timeout_s=LOAD_TIMEOUT_S,
-            start_timeout_s=LOAD_TIMEOUT_S,
-            install_timeout_s=INSTALL_TIMEOUT_S,
-        ) as host:
-            tasks = await host.tasks(split) if host.splits.get(split) else []
-    except EnvironmentFault as fault:
-        raise as_flash_error(fault, reference, "mend the folder, env_test it, env_push it, and call again") from fault
     if not tasks:
         fix = "add rows to that split (env.eval_dataset is the eval split), or name the other one"
         raise FlashError("dataset_invalid", f"{reference} has no task in its {split} split", split=split, fix=fix)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from environments.host import EnvironmentFault
+from environments.host import EnvironmentFault, EnvironmentHost
 from environments.splits import Overlap
 from flash_mcp.callers import caller
 from flash_mcp.errors import FlashError
+from flash_mcp.store import EnvironmentRow
+from flash_mcp.tools import report
 
 EVIDENCE_CHARACTERS = 900
 INSTALL_TIMEOUT_S = 15.0
@@ -52,6 +56,33 @@ def secret_values(names: Sequence[str] | None) -> dict[str, str]:
         fix = "set them in the environment of the server (and name them in the token), or leave them out of secrets"
         raise FlashError("invalid_argument", f"secrets that the server does not have: {', '.join(absent)}", fix=fix)
     return {name: os.environ[name] for name in names or ()}
+
+
+@asynccontextmanager
+async def loaded(
+    environment: EnvironmentRow,
+    *,
+    args: Mapping[str, Any] | None,
+    secrets: Sequence[str] | None,
+    call_timeout_s: float,
+    start_timeout_s: float,
+    fix: str,
+) -> AsyncGenerator[EnvironmentHost]:
+    """A published environment in a child process; a fault of its code is a FlashError that ends with `fix`."""
+    values = secret_values(secrets)
+    try:
+        async with await EnvironmentHost.start(
+            Path(environment["path"]),
+            args=dict(args or {}),
+            secrets=values,
+            timeout_s=call_timeout_s,
+            start_timeout_s=start_timeout_s,
+            install_timeout_s=INSTALL_TIMEOUT_S,
+            on_progress=report,
+        ) as host:
+            yield host
+    except EnvironmentFault as fault:
+        raise as_flash_error(fault, f"{environment['name']}@{environment['digest']}", fix) from fault
 
 
 def contamination_note(shared: Overlap) -> str | None:

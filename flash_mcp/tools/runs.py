@@ -17,7 +17,7 @@ import anyio.to_thread
 from pydantic import Field
 
 from environments import sandbox
-from environments.host import EnvironmentFault, EnvironmentHost
+from environments.host import EnvironmentHost
 from environments.sandbox import Needs
 from environments.splits import Overlap, overlap
 from flash_mcp import catalog, datasets, named, queue, vault
@@ -34,10 +34,9 @@ from flash_mcp.supervisor import ensure_supervisor
 from flash_mcp.tools import Part, Result, Tool, report, to_text
 from flash_mcp.tools.evaluation import after_evaluation
 from flash_mcp.tools.loading import (
-    INSTALL_TIMEOUT_S,
-    as_flash_error,
     check_machine,
     contamination_note,
+    loaded,
     secret_values,
 )
 from flash_mcp.tools.preflight import GROUP_SIZE, SAMPLE_LIMIT_S, RunTime, Sample, after_sample, run_time, sample_groups
@@ -289,30 +288,24 @@ async def _probe(
     """The environment's split sizes, the tokens of its longest prompt among a few, and the tasks that its splits share,
     by loading it for real.
     """
-    secrets = secret_values(spec.secrets)
-    try:
-        async with await EnvironmentHost.start(
-            Path(environment["path"]),
-            args=spec.environment_args,
-            secrets=secrets,
-            timeout_s=min(spec.env_timeout_s or PROBE_TIMEOUT_S, PROBE_TIMEOUT_S),
-            start_timeout_s=PROBE_TIMEOUT_S,
-            install_timeout_s=INSTALL_TIMEOUT_S,
-            on_progress=report,
-        ) as host:
-            longest = 0
-            for index in range(min(4, host.splits["train"])):
-                opening = await host.open("train", index)
-                longest = max(longest, sum(len(str(message.get("content"))) for message in opening.messages))
-                await host.close(opening.episode)
-            if dataset:
-                await _check_contamination(host, spec, environment, dataset)
-            elif spec.algorithm == "sft":
-                await host.gold("train", 0)
-            splits, shared = dict(host.splits), await overlap(host)
-    except EnvironmentFault as fault:
-        reference = f"{environment['name']}@{environment['digest']}"
-        raise as_flash_error(fault, reference, "mend the folder, env_test it, env_push it, and train again") from fault
+    async with loaded(
+        environment,
+        args=spec.environment_args,
+        secrets=spec.secrets,
+        call_timeout_s=min(spec.env_timeout_s or PROBE_TIMEOUT_S, PROBE_TIMEOUT_S),
+        start_timeout_s=PROBE_TIMEOUT_S,
+        fix="mend the folder, env_test it, env_push it, and train again",
+    ) as host:
+        longest = 0
+        for index in range(min(4, host.splits["train"])):
+            opening = await host.open("train", index)
+            longest = max(longest, sum(len(str(message.get("content"))) for message in opening.messages))
+            await host.close(opening.episode)
+        if dataset:
+            await _check_contamination(host, spec, environment, dataset)
+        elif spec.algorithm == "sft":
+            await host.gold("train", 0)
+        splits, shared = dict(host.splits), await overlap(host)
     wants_eval = spec.eval_before or spec.eval_after or spec.eval_every
     if wants_eval and not splits.get("eval"):
         fix = "add eval rows (env.eval_dataset, as a rule datasets/eval.jsonl), or leave eval_* out"
