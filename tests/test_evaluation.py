@@ -13,13 +13,13 @@ import pytest
 from mcp import Client
 
 from flash_mcp import stats
-from flash_mcp.errors import CODES
 from flash_mcp.launch.local import LocalLauncher
 from flash_mcp.report import html
 from flash_mcp.server import server
 from flash_mcp.store import open_store
 from flash_mcp.supervisor import Patience, Supervisor
 from flash_mcp.tools import RESULT_CHARACTERS, preflight, to_text
+from tests.calls import refusal
 from tests.folders import environment_folder
 from tests.samples import ENVIRONMENT, finished_run, push_echo, read_in, save_adapter, started_run, supervised
 
@@ -67,16 +67,6 @@ async def call(client: Client, tool: str, **arguments: Any) -> dict[str, Any]:
     assert len(to_text(result.structured_content)) <= RESULT_CHARACTERS
     assert "cut" not in result.structured_content
     return result.structured_content
-
-
-async def refusal(client: Client, tool: str, **arguments: Any) -> str:
-    """The text of a tool error; its code is registered and it says what to do."""
-    result = await client.call_tool(tool, arguments)
-    assert result.is_error, result.structured_content
-    text = result.content[0].text
-    assert text[1:].partition("]")[0].partition(" ")[0] in CODES
-    assert "Fix: " in text
-    return text
 
 
 async def evaluated(client: Client, *, solved: int = 0, **arguments: Any) -> dict[str, Any]:

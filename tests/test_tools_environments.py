@@ -12,11 +12,11 @@ from mcp import Client
 
 from environments import load_dataset
 from flash_mcp import playbook
-from flash_mcp.errors import CODES
 from flash_mcp.home import environments_dir
 from flash_mcp.server import server
 from flash_mcp.spec import read_toml, validate
 from flash_mcp.store import open_store
+from tests.calls import refusal
 from tests.folders import environment_folder
 
 pytestmark = pytest.mark.anyio
@@ -33,16 +33,6 @@ async def call(client: Client, tool: str, **arguments: Any) -> dict[str, Any]:
     assert not result.is_error, result.content
     assert result.structured_content is not None
     return result.structured_content
-
-
-async def refusal(client: Client, tool: str, **arguments: Any) -> str:
-    """The text of a tool error; its code is registered and it says what to do."""
-    result = await client.call_tool(tool, arguments)
-    assert result.is_error, result.structured_content
-    text = result.content[0].text
-    assert text[1:].partition("]")[0].partition(" ")[0] in CODES
-    assert "Fix: " in text
-    return text
 
 
 def files_in(folder: Path) -> list[str]:
