@@ -141,13 +141,20 @@ def _was_struck(error: FlashError) -> bool:
     return error.code.startswith("environment_") and "killed by SIG" in error.what
 
 
+_NO_MEMORY = ("out of memory", "not allocate memory", "'t allocate memory", "not enough memory", "bad_alloc")
+"""What allocators say."""
+_NO_KERNEL_MEMORY = "could not create a primitive"
+"""All that oneDNN says where a kernel finds no memory for its code; of an unknown operation it says more."""
+
+
 def _is_memory(error: BaseException) -> bool:
     """Whether memory ran out, of the machine or of the device: each allocator has its own words for it."""
     said = str(error).lower()
     return (
         isinstance(error, MemoryError)
         or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
-        or any(words in said for words in ("out of memory", "can't allocate memory", "bad_alloc"))
+        or said == _NO_KERNEL_MEMORY
+        or any(words in said for words in _NO_MEMORY)
     )
 
 

@@ -12,12 +12,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 PACK_TOKENS = 4096
 """A longer sequence is split: attention is quadratic in it, and one prompt more is cheaper."""
 HEAD_TOKENS = 2048
 """Rows of logits alive at once: (HEAD_TOKENS, vocabulary) in fp32."""
+LENGTH_STEP, HEAD_STEP = 64, 16
+"""Sequences and rows of the head are filled up to whole multiples. On the CPU PyTorch compiles kernels for each new
+length and keeps them: megabytes a length, without end."""
 
 
 def can_pack(config: Any) -> bool:
@@ -43,7 +47,8 @@ def group_logps(
     entropies = torch.zeros_like(logps)
     for prompt, rows in _packs(input_ids, attention_mask, starts):
         completions = [input_ids[row, starts:][attention_mask[row, starts:].bool()] for row in rows]
-        hidden = _hidden(causal_lm, prompt, completions)  # (L, H)
+        filler = prompt.new_zeros(-(len(prompt) + sum(map(len, completions))) % LENGTH_STEP)
+        hidden = _hidden(causal_lm, prompt, [*completions, filler])  # (L, H)
         predictors, targets, places = [], [], []
         offset = len(prompt)
         for row, completion in zip(rows, completions, strict=True):
@@ -101,6 +106,8 @@ def _hidden(causal_lm: Any, prompt: Tensor, completions: list[Tensor]) -> Tensor
 
 def _head(head: torch.nn.Linear, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """(log-probabilities, entropies) of `targets` (N,) under `hidden` (N, H)."""
+    count, filler = len(targets), -len(targets) % HEAD_STEP
+    hidden, targets = pad(hidden, (0, 0, 0, filler)), pad(targets, (0, filler))
 
     def chunk(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         logits = head(hidden).float() / temperature  # (N, V)
@@ -111,9 +118,10 @@ def _head(head: torch.nn.Linear, hidden: Tensor, targets: Tensor, temperature: f
         return logits.gather(-1, targets[:, None]).squeeze(-1) - normalizer, entropy
 
     if len(targets) <= HEAD_TOKENS:
-        return chunk(hidden, targets)
+        logps, entropies = chunk(hidden, targets)
+        return logps[:count], entropies[:count]
     parts = [
         checkpoint(chunk, part, target, use_reentrant=False)
         for part, target in zip(hidden.split(HEAD_TOKENS), targets.split(HEAD_TOKENS), strict=True)
     ]
-    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+    return torch.cat([part[0] for part in parts])[:count], torch.cat([part[1] for part in parts])[:count]
