@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import tarfile
 import tempfile
 import time
@@ -106,12 +107,15 @@ def restore(base: Path, file: Path) -> Summary:
 
 
 def _files(base: Path) -> Iterator[Path]:
+    """What there is to save. Folders that are removed meanwhile are passed over, as os.walk does."""
     for folder in FOLDERS:
-        for path in sorted((base / folder).rglob("*")):
-            # Names with a leading dot inside of runs are being written.
-            hidden = any(part.startswith(".") for part in path.relative_to(base).parts)
-            if path.is_file() and not path.is_symlink() and not (folder == "runs" and hidden):
-                yield path
+        for parent, below, names in os.walk(base / folder):
+            if folder == "runs":  # names with a leading dot are being written
+                below[:], names = ([name for name in part if not name.startswith(".")] for part in (below, names))
+            below.sort()
+            for path in (Path(parent, name) for name in sorted(names)):
+                if path.is_file() and not path.is_symlink():
+                    yield path
 
 
 def _add(archive: tarfile.TarFile, name: str, stream: IO[bytes], size: int, modified: float) -> None:

@@ -388,6 +388,7 @@ def _add_report(commands: Any) -> None:
     parser = commands.add_parser("report", help="a run as one HTML page: health, curves, rollouts, lineage, values")
     parser.add_argument("run_id", metavar="RUN_ID")
     parser.add_argument("--out", type=Path, default=None, metavar="FILE", help="where to; default: ./RUN_ID.html")
+    parser.add_argument("--json", action="store_true", help="print where it was written as JSON")
     parser.set_defaults(run=report)
 
 
@@ -403,18 +404,20 @@ def report(arguments: argparse.Namespace) -> None:
     except OSError as error:
         fix = "choose a file that you may write with --out"
         raise FlashError("invalid_argument", f"cannot write there: {error}", out=out, fix=fix) from error
-    _say(str(out))
+    _say(json.dumps({"path": str(out.absolute())}) if arguments.json else str(out))
 
 
 def _add_backup(commands: Any) -> None:
     parser = commands.add_parser("backup", help="save runs, environments and the database to one file, while in use")
     parser.add_argument("file", type=Path, metavar="FILE", help="archive to write; compressed where it ends with .gz")
+    parser.add_argument("--json", action="store_true", help="print what it holds as JSON")
     parser.set_defaults(run=functools.partial(_archive, "backup"))
 
 
 def _add_restore(commands: Any) -> None:
     parser = commands.add_parser("restore", help="bring a backup into an empty state directory; runs go on from there")
     parser.add_argument("file", type=Path, metavar="FILE", help="archive that `flash-mcp backup` wrote")
+    parser.add_argument("--json", action="store_true", help="print what it holds as JSON")
     parser.set_defaults(run=functools.partial(_archive, "restore"))
 
 
@@ -424,7 +427,8 @@ def _archive(command: str, arguments: argparse.Namespace) -> None:
     from flash_mcp.home import home  # noqa: PLC0415
 
     act = {"backup": backup.backup, "restore": backup.restore}[command]
-    _say("\n".join(render(vars(act(home(), arguments.file.absolute())))))
+    held = vars(act(home(), arguments.file.absolute()))
+    _say(json.dumps(held, default=str) if arguments.json else "\n".join(render(held)))
 
 
 # -- tools as commands ------------------------------------------------------------------------------------------------

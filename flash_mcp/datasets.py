@@ -77,6 +77,16 @@ def find(reference: str, base: Path | None = None) -> Dataset:
     return Dataset(name, found[0].name, found[0], json.loads((found[0] / MANIFEST).read_text()))
 
 
+def newest_first(base: Path | None = None) -> list[Dataset]:
+    """Every version of every dataset of the caller's."""
+    found = sorted((path for versions in _known(base).values() for path in versions), key=_made, reverse=True)
+    return [Dataset(path.parent.name, path.name, path, json.loads((path / MANIFEST).read_text())) for path in found]
+
+
+def _made(path: Path) -> float:
+    return path.stat().st_mtime
+
+
 def _known(base: Path | None) -> dict[str, list[Path]]:
     known: dict[str, list[Path]] = {}
     for manifest in sorted(owner_dir(datasets_dir(base)).glob(f"[!.]*/*/{MANIFEST}")):

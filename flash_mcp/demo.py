@@ -75,7 +75,7 @@ async def run(
 ) -> Json:
     """Play the demo with `environment`, or with the one that it writes to `folder`; the figures of --json."""
     started = time.monotonic()
-    async with _session(console) as session:
+    async with connected(console) as session:
         call = session.call
         with session.timed("environment"):
             known = await call("catalog")
@@ -92,7 +92,7 @@ async def run(
             estimate = (await call("train", **wanted, validate_only=True))["estimate"]
             console.print(f"  {estimate['steps']} steps, {estimate['rollouts']} rollouts")
             run_id = (await call("train", **wanted))["run_id"]
-            view = await _watch(session, run_id)
+            view = await watch(session, run_id)
         _show_verdict(console, view)
         await _show_rollout(session, run_id)
         saved = (await call("checkpoints", run_id=run_id))["checkpoints"]
@@ -122,7 +122,7 @@ async def run(
 
 
 @asynccontextmanager
-async def _session(console: Console) -> AsyncGenerator[Session]:
+async def connected(console: Console) -> AsyncGenerator[Session]:
     """A server of our own as a child, spoken to over its stdin and stdout."""
     command = StdioServerParameters(
         command=sys.executable, args=["-P", "-m", "flash_mcp.cli", "serve"], env=dict(os.environ)
@@ -132,7 +132,7 @@ async def _session(console: Console) -> AsyncGenerator[Session]:
             yield Session(client, console)
 
 
-async def _watch(session: Session, run_id: str) -> Json:
+async def watch(session: Session, run_id: str) -> Json:
     """Follow the run to its end with a progress bar."""
     columns = (
         TextColumn("  {task.description}"),

@@ -4,7 +4,8 @@ The run's environment_args say what it does: {"steps": n, "ATTEMPT": {"at": step
 "hold" it beats without moving on until the file `go` appears in the folder.
 
 Of an evaluation they say which tasks are what: {"solved": [places], "often": [every second attempt is a success],
-"failing": [environment code raises], "endless": [cut off]}; all others are failures. {"hold": true} holds it.
+"failing": [environment code raises], "endless": [cut off]}; all others are failures. {"hold": true} holds it,
+"climbing" with ever more attempts done.
 """
 
 from __future__ import annotations
@@ -53,9 +54,11 @@ def main() -> None:
 def evaluate(folder: RunFolder, writer: RunWriter, plan: dict[str, Any]) -> None:
     spec = folder.job()["spec"]
     writer.beat(0, "eval")
+    done = 1
     while plan.get("hold") and not Path(folder.path("go")).exists() and not folder.is_cancelled():
-        writer.beat(1, "eval")
+        writer.beat(done, "eval")
         time.sleep(0.02)
+        done += plan["hold"] == "climbing"
     if folder.is_cancelled():
         writer.commit_result("cancelled", 1)
         return

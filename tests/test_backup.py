@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tarfile
 from pathlib import Path
 
@@ -68,6 +69,8 @@ def test_backup_and_restore_as_commands(
     monkeypatch.setenv("FLASH_HOME", str(tmp_path / "elsewhere"))
     assert cli.main(["restore", str(archive)]) == 0
     out = capsys.readouterr()
+    assert cli.main(["backup", str(tmp_path / "again.tar"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["runs"] == 1
     assert "runs: 1" in out.out and "exists already" in out.err and "already" in out.err
     store = Store(tmp_path / "elsewhere")
     assert store.run(run["id"])["state"] == "succeeded" and len(store.metrics(run["id"])) == 20

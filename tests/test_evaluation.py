@@ -104,6 +104,15 @@ async def test_an_evaluation_is_a_run_whose_scores_come_with_their_interval(clie
     assert "evaluation" in (await call(client, "checkpoints", run_id=body["run_id"]))["next"]
 
 
+async def test_status_wakes_when_a_tenth_of_the_attempts_was_made(client: Client):
+    script = {"hold": "climbing"}
+    run_id = (await call(client, "evaluate", environment="echo", environment_args=script, wait_s=0))["run_id"]
+    while (seen := await call(client, "status", run_id=run_id))["run"]["state"] != "running":
+        pass
+    woken = await call(client, "status", run_id=run_id, wait_s=20)
+    assert woken["changed"] is True and woken["run"]["step"] // 6 > seen["run"]["step"] // 6
+
+
 async def test_what_failed_in_environment_code_is_counted_apart_and_left_out_of_the_rates(client: Client):
     scores = (await evaluated(client, solved=20, script={"failing": list(range(50, 60))}))["scores"]
     assert (scores["n"], scores["errors"], scores["error_codes"]) == (50, 10, {"environment_error": 10})

@@ -12,7 +12,7 @@ from flash_mcp.lineage import code_version
 from flash_mcp.runfolder import RunFolder, RunWriter
 from flash_mcp.store import open_store
 from flash_mcp.tools import RESULT_CHARACTERS, all_tools, to_text
-from tests.samples import ENVIRONMENT, evaluate, finished_run, learn, read_in, sample_rollout, started_run
+from tests.samples import ENVIRONMENT, evaluate, finished_run, learn, read_in, sample_rollout, save_adapter, started_run
 from tests.samples import supervised as supervised_by_the_test
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("supervised")]
@@ -72,6 +72,7 @@ async def test_a_contaminated_split_is_said_wherever_it_is_seen(tmp_path: Path, 
     writer = work_on(started["run_id"])
     evaluate(writer, 0, 20)
     learn(writer, range(1, 21))
+    save_adapter(writer, 20, tmp_path)
     evaluate(writer, 20, 90)
     writer.commit_result("succeeded", 20)
     read_in(open_store(), started["run_id"])
@@ -88,6 +89,9 @@ async def test_a_contaminated_split_is_said_wherever_it_is_seen(tmp_path: Path, 
     compared = await call("compare", base=started["run_id"])
     assert (compared["verdict"], compared["success"]["outcome"]) == ("contaminated", "improved")
     assert compared["notes"][0].startswith("CONTAMINATED: 40 of 60 eval tasks") and "env_push" in compared["next"]
+    for model, spoiled in ((f"{started['run_id']}@20", True), (f"{started['run_id']}@0", False)):
+        notes = (await call("evaluate", model=model, wait_s=0)).get("notes", [])
+        assert any(note.startswith("CONTAMINATED: 40 of 60 eval tasks") for note in notes) == spoiled
 
 
 async def test_a_clean_split_is_not_spoken_of(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Generator
 from html.parser import HTMLParser
@@ -155,9 +156,9 @@ def test_the_command_writes_the_page_and_says_where(
     assert cli.main(["report", run_id]) == 0
     assert capsys.readouterr().out.strip() == f"{run_id}.html"
     assert Path(f"{run_id}.html").read_text().startswith("<!doctype html>")
-    assert cli.main(["report", run_id, "--out", "other.html"]) == 0
+    assert cli.main(["report", run_id, "--out", "other.html", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"path": str(Path("other.html").absolute())}
     assert Path("other.html").is_file()
-    capsys.readouterr()
     assert cli.main(["report", "run-none"]) == 1
     assert "unknown_run" in capsys.readouterr().err
     assert cli.main(["report", run_id, "--out", "/nonexistent/x.html"]) == 2

@@ -153,6 +153,9 @@ async def test_a_dataset_is_kept_under_its_content_with_where_it_came_from(clien
     assert manifest["counts"] == body["counts"]
     again = await curated(client, **arguments)
     assert (again["dataset"], again["created"]) == (body["dataset"], False)
+    listed = body_of(await client.call_tool("catalog", {"kind": "datasets"}))["datasets"]
+    expected = (body["dataset"], len(rows), len(held_back), "numbers@0123456789abcdef")
+    assert [(entry["name"], entry["rows"], entry["holdout"], entry["environment"]) for entry in listed] == [expected]
 
 
 async def test_runs_and_evaluations_are_pooled_and_no_attempt_counts_twice(client: Client):

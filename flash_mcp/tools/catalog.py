@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from flash_mcp import datasets
 from flash_mcp import devices as machine
 from flash_mcp.callers import caller
 from flash_mcp.catalog import MODELS
@@ -16,7 +17,7 @@ from flash_mcp.spec import DEFAULT_MODEL
 from flash_mcp.store import LIVE_DEPLOYMENT, EnvironmentRow, Store, open_store
 from flash_mcp.tools import Part, Result, Tool
 
-Kind = Literal["models", "environments", "devices", "deployments"]
+Kind = Literal["models", "environments", "datasets", "devices", "deployments"]
 
 
 class Model(Part):
@@ -41,6 +42,16 @@ class Environment(Part):
     versions: int = Field(description="Versions that were pushed.")
     pushed: str = Field(description="UTC.")
     about: dict[str, Any] | None = Field(default=None, description="What env_push recorded, such as split sizes.")
+
+
+class Dataset(Part):
+    """A curated dataset; one version."""
+
+    name: str = Field(description="NAME@DIGEST: pass as train's `dataset`, with algorithm sft.")
+    rows: int = Field(description="Conversations to learn from.")
+    holdout: int = Field(description="Conversations held back, for the loss on them.")
+    environment: str = Field(description="NAME@DIGEST that the attempts were made in.")
+    made: str = Field(description="UTC.")
 
 
 class Device(Part):
@@ -72,6 +83,7 @@ class Catalog(Result):
     models: list[Model] | None = None
     default_model: str | None = None
     environments: list[Environment] | None = None
+    datasets: list[Dataset] | None = None
     devices: list[Device] | None = None
     deployments: list[Deployment] | None = None
     has_more: bool = Field(description="Whether a list was cut at `limit`.")
@@ -79,12 +91,12 @@ class Catalog(Result):
 
 
 def catalog(
-    kind: Annotated[Kind | None, Field(description="Only this kind; default: all four.")] = None,
+    kind: Annotated[Kind | None, Field(description="Only this kind; default: all five.")] = None,
     contains: Annotated[str | None, Field(max_length=100, description="Only names with this text in them.")] = None,
     limit: Annotated[int, Field(ge=1, le=30, description="Entries of each kind, 1 to 30; default 12.")] = 12,
     cursor: Annotated[str | None, Field(description="With kind: `cursor` of the page before.")] = None,
 ) -> Catalog:
-    """List base models, published environments, this machine's devices and running deployments.
+    """List base models, published environments, curated datasets, this machine's devices and running deployments.
 
     Runs: status. A run's saved adapters: checkpoints.
     """
@@ -94,6 +106,7 @@ def catalog(
     everything: dict[Kind, Sequence[Any]] = {
         "models": _models() if kind in (None, "models") else [],
         "environments": _environments(store) if kind in (None, "environments") else [],
+        "datasets": _datasets(store) if kind in (None, "datasets") else [],
         "devices": [Device(**vars(device)) for device in machine.devices()] if kind in (None, "devices") else [],
         "deployments": _deployments(store) if kind in (None, "deployments") else [],
     }
@@ -103,6 +116,7 @@ def catalog(
     return Catalog(
         models=shown.get("models"),
         environments=shown.get("environments"),
+        datasets=shown.get("datasets"),
         devices=shown.get("devices"),
         deployments=shown.get("deployments"),
         default_model=DEFAULT_MODEL if kind in (None, "models") else None,
@@ -112,7 +126,7 @@ def catalog(
     )
 
 
-def _name(entry: Model | Environment | Device | Deployment) -> str:
+def _name(entry: Model | Environment | Dataset | Device | Deployment) -> str:
     return (entry.deployment if isinstance(entry, Deployment) else entry.name).lower()
 
 
@@ -142,11 +156,24 @@ def _environments(store: Store) -> list[Environment]:
             owner=owner if owner != caller().owner else None,
             digest=rows[0]["digest"],
             versions=len(rows),
-            pushed=time.strftime("%Y-%m-%d %H:%M", time.gmtime(rows[0]["pushed"])),
+            pushed=_utc(rows[0]["pushed"]),
             about={key: value for key, value in rows[0]["data"].items() if isinstance(value, (str, int, float, dict))}
             or None,
         )
         for (owner, name), rows in versions.items()
+    ]
+
+
+def _datasets(store: Store) -> list[Dataset]:
+    return [
+        Dataset(
+            name=found.reference,
+            rows=found.manifest["counts"]["train_rows"],
+            holdout=found.manifest["counts"]["holdout_rows"],
+            environment=f"{found.manifest['environment']['name']}@{found.manifest['environment']['digest']}",
+            made=_utc(found.path.stat().st_mtime),
+        )
+        for found in datasets.newest_first(store.base)
     ]
 
 
@@ -163,6 +190,10 @@ def _deployments(store: Store) -> list[Deployment]:
         )
         for row in store.deployments(LIVE_DEPLOYMENT)
     ]
+
+
+def _utc(moment: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.gmtime(moment))
 
 
 def _next_step(kind: Kind | None, environments: Sequence[Environment] | None, has_more: bool) -> str:

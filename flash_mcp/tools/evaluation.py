@@ -295,6 +295,8 @@ def _describe(store: Store, run: RunRow, subject: Subject, known: int, created: 
         notes.append(f"this evaluates what {subject.deployment} serves, on an engine of its own, not its server")
     if len(spec["tasks"]) < known:
         notes.append(f"{len(spec['tasks'])} of the split's {known} tasks")
+    if subject.adapter and spec["split"] == "eval" and (overlap := store.overlap(run)):
+        notes.append(f"CONTAMINATED: {judge.contaminated(**overlap).evidence}")
     return Evaluate(
         run_id=run["id"],
         state=run["state"],

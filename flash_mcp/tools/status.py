@@ -219,10 +219,15 @@ async def _wait(store: Store, run_id: str, wait_s: float) -> bool:
 
 
 def _fingerprint(store: Store, run_id: str) -> tuple[str, int, int, int, int, str | None]:
-    """What counts as a change. The phase only before the first step: later it changes all the time."""
+    """What counts as a change. The phase only before the first step: later it changes all the time.
+
+    An evaluation counts attempts instead of steps, many a second: a tenth of them is a change.
+    """
     run = store.run(run_id)
     newest = store.last_metrics(run_id)
     step = newest["step"] if newest else 0
+    if run["algorithm"] == "eval" and run["steps"]:
+        step = run["step"] - run["step"] % max(1, run["steps"] // 10)
     return (
         run["state"],
         step,

@@ -1,0 +1,206 @@
+"""The judged loop on a small real model, played through the tools: what each round was worth, with its interval.
+
+    scripts/loop [--only TASK] [--json FILE] [--markdown FILE]
+
+For each task: evaluate the base model on the eval split; sample several attempts at train tasks, curate the right ones;
+sft on them; evaluate; grpo from that adapter; evaluate; compare each round with the one before, and the last with the
+base model. Nothing is chosen by looking at the outcome: docs/loop.md holds what came out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anyio
+from rich.console import Console
+
+from flash_mcp.demo import Session, connected, watch
+from flash_mcp.errors import FlashError
+
+Json = dict[str, Any]
+ENDED = ("succeeded", "failed", "cancelled")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is learnt, and how much of it. `environment` None: the calculator that env_setup writes."""
+
+    about: str
+    environment: str | None
+    limits: Json
+    """Of all attempts: environment_args, max_tokens."""
+    sample: Json
+    """The attempts at train tasks that sft learns from: limit, attempts."""
+    sft: Json
+    grpo: Json
+
+
+ADAPTER: Json = {"lora_rank": 16, "lora_alpha": 32, "learning_rate": 2e-4}
+TASKS = {
+    "calculator": Task(
+        "ask a calculator, then answer; several turns",
+        None,
+        {"max_tokens": 32},
+        {"limit": 96, "attempts": 8},
+        {"epochs": 2, "batch_size": 8, **ADAPTER},
+        {"steps": 10, "batch_size": 4, "group_size": 8, "save_every": 5, **ADAPTER},
+    ),
+    "chain_sum": Task(
+        "add or subtract two numbers of one or two digits in the head; one turn",
+        "reasoning-gym:chain_sum",
+        {
+            "max_tokens": 32,
+            "environment_args": {
+                "min_terms": 2,
+                "max_terms": 2,
+                "min_digits": 1,
+                "max_digits": 2,
+                "train_size": 400,
+                "eval_size": 200,
+            },
+        },
+        {"limit": 200, "attempts": 4},
+        {"epochs": 2, "batch_size": 8, **ADAPTER},
+        {"steps": 20, "batch_size": 8, "group_size": 8, "save_every": 10, **ADAPTER},
+    ),
+}
+
+
+async def play(session: Session, task: Task, model: str | None, folder: Path) -> Json:
+    """The figures of one task: {"evaluations", "curated", "comparisons", "seconds"}."""
+    session.seconds = {}
+    common: Json = {"environment": task.environment or await _published(session, folder), **task.limits}
+    base = {"model": model} if model else {}
+    evaluations: Json = {}
+    with session.timed("all"):
+        with session.timed("evaluate"):
+            evaluations["base"] = await _evaluated(session, **common, **base)
+        with session.timed("sample"):
+            sampled = await _evaluated(session, **common, **base, split="train", **task.sample)
+        chosen = {"runs": [sampled["run_id"]], "name": "right", "select": "correct", "max_per_task": 2}
+        curated = await session.call("curate", **chosen, filter="solved", holdout=0.1)
+        adapter: Json = {}
+        for algorithm, values in (("sft", {**task.sft, "dataset": curated["dataset"]}), ("grpo", task.grpo)):
+            with session.timed(algorithm):
+                wanted = {**common, **base, **adapter, **values, "algorithm": algorithm}
+                run_id = (await session.call("train", **wanted))["run_id"]
+                view = await watch(session, run_id)
+            session.console.print(f"  {run_id}: {view.get('outlook', view['state'])}", highlight=False)
+            adapter = {"init_from_adapter": f"{run_id}@{view['step']}"}
+            with session.timed("evaluate"):
+                evaluations[algorithm] = await _evaluated(session, **common, model=run_id)
+    comparisons = [
+        {"base": one, "other": other, **await _compared(session, evaluations[one], evaluations[other])}
+        for one, other in (("base", "sft"), ("sft", "grpo"), ("base", "grpo"))
+    ]
+    return {
+        "about": task.about,
+        "evaluations": evaluations,
+        "sampled": sampled,
+        "curated": curated["counts"],
+        "comparisons": comparisons,
+        "seconds": session.seconds,
+    }
+
+
+async def _published(session: Session, folder: Path) -> str:
+    await session.call("env_setup", folder=str(folder), template="calculator")
+    return (await session.call("env_push", folder=str(folder), name="calculator"))["environment"]
+
+
+async def _evaluated(session: Session, **wanted: Any) -> Json:
+    """{"run_id", and the evaluation's scores}, once it has ended."""
+    made = await session.call("evaluate", **wanted)
+    while made["state"] not in ENDED:
+        made = (await session.call("status", quiet=True, run_id=made["run_id"], wait_s=40))["run"]
+    if made["state"] != "succeeded":
+        raise FlashError("worker_failed", f"{made['run_id']} {made['state']}", fix="flash-mcp status says why")
+    scores: Json = made["scores"]
+    found = f"{scores['success']:.3f} [{scores['low']:.3f}, {scores['high']:.3f}]"
+    session.console.print(f"  success {found}, reward {scores['reward']:.3f} of {scores['tasks']} tasks")
+    return {"run_id": made["run_id"], **scores}
+
+
+async def _compared(session: Session, base: Json, other: Json) -> Json:
+    found = await session.call("compare", base=base["run_id"], other=other["run_id"], flips=0)
+    session.console.print(f"  [bold]{found['verdict']}[/]: {found['success']['explanation']}", highlight=False)
+    return {
+        "verdict": found["verdict"],
+        "newly_solved": found["newly_solved"],
+        "no_longer": found["no_longer"],
+        **{key: found["success"].get(key) for key in ("change", "low", "high", "test", "p")},
+    }
+
+
+def markdown(figures: Json) -> str:
+    """The figures as the tables of docs/loop.md."""
+    lines: list[str] = []
+    for name, found in figures.items():
+        counts, sampled = found["curated"], found["sampled"]
+        attempts = ", ".join(f"pass@{k} {value:.3f}" for k, value in (sampled.get("pass_at") or {}).items())
+        lines += [f"## {name}", "", f"{found['about'][0].upper()}{found['about'][1:]}.", ""]
+        lines += ["| model | success | 95 % interval | reward | tokens |", "|---|---|---|---|---|"]
+        lines += [
+            f"| {model} | {row['success']:.3f} | {row['low']:.3f} to {row['high']:.3f} | {row['reward']:.3f} | "
+            f"{row['tokens_mean']:.1f} |"
+            for model, row in found["evaluations"].items()
+        ]
+        lines += [
+            "",
+            f"Sampled from the base model: {sampled['n']} attempts at {sampled['tasks']} train tasks ({attempts}). "
+            f"Curated: {counts['train_rows']} conversations of {counts['train_tasks']} tasks to learn, "
+            f"{counts['holdout_rows']} held out.",
+            "",
+            "| compared | verdict | change of success | 95 % interval | newly solved, no longer | test |",
+            "|---|---|---|---|---|---|",
+        ]
+        for row in found["comparisons"]:
+            chance = "" if row["p"] is None else f", p = {row['p']:.2g}"
+            lines.append(
+                f"| {row['base']} to {row['other']} | {row['verdict']} | {row['change']:+.3f} | "
+                f"{row['low']:+.3f} to {row['high']:+.3f} | {row['newly_solved']}, {row['no_longer']} | "
+                f"{row['test']}{chance} |"
+            )
+        times = ", ".join(f"{step} {seconds:.0f}" for step, seconds in found["seconds"].items())
+        lines += ["", f"Seconds: {times}.", ""]
+    return "\n".join(lines)
+
+
+async def run(console: Console, names: list[str], model: str | None) -> Json:
+    figures: Json = {}
+    with tempfile.TemporaryDirectory(prefix="flash-loop-") as folder:
+        async with connected(console) as session:
+            for name in names:
+                console.rule(name)
+                figures[name] = await play(session, TASKS[name], model, Path(folder, name))
+    return figures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="scripts/loop", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", choices=TASKS, help="this task alone")
+    parser.add_argument("--model", help="base model (default: the catalog's)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there")
+    options = parser.parse_args()
+    console, started = Console(soft_wrap=True), time.monotonic()
+    figures = anyio.run(run, console, [options.only] if options.only else list(TASKS), options.model)
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    if options.markdown:
+        options.markdown.write_text(markdown(figures))
+    console.print(f"\n{(time.monotonic() - started) / 60:.1f} minutes in all")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
