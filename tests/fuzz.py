@@ -92,13 +92,13 @@ def calls(draw: st.DrawFn, tools: list[ListedTool], known: list[str]) -> tuple[s
     return tool.name, arguments
 
 
-def state(home: Path, work: Path) -> list[Any]:
-    """All that a call could leave behind."""
+def state(home: Path, work: Path) -> set[str]:
+    """All that a call could leave behind, in words."""
     store = open_store()
     tables = ("runs", "environments", "deployments", "events", "checkpoints", "evals")
-    rows = [store.query(f"SELECT * FROM {table}") for table in tables]
-    files = [path for path in home.rglob("*") if not path.relative_to(home).parts[0].startswith(NOT_STATE)]
-    return [*rows, sorted(files), sorted(work.rglob("*"))]
+    rows = {f"{table}: {row}" for table in tables for row in store.query(f"SELECT * FROM {table}")}
+    files = {str(path) for path in home.rglob("*") if not path.relative_to(home).parts[0].startswith(NOT_STATE)}
+    return rows | files | {str(path) for path in work.rglob("*")}
 
 
 def judged(name: str, result: CallToolResult) -> str:
@@ -141,7 +141,8 @@ def fuzz(cases: int, folder: Path, *, seed: int | None = None) -> Outcomes:
                 name, arguments = call
                 before = state(home, work)
                 outcome = judged(name, portal.call(client.call_tool, name, arguments))
-                assert outcome == "ok" or state(home, work) == before, f"{name} left something behind"
+                left = set() if outcome == "ok" else state(home, work) ^ before
+                assert not left, f"{name} left behind: {left}"
                 outcomes[name, outcome] += 1
                 for path in work.iterdir():
                     shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -157,7 +157,6 @@ def test_a_pack_that_is_split_gives_the_same_log_probabilities(
     mask = torch.tensor([t.mask + [0] * (width - len(t.mask)) for t in transcripts])
     whole = packing.group_logps(policy.get_base_model(), ids, seen, mask, 1.0)
     monkeypatch.setattr(packing, "PACK_TOKENS", 48)
-    monkeypatch.setattr(packing, "HEAD_TOKENS", 5)
     split = packing.group_logps(policy.get_base_model(), ids, seen, mask, 1.0)
     torch.testing.assert_close(whole, split, rtol=1e-5, atol=1e-5)
     assert not whole[0][mask == 0].any()

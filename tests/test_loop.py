@@ -1,4 +1,4 @@
-"""The scripted loop as scripts/loop plays it, on the tiny model: every tool of it, through a real server and workers."""
+"""The scripted loop as scripts/loop plays it, on the tiny model, through a real server and real workers."""
 
 from __future__ import annotations
 

@@ -78,9 +78,9 @@ def test_the_pass_without_storage_holds_what_a_real_pass_holds(tiny_model: Path)
         return tensor
 
     long = Workload(prompt=40, max_tokens=200, turns=1, max_length=512, group_size=4, sequences=32, lora_rank=8)
-    completions = [torch.zeros(200, dtype=torch.long)] * 4
+    layout = packing.Layout(40, [200] * 4, policy.dtype, policy.device)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
-        packing._hidden(policy.get_base_model(), torch.zeros(40, dtype=torch.long), completions)
+        packing.hidden_states(policy.get_base_model(), torch.zeros(840, dtype=torch.long), layout)
     held, _ = memory._training_pass(memory._without_storage(tiny_model, torch.bfloat16, 8), long)
     assert held == pytest.approx(sum(saved.values()), rel=0.1)
 

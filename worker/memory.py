@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from flash_mcp.errors import FlashError
-from worker import packing
 
 MIB, GIB = 2**20, 2**30
 PROCESS_BYTES = 1050 * MIB
@@ -210,14 +209,16 @@ class _Alive(TorchDispatchMode):
 
 def _without_storage(model_path: Path, dtype: torch.dtype, lora_rank: int) -> Any:
     """The policy as worker.policy makes it, on the meta device."""
-    from peft import LoraConfig, get_peft_model  # noqa: PLC0415  seconds of imports that a server of models can spare
+    from peft import get_peft_model  # noqa: PLC0415  seconds of imports that a server of models can spare
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
+
+    from worker.packing import ATTENTION  # noqa: PLC0415
+    from worker.policy import lora_config  # noqa: PLC0415
 
     config = AutoConfig.from_pretrained(model_path)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-    lora = LoraConfig(r=lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    return get_peft_model(model, lora, low_cpu_mem_usage=True)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
+    return get_peft_model(model, lora_config(lora_rank, lora_rank), low_cpu_mem_usage=True)
 
 
 def _training_pass(model: Any, work: Workload) -> tuple[int, int]:
@@ -225,9 +226,12 @@ def _training_pass(model: Any, work: Workload) -> tuple[int, int]:
 
     As worker.packing.group_logps, with every completion at full length.
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    from worker import kernels, packing  # noqa: PLC0415
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows = max(1, min(work.group_size, (packing.PACK_TOKENS - work.prompt) // work.completion))
     packs = work.group_size / rows
+    layout = packing.Layout(work.prompt, [work.completion] * rows, model.dtype, device)
 
     def ids(length: int) -> Tensor:
         return torch.zeros(length, dtype=torch.long, device=device)
@@ -237,11 +241,11 @@ def _training_pass(model: Any, work: Workload) -> tuple[int, int]:
         causal_lm = model.to_empty(device=device).get_base_model()
         causal_lm.tie_weights()
         with _Alive(model.parameters()) as alive:
-            with torch.autocast(device, torch.bfloat16, enabled=causal_lm.dtype == torch.bfloat16):
-                hidden = packing._hidden(causal_lm, ids(work.prompt), [ids(work.completion)] * rows)
+            with torch.autocast(device.type, torch.bfloat16, enabled=causal_lm.dtype == torch.bfloat16):
+                hidden = packing.hidden_states(causal_lm, ids(work.prompt + rows * work.completion), layout)
                 before_head = alive.now
                 count = rows * work.completion
-                logps, entropies = packing._head(causal_lm.lm_head, hidden[ids(count)], ids(count), 1.0)
+                logps, entropies = kernels.token_logps(causal_lm.lm_head, hidden[ids(count)], ids(count), 1.0)
             held, logits = alive.now, alive.now - before_head
             logps.sum().backward()
             peak = alive.peak

@@ -12,16 +12,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
-from torch.utils.checkpoint import checkpoint
+from torch.nn.functional import pad, scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from worker.kernels import token_logps
 
 PACK_TOKENS = 4096
-"""A longer sequence is split: attention is quadratic in it, and one prompt more is cheaper."""
-HEAD_TOKENS = 2048
-"""Rows of logits alive at once: (HEAD_TOKENS, vocabulary) in fp32."""
-LENGTH_STEP, HEAD_STEP = 64, 16
+"""A longer sequence is split: its mask is quadratic in it, and one prompt more is cheaper."""
+BLOCK, HEAD_STEP = 64, 16
 """Sequences and rows of the head are filled up to whole multiples. On the CPU PyTorch compiles kernels for each new
 length and keeps them: megabytes a length, without end."""
+ATTENTION = "packed"
+"""The name under which transformers knows `_attend`."""
 
 
 def can_pack(config: Any) -> bool:
@@ -47,8 +51,8 @@ def group_logps(
     entropies = torch.zeros_like(logps)
     for prompt, rows in _packs(input_ids, attention_mask, starts):
         completions = [input_ids[row, starts:][attention_mask[row, starts:].bool()] for row in rows]
-        filler = prompt.new_zeros(-(len(prompt) + sum(map(len, completions))) % LENGTH_STEP)
-        hidden = _hidden(causal_lm, prompt, [*completions, filler])  # (L, H)
+        layout = Layout(len(prompt), [len(part) for part in completions], causal_lm.dtype, prompt.device)
+        hidden = hidden_states(causal_lm, torch.cat([prompt, *completions]), layout)  # (L, H)
         predictors, targets, places = [], [], []
         offset = len(prompt)
         for row, completion in zip(rows, completions, strict=True):
@@ -59,9 +63,15 @@ def group_logps(
             places.append(row * length + at)
             offset += len(completion)
         where = torch.cat(places)
-        values, entropy = _head(causal_lm.lm_head, hidden[torch.cat(predictors)], torch.cat(targets), temperature)
-        logps = logps.view(-1).index_put((where,), values).view_as(logps)
-        entropies.view(-1)[where] = entropy
+        filler = -len(where) % HEAD_STEP
+        values, entropy = token_logps(
+            causal_lm.lm_head,
+            pad(hidden[torch.cat(predictors)], (0, 0, 0, filler)),
+            pad(torch.cat(targets), (0, filler)),
+            temperature,
+        )
+        logps = logps.view(-1).index_put((where,), values[: len(where)]).view_as(logps)
+        entropies.view(-1)[where] = entropy[: len(where)]
     return logps, entropies
 
 
@@ -85,43 +95,65 @@ def _packs(input_ids: Tensor, attention_mask: Tensor, starts: int) -> Iterator[t
         yield prompt, pack
 
 
-def _hidden(causal_lm: Any, prompt: Tensor, completions: list[Tensor]) -> Tensor:
-    """Last hidden states (L, H) of prompt and completions laid out one after the other."""
-    device = prompt.device
-    ids = torch.cat([prompt, *completions])
-    owner = torch.cat(
-        [torch.full((len(part),), number, device=device) for number, part in enumerate((prompt, *completions))]
-    )
-    positions = torch.cat(
-        [torch.arange(len(prompt), device=device)]
-        + [torch.arange(len(prompt), len(prompt) + len(part), device=device) for part in completions]
-    )
-    causal = torch.ones(len(ids), len(ids), dtype=torch.bool, device=device).tril_()
-    visible = causal & ((owner[:, None] == owner[None, :]) | (owner == 0)[None, :])  # (L, L)
+class Layout:
+    """Positions and mask of a prompt and its completions one after the other, by their lengths in tokens.
+
+    The last completion is followed by as many tokens that nobody sees as make up whole blocks.
+    """
+
+    def __init__(self, prompt: int, completions: list[int], dtype: torch.dtype, device: torch.device) -> None:
+        self.filler = -(prompt + sum(completions)) % BLOCK
+        lengths = torch.tensor([prompt, *completions, self.filler], device=device)
+        owner = torch.arange(len(lengths), device=device).repeat_interleave(lengths)  # (L,)
+        at = torch.arange(len(owner), device=device)
+        starts = lengths.cumsum(0) - lengths
+        self.positions = torch.where(owner == 0, at, prompt + at - starts[owner])  # (L,)
+        visible = ((owner[:, None] == owner) | (owner == 0)) & (at[:, None] >= at)  # (L, L)
+        self.mask: Any = visible[None, None]
+        self.mask.blocks = list(_blocks(visible, dtype))
+
+
+def hidden_states(causal_lm: Any, ids: Tensor, layout: Layout) -> Tensor:
+    """Last hidden states (L, H) of `ids` and the filler after them."""
+    ids = pad(ids, (0, layout.filler))
     output = causal_lm.model(
-        input_ids=ids[None], attention_mask=visible[None, None], position_ids=positions[None], use_cache=False
+        input_ids=ids[None], attention_mask=layout.mask, position_ids=layout.positions[None], use_cache=False
     )
     return output.last_hidden_state[0]
 
 
-def _head(head: torch.nn.Linear, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """(log-probabilities, entropies) of `targets` (N,) under `hidden` (N, H)."""
-    count, filler = len(targets), -len(targets) % HEAD_STEP
-    hidden, targets = pad(hidden, (0, 0, 0, filler)), pad(targets, (0, filler))
+def _blocks(visible: Tensor, dtype: torch.dtype) -> Iterator[tuple[list[int], Tensor]]:
+    """For each BLOCK of queries: the blocks of keys of which it sees any, and what is added to their scores."""
+    for rows in visible.split(BLOCK):  # (BLOCK, L)
+        tiles = rows.view(BLOCK, -1, BLOCK)
+        seen = tiles.any(2).any(0).nonzero().flatten()
+        columns = tiles[:, seen].flatten(1)
+        yield seen.tolist(), torch.zeros_like(columns, dtype=dtype).masked_fill_(~columns, -torch.inf)
 
-    def chunk(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        logits = head(hidden).float() / temperature  # (N, V)
-        normalizer = logits.logsumexp(-1)
-        with torch.no_grad():
-            logp = logits - normalizer[:, None]
-            entropy = -(logp.exp() * logp).sum(-1)
-        return logits.gather(-1, targets[:, None]).squeeze(-1) - normalizer, entropy
 
-    if len(targets) <= HEAD_TOKENS:
-        logps, entropies = chunk(hidden, targets)
-        return logps[:count], entropies[:count]
+def _attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+) -> tuple[Tensor, None]:
+    """Attention as transformers asks for it: (1, heads, L, D) each to (1, L, heads, D).
+
+    A completion sees the prompt and itself: most of a pack's mask is empty, and nothing is computed there.
+    """
+    blocks = getattr(attention_mask, "blocks", None)
+    if blocks is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    keys, values = (repeat_kv(part, query.size(1) // part.size(1)).split(BLOCK, dim=2) for part in (key, value))
     parts = [
-        checkpoint(chunk, part, target, use_reentrant=False)
-        for part, target in zip(hidden.split(HEAD_TOKENS), targets.split(HEAD_TOKENS), strict=True)
+        scaled_dot_product_attention(
+            part,
+            torch.cat([keys[at] for at in seen], dim=2),
+            torch.cat([values[at] for at in seen], dim=2),
+            attn_mask=mask,
+            scale=options.get("scaling"),
+        ).transpose(1, 2)
+        for part, (seen, mask) in zip(query.split(BLOCK, dim=2), blocks, strict=True)
     ]
-    return torch.cat([part[0] for part in parts])[:count], torch.cat([part[1] for part in parts])[:count]
+    return torch.cat(parts, dim=1), None
+
+
+AttentionInterface.register(ATTENTION, _attend)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)

@@ -15,6 +15,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from flash_mcp.errors import FlashError
+from worker import packing
+from worker.kernels import LoraLinear
 
 ADAPTER = "default"
 
@@ -27,15 +29,19 @@ def load_policy(
     The base keeps `dtype`; the adapter's weights are fp32. Raises FlashError(adapter_mismatch).
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    base: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, attn_implementation="sdpa")
+    base: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, attn_implementation=packing.ATTENTION)
     torch.manual_seed(seed)
-    model = get_peft_model(
-        base.to(device),
-        LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"),
-    )
+    model = get_peft_model(base.to(device), lora_config(rank, alpha))
     if adapter_path is not None:
         _warm_start(model, adapter_path, rank, alpha)
     return model
+
+
+def lora_config(rank: int, alpha: int) -> LoraConfig:
+    """An adapter on every linear layer but the head, computed by worker.kernels.LoraLinear."""
+    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
+    config._register_custom_module({torch.nn.Linear: LoraLinear})  # pyright: ignore[reportPrivateUsage]
+    return config
 
 
 def merged_weights(model: PeftModel) -> Iterator[tuple[str, Tensor]]:

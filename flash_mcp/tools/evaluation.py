@@ -158,8 +158,8 @@ async def evaluate(
         str,
         Field(
             min_length=1,
-            description="A base model; a run's checkpoint as RUN (its newest) or RUN@STEP (@0: before training); or a "
-            "deployment, for the base model and adapter that it serves.",
+            description="A base model; a run's checkpoint as RUN@STEP (@0: before training) or, its newest, as RUN; or "
+            "a deployment, for the base model and adapter that it serves.",
         ),
     ] = DEFAULT_MODEL,
     split: Annotated[Literal["eval", "train"], Field(description="Default eval.")] = "eval",
@@ -395,7 +395,7 @@ def compare(
         str,
         Field(
             min_length=1,
-            description="An evaluation, a training run (its newest evaluation), or RUN@STEP. Alone: a training run, "
+            description="An evaluation; a training run, for its newest evaluation; or RUN@STEP. Alone: a training run, "
             "whose first and newest evaluations are compared.",
         ),
     ],

@@ -1,0 +1,80 @@
+"""The hand-written gradients beside those of plain PyTorch and PEFT."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from worker import kernels
+from worker.kernels import LoraLinear, token_logps
+from worker.policy import load_policy
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tile", [7, 64, 1000])
+def test_log_probabilities_and_entropies_are_those_of_a_softmax(
+    monkeypatch: pytest.MonkeyPatch, bias: bool, tile: int
+) -> None:
+    monkeypatch.setattr(kernels, "VOCABULARY_TILE", tile)
+    torch.manual_seed(0)
+    head = torch.nn.Linear(16, 100, bias=bias)
+    ours, theirs = (torch.randn(9, 16, generator=torch.Generator().manual_seed(1)) * 5 for _ in range(2))
+    ours.requires_grad_(), theirs.requires_grad_()
+    targets, upstream = torch.randint(100, (9,)), torch.randn(9)
+    logps, entropies = token_logps(head, ours, targets, 0.7)
+    expected = torch.log_softmax(head(theirs) / 0.7, -1)  # (9, 100)
+    chosen = expected.gather(1, targets[:, None]).squeeze(1)
+    torch.testing.assert_close(logps, chosen, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropies, -(expected.exp() * expected).sum(1), rtol=1e-4, atol=1e-5)
+    assert not entropies.requires_grad
+    (logps * upstream).sum().backward()
+    (chosen * upstream).sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 300.0])
+def test_far_apart_logits_neither_overflow_nor_vanish(scale: float) -> None:
+    head = torch.nn.Linear(8, 5000, bias=False, dtype=torch.bfloat16)
+    hidden = (torch.randn(4, 8) * scale).to(torch.bfloat16).requires_grad_()
+    logps, entropies = token_logps(head, hidden, torch.tensor([0, 17, 4095, 4999]), 1.0)
+    logps.sum().backward()
+    assert hidden.grad is not None and hidden.grad.isfinite().all()
+    assert (logps <= 0).all() and (entropies >= -1e-3).all() and entropies.isfinite().all()
+
+
+def _gradients(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    logits = model(input_ids=ids).logits
+    logits.float().square().mean().backward()
+    return logits, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("other", ["alone", "disabled", "two adapters"])
+def test_an_adapted_layer_is_pefts(tiny_model: Path, other: str) -> None:
+    config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    ours = load_policy(tiny_model, rank=4, alpha=8, seed=0, dtype=torch.float32)
+    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32), config)
+    assert any(type(module) is LoraLinear for module in ours.modules())
+    for model in (ours, theirs):
+        if other == "two adapters":
+            model.add_adapter("second", config)
+            model.base_model.set_adapter(["default", "second"])
+        generator = torch.Generator().manual_seed(3)
+        for name, weight in model.named_parameters():
+            if "lora_" in name:
+                weight.data.normal_(std=0.1, generator=generator)
+                weight.requires_grad_()
+    ids = torch.randint(100, (2, 9), generator=torch.Generator().manual_seed(4))
+    if other == "disabled":
+        with ours.disable_adapter(), theirs.disable_adapter(), torch.no_grad():
+            torch.testing.assert_close(ours(input_ids=ids).logits, theirs(input_ids=ids).logits)
+        return
+    (mine, grads), (expected, wanted) = _gradients(ours, ids), _gradients(theirs, ids)
+    torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
+    assert grads.keys() == wanted.keys() and grads
+    for name, grad in grads.items():
+        assert (grad - wanted[name]).norm() <= 1e-5 * wanted[name].norm(), name
