@@ -130,6 +130,7 @@ def test_codex_plays_the_loop(tiny_model: Path, tmp_path: Path):
             f"args = {json.dumps(SERVE[1:])}",
             f"cwd = {json.dumps(str(ROOT))}",
             "tool_timeout_sec = 60",
+            "required = true",  # the first turn waits for its tools: a scripted model calls what it was not shown yet
             'default_tools_approval_mode = "approve"',
             "[mcp_servers.flash.env]",
             *(f"{name} = {json.dumps(value)}" for name, value in server_environment().items()),
