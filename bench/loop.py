@@ -3,7 +3,7 @@
     scripts/loop [--only TASK] [--json FILE] [--markdown FILE]
 
 For each task: evaluate the base model on the eval split; sample several attempts at train tasks, curate the right ones;
-sft on them; evaluate; grpo from that adapter; evaluate; compare each round with the one before, and the last with the
+sft on them, or on gold answers where none was right; evaluate; grpo from that adapter; evaluate; compare each round with the one before, and the last with the
 base model. Nothing is chosen by looking at the outcome: docs/loop.md holds what came out.
 """
 
@@ -84,10 +84,10 @@ async def play(session: Session, task: Task, model: str | None, folder: Path) ->
             evaluations["base"] = await _evaluated(session, **common, **base)
         with session.timed("sample"):
             sampled = await _evaluated(session, **common, **base, split="train", **task.sample)
-        chosen = {"runs": [sampled["run_id"]], "name": "right", "select": "correct", "max_per_task": 2}
-        curated = await session.call("curate", **chosen, filter="solved", holdout=0.1)
+        curated = await _curated(session, sampled["run_id"])
+        dataset = {"dataset": curated["dataset"]} if curated else {}
         adapter: Json = {}
-        for algorithm, values in (("sft", {**task.sft, "dataset": curated["dataset"]}), ("grpo", task.grpo)):
+        for algorithm, values in (("sft", {**task.sft, **dataset}), ("grpo", task.grpo)):
             with session.timed(algorithm):
                 wanted = {**common, **base, **adapter, **values, "algorithm": algorithm}
                 run_id = (await session.call("train", **wanted))["run_id"]
@@ -104,7 +104,7 @@ async def play(session: Session, task: Task, model: str | None, folder: Path) ->
         "about": task.about,
         "evaluations": evaluations,
         "sampled": sampled,
-        "curated": curated["counts"],
+        "curated": curated and curated["counts"],
         "comparisons": comparisons,
         "seconds": session.seconds,
     }
@@ -126,6 +126,18 @@ async def _evaluated(session: Session, **wanted: Any) -> Json:
     found = f"{scores['success']:.3f} [{scores['low']:.3f}, {scores['high']:.3f}]"
     session.console.print(f"  success {found}, reward {scores['reward']:.3f} of {scores['tasks']} tasks")
     return {"run_id": made["run_id"], **scores}
+
+
+async def _curated(session: Session, run_id: str) -> Json | None:
+    """A dataset of the right attempts; None where there are none, and sft learns the environment's gold answers."""
+    chosen: Json = {"runs": [run_id], "name": "right", "filter": "solved", "max_per_task": 2, "holdout": 0.1}
+    try:
+        return await session.call("curate", **chosen)
+    except FlashError as error:
+        if "[dataset_invalid]" not in error.what:
+            raise
+        session.console.print(f"  {error.what}", highlight=False)
+        return None
 
 
 async def _compared(session: Session, base: Json, other: Json) -> Json:
@@ -155,8 +167,12 @@ def markdown(figures: Json) -> str:
         lines += [
             "",
             f"Sampled from the base model: {sampled['n']} attempts at {sampled['tasks']} train tasks ({attempts}). "
-            f"Curated: {counts['train_rows']} conversations of {counts['train_tasks']} tasks to learn, "
-            f"{counts['holdout_rows']} held out.",
+            + (
+                f"Curated: {counts['train_rows']} conversations of {counts['train_tasks']} tasks to learn, "
+                f"{counts['holdout_rows']} held out."
+                if counts
+                else "No attempt was right, so that nothing could be curated: sft learnt the environment's gold answers."
+            ),
             "",
             "| compared | verdict | change of success | 95 % interval | newly solved, no longer | test |",
             "|---|---|---|---|---|---|",

@@ -27,7 +27,7 @@ from mcp import Client
 from mcp.client.stdio import StdioServerParameters, stdio_client
 from mcp.types import BlobResourceContents, TextContent
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from flash_mcp import curve
 from flash_mcp.errors import FlashError
@@ -137,12 +137,12 @@ async def watch(session: Session, run_id: str) -> Json:
     columns = (
         TextColumn("  {task.description}"),
         BarColumn(),
-        TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+        MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
     session.console.print(f"\n[bold cyan]status[/](run_id={run_id!r}, wait_s=20), until it ends", highlight=False)
     with Progress(*columns, console=session.console) as progress:
-        task = progress.add_task("queued", total=1)
+        task = progress.add_task("queued", total=None)
         while True:
             view = (await session.call("status", quiet=True, run_id=run_id, wait_s=20))["run"]
             _show_progress(progress, task, view)

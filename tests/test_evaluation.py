@@ -141,7 +141,9 @@ async def test_named_tasks_are_evaluated_and_unknown_ones_refused(client: Client
     body = await evaluated(client, solved=10, task_ids=["eval-3", "eval-40"])
     assert (body["tasks"], body["scores"]["success"]) == (2, 0.5)
     assert "'eval-3'" in await refusal(client, "evaluate", environment="echo", task_ids=["evil-3"])
-    assert (await evaluated(client, split="train", limit=3))["tasks"] == 3
+    trained = await evaluated(client, split="train", limit=3)
+    assert trained["tasks"] == 3
+    assert (await call(client, "rollouts", run_id=trained["run_id"], split="train"))["total"] == 3
 
 
 async def test_a_runs_checkpoint_is_evaluated_as_the_run_was_trained(client: Client, tmp_path: Path):
