@@ -61,7 +61,8 @@ def merged_weights(model: PeftModel) -> Iterator[tuple[str, Tensor]]:
             seen.add(weight.data_ptr())
             if is_base and leaf == "weight":
                 layer = adapted[owner]
-                weight = (weight.float() + layer.get_delta_weight(ADAPTER).float()).to(weight.dtype)  # (out, in)
+                a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight * layer.scaling[ADAPTER]
+                weight = torch.addmm(weight, b.to(weight.dtype), a.to(weight.dtype))  # (out, in), rounded once
             yield f"{owner}.{leaf}", weight.data
 
 

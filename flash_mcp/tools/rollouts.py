@@ -108,7 +108,9 @@ def rollouts(
     """
     store = open_store()
     run = store.run(run_id)
-    split = "eval" if run["algorithm"] == "eval" else split or "train"  # an evaluation has no other, whatever it sampled
+    split = (
+        "eval" if run["algorithm"] == "eval" else split or "train"
+    )  # an evaluation has no other, whatever it sampled
     steps = store.rollout_steps(run_id, split)
     at = _step(step, steps, search=contains is not None)
     offset = _offset(cursor) if index is None else index
