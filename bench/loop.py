@@ -3,8 +3,9 @@
     scripts/loop [--only TASK] [--json FILE] [--markdown FILE]
 
 For each task: evaluate the base model on the eval split; sample several attempts at train tasks, curate the right ones;
-sft on them, or on gold answers where none was right; evaluate; grpo from that adapter; evaluate; compare each round with the one before, and the last with the
-base model. Nothing is chosen by looking at the outcome: docs/loop.md holds what came out.
+sft on them, or on gold answers where none was right; evaluate; grpo from there; evaluate; compare each round with
+the one before, and the last with the base model. Nothing is chosen by looking at the outcome: docs/loop.md holds what
+came out.
 """
 
 from __future__ import annotations
@@ -171,7 +172,7 @@ def markdown(figures: Json) -> str:
                 f"Curated: {counts['train_rows']} conversations of {counts['train_tasks']} tasks to learn, "
                 f"{counts['holdout_rows']} held out."
                 if counts
-                else "No attempt was right, so that nothing could be curated: sft learnt the environment's gold answers."
+                else "No attempt was right, so there was nothing to curate: sft learnt the environment's gold answers."
             ),
             "",
             "| compared | verdict | change of success | 95 % interval | newly solved, no longer | test |",

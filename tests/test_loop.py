@@ -18,11 +18,14 @@ SHORT: Json = {"batch_size": 4, "lora_rank": 4, "learning_rate": 1e-3}
 
 @pytest.mark.timeout(600)
 def test_the_loop_ends_with_what_each_round_was_worth(tiny_model: Path, tmp_path: Path, flash_home: Path) -> None:
-    said = io.StringIO()
+    said, folder = io.StringIO(), tmp_path / "environment"
+    folder.mkdir()
+    easy = (VOWELS / "environment.py").read_text().replace("share > 0.3", "share > 0.1")
+    (folder / "environment.py").write_text(easy)
 
     async def loop() -> Json:
-        async with connected(Console(said, width=200)) as session:
-            pushed = await session.call("env_push", folder=str(VOWELS), name="vowels")
+        async with connected(Console(file=said, width=200)) as session:
+            pushed = await session.call("env_push", folder=str(folder), name="vowels")
             task = Task(
                 "write vowels",
                 pushed["environment"],
