@@ -164,6 +164,7 @@ def test_a_server_that_was_ended_by_a_supervisor_that_died_before_it_noted_so_is
     row = settle(deployments, request(store, run_id)["id"], "ready")
     server = Server.find(store.base, "toy")
     assert server
+    deployments._pool.shutdown(wait=True)  # a thread of the last tick would see the server gone, and say so
     deployments._stop(server)
     later = Deployments(store, store.base, command=SCRIPTED)
     wait_for(lambda: later.tick() or store.deployment(row["id"])["pid"] != row["pid"])
