@@ -391,7 +391,9 @@ def _spike(history: Sequence[Metrics], recent: Sequence[Metrics]) -> Flag | None
 
 
 def _entropy(history: Sequence[Metrics], recent: Sequence[Metrics]) -> Flag | None:
-    entropy, success = trend(_column(history, "entropy")), _mean(recent, "success/rate") or 0.0
+    entropy, success = trend(_column(history, "entropy")), _mean(recent, "success/rate")
+    if success is None:  # sft is there to make one answer sure
+        return None
     if not entropy or entropy.first <= 0 or entropy.last > 0.15 * entropy.first or success > 0.9:
         return None
     return Flag(

@@ -180,6 +180,14 @@ def test_what_resembles_a_warning_sign_raises_none(steps: int, columns: dict[str
     assert names(history(steps, **columns)) == []
 
 
+def test_fine_tuning_is_meant_to_make_one_answer_sure():
+    tuned = [
+        {"step": step, "loss": 0.1, "grad_norm": 0.5, "entropy": value}
+        for step, value in enumerate(rising(1.3, 0.1, 30))
+    ]
+    assert judge.flags(tuned) == []
+
+
 @pytest.mark.parametrize(
     ("success", "severity"),
     [
