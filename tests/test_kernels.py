@@ -53,7 +53,7 @@ def _gradients(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, t
     return logits, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("other", ["alone", "disabled", "two adapters"])
+@pytest.mark.parametrize("other", ["alone", "disabled", "two adapters", "a bias of its own"])
 def test_an_adapted_layer_is_pefts(tiny_model: Path, other: str) -> None:
     config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
     ours = load_policy(tiny_model, rank=4, alpha=8, seed=0, dtype=torch.float32)
@@ -63,6 +63,10 @@ def test_an_adapted_layer_is_pefts(tiny_model: Path, other: str) -> None:
         if other == "two adapters":
             model.add_adapter("second", config)
             model.base_model.set_adapter(["default", "second"])
+        if other == "a bias of its own":
+            biased = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM", lora_bias=True)
+            model.add_adapter("second", biased)
+            model.base_model.set_adapter("second")
         generator = torch.Generator().manual_seed(3)
         for name, weight in model.named_parameters():
             if "lora_" in name:

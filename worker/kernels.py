@@ -5,7 +5,7 @@ Both are exact, and have one gradient written by hand; tests/test_kernels.py com
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft.tuners.lora import Linear
@@ -22,14 +22,17 @@ class LoraLinear(Linear):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         names = self.active_adapters
-        plain = len(names) == 1 and names[0] in self.lora_A and names[0] not in self.lora_variant
-        if args or kwargs or not plain or self.disable_adapters or self.merged:
+        if args or kwargs or self.disable_adapters or self.merged or len(names) != 1 or not self._is_plain(names[0]):
             return super().forward(x, *args, **kwargs)
-        base: Any = self.get_base_layer()
-        a, b = self.lora_A[names[0]], self.lora_B[names[0]]
+        name, base = names[0], cast(Any, self.get_base_layer())
+        a, b = self.lora_A[name].weight, self.lora_B[name].weight
         rows = x.reshape(-1, x.size(-1)).to(base.weight.dtype)
-        out = _LoraProduct.apply(rows, base.weight, base.bias, a.weight, b.weight, self.scaling[names[0]])
+        out = _LoraProduct.apply(rows, base.weight, base.bias, a, b, self.scaling[name])
         return out.view(*x.shape[:-1], -1)
+
+    def _is_plain(self, name: str) -> bool:
+        dropout = self.lora_dropout[name] if name in self.lora_A and name not in self.lora_variant else None
+        return isinstance(dropout, torch.nn.Identity) and self.lora_B[name].bias is None
 
 
 class _LoraProduct(torch.autograd.Function):
@@ -45,8 +48,7 @@ class _LoraProduct(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
-        (grad,) = grad_outputs  # (N, O)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, low, low_a, low_b = ctx.saved_tensors
         grad_low = grad @ low_b  # (N, R)
         grad_x = (grad @ weight).addmm_(grad_low, low_a) if ctx.needs_input_grad[0] else None
@@ -104,7 +106,6 @@ class _TokenLogps(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
-        grad, _ = grad_outputs  # (N,)
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (slope,) = ctx.saved_tensors
         return (grad[:, None] * slope).to(slope.dtype), None, None, None, None
