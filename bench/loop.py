@@ -19,14 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import anyio
 from rich.console import Console
 
-from flash_mcp.demo import Session, connected, watch
+from flash_mcp.demo import Session, connected, told, watch
 from flash_mcp.errors import FlashError
+from flash_mcp.store import ACTIVE
 
 Json = dict[str, Any]
-ENDED = ("succeeded", "failed", "cancelled")
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ async def play(session: Session, task: Task, model: str | None, folder: Path) ->
                 wanted = {**common, **base, **adapter, **values, "algorithm": algorithm}
                 run_id = (await session.call("train", **wanted))["run_id"]
                 view = await watch(session, run_id)
-            session.console.print(f"  {run_id}: {view.get('outlook', view['state'])}", highlight=False)
+            session.console.print(f"  {run_id}: {view.get('outlook', view['state'])}", markup=False, highlight=False)
             adapter = {"init_from_adapter": f"{run_id}@{view['step']}"}
             with session.timed("evaluate"):
                 evaluations[algorithm] = await _evaluated(session, **common, model=run_id)
@@ -119,7 +118,7 @@ async def _published(session: Session, folder: Path) -> str:
 async def _evaluated(session: Session, **wanted: Any) -> Json:
     """{"run_id", and the evaluation's scores}, once it has ended."""
     made = await session.call("evaluate", **wanted)
-    while made["state"] not in ENDED:
+    while made["state"] in ACTIVE:
         made = (await session.call("status", quiet=True, run_id=made["run_id"], wait_s=40))["run"]
     if made["state"] != "succeeded":
         raise FlashError("worker_failed", f"{made['run_id']} {made['state']}", fix="flash-mcp status says why")
@@ -137,7 +136,7 @@ async def _curated(session: Session, run_id: str) -> Json | None:
     except FlashError as error:
         if "[dataset_invalid]" not in error.what:
             raise
-        session.console.print(f"  {error.what}", highlight=False)
+        session.console.print(f"  {error.what}", markup=False, highlight=False)
         return None
 
 
@@ -210,7 +209,9 @@ def main() -> int:
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there")
     options = parser.parse_args()
     console, started = Console(soft_wrap=True), time.monotonic()
-    figures = anyio.run(run, console, [options.only] if options.only else list(TASKS), options.model)
+    figures = told(console, run, [options.only] if options.only else list(TASKS), options.model)
+    if figures is None:
+        return 1
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
     if options.markdown:

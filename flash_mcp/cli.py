@@ -17,7 +17,6 @@ import logging
 import os
 import socket
 import sys
-import time
 import tomllib
 import types
 import typing
@@ -267,7 +266,9 @@ def revoke_tokens(arguments: argparse.Namespace) -> None:
 
 
 def _date(unix_s: float | None) -> str:
-    return "-" if unix_s is None else time.strftime("%Y-%m-%d %H:%M", time.gmtime(unix_s))
+    from flash_mcp.tools import utc  # noqa: PLC0415
+
+    return "-" if unix_s is None else utc(unix_s)
 
 
 def _add_supervise(commands: Any) -> None:

@@ -37,6 +37,11 @@ class Dataset:
     def reference(self) -> str:
         return f"{self.name}@{self.digest}"
 
+    @property
+    def made(self) -> float:
+        """When, as of time.time()."""
+        return self.path.stat().st_mtime
+
     def rows(self, file: str = TRAIN) -> list[Json]:
         path = self.path / file
         return list(load_rows(path.read_bytes())) if path.is_file() else []
@@ -74,17 +79,17 @@ def find(reference: str, base: Path | None = None) -> Dataset:
     if digest_of(found[0]) != found[0].name:
         fix = "curate it again; a run would not learn what its manifest says"
         raise FlashError("dataset_invalid", "its files were changed since it was made", dataset=reference, fix=fix)
-    return Dataset(name, found[0].name, found[0], json.loads((found[0] / MANIFEST).read_text()))
+    return _read(found[0])
 
 
 def newest_first(base: Path | None = None) -> list[Dataset]:
     """Every version of every dataset of the caller's."""
-    found = sorted((path for versions in _known(base).values() for path in versions), key=_made, reverse=True)
-    return [Dataset(path.parent.name, path.name, path, json.loads((path / MANIFEST).read_text())) for path in found]
+    found = [_read(path) for versions in _known(base).values() for path in versions]
+    return sorted(found, key=lambda dataset: dataset.made, reverse=True)
 
 
-def _made(path: Path) -> float:
-    return path.stat().st_mtime
+def _read(path: Path) -> Dataset:
+    return Dataset(path.parent.name, path.name, path, json.loads((path / MANIFEST).read_text()))
 
 
 def _known(base: Path | None) -> dict[str, list[Path]]:

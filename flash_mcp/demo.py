@@ -17,7 +17,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -27,11 +27,12 @@ from mcp import Client
 from mcp.client.stdio import StdioServerParameters, stdio_client
 from mcp.types import BlobResourceContents, TextContent
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from flash_mcp import curve
 from flash_mcp.errors import FlashError
-from flash_mcp.store import open_store
+from flash_mcp.store import ACTIVE, open_store
 
 Json = dict[str, Any]
 MOST_LINES = 12
@@ -51,14 +52,14 @@ class Session:
             self.tools_called.append(tool)
         if not quiet:
             shown = ", ".join(f"{name}={_brief(value)}" for name, value in arguments.items())
-            self.console.print(f"\n[bold cyan]{tool}[/]({shown})", highlight=False)
+            self.console.print(f"\n[bold cyan]{tool}[/]({escape(shown)})", highlight=False)
         result = await self.client.call_tool(tool, arguments)
         if result.is_error:
             text = " ".join(block.text for block in result.content if isinstance(block, TextContent))
             raise FlashError("internal", f"{tool} failed: {text}", fix="mend what it names and run the demo again")
         content = cast(Json, result.structured_content)
         if not quiet and "next" in content:
-            self.console.print(f"  [dim]next: {content['next']}[/]", highlight=False)
+            self.console.print(f"  [dim]next: {escape(content['next'])}[/]", highlight=False)
         return content
 
     @contextmanager
@@ -146,7 +147,7 @@ async def watch(session: Session, run_id: str) -> Json:
         while True:
             view = (await session.call("status", quiet=True, run_id=run_id, wait_s=20))["run"]
             _show_progress(progress, task, view)
-            if view["state"] in ("succeeded", "failed", "cancelled"):
+            if view["state"] not in ACTIVE:
                 break
     if view["state"] != "succeeded":
         error: Json = view.get("error") or {}
@@ -163,13 +164,13 @@ def _show_progress(progress: Progress, task: TaskID, view: Json) -> None:
 def _show_probes(console: Console, checked: Json) -> None:
     for probe in checked["probes"]:
         mark = {True: "[green]passed[/]", False: "[red]failed[/]"}.get(probe.get("passed"), "[dim]left out[/]")
-        console.print(f"  {mark} {probe['name']}: {probe['evidence']}", highlight=False)
+        console.print(f"  {mark} {probe['name']}: {escape(probe['evidence'])}", highlight=False)
 
 
 def _show_verdict(console: Console, view: Json) -> None:
     for row in view["held_out"]:
         console.print(f"  held out, step {row['step']}: {row['success']:.3f} ± {row['band']:.3f} of {row['n']} tasks")
-    console.print(f"  [bold]{view['verdict']['outcome']}[/]: {view['verdict']['explanation']}", highlight=False)
+    console.print(f"  [bold]{view['verdict']['outcome']}[/]: {escape(view['verdict']['explanation'])}", highlight=False)
 
 
 async def _show_rollout(session: Session, run_id: str) -> None:
@@ -213,7 +214,7 @@ async def _cancel_another(session: Session, wanted: Json) -> None:
     """Start a second run and end it: a cancelled run ends as cancelled, whatever it was doing."""
     run_id = (await session.call("train", **wanted, seed=1))["run_id"]
     state = (await session.call("cancel", run_id=run_id))["state"]
-    while state not in ("cancelled", "succeeded", "failed"):
+    while state in ACTIVE:
         state = (await session.call("status", quiet=True, run_id=run_id, wait_s=20))["run"]["state"]
     session.console.print(f"  {run_id}: {state}", highlight=False)
 
@@ -234,22 +235,28 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     console = Console(soft_wrap=True)
     with tempfile.TemporaryDirectory(prefix="flash-demo-") as folder:
-        try:
-            target = Path(folder) / "calculator"
-            figures = anyio.run(run, console, target, options.curve, options.model, options.environment)
-        except FlashError as error:
-            console.print(f"[red]{error}[/]", highlight=False)
-            return 1
-        except BaseExceptionGroup as group:
-            known, _ = group.split(FlashError)
-            if known is None:
-                raise
-            console.print(f"[red]{_first(known)}[/]", highlight=False)
-            return 1
+        target = Path(folder) / "calculator"
+        figures = told(console, run, target, options.curve, options.model, options.environment)
+    if figures is None:
+        return 1
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
     console.print(f"\n{figures['seconds']['all']:.0f} s in all.  flash-mcp status {figures['run_id']}  shows it again.")
     return 0
+
+
+def told(console: Console, act: Callable[..., Awaitable[Json]], *arguments: Any) -> Json | None:
+    """What `act(console, *arguments)` returns; None once a FlashError of it was shown."""
+    try:
+        return anyio.run(act, console, *arguments)
+    except FlashError as error:
+        console.print(str(error), style="red", markup=False, highlight=False)
+    except BaseExceptionGroup as group:
+        known, _ = group.split(FlashError)
+        if known is None:
+            raise
+        console.print(str(_first(known)), style="red", markup=False, highlight=False)
+    return None
 
 
 def _first(group: BaseExceptionGroup[Any]) -> BaseException:

@@ -20,7 +20,7 @@ from xml.etree.ElementTree import Element
 from flash_mcp.failures import failure_counts, failure_modes
 from flash_mcp.runfolder import Json
 from flash_mcp.store import RunRow, Store
-from flash_mcp.tools import shorten
+from flash_mcp.tools import shorten, utc
 from flash_mcp.tools.status import HeldOut, RunView, view_of
 
 POINTS = 200
@@ -168,18 +168,17 @@ def _visible(text: str) -> str:
 def _head(run: RunRow, view: RunView, next_step: str) -> list[Child]:
     steps = f"{view.step} of {view.steps} steps" if view.steps else f"{view.step} steps"
     took = f", {view.elapsed_s} s" if view.elapsed_s is not None else ""
-    made = time.strftime("%Y-%m-%d %H:%M", time.gmtime(run["created"]))
     return [
         el("h1", view.run_id),
         el("p", f"{view.algorithm} of {view.model} on {view.environment}: ", el("b", view.state), f", {steps}{took}"),
         el("p", "Worth continuing? ", view.outlook, class_="outlook") if view.outlook else None,
-        el("p", f"Created {made} UTC; this page shows it as of {_now()} UTC. Next: {next_step}", class_="dim"),
+        el(
+            "p",
+            f"Created {utc(run['created'])} UTC; this page shows it as of {utc(time.time())} UTC. Next: {next_step}",
+            class_="dim",
+        ),
         *_failure(view),
     ]
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.gmtime())
 
 
 def _failure(view: RunView) -> list[Child]:

@@ -10,7 +10,8 @@ import pytest
 from rich.console import Console
 
 from bench.loop import Json, Task, markdown, play
-from flash_mcp.demo import connected
+from flash_mcp.demo import connected, told
+from flash_mcp.errors import FlashError
 from tests.attempts import VOWELS
 
 SHORT: Json = {"batch_size": 4, "lora_rank": 4, "learning_rate": 1e-3}
@@ -50,3 +51,13 @@ def test_the_loop_ends_with_what_each_round_was_worth(tiny_model: Path, tmp_path
     assert f"{found['curated']['train_rows']} conversations" in table
     assert all(row["verdict"] in table for row in found["comparisons"])
     assert "init_from_adapter" in said.getvalue() and "dataset" in said.getvalue()
+
+
+def test_what_failed_is_shown_with_its_code() -> None:
+    async def fail(console: Console, code: str) -> Json:
+        async with anyio.create_task_group():
+            raise FlashError(code, "no [such] run", run_id="run-1", fix="list them")
+
+    said = io.StringIO()
+    assert told(Console(file=said, width=200), fail, "unknown_run") is None
+    assert said.getvalue().startswith("[unknown_run run_id=run-1] no [such] run")

@@ -15,7 +15,7 @@ from tests.attempts import Attempt, make_run
 from tests.watch import slope, watch
 
 STEPS = 200 if os.environ.get("FLASH_SLOW") else 25
-MIB_A_STEP = 2.0
+MIB_A_STEP = 1.0 if os.environ.get("FLASH_SLOW") else 2.0
 
 
 @pytest.mark.timeout(3600)

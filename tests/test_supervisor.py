@@ -56,11 +56,13 @@ class Bench:
         return queue.enqueue(self.store, resolve(spec), environment)[0]
 
     def until(self, condition: Callable[[], object], *, supervisor: Supervisor | None = None) -> None:
+        """Tick until the condition holds, and once more: the store has by then what the condition saw in a folder."""
         deadline = time.monotonic() + TIMEOUT_S
         while not condition():
             assert time.monotonic() < deadline, f"not in time; runs: {[dict(run) for run in self.store.runs()]}"
             (supervisor or self.supervisor).tick()
             time.sleep(0.01)
+        (supervisor or self.supervisor).tick()
 
     def finish(self, run: RunRow, *, supervisor: Supervisor | None = None) -> RunRow:
         self.until(lambda: self.store.run(run["id"])["ended"], supervisor=supervisor)

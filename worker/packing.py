@@ -1,8 +1,8 @@
 """Log-probabilities of a group's completions, its prompt computed once.
 
 The rollouts of a group share their prompt. They are laid out as one sequence, prompt then completion after completion,
-without padding; a mask lets each completion see the prompt and itself, and its positions go on from the prompt's end.
-The language-model head runs on the positions that predict trained tokens alone.
+without padding but at its end; a mask lets each completion see the prompt and itself, and its positions go on from the
+prompt's end. The language-model head runs on the positions that predict trained tokens alone.
 """
 
 from __future__ import annotations

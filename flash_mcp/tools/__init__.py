@@ -15,6 +15,7 @@ import difflib
 import importlib
 import inspect
 import json
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass
@@ -164,6 +165,11 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
 def to_text(body: Any) -> str:
     """Compact JSON, as it is sent."""
     return json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
+def utc(moment: float) -> str:
+    """A time of time.time(), to the minute."""
+    return time.strftime("%Y-%m-%d %H:%M", time.gmtime(moment))
 
 
 def shorten(text: str, limit: int) -> str:

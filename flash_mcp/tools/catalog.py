@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -15,7 +14,7 @@ from flash_mcp.catalog import MODELS
 from flash_mcp.home import models_dir
 from flash_mcp.spec import DEFAULT_MODEL
 from flash_mcp.store import LIVE_DEPLOYMENT, EnvironmentRow, Store, open_store
-from flash_mcp.tools import Part, Result, Tool
+from flash_mcp.tools import Part, Result, Tool, utc
 
 Kind = Literal["models", "environments", "datasets", "devices", "deployments"]
 
@@ -156,7 +155,7 @@ def _environments(store: Store) -> list[Environment]:
             owner=owner if owner != caller().owner else None,
             digest=rows[0]["digest"],
             versions=len(rows),
-            pushed=_utc(rows[0]["pushed"]),
+            pushed=utc(rows[0]["pushed"]),
             about={key: value for key, value in rows[0]["data"].items() if isinstance(value, (str, int, float, dict))}
             or None,
         )
@@ -171,7 +170,7 @@ def _datasets(store: Store) -> list[Dataset]:
             rows=found.manifest["counts"]["train_rows"],
             holdout=found.manifest["counts"]["holdout_rows"],
             environment=f"{found.manifest['environment']['name']}@{found.manifest['environment']['digest']}",
-            made=_utc(found.path.stat().st_mtime),
+            made=utc(found.made),
         )
         for found in datasets.newest_first(store.base)
     ]
@@ -190,10 +189,6 @@ def _deployments(store: Store) -> list[Deployment]:
         )
         for row in store.deployments(LIVE_DEPLOYMENT)
     ]
-
-
-def _utc(moment: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.gmtime(moment))
 
 
 def _next_step(kind: Kind | None, environments: Sequence[Environment] | None, has_more: bool) -> str:

@@ -15,7 +15,7 @@ from pydantic import Field
 
 import environments
 from environments import gate
-from environments.host import EnvironmentFault, EnvironmentHost
+from environments.host import EnvironmentFault
 from environments.sandbox import Needs
 from environments.splits import Overlap, overlap
 from flash_mcp import named, playbook
@@ -43,6 +43,7 @@ from flash_mcp.tools.loading import (
     as_flash_error,
     check_machine,
     contamination_note,
+    hosted,
     secret_values,
 )
 from flash_mcp.tools.preflight import GROUP_SIZE, SAMPLE_LIMIT_S, Sample, after_sample, sample_groups
@@ -50,7 +51,7 @@ from flash_mcp.tools.preflight import GROUP_SIZE, SAMPLE_LIMIT_S, Sample, after_
 Template = Literal["calculator", "sort_words"]
 
 TEMPLATES = Path(environments.__file__).parent
-LOAD_TIMEOUT_S = 25.0
+LOAD_TIMEOUT_S, CALL_TIMEOUT_S = 25.0, 30.0
 TEST_DEADLINE_S = 38.0
 
 
@@ -241,19 +242,16 @@ def _source(folder: str | None, files: dict[str, str] | None) -> Files:
 async def _splits(stage: Stage, args: dict[str, Any] | None, secrets: dict[str, str]) -> tuple[dict[str, int], Overlap]:
     """{"train": tasks, "eval": tasks} of what is about to be published, and what they share, by loading it."""
     await report("loading the environment in a child process")
-    try:
-        async with await EnvironmentHost.start(
-            stage.folder,
-            args=args,
-            secrets=secrets,
-            start_timeout_s=LOAD_TIMEOUT_S,
-            install_timeout_s=INSTALL_TIMEOUT_S,
-            on_progress=report,
-        ) as host:
-            return host.splits, await overlap(host)
-    except EnvironmentFault as fault:
-        fix = "mend it and push again; load=false publishes it unseen"
-        raise as_flash_error(fault, stage.parent.name, f"nothing was published: {fix}") from fault
+    async with hosted(
+        stage.folder,
+        stage.parent.name,
+        args=args,
+        secrets=secrets,
+        call_timeout_s=CALL_TIMEOUT_S,
+        start_timeout_s=LOAD_TIMEOUT_S,
+        fix="nothing was published: mend it and push again; load=false publishes it unseen",
+    ) as host:
+        return host.splits, await overlap(host)
 
 
 def _asks(folder: Path) -> dict[str, Any]:

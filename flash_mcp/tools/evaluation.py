@@ -21,13 +21,7 @@ from flash_mcp.spec import DEFAULT_MODEL, ResolvedEval
 from flash_mcp.store import EnvironmentRow, EvalRow, RunRow, Store, open_store
 from flash_mcp.supervisor import ensure_supervisor
 from flash_mcp.tools import Part, Result, Tool, report, shorten, to_text
-from flash_mcp.tools.loading import (
-    Arguments,
-    Secrets,
-    check_machine,
-    loaded,
-    secret_values,
-)
+from flash_mcp.tools.loading import Arguments, Secrets, check_machine, loaded, secret_values
 
 POLL_S = 0.25
 WAIT_LIMIT_S = 42.0

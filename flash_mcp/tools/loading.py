@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -59,22 +59,22 @@ def secret_values(names: Sequence[str] | None) -> dict[str, str]:
 
 
 @asynccontextmanager
-async def loaded(
-    environment: EnvironmentRow,
+async def hosted(
+    folder: Path,
+    name: str,
     *,
     args: Mapping[str, Any] | None,
-    secrets: Sequence[str] | None,
+    secrets: Mapping[str, str],
     call_timeout_s: float,
     start_timeout_s: float,
     fix: str,
 ) -> AsyncGenerator[EnvironmentHost]:
-    """A published environment in a child process; a fault of its code is a FlashError that ends with `fix`."""
-    values = secret_values(secrets)
+    """A folder's environment in a child process; a fault of its code is a FlashError that ends with `fix`."""
     try:
         async with await EnvironmentHost.start(
-            Path(environment["path"]),
-            args=dict(args or {}),
-            secrets=values,
+            folder,
+            args=args,
+            secrets=secrets,
             timeout_s=call_timeout_s,
             start_timeout_s=start_timeout_s,
             install_timeout_s=INSTALL_TIMEOUT_S,
@@ -82,7 +82,15 @@ async def loaded(
         ) as host:
             yield host
     except EnvironmentFault as fault:
-        raise as_flash_error(fault, f"{environment['name']}@{environment['digest']}", fix) from fault
+        raise as_flash_error(fault, name, fix) from fault
+
+
+def loaded(
+    environment: EnvironmentRow, *, secrets: Sequence[str] | None, **options: Any
+) -> AbstractAsyncContextManager[EnvironmentHost]:
+    """A published environment, `hosted` with these options; `secrets` are names."""
+    name = f"{environment['name']}@{environment['digest']}"
+    return hosted(Path(environment["path"]), name, secrets=secret_values(secrets), **options)
 
 
 def contamination_note(shared: Overlap) -> str | None:

@@ -108,9 +108,8 @@ def rollouts(
     """
     store = open_store()
     run = store.run(run_id)
-    split = (
-        "eval" if run["algorithm"] == "eval" else split or "train"
-    )  # an evaluation has no other, whatever it sampled
+    # What an evaluation sampled stands under "eval", whichever split's tasks they are.
+    split = "eval" if run["algorithm"] == "eval" else split or "train"
     steps = store.rollout_steps(run_id, split)
     at = _step(step, steps, search=contains is not None)
     offset = _offset(cursor) if index is None else index

@@ -20,7 +20,7 @@ from flash_mcp.failures import failure_counts
 from flash_mcp.runfolder import Json, RunFolder
 from flash_mcp.store import ACTIVE, CheckpointRow, EvalRow, RunRow, RunState, Store, open_store
 from flash_mcp.supervisor import ensure_supervisor
-from flash_mcp.tools import Part, Result, Tool, illustrate, report, shorten
+from flash_mcp.tools import Part, Result, Tool, illustrate, report, shorten, utc
 from flash_mcp.tools.evaluation import Scores, after_evaluation, scores
 
 POLL_S = 0.25
@@ -512,7 +512,7 @@ def _line(store: Store, run: RunRow) -> RunLine:
         step=run["step"],
         steps=run["steps"],
         reward=_rounded(_mean(rewards, "reward/mean"), 3),
-        created=time.strftime("%Y-%m-%d %H:%M", time.gmtime(run["created"])),
+        created=utc(run["created"]),
         error=run["error"]["code"] if run["error"] and run["state"] == "failed" else None,
     )
 
