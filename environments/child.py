@@ -1,13 +1,13 @@
-"""The process that runs environment code: `python -m environments.child PARENT_PID BOUNDS`, started by EnvironmentHost.
+"""The process that runs environment code: `python -m environments.child BOUNDS WALLS REQUESTS REPLIES`.
 
-Requests come as JSON lines on stdin, replies go out on stdout, in the order in which they are ready:
+environments.warden starts it behind its walls. Requests come as JSON lines from one descriptor, replies go out on the
+other, in the order in which they are ready:
 
     {"number": 7, "op": "step", "episode": 3, "text": "..."}
     {"number": 7, "value": {...}}   or   {"number": 7, "fault": [code, what, traceback]}
 
-Both descriptors are moved away before user code runs: what that prints goes to stderr. Coroutine methods run in the
-event loop, all others in threads, as many at once as the client sends. The process that was started stays as the
-warden of the one that serves (environments.warden), which is confined to BOUNDS (environments.sandbox).
+What user code prints goes to stderr. Coroutine methods run in the event loop, all others in threads, as many at once
+as the client sends.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from environments import sandbox, warden
+from environments import sandbox
 from environments.adapters import freesolo
 from environments.base import (
     ChatMessage,
@@ -442,16 +442,6 @@ class _Requests(asyncio.Protocol):
         os._exit(1)
 
 
-def _take_pipes() -> tuple[int, int]:
-    """Private copies of stdin and stdout, which become /dev/null and stderr for everybody else."""
-    requests, replies = os.dup(0), os.dup(1)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.dup2(2, 1)
-    os.close(null)
-    return requests, replies
-
-
 async def _serve(folder: Path, walls: dict[str, str], requests: int, replies: int) -> None:
     loop = asyncio.get_running_loop()
     transport, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, os.fdopen(replies, "wb", buffering=0))
@@ -473,17 +463,15 @@ async def _serve(folder: Path, walls: dict[str, str], requests: int, replies: in
 
 
 def main() -> None:
-    parent_pid, bounds = int(sys.argv[1]), sandbox.Bounds.load(sys.argv[2])
-    folder = Path(bounds.folder)
-    sandbox.die_with_parent(parent_pid, by=signal.SIGTERM)
-    warden_pid = warden.watch(bounds.memory_bytes)
-    requests, replies = _take_pipes()
-    walls = sandbox.confine(bounds)
-    sandbox.die_with_parent(warden_pid)  # once more: becoming another user undoes it
+    bounds, walls = sandbox.Bounds.load(sys.argv[1]), json.loads(sys.argv[2])
+    requests, replies = map(int, sys.argv[3:])
+    os.set_inheritable(requests, False)
+    os.set_inheritable(replies, False)
+    sandbox.explain_refusals(bounds)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
-    sys.path.insert(0, str(folder))
-    asyncio.run(_serve(folder, walls, requests, replies))
+    sys.path.insert(0, bounds.folder)
+    asyncio.run(_serve(Path(bounds.folder), walls, requests, replies))
 
 
 if __name__ == "__main__":

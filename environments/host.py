@@ -261,13 +261,16 @@ class EnvironmentHost:
         bounds = Bounds(
             folder=str(self.folder),
             scratch=str(self._scratch),
-            hidden=str(Path(os.environ.get("FLASH_HOME") or "~/.flash-mcp").expanduser().absolute()),  # noqa: ASYNC240  # noqa: ASYNC240  # noqa: ASYNC240
+            hidden=str(Path(os.environ.get("FLASH_HOME") or "~/.flash-mcp").expanduser().absolute()),  # noqa: ASYNC240
             needs=needs.asked(),
             threads=self._concurrency,
-            readable=tuple(filter(None, os.environ.get(READABLE_VARIABLE, "").split(os.pathsep))),
+            readable=(
+                *filter(None, os.environ.get(READABLE_VARIABLE, "").split(os.pathsep)),
+                str(interpreter.parents[1]),
+            ),
         )
         # -P and PYTHONPATH: `environments` is this package, whatever the environment's folder holds.
-        command = (str(interpreter), "-P", "-m", "environments.child", str(os.getpid()), bounds.dump())
+        command = (sys.executable, "-P", "-m", "environments.warden", str(os.getpid()), bounds.dump(), str(interpreter))
         _, child = await asyncio.get_running_loop().subprocess_exec(
             lambda: _Child(self._redactor),
             *command,

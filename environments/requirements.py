@@ -7,6 +7,9 @@ process of its own, `python -m environments.requirements TARGET`, which holds a 
 packages one installs and the other waits for it. `ready` is written last, and holds the versions that were installed.
 An installer goes on when whoever asked for it is gone or out of time, so that asking again finds more done.
 
+A package's build runs its authors' code, so an installer stands behind the walls of environments.sandbox: it writes to
+DIGEST/ alone, its cache too, reads installed programs and the settings of uv and pip, and reaches the network.
+
 Only the standard library is used here, and uv (or, where there is none, venv and pip).
 """
 
@@ -29,6 +32,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from environments import sandbox, warden
 from environments.faults import EnvironmentFault
 
 FILE = "requirements.txt"
@@ -42,8 +46,9 @@ NO_REFERENCE = re.compile(r"-[rce]\b|--(requirement|constraint|editable)\b|\.{0,
 SDK = "freesolo"
 SDK_REQUIREMENT = "freesolo>=0.4,<0.5"
 SDK_IMPORT = re.compile(rb"^\s*(from|import)\s+freesolo\b", re.MULTILINE)
-PASSED_ON = re.compile(r"PATH|HOME|LANG|USER|TMPDIR|(UV|PIP|PYENV|XDG|SSL|LC)_.+|.+_PROXY|.*_CA_BUNDLE", re.IGNORECASE)
+PASSED_ON = re.compile(r"PATH|LANG|USER|(UV|PIP|SSL|LC)_.+|.+_PROXY|.*_CA_BUNDLE", re.IGNORECASE)
 """Environment variables that an installer sees: no package's build code gets the server's secrets."""
+SETTINGS = ("/etc/pip.conf", "/etc/uv")
 
 Listener = Callable[[str], Awaitable[None]]
 _installers: dict[Path, tuple[subprocess.Popen[bytes], IO[bytes]]] = {}
@@ -128,6 +133,15 @@ def _python(target: Path) -> Path:
     return target / "venv" / "bin" / "python"
 
 
+def _scratch(target: Path) -> Path:
+    """An installer's home, temporary folder and cache: what a build leaves in it reaches no other environment."""
+    return target / "tmp"
+
+
+def _config_dir() -> Path:
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+
+
 def _start(target: Path, wanted: list[str]) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
     target.mkdir(parents=True, exist_ok=True, mode=0o700)
     _write(target / FILE, "".join(f"{line}\n" for line in wanted))
@@ -138,13 +152,20 @@ def _start(target: Path, wanted: list[str]) -> tuple[subprocess.Popen[bytes], IO
         stdout=log,
         stderr=log,
         cwd=target,
-        env={
-            **{name: value for name, value in os.environ.items() if PASSED_ON.fullmatch(name)},
-            "PYTHONPATH": str(Path(__file__).parent.parent),
-        },
+        env=_installers_environment(target),
         start_new_session=True,
     )
     return process, log
+
+
+def _installers_environment(target: Path) -> dict[str, str]:
+    scratch = str(_scratch(target))
+    return {
+        **{name: value for name, value in os.environ.items() if PASSED_ON.fullmatch(name)},
+        **dict.fromkeys(("HOME", "TMPDIR", "UV_CACHE_DIR", "PIP_CACHE_DIR"), scratch),
+        "XDG_CONFIG_HOME": str(_config_dir()),
+        "PYTHONPATH": str(Path(__file__).parent.parent),
+    }
 
 
 async def _ended(
@@ -179,6 +200,22 @@ def _write(path: Path, text: str) -> None:
 
 
 # -- the installer ----------------------------------------------------------------------------------------------------
+
+
+def _confine(target: Path) -> None:
+    """Put up the walls around this process."""
+    named = (value for name, value in os.environ.items() if re.match("UV|PIP|SSL", name) and value.startswith("/"))
+    bounds = sandbox.Bounds(
+        folder=str(target),
+        scratch=str(target),
+        hidden=str(target.parent.parent),
+        needs={"network": True},
+        readable=(*SETTINGS, *(str(_config_dir() / tool) for tool in ("pip", "uv")), *named),
+    )
+    warden_pid = warden.watch(bounds.memory_bytes)  # it ends what a build leaves running
+    sandbox.confine(bounds)
+    sandbox.die_with_parent(warden_pid)
+    _scratch(target).mkdir(exist_ok=True)
 
 
 def install(target: Path) -> None:
@@ -216,11 +253,13 @@ def main() -> None:
         if (target / "ready").is_file():
             return
         try:
+            _confine(target)
             install(target)
         except (subprocess.SubprocessError, OSError) as error:
-            with suppress(OSError):
-                shutil.rmtree(target / "venv")
+            shutil.rmtree(target / "venv", ignore_errors=True)
             sys.exit("" if isinstance(error, subprocess.CalledProcessError) else str(error))
+        finally:
+            shutil.rmtree(_scratch(target), ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -128,9 +128,13 @@ def confine(bounds: Bounds) -> dict[str, str]:
     walls["network"] = _filter_calls(allow_sockets=needs.network)
     if needs.network:
         walls["network"] = f"open: {FILE} asks for it"
-    else:
-        sys.addaudithook(_explain_refusal)
     return walls
+
+
+def explain_refusals(bounds: Bounds) -> None:
+    """Have this interpreter say what a wall is where the kernel would only refuse."""
+    if not Needs(**bounds.needs).network:
+        sys.addaudithook(_explain_refusal)
 
 
 def _explain_refusal(event: str, args: tuple[Any, ...]) -> None:
@@ -154,7 +158,7 @@ def _limit(kind: int, most: int) -> str:
 # -- system calls -----------------------------------------------------------------------------------------------------
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS, PR_SET_SECCOMP = 1, 4, 8, 22
-PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE = 36, 38, 47, 2
+PR_SET_SECUREBITS, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE = 28, 36, 38, 47, 2
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
 MS_REC, MS_PRIVATE, MS_NOSUID, MS_NODEV = 0x4000, 0x40000, 2, 4
 
@@ -186,6 +190,7 @@ def set_subreaper() -> None:
 UIDS = range(61184, 65520)
 """For processes of passing users; systemd takes its own from here too."""
 CAP_DAC_OVERRIDE = 1
+NO_SETUID_FIXUP, KEEP_CAPS = 1 << 2, 1 << 4
 CAPABILITY_VERSION_3 = 0x20080522
 
 
@@ -244,6 +249,8 @@ def _mount_own_shm(size_bytes: int) -> bool:
 
 def _become(uid: int) -> None:
     _checked(_libc.prctl(PR_SET_KEEPCAPS, 1, 0, 0, 0))
+    # access(2), which compilers ask about their temporary folder, would leave out the power that open(2) has.
+    _libc.prctl(PR_SET_SECUREBITS, NO_SETUID_FIXUP | KEEP_CAPS, 0, 0, 0)
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)

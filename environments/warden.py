@@ -1,14 +1,19 @@
 """The process between the host and environment code: it ends whatever that started, wherever it went.
 
     watch(memory_bytes)     # returns in a new process, which is to run environment code; the caller stays as its warden
+    python -m environments.warden PARENT_PID BOUNDS INTERPRETER     # does that, and starts environments.child
 
 A process that made a session of its own would outlive its process group. The warden is the one whom orphans fall to
 (PR_SET_CHILD_SUBREAPER), so it finds and kills them all when environment code ends or SIGTERM comes, and then ends as
 environment code did. Twice a second it adds up their memory. It runs nothing of the user's.
+
+The walls (environments.sandbox) are put up before INTERPRETER starts: one that has packages of its own runs their code
+at once (.pth files), and may itself have been written by a package's build.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
@@ -18,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from environments.sandbox import die_with_parent, set_subreaper
+from environments.sandbox import Bounds, confine, die_with_parent, set_subreaper
 
 CHECK_EVERY_S = 0.5
 SWEEP_TIMEOUT_S = 5.0
@@ -116,3 +121,30 @@ def _end_as(status: int) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
         os.kill(os.getpid(), number)
     os._exit(os.waitstatus_to_exitcode(status))
+
+
+def _take_pipes() -> tuple[int, int]:
+    """Copies of stdin and stdout for who knows their numbers; they become /dev/null and stderr for everybody else."""
+    requests, replies = os.dup(0), os.dup(1)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(2, 1)
+    os.close(null)
+    return requests, replies
+
+
+def main() -> None:
+    parent_pid, bounds, interpreter = int(sys.argv[1]), Bounds.load(sys.argv[2]), sys.argv[3]
+    die_with_parent(parent_pid, by=signal.SIGTERM)
+    warden = watch(bounds.memory_bytes)
+    pipes = _take_pipes()
+    walls = confine(bounds)
+    die_with_parent(warden)  # once more: becoming another user undoes it
+    for pipe in pipes:
+        os.set_inheritable(pipe, True)
+    serve = (interpreter, "-P", "-m", "environments.child", bounds.dump(), json.dumps(walls), *map(str, pipes))
+    os.execv(interpreter, serve)
+
+
+if __name__ == "__main__":
+    main()

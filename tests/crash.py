@@ -102,9 +102,9 @@ def processes(base: Path, run_id: str = "") -> dict[str, list[psutil.Process]]:
 
 
 def _kind(words: str) -> str:
-    names = {"environments.child": "host", "worker.main": "worker", "worker.serving": "serving",
-             "api_server": "serving", "flash_mcp.supervisor": "supervisor", "flash_mcp.cli": "server",
-             "resource_tracker": "helper"}  # fmt: skip
+    names = {"environments.child": "host", "environments.warden": "host", "worker.main": "worker",
+             "worker.serving": "serving", "api_server": "serving", "flash_mcp.supervisor": "supervisor",
+             "flash_mcp.cli": "server", "resource_tracker": "helper"}  # fmt: skip
     return next((kind for name, kind in names.items() if name in words), "engine")
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import io
+import json
 import os
 import subprocess
 import sys
+import tarfile
 import textwrap
 from pathlib import Path
 
+import psutil
 import pytest
 
 from environments import requirements
@@ -174,3 +178,78 @@ async def test_build_code_of_packages_sees_none_of_our_secrets(tmp_path: Path, m
     seen = environment_of(installer.pid)
     assert b"UV_HTTP_TIMEOUT=30" in seen and b"HF_TOKEN" not in seen
     await requirements.interpreter(folder)
+
+
+# What a package does when it is built, and once more whenever an interpreter that has it starts (attacker.pth).
+ATTACKER = """
+import os, subprocess, zipfile
+from pathlib import Path
+
+def tried(action):
+    try:
+        action()
+    except OSError as error:
+        return type(error).__name__
+    return "done"
+
+def attack():
+    home = Path(HOME)
+    return {
+        "read": tried((home / "secret").read_text),
+        "list": tried(lambda: os.listdir(home)),
+        "write": tried(lambda: (home / "planted").write_text("")),
+        "write elsewhere": tried(lambda: Path(HOME + "-beside").write_text("")),
+        "look at the server": tried(Path("/proc", str(SERVER), "environ").read_bytes),
+        "signal the server": tried(lambda: os.kill(SERVER, 0)),
+    }
+
+def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
+    subprocess.Popen(["sleep", "4321"], start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    source = f"AT_BUILD = {attack()!r}\\n" + Path(__file__).read_text() + "\\nAT_START = attack()\\n"
+    info = "attacker-1.dist-info/"
+    with zipfile.ZipFile(Path(wheel_directory, "attacker-1-py3-none-any.whl"), "w") as wheel:
+        wheel.writestr("attacker.py", source)
+        wheel.writestr("attacker.pth", "import attacker\\n")
+        wheel.writestr(info + "METADATA", "Metadata-Version: 2.1\\nName: attacker\\nVersion: 1\\n")
+        wheel.writestr(info + "WHEEL", "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
+        wheel.writestr(info + "RECORD", "")
+    return "attacker-1-py3-none-any.whl"
+"""
+
+
+@pytest.fixture
+def attacker(tmp_path: Path, flash_home: Path) -> Path:
+    """A folder with the source of ATTACKER's package; what it is after is in place."""
+    flash_home.mkdir()
+    (flash_home / "secret").write_text("planted")
+    folder = tmp_path / "packages"
+    folder.mkdir()
+    project = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+    project += '[project]\nname = "attacker"\nversion = "1"\n'
+    backend = f"HOME, SERVER = {str(flash_home)!r}, {os.getpid()}\n{ATTACKER}"
+    with tarfile.open(folder / "attacker-1.tar.gz", "w:gz") as archive:
+        for name, text in (("pyproject.toml", project), ("backend.py", backend)):
+            member = tarfile.TarInfo(f"attacker-1/{name}")
+            member.size = len(text)
+            archive.addfile(member, io.BytesIO(text.encode()))
+    return folder
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the walls are the Linux kernel's")
+async def test_a_packages_build_and_its_start_up_code_stand_behind_the_walls(
+    tmp_path: Path, attacker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UV_FIND_LINKS", str(attacker))
+    monkeypatch.setenv("UV_NO_INDEX", "1")
+    source = """
+        import json
+        import attacker
+
+        class Sample(Addition):
+            def build_prompt_messages(self, example, prompt_text):
+                return [{"role": "user", "content": json.dumps([attacker.AT_BUILD, attacker.AT_START])}]
+    """
+    async with await EnvironmentHost.start(folder_with(tmp_path, "attacker\n", source, returns="Sample()")) as host:
+        for found in json.loads((await host.open("train", 0)).messages[0]["content"]):
+            assert len(found) == 6 and set(found.values()) == {"PermissionError"}, found
+    assert ["sleep", "4321"] not in [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]

@@ -407,9 +407,10 @@ async def test_honest_code_notices_nothing(tmp_path: Path) -> None:
             output = subprocess.check_output([sys.executable, "-c", "print(6 * 7)"], text=True, start_new_session=True)
             random = open("/dev/urandom", "rb").read(2)
             ssl.create_default_context()
-            told = squares, output.strip(), len(random), getpass.getuser(), os.path.exists("environment.py")
+            may_write = os.access(tempfile.gettempdir(), os.W_OK)  # compilers ask
+            told = squares, output.strip(), len(random), getpass.getuser(), os.path.exists("environment.py"), may_write
         """
-        assert await attack.told(code) == "([1, 2], '42', 2, 'environment', True)"
+        assert await attack.told(code) == "([1, 2], '42', 2, 'environment', True, True)"
 
 
 async def test_numpy_and_its_threads_work(tmp_path: Path) -> None:
