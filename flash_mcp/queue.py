@@ -124,15 +124,16 @@ def mark_running(store: Store, run_id: str, attempt: int) -> bool:
     return _update(store, "state = 'running'", [], run_id, attempt, ("starting",))
 
 
-def record_beat(store: Store, run_id: str, attempt: int, *, step: int, phase: str, progressed: bool) -> bool:
-    """The attempt lives; `progressed` where its step or phase is another than before.
+def record_beat(store: Store, run_id: str, attempt: int, beat: Json, *, progressed: bool) -> bool:
+    """The attempt lives: its beat.json; `progressed` where its step or phase is another than before.
 
     Step 0 is an attempt that has not come to the first step: the run's step stays where an earlier attempt was.
     """
     now = time.time()
-    assignments = """step = coalesce(nullif(?, 0), step), phase = ?, beat = ?,
+    assignments = """step = coalesce(nullif(?, 0), step), steps = coalesce(steps, ?), phase = ?, beat = ?,
         progress = CASE WHEN ? THEN ? ELSE progress END"""
-    return _update(store, assignments, [step, phase, now, progressed, now], run_id, attempt, ("starting", "running"))
+    values = [beat["step"], beat.get("steps"), beat["phase"], now, progressed, now]
+    return _update(store, assignments, values, run_id, attempt, ("starting", "running"))
 
 
 def requeue(store: Store, run_id: str, attempt: int, error: FlashError, *, delay_s: float = 0.0) -> bool:

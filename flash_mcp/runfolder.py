@@ -2,7 +2,7 @@
 
     job.json               what to do: {"run_id", "spec", "sources", "environment_path", "model_path", ...}
     epoch/N                attempt N owns the run; made once, exclusively; the highest N is the owner
-    beat.json              {"epoch", "time", "step", "phase", "progress", "host", "pid", "held_bytes",
+    beat.json              {"epoch", "time", "step", "steps", "phase", "progress", "host", "pid", "held_bytes",
                            "available_bytes"}, every few seconds
     metrics/STEP.json      {"step", "epoch", "time", "metrics": {name: number}}
     rollouts/STEP.jsonl    one rollout a line, keyed by (step, index)
@@ -312,14 +312,16 @@ class RunWriter:
         if newest != self.epoch:
             raise FlashError("fenced", "a newer attempt owns the run", epoch=self.epoch, newest=newest)
 
-    def beat(self, step: int, phase: str, progress: int = 0) -> None:
+    def beat(self, step: int, phase: str, progress: int = 0, steps: int | None = None) -> None:
         """`progress` counts what was done so far; a step or count that moves is a sign that nothing stalls.
+
+        `steps` is how many there will be, where the worker alone can tell.
 
         What the process holds of the machine's memory, and what is left, tells later why the kernel may have killed it.
         """
         place = {"host": socket.gethostname(), "pid": os.getpid()}
         held, left = psutil.Process().memory_info().rss, psutil.virtual_memory().available
-        body = {"step": step, "phase": phase, "progress": progress, **place}
+        body = {"step": step, "phase": phase, "progress": progress, "steps": steps, **place}
         self._put("beat.json", {**body, "held_bytes": held, "available_bytes": left})
 
     def metrics(self, step: int, metrics: Json) -> None:

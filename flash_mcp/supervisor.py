@@ -261,9 +261,8 @@ class Supervisor:
             self._replace(run, attempt, error)
 
     def _record_beat(self, attempt: Attempt, moved: bool) -> None:
-        step, phase = int(attempt.beat["step"]), str(attempt.beat["phase"])
         queue.mark_running(self.store, attempt.run_id, attempt.number)
-        queue.record_beat(self.store, attempt.run_id, attempt.number, step=step, phase=phase, progressed=moved)
+        queue.record_beat(self.store, attempt.run_id, attempt.number, attempt.beat, progressed=moved)
 
     def _retryable_error(self, run: RunRow, attempt: Attempt) -> FlashError | None:
         """The error of an attempt that gave up in a way that another attempt may cure."""

@@ -54,6 +54,7 @@ def main() -> None:
 def evaluate(folder: RunFolder, writer: RunWriter, plan: dict[str, Any]) -> None:
     spec = folder.job()["spec"]
     writer.beat(0, "eval")
+    writer.event("sampling", "0 attempts are done", step=0)
     done = 1
     while plan.get("hold") and not Path(folder.path("go")).exists() and not folder.is_cancelled():
         writer.beat(done, "eval")

@@ -217,6 +217,9 @@ async def test_an_evaluation_that_takes_longer_goes_on_and_is_found_again(client
     again = await call(client, "evaluate", **asked, wait_s=0)
     assert (again["run_id"], again["created"]) == (body["run_id"], False)
     assert "not_ready" in await refusal(client, "compare", base=body["run_id"], other=body["run_id"])
+    while "eta_s" not in (run := (await call(client, "status", run_id=body["run_id"], wait_s=1))["run"]):
+        assert run["step"] <= 1
+    assert (run["step"], run["eta_s"]) == (1, pytest.approx(4 * run["step_s"], abs=1))
     let_go(body["run_id"])
     ended = await call(client, "evaluate", **asked)
     assert (ended["run_id"], ended["state"], ended["scores"]["n"]) == (body["run_id"], "succeeded", 5)

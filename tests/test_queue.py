@@ -122,13 +122,22 @@ def test_no_attempt_is_made_beyond_the_last(store: Store) -> None:
     assert store.run(run["id"])["state"] == "failed"
 
 
+def test_what_epochs_come_to_is_heard_from_the_worker_once(store: Store) -> None:
+    run, _ = enqueue(store, algorithm="sft", epochs=2)
+    claim(store)
+    assert store.run(run["id"])["steps"] is None
+    for beat, expected in (({}, None), ({"steps": None}, None), ({"steps": 12}, 12), ({"steps": 13}, 12)):
+        assert queue.record_beat(store, run["id"], 1, {"step": 1, "phase": "train", **beat}, progressed=True)
+        assert store.run(run["id"])["steps"] == expected
+
+
 def test_a_word_about_an_older_attempt_changes_nothing(store: Store) -> None:
     run, _ = enqueue(store)
     claim(store)
     queue.requeue(store, run["id"], 1, LOST)
     before = claim(store)
     assert not queue.mark_running(store, run["id"], 1)
-    assert not queue.record_beat(store, run["id"], 1, step=9, phase="train", progressed=True)
+    assert not queue.record_beat(store, run["id"], 1, {"step": 9, "phase": "train"}, progressed=True)
     assert not queue.requeue(store, run["id"], 1, LOST)
     assert not queue.finish(store, run["id"], 1, "succeeded", step=9)
     assert store.run(run["id"]) == before
@@ -252,7 +261,9 @@ class RunLife(RuleBasedStateMachine):
 
     @rule(attempt=st.integers(0, 4), step=st.integers(0, 50))
     def beat(self, attempt: int, step: int) -> None:
-        accepted = queue.record_beat(self.store, self.run_id, attempt, step=step, phase="train", progressed=True)
+        accepted = queue.record_beat(
+            self.store, self.run_id, attempt, {"step": step, "phase": "train"}, progressed=True
+        )
         assert accepted == (self.state in ("starting", "running") and attempt == self.attempt)
 
     @rule(attempt=st.integers(0, 4))

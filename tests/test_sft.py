@@ -79,13 +79,14 @@ def test_the_packed_pass_gives_the_loss_and_the_gradients_of_trls_own(fp32_model
 def test_a_fine_tuned_adapter_warms_a_grpo_run(tiny_model: Path, tmp_path: Path) -> None:
     calculator: dict[str, Any] = {"environment": CALCULATOR, "max_length": 1024, "eval_examples": 4}
     tuned = make_run(
-        tmp_path / "sft", tiny_model, algorithm="sft", group_size=None, steps=6, save_every=3, eval_after=True,
-        **calculator,
+        tmp_path / "sft", tiny_model, algorithm="sft", group_size=None, steps=None, epochs=0.048, save_every=3,
+        eval_after=True, **calculator,
     )  # fmt: skip
     with Attempt(tuned) as attempt:
         assert attempt.wait() == 0, attempt.log_path.read_text()
     result = tuned.result()
     assert result and result["state"] == "succeeded", result
+    assert (tuned.beat() or {})["steps"] == 6  # what the epochs come to
     losses = [tuned.metrics(step)["metrics"]["loss"] for step in range(1, 7)]  # pyright: ignore[reportOptionalSubscript]
     assert losses[-1] < losses[0] - 0.5
     held_out = [tuned.metrics(step)["metrics"].get("eval_loss") for step in (2, 3, 6)]  # pyright: ignore[reportOptionalSubscript]

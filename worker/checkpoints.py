@@ -53,7 +53,7 @@ class Reporter(TrainerCallback):
         spec: Settings,
         cancelled: threading.Event,
         *,
-        before_step: Callable[[int], None] = lambda step: None,
+        before_step: Callable[[int, int], None] = lambda step, steps: None,
     ) -> None:
         self.writer, self.spec, self.cancelled, self.before_step = writer, spec, cancelled, before_step
         self.pending: Json = {}
@@ -65,7 +65,7 @@ class Reporter(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.before_step(state.global_step)
+        self.before_step(state.global_step, state.max_steps)
         self.step_started = time.monotonic()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

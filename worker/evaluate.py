@@ -38,8 +38,6 @@ def evaluate(job: Json, spec: Settings, writer: RunWriter, pulse: Pulse, scratch
         return len(tasks)
     recorder = Recorder(writer, pulse, spec.step)
     missing = [task for task in tasks if task.index not in recorder.rows]
-    if recorder.rows:
-        writer.event("phase", f"going on after {len(recorder.rows)} of {len(tasks)} attempts", step=len(recorder.rows))
     if missing:
         with opened(job, spec, writer, pulse, at_once=min(len(missing), AT_ONCE), trains=False) as session:
             session.sync(spec.step)
@@ -47,6 +45,8 @@ def evaluate(job: Json, spec: Settings, writer: RunWriter, pulse: Pulse, scratch
             limits = Limits(
                 spec.max_tokens, session.limits.max_length, spec.temperature, spec.top_p, tuple(spec.stop_sequences)
             )
+            done = len(recorder.rows)
+            writer.event("sampling", f"{done} of {len(tasks)} attempts are done", step=done)
             recorder.start()
             try:
                 for start in range(0, len(missing), BLOCK):

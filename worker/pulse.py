@@ -23,6 +23,8 @@ class Pulse(threading.Thread):
     def __init__(self, writer: RunWriter) -> None:
         super().__init__(name="pulse", daemon=True)
         self.writer, self.step, self.phase, self.progress = writer, 0, "start", 0
+        self.steps: int | None = None
+        """How many there will be, once that is known."""
         self.cancelled, self._stopped = threading.Event(), threading.Event()
 
     def enter(self, phase: str, step: int | None = None) -> None:
@@ -40,7 +42,7 @@ class Pulse(threading.Thread):
     def run(self) -> None:
         while not self._stopped.wait(BEAT_EVERY_S):
             try:
-                self.writer.beat(self.step, self.phase, self.progress)
+                self.writer.beat(self.step, self.phase, self.progress, self.steps)
                 if self.writer.folder.is_cancelled():
                     self.cancelled.set()
             except FlashError as error:

@@ -267,8 +267,9 @@ class Session:
         self.writer.evaluation(step, summary, rows)
         log.info("step %s: eval %s", step, summary)
 
-    def _before_step(self, step: int) -> None:
-        """After `step` steps, before the next one."""
+    def _before_step(self, step: int, steps: int) -> None:
+        """After `step` steps of `steps`, before the next one."""
+        self.pulse.steps = steps
         self.pulse.enter(self.pulse.phase, step)
         if step and self.spec.eval_every and step % self.spec.eval_every == 0:
             self.evaluate(step)

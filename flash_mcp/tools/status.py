@@ -101,12 +101,16 @@ class RunView(Part):
     model: str
     environment: str = Field(description="NAME@DIGEST.")
     step: int = Field(description="Optimizer steps done.")
-    steps: int | None = Field(default=None, description="Steps asked for; absent where epochs decide.")
+    steps: int | None = Field(
+        default=None, description="Steps in all; absent until the worker has counted those of epochs."
+    )
     phase: str | None = Field(default=None, description="What the worker does now.")
     attempt: str | None = Field(default=None, description="Attempt and how many are allowed, from the second on.")
     elapsed_s: int | None = Field(default=None, description="Seconds since it started.")
     eta_s: int | None = Field(default=None, description="Seconds left at the recent speed, evaluations not counted.")
-    step_s: float | None = Field(default=None, description="Seconds a step takes, recently.")
+    step_s: float | None = Field(
+        default=None, description="Seconds a step takes, recently; an attempt, of an evaluation."
+    )
     tokens_per_s: float | None = Field(default=None, description="Generation speed, recently.")
     reward: Trend | None = Field(default=None, description="Mean reward of the training rollouts.")
     success: Trend | None = Field(default=None, description="Success share of the training rollouts.")
@@ -250,7 +254,7 @@ def view_of(store: Store, run_id: str, detailed: bool) -> tuple[RunView, str]:
     is_eval, saved = run["algorithm"] == "eval", store.checkpoints(run_id)
     evals = [] if is_eval else [row for row in store.evals(run_id) if row["summary"]["n"]]
     step = max(run["step"], newest["step"] if newest else 0)
-    step_s = _mean(recent, "time/step_s")
+    step_s = _attempt_s(store, run) if is_eval else _mean(recent, "time/step_s")
     left = run["steps"] - step if run["steps"] and run["state"] in ACTIVE else None
     is_grpo = run["algorithm"] == "grpo"
     history = [{**row["metrics"], "step": row["step"]} for row in store.metrics(run_id, limit=FLAG_STEPS)]
@@ -294,6 +298,14 @@ def view_of(store: Store, run_id: str, detailed: bool) -> tuple[RunView, str]:
     )
     overlapped = None if overlap else verdict
     return view, after_evaluation(store, run) if is_eval else _next_step(run, flags, overlapped, bool(saved))
+
+
+def _attempt_s(store: Store, run: RunRow) -> float | None:
+    """Seconds an attempt of an evaluation that goes on takes, since the worker began to sample; many run at once."""
+    began = store.events(run["id"], 1, ["sampling"])
+    if run["state"] not in ACTIVE or not began or run["step"] <= began[0]["data"]["step"]:
+        return None
+    return (time.time() - began[0]["time"]) / (run["step"] - began[0]["data"]["step"])
 
 
 def _obstacles(store: Store, run: RunRow) -> list[str]:
