@@ -19,12 +19,13 @@ import psutil
 import pytest
 
 from flash_mcp import queue, serving
+from flash_mcp.callers import Caller, acting_as
 from flash_mcp.errors import FlashError
 from flash_mcp.runfolder import RunFolder
 from flash_mcp.serving import Deployments, Server, find_deployment, request, request_stop
 from flash_mcp.spec import RunSpec, resolve
 from flash_mcp.store import DeploymentRow, Store, open_store
-from flash_mcp.tools.serving import Message, chat, deploy, undeploy
+from flash_mcp.tools.serving import Message, chat, deploy, describe, undeploy
 
 SCRIPTED = (sys.executable, str(Path(__file__).with_name("scripted_server.py")))
 
@@ -371,6 +372,10 @@ async def test_a_checkpoint_is_deployed_talked_to_and_undeployed(
         assert (await client.get("/models")).status_code == httpx.codes.UNAUTHORIZED
         models = (await client.get("/models", headers=server.headers)).json()["data"]
     assert {entry["id"] for entry in models} == {str(tiny_model), first.deployment}
+    row = vllm_store.deployment(first.deployment)
+    with acting_as(Caller("alice")):  # who is elsewhere cannot reach it
+        elsewhere = describe(vllm_store, row)
+        assert (elsewhere.state, elsewhere.base_url, elsewhere.api_key_file) == ("ready", None, None)
 
     # Another supervisor finds the server; a second adapter joins it and one that does not fit is told.
     _end_supervisor(vllm_store.base)

@@ -35,10 +35,12 @@ class Deployment(Result):
     step: int | None = Field(default=None, description="The step of that adapter.")
     model: str = Field(description="Base model; its name in the OpenAI API too.")
     base_url: str | None = Field(
-        default=None, description="OpenAI-compatible endpoint; `deployment` is the model name."
+        default=None,
+        description="OpenAI-compatible endpoint on the server's machine; `deployment` is the model name. Callers from "
+        "elsewhere have chat.",
     )
     api_key_file: str | None = Field(
-        default=None, description="JSON file on the server whose api_key the endpoint asks for."
+        default=None, description="JSON file beside it whose api_key the endpoint asks for."
     )
     seconds: float = Field(description="Since it was asked for.")
 
@@ -289,7 +291,8 @@ def _age_s(row: DeploymentRow) -> float:
 
 def describe(store: Store, row: DeploymentRow) -> Deployment:
     """A deployment as the tools return it."""
-    server = Server.find(store.base, row["model"]) if row["state"] == "ready" else None
+    is_reachable = row["state"] == "ready" and caller().is_local
+    server = Server.find(store.base, row["model"]) if is_reachable else None
     return Deployment(
         deployment=row["id"],
         name=row["name"],
@@ -318,7 +321,8 @@ def _next_step(row: DeploymentRow) -> str:
 
 def _after_chat(row: DeploymentRow, adapter: Answer, side_by_side: bool) -> str:
     if adapter.finish == "timeout":
-        return "the answer was cut off after 40 s: lower max_tokens, or use the endpoint that deploy returns"
+        beside = ", or use the endpoint that deploy returns" if caller().is_local else ""
+        return f"the answer was cut off after 40 s: lower max_tokens{beside}"
     if adapter.finish == "length":
         return "the answer reached max_tokens: raise it for the whole of it"
     if not side_by_side:
