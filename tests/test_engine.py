@@ -133,6 +133,31 @@ def test_in_fp32_log_probabilities_equal_the_trainers_and_company_changes_no_tok
     assert [completion.token_ids for completion in together] == [completion.token_ids for completion in alone]
 
 
+def test_biases_norms_and_a_tied_head_are_the_engines_own_after_every_sync(
+    engines: Engines, tiny_model: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM  # noqa: PLC0415
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=512, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(config)
+    for name, weight in model.named_parameters():
+        if name.endswith(("bias", "norm.weight")):
+            torch.nn.init.normal_(weight, mean=1.0, std=0.5)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    policy = load_policy(tmp_path, rank=RANK, alpha=24, seed=0, dtype=torch.float32)
+    engine = engine_of(engines, tmp_path, "merged", "float32")
+    for step in range(3):
+        train(policy, step)
+        engine.load_policy(policy)
+        assert difference(policy, generate(engine, (PROMPT, Sampling(16, seed=step)))[0]) < 1e-4
+
+
 def test_the_prefix_cache_would_serve_the_old_policy_if_nobody_reset_it(
     merged: VllmEngine, policy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,25 +45,20 @@ def lora_config(rank: int, alpha: int) -> LoraConfig:
 
 
 def merged_weights(model: PeftModel) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of W + scale·BA for every base weight, named as in the base checkpoint.
+    """(name, tensor) of W + scale·BA for every adapted layer, and of its bias, named as in the base checkpoint.
 
-    Made anew from the untouched base weights each time: merging in place would drift them in bf16.
+    Made anew from the untouched base weights each time: merging in place would drift them in bf16. What no adapter
+    changes, embeddings and norms, is what the engine has already.
     """
     base: Any = model.base_model.model
-    adapted: dict[str, Any] = {name: module for name, module in base.named_modules() if isinstance(module, LoraLayer)}
-    seen: set[int] = set()
+    adapted: list[tuple[str, Any]] = [each for each in base.named_modules() if isinstance(each[1], LoraLayer)]
     with torch.no_grad():
-        for name, weight in base.named_parameters():
-            owner, _, leaf = name.rpartition(".")
-            owner, is_base, _ = owner.partition(".base_layer")
-            if "lora_" in name or weight.data_ptr() in seen:
-                continue
-            seen.add(weight.data_ptr())
-            if is_base and leaf == "weight":
-                layer = adapted[owner]
-                a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight * layer.scaling[ADAPTER]
-                weight = torch.addmm(weight, b.to(weight.dtype), a.to(weight.dtype))  # (out, in), rounded once
-            yield f"{owner}.{leaf}", weight.data
+        for name, layer in adapted:
+            weight, bias = layer.base_layer.weight, layer.base_layer.bias  # (out, in), (out,)
+            a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight * layer.scaling[ADAPTER]
+            yield f"{name}.weight", torch.addmm(weight, b.to(weight.dtype), a.to(weight.dtype))  # rounded once
+            if bias is not None:
+                yield f"{name}.bias", bias.data
 
 
 def save_adapter(model: PeftModel, folder: Path) -> None:
