@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from peft.tuners.lora import Linear
 from torch import Tensor
 from transformers import AutoTokenizer, TrainerCallback
 from trl.trainer.grpo_config import GRPOConfig
@@ -32,6 +33,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from bench.rollouts import rotated
 from flash_mcp.spec import RunSpec, resolve
 from worker.grpo import Collect, Trainer
+from worker.kernels import LoraLinear
 from worker.policy import load_policy
 from worker.rollout import Rollout, Task
 from worker.settings import Settings
@@ -75,7 +77,14 @@ def plain_trainer(
     callbacks: Sequence[TrainerCallback],
     as_it_comes: bool = True,
 ) -> GRPOTrainer:
-    """TRL's trainer where the worker has its own, fed with the same rollouts through `rollout_func`."""
+    """TRL's trainer where the worker has its own, fed with the same rollouts through `rollout_func`.
+
+    The policy is changed to PEFT's own layers and PyTorch's attention: what it would have with TRL.
+    """
+    policy.get_base_model().set_attn_implementation("sdpa")
+    for module in policy.modules():
+        if isinstance(module, LoraLinear):
+            module.__class__ = Linear
 
     def rollout_func(prompts: list[str], trainer: Any) -> Json:
         rollouts = collect(trainer.state.global_step + 1, [int(prompt) for prompt in prompts[:: spec.group_size]])
