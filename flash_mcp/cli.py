@@ -98,6 +98,7 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
         _add_curve,
         _add_report,
         _add_backup,
+        _add_remove,
         _add_restore,
         _add_wait,
         _add_install,
@@ -413,6 +414,28 @@ def _add_backup(commands: Any) -> None:
     parser.add_argument("file", type=Path, metavar="FILE", help="archive to write; compressed where it ends with .gz")
     parser.add_argument("--json", action="store_true", help="print what it holds as JSON")
     parser.set_defaults(run=functools.partial(_archive, "backup"))
+
+
+def _add_remove(commands: Any) -> None:
+    parser = commands.add_parser(
+        "remove", help="delete runs, versions of environments and datasets that nothing else stands on"
+    )
+    what = "RUN_ID, or NAME@DIGEST of an environment or dataset"
+    parser.add_argument("references", nargs="+", metavar="REFERENCE", help=what)
+    parser.add_argument("--dry-run", action="store_true", help="say what would go, and remove nothing")
+    parser.add_argument("--json", action="store_true", help="print {kind, reference, freed_bytes} of each, a line each")
+    parser.set_defaults(run=_remove)
+
+
+def _remove(arguments: argparse.Namespace) -> None:
+    from flash_mcp.removal import remove  # noqa: PLC0415
+    from flash_mcp.store import open_store  # noqa: PLC0415
+
+    store, done = open_store(), "would remove" if arguments.dry_run else "removed"
+    for reference in arguments.references:
+        gone = remove(store, reference, dry_run=arguments.dry_run)
+        text = f"{done} {gone.kind} {gone.reference}, {gone.freed_bytes / 1e6:.1f} MB"
+        _say(json.dumps(vars(gone)) if arguments.json else text)
 
 
 def _add_restore(commands: Any) -> None:

@@ -70,16 +70,22 @@ def find(reference: str, base: Path | None = None) -> Dataset:
 
     Raises FlashError(unknown_dataset | dataset_invalid).
     """
+    path = locate(reference, base)
+    if digest_of(path) != path.name:
+        fix = "curate it again; a run would not learn what its manifest says"
+        raise FlashError("dataset_invalid", "its files were changed since it was made", dataset=reference, fix=fix)
+    return _read(path)
+
+
+def locate(reference: str, base: Path | None = None) -> Path:
+    """Where the dataset is that `find` returns, whether its files are as they were made or not."""
     name, _, digest = reference.partition("@")
     known = _known(base)
     versions = known.get(name, [])
     found = [path for path in versions if path.name.startswith(digest) and (not digest or len(digest) >= 6)]
     if len(found) != 1:
         raise _unknown(reference, versions, sorted(known))
-    if digest_of(found[0]) != found[0].name:
-        fix = "curate it again; a run would not learn what its manifest says"
-        raise FlashError("dataset_invalid", "its files were changed since it was made", dataset=reference, fix=fix)
-    return _read(found[0])
+    return found[0]
 
 
 def newest_first(base: Path | None = None) -> list[Dataset]:

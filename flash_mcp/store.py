@@ -605,7 +605,7 @@ class Store:
         stored, limit = self.query(others, [row["name"], row["digest"]])[0]["n"], caller().limits.environment_bytes
         if not caller().is_local and stored + row["size_bytes"] > limit:
             what = f"your environments take {stored:,} of {limit:,} bytes, and this one {row['size_bytes']:,} more"
-            fix = "push fewer or smaller files; trying later will not help, whoever runs the server can raise the limit"
+            fix = "push fewer or smaller files; whoever runs the server can remove versions or raise the limit"
             raise FlashError("quota_exceeded", what, stored=stored, limit=limit, fix=fix)
 
     def environments(self) -> list[EnvironmentRow]:

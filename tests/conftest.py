@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from flash_mcp.home import models_dir
 
+WHEELS = Path(sys.prefix, "wheels")
+"""What environments' interpreters are made of, where scripts/test has fetched it: see tests/packages.txt."""
 SHARED_MODELS = models_dir()  # read before any test has a home of its own: real models are fetched once
 
 
@@ -20,6 +23,9 @@ def flash_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "flash-home"
     monkeypatch.setenv("FLASH_HOME", str(folder))
     monkeypatch.setenv("FLASH_MODELS", str(SHARED_MODELS))
+    if WHEELS.is_dir():
+        monkeypatch.setenv("UV_FIND_LINKS", str(WHEELS))
+        monkeypatch.setenv("UV_OFFLINE", "1")
     return folder
 
 

@@ -240,7 +240,7 @@ async def test_a_packages_build_and_its_start_up_code_stand_behind_the_walls(
     tmp_path: Path, attacker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("UV_FIND_LINKS", str(attacker))
-    monkeypatch.setenv("UV_NO_INDEX", "1")
+    monkeypatch.setenv("UV_OFFLINE", "1")
     source = """
         import json
         import attacker

@@ -1,0 +1,154 @@
+"""Removing runs, environments and datasets: all of one, and nothing that something else stands on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flash_mcp import cli, datasets, queue, removal
+from flash_mcp.environments import staged
+from flash_mcp.errors import FlashError
+from flash_mcp.removal import OF_A_RUN, remove
+from flash_mcp.runfolder import Json, RunFolder
+from flash_mcp.spec import RunSpec, resolve
+from flash_mcp.store import EnvironmentRow, RunRow, Store, open_store
+from tests.samples import evaluate, learn, read_in, save_adapter
+
+
+@pytest.fixture
+def store(flash_home: Path) -> Store:
+    return open_store()
+
+
+def published(store: Store, text: str = "def load_environment(): ...") -> EnvironmentRow:
+    with staged("calc", {"environment.py": text.encode()}, store.base) as stage:
+        return store.publish(stage)[0]
+
+
+def made(store: Store, environment: EnvironmentRow, scratch: Path, *, end: bool = True, **pinned: Json) -> RunRow:
+    """A run with a row in every table of its own."""
+    run, _ = queue.enqueue(store, resolve(RunSpec(environment="calc", steps=3)), environment, **pinned)
+    assert queue.claim(store)
+    folder = RunFolder(run["folder"])
+    folder.create(queue.job(run))
+    writer = folder.claim(1)
+    writer.event("phase", "hello")
+    evaluate(writer, 0, 3)
+    learn(writer, range(1, 4))
+    save_adapter(writer, 3, scratch / run["id"])
+    read_in(store, run["id"])
+    values = {"id": f"dep-{run['id']}", "owner": "local", "name": run["id"], "model": run["model"], "run_id": run["id"]}
+    store.add_deployment({**values, "step": 3, "state": "stopped"})
+    if end:
+        assert queue.finish(store, run["id"], 1, "succeeded", step=3)
+    return store.run(run["id"])
+
+
+def rows_of(store: Store, run: RunRow) -> dict[str, int]:
+    counts = {table: f"SELECT count(*) AS n FROM {table} WHERE run_id = ?" for table in OF_A_RUN}
+    counts["runs"] = "SELECT count(*) AS n FROM runs WHERE id = ?"
+    return {table: store.query(sql, [run["id"]])[0]["n"] for table, sql in counts.items()}
+
+
+def refused(store: Store, reference: str, code: str = "in_use") -> str:
+    with pytest.raises(FlashError) as caught:
+        remove(store, reference)
+    assert caught.value.code == code, caught.value
+    return str(caught.value)
+
+
+def test_a_run_goes_whole_and_another_stays_whole(store: Store, tmp_path: Path) -> None:
+    environment = published(store)
+    gone, kept = (made(store, environment, tmp_path) for _ in range(2))
+    before = rows_of(store, kept)
+    record = store.base / "attempts" / f"{gone['id']}-1"
+    record.mkdir(parents=True)
+    looked = remove(store, gone["id"], dry_run=True)
+    assert looked.freed_bytes > 1000 and rows_of(store, gone) == before and min(before.values()) > 0
+    assert remove(store, gone["id"]) == looked
+    assert set(rows_of(store, gone).values()) == {0} and rows_of(store, kept) == before
+    assert not Path(gone["folder"]).exists() and not record.exists() and Path(kept["folder"]).is_dir()
+    assert not (store.base / "removed").exists()
+    refused(store, gone["id"], "unknown_run")
+    tables = {row["name"] for row in store.query("SELECT m.name FROM sqlite_master m, pragma_table_info(m.name) c "
+                                                 "WHERE m.type = 'table' AND c.name = 'run_id'")}  # fmt: skip
+    assert tables == set(OF_A_RUN), "a table that names runs"
+
+
+def test_a_run_that_something_stands_on_stays(store: Store, tmp_path: Path) -> None:
+    environment = published(store)
+    base = made(store, environment, tmp_path)
+    start: Json = {"path": base["folder"], "run_id": base["id"], "step": 3, "digest": "0"}
+    active = made(store, environment, tmp_path, end=False, init_adapter=start)
+    assert "cancel" in refused(store, active["id"])
+    assert active["id"] in refused(store, base["id"])
+    queue.finish(store, active["id"], 1, "succeeded", step=3)
+    store.update_deployment(f"dep-{base['id']}", state="ready")
+    assert "undeploy" in refused(store, base["id"])
+    store.update_deployment(f"dep-{base['id']}", state="stopped")
+    remove(store, base["id"])
+    assert store.run(active["id"])["init_adapter"] == start, "where it came from stays known"
+
+
+def test_a_version_goes_after_the_runs_that_were_made_from_it(store: Store, tmp_path: Path) -> None:
+    old, new = published(store), published(store, "def load_environment(): pass")
+    dataset = datasets.register("rows", [{"messages": []}], [], {"counts": {}}, store.base)
+    pinned = datasets.locate(f"rows@{dataset.digest}", store.base)
+    run = made(store, old, tmp_path, dataset={"name": "rows", "digest": dataset.digest, "path": str(pinned)})
+    references = [f"calc@{old['digest'][:6]}", f"rows@{dataset.digest}"]
+    for reference in references:
+        assert run["id"] in refused(store, reference)
+    (pinned / "train.jsonl").chmod(0o644)
+    (pinned / "train.jsonl").write_text("damaged")
+    remove(store, run["id"])
+    assert [remove(store, reference).kind for reference in references] == ["environment", "dataset"]
+    assert not Path(old["path"]).exists() and not pinned.exists()
+    assert [row["digest"] for row in store.environments()] == [new["digest"]] and Path(new["path"]).is_dir()
+    for reference in references:
+        refused(store, reference, "unknown_environment")
+    assert published(store)["digest"] == old["digest"], "and can be published again"
+
+
+def test_whoever_is_stopped_in_between_can_call_again(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = made(store, published(store), tmp_path)
+    before = rows_of(store, run)
+    move: Callable[..., Any] = removal._move  # pyright: ignore[reportPrivateUsage]
+
+    def die_after(*args: Any) -> None:
+        move(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(removal, "_move", die_after)
+    with pytest.raises(KeyboardInterrupt):
+        remove(store, run["id"])
+    assert rows_of(store, run) == before
+    monkeypatch.undo()
+    assert remove(store, run["id"]).freed_bytes == 0
+    assert set(rows_of(store, run).values()) == {0} and not (store.base / "removed").exists()
+
+
+def test_files_outside_of_the_state_directory_are_never_removed(store: Store, tmp_path: Path) -> None:
+    outside = tmp_path / "mine"
+    outside.mkdir()
+    row = store.add_environment(name="calc", digest="0123456789ab", path=str(outside), size_bytes=1)
+    assert remove(store, f"calc@{row['digest']}").freed_bytes == 0
+    assert outside.is_dir() and not store.environments()
+
+
+def test_remove_as_a_command(store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    environment = published(store)
+    run, reference = made(store, environment, tmp_path), f"calc@{environment['digest']}"
+    assert cli.main(["remove", run["id"], "--dry-run"]) == 0
+    assert f"would remove run {run['id']}" in capsys.readouterr().out
+    assert cli.main(["remove", reference, run["id"]]) != 0
+    assert "in_use" in capsys.readouterr().err and store.run(run["id"])
+    assert cli.main(["remove", run["id"], reference, "--json"]) == 0
+    gone = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [each["reference"] for each in gone] == [run["id"], reference]
+    assert not store.runs() and not store.environments()
