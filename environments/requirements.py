@@ -210,7 +210,7 @@ def _confine(target: Path) -> None:
         scratch=str(target),
         hidden=str(target.parent.parent),
         needs={"network": True},
-        readable=(*SETTINGS, *(str(_config_dir() / tool) for tool in ("pip", "uv")), *named),
+        readable=(*filter(None, (_uv(), *SETTINGS)), *(str(_config_dir() / tool) for tool in ("pip", "uv")), *named),
     )
     warden_pid = warden.watch(bounds.memory_bytes)  # it ends what a build leaves running
     sandbox.confine(bounds)
@@ -218,13 +218,16 @@ def _confine(target: Path) -> None:
     _scratch(target).mkdir(exist_ok=True)
 
 
+def _uv() -> str | None:
+    return shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}")
+
+
 def install(target: Path) -> None:
     """Make TARGET/venv with TARGET/requirements.txt in it; CalledProcessError where that fails."""
     (target / "ready").unlink(missing_ok=True)
     shutil.rmtree(target / "venv", ignore_errors=True)
     python, wanted = str(_python(target)), str(target / FILE)
-    beside = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    if uv := shutil.which("uv", path=beside):
+    if uv := _uv():
         _run(uv, "venv", "--quiet", "--python", sys.executable, str(target / "venv"))
         _run(uv, "pip", "install", "--compile-bytecode", "--python", python, "-r", wanted)
         versions = _run(uv, "pip", "freeze", "--python", python, capture=True)
