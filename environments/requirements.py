@@ -212,9 +212,7 @@ def _confine(target: Path) -> None:
         needs={"network": True},
         readable=(*filter(None, (_uv(), *SETTINGS)), *(str(_config_dir() / tool) for tool in ("pip", "uv")), *named),
     )
-    warden_pid = warden.watch(bounds.memory_bytes)  # it ends what a build leaves running
-    sandbox.confine(bounds)
-    sandbox.die_with_parent(warden_pid)
+    warden.enclose(bounds)  # the warden ends what a build leaves running
     _scratch(target).mkdir(exist_ok=True)
 
 

@@ -1,6 +1,6 @@
 """The process between the host and environment code: it ends whatever that started, wherever it went.
 
-    watch(memory_bytes)     # returns in a new process, which is to run environment code; the caller stays as its warden
+    walls = enclose(bounds) # returns in a new process, which is to run foreign code; the caller stays as its warden
     python -m environments.warden PARENT_PID BOUNDS INTERPRETER     # does that, and starts environments.child
 
 A process that made a session of its own would outlive its process group. The warden is the one whom orphans fall to
@@ -33,7 +33,15 @@ HEEDED = {signal.SIGTERM, signal.SIGCHLD, signal.SIGUSR1}
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
-def watch(memory_bytes: int) -> int:
+def enclose(bounds: Bounds) -> dict[str, str]:
+    """Go on in a process with a warden and behind the walls: what `confine` found. The caller never returns."""
+    warden = _watch(bounds.memory_bytes)
+    walls = confine(bounds)
+    die_with_parent(warden)  # once more: becoming another user undoes it
+    return walls
+
+
+def _watch(memory_bytes: int) -> int:
     """Fork: return the parent's pid in the child; in the parent, never return."""
     if not sys.platform.startswith("linux"):
         return os.getppid()
@@ -136,10 +144,7 @@ def _take_pipes() -> tuple[int, int]:
 def main() -> None:
     parent_pid, bounds, interpreter = int(sys.argv[1]), Bounds.load(sys.argv[2]), sys.argv[3]
     die_with_parent(parent_pid, by=signal.SIGTERM)
-    warden = watch(bounds.memory_bytes)
-    pipes = _take_pipes()
-    walls = confine(bounds)
-    die_with_parent(warden)  # once more: becoming another user undoes it
+    walls, pipes = enclose(bounds), _take_pipes()
     for pipe in pipes:
         os.set_inheritable(pipe, True)
     serve = (interpreter, "-P", "-m", "environments.child", bounds.dump(), json.dumps(walls), *map(str, pipes))

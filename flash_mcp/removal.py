@@ -73,14 +73,10 @@ def _find(store: Store, reference: str) -> _Found:
     if "@" not in reference:
         return _run(store, reference)
     try:
+        path = datasets.locate(reference, store.base)
+    except FlashError:
         return _environment(store, reference)
-    except FlashError as error:
-        if error.code != "unknown_environment":
-            raise
-        try:
-            return _dataset(store, reference)
-        except FlashError as other:
-            raise (error if other.code == "unknown_dataset" else other) from None
+    return _dataset(store, path)
 
 
 def _run(store: Store, run_id: str) -> _Found:
@@ -107,8 +103,7 @@ def _environment(store: Store, reference: str) -> _Found:
     return _Found("environment", whole, _own(store, [path]), [(sql, values)])
 
 
-def _dataset(store: Store, reference: str) -> _Found:
-    path = datasets.locate(reference, store.base)
+def _dataset(store: Store, path: Path) -> _Found:
     whole = f"{path.parent.name}@{path.name}"
     _check_unused(whole, store.query("SELECT id FROM runs WHERE json_extract(dataset, '$.path') = ?", [str(path)]))
     return _Found("dataset", whole, [path], [])
