@@ -190,3 +190,20 @@ def test_memory_that_runs_out_in_mid_run_is_said_with_the_evidence(tiny_model: P
     assert error.code == "out_of_memory", error
     assert "memory" in error.what and "event `memory`" in error.fix
     assert error.values["peak_gib"] >= error.values["held_gib"] > 0.5 and error.values["available_gib"] > 0
+
+
+@pytest.mark.parametrize(("limit", "code"), [("resource.RLIM_INFINITY", "worker_failed"), ("2**34", "out_of_memory")])
+def test_a_thread_without_memory_for_its_stack_is_a_lack_of_memory(limit: str, code: str) -> None:
+    """A stack larger than the address space; without a limit of it, only the number of threads can be at its end."""
+    start = f"""if True:
+        import resource, threading
+        from worker.main import _explain
+        resource.setrlimit(resource.RLIMIT_AS, ({limit}, resource.RLIM_INFINITY))
+        threading.stack_size(2**47)
+        try:
+            threading.Thread(target=print).start()
+        except RuntimeError as error:
+            print(_explain(error, "train").code)
+    """
+    done = subprocess.run([sys.executable, "-c", start], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == code, done.stderr

@@ -145,6 +145,8 @@ _NO_MEMORY = ("out of memory", "not allocate memory", "'t allocate memory", "not
 """What allocators say."""
 _NO_KERNEL_MEMORY = "could not create a primitive"
 """All that oneDNN says where a kernel finds no memory for its code; of an unknown operation it says more."""
+_NO_THREAD = "can't start new thread"
+"""Python's words where a thread finds no memory for its stack, and where the system allows no more threads."""
 
 
 def _is_memory(error: BaseException) -> bool:
@@ -154,6 +156,7 @@ def _is_memory(error: BaseException) -> bool:
         isinstance(error, MemoryError)
         or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
         or said == _NO_KERNEL_MEMORY
+        or (said == _NO_THREAD and resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY)
         or any(words in said for words in _NO_MEMORY)
     )
 
