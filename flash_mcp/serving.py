@@ -41,6 +41,8 @@ START_TIMEOUT_S = 1800.0  # the model may have to be fetched first
 ANSWER_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 5.0
 LOG_TAIL_CHARACTERS = 1500
+STARTED = "Application startup complete"
+"""What uvicorn logs when a server begins to answer."""
 _BASE32 = "0123456789abcdefghjkmnpqrstvwxyz"
 
 
@@ -176,7 +178,7 @@ class Server:
     def read(cls, folder: Path) -> Server | None:
         try:
             return cls(**json.loads((folder / "server.json").read_text()))
-        except FileNotFoundError:
+        except (FileNotFoundError, ValueError, TypeError):  # none, or what a power cut left of one
             return None
 
     @property
@@ -436,6 +438,8 @@ def diagnose(server: Server, what: str | None = None) -> FlashError:
     tail = text[-LOG_TAIL_CHARACTERS:]
     if told := _told_error(text):
         return told
+    if STARTED in text:  # what ends a server that has answered stands at the end: before are requests, whoever's
+        text = tail
     if re.search(r"address already in use", text, re.IGNORECASE):
         return _port_taken(server.port)
     cause = re.search(r"(?<!`)\b(?:\w+Error|\w+Exception): .+", text)  # vLLM quotes some in its warnings

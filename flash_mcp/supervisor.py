@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeVar
 
-from flash_mcp import queue, vault
+from flash_mcp import queue
 from flash_mcp.errors import FlashError
 from flash_mcp.home import home
 from flash_mcp.launch.base import Handle, Hint, Launch, Launcher
@@ -183,7 +183,10 @@ class Supervisor:
 
     def tick(self) -> bool:
         """Whether there is anything to look after."""
+        known = self.vault.run_ids()  # first: a run has its row before its secrets are given
         active = self.store.active_runs()
+        for ended in known - {run["id"] for run in active}:
+            self.vault.forget(ended)
         taken = [run for run in active if run["state"] != "queued"]
         for run in taken:
             self._guarded(run, self._attach)
@@ -210,31 +213,34 @@ class Supervisor:
         try:
             act(run)
         except Exception as error:
-            if self._troubles.get(run["id"]) != repr(error):
-                log.exception("%s: trouble with attempt %s", run["id"], run["attempt"])
+            is_new = self._troubles.get(run["id"]) != repr(error)
             self._troubles[run["id"]] = repr(error)
+            if is_new:
+                log.exception("%s: trouble with attempt %s", run["id"], run["attempt"])
+            if is_new and not isinstance(error, FlashError):  # those come by themselves, and go
+                what = f"the supervisor had trouble with attempt {run['attempt']}, and tries again: {error!r}"
+                self._note(run, "trouble", what, kind="warning")
 
     def _attach(self, run: RunRow) -> None:
         """Start the run's attempt, or find it where another supervisor had started it."""
         known = self._attempts.get(run["id"])
         if known and known.number == run["attempt"]:
             return
-        folder = RunFolder(run["folder"])
-        ended = Handle(f"{run['id']}-{run['attempt']}", "") if final_result(folder) else None
-        handle = ended or self._submit(run, folder)
+        folder, key = RunFolder(run["folder"]), f"{run['id']}-{run['attempt']}"
+        # Without its secrets an attempt cannot be started: one that an earlier supervisor started is found, another is
+        # gone, and the run waits in the queue.
+        is_lacking = bool(self.vault.lacking(run["id"], run["spec"]["secrets"]))
+        handle = Handle(key, "") if is_lacking or final_result(folder) else self._submit(run, folder)
         reader = known.reader if known else Reader(self.store, run["id"], folder)
         self._attempts[run["id"]] = Attempt(run["id"], run["attempt"], folder, handle, reader)
 
     def _submit(self, run: RunRow, folder: RunFolder) -> Handle:
-        names = run["spec"]["secrets"]
-        if absent := self.vault.lacking(run["id"], names):
-            raise vault.missing(run["id"], absent)
         folder.create(queue.job(run))
         launch = Launch(
             run["id"],
             run["attempt"],
             [*self.worker, run["folder"], "--attempt", str(run["attempt"])],
-            {**os.environ, **self.vault.values(run["id"], names), "FLASH_HOME": str(self.base)},
+            {**os.environ, **self.vault.values(run["id"], run["spec"]["secrets"]), "FLASH_HOME": str(self.base)},
             Path(run["folder"]) / f"log.{run['attempt']}",
         )
         handle = self.launcher.submit(launch)
@@ -352,7 +358,6 @@ class Supervisor:
             self.store, run["id"], run["attempt"], result["state"], step=int(result["step"]), error=result["error"]
         )
         self._attempts.pop(run["id"], None)
-        self.vault.forget(run["id"])
         log.info("%s: %s", run["id"], self.store.run(run["id"])["state"])
 
     def _note(self, run: RunRow, what: str, message: str, **values: object) -> None:

@@ -72,6 +72,11 @@ class Vault:
         known = self.values(run_id, names)
         return [name for name in names if name not in known]
 
+    def run_ids(self) -> set[str]:
+        """The runs that values were given for."""
+        with self._lock:
+            return set(self._values)
+
     def forget(self, run_id: str) -> None:
         """The run has ended."""
         with self._lock:

@@ -181,6 +181,27 @@ def test_a_server_that_ends_at_once_fails_with_the_cause_from_its_log(
     assert failed["error"] and "the weights are of another model" in failed["error"]["what"]
 
 
+@pytest.mark.parametrize(("begun", "named"), [("", True), ("INFO:     Application startup complete.\n", False)])
+def test_a_server_that_had_answered_is_not_said_to_have_died_of_an_old_request(
+    begun: str, named: bool, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    log.write_text(f"{begun}ValueError: someone's bad request\n" + "INFO: good\n" * 200 + "Killed\n")
+    error = serving.diagnose(Server(str(tmp_path), "toy", 1, 8, str(log), "key"))
+    assert ("someone's" in error.what) == named
+    assert "Killed" in error.values["tail"]
+
+
+def test_what_a_power_cut_left_of_another_models_server_holds_no_deployment_up(
+    store: Store, deployments: Deployments, tmp_path: Path
+) -> None:
+    for place, left in (("servers/a", ""), ("servers/b", '{"folder": "'), ("servers/c", "[]")):
+        (store.base / place).mkdir(parents=True)
+        (store.base / place / "server.json").write_text(left)
+    run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a")})
+    settle(deployments, request(store, run_id)["id"], "ready")
+
+
 def test_a_server_that_never_answers_fails_in_the_end(
     store: Store, deployments: Deployments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

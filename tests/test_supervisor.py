@@ -318,6 +318,64 @@ def test_a_run_whose_secret_is_missing_waits_and_lets_others_pass(bench: Bench) 
         bench.supervisor.vault.close()
 
 
+@pytest.mark.parametrize("was_killed", [False, True])
+def test_a_run_whose_secret_was_lost_while_it_ran_is_found_or_waits_without_its_slot(
+    bench: Bench, was_killed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The supervisor ended, and the secret with it; its worker lives, or ended too, as when the machine restarts."""
+    monkeypatch.setenv("CALC_KEY", "42")
+    run = bench.train({"steps": 3, "1": {"at": 2, "do": "hold"}}, secrets=["CALC_KEY"])
+    other = bench.train()
+    bench.until(lambda: bench.step(run) == 2)
+    monkeypatch.delenv("CALC_KEY")
+    if was_killed:
+        os.kill(bench.pid(run), signal.SIGKILL)
+    later = bench.new_supervisor()
+    if was_killed:
+        assert bench.finish(other, supervisor=later)["state"] == "succeeded"
+        assert bench.store.run(run["id"])["state"] == "queued"
+        assert queue.request_cancel(bench.store, run["id"])["state"] == "cancelled"
+    else:
+        later.tick()
+        Path(run["folder"], "go").touch()
+        ended = bench.finish(run, supervisor=later)
+        assert (ended["state"], ended["attempt"]) == ("succeeded", 1)
+
+
+def test_secrets_are_forgotten_when_a_run_ends_in_the_queue(bench: Bench) -> None:
+    run = bench.train(secrets=["CALC_KEY_THAT_NOBODY_SET", "ANOTHER"])
+    bench.supervisor.vault.open()
+    try:
+        assert give(bench.base, run["id"], {"ANOTHER": "42"})
+        bench.supervisor.tick()
+        assert bench.supervisor.vault.run_ids() == {run["id"]}
+        queue.request_cancel(bench.store, run["id"])
+        bench.supervisor.tick()
+        assert not bench.supervisor.vault.run_ids()
+    finally:
+        bench.supervisor.vault.close()
+
+
+@pytest.mark.parametrize("left", ["", "0 boot", "0 boot 17 (sh) R", "x y z"])
+def test_what_a_power_cut_left_of_an_attempts_record_holds_nobody_up(bench: Bench, left: str) -> None:
+    run = bench.train()
+    for name in ("run-before00-1", f"{run['id']}-1"):
+        (bench.base / "attempts" / name).write_text(left)
+    ended = bench.finish(run)
+    assert (ended["state"], ended["attempt"]) == ("succeeded", 2)
+
+
+def test_trouble_that_keeps_an_attempt_from_starting_is_said(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = bench.train()
+    with monkeypatch.context() as broken:
+        broken.setattr(bench.supervisor.launcher, "submit", lambda _: 1 / 0)
+        for _ in range(3):
+            bench.supervisor.tick()
+    (event,) = bench.store.events(run["id"], 9, ["warning"])
+    assert "trouble with attempt 1, and tries again: ZeroDivisionError" in event["message"]
+    assert bench.finish(run)["state"] == "succeeded"
+
+
 # -- cancelling -------------------------------------------------------------------------------------------------------
 
 

@@ -44,11 +44,12 @@ class Record:
 
     @classmethod
     def read(cls, path: Path) -> Record | None:
+        """None where there is none, and for what a power cut left of one: that process ended with it."""
         try:
             slot, boot, stat = path.read_text().split(" ", 2)
-        except FileNotFoundError:
+            return cls(int(slot), boot, int(stat.split(" ", 1)[0]), _state_and_start(stat)[1])
+        except (FileNotFoundError, ValueError, IndexError):
             return None
-        return cls(int(slot), boot, int(stat.split(" ", 1)[0]), _state_and_start(stat)[1])
 
     def is_alive(self) -> bool:
         """Whether that very process runs; one that ended and was not waited for does not."""
