@@ -17,8 +17,9 @@ from typing import Any
 from flash_mcp import catalog, stats
 from flash_mcp.errors import FlashError
 from flash_mcp.runfolder import Json, RunFolder
+from flash_mcp.serving import find_deployment
 from flash_mcp.spec import COMMON_RECIPE, EvalSpec, ResolvedEval, Source
-from flash_mcp.store import EnvironmentRow, EvalRow, RunRow, Store
+from flash_mcp.store import LIVE_DEPLOYMENT, EnvironmentRow, EvalRow, RunRow, Store
 
 RUN = re.compile(r"(?P<run>run-[0-9a-z]+)(?:@(?P<step>\d+))?")
 DEFAULT_MAX_LENGTH = 4096
@@ -65,17 +66,18 @@ class Subject:
 
 
 def find_subject(store: Store, reference: str) -> Subject:
-    """A base model, RUN, RUN@STEP (0: as before training), or a deployment by id or name.
+    """A base model, RUN, RUN@STEP (0: as before training), or a deployment by id, or, while it is served, by name.
 
     Raises FlashError(unknown_model | unknown_run | unknown_checkpoint | unknown_deployment | invalid_argument).
     """
     if named := RUN.fullmatch(reference):
         return _checkpoint(store, named["run"], int(named["step"]) if named["step"] else None)
-    served = [row for row in store.deployments() if reference in (row["id"], row["name"])]
-    if served and (run_id := served[-1]["run_id"]):
-        return replace(_checkpoint(store, run_id, served[-1]["step"]), deployment=served[-1]["id"])
-    if reference.startswith("dep-"):
-        store.deployment(reference)
+    if reference not in catalog.MODELS:  # nobody's deployment stands in a model's place
+        live = [row for row in store.deployments(LIVE_DEPLOYMENT) if reference in (row["id"], row["name"])]
+        if live or reference.startswith("dep-"):
+            row = find_deployment(store, reference)
+            served = row["id"] if live else None
+            return replace(_checkpoint(store, str(row["run_id"]), row["step"]), deployment=served)
     card = catalog.find(reference)
     return Subject(card.name, card.context)
 

@@ -14,6 +14,7 @@ import json
 import secrets
 import time
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any, Literal, cast
 
 from flash_mcp.callers import caller
@@ -44,14 +45,15 @@ def enqueue(
     The stored spec names the environment as NAME@DIGEST; the run is the caller's. `lineage` is kept with the run beside
     the code's version. FlashError(idempotency_conflict) where the key belongs to another spec of theirs,
     FlashError(quota_exceeded) where too many of their runs wait. Nothing but a row is made: the supervisor writes the
-    run folder.
+    run folder. What it would be made from has to be there still: FlashError(unknown_environment |
+    unknown_checkpoint | unknown_dataset).
     """
     spec = resolved.spec.model_dump()
-    digest = hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()
     with store.transaction():
-        if idempotency_key is not None and (first := _same_key(store, idempotency_key, digest)):
+        if first := asked_before(store, resolved, idempotency_key):
             return first, False
         _check_quota(store)
+        _check_still_there(store, environment, init_adapter, dataset)
         run_id, now = _new_id(store), time.time()
         store.insert(
             "runs",
@@ -70,7 +72,7 @@ def enqueue(
                 "dataset": dataset,
                 "lineage": {"code": code_version(), **(lineage or {})},
                 "idempotency_key": idempotency_key,
-                "request_digest": digest,
+                "request_digest": _request_digest(resolved),
                 "folder": str(runs_dir(store.base) / run_id),
                 "max_attempts": spec["max_attempts"],
                 "steps": spec["steps"],
@@ -209,10 +211,13 @@ def _update(
     return store.execute(sql, [*values, time.time(), run_id, attempt, *states]) == 1
 
 
-def _same_key(store: Store, idempotency_key: str, digest: str) -> RunRow | None:
+def asked_before(store: Store, resolved: ResolvedSpec | ResolvedEval, idempotency_key: str | None) -> RunRow | None:
+    """The caller's run that the key was used for; FlashError(idempotency_conflict) where that was another request."""
+    if idempotency_key is None:
+        return None
     sql = "SELECT * FROM runs WHERE idempotency_key = ? AND owner = ?"
     rows = store.query(sql, [idempotency_key, caller().owner])
-    if rows and rows[0]["request_digest"] != digest:
+    if rows and rows[0]["request_digest"] != _request_digest(resolved):
         raise FlashError(
             "idempotency_conflict",
             f"the key was used for run {rows[0]['id']}, which asked for something else",
@@ -220,6 +225,22 @@ def _same_key(store: Store, idempotency_key: str, digest: str) -> RunRow | None:
             fix="use a new key for a new run, or repeat the first call's arguments to get that run",
         )
     return cast(RunRow, rows[0]) if rows else None
+
+
+def _request_digest(resolved: ResolvedSpec | ResolvedEval) -> str:
+    return hashlib.sha256(json.dumps(resolved.spec.model_dump(), sort_keys=True).encode()).hexdigest()
+
+
+def _check_still_there(store: Store, environment: EnvironmentRow, adapter: Json | None, dataset: Json | None) -> None:
+    """Loading an environment takes a while, in which somebody may remove what a run is to be made from."""
+    made_from = [("unknown_environment", f"{environment['name']}@{environment['digest']}", environment["path"])]
+    if adapter:
+        made_from.append(("unknown_checkpoint", str(adapter["run_id"]), adapter["path"]))
+    if dataset:
+        made_from.append(("unknown_dataset", f"{dataset['name']}@{dataset['digest']}", dataset["path"]))
+    for code, name, path in made_from:
+        if Path(path).is_relative_to(store.base) and not Path(path).exists():
+            raise FlashError(code, f"{name} has just been removed", fix="name another one, or make it again")
 
 
 def _check_quota(store: Store) -> None:

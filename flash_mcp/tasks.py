@@ -31,7 +31,7 @@ from flash_mcp.supervisor import ensure_supervisor
 from flash_mcp.tools import RESULT_CHARACTERS, fit, to_text
 from flash_mcp.tools.evaluation import after_evaluation, scores
 from flash_mcp.tools.serving import Deployment, describe, failure
-from flash_mcp.tools.status import status
+from flash_mcp.tools.status import obstacles, status
 
 Json = dict[str, Any]
 IDENTIFIER = "io.modelcontextprotocol/tasks"
@@ -208,8 +208,9 @@ class Runs:
         run, tool, result = await anyio.to_thread.run_sync(self._read, task_id)
         job = functools.partial(Job, created=run["created"], updated=run["updated"])
         if run["state"] in ACTIVE:
-            obstacle = await anyio.to_thread.run_sync(_obstacle)
-            return job("working", message=obstacle or f"{run['state']}, step {run['step']} of {run['steps'] or '?'}")
+            held_up = await anyio.to_thread.run_sync(obstacles, open_store(), run)
+            at = f"{run['state']}, step {run['step']} of {run['steps'] or '?'}"
+            return job("working", message=held_up[0] if held_up else at)
         if run["state"] == "cancelled":
             return job("cancelled", message=run["cancel_reason"] or None)
         if run["state"] == "failed" and run["error"]:

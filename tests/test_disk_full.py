@@ -12,7 +12,7 @@ from flash_mcp.environments import folder_files, staged
 from flash_mcp.errors import FlashError
 from flash_mcp.runfolder import RunFolder
 from flash_mcp.store import open_store
-from flash_mcp.tools.status import _obstacles
+from flash_mcp.tools.status import obstacles
 from tests.attempts import VOWELS
 from tests.samples import queued_run
 
@@ -60,4 +60,4 @@ def test_status_says_that_a_full_disk_holds_a_run_up(
     monkeypatch.setenv("FLASH_HOME", str(small_disk))
     run = queued_run(tmp_path)
     fill(small_disk)
-    assert any("disk_full" in obstacle for obstacle in _obstacles(open_store(), run))
+    assert any("disk_full" in obstacle for obstacle in obstacles(open_store(), run))

@@ -94,6 +94,25 @@ def test_a_run_that_something_stands_on_stays(store: Store, tmp_path: Path) -> N
     assert store.run(active["id"])["init_adapter"] == start, "where it came from stays known"
 
 
+def test_nothing_is_queued_that_would_be_made_from_what_was_removed_meanwhile(store: Store, tmp_path: Path) -> None:
+    environment = published(store)
+    base = made(store, environment, tmp_path)
+    start: Json = {"path": store.checkpoint(base["id"])["path"], "run_id": base["id"], "step": 3, "digest": "0"}
+    dataset = datasets.register("rows", [{"messages": []}], [], {"counts": {}}, store.base)
+    pinned = {"name": "rows", "digest": dataset.digest, "path": str(datasets.locate("rows", store.base))}
+    spec = resolve(RunSpec(environment="calc"))
+    for reference, code, stands_on in (
+        (base["id"], "unknown_checkpoint", {"init_adapter": start}),
+        (f"rows@{dataset.digest}", "unknown_dataset", {"dataset": pinned}),
+        (f"calc@{environment['digest']}", "unknown_environment", {}),
+    ):
+        remove(store, reference)
+        with pytest.raises(FlashError) as caught:
+            queue.enqueue(store, spec, environment, **stands_on)
+        assert caught.value.code == code
+    assert not store.runs()
+
+
 def test_a_version_goes_after_the_runs_that_were_made_from_it(store: Store, tmp_path: Path) -> None:
     old, new = published(store), published(store, "def load_environment(): pass")
     dataset = datasets.register("rows", [{"messages": []}], [], {"counts": {}}, store.base)

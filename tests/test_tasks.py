@@ -12,12 +12,13 @@ from mcp.client.extension import ClaimContext, ClientExtension, ResultClaim
 from mcp.shared.exceptions import MCPError
 from mcp_types import CallToolResult, Request, RequestParams, Result
 
-from flash_mcp import queue, tasks
+from flash_mcp import queue
 from flash_mcp.errors import FlashError
 from flash_mcp.runfolder import RunFolder, RunWriter
 from flash_mcp.server import server
 from flash_mcp.store import RunRow, open_store
 from flash_mcp.tasks import IDENTIFIER
+from flash_mcp.tools import status
 from tests.samples import evaluate, finished_run, learn, push_echo, read_in, save_adapter, supervised
 
 ROOT = Path(__file__).parent.parent
@@ -223,7 +224,7 @@ async def test_polling_a_task_sees_to_it_that_somebody_looks_after_the_run(
     def no_room(base: Path) -> None:
         raise FlashError("disk_full", "the disk is as good as full")
 
-    monkeypatch.setattr(tasks, "ensure_supervisor", no_room)
+    monkeypatch.setattr(status, "ensure_supervisor", no_room)
     got = await ask(client, "tasks/get", task_id)
     assert (got.status, got.status_message) == ("working", "[disk_full] the disk is as good as full.")
 

@@ -12,12 +12,15 @@ from hypothesis import strategies as st
 
 from flash_mcp import queue
 from flash_mcp.errors import FlashError
+from flash_mcp.evaluations import find_subject
 from flash_mcp.runfolder import RunFolder
+from flash_mcp.serving import request
 from flash_mcp.store import RunRow, open_store
-from flash_mcp.tools import RESULT_CHARACTERS, all_tools, to_text
+from flash_mcp.tools import RESULT_CHARACTERS, all_tools, runs, to_text
 from flash_mcp.tools.rollouts import LEAST_PER_MESSAGE, share_out
 from tests.samples import (
     ENVIRONMENT,
+    EVAL_EXAMPLES,
     evaluate,
     finished_run,
     learn,
@@ -118,6 +121,25 @@ async def test_one_key_starts_one_run(tmp_path: Path):
     assert (again["run_id"], again["created"]) == (first["run_id"], False)
     assert (await refused("train", environment="echo", steps=4, idempotency_key="k")).code == "idempotency_conflict"
     assert len(open_store().runs()) == 1
+
+
+async def test_a_call_that_is_repeated_after_another_push_tells_of_the_version_that_its_run_has(tmp_path: Path):
+    push_echo(tmp_path)
+    first = await call("train", environment="echo", steps=3, idempotency_key="k")
+    open_store().add_environment(name="echo", digest="fedcba9876543210", path=str(tmp_path), size_bytes=1)
+    again = await call("train", environment="echo", steps=3, idempotency_key="k")
+    assert (again["run_id"], again["environment"]) == (first["run_id"], first["environment"])
+    assert (await call("train", environment="echo", steps=3))["environment"] == "echo@fedcba9876543210"
+
+
+async def test_tasks_that_open_slowly_are_no_reason_to_refuse_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(runs, "OPENINGS_S", 0.3)
+    slow = "    def start_episode(self, example, prompt_text):\n        import time; time.sleep(1)\n"
+    slow += "        return super().start_episode(example, prompt_text)\n"
+    push_echo(tmp_path, ENVIRONMENT.replace("    def score_response", f"{slow}    def score_response"))
+    checked = await call("train", environment="echo", validate_only=True)
+    assert checked["estimate"]["prompt_tokens_about"] == 0
+    assert any("no task opened within 0.3 s" in note for note in checked["notes"])
 
 
 async def test_two_calls_at_once_with_one_key_start_one_run(tmp_path: Path):
@@ -242,6 +264,26 @@ async def test_a_finished_run_is_judged_on_the_same_held_out_examples(tmp_path: 
     assert "70 newly solved" in view["verdict"]["explanation"]
     assert "deploy" in body["next"]
     assert "flags" not in view
+
+
+async def test_one_example_that_the_environment_failed_does_not_cost_the_pairs(tmp_path: Path):
+    run, writer = started_run(tmp_path)
+    evaluate(writer, 0, 40)
+    rollouts = [sample_rollout(20, index, float(index < 52)) for index in range(EVAL_EXAMPLES)]
+    rollouts[-1]["error"] = {"code": "environment_error", "what": "it raised"}
+    writer.evaluation(20, {"n": 99, "success": 52 / 99, "reward_mean": 52 / 99, "error_share": 0.01}, rollouts)
+    read_in(open_store(), run["id"])
+    verdict = (await call("status", run_id=run["id"]))["run"]["verdict"]
+    assert verdict["outcome"] == "improved" and "the same 99 examples (12 newly solved" in verdict["explanation"]
+
+
+async def test_a_trend_counts_steps_however_long_the_run(tmp_path: Path):
+    run, _ = started_run(tmp_path)
+    for step in range(1, 2001):
+        row = {"step": step, "epoch": 1, "time": 1.0, "metrics": {"reward/mean": 0.9 if step == 777 else step / 1e4}}
+        open_store().put_metrics(run["id"], row)
+    trend = (await call("status", run_id=run["id"]))["run"]["reward"]
+    assert (trend["best"], trend["over_steps"], trend["first"], trend["last"]) == (0.9, 10, 0.0005, 0.1996)
 
 
 async def test_a_run_within_the_noise_is_not_called_better(tmp_path: Path):
@@ -552,3 +594,18 @@ async def test_the_catalog_can_be_narrowed_and_paged():
     second = await call("catalog", kind="models", limit=30, cursor=first["cursor"])
     assert first["models"] + second["models"] == everything
     assert json.loads(to_text(first))["has_more"] is True
+
+
+async def test_no_deployment_stands_in_a_base_models_place(tmp_path: Path):
+    run, model = finished_run(tmp_path / "trained"), "smollm2-135m-instruct"
+    values = {"owner": "alice", "name": model, "model": model, "run_id": run["id"], "step": 20, "state": "ready"}
+    open_store().add_deployment({"id": "dep-1", **values})
+    assert find_subject(open_store(), model).run is None
+    with pytest.raises(FlashError, match="base model"):
+        request(open_store(), run["id"], name=model)
+    open_store().update_deployment("dep-1", name="mine")
+    assert find_subject(open_store(), "mine").deployment == "dep-1"
+    open_store().update_deployment("dep-1", state="stopped")
+    with pytest.raises(FlashError) as caught:
+        find_subject(open_store(), "mine")
+    assert caught.value.code == "unknown_model"

@@ -40,11 +40,13 @@ from flash_mcp.tools.loading import (
     secret_values,
 )
 from flash_mcp.tools.preflight import GROUP_SIZE, SAMPLE_LIMIT_S, RunTime, Sample, after_sample, run_time, sample_groups
-from flash_mcp.tools.status import RunView
+from flash_mcp.tools.status import RunView, by_source
 
 CHARACTERS_PER_TOKEN = 3.5
 """Of English in common vocabularies; the control plane has no tokenizer."""
 PROBE_TIMEOUT_S = 20.0
+OPENINGS_S = 12.0
+"""For the look at a few prompts: tasks that take longer to open are no reason to refuse a run."""
 DEFAULT_MAX_LENGTH = 4096
 
 RunId = Annotated[str, Field(min_length=1, description="Run id, as returned by train.")]
@@ -60,7 +62,9 @@ class Estimate(Part):
     eval_tasks: int = Field(description="Rows of the eval split.")
     dataset_rows: int | None = Field(default=None, description="Rows of the dataset, if there is one (sft).")
     passes: float = Field(description="How often each row is seen on average.")
-    prompt_tokens_about: int = Field(description="First prompt of a few tasks, estimated from its characters.")
+    prompt_tokens_about: int = Field(
+        description="First prompt of a few tasks, estimated from its characters; 0 where none opened in time."
+    )
     tokens_at_most: int | None = Field(default=None, description="Tokens generated if every turn used max_tokens.")
     seconds_about: int | None = Field(default=None, description="From the speed of `seconds_from`; else unknown.")
     seconds_from: str | None = Field(default=None, description="The earlier run that the speed was taken from.")
@@ -198,8 +202,10 @@ async def start(
     started = time.monotonic()
     resolved, card, dataset = await anyio.to_thread.run_sync(_resolved, given, config)
     spec, store = resolved.spec, open_store()
-    environment = await anyio.to_thread.run_sync(named.environment, store, spec.environment)
-    adapter = await anyio.to_thread.run_sync(_init_adapter, store, spec, card)
+    first = await anyio.to_thread.run_sync(queue.asked_before, store, resolved, idempotency_key)
+    reference = f"{first['environment']}@{first['environment_digest']}" if first else spec.environment
+    environment = await anyio.to_thread.run_sync(named.environment, store, reference)
+    adapter = first["init_adapter"] if first else await anyio.to_thread.run_sync(_init_adapter, store, spec, card)
     check_machine()
     await report("loading the environment in a child process")
     splits, prompt_tokens, shared = await _probe(spec, environment, dataset)
@@ -216,7 +222,7 @@ async def start(
         warm_start=_adapter_name(adapter),
         estimate=estimate,
         values={name: value for name, value in spec.model_dump().items() if value not in (None, [], {})},
-        sources=_by_source(resolved),
+        sources=by_source(resolved.sources),
         notes=[*_asks(environment), *notes, *_advice(spec, estimate)] or None,
     )
     if validate_only and not sample:
@@ -297,10 +303,11 @@ async def _probe(
         fix="mend the folder, env_test it, env_push it, and train again",
     ) as host:
         longest = 0
-        for index in range(min(4, host.splits["train"])):
-            opening = await host.open("train", index)
-            longest = max(longest, sum(len(str(message.get("content"))) for message in opening.messages))
-            await host.close(opening.episode)
+        with anyio.move_on_after(OPENINGS_S):
+            for index in range(min(4, host.splits["train"])):
+                opening = await host.open("train", index)
+                longest = max(longest, sum(len(str(message.get("content"))) for message in opening.messages))
+                await host.close(opening.episode)
         if dataset:
             await _check_contamination(host, spec, environment, dataset)
         elif spec.algorithm == "sft":
@@ -401,23 +408,16 @@ def _speed(store: Store, spec: RunSpec, environment: EnvironmentRow) -> tuple[fl
 
 def _advice(spec: RunSpec, estimate: Estimate) -> list[str]:
     notes: list[str] = []
+    if not estimate.prompt_tokens_about:
+        notes.append(f"no task opened within {OPENINGS_S:g} s: steps will be slow, and prompts may be too long")
     if estimate.passes > 20:
         notes.append(f"each row will be seen {estimate.passes:.0f} times: more rows would be better")
     if spec.algorithm == "grpo" and not (spec.eval_before and spec.eval_after) and estimate.eval_tasks:
         notes.append("without eval_before and eval_after nothing will tell whether held-out success changed")
-    if (spec.eval_before or spec.eval_after) and estimate.eval_tasks < 50:
-        notes.append(
-            f"{estimate.eval_tasks} eval rows give a noise band of up to ±{0.98 / math.sqrt(estimate.eval_tasks):.2f}"
-        )
+    rows = min(estimate.eval_tasks, spec.eval_examples or estimate.eval_tasks)
+    if (spec.eval_before or spec.eval_after) and rows < 50:
+        notes.append(f"{rows} eval rows give a noise band of up to ±{0.98 / math.sqrt(rows):.2f}")
     return notes
-
-
-def _by_source(resolved: ResolvedSpec) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for name, source in resolved.sources.items():
-        if source in ("argument", "file"):
-            found.setdefault(source, []).append(name)
-    return found
 
 
 # -- warm start -------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Annotated, Any, Literal, cast
 
@@ -28,6 +28,7 @@ MAX_WAIT_S = 43.0
 """Less than the 45 s after which a call is left: the answer takes time too."""
 SPEED_STEPS = 10
 FLAG_STEPS = 400
+ALL_STEPS = 1_000_000
 FAILURE_ROLLOUTS = 256
 LEAST_FREE_BYTES = 16 * 2**20
 
@@ -248,7 +249,7 @@ def _fingerprint(store: Store, run_id: str) -> tuple[str, int, int, int, int, st
 def view_of(store: Store, run_id: str, detailed: bool) -> tuple[RunView, str]:
     """A run's report, and what to do next. FlashError(unknown_run)."""
     run = store.run(run_id)
-    warnings = [*_obstacles(store, run), *(event["message"] for event in store.events(run_id, 3, ["warning"]))]
+    warnings = [*obstacles(store, run), *(event["message"] for event in store.events(run_id, 3, ["warning"]))]
     recent = [row["metrics"] for row in store.metrics(run_id, limit=SPEED_STEPS)]
     newest = store.last_metrics(run_id)
     is_eval, saved = run["algorithm"] == "eval", store.checkpoints(run_id)
@@ -293,7 +294,7 @@ def view_of(store: Store, run_id: str, detailed: bool) -> tuple[RunView, str]:
         metrics=(_metrics(history) or None) if detailed else None,
         lineage=_lineage(run, saved) if detailed else None,
         values=_given(run) if detailed else None,
-        sources=_sources(run) if detailed else None,
+        sources=by_source(run["sources"]) if detailed else None,
         log_tail=_log_tail(run, 2500) or None if detailed else None,
     )
     overlapped = None if overlap else verdict
@@ -308,7 +309,7 @@ def _attempt_s(store: Store, run: RunRow) -> float | None:
     return (time.time() - began[0]["time"]) / (run["step"] - began[0]["data"]["step"])
 
 
-def _obstacles(store: Store, run: RunRow) -> list[str]:
+def obstacles(store: Store, run: RunRow) -> list[str]:
     """What keeps an active run from going on. A supervisor that was killed is started anew: nothing moves without."""
     if run["state"] not in ACTIVE:
         return []
@@ -326,7 +327,7 @@ def _obstacles(store: Store, run: RunRow) -> list[str]:
 
 
 def _trend(store: Store, run_id: str, name: str, *, lower_is_better: bool = False) -> Trend | None:
-    values = [value for _, value in store.series(run_id, name, points=200)]
+    values = [value for _, value in store.series(run_id, name, points=ALL_STEPS)]
     found = judge.trend(values)
     if found is None:
         return None
@@ -354,17 +355,18 @@ def _held_out(row: EvalRow) -> HeldOut:
 
 
 def _verdict(store: Store, run_id: str, evals: list[EvalRow]) -> judge.Verdict | None:
-    """Paired where both evaluations kept the outcome of each example, which they do unless files were lost."""
+    """Paired by example, those left out that environment code failed on either side."""
     if len(evals) < 2 or evals[0]["step"] != 0:
         return None
     base, trained = evals[0], evals[-1]
     sql = """SELECT a.success AS base, b.success AS trained FROM rollouts a JOIN rollouts b
              ON a.run_id = b.run_id AND a.split = b.split AND a.position = b.position
-             WHERE a.run_id = ? AND a.split = 'eval' AND a.step = ? AND b.step = ?"""
+             WHERE a.run_id = ? AND a.split = 'eval' AND a.step = ? AND b.step = ?
+             AND json_extract(a.body, '$.error') IS NULL AND json_extract(b.body, '$.error') IS NULL"""
     pairs = [
         (bool(row["base"]), bool(row["trained"])) for row in store.query(sql, [run_id, base["step"], trained["step"]])
     ]
-    if len(pairs) == base["summary"]["n"] == trained["summary"]["n"]:
+    if pairs:  # none where their files were lost
         return judge.compare_pairs(pairs)
     sides = [(row["summary"]["success"], int(row["summary"]["n"])) for row in (base, trained)]
     return judge.compare(*sides)
@@ -410,9 +412,10 @@ def _lineage(run: RunRow, saved: list[CheckpointRow]) -> Lineage:
     )
 
 
-def _sources(run: RunRow) -> dict[str, list[str]]:
+def by_source(sources: Mapping[str, str]) -> dict[str, list[str]]:
+    """The fields whose value somebody gave, by where."""
     found: dict[str, list[str]] = {}
-    for name, source in run["sources"].items():
+    for name, source in sources.items():
         if source in ("argument", "file"):
             found.setdefault(source, []).append(name)
     return found
