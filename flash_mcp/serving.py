@@ -293,14 +293,6 @@ class Deployments:
             return True
         return bool(self.store.deployments(LIVE_DEPLOYMENT) or self._served())
 
-    def stop_all(self) -> None:
-        """End all deployments and servers."""
-        for row in self.store.deployments(LIVE_DEPLOYMENT):
-            self.store.update_deployment(row["id"], expected_states=LIVE_DEPLOYMENT, state="stopped", pid=None)
-        self._pool.shutdown(wait=True)
-        for server in self._servers():
-            self._stop(server)
-
     def _servers(self) -> list[Server]:
         found = (Server.read(path.parent) for path in self.home.glob("servers/*/server.json"))
         return [server for server in found if server]

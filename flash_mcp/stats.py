@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean, variance
+from statistics import variance
 
 Z95 = 1.959963984540054
 """Two-sided 95 % quantile of the normal distribution."""
@@ -103,12 +103,6 @@ def needed(spread: float, change: float) -> int:
 def spread(values: Sequence[float]) -> float:
     """Sample variance; 0 for fewer than two values."""
     return variance(values) if len(values) > 1 else 0.0
-
-
-def mean_interval(values: Sequence[float]) -> Interval:
-    """Normal interval of a mean: 1.96 standard errors each way."""
-    half = Z95 * math.sqrt(spread(values) / len(values))
-    return Interval(fmean(values) - half, fmean(values) + half)
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:

@@ -24,7 +24,7 @@ from flash_mcp.errors import FlashError
 from flash_mcp.runfolder import RunFolder
 from flash_mcp.serving import Deployments, Server, find_deployment, request, request_stop
 from flash_mcp.spec import RunSpec, resolve
-from flash_mcp.store import DeploymentRow, Store, open_store
+from flash_mcp.store import LIVE_DEPLOYMENT, DeploymentRow, Store, open_store
 from flash_mcp.tools.serving import Message, chat, deploy, describe, undeploy
 
 SCRIPTED = (sys.executable, str(Path(__file__).with_name("scripted_server.py")))
@@ -70,7 +70,15 @@ def store(flash_home: Path) -> Store:
 def deployments(store: Store) -> Iterator[Deployments]:
     manager = Deployments(store, store.base, command=SCRIPTED)
     yield manager
-    manager.stop_all()
+    stop_all(manager)
+
+
+def stop_all(manager: Deployments) -> None:
+    for row in manager.store.deployments(LIVE_DEPLOYMENT):
+        manager.store.update_deployment(row["id"], expected_states=LIVE_DEPLOYMENT, state="stopped", pid=None)
+    manager._pool.shutdown(wait=True)
+    for server in manager._servers():
+        manager._stop(server)
 
 
 def settle(manager: Deployments, deployment_id: str, state: str) -> DeploymentRow:
@@ -170,7 +178,7 @@ def test_a_server_that_was_ended_by_a_supervisor_that_died_before_it_noted_so_is
     later = Deployments(store, store.base, command=SCRIPTED)
     wait_for(lambda: later.tick() or store.deployment(row["id"])["pid"] != row["pid"])
     assert settle(later, row["id"], "ready")["pid"] != row["pid"]
-    later.stop_all()
+    stop_all(later)
 
 
 def test_a_server_that_ends_at_once_fails_with_the_cause_from_its_log(
@@ -238,7 +246,7 @@ def test_a_model_that_cannot_be_found_fails_with_the_worker_s_own_error(store: S
     failed = settle(manager, request(store, run_id)["id"], "failed")
     assert failed["error"] and failed["error"]["code"] == "unknown_model"
     assert str(tmp_path / "gone") in failed["error"]["values"]["folder"]
-    manager.stop_all()
+    stop_all(manager)
 
 
 def test_a_port_that_is_taken_is_refused_before_anything_is_made(store: Store, tmp_path: Path) -> None:
@@ -311,7 +319,7 @@ def test_the_api_key_is_readable_by_its_owner_alone_and_in_no_command_line(
 def served_home(tmp_path_factory: pytest.TempPathFactory) -> Generator[Path]:
     home = tmp_path_factory.mktemp("served-home")
     yield home
-    Deployments(Store(home), home).stop_all()
+    stop_all(Deployments(Store(home), home))
     _end_supervisor(home)
 
 

@@ -26,7 +26,7 @@ from flash_mcp.catalog import ModelCard
 from flash_mcp.curation import prompt_digest, read_held_out
 from flash_mcp.datasets import Dataset
 from flash_mcp.errors import FlashError
-from flash_mcp.evaluations import Subject
+from flash_mcp.evaluations import DEFAULT_MAX_LENGTH, Subject
 from flash_mcp.runfolder import Json
 from flash_mcp.spec import ResolvedSpec, RunSpec, read_toml, resolve, validate
 from flash_mcp.store import EnvironmentRow, RunRow, Store, open_store
@@ -47,7 +47,6 @@ CHARACTERS_PER_TOKEN = 3.5
 PROBE_TIMEOUT_S = 20.0
 OPENINGS_S = 12.0
 """For the look at a few prompts: tasks that take longer to open are no reason to refuse a run."""
-DEFAULT_MAX_LENGTH = 4096
 
 RunId = Annotated[str, Field(min_length=1, description="Run id, as returned by train.")]
 
