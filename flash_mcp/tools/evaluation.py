@@ -426,7 +426,8 @@ def compare(
     shown = [*[task for task in moved if moved[task] > 0][:flips], *[task for task in moved if moved[task] < 0][:flips]]
     each = FLIP_CHARACTERS // max(len(shown), 1)
     on_eval = all(run["spec"].get("split", "eval") == "eval" for run in (base_run, other_run))
-    overlap = store.overlap(other_run) if on_eval else None
+    trained = _is_trained(base_run, base_eval) or _is_trained(other_run, other_eval)
+    overlap = store.overlap(other_run) if on_eval and trained else None
     memory = judge.contaminated(**overlap) if overlap else None
     notes = [*([f"CONTAMINATED: {memory.evidence}"] if memory else []), *_limits(base_run, other_run, tasks, both)]
     return Compare(
@@ -470,6 +471,11 @@ def _reference(store: Store, text: str) -> tuple[RunRow, int | None]:
         fix = "name a run as RUN or RUN@STEP; evaluate makes an evaluation of any model and returns its run_id"
         raise FlashError("invalid_argument", f"{text!r} is no run", fix=fix)
     return store.run(named["run"]), int(named["step"]) if named["step"] else None
+
+
+def _is_trained(run: RunRow, row: EvalRow) -> bool:
+    """Whether the model had learnt here: a base model remembers no task, whatever the splits share."""
+    return bool(run["init_adapter"]) or (run["algorithm"] != "eval" and row["step"] > 0)
 
 
 def _change(tasks: list[dict[str, list[Try]]], both: list[str], metric: str, effect: float) -> Change:
