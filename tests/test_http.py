@@ -179,6 +179,8 @@ async def test_lists_hold_what_is_ones_own_and_the_local_owner_sees_all(
     async def seen_by(client: Client) -> str:
         return text_of(await client.call_tool("status", {})) + text_of(await client.call_tool("catalog", {}))
 
+    endpoint = "http://127.0.0.1:4711/v1"
+    open_store().update_deployment(things["alice"]["deployment"], state="ready", base_url=endpoint)
     async with team.client(team.token("alice"), mode) as alice, team.client(team.token("carol"), mode) as carol:
         hers, nothing = await seen_by(alice), await seen_by(carol)
         body = body_of(await alice.call_tool("status", {}))
@@ -195,6 +197,7 @@ async def test_lists_hold_what_is_ones_own_and_the_local_owner_sees_all(
             assert (name in hers, name in nothing, name in everyones) == (owner == "alice", False, True), name
     assert '"owner":"alice"' in everyones
     assert '"owner"' not in hers
+    assert endpoint in everyones and endpoint not in hers, "she cannot reach it"
 
 
 def team_less_server() -> Any:
