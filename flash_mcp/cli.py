@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args, get_origin
 
 from flash_mcp import __version__
-from flash_mcp.callers import Limits
+from flash_mcp.callers import LOCAL_OWNER, Limits
 from flash_mcp.errors import FlashError
 from flash_mcp.texts import visible
 
@@ -432,10 +432,10 @@ def _add_remove(commands: Any) -> None:
     parser = commands.add_parser(
         "remove", help="delete runs, versions of environments and datasets that nothing else stands on"
     )
-    what = "RUN_ID, or NAME@DIGEST of an environment or dataset"
+    what = "RUN_ID, or NAME@DIGEST of an environment or dataset; another owner's is OWNER/NAME@DIGEST"
     parser.add_argument("references", nargs="+", metavar="REFERENCE", help=what)
     parser.add_argument("--dry-run", action="store_true", help="say what would go, and remove nothing")
-    parser.add_argument("--json", action="store_true", help="print {kind, reference, freed_bytes} of each, a line each")
+    parser.add_argument("--json", action="store_true", help="print {kind, reference, owner, freed_bytes} of each")
     parser.set_defaults(run=_remove)
 
 
@@ -446,7 +446,8 @@ def _remove(arguments: argparse.Namespace) -> None:
     store, done = open_store(), "would remove" if arguments.dry_run else "removed"
     for reference in arguments.references:
         gone = remove(store, reference, dry_run=arguments.dry_run)
-        text = f"{done} {gone.kind} {gone.reference}, {gone.freed_bytes / 1e6:.1f} MB"
+        whose = f" of {gone.owner}" if gone.kind == "run" and gone.owner != LOCAL_OWNER else ""
+        text = f"{done} {gone.kind} {gone.reference}{whose}, {gone.freed_bytes / 1e6:.1f} MB"
         _say(_json(vars(gone)) if arguments.json else text)
 
 
