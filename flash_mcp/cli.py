@@ -480,6 +480,7 @@ def _add_tool(commands: Any, tool: Tool) -> None:
         aliases=aliases,
         help=summary.split(". ")[0].replace("%", "%%"),
         description=tool.description.replace("%", "%%"),
+        epilog="@FILE in place of a text is that file's text; a text that begins with @ is written @@...",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -533,9 +534,9 @@ def _bare(annotation: Any) -> Any:
 
 
 def _reader(kind: Any) -> Callable[[str], Any]:
-    """Text stays text, `@FILE` is a file's text; all else is JSON, and a list may be written with commas."""
+    """Text is read by `_text`; all else is JSON, and a list may be written with commas."""
     if kind is str:
-        return lambda text: Path(text[1:]).read_text() if text.startswith("@") else text
+        return _text
 
     def read(text: str) -> Any:
         try:
@@ -544,6 +545,18 @@ def _reader(kind: Any) -> Callable[[str], Any]:
             return text.split(",") if get_origin(kind) is list else text
 
     return read
+
+
+def _text(word: str) -> str:
+    """Text stays text; `@FILE` is a file's text, and `@@` an @ at the beginning."""
+    if not word.startswith("@"):
+        return word
+    if word.startswith("@@"):
+        return word[1:]
+    try:
+        return Path(word[1:]).read_text()
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{error}; a text that begins with @ is written @{word}") from error
 
 
 def _run_tool(tool: Tool, arguments: argparse.Namespace) -> int:

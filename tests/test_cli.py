@@ -198,6 +198,21 @@ def test_a_text_may_come_from_a_file(run: Run, tmp_path: Path):
     assert open_store().run(queued["id"])["cancel_reason"] == "wrong data"
 
 
+def test_a_text_may_begin_with_an_at_sign(run: Run, tmp_path: Path):
+    queued = queued_run(tmp_path)
+    assert run("cancel", queued["id"], "--reason", "@@bob: wrong @@data")[0] == 0
+    assert open_store().run(queued["id"])["cancel_reason"] == "@bob: wrong @@data"
+
+
+@pytest.mark.parametrize("words", [["chat", "@bob"], ["status", "@/"], ["status", "@\0"], ["status", "--help"]])
+def test_how_a_text_with_an_at_sign_is_written_is_told(words: list[str], capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    out, err = capsys.readouterr()
+    assert ended.value.code == (0 if "--help" in words else 2)
+    assert "a text that begins with @ is written @@" in out + err and "Traceback" not in err
+
+
 def test_a_starter_is_written_tested_and_published(run: Run, tmp_path: Path):
     folder = tmp_path / "sums"
     assert run("env-setup", str(folder))[0] == 0
