@@ -61,6 +61,8 @@ def backup(base: Path, file: Path) -> Summary:
             copy = Path(scratch, "flash.db")
             Store(base).copy_to(copy)
             now = time.time()
+            part.unlink(missing_ok=True)
+            part.touch(mode=0o600, exist_ok=False)  # it holds what is private, and so is the state directory
             with tarfile.open(part, "w:gz" if file.name.endswith("gz") else "w") as archive:
                 label = json.dumps({"version": __version__, "home": str(base), "time": now}).encode()
                 _add(archive, LABEL, io.BytesIO(label), len(label), now)
@@ -110,7 +112,9 @@ def _files(base: Path) -> Iterator[Path]:
     """What there is to save. Folders that are removed meanwhile are passed over, as os.walk does."""
     for folder in FOLDERS:
         for parent, below, names in os.walk(base / folder):
-            if folder == "runs":  # names with a leading dot are being written
+            # Names with a leading dot are being written: anywhere in a run, elsewhere where versions' names stand.
+            above = Path(parent).relative_to(base / folder).parts
+            if folder == "runs" or all(name.startswith("@") for name in above):
                 below[:], names = ([name for name in part if not name.startswith(".")] for part in (below, names))
             below.sort()
             for path in (Path(parent, name) for name in sorted(names)):

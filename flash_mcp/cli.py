@@ -15,6 +15,7 @@ import inspect
 import json
 import logging
 import os
+import re
 import socket
 import sys
 import tomllib
@@ -25,8 +26,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args, get_origin
 
 from flash_mcp import __version__
-from flash_mcp.callers import Limits
+from flash_mcp.callers import LOCAL_OWNER, Limits
 from flash_mcp.errors import FlashError
+from flash_mcp.texts import visible
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -44,11 +46,15 @@ POSITIONAL = {
 }
 """The argument that reads better without its name; for other tools the one that they cannot do without."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+UNESCAPED = re.compile("[\x7f-\x9f]")
+"""Control characters that JSON leaves as they are."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler()
+    handler.setFormatter(_VisibleFormatter("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     given = list(sys.argv[1:] if argv is None else argv)
     parser = _parser(given)
     arguments, arguments.rest = parser.parse_known_args(given, argparse.Namespace())
@@ -70,8 +76,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         from flash_mcp.defects import as_flash_error  # noqa: PLC0415
 
         known = as_flash_error(" ".join(given[:1]), error)
-        sys.stderr.write(f"{json.dumps({'error': known.to_dict()}, default=str) if '--json' in given else known}\n")
+        text = _json({"error": known.to_dict()}, default=str) if "--json" in given else str(known)
+        sys.stderr.write(f"{visible(text)}\n")
         return 2 if known.code in ("invalid_argument", "unknown_argument") else 1
+
+
+class _VisibleFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
 
 
 def _unknown(arguments: argparse.Namespace, command: str) -> FlashError:
@@ -234,7 +246,7 @@ def create_token(arguments: argparse.Namespace) -> None:
         expires_days=arguments.expires_days,
         secret_names=arguments.secret,
     )
-    _say(json.dumps({**token, "token": text}) if arguments.json else text)
+    _say(_json({**token, "token": text}) if arguments.json else text)
     sys.stderr.write(
         f"{token['id']} of {token['owner']} ({token['access']}). It is not shown again: keep it now. A server that was "
         "started before the first token has to be started again.\n"
@@ -248,7 +260,7 @@ def list_tokens(arguments: argparse.Namespace) -> None:
 
     found = tokens.made(open_store())
     if arguments.json:
-        _say(json.dumps(found))
+        _say(_json(found))
     elif found:
         times = ("created", "used", "expires", "revoked")
         rows = [{**token, **{name: _date(token[name]) for name in times}} for token in found]
@@ -263,7 +275,7 @@ def revoke_tokens(arguments: argparse.Namespace) -> None:
     from flash_mcp.store import open_store  # noqa: PLC0415
 
     found = tokens.revoke(open_store(), arguments.reference)
-    _say(json.dumps(found) if arguments.json else "\n".join(f"revoked {token['id']}" for token in found))
+    _say(_json(found) if arguments.json else "\n".join(f"revoked {token['id']}" for token in found))
 
 
 def _date(unix_s: float | None) -> str:
@@ -316,7 +328,7 @@ def doctor(arguments: argparse.Namespace) -> int:
 
     findings = examine()
     if arguments.json:
-        _say(json.dumps([vars(finding) for finding in findings], indent=2))
+        _say(_json([vars(finding) for finding in findings], indent=2))
     else:
         signs = {"ok": "ok     ", "warning": "WARNING", "problem": "PROBLEM"}
         for finding in findings:
@@ -343,7 +355,7 @@ def curve(arguments: argparse.Namespace) -> None:
     if arguments.png is not None:
         arguments.png.write_bytes(drawing.png(points))
     if arguments.json:
-        _say(json.dumps(dataclasses.asdict(points)))
+        _say(_json(dataclasses.asdict(points)))
     else:
         _say(str(arguments.png or drawing.terminal(points)))
 
@@ -376,7 +388,7 @@ def install(arguments: argparse.Namespace) -> None:
 
     done = run(arguments.client, name=arguments.name, write=not arguments.only_print)
     if arguments.json:
-        _say(json.dumps(dataclasses.asdict(done), default=str))
+        _say(_json(dataclasses.asdict(done), default=str))
     elif arguments.only_print:
         _say(done.text.rstrip())
     elif not done.changed:
@@ -406,7 +418,7 @@ def report(arguments: argparse.Namespace) -> None:
     except OSError as error:
         fix = "choose a file that you may write with --out"
         raise FlashError("invalid_argument", f"cannot write there: {error}", out=out, fix=fix) from error
-    _say(json.dumps({"path": str(out.absolute())}) if arguments.json else str(out))
+    _say(_json({"path": str(out.absolute())}) if arguments.json else str(out))
 
 
 def _add_backup(commands: Any) -> None:
@@ -420,10 +432,10 @@ def _add_remove(commands: Any) -> None:
     parser = commands.add_parser(
         "remove", help="delete runs, versions of environments and datasets that nothing else stands on"
     )
-    what = "RUN_ID, or NAME@DIGEST of an environment or dataset"
+    what = "RUN_ID, or NAME@DIGEST of an environment or dataset; another owner's is OWNER/NAME@DIGEST"
     parser.add_argument("references", nargs="+", metavar="REFERENCE", help=what)
     parser.add_argument("--dry-run", action="store_true", help="say what would go, and remove nothing")
-    parser.add_argument("--json", action="store_true", help="print {kind, reference, freed_bytes} of each, a line each")
+    parser.add_argument("--json", action="store_true", help="print {kind, reference, owner, freed_bytes} of each")
     parser.set_defaults(run=_remove)
 
 
@@ -434,8 +446,9 @@ def _remove(arguments: argparse.Namespace) -> None:
     store, done = open_store(), "would remove" if arguments.dry_run else "removed"
     for reference in arguments.references:
         gone = remove(store, reference, dry_run=arguments.dry_run)
-        text = f"{done} {gone.kind} {gone.reference}, {gone.freed_bytes / 1e6:.1f} MB"
-        _say(json.dumps(vars(gone)) if arguments.json else text)
+        whose = f" of {gone.owner}" if gone.kind == "run" and gone.owner != LOCAL_OWNER else ""
+        text = f"{done} {gone.kind} {gone.reference}{whose}, {gone.freed_bytes / 1e6:.1f} MB"
+        _say(_json(vars(gone)) if arguments.json else text)
 
 
 def _add_restore(commands: Any) -> None:
@@ -452,7 +465,7 @@ def _archive(command: str, arguments: argparse.Namespace) -> None:
 
     act = {"backup": backup.backup, "restore": backup.restore}[command]
     held = vars(act(home(), arguments.file.absolute()))
-    _say(json.dumps(held, default=str) if arguments.json else "\n".join(render(held)))
+    _say(_json(held, default=str) if arguments.json else "\n".join(render(held)))
 
 
 # -- tools as commands ------------------------------------------------------------------------------------------------
@@ -467,6 +480,7 @@ def _add_tool(commands: Any, tool: Tool) -> None:
         aliases=aliases,
         help=summary.split(". ")[0].replace("%", "%%"),
         description=tool.description.replace("%", "%%"),
+        epilog="@FILE in place of a text is that file's text; a text that begins with @ is written @@...",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -520,9 +534,9 @@ def _bare(annotation: Any) -> Any:
 
 
 def _reader(kind: Any) -> Callable[[str], Any]:
-    """Text stays text, `@FILE` is a file's text; all else is JSON, and a list may be written with commas."""
+    """Text is read by `_text`; all else is JSON, and a list may be written with commas."""
     if kind is str:
-        return lambda text: Path(text[1:]).read_text() if text.startswith("@") else text
+        return _text
 
     def read(text: str) -> Any:
         try:
@@ -531,6 +545,18 @@ def _reader(kind: Any) -> Callable[[str], Any]:
             return text.split(",") if get_origin(kind) is list else text
 
     return read
+
+
+def _text(word: str) -> str:
+    """Text stays text; `@FILE` is a file's text, and `@@` an @ at the beginning."""
+    if not word.startswith("@"):
+        return word
+    if word.startswith("@@"):
+        return word[1:]
+    try:
+        return Path(word[1:]).read_text()
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{error}; a text that begins with @ is written @{word}") from error
 
 
 def _run_tool(tool: Tool, arguments: argparse.Namespace) -> int:
@@ -597,7 +623,7 @@ def call(tool: Tool, given: dict[str, Any]) -> BaseModel:
 
 async def _tell(message: str, share: float | None) -> None:
     if sys.stderr.isatty():
-        sys.stderr.write(f"\r\033[K{message}" + (f" {share:.0%}" if share is not None else ""))
+        sys.stderr.write(f"\r\033[K{visible(message)}" + (f" {share:.0%}" if share is not None else ""))
         sys.stderr.write("\r\033[K" if share == 1.0 else "")
 
 
@@ -624,12 +650,17 @@ def _run_of(result: BaseModel) -> str | None:
 
 
 def _say(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
+    sys.stdout.write(f"{visible(text)}\n")
+
+
+def _json(body: Any, **options: Any) -> str:
+    """JSON that reads back as `body`, and in which `visible` finds nothing to replace."""
+    return UNESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(body, **options))
 
 
 def _show(result: BaseModel, as_json: bool) -> None:
     body = result.model_dump(mode="json")
-    _say(json.dumps(body, ensure_ascii=False) if as_json else "\n".join(render(body)))
+    _say(_json(body, ensure_ascii=False) if as_json else "\n".join(render(body)))
 
 
 def render(body: dict[str, Any], indent: str = "") -> list[str]:

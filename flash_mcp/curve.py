@@ -48,6 +48,7 @@ def of_run(store: Store, run_id: str, points: int = 400) -> Curve:
             judge.noise_band(row["summary"]["success"], int(row["summary"]["n"])),
         )
         for row in store.evals(run_id)
+        if row["summary"]["n"]  # none, and no rate, where environment code failed every attempt
     ]
     title = f"{run_id}: {run['model']} on {run['environment']}"
     return Curve(title, steps, [reward[step] for step in steps], [success[step] for step in steps], held_out)

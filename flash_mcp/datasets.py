@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from flash_mcp.callers import LOCAL_OWNER
 from flash_mcp.curation import dump_rows, load_rows
 from flash_mcp.environments import Version, digest_of, owner_dir, staged
 from flash_mcp.errors import FlashError
@@ -92,6 +93,13 @@ def newest_first(base: Path | None = None) -> list[Dataset]:
     """Every version of every dataset of the caller's."""
     found = [_read(path) for versions in _known(base).values() for path in versions]
     return sorted(found, key=lambda dataset: dataset.made, reverse=True)
+
+
+def everyones(base: Path | None = None) -> list[tuple[str, Path]]:
+    """(owner, version) of every dataset of every owner's, whoever asks."""
+    root, there = datasets_dir(base), f"[!.@]*/*/{MANIFEST}"
+    owners = [(LOCAL_OWNER, root), *((folder.name[1:], folder) for folder in sorted(root.glob("@*")))]
+    return [(owner, manifest.parent) for owner, folder in owners for manifest in sorted(folder.glob(there))]
 
 
 def _read(path: Path) -> Dataset:

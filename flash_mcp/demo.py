@@ -33,6 +33,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from flash_mcp import curve
 from flash_mcp.errors import FlashError
 from flash_mcp.store import ACTIVE, open_store
+from flash_mcp.texts import visible
 
 Json = dict[str, Any]
 MOST_LINES = 12
@@ -52,14 +53,14 @@ class Session:
             self.tools_called.append(tool)
         if not quiet:
             shown = ", ".join(f"{name}={_brief(value)}" for name, value in arguments.items())
-            self.console.print(f"\n[bold cyan]{tool}[/]({escape(shown)})", highlight=False)
+            self.console.print(f"\n[bold cyan]{tool}[/]({_escaped(shown)})", highlight=False)
         result = await self.client.call_tool(tool, arguments)
         if result.is_error:
             text = " ".join(block.text for block in result.content if isinstance(block, TextContent))
             raise FlashError("internal", f"{tool} failed: {text}", fix="mend what it names and run the demo again")
         content = cast(Json, result.structured_content)
         if not quiet and "next" in content:
-            self.console.print(f"  [dim]next: {escape(content['next'])}[/]", highlight=False)
+            self.console.print(f"  [dim]next: {_escaped(content['next'])}[/]", highlight=False)
         return content
 
     @contextmanager
@@ -164,20 +165,24 @@ def _show_progress(progress: Progress, task: TaskID, view: Json) -> None:
 def _show_probes(console: Console, checked: Json) -> None:
     for probe in checked["probes"]:
         mark = {True: "[green]passed[/]", False: "[red]failed[/]"}.get(probe.get("passed"), "[dim]left out[/]")
-        console.print(f"  {mark} {probe['name']}: {escape(probe['evidence'])}", highlight=False)
+        console.print(f"  {mark} {probe['name']}: {_escaped(probe['evidence'])}", highlight=False)
 
 
 def _show_verdict(console: Console, view: Json) -> None:
     for row in view["held_out"]:
         console.print(f"  held out, step {row['step']}: {row['success']:.3f} ± {row['band']:.3f} of {row['n']} tasks")
-    console.print(f"  [bold]{view['verdict']['outcome']}[/]: {escape(view['verdict']['explanation'])}", highlight=False)
+    console.print(
+        f"  [bold]{view['verdict']['outcome']}[/]: {_escaped(view['verdict']['explanation'])}", highlight=False
+    )
 
 
 async def _show_rollout(session: Session, run_id: str) -> None:
     found = await session.call("rollouts", run_id=run_id, which="best", limit=1, max_characters=2000)
     for rollout in found["rollouts"]:
         for message in rollout["messages"][-4:]:
-            session.console.print(f"  {message['role']:>9}  {message['content']}", markup=False, highlight=False)
+            session.console.print(
+                f"  {message['role']:>9}  {visible(message['content'])}", markup=False, highlight=False
+            )
         session.console.print(f"  reward {rollout['reward']}, success {rollout['success']}")
 
 
@@ -186,7 +191,7 @@ async def _draw(session: Session, run_id: str, path: Path) -> None:
     blob = next(content for content in picture.contents if isinstance(content, BlobResourceContents))
     await anyio.Path(path).write_bytes(base64.b64decode(blob.blob))
     session.console.print()
-    print(curve.terminal(curve.of_run(open_store(), run_id)))  # noqa: T201  rich would wrap it
+    print(visible(curve.terminal(curve.of_run(open_store(), run_id))))  # noqa: T201  rich would wrap it
     session.console.print(f"  the same as a picture: {path}", highlight=False)
 
 
@@ -206,7 +211,7 @@ async def _chat(session: Session, run_id: str, deployment: str) -> Json:
     talk = await session.call("chat", deployment=deployment, messages=messages, side_by_side=True, max_tokens=48)
     said = {"user": question[-1]["content"], "base": talk["base"]["text"], "adapter": talk["adapter"]["text"]}
     for who, text in said.items():
-        session.console.print(f"  {who:>9}  {text}", markup=False, highlight=False)
+        session.console.print(f"  {who:>9}  {visible(text)}", markup=False, highlight=False)
     return talk
 
 
@@ -217,6 +222,10 @@ async def _cancel_another(session: Session, wanted: Json) -> None:
     while state in ACTIVE:
         state = (await session.call("status", quiet=True, run_id=run_id, wait_s=20))["run"]["state"]
     session.console.print(f"  {run_id}: {state}", highlight=False)
+
+
+def _escaped(text: str) -> str:
+    return escape(visible(text))
 
 
 def _brief(value: Any) -> str:
@@ -250,12 +259,12 @@ def told(console: Console, act: Callable[..., Awaitable[Json]], *arguments: Any)
     try:
         return anyio.run(act, console, *arguments)
     except FlashError as error:
-        console.print(str(error), style="red", markup=False, highlight=False)
+        console.print(visible(str(error)), style="red", markup=False, highlight=False)
     except BaseExceptionGroup as group:
         known, _ = group.split(FlashError)
         if known is None:
             raise
-        console.print(str(_first(known)), style="red", markup=False, highlight=False)
+        console.print(visible(str(_first(known))), style="red", markup=False, highlight=False)
     return None
 
 

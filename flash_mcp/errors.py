@@ -5,7 +5,7 @@ An agent reads `str(error)`:  `[code key=value] what happened. Fix: what to do n
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 CODES: dict[str, str] = {
     "invalid_argument": "an argument is of the wrong type, out of its range or does not fit another one",
@@ -62,14 +62,16 @@ CODES: dict[str, str] = {
 class FlashError(Exception):
     """An anticipated failure.
 
-    `code` is one of CODES; `values` are the wrong values, shown beside the code; `fix` says what to do next.
+    `code` is one of CODES; `values` are the wrong values, shown beside the code; `fix` says what to do next. Each may
+    be another's text: it is made `encodable`.
     """
 
     def __init__(self, code: str, what: str, *, fix: str = "", **values: Any) -> None:
         if code not in CODES:
             raise ValueError(f"unregistered error code {code!r}")
+        what, fix = encodable(what.rstrip()), encodable(fix.rstrip())
         super().__init__(what)
-        self.code, self.what, self.fix, self.values = code, what.rstrip(), fix.rstrip(), values
+        self.code, self.what, self.fix, self.values = code, what, fix, encodable(values)
 
     def __str__(self) -> str:
         values = "".join(f" {name}={_short(value)}" for name, value in self.values.items())
@@ -86,6 +88,17 @@ class FlashError(Exception):
         return cls(data["code"], data["what"], fix=data.get("fix", ""), **data.get("values", {}))
 
 
+def encodable(value: Any) -> Any:
+    r"""The value with `\udc80` for every lone surrogate in its texts: a single one, in what environment code raises or
+    in a file's name, has no UTF-8 form, and the whole answer could not be sent.
+    """
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {encodable(key): encodable(item) for key, item in cast("dict[Any, Any]", value).items()}
+    return [encodable(item) for item in cast("list[Any]", value)] if isinstance(value, list) else value
+
+
 def _short(value: Any, limit: int = 120) -> str:
-    text = repr(value) if isinstance(value, str) and (not value or " " in value) else str(value)
+    text = encodable(repr(value) if isinstance(value, str) and (not value or " " in value) else str(value))
     return text if len(text) <= limit else f"{text[: limit - 1]}…"

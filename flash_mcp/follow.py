@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any, cast
 
 from flash_mcp.store import open_store
+from flash_mcp.texts import visible
 
 if TYPE_CHECKING:
     from flash_mcp.tools.status import Status
@@ -57,7 +58,7 @@ class Lines:
 
     def __call__(self, view: dict[str, Any]) -> None:
         if (line := progress_line(view)) != self._seen:
-            sys.stderr.write(f"{line}\n")
+            sys.stderr.write(f"{visible(line)}\n")
             self._seen = line
 
 
@@ -75,7 +76,7 @@ class Screen:
         lines = curve.terminal(points, min(columns - 1, 100), max(8, min(rows - 4, 18))).splitlines()
         lines.append(progress_line(view)[: columns - 1])
         up = f"\033[{self._height}F\033[J" if self._height else ""
-        sys.stderr.write(up + "\n".join(lines) + "\n")
+        sys.stderr.write(up + visible("\n".join(lines)) + "\n")
         sys.stderr.flush()
         self._height = len(lines)
 

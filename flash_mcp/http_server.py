@@ -37,7 +37,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flash_mcp import tokens
 from flash_mcp.archives import MAX_ARCHIVE_BYTES, unpack
-from flash_mcp.callers import LOCAL, NOBODY, Caller, Limits, acting_as, caller
+from flash_mcp.callers import LOCAL, NOBODY, Caller, Limits, acting_as, caller, refuse_reader
 from flash_mcp.defects import as_flash_error
 from flash_mcp.environments import check_name, folder_files, owner_dir
 from flash_mcp.errors import FlashError
@@ -258,8 +258,7 @@ class Uploads:
 
 async def _receive(request: Request, name: str) -> EnvPush:
     check_name(name)
-    if caller().access != "write":
-        raise FlashError("not_permitted", "this token reads only", fix="use a token that was made without --read-only")
+    refuse_reader("an upload")
     load = request.query_params.get("load", "true")
     if load not in ("true", "false"):
         raise FlashError("invalid_argument", f"load is true or false (got {load!r:.100})", fix="leave it out")

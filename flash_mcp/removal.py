@@ -1,7 +1,8 @@
 """Take away runs, versions of environments and datasets that nobody wants any more, and nothing that others stand on.
 
-    remove(store, "run-2f9k1c8d")          # Removed("run", "run-2f9k1c8d", 12_345_678)
-    remove(store, "calculator@3f2a9c")     # a version of an environment, or of a dataset
+    remove(store, "run-2f9k1c8d")            # Removed("run", "run-2f9k1c8d", "local", 12_345_678)
+    remove(store, "calculator@3f2a9c")       # a version of an environment, or of a dataset
+    remove(store, "alice/calculator@3f2a9c") # another owner's
 
 Rows and files go together: the files are moved away in the transaction that deletes the rows. Whoever is killed in
 between has lost nothing of another's, and calls again. For the machine's own user, who sees everything.
@@ -17,6 +18,7 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from flash_mcp import datasets
+from flash_mcp.callers import LOCAL_OWNER
 from flash_mcp.errors import FlashError
 from flash_mcp.runfolder import disk_error
 from flash_mcp.store import ACTIVE, LIVE_DEPLOYMENT, Store
@@ -31,6 +33,7 @@ class Removed:
 
     kind: Literal["run", "environment", "dataset"]
     reference: str
+    owner: str
     freed_bytes: int
 
 
@@ -38,14 +41,30 @@ class Removed:
 class _Found:
     kind: Literal["run", "environment", "dataset"]
     reference: str
+    owner: str
     folders: list[Path]
     deletions: list[tuple[str, list[Any]]]
 
 
-def remove(store: Store, reference: str, *, dry_run: bool = False) -> Removed:
-    """Remove a run (RUN_ID), or a version of an environment or dataset (NAME@DIGEST); with `dry_run`, only look.
+@dataclass(frozen=True)
+class _Version:
+    kind: Literal["environment", "dataset"]
+    owner: str
+    name: str
+    digest: str
+    path: Path
 
-    FlashError(in_use | unknown_run | unknown_environment | disk_full).
+    @property
+    def reference(self) -> str:
+        """Under which `remove` takes it."""
+        return ("" if self.owner == LOCAL_OWNER else f"{self.owner}/") + f"{self.name}@{self.digest}"
+
+
+def remove(store: Store, reference: str, *, dry_run: bool = False) -> Removed:
+    """Remove a run (RUN_ID), or a version of an environment or dataset; with `dry_run`, only look.
+
+    A version is the local owner's as NAME@DIGEST, another's as OWNER/NAME@DIGEST; six characters of the digest do.
+    FlashError(in_use | unknown_run | unknown_environment | unknown_dataset | disk_full).
     """
     away = store.base / "removed"
     with store.transaction():
@@ -57,7 +76,7 @@ def remove(store: Store, reference: str, *, dry_run: bool = False) -> Removed:
             _move(found.folders, away)
     if not dry_run:
         shutil.rmtree(away, ignore_errors=True)  # what one that was killed left there too
-    return Removed(found.kind, found.reference, freed)
+    return Removed(found.kind, found.reference, found.owner, freed)
 
 
 def _move(folders: Iterable[Path], away: Path) -> None:
@@ -70,13 +89,29 @@ def _move(folders: Iterable[Path], away: Path) -> None:
 
 
 def _find(store: Store, reference: str) -> _Found:
-    if "@" not in reference:
+    owner, _, version = reference.rpartition("/")
+    name, at, digest = version.partition("@")
+    versions = _versions(store, name)
+    if not at and not versions:
         return _run(store, reference)
-    try:
-        path = datasets.locate(reference, store.base)
-    except FlashError:
-        return _environment(store, reference)
-    return _dataset(store, path)
+    if not versions:
+        store.environment(version)  # there is none: what it raises names the nearest
+    mine = [each for each in versions if each.owner == (owner or LOCAL_OWNER)]
+    found = [each for each in mine if len(digest) >= 6 and each.digest.startswith(digest)]
+    if len(found) != 1:
+        code = f"unknown_{(mine or versions)[0].kind}"
+        known = ", ".join(each.reference for each in (mine or versions)[:5])
+        raise FlashError(code, f"{reference!r} is not one version", fix=f"name the version: {known}")
+    return _environment(store, found[0]) if found[0].kind == "environment" else _dataset(store, found[0])
+
+
+def _versions(store: Store, name: str) -> list[_Version]:
+    """Those of every owner, the local one's first."""
+    rows = [row for row in store.environments() if row["name"] == name]
+    found = [_Version("environment", row["owner"], name, row["digest"], Path(row["path"])) for row in rows]
+    kept = [(owner, path) for owner, path in datasets.everyones(store.base) if path.parent.name == name]
+    found += [_Version("dataset", owner, name, path.name, path) for owner, path in kept]
+    return sorted(found, key=lambda version: version.owner != LOCAL_OWNER)
 
 
 def _run(store: Store, run_id: str) -> _Found:
@@ -91,22 +126,21 @@ def _run(store: Store, run_id: str) -> _Found:
     folders = [Path(run["folder"]), *(store.base / "attempts").glob(f"{run_id}-*")]
     deletions = [(f"DELETE FROM {table} WHERE run_id = ?", [run_id]) for table in OF_A_RUN]
     deletions.append(("DELETE FROM runs WHERE id = ?", [run_id]))
-    return _Found("run", run_id, _own(store, folders), deletions)
+    return _Found("run", run_id, run["owner"], _own(store, folders), deletions)
 
 
-def _environment(store: Store, reference: str) -> _Found:
-    row = store.environment(reference)
-    whole, path = f"{row['name']}@{row['digest']}", Path(row["path"])
-    _check_unused(whole, store.query("SELECT id FROM runs WHERE environment_path = ?", [row["path"]]))
-    values = [row["owner"], row["name"], row["digest"]]
+def _environment(store: Store, found: _Version) -> _Found:
+    whole, path = found.reference, found.path
+    _check_unused(whole, store.query("SELECT id FROM runs WHERE environment_path = ?", [str(path)]))
+    values = [found.owner, found.name, found.digest]
     sql = "DELETE FROM environments WHERE owner = ? AND name = ? AND digest = ?"
-    return _Found("environment", whole, _own(store, [path]), [(sql, values)])
+    return _Found("environment", whole, found.owner, _own(store, [path]), [(sql, values)])
 
 
-def _dataset(store: Store, path: Path) -> _Found:
-    whole = f"{path.parent.name}@{path.name}"
+def _dataset(store: Store, found: _Version) -> _Found:
+    whole, path = found.reference, found.path
     _check_unused(whole, store.query("SELECT id FROM runs WHERE json_extract(dataset, '$.path') = ?", [str(path)]))
-    return _Found("dataset", whole, [path], [])
+    return _Found("dataset", whole, found.owner, [path], [])
 
 
 def _own(store: Store, folders: Iterable[Path]) -> list[Path]:

@@ -20,6 +20,7 @@ from xml.etree.ElementTree import Element
 from flash_mcp.failures import failure_counts, failure_modes
 from flash_mcp.runfolder import Json
 from flash_mcp.store import RunRow, Store
+from flash_mcp.texts import visible
 from flash_mcp.tools import shorten, utc
 from flash_mcp.tools.status import HeldOut, RunView, view_of
 
@@ -98,7 +99,6 @@ POLICY = (
     + base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
     + "'; base-uri 'none'; form-action 'none'"
 )
-_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | {0x7F: 0x2421}
 
 Child = Element | str | None
 
@@ -141,7 +141,7 @@ def el(tag: str, *children: Child, **attributes: object) -> Element:
     node = Element(tag)
     for name, value in attributes.items():
         if value is not None:
-            node.set(name.rstrip("_").replace("_", "-"), _visible(str(value)))
+            node.set(name.rstrip("_").replace("_", "-"), visible(str(value)))
     for child in children:
         _append(node, child)
     return node
@@ -153,13 +153,9 @@ def _append(node: Element, child: Child) -> None:
     elif child:
         last = node[-1] if len(node) else None
         if last is None:
-            node.text = (node.text or "") + _visible(child)
+            node.text = (node.text or "") + visible(child)
         else:
-            last.tail = (last.tail or "") + _visible(child)
-
-
-def _visible(text: str) -> str:
-    return text.translate(_PICTURES).encode("utf-8", "replace").decode()
+            last.tail = (last.tail or "") + visible(child)
 
 
 # -- what stands above the curves -------------------------------------------------------------------------------------

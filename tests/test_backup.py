@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 import tarfile
 from pathlib import Path
 
@@ -76,6 +77,26 @@ def test_backup_and_restore_as_commands(
     assert store.run(run["id"])["state"] == "succeeded" and len(store.metrics(run["id"])) == 20
     assert RunFolder(store.run(run["id"])["folder"]).newest_good_checkpoint() == 20
     assert sorted(flash_home.rglob("*")) == before
+
+
+def test_a_backup_is_private_and_leaves_out_what_is_being_pushed(flash_home: Path, tmp_path: Path) -> None:
+    finished_run(tmp_path)
+    kept = {
+        "environments/calc/0123/.config",
+        "environments/@alice/calc/0123/@x/.config",
+        "datasets/rows/0123/train.jsonl",
+    }
+    left = {"environments/.staged-1/a.py", "environments/@alice/.upload-1/a.py", "datasets/.staged-1/train.jsonl"}
+    for name in kept | left:
+        (flash_home / name).parent.mkdir(parents=True, exist_ok=True)
+        (flash_home / name).touch()
+    archive = tmp_path / "state.tar"
+    stale = tmp_path / ".state.tar.part"
+    stale.touch(mode=0o666)
+    backup.backup(flash_home, archive)
+    assert stat.S_IMODE(archive.stat().st_mode) == 0o600
+    with tarfile.open(archive) as saved:
+        assert {name for name in saved.getnames() if name.startswith(("environments", "datasets"))} == kept
 
 
 def test_a_damaged_backup_leaves_nothing_behind(flash_home: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +16,16 @@ from flash_mcp.doctor import examine
 from flash_mcp.store import open_store
 from flash_mcp.supervisor import is_supervised
 from flash_mcp.tools import all_tools
-from tests.samples import finished_run, learn, push_echo, queued_run, read_in, started_run, supervised
+from tests.samples import (
+    finished_run,
+    learn,
+    push_echo,
+    queued_run,
+    read_in,
+    sample_rollout,
+    started_run,
+    supervised,
+)
 
 ROOT = Path(__file__).parent.parent
 Run = Callable[..., tuple[int, str, str]]
@@ -117,6 +127,27 @@ def test_the_best_and_the_worst_rollouts_are_a_word_away(run: Run, tmp_path: Pat
     assert [rollout["index"] for rollout in worst] == [0, 1]
 
 
+def test_no_control_character_of_others_reaches_the_terminal(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    hostile = "\x1b]0;owned\x07\x1b[2J\x9b31m\x7f\r"
+    started, writer = started_run(tmp_path)
+    writer.rollouts(1, [sample_rollout(1, 0, 0.0, f"{hostile}said\n\tand more")])
+    writer.event("warning", hostile)
+    read_in(open_store(), started["id"])
+    (tmp_path / "environment.py").write_text(f"raise RuntimeError({hostile!r})")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    rollouts, status = run("rollouts", started["id"]), run("status", started["id"])
+    push = run("env-push", str(tmp_path), "--name", "e")
+    assert "said\n" in rollouts[1] and "\tand more" in rollouts[1]
+    assert "␛]0;owned␇␛[2J\ufffd31m␡" in rollouts[1] and "owned" in status[1] and "owned" in push[2]
+    own = ("\r\033[K", "\n", "\t")  # what the command line itself draws with
+    for text in (*rollouts[1:], *status[1:], *push[1:]):
+        rest = "".join(text.split(own[0]))
+        assert not [sign for sign in rest if unicodedata.category(sign) == "Cc" and sign not in own]
+    _, out, _ = run("rollouts", started["id"], "--json")
+    assert "\x9b" not in out and "\x7f" not in out
+    assert json.loads(out)["rollouts"][0]["messages"][-1]["content"] == f"{hostile}said\n\tand more"
+
+
 @pytest.mark.parametrize(("state", "code"), [("succeeded", 0), ("cancelled", 4)])
 def test_following_ends_with_the_runs_own_exit_code(run: Run, tmp_path: Path, state: str, code: int):
     if state == "succeeded":
@@ -165,6 +196,21 @@ def test_a_text_may_come_from_a_file(run: Run, tmp_path: Path):
     (tmp_path / "reason.txt").write_text("wrong data")
     assert run("cancel", queued["id"], "--reason", f"@{tmp_path / 'reason.txt'}")[0] == 0
     assert open_store().run(queued["id"])["cancel_reason"] == "wrong data"
+
+
+def test_a_text_may_begin_with_an_at_sign(run: Run, tmp_path: Path):
+    queued = queued_run(tmp_path)
+    assert run("cancel", queued["id"], "--reason", "@@bob: wrong @@data")[0] == 0
+    assert open_store().run(queued["id"])["cancel_reason"] == "@bob: wrong @@data"
+
+
+@pytest.mark.parametrize("words", [["chat", "@bob"], ["status", "@/"], ["status", "@\0"], ["status", "--help"]])
+def test_how_a_text_with_an_at_sign_is_written_is_told(words: list[str], capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    out, err = capsys.readouterr()
+    assert ended.value.code == (0 if "--help" in words else 2)
+    assert "a text that begins with @ is written @@" in out + err and "Traceback" not in err
 
 
 def test_a_starter_is_written_tested_and_published(run: Run, tmp_path: Path):

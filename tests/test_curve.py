@@ -28,6 +28,15 @@ def test_a_run_without_steps_has_a_curve_that_says_so(tmp_path: Path):
     assert curve.png(empty).startswith(b"\x89PNG")
 
 
+def test_an_evaluation_whose_attempts_all_failed_is_no_point(tmp_path: Path):
+    run_id, summary = finished_run(tmp_path)["id"], {"n": 0, "success": None, "reward_mean": None, "error_share": 1.0}
+    failed = {"step": 10, "epoch": 1, "time": 1.0, "summary": summary, "rollouts": []}
+    open_store().put_evaluation(run_id, failed)
+    points = curve.of_run(open_store(), run_id)
+    assert [point.step for point in points.held_out] == [0, 20]
+    assert "held-out" in curve.terminal(points) and curve.png(points).startswith(b"\x89PNG")
+
+
 def test_held_out_points_carry_their_noise_band(tmp_path: Path):
     points = curve.of_run(open_store(), finished_run(tmp_path, solved=50)["id"]).held_out
     assert [(point.step, point.success) for point in points] == [(0, 0.2), (20, 0.5)]

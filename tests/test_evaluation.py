@@ -13,12 +13,13 @@ import pytest
 from mcp import Client
 
 from flash_mcp import stats
+from flash_mcp.errors import FlashError
 from flash_mcp.launch.local import LocalLauncher
 from flash_mcp.report import html
 from flash_mcp.server import server
 from flash_mcp.store import open_store
 from flash_mcp.supervisor import Patience, Supervisor
-from flash_mcp.tools import RESULT_CHARACTERS, preflight, to_text
+from flash_mcp.tools import RESULT_CHARACTERS, evaluation, preflight, to_text
 from tests.calls import refusal
 from tests.folders import environment_folder
 from tests.samples import ENVIRONMENT, finished_run, push_echo, read_in, save_adapter, started_run, supervised
@@ -102,6 +103,19 @@ async def test_an_evaluation_is_a_run_whose_scores_come_with_their_interval(clie
     shown = await call(client, "rollouts", run_id=body["run_id"], success=False)
     assert shown["total"] == 30
     assert "evaluation" in (await call(client, "checkpoints", run_id=body["run_id"]))["next"]
+
+
+async def test_an_evaluation_that_nobody_looks_after_yet_is_no_error(client: Client, monkeypatch: pytest.MonkeyPatch):
+    def no_room(base: Path) -> bool:
+        raise FlashError("internal", "the supervisor did not start")
+
+    monkeypatch.setattr(evaluation, "ensure_supervisor", no_room)
+    body = await evaluated(client)
+    assert "did not start" in body["next"] and f"status(run_id='{body['run_id']}')" in body["next"]
+    sample = (await sampled(client, {"often": list(range(40))}))["sample"]
+    assert "did not start" in sample["error"]
+    for made in (body, sample):
+        assert open_store().run(made["run_id"])["algorithm"] == "eval"
 
 
 async def test_status_wakes_when_a_tenth_of_the_attempts_was_made(client: Client):

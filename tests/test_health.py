@@ -94,6 +94,23 @@ async def test_a_contaminated_split_is_said_wherever_it_is_seen(tmp_path: Path, 
         assert any(note.startswith("CONTAMINATED: 40 of 60 eval tasks") for note in notes) == spoiled
 
 
+async def test_base_models_that_were_never_trained_are_compared_on_a_contaminated_split(tmp_path: Path):
+    pushed = await call("env_push", name="echo", folder=str(environment_folder(tmp_path / "echo", SAME_IDS)))
+    trained = (await call("train", environment="echo", steps=20))["run_id"]
+    evaluated: list[str] = []
+    for model, solved in (("smollm2-135m-instruct", 20), ("smollm2-360m-instruct", 90)):
+        run_id = (await call("evaluate", environment=pushed["environment"], model=model, wait_s=0))["run_id"]
+        rows = [sample_rollout(0, index * 4, float(index < solved)) for index in range(100)]
+        summary = {"n": 100, "success": solved / 100, "reward_mean": solved / 100, "error_share": 0.0}
+        body = {"step": 0, "epoch": 1, "time": 1.0, "summary": summary, "rollouts": rows}
+        for each in (run_id, trained):  # before training, too, it is a base model
+            open_store().put_evaluation(each, body)
+        evaluated.append(run_id)
+    for base, other in (evaluated, (evaluated[0], f"{trained}@0")):
+        compared = await call("compare", base=base, other=other)
+        assert compared["verdict"] == "improved" and "CONTAMINATED" not in str(compared)
+
+
 async def test_a_clean_split_is_not_spoken_of(tmp_path: Path):
     folder = environment_folder(tmp_path / "echo", ENVIRONMENT)
     assert "contaminated" not in await call("env_push", name="echo", folder=str(folder))

@@ -21,10 +21,12 @@ from mcp import Client
 
 from flash_mcp import cli, tokens
 from flash_mcp.callers import Caller, Limits, acting_as
+from flash_mcp.environments import inline_files
 from flash_mcp.errors import CODES, FlashError
 from flash_mcp.home import environments_dir
 from flash_mcp.store import RunRow, open_store
 from flash_mcp.tools import all_tools
+from flash_mcp.tools.environments import publish
 from tests.samples import ENVIRONMENT, finished_run, queued_run, supervised
 from tests.teams import Team, code_of, team_server, text_of
 from tests.test_server import body_of, free_port
@@ -177,6 +179,8 @@ async def test_lists_hold_what_is_ones_own_and_the_local_owner_sees_all(
     async def seen_by(client: Client) -> str:
         return text_of(await client.call_tool("status", {})) + text_of(await client.call_tool("catalog", {}))
 
+    endpoint = "http://127.0.0.1:4711/v1"
+    open_store().update_deployment(things["alice"]["deployment"], state="ready", base_url=endpoint)
     async with team.client(team.token("alice"), mode) as alice, team.client(team.token("carol"), mode) as carol:
         hers, nothing = await seen_by(alice), await seen_by(carol)
         body = body_of(await alice.call_tool("status", {}))
@@ -193,6 +197,7 @@ async def test_lists_hold_what_is_ones_own_and_the_local_owner_sees_all(
             assert (name in hers, name in nothing, name in everyones) == (owner == "alice", False, True), name
     assert '"owner":"alice"' in everyones
     assert '"owner"' not in hers
+    assert endpoint in everyones and endpoint not in hers, "she cannot reach it"
 
 
 def team_less_server() -> Any:
@@ -302,7 +307,16 @@ async def test_a_read_only_token_can_call_what_changes_nothing_and_that_alone(
             assert (code_of(text) == "not_permitted") == (not tool.read_only), text
     assert everything() == before
     with team.http(team.token("bob", "read")) as http:
-        assert http.put("/environments/e", content=b"").status_code == 403
+        answer = http.put("/environments/e", content=b"")
+    assert (answer.status_code, code_of(answer.json()["error"]["message"])) == (403, "not_permitted")
+
+
+async def test_a_read_only_token_queues_no_evaluation(team: Team):
+    with acting_as(Caller("bob")):
+        await publish("sums", inline_files({"environment.py": ENVIRONMENT}))
+    async with team.client(team.token("bob", "read")) as bob:
+        text = text_of(await bob.call_tool("env_test", {"environment": "sums", "model": "smollm2-135m-instruct"}))
+    assert code_of(text) == "not_permitted" and open_store().runs() == []
 
 
 @pytest.mark.parametrize("path", ["/mcp", "/metrics", "/environments/e", "/nowhere"])

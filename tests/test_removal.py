@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from flash_mcp import cli, datasets, queue, removal
+from flash_mcp.callers import Caller, acting_as
 from flash_mcp.environments import staged
 from flash_mcp.errors import FlashError
 from flash_mcp.removal import OF_A_RUN, remove
@@ -130,6 +131,33 @@ def test_a_version_goes_after_the_runs_that_were_made_from_it(store: Store, tmp_
     for reference in references:
         refused(store, reference, "unknown_environment")
     assert published(store)["digest"] == old["digest"], "and can be published again"
+
+
+def test_another_owners_version_goes_only_where_the_owner_is_named(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours = published(store)
+    with acting_as(Caller("alice")):
+        theirs = published(store)
+        digest = datasets.register("rows", [{"messages": []}], [], {"counts": {}}, store.base).digest
+    reference = f"calc@{ours['digest']}"
+    assert theirs["digest"] == ours["digest"] and remove(store, reference).owner == "local"
+    assert f"name the version: alice/{reference}" in refused(store, reference, "unknown_environment")
+    assert f"name the version: alice/rows@{digest}" in refused(store, f"rows@{digest}", "unknown_dataset")
+    assert [row["owner"] for row in store.environments()] == ["alice"] and Path(theirs["path"]).is_dir()
+    assert cli.main(["remove", f"alice/{reference}"]) == 0
+    assert cli.main(["remove", f"alice/rows@{digest[:6]}", "--json"]) == 0
+    told, gone = capsys.readouterr().out.splitlines()
+    assert f"alice/{reference}" in told
+    assert (json.loads(gone)["reference"], json.loads(gone)["owner"]) == (f"alice/rows@{digest}", "alice")
+    assert not store.environments() and not Path(theirs["path"]).exists() and not datasets.everyones(store.base)
+
+
+def test_a_name_without_a_digest_is_told_its_versions(store: Store) -> None:
+    row = published(store)
+    assert f"name the version: calc@{row['digest']}" in refused(store, "calc", "unknown_environment")
+    refused(store, "cal", "unknown_run")
+    assert "did you mean 'calc'" in refused(store, "cal@3f2a9c", "unknown_environment")
 
 
 def test_whoever_is_stopped_in_between_can_call_again(

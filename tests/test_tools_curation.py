@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import AsyncGenerator, Generator, Sequence
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import pytest
 from mcp import Client
 
 from flash_mcp import datasets, queue
+from flash_mcp import server as server_module
 from flash_mcp.errors import FlashError
 from flash_mcp.home import datasets_dir
 from flash_mcp.runfolder import RunFolder
@@ -311,6 +315,27 @@ async def test_every_token_of_the_models_own_answers_is_learnt_and_no_other(numb
     path.write_bytes(path.read_bytes().replace(b"2!", b"3!"))
     with pytest.raises(FlashError, match="changed since"):
         dataset_rows(kept.pinned(), template)
+
+
+def hold_up(path: Path) -> Callable[[], None]:
+    """Make whoever reads the file wait, until what is returned is called."""
+    path.unlink()
+    os.mkfifo(path)
+    return lambda: os.close(os.open(path, os.O_RDWR))
+
+
+async def test_a_call_whose_reading_takes_too_long_is_left(numbers: None, monkeypatch: pytest.MonkeyPatch):
+    run = recorded(solved())
+    release = hold_up(Path(run["folder"], "rollouts", "1.jsonl"))
+    late = threading.Timer(12, release)
+    late.start()
+    monkeypatch.setattr(server_module, "CALL_TIMEOUT_S", 3.0)
+    started = time.monotonic()
+    async with Client(server) as client:
+        code, _ = await refused(client, runs=[run["id"]], dry_run=True)
+    assert code == "not_ready" and time.monotonic() - started < 10
+    late.cancel()
+    release()
 
 
 @pytest.mark.timeout(300)

@@ -144,6 +144,20 @@ async def test_a_broken_environment_is_not_published(client: Client, source: str
     assert not any(environments_dir().glob("*"))
 
 
+async def test_an_error_or_a_task_that_has_no_utf_8_form_is_told_all_the_same(client: Client, tmp_path: Path) -> None:
+    raised = "RuntimeError: bad \\udc80 text"
+    broken = str(environment_folder(tmp_path / "broken", 'raise RuntimeError("bad \\udc80 text")'))
+    assert raised in await refusal(client, "env_push", name="broken", folder=broken)
+    assert raised in (await call(client, "env_test", folder=broken))["probes"][0]["evidence"]
+    source = """
+    class Sample(Addition):
+        def __init__(self):
+            self.dataset = self.eval_dataset = [TaskExample({}, "Add 1 and 2.", id="t\\udc80", output="3")]
+    """
+    shared = str(environment_folder(tmp_path / "shared", source))
+    assert "'t\\udc80'" in (await call(client, "env_push", name="shared", folder=shared))["contaminated"]
+
+
 async def test_what_env_push_refuses_leaves_nothing_behind(client: Client, tmp_path: Path) -> None:
     assert "either folder or files" in await refusal(client, "env_push", name="e")
     assert "either folder or files" in await refusal(client, "env_push", name="e", folder="/tmp", files={})

@@ -74,6 +74,17 @@ def test_a_large_environment_arrives_as_it_was_packed(team: Team, tmp_path: Path
     assert len(left_behind()) == 2
 
 
+def test_an_error_that_has_no_utf_8_form_is_answered_all_the_same(team: Team):
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
+        add(tar, "environment.py", b'raise RuntimeError("bad \\udc80 text")')
+    with team.http(team.token("alice")) as http:
+        answer = http.put("/environments/e", content=buffer.getvalue())
+    assert (answer.status_code, code_of(answer.json()["error"]["message"])) == (400, "environment_invalid")
+    assert "RuntimeError: bad \\udc80 text" in answer.json()["error"]["message"]
+    assert left_behind() == []
+
+
 def iter_of(body: bytes) -> Iterator[bytes]:
     """Without a declared length."""
     for start in range(0, len(body), 1 << 16):

@@ -22,9 +22,17 @@ from dataclasses import KW_ONLY, dataclass
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, cast
 
-from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, create_model, model_serializer
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    create_model,
+    field_validator,
+    model_serializer,
+)
 
-from flash_mcp.errors import FlashError
+from flash_mcp.errors import FlashError, encodable
 
 if TYPE_CHECKING:
     from flash_mcp.curve import Curve
@@ -38,6 +46,11 @@ class Part(BaseModel):
     """A piece of a result. Fields that are None are left out of what is sent."""
 
     model_config = ConfigDict(extra="forbid")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _encodable(cls, value: Any) -> Any:
+        return encodable(value)  # environments and files of others may hold what has no UTF-8 form
 
     @model_serializer(mode="wrap")
     def _without_nulls(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:

@@ -73,7 +73,7 @@ class Deployment(Part):
     model: str
     run_id: str | None = None
     step: int | None = None
-    base_url: str | None = Field(default=None, description="OpenAI-compatible endpoint.")
+    base_url: str | None = Field(default=None, description="OpenAI-compatible endpoint on the server's machine.")
 
 
 class Catalog(Result):
@@ -185,7 +185,7 @@ def _deployments(store: Store) -> list[Deployment]:
             model=row["model"],
             run_id=row["run_id"],
             step=row["step"],
-            base_url=row["base_url"],
+            base_url=row["base_url"] if row["state"] == "ready" and caller().is_local else None,
         )
         for row in store.deployments(LIVE_DEPLOYMENT)
     ]

@@ -112,11 +112,12 @@ async def curate(
     )
     _check(name, plan, dry_run)
     store = open_store()
-    rows = await anyio.to_thread.run_sync(_pooled, store, runs)
+    # Reads are left to themselves when the call is: they may take longer than it has.
+    rows = await anyio.to_thread.run_sync(_pooled, store, runs, abandon_on_cancel=True)
     await report("asking the environment for its eval split")
     held_out = await _held_out(store, rows[0])
     await report("reading attempts")
-    curated = await anyio.to_thread.run_sync(_curated, rows, source, since_step, plan, held_out)
+    curated = await anyio.to_thread.run_sync(_curated, rows, source, since_step, plan, held_out, abandon_on_cancel=True)
     result = Curate(
         environment=_environment_of(rows[0]),
         models=sorted({row["model"] for row in rows}),
@@ -173,7 +174,7 @@ def _arguments_of(row: RunRow) -> str:
 
 async def _held_out(store: Store, row: RunRow) -> HeldOut:
     spec = row["spec"]
-    environment = await anyio.to_thread.run_sync(store.environment, _environment_of(row))
+    environment = await anyio.to_thread.run_sync(store.environment, _environment_of(row), abandon_on_cancel=True)
     async with loaded(
         environment,
         args=spec.get("environment_args"),

@@ -392,5 +392,5 @@ def _after_test(failed: list[str], environment: str | None, path: Path) -> str:
 TOOLS = [
     Tool(env_setup, title="Write a starter environment"),
     Tool(env_push, title="Publish an environment", idempotent=True),
-    Tool(env_test, title="Check an environment", read_only=True, idempotent=True),
+    Tool(env_test, title="Check an environment", idempotent=True),  # with model it queues an evaluation
 ]

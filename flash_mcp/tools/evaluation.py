@@ -211,9 +211,14 @@ async def evaluate(
     known = await task_names(row, split, values.environment_args, values.secrets)
     tasks = _chosen(known, split, task_ids, limit, attempts)
     resolved = evaluations.resolve_eval(subject, row, split=split, tasks=tasks, attempts=attempts, given=given)
-    run, created = await submit(store, resolved, row, subject, idempotency_key)
-    run = await ended(store, run["id"], started + min(wait_s, WAIT_LIMIT_S))
-    return await anyio.to_thread.run_sync(_describe, store, run, subject, len(known), created)
+    run, created, trouble = await submit(store, resolved, row, subject, idempotency_key)
+    if trouble is None:
+        run = await ended(store, run["id"], started + min(wait_s, WAIT_LIMIT_S))
+    result = await anyio.to_thread.run_sync(_describe, store, run, subject, len(known), created)
+    if trouble:
+        again = f"status(run_id={run['id']!r}) tries to start the supervisor again"
+        result.next = f"{trouble} The evaluation is queued; {again}"
+    return result
 
 
 def _environment_of(environment: str | None, subject: Subject) -> str:
@@ -260,14 +265,20 @@ def _chosen(known: list[str], split: str, task_ids: list[str] | None, limit: int
 
 async def submit(
     store: Store, resolved: ResolvedEval, environment: EnvironmentRow, subject: Subject, key: str | None
-) -> tuple[RunRow, bool]:
-    """Put an evaluation into the queue, and see that somebody looks after it."""
+) -> tuple[RunRow, bool, FlashError | None]:
+    """Put an evaluation into the queue, and see that somebody looks after it; last, why nobody does.
+
+    That is not raised: the run is there, and an error alone would have it asked for again.
+    """
     run, created = await anyio.to_thread.run_sync(queue.enqueue, store, resolved, environment, subject.adapter, key)
-    if run["ended"] is None:
-        await anyio.to_thread.run_sync(ensure_supervisor, store.base)
-        if names := run["spec"]["secrets"]:
-            await anyio.to_thread.run_sync(vault.give, store.base, run["id"], secret_values(names))
-    return run, created
+    try:
+        if run["ended"] is None:
+            await anyio.to_thread.run_sync(ensure_supervisor, store.base)
+            if names := run["spec"]["secrets"]:
+                await anyio.to_thread.run_sync(vault.give, store.base, run["id"], secret_values(names))
+    except FlashError as error:
+        return run, created, error
+    return run, created, None
 
 
 async def ended(store: Store, run_id: str, deadline: float) -> RunRow:
@@ -426,7 +437,8 @@ def compare(
     shown = [*[task for task in moved if moved[task] > 0][:flips], *[task for task in moved if moved[task] < 0][:flips]]
     each = FLIP_CHARACTERS // max(len(shown), 1)
     on_eval = all(run["spec"].get("split", "eval") == "eval" for run in (base_run, other_run))
-    overlap = store.overlap(other_run) if on_eval else None
+    trained = _is_trained(base_run, base_eval) or _is_trained(other_run, other_eval)
+    overlap = store.overlap(other_run) if on_eval and trained else None
     memory = judge.contaminated(**overlap) if overlap else None
     notes = [*([f"CONTAMINATED: {memory.evidence}"] if memory else []), *_limits(base_run, other_run, tasks, both)]
     return Compare(
@@ -470,6 +482,11 @@ def _reference(store: Store, text: str) -> tuple[RunRow, int | None]:
         fix = "name a run as RUN or RUN@STEP; evaluate makes an evaluation of any model and returns its run_id"
         raise FlashError("invalid_argument", f"{text!r} is no run", fix=fix)
     return store.run(named["run"]), int(named["step"]) if named["step"] else None
+
+
+def _is_trained(run: RunRow, row: EvalRow) -> bool:
+    """Whether the model had learnt here: a base model remembers no task, whatever the splits share."""
+    return bool(run["init_adapter"]) or (run["algorithm"] != "eval" and row["step"] > 0)
 
 
 def _change(tasks: list[dict[str, list[Try]]], both: list[str], metric: str, effect: float) -> Change:

@@ -18,6 +18,7 @@ import anyio.to_thread
 from pydantic import Field
 
 from flash_mcp import evaluations, stats
+from flash_mcp.errors import FlashError
 from flash_mcp.evaluations import Subject, Try
 from flash_mcp.runfolder import Json
 from flash_mcp.spec import RunSpec
@@ -92,16 +93,17 @@ async def sample_groups(
     asked = json.dumps([environment["digest"], subject.adapter, resolved.spec.model_dump()], sort_keys=True)
     digest = hashlib.sha256(asked.encode()).hexdigest()[:16]
     number = 1
-    run, created = await submit(store, resolved, environment, subject, f"preflight-{digest}-1")
+    run, created, trouble = await submit(store, resolved, environment, subject, f"preflight-{digest}-1")
     while not created and run["state"] in ("failed", "cancelled"):  # that one has no answer
         number += 1
-        run, created = await submit(store, resolved, environment, subject, f"preflight-{digest}-{number}")
-    run = await ended(store, run["id"], deadline)
-    return await anyio.to_thread.run_sync(_describe, store, run)
+        run, created, trouble = await submit(store, resolved, environment, subject, f"preflight-{digest}-{number}")
+    if trouble is None:
+        run = await ended(store, run["id"], deadline)
+    return await anyio.to_thread.run_sync(_describe, store, run, trouble)
 
 
-def _describe(store: Store, run: RunRow) -> Sample:
-    spec, error = run["spec"], run["error"] if run["state"] == "failed" else None
+def _describe(store: Store, run: RunRow, trouble: FlashError | None) -> Sample:
+    spec, error = run["spec"], run["error"] if run["state"] == "failed" else trouble and trouble.to_dict()
     found = scores(store, run) if run["ended"] else None
     findings = judge_groups(evaluations.tries(store, run["id"], spec["step"])) if found else []
     outlook = "hopeless" if any(each.severity == "hopeless" for each in findings) else "doubtful"
