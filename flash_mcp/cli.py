@@ -353,7 +353,7 @@ def curve(arguments: argparse.Namespace) -> None:
 
     points = drawing.of_run(open_store(), arguments.run_id)
     if arguments.png is not None:
-        arguments.png.write_bytes(drawing.png(points))
+        _write(arguments.png, drawing.png(points), "--png")
     if arguments.json:
         _say(_json(dataclasses.asdict(points)))
     else:
@@ -413,12 +413,16 @@ def report(arguments: argparse.Namespace) -> None:
 
     text = page.html(open_store(), arguments.run_id)
     out = arguments.out or Path(f"{arguments.run_id}.html")
-    try:
-        out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        fix = "choose a file that you may write with --out"
-        raise FlashError("invalid_argument", f"cannot write there: {error}", out=out, fix=fix) from error
+    _write(out, text.encode(), "--out")
     _say(_json({"path": str(out.absolute())}) if arguments.json else str(out))
+
+
+def _write(path: Path, content: bytes, option: str) -> None:
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        fix = f"choose a file that you may write with {option}"
+        raise FlashError("invalid_argument", f"cannot write there: {error}", path=path, fix=fix) from error
 
 
 def _add_backup(commands: Any) -> None:
@@ -539,6 +543,8 @@ def _reader(kind: Any) -> Callable[[str], Any]:
         return _text
 
     def read(text: str) -> Any:
+        if text is argparse.SUPPRESS:  # argparse reads the default of an optional positional, too
+            return text
         try:
             return json.loads(text)
         except ValueError:
@@ -599,9 +605,9 @@ def _stay(run_id: str, as_json: bool, **options: Any) -> int:
 
 def call(tool: Tool, given: dict[str, Any]) -> BaseModel:
     """Check the arguments and run the tool, as the server does. FlashError for every failure that was foreseen."""
-    import anyio  # noqa: PLC0415
     from pydantic import ValidationError  # noqa: PLC0415
 
+    from flash_mcp import follow  # noqa: PLC0415
     from flash_mcp.spec import explain  # noqa: PLC0415
     from flash_mcp.tools import check_arguments, listen  # noqa: PLC0415
 
@@ -618,7 +624,7 @@ def call(tool: Tool, given: dict[str, Any]) -> BaseModel:
         listen(_tell)
         return cast("BaseModel", await tool.function(**values))
 
-    return anyio.run(run)
+    return follow.run(run)
 
 
 async def _tell(message: str, share: float | None) -> None:

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from flash_mcp import curve
+from flash_mcp import curve, follow
 from flash_mcp.errors import FlashError
 from flash_mcp.store import ACTIVE, open_store
 from flash_mcp.texts import visible
@@ -257,7 +257,7 @@ def main(arguments: list[str] | None = None) -> int:
 def told(console: Console, act: Callable[..., Awaitable[Json]], *arguments: Any) -> Json | None:
     """What `act(console, *arguments)` returns; None once a FlashError of it was shown."""
     try:
-        return anyio.run(act, console, *arguments)
+        return follow.run(act, console, *arguments)
     except FlashError as error:
         console.print(visible(str(error)), style="red", markup=False, highlight=False)
     except BaseExceptionGroup as group:

@@ -24,6 +24,8 @@ Row = Mapping[str, Any]
 
 FailureMode = Literal["error", "empty", "looping", "truncated", "wrapped", "unparsed", "wrong"]
 
+SAMPLE_ROLLOUTS = 256
+"""Of a step with more, so many are drawn at random and looked at."""
 LOOP_CHARACTERS = 40
 """Shorter repetitions at the end of a text are no loop."""
 LOOP_PERIOD = 120
@@ -35,6 +37,7 @@ WRAPPERS = {
     "bold": re.compile(r"\*\*[^*\n]+\*\*"),
     "quotes": re.compile(r"""\A\s*(["'“`]).+["'”`]\s*\Z""", re.DOTALL),
 }
+BAD_PART = re.compile(r"invalid|malformed|unpars|untagged|penalty|error", re.IGNORECASE)
 FORMAT_PART = re.compile(r"format|parse|tagged|valid|well_?formed|syntax|answered|schema", re.IGNORECASE)
 NO_ANSWER = re.compile(
     r"\bno (final |valid )?(answer|tags?|number|match|json|code)\b|not (be )?pars|unpars|malformed|not valid|invalid|"
@@ -98,8 +101,9 @@ def _ends_in_a_loop(text: str) -> bool:
 def _is_parsed(row: Row) -> bool | None:
     """Whether the scorer found an answer; None where it does not say."""
     metrics, reason = cast("Mapping[str, float]", row.get("metrics") or {}), str(row.get("reason") or "")
-    if parts := [value for name, value in metrics.items() if FORMAT_PART.search(name)]:
-        return all(value > 0 for value in parts)
+    named = {name: value for name, value in metrics.items() if FORMAT_PART.search(name)}
+    if parts := [value == 0 if BAD_PART.search(name) else value > 0 for name, value in named.items()]:
+        return all(parts)
     return False if NO_ANSWER.search(reason) else None
 
 

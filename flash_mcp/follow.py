@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import sys
 import time
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from flash_mcp.store import open_store
 from flash_mcp.texts import visible
@@ -13,6 +15,7 @@ from flash_mcp.texts import visible
 if TYPE_CHECKING:
     from flash_mcp.tools.status import Status
 
+Found = TypeVar("Found")
 ENDED = {"succeeded": 0, "failed": 3, "cancelled": 4}
 """Exit codes by how a run ended."""
 TIMED_OUT = 5
@@ -20,13 +23,21 @@ INTERRUPTED = 130
 WAIT_S = 30.0
 
 
+def run(function: Callable[..., Awaitable[Found]], *arguments: Any) -> Found:
+    """What the coroutine function returns. Raises KeyboardInterrupt on Ctrl-C, whenever it comes."""
+    import anyio  # noqa: PLC0415
+
+    try:
+        return anyio.run(function, *arguments)
+    except asyncio.CancelledError as error:  # asyncio forgets a signal that comes in the moment in which it starts
+        raise KeyboardInterrupt from error
+
+
 def until_ended(run_id: str, *, timeout_s: float | None = None, quiet: bool = False) -> tuple[int, Status | None]:
     """(exit code, the run's last report) once it has ended, `timeout_s` has passed, or on Ctrl-C, which only detaches.
 
     Progress goes to stderr. FlashError(unknown_run).
     """
-    import anyio  # noqa: PLC0415
-
     from flash_mcp.tools.status import status  # noqa: PLC0415
 
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -34,7 +45,7 @@ def until_ended(run_id: str, *, timeout_s: float | None = None, quiet: bool = Fa
     wait_s = 0.0
     try:
         while True:
-            report = anyio.run(status, run_id, wait_s)
+            report = run(status, run_id, wait_s)
             view = cast("dict[str, Any]", report.model_dump(mode="json")["run"])
             if not quiet:
                 show(view)

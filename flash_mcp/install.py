@@ -41,10 +41,13 @@ def install(client: str, *, name: str = "flash", write: bool = True) -> Installe
     locate, merge = CLIENTS[client]
     path = Path(os.path.realpath(locate()))  # a link to it, as dotfile managers make, stays one
     old = path.read_text() if path.exists() else ""
+    if not re.fullmatch(r"[\w-]+", name):
+        fix = "use letters, digits, - and _"
+        raise FlashError("invalid_argument", "that is no name of a server", name=name, fix=fix)
     try:
         new = merge(old, name, entry())
     except ValueError as error:
-        fix = f"mend it, or add by hand what `flash-mcp install {client} --print` shows of an empty file"
+        fix = f"mend it, or add this server by hand: {merge('', name, entry())}"
         what = f"the file is not understood, and was left as it is: {error}"
         raise FlashError("invalid_argument", what, path=path, fix=fix) from error
     changed = new != old

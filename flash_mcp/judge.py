@@ -213,7 +213,7 @@ def _errors(history: Sequence[Metrics], recent: Sequence[Metrics]) -> Flag | Non
     return Flag(
         "environment_errors",
         "problem" if share >= 0.2 else "warning",
-        f"{share:.0%} of the rollouts of {_steps(recent)} failed in environment code, with reward 0",
+        f"{share:.0%} of the rollouts of {_steps(recent)} failed in environment code: nothing is learnt from them",
         "read them with rollouts (which=worst; see each row's error), mend environment.py, env_test, env_push",
     )
 
@@ -234,8 +234,8 @@ def _uniform(history: Sequence[Metrics], recent: Sequence[Metrics]) -> Flag | No
     share, reward = _mean(recent, "groups/uniform_share"), _mean(recent, "reward/mean")
     if share is None or share < 0.6:
         return None
-    solved = (_mean(recent, "success/rate") or 0.0) > 0.8
-    zero = _mean(recent, "groups/zero_share") or 0.0
+    right, zero = _mean(recent, "groups/solved_share") or 0.0, _mean(recent, "groups/zero_share") or 0.0
+    solved = _is_solved(recent) or right > share / 2
     if solved:
         remedy = "the tasks are solved: stop here, or train on harder ones"
     elif zero > 0.5:
@@ -244,11 +244,15 @@ def _uniform(history: Sequence[Metrics], recent: Sequence[Metrics]) -> Flag | No
         remedy = "make partial progress pay, use easier tasks, or train with a greater group_size or temperature"
     return Flag(
         "uniform_groups",
-        "warning" if solved else "problem",
+        "problem" if share >= 0.95 and not solved else "warning",
         f"in {share:.0%} of the groups of {_steps(recent)} all rollouts scored the same (mean reward "
-        f"{reward or 0.0:.2f}; all zero in {zero:.0%}): they teach nothing",
+        f"{reward or 0.0:.2f}; all zero in {zero:.0%}, all right in {right:.0%}): they teach nothing",
         remedy,
     )
+
+
+def _is_solved(recent: Sequence[Metrics]) -> bool:
+    return (_mean(recent, "success/rate") or 0.0) > 0.8
 
 
 def _hard(history: Sequence[Metrics], recent: Sequence[Metrics]) -> Flag | None:
@@ -282,27 +286,27 @@ def _middle(recent: Sequence[Metrics]) -> float:
     return max(0.0, 1 - (_mean(recent, "groups/solved_share") or 0.0) - (_mean(recent, "groups/unsolved_share") or 0.0))
 
 
-def _change(values: Sequence[float]) -> tuple[float, float, int] | None:
-    """(mean of the last third less that of the first, half-width of its noise, values a third); None for under 20."""
+def _change(values: Sequence[float]) -> tuple[float, float] | None:
+    """(mean of the last third less that of the first, half-width of its noise); None for fewer than 20 values."""
     if len(values) < 20:
         return None
     third = len(values) // 3
     first, last = values[:third], values[-third:]
-    return fmean(last) - fmean(first), 1.96 * math.sqrt((pstdev(first) ** 2 + pstdev(last) ** 2) / third), third
+    return fmean(last) - fmean(first), 1.96 * math.sqrt((pstdev(first) ** 2 + pstdev(last) ** 2) / third)
 
 
 def _flat(history: Sequence[Metrics], recent: Sequence[Metrics]) -> Flag | None:
     found = _change(_column(history, "reward/mean"))
     if found is None or (_mean(recent, "success/rate") or 0.0) > 0.9:
         return None
-    change, band, third = found
+    change, band = found
     if change > band:
         return None
     falls = change < -band
     return Flag(
         "reward_falling" if falls else "reward_flat",
         "problem" if falls else "warning",
-        f"mean reward of the last {third} steps less that of the first {third}: {change:+.3f} ± {band:.3f}",
+        f"mean reward of the last third of {_steps(history)} less that of the first: {change:+.3f} ± {band:.3f}",
         "lower learning_rate, or look for a reward that pays for the wrong thing"
         if falls
         else "look at rollouts for what is paid; raise learning_rate (LoRA often takes 1e-4 to 2e-4) or make partial "
@@ -318,7 +322,8 @@ def _unearned(history: Sequence[Metrics], recent: Sequence[Metrics]) -> Flag | N
     return Flag(
         "reward_without_success",
         "problem" if success[0] < -success[1] else "warning",
-        f"from the first to the last {reward[2]} steps the reward changed by {reward[0]:+.3f} ± {reward[1]:.3f}, "
+        f"from the first to the last third of {_steps(history)} the reward changed by {reward[0]:+.3f} ± "
+        f"{reward[1]:.3f}, "
         f"success by {success[0]:+.3f} ± {success[1]:.3f}, to {share:.0%}",
         "read rollouts (which=best): what is paid that is no success? Pay less for it in the scorer, env_test, "
         "env_push, train again",
@@ -328,7 +333,9 @@ def _unearned(history: Sequence[Metrics], recent: Sequence[Metrics]) -> Flag | N
 def _collapse(history: Sequence[Metrics], recent: Sequence[Metrics]) -> Flag | None:
     lengths = trend(_column(history, "tokens/completion_mean"))
     rewards = trend(_column(history, "reward/mean"))
-    if not lengths or not rewards or lengths.last > 0.5 * lengths.first or rewards.last <= rewards.first:
+    if not lengths or not rewards or len(history) < WINDOW:
+        return None
+    if lengths.last > 0.5 * lengths.first or rewards.last < rewards.first + 0.02:
         return None
     success = trend(_column(history, "success/rate"))
     earned = success is not None and success.last > success.first + 0.1
@@ -418,7 +425,7 @@ def _mismatch(history: Sequence[Metrics], recent: Sequence[Metrics]) -> Flag | N
 
 def _still(history: Sequence[Metrics], recent: Sequence[Metrics]) -> Flag | None:
     norms = _column(recent, "grad_norm")
-    if len(norms) < 3 or max(norms) > 1e-9:
+    if len(norms) < 3 or max(norms) > 1e-9 or _is_solved(recent):
         return None
     return Flag(
         "no_gradient",

@@ -17,7 +17,7 @@ from typing import Any, cast
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
-from flash_mcp.failures import failure_counts, failure_modes
+from flash_mcp.failures import SAMPLE_ROLLOUTS, failure_counts, failure_modes
 from flash_mcp.runfolder import Json
 from flash_mcp.store import RunRow, Store
 from flash_mcp.texts import visible
@@ -27,7 +27,6 @@ from flash_mcp.tools.status import HeldOut, RunView, view_of
 POINTS = 200
 TRAIN_STEPS = 5
 """Steps of which rollouts are shown: the first, the newest and some between."""
-STEP_ROLLOUTS = 256
 SHOWN_ROLLOUTS = 3
 MESSAGE_CHARACTERS = 4000
 MESSAGES = 12
@@ -394,14 +393,17 @@ def _spread(steps: Sequence[int], count: int = TRAIN_STEPS) -> list[int]:
 
 
 def _step(store: Store, run_id: str, split: str, step: int) -> Element:
-    rows = cast("list[Json]", store.rollouts(run_id, split, step, "best", limit=STEP_ROLLOUTS))
-    modes, total = failure_modes(rows), store.rollout_count(run_id, split, step)
-    failed = ", ".join(f"{mode} {count}" for mode, count in failure_counts(rows).items())
-    places = _spread(range(len(rows)), SHOWN_ROLLOUTS)
+    total, solved = (store.rollout_count(run_id, split, step, success=success) for success in (None, True))
+    sample = cast("list[Json]", store.rollouts(run_id, split, step, "random", limit=SAMPLE_ROLLOUTS))
+    of = f" of {len(sample)} drawn at random" if len(sample) < total else ""
+    failed = ", ".join(f"{mode} {count}" for mode, count in failure_counts(sample).items())
+    places = _spread(range(total), SHOWN_ROLLOUTS)
+    shown = [cast(Json, store.rollouts(run_id, split, step, "best", limit=1, offset=place)[0]) for place in places]
     name = f"Step {step}" if split == "train" else f"Held out, step {step}"
-    success = sum(row["success"] for row in rows) / len(rows)
-    summary = f"{name}: {total} rollouts, success {success:.0%}" + (f"; failures: {failed}" if failed else "")
-    return el("details", el("summary", summary), *(_rollout(rows[place], modes[place]) for place in places))
+    summary = f"{name}: {total} rollouts, success {solved / total:.0%}" + (
+        f"; failures{of}: {failed}" if failed else ""
+    )
+    return el("details", el("summary", summary), *map(_rollout, shown, failure_modes(shown, sample)))
 
 
 def _rollout(row: Json, mode: str | None) -> Element:

@@ -34,7 +34,7 @@ from flash_mcp.curve import Curve, of_run, png
 from flash_mcp.defects import as_flash_error
 from flash_mcp.errors import FlashError
 from flash_mcp.headers import TrimmedHeaders
-from flash_mcp.runfolder import RunFolder
+from flash_mcp.runfolder import Json, RunFolder
 from flash_mcp.spec import explain
 from flash_mcp.store import open_store
 from flash_mcp.tasks import Deployments, Jobs, Runs, Tasks
@@ -258,9 +258,19 @@ def _add_resources(server: FlashServer) -> None:
     @server.resource("flash://runs/{run_id}/rollouts/{step}", name="run_rollouts", mime_type="application/x-ndjson")
     @_as_resource
     def read_rollouts(run_id: str, step: int) -> str:  # pyright: ignore[reportUnusedFunction]
-        """Every transcript of one step, whole, one a line."""
+        """Every training transcript of one step, whole, one a line."""
         run = open_store().run(run_id)
-        return "\n".join(json.dumps(row) for row in RunFolder(run["folder"]).rollouts(step))
+        return _lines(RunFolder(run["folder"]).rollouts(step), run_id, step)
+
+    @server.resource(
+        "flash://runs/{run_id}/evaluations/{step}", name="run_evaluation", mime_type="application/x-ndjson"
+    )
+    @_as_resource
+    def read_evaluation(run_id: str, step: int) -> str:  # pyright: ignore[reportUnusedFunction]
+        """Every transcript of the evaluation at one step, whole, one a line."""
+        run = open_store().run(run_id)
+        found = RunFolder(run["folder"]).evaluation(step)
+        return _lines(found["rollouts"] if found else [], run_id, step)
 
     @server.resource("flash://runs/{run_id}/curve.png", name="run_curve", mime_type="image/png")
     @_as_resource
@@ -272,6 +282,12 @@ def _add_resources(server: FlashServer) -> None:
     def train_a_model(goal: str) -> str:  # pyright: ignore[reportUnusedFunction]
         """The training loop, from a goal in words to a judged adapter."""
         return playbook.loop(goal)
+
+
+def _lines(rows: Sequence[Json], run_id: str, step: int) -> str:
+    if not rows:
+        raise ResourceNotFoundError(f"{run_id} has none at step {step}; the tool rollouts names the steps that it has")
+    return "\n".join(map(json.dumps, rows))
 
 
 def _as_resource(read: Callable[..., Any]) -> Callable[..., Any]:

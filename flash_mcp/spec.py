@@ -317,6 +317,8 @@ def resolve(spec: RunSpec, *, file_fields: frozenset[str] = frozenset()) -> Reso
             values[name], sources[name] = recipe[name], "recipe"
         else:
             sources[name] = "default"
+    if spec.max_length and sources["max_tokens"] == "recipe":
+        values["max_tokens"] = min(values["max_tokens"], spec.max_length)
     return ResolvedSpec(spec=RunSpec.model_construct(**values), sources=sources)
 
 

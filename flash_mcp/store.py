@@ -415,6 +415,12 @@ class Store:
         rows = self.query(sql, [run_id, since, -1 if limit is None else limit])
         return cast("list[MetricRow]", rows[::-1])
 
+    def outline(self, run_id: str, every: int, after: int) -> list[MetricRow]:
+        """Every `every`-th step from the first on, and all those after `after`, in order."""
+        sql = """SELECT step, epoch, time, metrics FROM metrics
+                 WHERE run_id = ? AND ((step - 1) % ? = 0 OR step > ?) ORDER BY step"""
+        return cast("list[MetricRow]", self.query(sql, [run_id, every, after]))
+
     def last_metrics(self, run_id: str) -> MetricRow | None:
         rows = self.metrics(run_id, limit=1)
         return rows[0] if rows else None

@@ -172,7 +172,7 @@ def test_ctrl_c_while_following_only_detaches(tmp_path: Path):
             assert "step 2/20" in process.stderr.readline()
             process.send_signal(signal.SIGINT)
             rest = process.stderr.read()
-            assert process.wait(30) == 130
+            assert process.wait(30) == 130, rest
         assert f"flash-mcp status {started['id']} --follow" in rest
         assert open_store().run(started["id"])["state"] == "running"
 
@@ -189,6 +189,16 @@ def test_the_curve_is_drawn_and_written(run: Run, tmp_path: Path):
     picture = tmp_path / "curve.png"
     assert run("curve", finished["id"], "--png", str(picture))[0] == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
+    code, _, said = run("curve", finished["id"], "--png", str(tmp_path / "none" / "curve.png"))
+    assert code == 2 and "choose a file that you may write with --png" in said
+
+
+def test_a_list_may_be_given_by_its_flag_or_left_out(run: Run, tmp_path: Path):
+    finished = finished_run(tmp_path)
+    for words in (["--runs", finished["id"]], [finished["id"]]):
+        assert json.loads(run("curate", *words, "--dry-run", "--json")[1])["counts"]
+    code, _, said = run("curate", "--dry-run")
+    assert code == 2 and "SUPPRESS" not in said
 
 
 def test_a_text_may_come_from_a_file(run: Run, tmp_path: Path):

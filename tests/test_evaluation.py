@@ -17,6 +17,7 @@ from flash_mcp.errors import FlashError
 from flash_mcp.launch.local import LocalLauncher
 from flash_mcp.report import html
 from flash_mcp.server import server
+from flash_mcp.spec import resolve, validate
 from flash_mcp.store import open_store
 from flash_mcp.supervisor import Patience, Supervisor
 from flash_mcp.tools import RESULT_CHARACTERS, evaluation, preflight, to_text
@@ -422,3 +423,10 @@ async def test_env_test_samples_nothing_where_a_check_failed(client: Client, tmp
     body = await call(client, "env_test", folder=str(folder), model="smollm2-135m-instruct")
     assert body["passed"] is False and "sample" not in body
     assert open_store().runs() == []
+
+
+@pytest.mark.parametrize(("after", "every", "count"), [(True, 10, 3), (True, 7, 4), (False, 10, 3), (True, None, 2)])
+def test_as_many_evaluations_are_reckoned_with_as_a_run_makes(after: bool, every: int | None, count: int):
+    spec = resolve(validate({"environment": "e", "steps": 20, "eval_before": True, "eval_after": after,
+                             **({"eval_every": every} if every else {})})).spec  # fmt: skip
+    assert preflight._evaluations(spec) == count

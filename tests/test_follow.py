@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import pty
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from flash_mcp import cli, queue
+from flash_mcp import cli, follow, queue
 from flash_mcp.store import open_store
 from tests.samples import finished_run, learn, queued_run, read_in, started_run, supervised
 
@@ -110,3 +111,11 @@ def _read_until(terminal: int, wanted: bytes, timeout_s: float = 30) -> bytes:
         if select.select([terminal], [], [], 0.1)[0]:
             found += os.read(terminal, 65536)
     return found
+
+
+def test_ctrl_c_in_the_moment_in_which_a_loop_starts_is_ctrl_c():
+    async def cancelled() -> None:
+        raise asyncio.CancelledError
+
+    with pytest.raises(KeyboardInterrupt):
+        follow.run(cancelled)

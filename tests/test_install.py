@@ -10,7 +10,7 @@ import pytest
 
 from flash_mcp import cli
 from flash_mcp.errors import FlashError
-from flash_mcp.install import CLIENTS, install
+from flash_mcp.install import CLIENTS, entry, install
 
 CODEX = """# mine
 model = "o9"
@@ -102,10 +102,17 @@ def test_a_file_that_is_not_understood_is_left_as_it_is(client: str, text: str):
     path = CLIENTS[client][0]()
     path.parent.mkdir(exist_ok=True)
     path.write_text(text)
-    with pytest.raises(FlashError, match="left as it is"):
+    with pytest.raises(FlashError, match="left as it is") as caught:
         install(client)
+    assert entry()["command"] in caught.value.fix
     assert path.read_text() == text
     assert list(path.parent.glob("*.bak")) == []
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_name_that_a_client_would_not_take_is_refused(client: str):
+    with pytest.raises(FlashError, match="no name of a server"):
+        install(client, name="my server")
 
 
 def test_a_link_to_the_configuration_stays_a_link(own_home: Path):

@@ -174,6 +174,8 @@ def test_each_warning_sign_is_raised_alone_with_its_numbers_and_a_remedy(
         pytest.param(15, {"tokens/completion_mean": rising(100, 5, 15)}, id="shorter, but not paid for"),
         pytest.param(30, {"entropy": rising(1.0, 0.3, 30), **LEARNING}, id="some entropy left"),
         pytest.param(5, {"eval_loss": [2.0, 1.5, 1.4, 1.41, 1.42]}, id="a held-out loss at rest"),
+        pytest.param(3, {"tokens/completion_mean": [99, 60, 48], "reward/mean": [0.1, 0.1, 0.2]}, id="short at first"),
+        pytest.param(5, {"grad_norm": [0.0] * 5, "success/rate": [1.0] * 5}, id="nothing left to learn"),
     ],
 )
 def test_what_resembles_a_warning_sign_raises_none(steps: int, columns: dict[str, list[float]]):
@@ -233,6 +235,15 @@ def test_a_run_whose_held_out_success_fell_is_not_worth_continuing():
 def test_uniform_groups_of_solved_tasks_are_no_problem_but_the_end():
     solved = history(5, **{"groups/uniform_share": [0.9] * 5, "success/rate": [0.95] * 5})
     assert [(flag.severity, "solved" in flag.remedy) for flag in judge.flags(solved)] == [("warning", True)]
+
+
+def test_a_run_that_learns_from_few_groups_is_worth_continuing():
+    few = history(30, **LEARNING, **{"groups/uniform_share": [0.65] * 30, "groups/solved_share": [0.35] * 30})
+    (flag,) = judge.flags(few)
+    assert flag.severity == "warning" and "solved" in flag.remedy and "all right in 35%" in flag.evidence
+    assert judge.outlook(few, [flag]).startswith("yes: reward went from 0.25")
+    none = history(30, **{"groups/uniform_share": [1.0] * 30, "groups/solved_share": [0.0] * 30})
+    assert judge.flags(none)[0].severity == "problem"
 
 
 def test_problems_stand_before_warnings():

@@ -121,6 +121,16 @@ def test_flags_and_failure_modes_stand_on_the_page_with_evidence_and_remedy(tmp_
     assert "truncation" in text and "60% of the rollouts of steps 2 to 11" in text and "max_tokens" in text
 
 
+def test_a_large_evaluation_is_not_judged_by_its_best_part(tmp_path: Path):
+    run, writer = started_run(tmp_path)
+    rollouts = [sample_rollout(0, index, float(index % 4 == 0)) for index in range(1000)]
+    writer.evaluation(0, {"n": 1000, "success": 0.25, "reward_mean": 0.25, "error_share": 0.0}, rollouts)
+    read_in(open_store(), run["id"])
+    text = Tags(html(open_store(), run["id"])).text
+    assert "Held out, step 0: 1000 rollouts, success 25%; failures of 256 drawn at random: wrong 1" in text
+    assert "no success (wrong)" in text
+
+
 def test_nothing_that_a_run_wrote_becomes_part_of_the_page(tmp_path: Path):
     page = Tags(html(open_store(), hostile_run(tmp_path)["id"]))
     tags = {tag for tag, _ in page.found}

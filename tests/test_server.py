@@ -15,6 +15,7 @@ from typing import Any
 import anyio
 import pytest
 from mcp import Client, StdioServerParameters
+from mcp.shared.exceptions import MCPError
 from mcp_types import CallToolResult
 
 from flash_mcp import server as server_module
@@ -284,6 +285,11 @@ async def test_what_a_run_left_behind_can_be_read_as_resources(client: Client, t
     assert [row["step"] for row in metrics] == list(range(1, 21))
     rows = (await client.read_resource(f"{base}/rollouts/3")).contents[0].text.splitlines()
     assert [json.loads(row)["index"] for row in rows] == list(range(8))
+    rows = (await client.read_resource(f"{base}/evaluations/20")).contents[0].text.splitlines()
+    assert len(rows) == 100
+    for kind in ("rollouts", "evaluations"):
+        with pytest.raises(MCPError, match="none at step 99"):
+            await client.read_resource(f"{base}/{kind}/99")
     assert (await client.read_resource(f"{base}/curve.png")).contents[0].mime_type == "image/png"
     assert (await client.read_resource(f"{base}/log")).contents[0].text == ""
 

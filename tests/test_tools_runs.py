@@ -609,3 +609,79 @@ async def test_no_deployment_stands_in_a_base_models_place(tmp_path: Path):
     with pytest.raises(FlashError) as caught:
         find_subject(open_store(), "mine")
     assert caught.value.code == "unknown_model"
+
+
+# -- what is said next ------------------------------------------------------------------------------------------------
+
+
+async def test_a_short_conversation_asks_for_no_longer_answers(tmp_path: Path):
+    push_echo(tmp_path)
+    for algorithm in ("grpo", "sft"):
+        values = (await call("train", environment="echo", algorithm=algorithm, max_length=256, validate_only=True))[
+            "values"
+        ]
+        assert values["max_tokens"] == values["max_length"] == 256
+
+
+async def test_only_grpo_is_judged_by_a_sample(tmp_path: Path):
+    push_echo(tmp_path)
+    checked = await call("train", environment="echo", algorithm="sft", validate_only=True)
+    assert "sample" not in checked["next"]
+    error = await refused("train", environment="echo", algorithm="sft", validate_only=True, sample=True)
+    assert "grpo" in error.what and "evaluate" in error.fix
+
+
+async def test_what_is_said_next_of_an_evaluation_leads_to_its_own_transcripts(tmp_path: Path):
+    run, writer = started_run(tmp_path)
+    learn(writer, [1])
+    rollouts = [sample_rollout(1, index, 0.0, "held out " * 2000) for index in range(3)]
+    writer.evaluation(1, {"n": 3, "success": 0.0, "reward_mean": 0.0, "error_share": 0.0}, rollouts)
+    read_in(open_store(), run["id"])
+    said = (await call("rollouts", run_id=run["id"], split="eval"))["next"]
+    assert f"rollouts(run_id={run['id']!r}, split='eval', step=1, index=0)" in said
+    longer = await call("rollouts", run_id=run["id"], split="eval", step=1, index=0)
+    assert f"flash://runs/{run['id']}/evaluations/1" in longer["next"]
+    beyond = await call("rollouts", run_id=run["id"], split="eval", step=1, index=99)
+    assert beyond["next"] == "this step has 3 eval rollouts: index is 0 to 2"
+
+
+async def test_a_fine_tuned_run_is_not_sent_for_transcripts_that_it_does_not_have(tmp_path: Path):
+    run, writer = started_run(tmp_path, algorithm="sft")
+    evaluate(writer, 20, 30)
+    read_in(open_store(), run["id"])
+    queue.finish(open_store(), run["id"], 1, "succeeded", step=20)
+    assert f"evaluate(model={run['id']!r})" in (await call("status", run_id=run["id"]))["next"]
+    assert "split='eval' has the others" in (await call("rollouts", run_id=run["id"]))["next"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "more"), [({}, ""), ({"lora_rank": 8, "lora_alpha": 8}, ", lora_rank=8, lora_alpha=8")]
+)
+async def test_going_on_from_a_run_is_a_call_that_works(tmp_path: Path, fields: dict[str, Any], more: str):
+    run, writer = started_run(tmp_path, **fields)
+    save_adapter(writer, 5, tmp_path / "saved", rank=fields.get("lora_rank", 32), alpha=fields.get("lora_alpha", 64))
+    read_in(open_store(), run["id"])
+    said = (await call("checkpoints", run_id=run["id"]))["next"]
+    made = f"train(environment='echo', init_from_adapter='{run['id']}@5'{more})"
+    assert made in said
+    arguments = {"environment": "echo", "init_from_adapter": f"{run['id']}@5", **fields}
+    assert (await call("train", **arguments, validate_only=True))["warm_start"] == f"{run['id']}@5"
+
+
+async def test_a_list_of_runs_of_one_state_does_not_say_that_there_are_none(tmp_path: Path):
+    finished_run(tmp_path)
+    assert (await call("status", state="failed"))["next"] == "no run is failed: leave state out for all"
+
+
+async def test_a_long_run_is_judged_on_all_of_it(tmp_path: Path):
+    run, _ = started_run(tmp_path, steps=1000)
+    for step in range(1, 1001):  # it learns, and has come to rest for the newest 600 steps
+        metrics = {
+            "reward/mean": min(0.75, 0.1 + step / 600),
+            "success/rate": min(0.75, 0.1 + step / 600),
+            "entropy": 1.0,
+        }
+        open_store().put_metrics(run["id"], {"step": step, "epoch": 1, "time": 1.0, "metrics": metrics})
+    view = (await call("status", run_id=run["id"]))["run"]
+    assert "flags" not in view and view["outlook"].startswith("yes: reward went from 0.1")
+    assert "over steps 1 to 1000" in view["outlook"]

@@ -255,5 +255,6 @@ def _training_share(store: Store, spec: RunSpec) -> tuple[float, float, str]:
 
 
 def _evaluations(spec: RunSpec) -> int:
-    during = (spec.steps or 0) // spec.eval_every if spec.eval_every else 0
-    return bool(spec.eval_before) + bool(spec.eval_after) + during
+    every, steps = spec.eval_every, spec.steps or 0
+    is_last_done = bool(spec.eval_after and not (every and steps % every == 0))
+    return bool(spec.eval_before) + is_last_done + (steps // every if every else 0)

@@ -9,9 +9,9 @@ from pydantic import Field
 
 from flash_mcp.errors import FlashError
 from flash_mcp.evaluations import prompt_length
-from flash_mcp.failures import FailureMode, failure_counts, failure_modes
+from flash_mcp.failures import SAMPLE_ROLLOUTS, FailureMode, failure_counts, failure_modes
 from flash_mcp.runfolder import Json
-from flash_mcp.store import open_store
+from flash_mcp.store import ACTIVE, RunRow, Store, open_store
 from flash_mcp.tools import RESULT_CHARACTERS, Part, Result, Tool, shorten, to_text
 from flash_mcp.tools.runs import RunId
 
@@ -20,7 +20,6 @@ LONG_MESSAGE = 1500
 OPENING_CHARACTERS = 1500
 MESSAGE_FRAME = 55
 """Characters that a message takes beside its text."""
-FAILURE_ROLLOUTS = 256
 """Rollouts of a step that are classified at most."""
 RESULT_FRAME = 900
 """Characters that the result takes beside its rows."""
@@ -60,7 +59,9 @@ class Rollouts(Result):
     run_id: str
     total: int = Field(description="Transcripts that match.")
     failures: dict[str, int] | None = Field(
-        default=None, description="How many of a step's transcripts failed, by mode; absent with step=-1."
+        default=None,
+        description="How many of a step's transcripts failed, by mode, where it has more than 256 of as many drawn at "
+        "random; absent with step=-1.",
     )
     opening: list[Message] | None = Field(
         default=None, description="The first messages of every transcript shown, left out of each of them."
@@ -114,7 +115,8 @@ def rollouts(
     at = _step(step, steps, search=contains is not None)
     offset = _offset(cursor) if index is None else index
     if not steps or (at is not None and at not in steps):
-        return _nothing(run_id, run["state"], at, steps, split)
+        others = store.rollout_steps(run_id, "eval" if split == "train" else "train")
+        return _nothing(run, at, steps, split, bool(others))
     if index is not None:
         page = store.rollouts(run_id, split, at if at is not None else steps[-1], "index", limit=1, offset=offset)
         total, has_more = len(page), False
@@ -122,7 +124,8 @@ def rollouts(
         page = store.rollouts(run_id, split, at, which, contains, success, limit + 1, offset)
         total, has_more = store.rollout_count(run_id, split, at, contains, success), len(page) > limit
     rows = cast("list[Json]", page[:limit])
-    sample = rows if at is None else cast("list[Json]", store.rollouts(run_id, split, at, limit=FAILURE_ROLLOUTS))
+    drawn = store.rollouts(run_id, split, at, "random", limit=SAMPLE_ROLLOUTS) if at is not None else []
+    sample = cast("list[Json]", drawn) or rows
     for row, mode in zip(rows, failure_modes(rows, sample), strict=True):
         row["failure"] = mode
     opening = _opening(rows)
@@ -139,7 +142,7 @@ def rollouts(
         has_more=has_more,
         cursor=str(offset + len(shown)) if has_more else None,
         cut=cut,
-        next=_next_step(run_id, shown, index, bool(cut), has_more),
+        next=_next_step(store, run_id, split, at, shown, index, bool(cut), has_more),
     )
 
 
@@ -169,17 +172,18 @@ def _offset(cursor: str | None) -> int:
     return int(cursor or 0)
 
 
-def _nothing(run_id: str, state: str, step: int | None, steps: list[int], split: str) -> Rollouts:
+def _nothing(run: RunRow, step: int | None, steps: list[int], split: str, others: bool) -> Rollouts:
+    run_id, state = run["id"], run["state"]
     if steps:
         next_step = f"there are {split} rollouts of the steps {_ranges(steps)}, none of step {step}"
-    elif split == "eval":
-        next_step = (
-            "no evaluation was made: train with eval_before, eval_after or eval_every; split='train' has the others"
-        )
+    elif others:
+        next_step = f"it has none of these: split={'eval' if split == 'train' else 'train'!r} has the others"
+    elif split == "eval" and run["algorithm"] != "eval":
+        next_step = f"no evaluation was made: evaluate(model={run_id!r}) makes one, as eval_before and eval_after do"
+    elif state in ACTIVE and run["algorithm"] != "sft":
+        next_step = f"the run is {state} and has none yet: status(run_id={run_id!r}, wait_s=40) waits for the first"
     else:
-        next_step = (
-            f"the run is {state} and has none yet: status(run_id={run_id!r}, wait_s=40) waits for the first step"
-        )
+        next_step = f"the run is {state} and has none; status(run_id={run_id!r}) has what there is"
     return Rollouts(run_id=run_id, total=0, rollouts=[], has_more=False, next=next_step)
 
 
@@ -294,7 +298,19 @@ def _excerpt(text: str, allowed: int, around: str) -> str:
     return f"…[{start} characters cut]… {text[start : start + kept]} …[{len(text) - start - kept} characters cut]…"
 
 
-def _next_step(run_id: str, shown: list[Rollout], index: int | None, was_cut: bool, has_more: bool) -> str:
+def _next_step(
+    store: Store,
+    run_id: str,
+    split: str,
+    step: int | None,
+    shown: list[Rollout],
+    index: int | None,
+    was_cut: bool,
+    has_more: bool,
+) -> str:
+    if not shown and index is not None:
+        count = store.rollout_count(run_id, split, step)
+        return f"this step has {count} {split} rollouts: index is 0 to {count - 1}"
     if not shown:
         return "nothing matches: try step=-1, or without contains and success"
     first, options = shown[0], list[str]()
@@ -302,11 +318,11 @@ def _next_step(run_id: str, shown: list[Rollout], index: int | None, was_cut: bo
     if index is not None and last is not None and last + 1 < (first.messages_in_all or 0):
         options.append(f"from_message={last + 1} goes on")
     elif index is not None and was_cut:
-        options.append(f"the resource flash://runs/{run_id}/rollouts/{first.step} has every text whole")
+        kind = "rollouts" if split == "train" else "evaluations"
+        options.append(f"the resource flash://runs/{run_id}/{kind}/{first.step} has every text whole")
     elif was_cut:
-        options.append(
-            f"rollouts(run_id={run_id!r}, step={first.step}, index={first.index}) shows the first one longer"
-        )
+        which = f"run_id={run_id!r}, split={split!r}, step={first.step}, index={first.index}"
+        options.append(f"rollouts({which}) shows the first one longer")
     if has_more:
         options.append("cursor brings more")
     return "; ".join([*options, f"status(run_id={run_id!r}) has the numbers"])

@@ -40,7 +40,7 @@ from flash_mcp.tools.loading import (
     secret_values,
 )
 from flash_mcp.tools.preflight import GROUP_SIZE, SAMPLE_LIMIT_S, RunTime, Sample, after_sample, run_time, sample_groups
-from flash_mcp.tools.status import RunView, by_source
+from flash_mcp.tools.status import RunView, by_source, going_on
 
 CHARACTERS_PER_TOKEN = 3.5
 """Of English in common vocabularies; the control plane has no tokenizer."""
@@ -201,6 +201,9 @@ async def start(
     started = time.monotonic()
     resolved, card, dataset = await anyio.to_thread.run_sync(_resolved, given, config)
     spec, store = resolved.spec, open_store()
+    if sample and spec.algorithm != "grpo":
+        fix = "leave sample out; evaluate says what the model does before"
+        raise FlashError("invalid_argument", "sample says whether there is something for grpo to learn", fix=fix)
     first = await anyio.to_thread.run_sync(queue.asked_before, store, resolved, idempotency_key)
     reference = f"{first['environment']}@{first['environment_digest']}" if first else spec.environment
     environment = await anyio.to_thread.run_sync(named.environment, store, reference)
@@ -225,7 +228,8 @@ async def start(
         notes=[*_asks(environment), *notes, *_advice(spec, estimate)] or None,
     )
     if validate_only and not sample:
-        next_step = "call train again without validate_only to start it; sample=true lets the model try it first"
+        tries = "; sample=true lets the model try it first" if spec.algorithm == "grpo" else ""
+        next_step = f"call train again without validate_only to start it{tries}"
         return result(state="validated", created=False, next=next_step)
     if sample:
         subject = Subject(card.name, card.context, adapter=adapter)
@@ -511,9 +515,7 @@ def _after_cancel(run: RunRow, has_checkpoint: bool) -> str:
     if run["state"] != "cancelled":
         return f"it is saving; status(run_id={run['id']!r}, wait_s=40) returns when it has ended"
     if has_checkpoint:
-        return (
-            f"deploy(run_id={run['id']!r}) serves its newest checkpoint; train(init_from_adapter={run['id']!r}) goes on"
-        )
+        return f"deploy(run_id={run['id']!r}) serves its newest checkpoint; {going_on(run)} goes on from it"
     return "it had no checkpoint yet; train starts another run"
 
 
@@ -548,8 +550,7 @@ def checkpoints(
     ]
     if found:
         step = found[0].step
-        warm = f"train(init_from_adapter='{run_id}@{step}')"
-        next_step = f"deploy(run_id={run_id!r}, step={step}) serves the first; {warm} goes on from it"
+        next_step = f"deploy(run_id={run_id!r}, step={step}) serves the first; {going_on(run, step)} goes on from it"
     elif run["algorithm"] == "eval":
         next_step = f"an evaluation saves none; status(run_id={run_id!r}) has its scores"
     else:

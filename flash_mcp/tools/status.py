@@ -16,8 +16,9 @@ from flash_mcp import judge, vault
 from flash_mcp.callers import caller
 from flash_mcp.curve import of_run
 from flash_mcp.errors import FlashError
-from flash_mcp.failures import failure_counts
+from flash_mcp.failures import SAMPLE_ROLLOUTS, failure_counts
 from flash_mcp.runfolder import Json, RunFolder
+from flash_mcp.spec import RECIPES, RunSpec
 from flash_mcp.store import ACTIVE, CheckpointRow, EvalRow, RunRow, RunState, Store, open_store
 from flash_mcp.supervisor import ensure_supervisor
 from flash_mcp.tools import Part, Result, Tool, illustrate, report, shorten, utc
@@ -29,7 +30,6 @@ MAX_WAIT_S = 43.0
 SPEED_STEPS = 10
 FLAG_STEPS = 400
 ALL_STEPS = 1_000_000
-FAILURE_ROLLOUTS = 256
 LEAST_FREE_BYTES = 16 * 2**20
 
 
@@ -258,7 +258,9 @@ def view_of(store: Store, run_id: str, detailed: bool) -> tuple[RunView, str]:
     step_s = _attempt_s(store, run) if is_eval else _mean(recent, "time/step_s")
     left = run["steps"] - step if run["steps"] and run["state"] in ACTIVE else None
     is_grpo = run["algorithm"] == "grpo"
-    history = [{**row["metrics"], "step": row["step"]} for row in store.metrics(run_id, limit=FLAG_STEPS)]
+    last = newest["step"] if newest else 0
+    outline = store.outline(run_id, max(1, last // FLAG_STEPS), last - judge.WINDOW)
+    history = [{**row["metrics"], "step": row["step"]} for row in outline]
     overlap = run["lineage"].get("overlap")
     verdict = _verdict(store, run_id, evals)
     flags = judge.flags(history)
@@ -387,7 +389,7 @@ def _failures(store: Store, run_id: str) -> dict[str, int]:
     """Failure modes of the newest step's rollouts; of the newest evaluation where there are none (sft)."""
     for split in ("train", "eval"):
         if steps := store.rollout_steps(run_id, split):
-            rows = store.rollouts(run_id, split, steps[-1], "index", limit=FAILURE_ROLLOUTS)
+            rows = store.rollouts(run_id, split, steps[-1], "random", limit=SAMPLE_ROLLOUTS)
             return failure_counts(rows)
     return {}
 
@@ -467,24 +469,34 @@ def _given(run: RunRow) -> dict[str, Any]:
 def _next_step(run: RunRow, flags: list[judge.Flag], verdict: judge.Verdict | None, has_checkpoint: bool) -> str:
     run_id, state = run["id"], run["state"]
     if state == "failed":
-        resume = (
-            f"; its checkpoints stay: train(init_from_adapter={run_id!r}) goes on from the newest"
-            if has_checkpoint
-            else ""
-        )
+        resume = f"; its checkpoints stay: {going_on(run)} goes on from the newest" if has_checkpoint else ""
         return f"act on error.fix, then train again{resume}"
     if state == "cancelled":
-        return f"deploy(run_id={run_id!r}) or train(init_from_adapter={run_id!r})" if has_checkpoint else "train again"
+        return f"deploy(run_id={run_id!r}) or {going_on(run)}" if has_checkpoint else "train again"
     if any(flag.name == "contaminated_split" for flag in flags):
         return "take the shared tasks out of one of the splits, env_test, env_push and train again: see flags"
     if state == "succeeded":
-        return _after_success(run_id, verdict)
+        return _after_success(run, verdict)
     if problem := next((flag for flag in flags if flag.severity == "problem"), None):
         return f"{problem.name}: see rollouts(run_id={run_id!r}, which='worst'); cancel if it is not worth its time"
     return f"status(run_id={run_id!r}, wait_s=40) returns at the next change"
 
 
-def _after_success(run_id: str, verdict: judge.Verdict | None) -> str:
+def going_on(run: RunRow, step: int | None = None) -> str:
+    """The call that starts another run of the same shape from an adapter of this one, by default the newest."""
+    spec, recipe = run["spec"], RECIPES[run["spec"]["algorithm"]]
+    start = run["id"] if step is None else f"{run['id']}@{step}"
+    fields = {"environment": run["environment"], "init_from_adapter": start}
+    if run["model"] != RunSpec.model_fields["model"].default:
+        fields["model"] = run["model"]
+    fields |= {name: spec[name] for name in ("lora_rank", "lora_alpha") if spec[name] != recipe[name]}
+    return f"train({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
+
+
+def _after_success(run: RunRow, verdict: judge.Verdict | None) -> str:
+    run_id = run["id"]
+    if verdict is None and run["algorithm"] == "sft":
+        return f"evaluate(model={run_id!r}) measures it on held-out tasks, and compare sets it against the base model"
     if verdict is None:
         return f"rollouts(run_id={run_id!r}, which='best') shows what was learnt; deploy(run_id={run_id!r}) serves it"
     if verdict.outcome == "improved":
@@ -504,6 +516,8 @@ def _list(store: Store, state: str | None, limit: int, cursor: str | None) -> St
         next_step = f"status(run_id={lines[0].run_id!r}) reports one" + (
             "; cursor brings older ones" if has_more else ""
         )
+    elif state:
+        next_step = f"no run is {state}: leave state out for all"
     else:
         next_step = "no runs yet: train starts one; catalog shows the environments there are"
     return Status(
