@@ -85,6 +85,8 @@ class Bounds:
     needs: dict[str, Any] = field(default_factory=dict[str, Any])
     threads: int = 32
     readable: tuple[str, ...] = ()
+    written: tuple[str, ...] = ()
+    """Folders within `scratch`, where not all of it is to be written to."""
 
     @property
     def memory_bytes(self) -> int:
@@ -203,7 +205,7 @@ def _leave_the_user(shm_bytes: int) -> tuple[bool, bool]:
     if not sys.platform.startswith("linux"):
         return False, False
     if os.getuid() != 0:
-        is_mapped = _works_in_a_fork(_enter_user_namespace)
+        is_mapped = works_in_a_fork(_enter_user_namespace)
         if is_mapped:
             _enter_user_namespace()
         has_own_shm = is_mapped and _mount_own_shm(shm_bytes)
@@ -215,7 +217,7 @@ def _leave_the_user(shm_bytes: int) -> tuple[bool, bool]:
     return has_own_shm, os.getuid() != 0
 
 
-def _works_in_a_fork(action: Callable[[], None]) -> bool:
+def works_in_a_fork(action: Callable[[], None]) -> bool:
     """Whether it can be done: half done it could not be undone."""
     pid = os.fork()
     if pid == 0:
@@ -322,7 +324,8 @@ def _rules(bounds: Bounds, has_own_shm: bool, handled: int) -> Iterator[tuple[Pa
     yield Path(bounds.folder), READ_DIR
     for name in DEVICES:
         yield Path("/dev", name), READ_FILE | READ_DIR | WRITE_FILE | TRUNCATE | IOCTL_DEV
-    yield Path(bounds.scratch), handled
+    for folder in bounds.written or (bounds.scratch,):
+        yield Path(folder), handled
     yield Path("/dev/shm"), handled if has_own_shm else READ | WRITE_FILE | TRUNCATE | 1 << 5 | 1 << 8
 
 

@@ -155,10 +155,10 @@ def test_of_two_installers_one_installs(tmp_path: Path) -> None:
         from environments import requirements
 
         def install(target):
-            with (target / "installed").open("a") as stream:
+            with (target / "venv" / "installed").open("a") as stream:
                 stream.write("once ")
             time.sleep(0.3)
-            (target / "ready").touch()
+            return "one==1"
 
         requirements.install, sys.argv = install, ["", {str(tmp_path)!r}]
         requirements.main()
@@ -166,7 +166,8 @@ def test_of_two_installers_one_installs(tmp_path: Path) -> None:
     command = (sys.executable, "-c", textwrap.dedent(code))
     both = started(command, command)
     assert [process.wait(timeout=60) for process in both] == [0, 0]
-    assert (tmp_path / "installed").read_text() == "once "
+    assert (tmp_path / "venv" / "installed").read_text() == "once "
+    assert (tmp_path / "ready").read_text() == "one==1"
 
 
 async def test_build_code_of_packages_sees_none_of_our_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,11 +195,14 @@ def tried(action):
 
 def attack():
     home = Path(HOME)
+    target = home / "interpreters" / Path(__file__).relative_to(home / "interpreters").parts[0]
     return {
         "read": tried((home / "secret").read_text),
         "list": tried(lambda: os.listdir(home)),
         "write": tried(lambda: (home / "planted").write_text("")),
         "write elsewhere": tried(lambda: Path(HOME + "-beside").write_text("")),
+        "plant a link that the server follows": tried(lambda: (target / ".requirements.txt.1").symlink_to("/")),
+        "hold the lock": tried(lambda: (target / "lock").unlink()),
         "look at the server": tried(Path("/proc", str(SERVER), "environ").read_bytes),
         "signal the server": tried(lambda: os.kill(SERVER, 0)),
     }
@@ -251,5 +255,5 @@ async def test_a_packages_build_and_its_start_up_code_stand_behind_the_walls(
     """
     async with await EnvironmentHost.start(folder_with(tmp_path, "attacker\n", source, returns="Sample()")) as host:
         for found in json.loads((await host.open("train", 0)).messages[0]["content"]):
-            assert len(found) == 6 and set(found.values()) == {"PermissionError"}, found
+            assert len(found) == 8 and set(found.values()) == {"PermissionError"}, found
     assert ["sleep", "4321"] not in [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
