@@ -266,7 +266,7 @@ class EnvironmentHost:
             threads=self._concurrency,
             readable=(
                 *filter(None, os.environ.get(READABLE_VARIABLE, "").split(os.pathsep)),
-                str(interpreter.parents[1]),
+                *requirements.prefix(interpreter),
             ),
         )
         # -P and PYTHONPATH: `environments` is this package, whatever the environment's folder holds.

@@ -127,6 +127,11 @@ def contract_path(python: Path) -> Path:
     return folder
 
 
+def prefix(python: Path) -> tuple[str, ...]:
+    """The folder of what was installed for `python`. Others lie anywhere: above ~/bin/python is all of a home."""
+    return (str(python.parents[1]),) if python.is_relative_to(interpreters_dir()) else ()
+
+
 def _digest(wanted: list[str]) -> str:
     made_for = f"{sys.implementation.cache_tag} {platform.system()} {platform.machine()}"
     return hashlib.sha256("\n".join([made_for, *wanted]).encode()).hexdigest()[:16]

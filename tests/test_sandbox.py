@@ -134,6 +134,18 @@ async def test_a_folder_that_the_operator_names_can_be_read(tmp_path: Path, monk
         assert await attack.told(read) == "42"
 
 
+async def test_an_interpreter_in_the_users_home_does_not_open_that_home(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    (home / "bin").mkdir(parents=True)
+    (home / "bin" / "python3").symlink_to(Path(sys.executable).resolve())
+    (home / "secret").write_text("")
+    environment_folder(tmp_path / "folder", ATTACKER)
+    server = [home / "bin" / "python3", "-c", AS_A_USER, tmp_path / "folder", f"open({str(home / 'secret')!r})"]
+    repository = {"PYTHONPATH": str(CALCULATOR.parent.parent)}
+    told = subprocess.check_output(server, cwd=tmp_path, env=repository, timeout=60)  # noqa: ASYNC221
+    assert json.loads(told.splitlines()[-1])[1] == ["environment_access"]
+
+
 async def test_no_descriptor_of_the_host_is_inherited(tmp_path: Path) -> None:
     with (tmp_path / "private").open("w") as held:
         os.set_inheritable(held.fileno(), True)
