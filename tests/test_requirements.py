@@ -37,7 +37,9 @@ def names_in(interpreters: Path) -> set[str]:
 
 
 def environment_of(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/environ").read_bytes()
+    while not (found := Path(f"/proc/{pid}/environ").read_bytes()):
+        pass  # Popen returns a moment before the kernel fills it in
+    return found
 
 
 def started(*commands: tuple[str, ...]) -> list[subprocess.Popen[str]]:
@@ -183,14 +185,14 @@ async def test_build_code_of_packages_sees_none_of_our_secrets(tmp_path: Path, m
 
 # What a package does when it is built, and once more whenever an interpreter that has it starts (attacker.pth).
 ATTACKER = """
-import os, subprocess, zipfile
+import errno, os, subprocess, zipfile
 from pathlib import Path
 
 def tried(action):
     try:
         action()
     except OSError as error:
-        return type(error).__name__
+        return errno.errorcode[error.errno]
     return "done"
 
 def attack():
@@ -255,5 +257,5 @@ async def test_a_packages_build_and_its_start_up_code_stand_behind_the_walls(
     """
     async with await EnvironmentHost.start(folder_with(tmp_path, "attacker\n", source, returns="Sample()")) as host:
         for found in json.loads((await host.open("train", 0)).messages[0]["content"]):
-            assert len(found) == 8 and set(found.values()) == {"PermissionError"}, found
+            assert len(found) == 8 and set(found.values()) <= {"EACCES", "EPERM", "EROFS"}, found
     assert ["sleep", "4321"] not in [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]

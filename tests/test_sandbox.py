@@ -134,10 +134,18 @@ async def test_a_folder_that_the_operator_names_can_be_read(tmp_path: Path, monk
         assert await attack.told(read) == "42"
 
 
+async def test_terminals_of_others_are_out_of_reach_and_its_own_work(tmp_path: Path) -> None:
+    _, operators = os.openpty()
+    async with attack_on(tmp_path) as attack:
+        await attack.fault(f"open({os.ttyname(operators)!r}, 'w')")
+        code = "import os; one, other = os.openpty(); os.write(other, b'own'); told = os.read(one, 9)"
+        assert await attack.told(code) == "b'own'"
+
+
 async def test_an_interpreter_in_the_users_home_does_not_open_that_home(tmp_path: Path) -> None:
     home = tmp_path / "home"
     (home / "bin").mkdir(parents=True)
-    (home / "bin" / "python3").symlink_to(Path(sys.executable).resolve())
+    (home / "bin" / "python3").symlink_to(Path(sys.executable).resolve())  # noqa: ASYNC240
     (home / "secret").write_text("")
     environment_folder(tmp_path / "folder", ATTACKER)
     server = [home / "bin" / "python3", "-c", AS_A_USER, tmp_path / "folder", f"open({str(home / 'secret')!r})"]
@@ -379,8 +387,10 @@ async def test_the_walls_stand_for_a_user_without_rights_too() -> None:
         environment_folder(Path(place, "folder"), ATTACKER)
         Path(place, "folder", "environment.toml").write_text("processes = 40")  # noqa: ASYNC240
         Path(place, "secret").write_text("")  # noqa: ASYNC240
+        os.chown(Path(place, "secret"), 4242, 4242)  # Landlock would let it do all that its owner may, but open it
         attacks = [
             f"open({place + '/secret'!r})",
+            f"import os; os.chmod({place + '/secret'!r}, 0o666)",
             "import socket; socket.socket()",
             "import os; told = os.getuid(), open('environment.py').read()[:1]",
             "import multiprocessing; told = multiprocessing.Lock().acquire()",
@@ -395,7 +405,24 @@ async def test_the_walls_stand_for_a_user_without_rights_too() -> None:
         assert done.returncode == 0, done.stderr
         walls, told = json.loads(done.stdout.splitlines()[-1])
     if not any(walls.values()):
-        assert told == ["environment_access", "environment_network", "(4242, '\\n')", "True", "environment_processes"]
+        assert told == [
+            *["environment_access"] * 2,
+            "environment_network",
+            "(4242, '\\n')",
+            "True",
+            "environment_processes",
+        ]
+
+
+@pytest.mark.skipif(os.getuid() != 0 or not shutil.which("setpriv"), reason="only root can give powers up")
+async def test_where_no_namespace_can_be_had_environments_work_and_terminals_are_left_out(tmp_path: Path) -> None:
+    environment_folder(tmp_path / "folder", ATTACKER)
+    works = "import multiprocessing, tempfile; tempfile.mkdtemp(); told = multiprocessing.Lock().acquire()"
+    attacks = [works, "open('/dev/ptmx', 'w')", f"import os; os.chmod({str(tmp_path)!r}, 0o777)"]
+    server = [sys.executable, "-c", AS_A_USER, tmp_path / "folder", *attacks]
+    powerless = ["setpriv", "--bounding-set", "-sys_admin", "--inh-caps", "-sys_admin", *server]
+    told = subprocess.check_output(powerless, timeout=60)  # noqa: ASYNC221
+    assert json.loads(told.splitlines()[-1])[1] == ["True", "environment_access", "environment_access"]
 
 
 # -- what honest code needs -------------------------------------------------------------------------------------------
