@@ -362,12 +362,12 @@ def _restrict_files(bounds: Bounds, mounts: Mounts) -> tuple[str, str]:
 def _rules(bounds: Bounds, mounts: Mounts, handled: int) -> Iterator[tuple[Path, int]]:
     package = Path(__file__).parent
     yield package.parent, READ_DIR  # where Python looks for it; there may be more there than packages
-    hidden = Path(bounds.hidden)
+    hidden = _real(bounds.hidden)
     python = (sys.prefix, sys.base_prefix, sys.exec_prefix, str(Path(sys.executable).resolve().parent))
     imported = (entry for entry in sys.path if entry and Path(entry) != package.parent)
     settings = (f"/etc/{name}" for name in SETTINGS)
     for root in (*SYSTEM, *settings, *python, *imported, *bounds.readable, str(package), bounds.folder):
-        for path in _without(Path(root), hidden):
+        for path in _without(_real(root), hidden):
             yield path, READ
     yield Path(bounds.folder), READ_DIR
     for name in (*DEVICES, *(TERMINALS if mounts.terminals else ())):
@@ -378,12 +378,22 @@ def _rules(bounds: Bounds, mounts: Mounts, handled: int) -> Iterator[tuple[Path,
 
 
 def _without(root: Path, hidden: Path) -> Iterable[Path]:
-    """`root`, or what of it does not lead to `hidden`."""
+    """`root`, or what of it does not lead to `hidden`; both without links on the way."""
     if not hidden.is_relative_to(root):
         return (root,)
     with suppress(OSError):
-        return [path for entry in root.iterdir() if entry != hidden for path in _without(entry, hidden)]
+        inside = [(entry, _real(entry)) for entry in root.iterdir()]
+        return [
+            path
+            for entry, real in inside
+            if not real.is_relative_to(hidden) and (real == entry or not hidden.is_relative_to(real))
+            for path in _without(real, hidden)
+        ]
     return ()
+
+
+def _real(path: str | Path) -> Path:
+    return Path(os.path.realpath(path))
 
 
 def _allow(rules: int, path: Path, rights: int) -> None:

@@ -99,6 +99,22 @@ async def test_state_is_out_of_reach_though_the_environment_lies_within_it(publi
         assert "Addition" in await attack.told("told = open('environment.py').read()")
 
 
+async def test_state_behind_a_link_or_dots_is_out_of_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, link = tmp_path / "data", tmp_path / "link"
+    (data / "state").mkdir(parents=True)
+    (data / "state" / "flash.db").write_text("")
+    (data / "rows").write_text("42")
+    (data / "round").symlink_to(tmp_path)
+    (data / "alias").symlink_to(data / "state")
+    link.symlink_to(data / "state")
+    monkeypatch.setenv("FLASH_READABLE", str(data))
+    for home in (link, data / ".." / "data" / "state"):
+        monkeypatch.setenv("FLASH_HOME", str(home))
+        async with attack_on(tmp_path / "environment") as attack:
+            assert (await attack.fault(f"open({str(data / 'state' / 'flash.db')!r})")).code == "environment_access"
+            assert await attack.told(f"told = open({str(data / 'rows')!r}).read()") == "42"
+
+
 async def test_it_writes_to_its_temporary_folder_alone_and_that_is_removed(tmp_path: Path, flash_home: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
