@@ -414,8 +414,12 @@ LOAD, EQUAL, AT_LEAST, RETURN = 0x20, 0x15, 0x35, 0x06
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000
 IO_URING_SETUP = 425
 """It would make sockets past any filter."""
-# The machine's own calls, and the numbers of: socket; add_key, request_key, keyctl (keys of the user's session).
-MACHINES = {"x86_64": (0xC000003E, 41, (248, 249, 250)), "aarch64": (0xC00000B7, 198, (217, 218, 219))}
+# The machine's own calls, and the numbers of: socket; add_key, request_key, keyctl (keys of the user's session); shm*,
+# sem* and msg* of System V and mq_*, whose memory nobody counts, outlives its makers and may be other programs'.
+MACHINES = {
+    "x86_64": (0xC000003E, 41, (248, 249, 250), (29, 30, 31, *range(64, 72), 220, 240, 241)),
+    "aarch64": (0xC00000B7, 198, (217, 218, 219), (180, 181, *range(186, 198))),
+}
 
 
 class _Program(ctypes.Structure):
@@ -427,8 +431,9 @@ def _filter_calls(*, allow_sockets: bool) -> str:
     machine = platform.machine()
     if machine not in MACHINES:
         return f"the system calls of {machine} are not known here"
-    own, socket, keys = MACHINES[machine]
-    refused = [(IO_URING_SETUP, errno.ENOSYS), *((number, errno.EPERM) for number in keys)]
+    own, socket, keys, shared = MACHINES[machine]
+    refused = [(number, errno.ENOSYS) for number in (IO_URING_SETUP, *shared)]
+    refused += [(number, errno.EPERM) for number in keys]
     refused += [] if allow_sockets else [(socket, errno.EACCES)]
     steps = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, own), (RETURN, 0, 0, REFUSE | errno.ENOSYS), (LOAD, 0, 0, 0)]
     steps += [(AT_LEAST, 0, 1, 0x40000000), (RETURN, 0, 0, REFUSE | errno.ENOSYS)]  # the numbers of the x32 calls

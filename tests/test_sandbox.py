@@ -265,6 +265,40 @@ async def test_many_processes_that_together_use_too_much_memory_are_ended(tmp_pa
         assert await attack.told("told = 1") == "1"
 
 
+@pytest.mark.parametrize("made", ["mmap.mmap(-1, size)", "mmap.mmap(file, size)"])
+async def test_memory_that_is_shared_counts_once(tmp_path: Path, made: str) -> None:
+    share = f"""
+        import mmap, os, time
+        size = SIZE << 20
+        file = os.memfd_create("shared")
+        os.ftruncate(file, size)
+        held = {made}
+        for _ in range(3):
+            if children := os.fork() == 0:
+                break
+        for place in range(0, size, 4096):
+            held[place] = 1
+        time.sleep(2)
+        if children:
+            os._exit(0)
+        told = "fits"
+    """
+    async with attack_on(tmp_path, "memory_gib = 0.5") as attack:
+        assert await attack.told(share.replace("SIZE", "250")) == "fits"
+        assert (await attack.fault(share.replace("SIZE", "700"))).code == "environment_memory"
+
+
+async def test_memory_that_outlives_its_makers_cannot_be_had(tmp_path: Path) -> None:
+    code = """
+        import ctypes, errno
+        libc = ctypes.CDLL(None, use_errno=True)
+        calls = lambda: libc.shmget(0, 4096, 0o1600), lambda: libc.semget(0, 1, 0o1600), lambda: libc.msgget(0, 0o1600)
+        told = [(call(), ctypes.get_errno() == errno.ENOSYS) for call in (*calls, lambda: libc.mq_open(b"/x", 0o102))]
+    """
+    async with attack_on(tmp_path) as attack:
+        assert await attack.told(code) == str([(-1, True)] * 4)
+
+
 async def test_a_file_that_grows_too_large_is_an_error(tmp_path: Path) -> None:
     code = """
         import os, tempfile
