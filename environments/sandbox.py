@@ -410,15 +410,17 @@ def _allow(rules: int, path: Path, rights: int) -> None:
 
 # -- seccomp: sockets -------------------------------------------------------------------------------------------------
 
-LOAD, EQUAL, AT_LEAST, RETURN = 0x20, 0x15, 0x35, 0x06
+LOAD, AND, EQUAL, AT_LEAST, RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000
+SECOND_ARGUMENT = 24
+SOCKET_TYPES, SOCK_STREAM, SOCK_SEQPACKET = 0xF, 1, 5
 IO_URING_SETUP = 425
 """It would make sockets past any filter."""
-# The machine's own calls, and the numbers of: socket; add_key, request_key, keyctl (keys of the user's session); shm*,
-# sem* and msg* of System V and mq_*, whose memory nobody counts, outlives its makers and may be other programs'.
+# The machine's own calls, and the numbers of: socket; socketpair; add_key, request_key, keyctl (keys of the user's
+# session); shm*, sem*, msg* of System V and mq_*, whose memory nobody counts, outlives its makers, may be others'.
 MACHINES = {
-    "x86_64": (0xC000003E, 41, (248, 249, 250), (29, 30, 31, *range(64, 72), 220, 240, 241)),
-    "aarch64": (0xC00000B7, 198, (217, 218, 219), (180, 181, *range(186, 198))),
+    "x86_64": (0xC000003E, 41, 53, (248, 249, 250), (29, 30, 31, *range(64, 72), 220, 240, 241)),
+    "aarch64": (0xC00000B7, 198, 199, (217, 218, 219), (180, 181, *range(186, 198))),
 }
 
 
@@ -431,7 +433,7 @@ def _filter_calls(*, allow_sockets: bool) -> str:
     machine = platform.machine()
     if machine not in MACHINES:
         return f"the system calls of {machine} are not known here"
-    own, socket, keys, shared = MACHINES[machine]
+    own, socket, pair, keys, shared = MACHINES[machine]
     refused = [(number, errno.ENOSYS) for number in (IO_URING_SETUP, *shared)]
     refused += [(number, errno.EPERM) for number in keys]
     refused += [] if allow_sockets else [(socket, errno.EACCES)]
@@ -439,6 +441,10 @@ def _filter_calls(*, allow_sockets: bool) -> str:
     steps += [(AT_LEAST, 0, 1, 0x40000000), (RETURN, 0, 0, REFUSE | errno.ENOSYS)]  # the numbers of the x32 calls
     for number, error in refused:
         steps += [(EQUAL, 0, 1, number), (RETURN, 0, 0, REFUSE | error)]
+    if not allow_sockets:  # streams and sequences of packets stay with each other, datagrams go to any address
+        steps += [(EQUAL, 0, 5, pair), (LOAD, 0, 0, SECOND_ARGUMENT), (AND, 0, 0, SOCKET_TYPES)]
+        steps += [(EQUAL, 2, 0, SOCK_STREAM), (EQUAL, 1, 0, SOCK_SEQPACKET)]
+        steps += [(RETURN, 0, 0, REFUSE | errno.EACCES)]
     steps += [(RETURN, 0, 0, ALLOW)]
     code = b"".join(struct.pack("HBBI", *step) for step in steps)
     program = _Program(len(steps), code)

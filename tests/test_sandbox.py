@@ -219,6 +219,18 @@ async def test_the_network_is_refused_and_the_refusal_says_how_to_ask(tmp_path: 
         assert "returncode=1" in await attack.told(bash)
 
 
+async def test_a_pair_of_sockets_reaches_nobody_else(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as outside:
+        outside.bind(str(tmp_path / "socket"))
+        async with attack_on(tmp_path / "environment") as attack:
+            for kind in ("SOCK_DGRAM", "SOCK_RAW", "SOCK_DGRAM | SOCK_CLOEXEC"):
+                pair = f"from socket import *; socketpair(AF_UNIX, {kind})[0].sendto(b'', {outside.getsockname()!r})"
+                assert "Permission denied" in (await attack.fault(pair)).what
+            for kind in ("SOCK_STREAM", "SOCK_SEQPACKET", "SOCK_STREAM | SOCK_NONBLOCK"):
+                pair = f"from socket import *; a, b = socketpair(AF_UNIX, {kind}); a.send(b'x'); told = b.recv(1)"
+                assert await attack.told(pair) == "b'x'"
+
+
 async def test_an_environment_that_asks_for_the_network_gets_it(tmp_path: Path, listener: socket.socket) -> None:
     async with attack_on(tmp_path, "network = true") as attack:
         assert "asks for it" in attack.host.walls["network"]
