@@ -211,7 +211,12 @@ class EnvironmentHost:
 
     async def tasks(self, split: str) -> list[tuple[str, str]]:
         """(task id, digest of what the model is asked) of every task of a split, in order."""
-        return [tuple(task) for task in await self._call(await self._live_child(), "tasks", split=split)]
+        child, tasks = await self._live_child(), list[tuple[str, str]]()
+        while page := await self._call(child, "tasks", split=split, first=len(tasks)):
+            tasks += map(tuple, page)
+            if len(tasks) >= self.splits[split]:
+                break
+        return tasks
 
     async def stop(self) -> None:
         """End every child and what it started; calls under way fail."""

@@ -70,6 +70,17 @@ async def test_an_episode_is_opened_stepped_and_scored(tmp_path: Path) -> None:
         assert (await fault_of(host.step(opening.episode, "late"))).what.endswith("is not open")
 
 
+async def test_more_tasks_are_listed_than_fit_into_one_reply(tmp_path: Path) -> None:
+    source = """
+    class Sample(Addition):
+        def __init__(self):
+            self.dataset, self.eval_dataset = tasks(130_000), tasks(3)
+    """
+    async with await EnvironmentHost.start(environment_folder(tmp_path, source)) as host:
+        assert [task_id for task_id, _ in await host.tasks("train")] == [f"t{n}" for n in range(130_000)]
+        assert len(await host.tasks("eval")) == 3
+
+
 async def test_splits_tasks_and_gold_answers_are_known(tmp_path: Path) -> None:
     async with await EnvironmentHost.start(environment_folder(tmp_path, "", returns="Addition()")) as host:
         assert host.splits == {"train": 6, "eval": 4}
