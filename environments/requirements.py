@@ -66,15 +66,19 @@ def interpreters_dir() -> Path:
 def of_folder(folder: Path) -> list[str]:
     """The requirements of a folder, sorted: the lines of its requirements.txt, and the SDK that it was written for.
 
-    EnvironmentFault(requirements_failed) for lines that refer to other files.
+    A line that ends with a backslash goes on in the next. EnvironmentFault(requirements_failed) for lines that refer to
+    other files.
     """
     path = folder / FILE
     lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
-    for number, line in enumerate(lines, start=1):
-        if NO_REFERENCE.match(line.strip()):
-            what = f"{FILE} line {number}: {line.strip()!r:.100} refers to other files; name packages and versions"
+    text, wanted = "\n".join(re.sub(r"(^|\s)#.*", "", line) for line in lines), set[str]()
+    for found in re.finditer(r"(.*\\\n)*.*", text):
+        line = found[0].replace("\\\n", "").strip()
+        if NO_REFERENCE.match(line):
+            number = text.count("\n", 0, found.start()) + 1
+            what = f"{FILE} line {number}: {line!r:.100} refers to other files; name packages and versions"
             raise EnvironmentFault("requirements_failed", what)
-    wanted = {text for line in lines if (text := re.sub(r"(^|\s)#.*", "", line).strip())}
+        wanted |= {line} - {""}
     if _needs_sdk(folder, wanted):
         wanted.add(SDK_REQUIREMENT)
     return sorted(wanted)

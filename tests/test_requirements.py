@@ -99,6 +99,14 @@ async def test_what_the_resolver_said_last_is_in_the_error_and_nothing_half_made
     assert names_in(flash_home / "interpreters") == {"lock", "requirements.txt"}
 
 
+async def test_a_line_that_goes_on_in_the_next_is_one(tmp_path: Path) -> None:
+    hashes = "six==1.17.0 \\\n --hash=sha256:11 \\\n --hash=sha256:00\n"
+    folder = folder_with(tmp_path, f"zlib==1\n{hashes}  # via one\nattrs # x\n")
+    assert requirements.of_folder(folder) == ["attrs", "six==1.17.0  --hash=sha256:11  --hash=sha256:00", "zlib==1"]
+    (folder / "requirements.txt").write_text("six\nattrs\n-\\\nr more.txt\n")
+    assert "requirements.txt line 3: '-r more.txt'" in (await fault_of(folder)).what
+
+
 @pytest.mark.parametrize("line", ["-r more.txt", "-e .", "./wheels/one.whl", "--constraint c.txt", "one @ file:one"])
 async def test_a_line_that_refers_to_other_files_is_refused(line: str, tmp_path: Path) -> None:
     fault = await fault_of(folder_with(tmp_path, f"six\n{line}\n"))
