@@ -313,8 +313,10 @@ class EnvironmentHost:
         try:
             return await child.call(op, self.timeout_s, **fields)
         except _UnansweredError as unanswered:
+            others = child.calls_under_way  # they share one interpreter, and each makes the others wait
             given_up = await self._give_up(child, unanswered.number)
             what = f"{given_up.get('method') or METHODS[op]} took longer than {self.timeout_s:g} s"
+            what += f", with {others} more calls under way in its process" if others else ""
             raise EnvironmentFault("environment_timeout", what, given_up["traceback"]) from None
         finally:
             child.end_if_done()
@@ -386,6 +388,10 @@ class _Child(asyncio.SubprocessProtocol):
         if not done:
             raise _UnansweredError(number)
         return future.result()
+
+    @property
+    def calls_under_way(self) -> int:
+        return len(self._pending)
 
     def end_if_done(self) -> None:
         """End a retired process that has no episode left."""

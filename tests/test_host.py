@@ -311,6 +311,7 @@ async def test_hung_calls_starve_nobody_and_their_process_ends_with_its_last_epi
         hung = [await host.open("train", 0) for _ in range(8)]
         faults = await asyncio.gather(*(fault_of(host.step(opening.episode, "hang")) for opening in hung))
         assert {fault.code for fault in faults} == {"environment_timeout"}
+        assert any("with 3 more calls under way in its process" in fault.what for fault in faults)
         assert await pid_of(host, bystander.episode) == first_pid
         newer = await host.open("train", 2)
         assert await pid_of(host, newer.episode) != first_pid
