@@ -325,10 +325,10 @@ OF_A_FILE = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV
 SCOPE_ABSTRACT_SOCKETS, SCOPE_SIGNALS = 1, 2
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/opt", "/nix", "/proc", "/sys")
 SETTINGS = (
-    "alternatives", "ca-certificates", "ca-certificates.conf", "fonts", "gai.conf", "group", "host.conf", "hosts",
-    "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "locale.alias", "localtime", "mime.types", "nsswitch.conf",
-    "os-release", "passwd", "pki/tls/certs", "pki/ca-trust", "protocols", "resolv.conf", "services", "ssl/certs",
-    "ssl/openssl.cnf", "timezone",
+    "alternatives", "ca-certificates", "ca-certificates.conf", "debian_version", "fonts", "gai.conf", "group",
+    "host.conf", "hosts", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "locale.alias", "localtime", "mime.types",
+    "nsswitch.conf", "os-release", "passwd", "pki/tls/certs", "pki/ca-trust", "protocols", "resolv.conf", "services",
+    "ssl/certs", "ssl/openssl.cnf", "timezone",
 )  # fmt: skip
 """Of /etc, what programs look up; the rest may be secret."""
 DEVICES = ("null", "zero", "full", "random", "urandom")

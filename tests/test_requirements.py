@@ -180,6 +180,19 @@ def test_of_two_installers_one_installs(tmp_path: Path) -> None:
     assert (tmp_path / "ready").read_text() == "one==1"
 
 
+def test_where_there_is_no_uv_pip_installs(tmp_path: Path) -> None:
+    pytest.importorskip("ensurepip")
+    (tmp_path / "requirements.txt").touch()
+    code = """
+        from environments import requirements
+        requirements._uv = lambda: None
+        requirements.main()
+    """
+    scratch = {"HOME": str(tmp_path / "tmp"), "TMPDIR": str(tmp_path / "tmp")}
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code), tmp_path], env=os.environ | scratch, check=True)
+    assert (tmp_path / "ready").is_file() and list(tmp_path.glob("venv/bin/pip*"))
+
+
 async def test_build_code_of_packages_sees_none_of_our_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "planted")
     monkeypatch.setenv("UV_HTTP_TIMEOUT", "30")
