@@ -6,11 +6,13 @@
 
 What stands where the kernel allows it: files (Landlock: the folder and the system's libraries to read, a temporary
 folder to write to), attributes (a mount namespace, read-only but for that folder, or another user: no file's mode or
-time is changed), network (seccomp: no socket can be made), signals (Landlock: no process outside is signalled or
-traced), memory, file size and number of processes (limits of the kernel; as root by becoming another user first).
+time is changed), network (seccomp: no socket can be made but pairs of connected ones), signals (Landlock: no process
+outside is signalled or traced), memory, file size and number of processes (limits of the kernel; as root by becoming
+another user first). Terminals are there where the namespace gives it some of its own.
 
-What does not: the CPU's time, the number of files in the temporary folder, what one episode may learn of another in the
-same process, and, with network, sockets of programs on this machine. Environment code shares a kernel with its host.
+What does not: the CPU's time, the number of files in the temporary folder, files in memory that no process has mapped,
+what one episode may learn of another in the same process, and, with network, sockets of programs on this machine.
+Environment code shares a kernel with its host.
 """
 
 from __future__ import annotations
