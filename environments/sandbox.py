@@ -384,11 +384,11 @@ def _without(root: Path, hidden: Path) -> Iterable[Path]:
     if not hidden.is_relative_to(root):
         return (root,)
     with suppress(OSError):
-        inside = [(entry, _real(entry)) for entry in root.iterdir()]
+        inside = [(entry, _real(entry) if entry.is_symlink() else entry) for entry in root.iterdir()]
         return [
             path
             for entry, real in inside
-            if not real.is_relative_to(hidden) and (real == entry or not hidden.is_relative_to(real))
+            if not real.is_relative_to(hidden) and (real is entry or not hidden.is_relative_to(real))
             for path in _without(real, hidden)
         ]
     return ()
