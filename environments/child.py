@@ -49,6 +49,8 @@ from environments.faults import EnvironmentFault
 
 MAX_THREADS = 4096
 MAX_REPLY_BYTES = 8 << 20
+PAGE_CHARACTERS = MAX_REPLY_BYTES // 16
+"""Of a list of tasks; in JSON a character takes up to 12 bytes."""
 EVIDENCE_CHARACTERS = 4000
 CANCEL_TIMEOUT_S = 1.0
 OPENING_ROLES = ("system", "user", "assistant", "tool")
@@ -155,11 +157,14 @@ class Child:
             raise EnvironmentFault("dataset_invalid", "dataset is empty: an environment needs at least one task")
         return splits
 
-    async def _list_tasks(self, split: str) -> list[tuple[str, str]]:
-        """(id, digest of the question, whatever its spacing and case) of every task."""
-        return [
-            (_task_id(example), _digest(" ".join(example.input.casefold().split()))) for example in self._splits[split]
-        ]
+    async def _list_tasks(self, split: str, first: int) -> list[tuple[str, str]]:
+        """(id, digest of the question, whatever its spacing and case) of tasks from `first` on: a page of them."""
+        examples, page, length = self._splits[split], list[tuple[str, str]](), 0
+        while first + len(page) < len(examples) and length < PAGE_CHARACTERS:
+            example = examples[first + len(page)]
+            page.append((_task_id(example), _digest(" ".join(example.input.casefold().split()))))
+            length += sum(map(len, page[-1]))
+        return page
 
     async def _open(self, episode: int, split: str, index: int) -> dict[str, Any]:
         example = self._example(split, index)

@@ -211,7 +211,12 @@ class EnvironmentHost:
 
     async def tasks(self, split: str) -> list[tuple[str, str]]:
         """(task id, digest of what the model is asked) of every task of a split, in order."""
-        return [tuple(task) for task in await self._call(await self._live_child(), "tasks", split=split)]
+        child, tasks = await self._live_child(), list[tuple[str, str]]()
+        while page := await self._call(child, "tasks", split=split, first=len(tasks)):
+            tasks += map(tuple, page)
+            if len(tasks) >= self.splits[split]:
+                break
+        return tasks
 
     async def stop(self) -> None:
         """End every child and what it started; calls under way fail."""
@@ -266,7 +271,7 @@ class EnvironmentHost:
             threads=self._concurrency,
             readable=(
                 *filter(None, os.environ.get(READABLE_VARIABLE, "").split(os.pathsep)),
-                str(interpreter.parents[1]),
+                *requirements.prefix(interpreter),
             ),
         )
         # -P and PYTHONPATH: `environments` is this package, whatever the environment's folder holds.
@@ -308,8 +313,10 @@ class EnvironmentHost:
         try:
             return await child.call(op, self.timeout_s, **fields)
         except _UnansweredError as unanswered:
+            others = child.calls_under_way  # they share one interpreter, and each makes the others wait
             given_up = await self._give_up(child, unanswered.number)
             what = f"{given_up.get('method') or METHODS[op]} took longer than {self.timeout_s:g} s"
+            what += f", with {others} more calls under way in its process" if others else ""
             raise EnvironmentFault("environment_timeout", what, given_up["traceback"]) from None
         finally:
             child.end_if_done()
@@ -381,6 +388,10 @@ class _Child(asyncio.SubprocessProtocol):
         if not done:
             raise _UnansweredError(number)
         return future.result()
+
+    @property
+    def calls_under_way(self) -> int:
+        return len(self._pending)
 
     def end_if_done(self) -> None:
         """End a retired process that has no episode left."""

@@ -7,8 +7,9 @@ process of its own, `python -m environments.requirements TARGET`, which holds a 
 packages one installs and the other waits for it. `ready` is written last, and holds the versions that were installed.
 An installer goes on when whoever asked for it is gone or out of time, so that asking again finds more done.
 
-A package's build runs its authors' code, so an installer stands behind the walls of environments.sandbox: it writes to
-DIGEST/ alone, its cache too, reads installed programs and the settings of uv and pip, and reaches the network.
+A package's build runs its authors' code, so what installs stands behind the walls of environments.sandbox: it writes to
+DIGEST/venv and DIGEST/tmp alone, its cache too, reads installed programs and the settings of uv and pip, and reaches
+the network. What lies beside them is ours: whoever could plant a link there would have the server follow it.
 
 Only the standard library is used here, and uv (or, where there is none, venv and pip).
 """
@@ -23,12 +24,14 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -63,15 +66,19 @@ def interpreters_dir() -> Path:
 def of_folder(folder: Path) -> list[str]:
     """The requirements of a folder, sorted: the lines of its requirements.txt, and the SDK that it was written for.
 
-    EnvironmentFault(requirements_failed) for lines that refer to other files.
+    A line that ends with a backslash goes on in the next. EnvironmentFault(requirements_failed) for lines that refer to
+    other files.
     """
     path = folder / FILE
     lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
-    for number, line in enumerate(lines, start=1):
-        if NO_REFERENCE.match(line.strip()):
-            what = f"{FILE} line {number}: {line.strip()!r:.100} refers to other files; name packages and versions"
+    text, wanted = "\n".join(re.sub(r"(^|\s)#.*", "", line) for line in lines), set[str]()
+    for found in re.finditer(r"(.*\\\n)*.*", text):
+        line = found[0].replace("\\\n", "").strip()
+        if NO_REFERENCE.match(line):
+            number = text.count("\n", 0, found.start()) + 1
+            what = f"{FILE} line {number}: {line!r:.100} refers to other files; name packages and versions"
             raise EnvironmentFault("requirements_failed", what)
-    wanted = {text for line in lines if (text := re.sub(r"(^|\s)#.*", "", line).strip())}
+        wanted |= {line} - {""}
     if _needs_sdk(folder, wanted):
         wanted.add(SDK_REQUIREMENT)
     return sorted(wanted)
@@ -122,6 +129,11 @@ def contract_path(python: Path) -> Path:
     with suppress(FileExistsError):
         (folder / package.name).symlink_to(package)
     return folder
+
+
+def prefix(python: Path) -> tuple[str, ...]:
+    """The folder of what was installed for `python`. Others lie anywhere: above ~/bin/python is all of a home."""
+    return (str(python.parents[1]),) if python.is_relative_to(interpreters_dir()) else ()
 
 
 def _digest(wanted: list[str]) -> str:
@@ -203,37 +215,33 @@ def _write(path: Path, text: str) -> None:
 
 
 def _confine(target: Path) -> None:
-    """Put up the walls around this process."""
+    """Put up the walls around this process; what it may write to is there."""
     named = (value for name, value in os.environ.items() if re.match("UV|PIP|SSL", name) and value.startswith("/"))
     bounds = sandbox.Bounds(
         folder=str(target),
         scratch=str(target),
+        written=(str(target / "venv"), str(_scratch(target))),
         hidden=str(target.parent.parent),
         needs={"network": True},
         readable=(*filter(None, (_uv(), *SETTINGS)), *(str(_config_dir() / tool) for tool in ("pip", "uv")), *named),
     )
     warden.enclose(bounds)  # the warden ends what a build leaves running
-    _scratch(target).mkdir(exist_ok=True)
 
 
 def _uv() -> str | None:
     return shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}")
 
 
-def install(target: Path) -> None:
-    """Make TARGET/venv with TARGET/requirements.txt in it; CalledProcessError where that fails."""
-    (target / "ready").unlink(missing_ok=True)
-    shutil.rmtree(target / "venv", ignore_errors=True)
+def install(target: Path) -> str:
+    """Make TARGET/venv, an empty folder, hold TARGET/requirements.txt: the versions. CalledProcessError if it fails."""
     python, wanted = str(_python(target)), str(target / FILE)
     if uv := _uv():
         _run(uv, "venv", "--quiet", "--python", sys.executable, str(target / "venv"))
         _run(uv, "pip", "install", "--compile-bytecode", "--python", python, "-r", wanted)
-        versions = _run(uv, "pip", "freeze", "--python", python, capture=True)
-    else:
-        _run(sys.executable, "-m", "venv", str(target / "venv"))
-        _run(python, "-m", "pip", "install", "--disable-pip-version-check", "-r", wanted)
-        versions = _run(python, "-m", "pip", "freeze", capture=True)
-    _write(target / "ready", versions)
+        return _run(uv, "pip", "freeze", "--python", python, capture=True)
+    _run(sys.executable, "-m", "venv", str(target / "venv"))
+    _run(python, "-m", "pip", "install", "--disable-pip-version-check", "-r", wanted)
+    return _run(python, "-m", "pip", "freeze", capture=True)
 
 
 def _run(*command: str, capture: bool = False) -> str:
@@ -241,6 +249,20 @@ def _run(*command: str, capture: bool = False) -> str:
         command, check=True, timeout=INSTALL_TIMEOUT_S, text=True, stdout=subprocess.PIPE if capture else None
     )
     return done.stdout or ""
+
+
+def _install_confined(target: Path, versions: IO[str], parent_pid: int) -> None:
+    """What a fork of the installer does; it reaches `versions` though it could not open that file."""
+    sandbox.die_with_parent(parent_pid, by=signal.SIGTERM)
+    _confine(target)
+    try:
+        versions.write(install(target))
+        versions.flush()
+    except subprocess.CalledProcessError:  # said what was wrong by itself
+        raise
+    except Exception as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        raise
 
 
 def main() -> None:
@@ -253,14 +275,18 @@ def main() -> None:
             fcntl.flock(lock, fcntl.LOCK_EX)
         if (target / "ready").is_file():
             return
-        try:
-            _confine(target)
-            install(target)
-        except (subprocess.SubprocessError, OSError) as error:
-            shutil.rmtree(target / "venv", ignore_errors=True)
-            sys.exit("" if isinstance(error, subprocess.CalledProcessError) else str(error))
-        finally:
-            shutil.rmtree(_scratch(target), ignore_errors=True)
+        folders = target / "venv", _scratch(target)
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(exist_ok=True)
+        with (target / "versions").open("w") as versions:
+            is_done = sandbox.works_in_a_fork(partial(_install_confined, target, versions, os.getpid()))
+        if is_done:
+            (target / "versions").replace(target / "ready")
+        for folder in folders[is_done:]:
+            shutil.rmtree(folder, ignore_errors=True)
+        (target / "versions").unlink(missing_ok=True)
+        sys.exit(not is_done)
 
 
 if __name__ == "__main__":

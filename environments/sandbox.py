@@ -5,11 +5,14 @@
     python -m environments.sandbox              # the same on a machine, as JSON, for `flash-mcp doctor`
 
 What stands where the kernel allows it: files (Landlock: the folder and the system's libraries to read, a temporary
-folder to write to), network (seccomp: no socket can be made), signals (Landlock: no process outside is signalled or
-traced), memory, file size and number of processes (limits of the kernel; as root by becoming another user first).
+folder to write to), attributes (a mount namespace, read-only but for that folder, or another user: no file's mode or
+time is changed), network (seccomp: no socket can be made but pairs of connected ones), signals (Landlock: no process
+outside is signalled or traced), memory, file size and number of processes (limits of the kernel; as root by becoming
+another user first). Terminals are there where the namespace gives it some of its own.
 
-What does not: the CPU's time, the number of files in the temporary folder, what one episode may learn of another in the
-same process, and, with network, sockets of programs on this machine. Environment code shares a kernel with its host.
+What does not: the CPU's time, the number of files in the temporary folder, files in memory that no process has mapped,
+what one episode may learn of another in the same process, and, with network, sockets of programs on this machine.
+Environment code shares a kernel with its host.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import threading
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +88,8 @@ class Bounds:
     needs: dict[str, Any] = field(default_factory=dict[str, Any])
     threads: int = 32
     readable: tuple[str, ...] = ()
+    written: tuple[str, ...] = ()
+    """Folders within `scratch`, where not all of it is to be written to."""
 
     @property
     def memory_bytes(self) -> int:
@@ -113,18 +118,19 @@ def confine(bounds: Bounds) -> dict[str, str]:
     needs = Needs(**bounds.needs)
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")  # where memory runs out, this goes before the trainer
-    has_own_shm, is_counted = _leave_the_user(bounds.memory_bytes // 2)
+    mounts, is_counted = _leave_the_user(bounds)
     walls = {
         "memory": _limit(resource.RLIMIT_DATA, bounds.memory_bytes + bounds.threads * STACK_BYTES),
         "file_size": _limit(resource.RLIMIT_FSIZE, int(needs.file_gib * 2**30)),
         "processes": _limit(resource.RLIMIT_NPROC, needs.processes + bounds.threads)
         if is_counted
         else "neither another user nor a user namespace can be had, and without one all processes of the user count",
+        "attributes": mounts.attributes,
     }
     if not sys.platform.startswith("linux"):
         return walls | dict.fromkeys(("files", "signals", "network"), f"{sys.platform} has no Landlock and no seccomp")
     _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    walls["files"], walls["signals"] = _restrict_files(bounds, has_own_shm)
+    walls["files"], walls["signals"] = _restrict_files(bounds, mounts)
     walls["network"] = _filter_calls(allow_sockets=needs.network)
     if needs.network:
         walls["network"] = f"open: {FILE} asks for it"
@@ -160,7 +166,8 @@ def _limit(kind: int, most: int) -> str:
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS, PR_SET_SECCOMP = 1, 4, 8, 22
 PR_SET_SECUREBITS, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE = 28, 36, 38, 47, 2
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
-MS_REC, MS_PRIVATE, MS_NOSUID, MS_NODEV = 0x4000, 0x40000, 2, 4
+MS_REC, MS_PRIVATE, MS_BIND, MS_NOSUID, MS_NODEV = 0x4000, 0x40000, 0x1000, 2, 4
+MOUNT_SETATTR, MOUNT_ATTR_RDONLY, AT_RECURSIVE, AT_FDCWD = 442, 1, 0x8000, -100
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -194,28 +201,29 @@ NO_SETUID_FIXUP, KEEP_CAPS = 1 << 2, 1 << 4
 CAPABILITY_VERSION_3 = 0x20080522
 
 
-def _leave_the_user(shm_bytes: int) -> tuple[bool, bool]:
-    """(whether /dev/shm is its own now, whether RLIMIT_NPROC counts this process and what it starts, and no others).
+def _leave_the_user(bounds: Bounds) -> tuple[Mounts, bool]:
+    """(the mounts that it has now, whether RLIMIT_NPROC counts this process and what it starts, and no others).
 
     The kernel never counts root's processes: root becomes a user of its own, who opens files as root does and has no
     other power; the Landlock rules say which files. Others get a user namespace, where that is allowed.
     """
     if not sys.platform.startswith("linux"):
-        return False, False
+        return Mounts(), False
     if os.getuid() != 0:
-        is_mapped = _works_in_a_fork(_enter_user_namespace)
+        is_mapped = works_in_a_fork(_enter_user_namespace)
         if is_mapped:
             _enter_user_namespace()
-        has_own_shm = is_mapped and _mount_own_shm(shm_bytes)
+        mounts = _own_mounts(bounds)
         _keep_capabilities(0)
-        return has_own_shm, is_mapped
-    has_own_shm = _mount_own_shm(shm_bytes)
+        return mounts, is_mapped
+    mounts = _own_mounts(bounds)
     with suppress(OSError):
         _become(UIDS[os.getpid() % len(UIDS)])
-    return has_own_shm, os.getuid() != 0
+        mounts = replace(mounts, attributes="")  # nothing is that user's
+    return mounts, os.getuid() != 0
 
 
-def _works_in_a_fork(action: Callable[[], None]) -> bool:
+def works_in_a_fork(action: Callable[[], None]) -> bool:
     """Whether it can be done: half done it could not be undone."""
     pid = os.fork()
     if pid == 0:
@@ -235,16 +243,59 @@ def _enter_user_namespace() -> None:
     Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
 
 
-def _mount_own_shm(size_bytes: int) -> bool:
-    """Multiprocessing keeps its locks in /dev/shm, where the shared memory of all other programs is too."""
+@dataclass(frozen=True)
+class Mounts:
+    """Whether /dev/shm and terminals are its own, and why it can change modes and times of its user's files."""
+
+    shm: bool = False
+    terminals: bool = False
+    attributes: str = "this system has no mount namespaces"
+
+
+def _own_mounts(bounds: Bounds) -> Mounts:
+    """Leave everything but `scratch` read-only, which Landlock cannot: it lets modes and times be changed.
+
+    Multiprocessing keeps its locks in /dev/shm, where the shared memory of all other programs is too, as the terminals
+    of all others are in /dev/pts.
+    """
     try:
         _checked(_libc.unshare(CLONE_NEWNS))
-        _checked(_libc.mount(b"none", b"/", None, ctypes.c_ulong(MS_REC | MS_PRIVATE), None))
-        options = f"size={size_bytes},mode=1777".encode()
-        _checked(_libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", ctypes.c_ulong(MS_NOSUID | MS_NODEV), options))
-    except OSError:
-        return False
-    return True
+        _mount("/", MS_REC | MS_PRIVATE)
+    except OSError as error:
+        return Mounts(attributes=f"no mount namespace can be had: {error}")
+    try:
+        _mount(bounds.scratch, MS_BIND, source=bounds.scratch)
+        _set_attributes("/", AT_RECURSIVE, on=MOUNT_ATTR_RDONLY)
+        _set_attributes(bounds.scratch, 0, off=MOUNT_ATTR_RDONLY)
+        attributes = ""
+    except OSError as error:
+        attributes = f"mounts cannot be made read-only: {error}"
+    shm = f"size={bounds.memory_bytes // 2},mode=1777"
+    return Mounts(
+        shm=_is_mounted("/dev/shm", MS_NOSUID | MS_NODEV, kind="tmpfs", options=shm),
+        terminals=_is_mounted("/dev/pts", MS_NOSUID, kind="devpts", options="newinstance,ptmxmode=0666,mode=0600")
+        and _is_mounted("/dev/ptmx", MS_BIND, source="/dev/pts/ptmx"),
+        attributes=attributes,
+    )
+
+
+def _mount(target: str, flags: int, *, source: str = "none", kind: str = "", options: str = "") -> None:
+    encoded = (os.fsencode(source), os.fsencode(target), kind.encode() or None)
+    _checked(_libc.mount(*encoded, ctypes.c_ulong(flags), options.encode() or None))
+
+
+def _is_mounted(target: str, flags: int, **options: str) -> bool:
+    with suppress(OSError):
+        _mount(target, flags, **options)
+        return True
+    return False
+
+
+def _set_attributes(path: str, flags: int, *, on: int = 0, off: int = 0) -> None:
+    attributes = struct.pack("QQQQ", on, off, 0, 0)
+    _checked(
+        _libc.syscall(MOUNT_SETATTR, AT_FDCWD, os.fsencode(path), flags, attributes, ctypes.c_size_t(len(attributes)))
+    )
 
 
 def _become(uid: int) -> None:
@@ -276,16 +327,17 @@ OF_A_FILE = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV
 SCOPE_ABSTRACT_SOCKETS, SCOPE_SIGNALS = 1, 2
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/opt", "/nix", "/proc", "/sys")
 SETTINGS = (
-    "alternatives", "ca-certificates", "ca-certificates.conf", "fonts", "gai.conf", "group", "host.conf", "hosts",
-    "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "locale.alias", "localtime", "mime.types", "nsswitch.conf",
-    "os-release", "passwd", "pki/tls/certs", "pki/ca-trust", "protocols", "resolv.conf", "services", "ssl/certs",
-    "ssl/openssl.cnf", "timezone",
+    "alternatives", "ca-certificates", "ca-certificates.conf", "debian_version", "fonts", "gai.conf", "group",
+    "host.conf", "hosts", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "locale.alias", "localtime", "mime.types",
+    "nsswitch.conf", "os-release", "passwd", "pki/tls/certs", "pki/ca-trust", "protocols", "resolv.conf", "services",
+    "ssl/certs", "ssl/openssl.cnf", "timezone",
 )  # fmt: skip
 """Of /etc, what programs look up; the rest may be secret."""
-DEVICES = ("null", "zero", "full", "random", "urandom", "tty", "ptmx", "pts")
+DEVICES = ("null", "zero", "full", "random", "urandom")
+TERMINALS = ("tty", "ptmx", "pts")
 
 
-def _restrict_files(bounds: Bounds, has_own_shm: bool) -> tuple[str, str]:
+def _restrict_files(bounds: Bounds, mounts: Mounts) -> tuple[str, str]:
     """Why the walls around files and signals do not stand; empty where they do."""
     version = _libc.syscall(LANDLOCK_CREATE_RULESET, None, 0, VERSION_FLAG)
     if version < 1:
@@ -300,7 +352,7 @@ def _restrict_files(bounds: Bounds, has_own_shm: bool) -> tuple[str, str]:
         rules = _checked(
             _libc.syscall(LANDLOCK_CREATE_RULESET, struct.pack("QQQ", handled, 0, scoped), ctypes.c_size_t(size), 0)
         )
-        for path, rights in _rules(bounds, has_own_shm, handled):
+        for path, rights in _rules(bounds, mounts, handled):
             _allow(rules, path, rights & handled)
         _checked(_libc.syscall(LANDLOCK_RESTRICT_SELF, rules, 0))
         os.close(rules)
@@ -309,30 +361,41 @@ def _restrict_files(bounds: Bounds, has_own_shm: bool) -> tuple[str, str]:
     return "", "" if scoped else f"this kernel has Landlock {version}, which leaves signals alone; 6 does not"
 
 
-def _rules(bounds: Bounds, has_own_shm: bool, handled: int) -> Iterator[tuple[Path, int]]:
+def _rules(bounds: Bounds, mounts: Mounts, handled: int) -> Iterator[tuple[Path, int]]:
     package = Path(__file__).parent
     yield package.parent, READ_DIR  # where Python looks for it; there may be more there than packages
-    hidden = Path(bounds.hidden)
+    hidden = _real(bounds.hidden)
     python = (sys.prefix, sys.base_prefix, sys.exec_prefix, str(Path(sys.executable).resolve().parent))
     imported = (entry for entry in sys.path if entry and Path(entry) != package.parent)
     settings = (f"/etc/{name}" for name in SETTINGS)
     for root in (*SYSTEM, *settings, *python, *imported, *bounds.readable, str(package), bounds.folder):
-        for path in _without(Path(root), hidden):
+        for path in _without(_real(root), hidden):
             yield path, READ
     yield Path(bounds.folder), READ_DIR
-    for name in DEVICES:
+    for name in (*DEVICES, *(TERMINALS if mounts.terminals else ())):
         yield Path("/dev", name), READ_FILE | READ_DIR | WRITE_FILE | TRUNCATE | IOCTL_DEV
-    yield Path(bounds.scratch), handled
-    yield Path("/dev/shm"), handled if has_own_shm else READ | WRITE_FILE | TRUNCATE | 1 << 5 | 1 << 8
+    for folder in bounds.written or (bounds.scratch,):
+        yield Path(folder), handled
+    yield Path("/dev/shm"), handled if mounts.shm else READ | WRITE_FILE | TRUNCATE | 1 << 5 | 1 << 8
 
 
 def _without(root: Path, hidden: Path) -> Iterable[Path]:
-    """`root`, or what of it does not lead to `hidden`."""
+    """`root`, or what of it does not lead to `hidden`; both without links on the way."""
     if not hidden.is_relative_to(root):
         return (root,)
     with suppress(OSError):
-        return [path for entry in root.iterdir() if entry != hidden for path in _without(entry, hidden)]
+        inside = [(entry, _real(entry) if entry.is_symlink() else entry) for entry in root.iterdir()]
+        return [
+            path
+            for entry, real in inside
+            if not real.is_relative_to(hidden) and (real is entry or not hidden.is_relative_to(real))
+            for path in _without(real, hidden)
+        ]
     return ()
+
+
+def _real(path: str | Path) -> Path:
+    return Path(os.path.realpath(path))
 
 
 def _allow(rules: int, path: Path, rights: int) -> None:
@@ -349,12 +412,18 @@ def _allow(rules: int, path: Path, rights: int) -> None:
 
 # -- seccomp: sockets -------------------------------------------------------------------------------------------------
 
-LOAD, EQUAL, AT_LEAST, RETURN = 0x20, 0x15, 0x35, 0x06
+LOAD, AND, EQUAL, AT_LEAST, RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000
+SECOND_ARGUMENT = 24
+SOCKET_TYPES, SOCK_STREAM, SOCK_SEQPACKET = 0xF, 1, 5
 IO_URING_SETUP = 425
 """It would make sockets past any filter."""
-# The machine's own calls, and the numbers of: socket; add_key, request_key, keyctl (keys of the user's session).
-MACHINES = {"x86_64": (0xC000003E, 41, (248, 249, 250)), "aarch64": (0xC00000B7, 198, (217, 218, 219))}
+# The machine's own calls, and the numbers of: socket; socketpair; add_key, request_key, keyctl (keys of the user's
+# session); shm*, sem*, msg* of System V and mq_*, whose memory nobody counts, outlives its makers, may be others'.
+MACHINES = {
+    "x86_64": (0xC000003E, 41, 53, (248, 249, 250), (29, 30, 31, *range(64, 72), 220, 240, 241)),
+    "aarch64": (0xC00000B7, 198, 199, (217, 218, 219), (180, 181, *range(186, 198))),
+}
 
 
 class _Program(ctypes.Structure):
@@ -366,13 +435,18 @@ def _filter_calls(*, allow_sockets: bool) -> str:
     machine = platform.machine()
     if machine not in MACHINES:
         return f"the system calls of {machine} are not known here"
-    own, socket, keys = MACHINES[machine]
-    refused = [(IO_URING_SETUP, errno.ENOSYS), *((number, errno.EPERM) for number in keys)]
+    own, socket, pair, keys, shared = MACHINES[machine]
+    refused = [(number, errno.ENOSYS) for number in (IO_URING_SETUP, *shared)]
+    refused += [(number, errno.EPERM) for number in keys]
     refused += [] if allow_sockets else [(socket, errno.EACCES)]
     steps = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, own), (RETURN, 0, 0, REFUSE | errno.ENOSYS), (LOAD, 0, 0, 0)]
     steps += [(AT_LEAST, 0, 1, 0x40000000), (RETURN, 0, 0, REFUSE | errno.ENOSYS)]  # the numbers of the x32 calls
     for number, error in refused:
         steps += [(EQUAL, 0, 1, number), (RETURN, 0, 0, REFUSE | error)]
+    if not allow_sockets:  # streams and sequences of packets stay with each other, datagrams go to any address
+        steps += [(EQUAL, 0, 5, pair), (LOAD, 0, 0, SECOND_ARGUMENT), (AND, 0, 0, SOCKET_TYPES)]
+        steps += [(EQUAL, 2, 0, SOCK_STREAM), (EQUAL, 1, 0, SOCK_SEQPACKET)]
+        steps += [(RETURN, 0, 0, REFUSE | errno.EACCES)]
     steps += [(RETURN, 0, 0, ALLOW)]
     code = b"".join(struct.pack("HBBI", *step) for step in steps)
     program = _Program(len(steps), code)

@@ -30,7 +30,6 @@ SWEEP_TIMEOUT_S = 5.0
 MEMORY_EXIT_CODE = 97
 """Said to the host: its processes used more memory than they may."""
 HEEDED = {signal.SIGTERM, signal.SIGCHLD, signal.SIGUSR1}
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def enclose(bounds: Bounds) -> dict[str, str]:
@@ -74,7 +73,7 @@ def _wait(child: int, memory_bytes: int) -> int:
     while True:
         heard = signal.sigtimedwait(HEEDED, CHECK_EVERY_S)
         if heard is None:
-            if sum(map(_memory_of, _descendants(os.getpid()))) > memory_bytes:
+            if _uses_more(list(_descendants(os.getpid())), memory_bytes):
                 return MEMORY_EXIT_CODE << 8
         elif heard.si_signo == signal.SIGTERM:
             return signal.SIGKILL
@@ -113,11 +112,25 @@ def _descendants(pid: int) -> Iterator[int]:
                     yield from _descendants(child)
 
 
+def _uses_more(pids: list[int], memory_bytes: int) -> bool:
+    """Whether they use more together. What several share is divided among them only where it matters: that is slow."""
+    return sum(map(_memory_of, pids)) > memory_bytes and sum(map(_share_of, pids)) > memory_bytes
+
+
 def _memory_of(pid: int) -> int:
-    """Bytes that are its own: what is shared, with the process that it was forked from for one, is not counted."""
+    """Bytes of its own and of memory that it shares, but for those of files."""
+    return _kibibytes(pid, "status", "RssAnon", "RssShmem") << 10
+
+
+def _share_of(pid: int) -> int:
+    """The same, of each page only its share; all of it where the process or the kernel does not let that be seen."""
+    return _kibibytes(pid, "smaps_rollup", "Pss_Anon", "Pss_Shmem") << 10 or _memory_of(pid)
+
+
+def _kibibytes(pid: int, file: str, *names: str) -> int:
     with suppress(OSError):
-        _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
-        return (resident - shared) * PAGE_BYTES
+        lines = (line.split() for line in Path(f"/proc/{pid}/{file}").read_text(errors="replace").splitlines())
+        return sum(int(words[1]) for words in lines if words and words[0].rstrip(":") in names)
     return 0
 
 

@@ -70,6 +70,17 @@ async def test_an_episode_is_opened_stepped_and_scored(tmp_path: Path) -> None:
         assert (await fault_of(host.step(opening.episode, "late"))).what.endswith("is not open")
 
 
+async def test_more_tasks_are_listed_than_fit_into_one_reply(tmp_path: Path) -> None:
+    source = """
+    class Sample(Addition):
+        def __init__(self):
+            self.dataset, self.eval_dataset = tasks(130_000), tasks(3)
+    """
+    async with await EnvironmentHost.start(environment_folder(tmp_path, source)) as host:
+        assert [task_id for task_id, _ in await host.tasks("train")] == [f"t{n}" for n in range(130_000)]
+        assert len(await host.tasks("eval")) == 3
+
+
 async def test_splits_tasks_and_gold_answers_are_known(tmp_path: Path) -> None:
     async with await EnvironmentHost.start(environment_folder(tmp_path, "", returns="Addition()")) as host:
         assert host.splits == {"train": 6, "eval": 4}
@@ -300,6 +311,7 @@ async def test_hung_calls_starve_nobody_and_their_process_ends_with_its_last_epi
         hung = [await host.open("train", 0) for _ in range(8)]
         faults = await asyncio.gather(*(fault_of(host.step(opening.episode, "hang")) for opening in hung))
         assert {fault.code for fault in faults} == {"environment_timeout"}
+        assert any("with 3 more calls under way in its process" in fault.what for fault in faults)
         assert await pid_of(host, bystander.episode) == first_pid
         newer = await host.open("train", 2)
         assert await pid_of(host, newer.episode) != first_pid

@@ -37,7 +37,9 @@ def names_in(interpreters: Path) -> set[str]:
 
 
 def environment_of(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/environ").read_bytes()
+    while not (found := Path(f"/proc/{pid}/environ").read_bytes()):
+        pass  # Popen returns a moment before the kernel fills it in
+    return found
 
 
 def started(*commands: tuple[str, ...]) -> list[subprocess.Popen[str]]:
@@ -95,6 +97,14 @@ async def test_what_the_resolver_said_last_is_in_the_error_and_nothing_half_made
     assert "six==1.16.0, six==1.17.0" in fault.what
     assert "unsatisfiable" in fault.what
     assert names_in(flash_home / "interpreters") == {"lock", "requirements.txt"}
+
+
+async def test_a_line_that_goes_on_in_the_next_is_one(tmp_path: Path) -> None:
+    hashes = "six==1.17.0 \\\n --hash=sha256:11 \\\n --hash=sha256:00\n"
+    folder = folder_with(tmp_path, f"zlib==1\n{hashes}  # via one\nattrs # x\n")
+    assert requirements.of_folder(folder) == ["attrs", "six==1.17.0  --hash=sha256:11  --hash=sha256:00", "zlib==1"]
+    (folder / "requirements.txt").write_text("six\nattrs\n-\\\nr more.txt\n")
+    assert "requirements.txt line 3: '-r more.txt'" in (await fault_of(folder)).what
 
 
 @pytest.mark.parametrize("line", ["-r more.txt", "-e .", "./wheels/one.whl", "--constraint c.txt", "one @ file:one"])
@@ -155,10 +165,10 @@ def test_of_two_installers_one_installs(tmp_path: Path) -> None:
         from environments import requirements
 
         def install(target):
-            with (target / "installed").open("a") as stream:
+            with (target / "venv" / "installed").open("a") as stream:
                 stream.write("once ")
             time.sleep(0.3)
-            (target / "ready").touch()
+            return "one==1"
 
         requirements.install, sys.argv = install, ["", {str(tmp_path)!r}]
         requirements.main()
@@ -166,7 +176,21 @@ def test_of_two_installers_one_installs(tmp_path: Path) -> None:
     command = (sys.executable, "-c", textwrap.dedent(code))
     both = started(command, command)
     assert [process.wait(timeout=60) for process in both] == [0, 0]
-    assert (tmp_path / "installed").read_text() == "once "
+    assert (tmp_path / "venv" / "installed").read_text() == "once "
+    assert (tmp_path / "ready").read_text() == "one==1"
+
+
+def test_where_there_is_no_uv_pip_installs(tmp_path: Path) -> None:
+    pytest.importorskip("ensurepip")
+    (tmp_path / "requirements.txt").touch()
+    code = """
+        from environments import requirements
+        requirements._uv = lambda: None
+        requirements.main()
+    """
+    scratch = {"HOME": str(tmp_path / "tmp"), "TMPDIR": str(tmp_path / "tmp")}
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code), tmp_path], env=os.environ | scratch, check=True)
+    assert (tmp_path / "ready").is_file() and list(tmp_path.glob("venv/bin/pip*"))
 
 
 async def test_build_code_of_packages_sees_none_of_our_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,23 +206,26 @@ async def test_build_code_of_packages_sees_none_of_our_secrets(tmp_path: Path, m
 
 # What a package does when it is built, and once more whenever an interpreter that has it starts (attacker.pth).
 ATTACKER = """
-import os, subprocess, zipfile
+import errno, os, subprocess, zipfile
 from pathlib import Path
 
 def tried(action):
     try:
         action()
     except OSError as error:
-        return type(error).__name__
+        return errno.errorcode[error.errno]
     return "done"
 
 def attack():
     home = Path(HOME)
+    target = home / "interpreters" / Path(__file__).relative_to(home / "interpreters").parts[0]
     return {
         "read": tried((home / "secret").read_text),
         "list": tried(lambda: os.listdir(home)),
         "write": tried(lambda: (home / "planted").write_text("")),
         "write elsewhere": tried(lambda: Path(HOME + "-beside").write_text("")),
+        "plant a link that the server follows": tried(lambda: (target / ".requirements.txt.1").symlink_to("/")),
+        "hold the lock": tried(lambda: (target / "lock").unlink()),
         "look at the server": tried(Path("/proc", str(SERVER), "environ").read_bytes),
         "signal the server": tried(lambda: os.kill(SERVER, 0)),
     }
@@ -251,5 +278,5 @@ async def test_a_packages_build_and_its_start_up_code_stand_behind_the_walls(
     """
     async with await EnvironmentHost.start(folder_with(tmp_path, "attacker\n", source, returns="Sample()")) as host:
         for found in json.loads((await host.open("train", 0)).messages[0]["content"]):
-            assert len(found) == 6 and set(found.values()) == {"PermissionError"}, found
+            assert len(found) == 8 and set(found.values()) <= {"EACCES", "EPERM", "EROFS"}, found
     assert ["sleep", "4321"] not in [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]

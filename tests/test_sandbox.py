@@ -99,6 +99,22 @@ async def test_state_is_out_of_reach_though_the_environment_lies_within_it(publi
         assert "Addition" in await attack.told("told = open('environment.py').read()")
 
 
+async def test_state_behind_a_link_or_dots_is_out_of_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, link = tmp_path / "data", tmp_path / "link"
+    (data / "state").mkdir(parents=True)
+    (data / "state" / "flash.db").write_text("")
+    (data / "rows").write_text("42")
+    (data / "round").symlink_to(tmp_path)
+    (data / "alias").symlink_to(data / "state")
+    link.symlink_to(data / "state")
+    monkeypatch.setenv("FLASH_READABLE", str(data))
+    for home in (link, data / ".." / "data" / "state"):
+        monkeypatch.setenv("FLASH_HOME", str(home))
+        async with attack_on(tmp_path / "environment") as attack:
+            assert (await attack.fault(f"open({str(data / 'state' / 'flash.db')!r})")).code == "environment_access"
+            assert await attack.told(f"told = open({str(data / 'rows')!r}).read()") == "42"
+
+
 async def test_it_writes_to_its_temporary_folder_alone_and_that_is_removed(tmp_path: Path, flash_home: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -132,6 +148,26 @@ async def test_a_folder_that_the_operator_names_can_be_read(tmp_path: Path, monk
     monkeypatch.setenv("FLASH_READABLE", str(tmp_path / "data"))
     async with attack_on(tmp_path / "environment") as attack:
         assert await attack.told(read) == "42"
+
+
+async def test_terminals_of_others_are_out_of_reach_and_its_own_work(tmp_path: Path) -> None:
+    _, operators = os.openpty()
+    async with attack_on(tmp_path) as attack:
+        await attack.fault(f"open({os.ttyname(operators)!r}, 'w')")
+        code = "import os; one, other = os.openpty(); os.write(other, b'own'); told = os.read(one, 9)"
+        assert await attack.told(code) == "b'own'"
+
+
+async def test_an_interpreter_in_the_users_home_does_not_open_that_home(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    (home / "bin").mkdir(parents=True)
+    (home / "bin" / "python3").symlink_to(Path(sys.executable).resolve())  # noqa: ASYNC240
+    (home / "secret").write_text("")
+    environment_folder(tmp_path / "folder", ATTACKER)
+    server = [home / "bin" / "python3", "-c", AS_A_USER, tmp_path / "folder", f"open({str(home / 'secret')!r})"]
+    repository = {"PYTHONPATH": str(CALCULATOR.parent.parent)}
+    told = subprocess.check_output(server, cwd=tmp_path, env=repository, timeout=60)  # noqa: ASYNC221
+    assert json.loads(told.splitlines()[-1])[1] == ["environment_access"]
 
 
 async def test_no_descriptor_of_the_host_is_inherited(tmp_path: Path) -> None:
@@ -183,6 +219,18 @@ async def test_the_network_is_refused_and_the_refusal_says_how_to_ask(tmp_path: 
         assert "returncode=1" in await attack.told(bash)
 
 
+async def test_a_pair_of_sockets_reaches_nobody_else(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as outside:
+        outside.bind(str(tmp_path / "socket"))
+        async with attack_on(tmp_path / "environment") as attack:
+            for kind in ("SOCK_DGRAM", "SOCK_RAW", "SOCK_DGRAM | SOCK_CLOEXEC"):
+                pair = f"from socket import *; socketpair(AF_UNIX, {kind})[0].sendto(b'', {outside.getsockname()!r})"
+                assert "Permission denied" in (await attack.fault(pair)).what
+            for kind in ("SOCK_STREAM", "SOCK_SEQPACKET", "SOCK_STREAM | SOCK_NONBLOCK"):
+                pair = f"from socket import *; a, b = socketpair(AF_UNIX, {kind}); a.send(b'x'); told = b.recv(1)"
+                assert await attack.told(pair) == "b'x'"
+
+
 async def test_an_environment_that_asks_for_the_network_gets_it(tmp_path: Path, listener: socket.socket) -> None:
     async with attack_on(tmp_path, "network = true") as attack:
         assert "asks for it" in attack.host.walls["network"]
@@ -227,6 +275,40 @@ async def test_many_processes_that_together_use_too_much_memory_are_ended(tmp_pa
         fault = await attack.fault(hogs)
         assert (fault.code, "more memory" in fault.what) == ("environment_memory", True), fault.what
         assert await attack.told("told = 1") == "1"
+
+
+@pytest.mark.parametrize("made", ["mmap.mmap(-1, size)", "mmap.mmap(file, size)"])
+async def test_memory_that_is_shared_counts_once(tmp_path: Path, made: str) -> None:
+    share = f"""
+        import mmap, os, time
+        size = SIZE << 20
+        file = os.memfd_create("shared")
+        os.ftruncate(file, size)
+        held = {made}
+        for _ in range(3):
+            if children := os.fork() == 0:
+                break
+        for place in range(0, size, 4096):
+            held[place] = 1
+        time.sleep(2)
+        if children:
+            os._exit(0)
+        told = "fits"
+    """
+    async with attack_on(tmp_path, "memory_gib = 0.5") as attack:
+        assert await attack.told(share.replace("SIZE", "250")) == "fits"
+        assert (await attack.fault(share.replace("SIZE", "700"))).code == "environment_memory"
+
+
+async def test_memory_that_outlives_its_makers_cannot_be_had(tmp_path: Path) -> None:
+    code = """
+        import ctypes, errno
+        libc = ctypes.CDLL(None, use_errno=True)
+        calls = lambda: libc.shmget(0, 4096, 0o1600), lambda: libc.semget(0, 1, 0o1600), lambda: libc.msgget(0, 0o1600)
+        told = [(call(), ctypes.get_errno() == errno.ENOSYS) for call in (*calls, lambda: libc.mq_open(b"/x", 0o102))]
+    """
+    async with attack_on(tmp_path) as attack:
+        assert await attack.told(code) == str([(-1, True)] * 4)
 
 
 async def test_a_file_that_grows_too_large_is_an_error(tmp_path: Path) -> None:
@@ -367,8 +449,10 @@ async def test_the_walls_stand_for_a_user_without_rights_too() -> None:
         environment_folder(Path(place, "folder"), ATTACKER)
         Path(place, "folder", "environment.toml").write_text("processes = 40")  # noqa: ASYNC240
         Path(place, "secret").write_text("")  # noqa: ASYNC240
+        os.chown(Path(place, "secret"), 4242, 4242)  # Landlock would let it do all that its owner may, but open it
         attacks = [
             f"open({place + '/secret'!r})",
+            f"import os; os.chmod({place + '/secret'!r}, 0o666)",
             "import socket; socket.socket()",
             "import os; told = os.getuid(), open('environment.py').read()[:1]",
             "import multiprocessing; told = multiprocessing.Lock().acquire()",
@@ -383,7 +467,24 @@ async def test_the_walls_stand_for_a_user_without_rights_too() -> None:
         assert done.returncode == 0, done.stderr
         walls, told = json.loads(done.stdout.splitlines()[-1])
     if not any(walls.values()):
-        assert told == ["environment_access", "environment_network", "(4242, '\\n')", "True", "environment_processes"]
+        assert told == [
+            *["environment_access"] * 2,
+            "environment_network",
+            "(4242, '\\n')",
+            "True",
+            "environment_processes",
+        ]
+
+
+@pytest.mark.skipif(os.getuid() != 0 or not shutil.which("setpriv"), reason="only root can give powers up")
+async def test_where_no_namespace_can_be_had_environments_work_and_terminals_are_left_out(tmp_path: Path) -> None:
+    environment_folder(tmp_path / "folder", ATTACKER)
+    works = "import multiprocessing, tempfile; tempfile.mkdtemp(); told = multiprocessing.Lock().acquire()"
+    attacks = [works, "open('/dev/ptmx', 'w')", f"import os; os.chmod({str(tmp_path)!r}, 0o777)"]
+    server = [sys.executable, "-c", AS_A_USER, tmp_path / "folder", *attacks]
+    powerless = ["setpriv", "--bounding-set", "-sys_admin", "--inh-caps", "-sys_admin", *server]
+    told = subprocess.check_output(powerless, timeout=60)  # noqa: ASYNC221
+    assert json.loads(told.splitlines()[-1])[1] == ["True", "environment_access", "environment_access"]
 
 
 # -- what honest code needs -------------------------------------------------------------------------------------------
