@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +33,13 @@ JUNK = (
     "\u2603 \u00ff \u202e \U0001f9ea \x00 \ud800",
     "bla " * 5000,
 )
+SUCCESSES = defaultdict(
+    lambda: "set success in RewardResult to whether the answer is right; left out, any score > 0 is one",
+    truncated="right where the first half of a gold answer says all; else have the scorer ask for a whole answer",
+    prompt_echo="the prompt holds what the scorer takes for an answer: have it look in one place, a tag or the last "
+    "line, and set success in RewardResult",
+)
+"""What to do where a worthless answer counts as a success."""
 OUT_OF_TIME = "not finished: the time for all checks was used up"
 
 Answers = Sequence[str | None]
@@ -39,7 +47,7 @@ Answers = Sequence[str | None]
 
 @dataclass(frozen=True)
 class Probe:
-    """One check. `passed` is None where it could not be made; `fix` is empty where there is nothing to do."""
+    """One check. `passed` is None where it was not made or says nothing; `fix` is empty where nothing is to be done."""
 
     name: str
     passed: bool | None
@@ -255,10 +263,8 @@ class _Gate:
                 gold = self._played[task].score.reward if task in self._played else None
                 rewards.append(score.reward)
                 if score.success:
-                    raise _FailedError(
-                        f"{task}: {_show(answers)} counts as a success, with {_told(score)}",
-                        "set success in RewardResult to whether the answer is right; left out, any score > 0 is one",
-                    )
+                    kind = _SkippedError if name == "truncated" else _FailedError  # half may hold the answer
+                    raise kind(f"{task}: {_show(answers)} counts as a success, with {_told(score)}", SUCCESSES[name])
                 if gold is not None and not _is_low(score.reward, gold, partial=name == "truncated"):
                     raise _FailedError(
                         f"{task}: {_show(answers)} earned {_told(score)}, the gold answer {gold:g}",

@@ -50,13 +50,13 @@ FAULTS = {
     ),
     "a scorer that pays for any word": (
         "def score_response(self, example, text): return RewardResult(1.0 if text else 0.0)",
-        {"junk", "empty", "truncated", "prompt_echo"},
+        {"junk", "empty", "truncated?", "prompt_echo"},
         "junk",
         "counts as a success, with reward 1",
     ),
     "a floor that makes everything a success": (
         "def score_response(self, example, text): return RewardResult(1.0 if text == example.output else 0.01)",
-        {"junk", "empty", "none", "truncated", "prompt_echo"},
+        {"junk", "empty", "none", "truncated?", "prompt_echo"},
         "empty",
         "'' counts as a success, with reward 0.01",
     ),
@@ -168,6 +168,20 @@ async def test_a_scorer_that_hangs_on_junk_is_found_within_its_deadline(tmp_path
     assert "while response_text != example.output" in failed["junk"].evidence
     assert "score_episode must answer within 1 s" in failed["time"].fix
     assert report.seconds < 25
+
+
+async def test_a_gold_answer_whose_first_half_says_all_is_no_fault(tmp_path: Path) -> None:
+    source = """
+    class Sample(Addition):
+        def sft_completion(self, example):
+            return [{"role": "assistant", "content": f"{example.output}. This is so because both were added up."}]
+        def score_response(self, example, response_text):
+            return RewardResult(float((response_text or "").split(".")[0] == example.output))
+    """
+    report = await check(environment_folder(tmp_path, source))
+    assert report.passed
+    (probe,) = [probe for probe in report.probes if probe.name == "truncated"]
+    assert probe.passed is None and "says all" in probe.fix
 
 
 async def test_what_cannot_be_checked_is_neither_passed_nor_failed(tmp_path: Path) -> None:
