@@ -62,7 +62,7 @@ def test_the_packed_pass_gives_the_loss_and_the_gradients_of_trls_own(fp32_model
         trainer = make_sft_trainer(
             policy, AutoTokenizer.from_pretrained(fp32_model), SPEC,
             {"train": rows, "holdout": rows}, SimpleNamespace(event=lambda kind, what, said=events: said.append(what)),
-            max_length=58, output_dir=str(tmp_path), callbacks=[],
+            max_length=58, output_dir=str(tmp_path), callbacks=[], packed=True,
         )  # fmt: skip
         assert len(events) == 1 and "1 of 5 rows are longer than max_length=58" in events[0]
         batch = next(iter(trainer.get_train_dataloader()))

@@ -12,7 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dic
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from flash_mcp.errors import FlashError
 from worker import packing
@@ -29,7 +29,8 @@ def load_policy(
     The base keeps `dtype`; the adapter's weights are fp32. Raises FlashError(adapter_mismatch).
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    base: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, attn_implementation=packing.ATTENTION)
+    attention = packing.attention_of(AutoConfig.from_pretrained(model_path))
+    base: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, attn_implementation=attention)
     torch.manual_seed(seed)
     model = get_peft_model(base.to(device), lora_config(rank, alpha))
     if adapter_path is not None:

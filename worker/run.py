@@ -26,6 +26,7 @@ from worker.checkpoints import Reporter
 from worker.engine import VllmEngine
 from worker.grpo import Trainer, group_advantages
 from worker.models import ensure
+from worker.packing import can_pack
 from worker.policy import load_policy
 from worker.pulse import Cancelled, Pulse
 from worker.rollout import Generator, Limits, Rollout, Task, collect
@@ -50,7 +51,10 @@ def train(job: Json, spec: Settings, writer: RunWriter, pulse: Pulse, scratch: P
         tokenizer, template, policy = session.template.tokenizer, session.template, session.policy
         assert policy is not None
         longest, turns = runner.run(_preflight(host, template, max_length))
-        common = {"output_dir": str(scratch / "trainer"), "callbacks": [session.reporter]}
+        packed = can_pack(policy.get_base_model())
+        if not packed:
+            writer.event("warning", "training takes longer and more memory: the model has no packed pass")
+        common = {"output_dir": str(scratch / "trainer"), "callbacks": [session.reporter], "packed": packed}
         if spec.algorithm == "sft":
             pulse.enter("dataset")
             if dataset := job.get("dataset"):
@@ -60,7 +64,7 @@ def train(job: Json, spec: Settings, writer: RunWriter, pulse: Pulse, scratch: P
             trainer = make_sft_trainer(policy, tokenizer, spec, rows, writer, max_length=max_length, **common)
             session.reporter.held_out = trainer.held_out
         else:
-            session.check_memory(longest, turns)
+            session.check_memory(longest, turns, packed=packed)
             session.start_engine()
             trainer = Trainer(
                 policy,
@@ -183,11 +187,18 @@ class Session:
         self._generator: Generator | None = None
         self._synced: int | None = None
 
-    def check_memory(self, prompt: int, turns: int) -> None:
+    def check_memory(self, prompt: int, turns: int, *, packed: bool) -> None:
         """Say what the run needs. FlashError(out_of_memory) where it cannot fit. `prompt` tokens are the longest."""
         spec, limits = self.spec, self.limits
         work = memory.Workload(
-            prompt, limits.max_tokens, turns, limits.max_length, spec.group_size, self._sequences, spec.lora_rank
+            prompt,
+            limits.max_tokens,
+            turns,
+            limits.max_length,
+            spec.group_size,
+            self._sequences,
+            spec.lora_rank,
+            packed,
         )
         needs, warning = memory.check(self.model_path, work, self._dtype)
         log.info("memory at most: %s", needs)

@@ -26,7 +26,7 @@ from environments.base import ChatMessage
 from environments.host import EnvironmentHost
 from flash_mcp.errors import FlashError
 from flash_mcp.runfolder import Json, RunWriter
-from worker.packing import can_pack, group_logps
+from worker.packing import check_trl_head, group_logps
 from worker.settings import Settings
 from worker.transcript import ChatTemplate, Transcript
 
@@ -75,11 +75,13 @@ def dataset_rows(dataset: Json, template: ChatTemplate) -> dict[str, list[Row]]:
 class Tuner(SFTTrainer):
     """SFTTrainer with a packed forward pass; `held_out` is the loss on rows that it does not learn."""
 
+    packed: bool
+
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Mean negative log-probability of the labelled tokens; with `num_items_in_batch`, their sum over it."""
-        if return_outputs or not can_pack(model.config):
+        if return_outputs or not self.packed:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         labels = inputs["labels"]  # (B, L)
         trained = (labels != IGNORED).long()
@@ -110,10 +112,12 @@ def make_sft_trainer(
     max_length: int,
     output_dir: str,
     callbacks: list[TrainerCallback],
+    packed: bool,
 ) -> Tuner:
-    """A trainer on rows["train"], rows["holdout"] held out; FlashError(dataset_invalid) where nothing can be learnt.
+    """A trainer on rows["train"], rows["holdout"] held out; `packed` as worker.packing.can_pack says.
 
-    Rows are cut at `max_length` tokens, and how many were is said in an event.
+    FlashError(dataset_invalid) where nothing can be learnt. Rows are cut at `max_length` tokens, and how many were is
+    said in an event.
     """
     longer = sum(len(row["input_ids"]) > max_length for row in rows["train"])
     learnable, held_out = (_learnable(rows.get(split, []), max_length) for split in ("train", "holdout"))
@@ -161,6 +165,9 @@ def make_sft_trainer(
         callbacks=callbacks,
     )
     trainer.remove_callback(PrinterCallback)
+    trainer.packed = packed
+    if not packed:
+        check_trl_head(model.get_base_model(), 1.0)
     return trainer
 
 
