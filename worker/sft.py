@@ -7,7 +7,6 @@ by the forward pass that GRPO uses (worker/packing.py).
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import time
@@ -28,6 +27,7 @@ from flash_mcp.errors import FlashError
 from flash_mcp.runfolder import Json, RunWriter
 from worker.packing import check_trl_head, group_logps
 from worker.settings import Settings
+from worker.survey import survey
 from worker.transcript import ChatTemplate, Transcript
 
 Row = dict[str, list[int]]
@@ -36,17 +36,15 @@ GOLD_SPLITS = {"train": "train", "holdout": "eval"}
 """What is learnt, and what is held out: the names of rows -> the splits of the environment that they are made of."""
 
 
-async def gold_rows(host: EnvironmentHost, template: ChatTemplate, split: str) -> list[Row]:
-    """{"input_ids", "labels"} of every task of a split."""
+async def gold_rows(host: EnvironmentHost, template: ChatTemplate, split: str, **watched: Any) -> list[Row]:
+    """{"input_ids", "labels"} of every task of a split; `watched` as of `survey`, whose errors it raises."""
 
     async def one(index: int) -> Row:
         opening = await host.open(split, index)
         await host.close(opening.episode)
         return _row(Transcript(template, opening.messages), await host.gold(split, index))
 
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one(index)) for index in range(host.splits.get(split, 0))]
-    return [task.result() for task in tasks]
+    return await survey(split, host.splits.get(split, 0), one, **watched)
 
 
 def dataset_rows(dataset: Json, template: ChatTemplate) -> dict[str, list[Row]]:
