@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -121,11 +122,16 @@ def test_a_cancel_in_mid_rollout_saves_what_was_trained_and_ends_as_cancelled(ti
 
 def test_a_warm_start_begins_with_the_other_runs_adapter(whole_run: Any, tiny_model: Path, tmp_path: Path) -> None:
     start = {"init_adapter": {"path": whole_run.path("checkpoints", "5"), "run_id": "run", "step": 5, "digest": ""}}
-    run = make_run(tmp_path / "run", tiny_model, job=start, steps=1, kl_penalty_coef=0.1)
+    run = make_run(tmp_path / "run", tiny_model, job=start, steps=1, kl_penalty_coef=0.1, loss_type="grpo")
     with Attempt(run) as attempt:
         assert attempt.wait() == 0, attempt.log_path.read_text()
     first, cold = (r.metrics(1)["metrics"] for r in (run, whole_run))
     assert first["reward/mean"] > cold["reward/mean"] and first["kl"] == pytest.approx(0, abs=1e-3)
+    group = [row for row in run.rollouts(1) if row["group"] == 0]
+    spread = statistics.stdev(row["reward"] for row in group)
+    assert statistics.stdev(row["advantage"] for row in group) == pytest.approx(spread / (spread + 1e-4), abs=1e-4), (
+        "what is told is what is trained"
+    )
 
 
 @pytest.mark.parametrize(

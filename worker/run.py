@@ -256,7 +256,8 @@ class Session:
         rollouts = self.collect(tasks, self.limits)
         rollout_s = time.monotonic() - started
         groups = [rollouts[at : at + size] for at in range(0, len(rollouts), size)]
-        advantages = [value for group in groups for value in group_advantages(group, scale=False).tolist()]
+        scale = spec.loss_type != "dr_grpo"  # as worker.grpo.Trainer has it
+        advantages = [value for group in groups for value in group_advantages(group, scale=scale).tolist()]
         rows = [rollout.row(step, value) for rollout, value in zip(rollouts, advantages, strict=True)]
         self.writer.rollouts(step, rows)
         check_errors(rows, spec.max_error_share)
