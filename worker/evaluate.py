@@ -34,7 +34,8 @@ def evaluate(job: Json, spec: Settings, writer: RunWriter, pulse: Pulse, scratch
     Raises FlashError, or Cancelled once what was done is recorded.
     """
     tasks = _tasks(spec)
-    if writer.folder.evaluation(spec.step):  # an attempt of the run came as far as this before
+    if found := writer.folder.evaluation(spec.step):  # an attempt of the run came as far as this before
+        check_errors(found["rollouts"], spec.max_error_share)
         return len(tasks)
     recorder = Recorder(writer, pulse, spec.step)
     missing = [task for task in tasks if task.index not in recorder.rows]
