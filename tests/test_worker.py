@@ -6,17 +6,22 @@ import json
 import signal
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from environments.host import EnvironmentHost
 from flash_mcp.errors import FlashError
 from tests.attempts import VOWELS, Attempt, make_run
 from tests.tiny import make_tokenizer
-from worker.run import _preflight
+from worker.pulse import Pulse
+from worker.rollout import Limits, Rollout, Task
+from worker.run import BLOCK, Session, _preflight
+from worker.settings import Settings
 from worker.sft import gold_rows
 from worker.transcript import ChatTemplate
 
@@ -36,6 +41,26 @@ def whole_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any
     with Attempt(run) as attempt:
         assert attempt.wait() == 0, attempt.log_path.read_text()
     return run
+
+
+def test_an_evaluation_within_a_run_opens_a_block_of_episodes_at_a_time(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", tmp_path, steps=1, eval_examples=2 * BLOCK + 3)
+    blocks: list[int] = []
+
+    def collect(tasks: list[Task], limits: Limits, on_done: Any) -> None:
+        blocks.append(len(tasks))
+        for task in reversed(tasks):
+            on_done(Rollout(task, f"v{task.index}"))
+
+    pulse, host = Pulse(run.claim(1)), SimpleNamespace(splits={"eval": 5000})
+    session: Any = Session(
+        Settings(**run.job()["spec"]), pulse.writer, pulse, host, tmp_path, None, None, None, 256,
+        dtype=torch.float32, at_once=4,
+    )  # fmt: skip
+    session.sync, session.collect = lambda step: 0.0, collect
+    session.evaluate(0)
+    assert blocks == [BLOCK, BLOCK, 3]
+    assert [row["index"] for row in run.evaluation(0)["rollouts"]] == list(range(2 * BLOCK + 3))
 
 
 def test_a_run_reports_every_step_and_leaves_an_adapter(whole_run: Any) -> None:

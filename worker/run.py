@@ -39,6 +39,8 @@ from worker.transcript import ChatTemplate, Transcript
 log = logging.getLogger("worker")
 T = TypeVar("T")
 MAX_LENGTH = 4096
+BLOCK = 512
+"""Attempts of an evaluation that are handed to the scheduler together: each of them holds an open episode."""
 PREFLIGHT_TASKS, RESUMED_TASKS = 256, 8
 """Tasks that are looked at before training: by the first attempt, and by one that goes on where another stopped."""
 
@@ -282,8 +284,10 @@ class Session:
         self.pulse.enter("eval", step)
         limits = Limits(self.limits.max_tokens, self.limits.max_length, temperature=0.0, stop=self.limits.stop)
         started = time.monotonic()
-        rollouts = self.collect([Task("eval", index, index, index, seed=index) for index in range(total)], limits)
-        rows = [rollout.row(step) for rollout in rollouts]
+        rows: list[Json] = []
+        tasks = [Task("eval", index, index, index, seed=index) for index in range(total)]
+        self.collect_blocks(tasks, limits, lambda rollout: rows.append(rollout.row(step)))
+        rows.sort(key=lambda row: row["index"])
         summary = summarize_evaluation(rows, seconds=time.monotonic() - started)
         self.writer.evaluation(step, summary, rows)
         log.info("step %s: eval %s", step, summary)
@@ -317,6 +321,11 @@ class Session:
             on_done(rollout)
 
         return self.wait(collect(tasks, self.host, generator, self.template, limits, on_done=done))
+
+    def collect_blocks(self, tasks: list[Task], limits: Limits, on_done: Callable[[Rollout], None]) -> None:
+        """`collect`, BLOCK tasks at a time; nothing is kept of them."""
+        for start in range(0, len(tasks), BLOCK):
+            self.collect(tasks[start : start + BLOCK], limits, on_done)
 
     def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """The coroutine's result; raises Cancelled once the run shall end."""
