@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
@@ -197,6 +199,43 @@ def test_a_model_that_scales_its_logits_is_trained_as_trl_trains_it(fp32_model: 
     tokenizer.save_pretrained(tmp_path / "granite")
     ours, theirs = both(tmp_path / "granite", tmp_path, make_rollouts(tokenizer), torch.float32)
     assert (flat(ours) - flat(theirs)).norm() < 1e-5 * flat(theirs).norm()
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"use_rslora": True}, "use_rslora=True"),
+        ({"alpha_pattern": {"q_proj": 64}}, "alpha_pattern="),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern="),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save="),
+        ({"use_dora": True}, "use_dora=True"),
+        ({"lora_bias": True}, "lora_bias=True"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa"),
+        ({"target_modules": ["q_proj", "v_proj"]}, "target_modules"),
+        ({"r": 8}, "rank 8 (the run: lora_rank=4)"),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_an_adapter_that_would_be_another_policy_is_refused_by_the_field_that_says_so(
+    fp32_model: Path, tmp_path: Path, fields: dict[str, Any], named: str | None
+) -> None:
+    config = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", **fields})
+    get_peft_model(AutoModelForCausalLM.from_pretrained(fp32_model), config).save_pretrained(tmp_path)
+    start = functools.partial(load_policy, fp32_model, rank=4, alpha=8, seed=0, dtype=torch.float32)
+    if named is None:
+        assert start(adapter_path=tmp_path)
+        return
+    with pytest.raises(FlashError) as caught:
+        start(adapter_path=tmp_path)
+    assert caught.value.code == "adapter_mismatch" and named in caught.value.what
+
+
+def test_an_adapter_of_a_model_of_another_size_is_refused(fp32_model: Path, tmp_path: Path) -> None:
+    other = AutoModelForCausalLM.from_config(transformers.LlamaConfig(**BASE, head_dim=8))
+    get_peft_model(other, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")).save_pretrained(tmp_path)
+    with pytest.raises(FlashError, match=r"adapter_mismatch.*another base model"):
+        load_policy(fp32_model, rank=4, alpha=8, seed=0, dtype=torch.float32, adapter_path=tmp_path)
 
 
 def test_a_pack_that_is_split_gives_the_same_log_probabilities(
