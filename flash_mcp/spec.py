@@ -96,7 +96,10 @@ class RunSpec(BaseModel):
             "and environment turns included; default: the model's context, at most 4096.",
         ),
     ] = None
-    temperature: Annotated[float | None, Field(gt=0, le=5, description="Sampling temperature; default 1.0.")] = None
+    # vLLM takes at most 2, and what is below 0.01 for 0.01, by which the trainer would not divide.
+    temperature: Annotated[
+        float | None, Field(ge=0.01, le=2, description="Sampling temperature, 0.01 to 2; default 1.0.")
+    ] = None
     top_p: Annotated[float | None, Field(gt=0, le=1, description="Nucleus sampling mass; default 1.0.")] = None
     stop_sequences: Annotated[
         list[str] | None, Field(max_length=16, description="Strings that end a turn; they are kept in the transcript.")
