@@ -42,7 +42,8 @@ async def gold_rows(host: EnvironmentHost, template: ChatTemplate, split: str, *
     async def one(index: int) -> Row:
         opening = await host.open(split, index)
         await host.close(opening.episode)
-        return _row(Transcript(template, opening.messages), await host.gold(split, index))
+        transcript = Transcript(template, opening.messages)
+        return _row(f"{split} task {opening.task_id}", transcript, await host.gold(split, index))
 
     return await survey(split, host.splits.get(split, 0), one, **watched)
 
@@ -62,10 +63,11 @@ def dataset_rows(dataset: Json, template: ChatTemplate) -> dict[str, list[Row]]:
         lines = [json.loads(line) for line in content.decode().split("\n") if line]
         rows[path.stem] = [
             _row(
+                f"{file} line {number}",
                 Transcript(template, line["messages"][: line["prompt_messages"]]),
                 line["messages"][line["prompt_messages"] :],
             )
-            for line in lines
+            for number, line in enumerate(lines, start=1)
         ]
     return rows
 
@@ -175,18 +177,33 @@ def _learnable(rows: list[Row], max_length: int) -> list[Row]:
     return [row for row in cut if any(label != IGNORED for label in row["labels"])]
 
 
-def _row(transcript: Transcript, gold: list[ChatMessage]) -> Row:
+def _row(name: str, transcript: Transcript, gold: list[ChatMessage]) -> Row:
+    """Tokens of a prompt and its gold answers; FlashError(dataset_invalid) with `name` where they cannot be learnt."""
     between: list[Json] = []
+    answered = False
     for message in gold:
         if message["role"] != "assistant":
             between.append(message)
             continue
-        if between:
+        if wrong := _wrong(message, [] if answered else between):
+            fix = "begin with an answer, and let every answer be plain text"
+            raise FlashError("dataset_invalid", f"{name}: {wrong}", fix=fix)
+        if answered:  # also where nothing is said in between: a rollout's next answer has a turn of its own
             transcript.add_environment(between)
-            between = []
-        transcript.add_answer(transcript.template.answer(str(message["content"])))
+        transcript.add_answer(transcript.template.answer(message["content"]))
+        between, answered = [], True
     ids = transcript.ids
     labels = [IGNORED] * len(transcript.prompt_ids) + [
         token if mine else IGNORED for token, mine in zip(transcript.completion_ids, transcript.mask, strict=True)
     ]
     return {"input_ids": ids, "labels": labels}
+
+
+def _wrong(answer: ChatMessage, before: list[Json]) -> str | None:
+    """Why no rollout could hold this gold answer; `before` is what the gold has before its first answer."""
+    if before:
+        return f"the gold begins with a {before[0]['role']} message"
+    if answer.get("tool_calls"):
+        return "an answer has tool_calls, which are not text"
+    content = answer.get("content")
+    return None if isinstance(content, str) else f"an answer's content is {content!r:.50}, no string"
