@@ -19,17 +19,15 @@ import copy
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, cast
 
 ChatMessage = dict[str, Any]
 """{"role": "system" | "user" | "assistant" | "tool", "content": str, ...}"""
 
 Split = Literal["train", "eval"]
-_Item = TypeVar("_Item")
 
 
 def _no_metadata() -> dict[str, Any]:
@@ -58,9 +56,6 @@ class EnvironmentTurn:
     content: Any
     name: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=_no_metadata)
-
-    def to_message(self) -> ChatMessage:
-        return {"role": self.role, "content": self.content}
 
 
 @dataclass(frozen=True)
@@ -137,6 +132,12 @@ class Environment(ABC):
     max_score_concurrency: int = 32
     """Calls of this environment that may run at once; 1 where a scorer is not thread-safe."""
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for many, one in (("score_responses", "score_response"), ("score_episodes", "score_episode")):
+            if many in vars(cls):  # as in the freesolo SDK
+                raise TypeError(f"{cls.__name__}.{many} would never be called: each is scored when it ends, by {one}")
+
     def new_episode(self, example: TaskExample) -> Environment:
         """The object that serves one rollout; by default a shallow copy, so that attributes set on it are its own."""
         return copy.copy(self)
@@ -177,16 +178,6 @@ class Environment(ABC):
     def score_episode(self, example: TaskExample, episode: EnvironmentEpisode) -> RewardResult:
         """The reward of a finished conversation. Must not raise, whatever the model wrote."""
 
-    def score_episodes(self, example: TaskExample, episodes: list[EnvironmentEpisode]) -> list[RewardResult]:
-        """Rewards of many conversations of one task, in order."""
-        return self._score_many(lambda episode: self.score_episode(example, episode), episodes)
-
-    def _score_many(self, score: Callable[[_Item], RewardResult], items: list[_Item]) -> list[RewardResult]:
-        if self.max_score_concurrency <= 1 or len(items) < 2:
-            return [score(item) for item in items]
-        with ThreadPoolExecutor(min(self.max_score_concurrency, len(items))) as pool:
-            return list(pool.map(score, items))
-
 
 class EnvironmentSingleTurn(Environment):
     """One prompt, one answer: implement `build_prompt_messages` and `score_response`."""
@@ -198,12 +189,6 @@ class EnvironmentSingleTurn(Environment):
     @abstractmethod
     def score_response(self, example: TaskExample, response_text: str) -> RewardResult:
         """The reward of one answer. Must not raise, whatever the model wrote."""
-
-    def score_responses(self, example: TaskExample, response_texts: list[str]) -> list[RewardResult]:
-        """Rewards of many answers to one task, in order."""
-        return self._score_many(
-            lambda text: self.score_response(example, self.normalize_response_text(example, text)), response_texts
-        )
 
     def start_episode(self, example: TaskExample, prompt_text: str) -> list[ChatMessage]:
         messages = self.build_prompt_messages(example, prompt_text)

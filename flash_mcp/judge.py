@@ -419,7 +419,8 @@ def _mismatch(history: Sequence[Metrics], recent: Sequence[Metrics]) -> Flag | N
         "policy_mismatch",
         "warning",
         f"the trainer's and the engine's probabilities differ: mean ratio {ratio:.2f} instead of about 1",
-        "keep importance_sampling on and temperature at 1.0; lower learning_rate",
+        "with top_p below 1 that is so by itself, the engine's being of the nucleus alone: set top_p=1; else keep "
+        "importance_sampling on and lower learning_rate",
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
@@ -95,7 +96,10 @@ class RunSpec(BaseModel):
             "and environment turns included; default: the model's context, at most 4096.",
         ),
     ] = None
-    temperature: Annotated[float | None, Field(gt=0, le=5, description="Sampling temperature; default 1.0.")] = None
+    # vLLM takes at most 2, and what is below 0.01 for 0.01, by which the trainer would not divide.
+    temperature: Annotated[
+        float | None, Field(ge=0.01, le=2, description="Sampling temperature, 0.01 to 2; default 1.0.")
+    ] = None
     top_p: Annotated[float | None, Field(gt=0, le=1, description="Nucleus sampling mass; default 1.0.")] = None
     stop_sequences: Annotated[
         list[str] | None, Field(max_length=16, description="Strings that end a turn; they are kept in the transcript.")
@@ -154,8 +158,8 @@ class RunSpec(BaseModel):
     init_from_adapter: Annotated[
         str | None,
         Field(
-            description="Warm start: RUN_ID, RUN_ID@STEP or a PEFT adapter "
-            "folder of the same base model, rank and alpha."
+            description="Warm start: RUN_ID, RUN_ID@STEP or a folder with a plain PEFT "
+            "LoRA of every linear layer and of the same base model, rank and alpha."
         ),
     ] = None
     environment_args: Annotated[
@@ -320,6 +324,51 @@ def resolve(spec: RunSpec, *, file_fields: frozenset[str] = frozenset()) -> Reso
     if spec.max_length and sources["max_tokens"] == "recipe":
         values["max_tokens"] = min(values["max_tokens"], spec.max_length)
     return ResolvedSpec(spec=RunSpec.model_construct(**values), sources=sources)
+
+
+ADAPTER_EXTRAS = (
+    "use_rslora",
+    "use_dora",
+    "use_qalora",
+    "use_bdlora",
+    "lora_bias",
+    "rank_pattern",
+    "alpha_pattern",
+    "modules_to_save",
+    "trainable_token_indices",
+    "target_parameters",
+    "layer_replication",
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
+)
+"""Of an adapter_config.json: with any of these an adapter computes something else than W + alpha/rank BA."""
+BASE_KEEPING = (True, False, "gaussian", "orthogonal", "eva")
+"""Values of its init_lora_weights that leave the base model's weights as they are."""
+
+
+def check_adapter(config: dict[str, Any], *, rank: int | None, alpha: int | None, wrong: Sequence[str] = ()) -> None:
+    """FlashError(adapter_mismatch) unless a run can start from an adapter with this adapter_config.json as it is.
+
+    `wrong` says what else of it is known not to fit.
+    """
+    shape = {"rank": (config.get("r"), "lora_rank", rank), "alpha": (config.get("lora_alpha"), "lora_alpha", alpha)}
+    wrong = [
+        *wrong,
+        *(f"{name} {its} (the run: {field}={our})" for name, (its, field, our) in shape.items() if its != our),
+    ]
+    plain = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": BASE_KEEPING}
+    extras = [name for name in ADAPTER_EXTRAS if config.get(name)]
+    extras += [name for name, values in plain.items() if config.get(name, values[0]) not in values]
+    if wrong or extras:
+        raise FlashError(
+            "adapter_mismatch",
+            f"the adapter has {', '.join([*wrong, *(f'{name}={config[name]}' for name in extras)])}",
+            fix="merge it into its base model and train that, or start from a plain LoRA adapter"
+            if extras
+            else f"use lora_rank={config.get('r')}, lora_alpha={config.get('lora_alpha')} and its base model",
+        )
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from environments import (
     TaskExample,
     load_dataset,
 )
+from environments.host import EnvironmentFault, EnvironmentHost
 
 
 @pytest.mark.parametrize(
@@ -90,7 +91,20 @@ def test_a_single_turn_environment_is_an_episode_of_one_turn() -> None:
     step = environment.step_episode(TASK, [], " hey ")
     assert (step.done, step.final_response_text) == (True, "HEY")
     assert environment.score_episode(TASK, EnvironmentEpisode([], "HEY")).score == 1.0
-    assert [result.score for result in environment.score_responses(TASK, [" hey", "ho", "HEY"])] == [1.0, 0.0, 1.0]
+
+
+@pytest.mark.anyio
+async def test_a_scorer_that_would_never_be_called_is_refused_when_the_environment_loads(tmp_path: Path) -> None:
+    (tmp_path / "environment.py").write_text(
+        "from environments import EnvironmentSingleTurn\n"
+        "class Batched(EnvironmentSingleTurn):\n"
+        "    def score_responses(self, example, texts): return []\n"
+    )
+    with pytest.raises(
+        EnvironmentFault, match=r"Batched\.score_responses would never be called.*score_response"
+    ) as fault:
+        await EnvironmentHost.start(tmp_path)
+    assert fault.value.code == "environment_invalid"
 
 
 @pytest.mark.parametrize(

@@ -113,3 +113,9 @@ def test_an_evaluation_whose_environment_fails_keeps_the_evidence_and_says_so(ti
     assert "5 of 5 rollouts" in result["error"]["what"] and "boom" in result["error"]["what"]
     assert found is not None and (found["summary"]["n"], found["summary"]["success"]) == (0, None)
     assert all(row["error"]["code"] == "environment_error" for row in found["rollouts"])
+    # Killed before it could say so: the next attempt finds the evaluation done.
+    Path(run.path("result.json")).unlink()
+    with Attempt(run, 2) as attempt:
+        assert attempt.wait() == 0, attempt.log_path.read_text()
+    again = run.result()
+    assert again is not None and (again["state"], again["error"]) == ("failed", result["error"])

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.utils import add_fused_lm_head
 
+from flash_mcp.errors import FlashError
 from flash_mcp.spec import RunSpec, resolve
 from worker import packing
 from worker.grpo import Trainer, group_advantages
@@ -61,6 +66,7 @@ def our_gradients(policy: Any, tokenizer: Any, spec: Settings, rollouts: list[Ro
     trainer = Trainer(
         policy, tokenizer, spec, examples=GROUPS, collect=lambda step, examples: rollouts,
         output_dir=str(out), max_completion=MAX_COMPLETION, callbacks=[],
+        packed=packing.can_pack(policy.get_base_model()),
     )  # fmt: skip
     trainer.current_gradient_accumulation_steps = GROUPS
     rows = [{"index": index // SIZE} for index in range(GROUPS * SIZE)]
@@ -144,6 +150,92 @@ def test_gradients_point_where_trls_do_in_bf16(tiny_model: Path, tmp_path: Path)
     rollouts = make_rollouts(AutoTokenizer.from_pretrained(tiny_model))
     ours, theirs = both(tiny_model, tmp_path, rollouts, torch.bfloat16)
     assert torch.nn.functional.cosine_similarity(flat(ours), flat(theirs), dim=0) > 0.999
+
+
+BASE = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "bos_token_id": 1,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": 2}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "packs"),
+    [
+        (transformers.LlamaConfig(**BASE), True),
+        (transformers.GraniteConfig(**BASE, logits_scaling=8.0), False),
+        (transformers.CohereConfig(**BASE, logit_scale=0.0625), False),
+        (transformers.MistralConfig(**BASE, sliding_window=2047), False),
+        (transformers.MistralConfig(**BASE, sliding_window=None), True),
+        (transformers.FalconConfig(**BASE), False),
+        (transformers.GPT2Config(vocab_size=300, n_embd=64, n_layer=2, n_head=4), False),
+    ],
+    ids=lambda value: getattr(value, "model_type", value),
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_model_that_the_packed_pass_would_compute_wrongly_is_left_to_trl(
+    config: Any, packs: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=packing.attention_of(config))
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            torch.nn.init.normal_(weight, std=0.2)
+    before = torch.get_rng_state()
+    assert packing.can_pack(model) == packs
+    assert torch.equal(torch.get_rng_state(), before), "resumed runs draw what undisturbed ones draw"
+    add_fused_lm_head(model, temperature=0.7)
+    packing.check_trl_head(model, 0.7)
+
+
+def test_a_head_that_trl_does_not_know_either_is_refused() -> None:
+    model = AutoModelForCausalLM.from_config(transformers.RecurrentGemmaConfig(**BASE, logits_soft_cap=0.5))
+    add_fused_lm_head(model)
+    with pytest.raises(FlashError, match=r"recurrent_gemma.*gradients would be wrong"):
+        packing.check_trl_head(model, 1.0)
+
+
+def test_a_model_that_scales_its_logits_is_trained_as_trl_trains_it(fp32_model: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(fp32_model)
+    config = transformers.GraniteConfig(**{**BASE, "vocab_size": len(tokenizer)}, logits_scaling=8.0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "granite")
+    tokenizer.save_pretrained(tmp_path / "granite")
+    ours, theirs = both(tmp_path / "granite", tmp_path, make_rollouts(tokenizer), torch.float32)
+    assert (flat(ours) - flat(theirs)).norm() < 1e-5 * flat(theirs).norm()
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"use_rslora": True}, "use_rslora=True"),
+        ({"alpha_pattern": {"q_proj": 64}}, "alpha_pattern="),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern="),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save="),
+        ({"use_dora": True}, "use_dora=True"),
+        ({"lora_bias": True}, "lora_bias=True"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa"),
+        ({"target_modules": ["q_proj", "v_proj"]}, "target_modules"),
+        ({"r": 8}, "rank 8 (the run: lora_rank=4)"),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_an_adapter_that_would_be_another_policy_is_refused_by_the_field_that_says_so(
+    fp32_model: Path, tmp_path: Path, fields: dict[str, Any], named: str | None
+) -> None:
+    config = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", **fields})
+    get_peft_model(AutoModelForCausalLM.from_pretrained(fp32_model), config).save_pretrained(tmp_path)
+    start = functools.partial(load_policy, fp32_model, rank=4, alpha=8, seed=0, dtype=torch.float32)
+    if named is None:
+        assert start(adapter_path=tmp_path)
+        return
+    with pytest.raises(FlashError) as caught:
+        start(adapter_path=tmp_path)
+    assert caught.value.code == "adapter_mismatch" and named in caught.value.what
+
+
+def test_an_adapter_of_a_model_of_another_size_is_refused(fp32_model: Path, tmp_path: Path) -> None:
+    other = AutoModelForCausalLM.from_config(transformers.LlamaConfig(**BASE, head_dim=8))
+    get_peft_model(other, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")).save_pretrained(tmp_path)
+    with pytest.raises(FlashError, match=r"adapter_mismatch.*another base model"):
+        load_policy(fp32_model, rank=4, alpha=8, seed=0, dtype=torch.float32, adapter_path=tmp_path)
 
 
 def test_a_pack_that_is_split_gives_the_same_log_probabilities(

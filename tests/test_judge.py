@@ -107,6 +107,11 @@ LEARNING = {"reward/mean": rising(0.2, 0.8, 30), "success/rate": rising(0.1, 0.7
 SPIKE = [0.01] * 7 + [0.9, 0.02, 0.01, 0.01, 0.01]
 
 
+def test_a_mismatch_names_the_nucleus_which_explains_it():
+    (flag,) = judge.flags(history(5, **{"is_ratio/mean": [0.7] * 5}))
+    assert "set top_p=1" in flag.remedy
+
+
 def test_a_healthy_run_has_no_flags():
     assert names(history(30, **LEARNING)) == []
 

@@ -85,6 +85,14 @@ def test_the_pass_without_storage_holds_what_a_real_pass_holds(tiny_model: Path)
     assert held == pytest.approx(sum(saved.values()), rel=0.1)
 
 
+def test_a_pass_that_is_not_packed_needs_the_prompt_once_a_rollout(tiny_model: Path) -> None:
+    work = Workload(500, 100, 1, 1024, 8, 32, 8)
+    packed, plain = (
+        estimate(tiny_model, replace(work, packed=packed), torch.bfloat16, 64 * GIB) for packed in (True, False)
+    )
+    assert plain.activations > 2 * packed.activations
+
+
 def test_more_completions_than_a_pack_holds_cost_a_pass_each(tiny_model: Path) -> None:
     def activations(group_size: int) -> int:
         work = Workload(96, 1000, 1, 2048, group_size, 32, 8)

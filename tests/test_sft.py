@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,12 +13,13 @@ from transformers import AutoTokenizer
 from trl import SFTTrainer
 
 from environments.host import EnvironmentHost
+from flash_mcp.errors import FlashError
 from flash_mcp.spec import RunSpec, resolve
 from tests.attempts import Attempt, make_run
 from tests.tiny import make_tokenizer
 from worker.policy import load_policy
 from worker.settings import Settings
-from worker.sft import IGNORED, Tuner, gold_rows, make_sft_trainer
+from worker.sft import IGNORED, Tuner, dataset_rows, gold_rows, make_sft_trainer
 from worker.transcript import ChatTemplate
 
 SPEC = Settings(**resolve(RunSpec(environment="e", algorithm="sft", steps=1, batch_size=5)).spec.model_dump())
@@ -28,7 +31,7 @@ async def test_every_assistant_token_of_a_gold_conversation_is_learnt_and_no_oth
     template = ChatTemplate(make_tokenizer())
     decode = template.tokenizer.decode
     async with await EnvironmentHost.start(CALCULATOR) as host:
-        rows = await gold_rows(host, template, "eval")
+        rows = await gold_rows(host, template, "eval", max_error_share=0.0, advance=lambda: None)
         for index, row in enumerate(rows):
             opening = await host.open("eval", index)
             await host.close(opening.episode)
@@ -40,6 +43,45 @@ async def test_every_assistant_token_of_a_gold_conversation_is_learnt_and_no_oth
             assert decode(learnt) == "".join(f"{text}<|im_end|>" for text in said)
             assert all(label in (IGNORED, token) for token, label in zip(row["input_ids"], row["labels"], strict=True))
     assert len(rows) == 200
+
+
+ANSWER = {"role": "assistant", "content": "a"}
+CALLING = {**ANSWER, "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
+
+
+@pytest.mark.parametrize(
+    ("gold", "reason"),
+    [
+        ([{"role": "user", "content": "u"}, ANSWER], "begins with a user message"),
+        ([CALLING, {"role": "tool", "content": "3"}, ANSWER], "tool_calls"),
+        ([{"role": "assistant", "content": None}], "content is None"),
+    ],
+)
+def test_gold_that_no_rollout_could_hold_is_refused_with_its_row(tmp_path: Path, gold: Any, reason: str) -> None:
+    lines = [[ANSWER], gold]
+    content = "".join(
+        json.dumps({"messages": [{"role": "user", "content": "?"}, *line], "prompt_messages": 1}) + "\n"
+        for line in lines
+    )
+    (tmp_path / "train.jsonl").write_text(content)
+    files = {"train.jsonl": hashlib.sha256(content.encode()).hexdigest()}
+    with pytest.raises(FlashError) as caught:
+        dataset_rows({"path": str(tmp_path), "files": files}, ChatTemplate(make_tokenizer()))
+    assert caught.value.code == "dataset_invalid"
+    assert caught.value.what.startswith("train.jsonl line 2: ") and reason in caught.value.what
+
+
+def test_two_answers_in_a_row_are_two_turns_as_in_a_rollout(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "?"}, ANSWER, {"role": "assistant", "content": "b"}]
+    content = json.dumps({"messages": messages, "prompt_messages": 1})
+    (tmp_path / "train.jsonl").write_text(content)
+    template = ChatTemplate(make_tokenizer())
+    files = {"train.jsonl": hashlib.sha256(content.encode()).hexdigest()}
+    (row,) = dataset_rows({"path": str(tmp_path), "files": files}, template)["train"]
+    whole = template.tokenizer.apply_chat_template(messages, tokenize=False)
+    assert template.tokenizer.decode(row["input_ids"]) + "\n" == whole
+    learnt = [token for token in row["labels"] if token != IGNORED]
+    assert template.tokenizer.decode(learnt) == "a<|im_end|>b<|im_end|>"
 
 
 def test_the_packed_pass_gives_the_loss_and_the_gradients_of_trls_own(fp32_model: Path, tmp_path: Path) -> None:
@@ -62,7 +104,7 @@ def test_the_packed_pass_gives_the_loss_and_the_gradients_of_trls_own(fp32_model
         trainer = make_sft_trainer(
             policy, AutoTokenizer.from_pretrained(fp32_model), SPEC,
             {"train": rows, "holdout": rows}, SimpleNamespace(event=lambda kind, what, said=events: said.append(what)),
-            max_length=58, output_dir=str(tmp_path), callbacks=[],
+            max_length=58, output_dir=str(tmp_path), callbacks=[], packed=True,
         )  # fmt: skip
         assert len(events) == 1 and "1 of 5 rows are longer than max_length=58" in events[0]
         batch = next(iter(trainer.get_train_dataloader()))

@@ -45,6 +45,8 @@ def test_values_from_a_file_are_told_from_arguments():
         ({"environment": "e", "epochs": 1}, "epochs"),
         ({"environment": "e", "algorithm": "sft", "group_size": 4}, "group_size"),
         ({"environment": "e", "max_tokens": 600, "max_length": 500}, "max_tokens=600"),
+        ({"environment": "e", "temperature": 0.009}, "temperature"),
+        ({"environment": "e", "temperature": 2.1}, "temperature"),
         ({"environment": "e", "stepz": 3}, "stepz"),
     ],
 )

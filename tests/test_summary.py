@@ -63,6 +63,14 @@ def test_a_step_in_which_everything_failed_has_no_means():
     assert {found[name] for name in ("reward/mean", "groups/solved_share", "tokens/reward_correlation")} == {None}
 
 
+def test_a_component_that_is_called_mean_is_not_taken_for_the_mean():
+    group = [rollout("a", 1.0), rollout("b", 0.0)]
+    for each in group:
+        each.metrics = {"mean": -5.0, "std": 9.0, "brevity": 0.5}
+    found = summarize([group])
+    assert (found["reward/mean"], found["reward/std"], found["reward/brevity"]) == (0.5, 0.5, 0.5)
+
+
 def test_what_another_rollout_of_the_group_wrote_is_repeated_across_groups_it_is_not():
     assert repeated_share([[rollout("x", 0), rollout("x", 0), rollout("x", 0), rollout("y", 0)]]) == 0.5
     assert repeated_share([[rollout("x", 0)], [rollout("x", 0)]]) == 0.0

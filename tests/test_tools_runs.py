@@ -236,6 +236,19 @@ async def test_a_warm_start_that_does_not_fit_is_refused(tmp_path: Path, fields:
     assert "lora_rank=32" in error.fix
 
 
+def scaled_by_the_root_of_its_rank(adapter: Path) -> Path:
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "use_rslora": True}))
+    return adapter
+
+
+async def test_a_warm_start_from_an_adapter_that_is_no_plain_one_is_refused(tmp_path: Path):
+    adapter = Path(open_store().checkpoint(finished_run(tmp_path)["id"], None)["path"])
+    folder = str(scaled_by_the_root_of_its_rank(adapter))
+    error = await refused("train", environment="echo", init_from_adapter=folder)
+    assert (error.code, error.what) == ("adapter_mismatch", "the adapter has use_rslora=True")
+
+
 async def test_a_warm_start_without_a_checkpoint_is_refused(tmp_path: Path):
     earlier = queued_run(tmp_path)
     assert (await refused("train", environment="echo", init_from_adapter=earlier["id"])).code == "unknown_checkpoint"

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import json
 import signal
+import statistics
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
+import torch
 from safetensors.torch import load_file
 
+from environments.host import EnvironmentHost
+from flash_mcp.errors import FlashError
 from tests.attempts import VOWELS, Attempt, make_run
+from tests.tiny import make_tokenizer
+from worker.pulse import Pulse
+from worker.rollout import Limits, Rollout, Task
+from worker.run import BLOCK, Session, _preflight
+from worker.settings import Settings
+from worker.sft import gold_rows
+from worker.transcript import ChatTemplate
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -29,6 +41,26 @@ def whole_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any
     with Attempt(run) as attempt:
         assert attempt.wait() == 0, attempt.log_path.read_text()
     return run
+
+
+def test_an_evaluation_within_a_run_opens_a_block_of_episodes_at_a_time(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", tmp_path, steps=1, eval_examples=2 * BLOCK + 3)
+    blocks: list[int] = []
+
+    def collect(tasks: list[Task], limits: Limits, on_done: Any) -> None:
+        blocks.append(len(tasks))
+        for task in reversed(tasks):
+            on_done(Rollout(task, f"v{task.index}"))
+
+    pulse, host = Pulse(run.claim(1)), SimpleNamespace(splits={"eval": 5000})
+    session: Any = Session(
+        Settings(**run.job()["spec"]), pulse.writer, pulse, host, tmp_path, None, None, None, 256,
+        dtype=torch.float32, at_once=4,
+    )  # fmt: skip
+    session.sync, session.collect = lambda step: 0.0, collect
+    session.evaluate(0)
+    assert blocks == [BLOCK, BLOCK, 3]
+    assert [row["index"] for row in run.evaluation(0)["rollouts"]] == list(range(2 * BLOCK + 3))
 
 
 def test_a_run_reports_every_step_and_leaves_an_adapter(whole_run: Any) -> None:
@@ -115,11 +147,16 @@ def test_a_cancel_in_mid_rollout_saves_what_was_trained_and_ends_as_cancelled(ti
 
 def test_a_warm_start_begins_with_the_other_runs_adapter(whole_run: Any, tiny_model: Path, tmp_path: Path) -> None:
     start = {"init_adapter": {"path": whole_run.path("checkpoints", "5"), "run_id": "run", "step": 5, "digest": ""}}
-    run = make_run(tmp_path / "run", tiny_model, job=start, steps=1, kl_penalty_coef=0.1)
+    run = make_run(tmp_path / "run", tiny_model, job=start, steps=1, kl_penalty_coef=0.1, loss_type="grpo")
     with Attempt(run) as attempt:
         assert attempt.wait() == 0, attempt.log_path.read_text()
     first, cold = (r.metrics(1)["metrics"] for r in (run, whole_run))
     assert first["reward/mean"] > cold["reward/mean"] and first["kl"] == pytest.approx(0, abs=1e-3)
+    group = [row for row in run.rollouts(1) if row["group"] == 0]
+    spread = statistics.stdev(row["reward"] for row in group)
+    assert statistics.stdev(row["advantage"] for row in group) == pytest.approx(spread / (spread + 1e-4), abs=1e-4), (
+        "what is told is what is trained"
+    )
 
 
 @pytest.mark.parametrize(
@@ -159,3 +196,51 @@ def test_an_environment_that_mostly_fails_ends_the_run_with_the_evidence(tiny_mo
     error = finished(run, "failed")["error"]
     assert error["code"] == "environment_error" and "32 of 32 rollouts" in error["what"] and "boom" in error["what"]
     assert all(row["error"] and row["reward"] == 0 for row in run.rollouts(1))
+
+
+SOMETIMES = """
+import time
+class Sometimes(Vowels):
+    def start_episode(self, example, prompt_text):
+        time.sleep({seconds})
+        if int(example.id[1:]) % {every} == 0:
+            raise ConnectionError("the simulator is busy")
+        return super().start_episode(example, prompt_text)
+    def sft_completion(self, example):
+        return [{{"role": "assistant", "content": "a"}}]
+def load_environment(train=20, held_out=5, question="Write"):
+    return Sometimes(train, held_out, question)
+"""
+
+
+def sometimes(folder: Path, *, every: int, seconds: float = 0.0) -> Path:
+    """An environment that fails to open one task of `every`, after `seconds`."""
+    folder.mkdir()
+    source = (VOWELS / "environment.py").read_text() + SOMETIMES.format(every=every, seconds=seconds)
+    (folder / "environment.py").write_text(source)
+    return folder
+
+
+@pytest.mark.anyio
+async def test_a_few_tasks_that_cannot_be_opened_do_not_end_a_run_before_it_begins(tmp_path: Path) -> None:
+    template, looks = ChatTemplate(make_tokenizer()), []
+    async with await EnvironmentHost.start(sometimes(tmp_path / "e", every=10)) as host:
+        watched = {"max_error_share": 0.1, "advance": lambda: looks.append(1)}
+        assert await _preflight(host, template, 256, 20, **watched) == (27, 2)
+        assert len(looks) == 20, "each look is progress"
+        assert len(await gold_rows(host, template, "train", **watched)) == 18
+        with pytest.raises(FlashError, match=r"2 of 11 train tasks.*number 0: .*the simulator is busy") as caught:
+            await _preflight(host, template, 256, 11, **watched)
+        assert caught.value.code == "environment_error"
+        with pytest.raises(FlashError, match="1 of 1 train tasks"):
+            await _preflight(host, template, 256, 1, max_error_share=1.0, advance=lambda: None)
+
+
+def test_a_cancel_is_heard_while_tasks_are_looked_at(tiny_model: Path, tmp_path: Path) -> None:
+    slow = sometimes(tmp_path / "slow", every=1000, seconds=0.5)
+    run = make_run(tmp_path / "run", tiny_model, environment=slow, environment_args={"train": 1000}, env_concurrency=1)
+    with Attempt(run) as attempt:
+        attempt.wait_until(lambda: (run.beat() or {}).get("progress", 0) > 2)
+        run.request_cancel()
+        assert attempt.wait(30) == 0, attempt.log_path.read_text()
+    assert finished(run, "cancelled")["step"] == 0

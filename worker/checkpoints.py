@@ -18,18 +18,18 @@ from worker.settings import Settings
 
 log = logging.getLogger("worker")
 
-# What trainers call it -> what the run folder calls it.
-METRIC_NAMES = {
-    "loss": "loss",
-    "grad_norm": "grad_norm",
-    "learning_rate": "learning_rate",
-    "entropy": "entropy",
-    "kl": "kl",
-    "is_ratio/mean": "is_ratio/mean",
-    "is_ratio/clipped_share": "is_ratio/clipped_share",
-    "sampling_kl": "sampling_kl",
-    "sampling_logp_difference/mean": "sampling_logp_difference/mean",
-}
+REPORTED = (
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "entropy",
+    "kl",
+    "is_ratio/mean",
+    "is_ratio/clipped_share",
+    "sampling_kl",
+    "sampling_logp_difference/mean",
+)
+"""What is kept of a trainer's metrics."""
 CHECKPOINT_FILES = {
     "adapter_config.json",
     "adapter_model.safetensors",
@@ -87,7 +87,7 @@ class Reporter(TrainerCallback):
         if not logs or "loss" not in logs:  # the summary that follows the last step
             return
         step_s = time.monotonic() - self.step_started
-        reported = {METRIC_NAMES[name]: value for name, value in logs.items() if name in METRIC_NAMES}
+        reported = {name: value for name, value in logs.items() if name in REPORTED}
         beside = ("time/rollout_s", "time/sync_s", "time/held_out_s")
         train_s = step_s - sum(self.pending.get(name, 0.0) for name in beside)
         self._last = clean({**self.pending, **reported, "time/step_s": step_s, "time/train_s": train_s})

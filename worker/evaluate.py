@@ -23,8 +23,6 @@ log = logging.getLogger("worker")
 AT_ONCE = 256 if torch.cuda.is_available() else 32
 """Conversations that the engine advances at once: on the CPU as many as a step of training has by default, since its
 cache takes memory for each."""
-BLOCK = 512
-"""Attempts handed to the scheduler together: each of them holds an open episode."""
 SHARD_EVERY_S = 2.0
 
 
@@ -34,7 +32,8 @@ def evaluate(job: Json, spec: Settings, writer: RunWriter, pulse: Pulse, scratch
     Raises FlashError, or Cancelled once what was done is recorded.
     """
     tasks = _tasks(spec)
-    if writer.folder.evaluation(spec.step):  # an attempt of the run came as far as this before
+    if found := writer.folder.evaluation(spec.step):  # an attempt of the run came as far as this before
+        check_errors(found["rollouts"], spec.max_error_share)
         return len(tasks)
     recorder = Recorder(writer, pulse, spec.step)
     missing = [task for task in tasks if task.index not in recorder.rows]
@@ -49,8 +48,7 @@ def evaluate(job: Json, spec: Settings, writer: RunWriter, pulse: Pulse, scratch
             writer.event("sampling", f"{done} of {len(tasks)} attempts are done", step=done)
             recorder.start()
             try:
-                for start in range(0, len(missing), BLOCK):
-                    session.collect(missing[start : start + BLOCK], limits, recorder.add)
+                session.collect_blocks(missing, limits, recorder.add)
             finally:
                 recorder.flush()
     rows = [recorder.rows[task.index] for task in tasks]

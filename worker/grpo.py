@@ -25,7 +25,7 @@ from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.utils import pad, use_adapter
 
-from worker.packing import can_pack, group_logps
+from worker.packing import check_trl_head, group_logps
 from worker.rollout import Rollout
 from worker.settings import Settings
 
@@ -34,7 +34,7 @@ Collect = Callable[[int, list[int]], list[Rollout]]
 
 
 class Trainer(GRPOTrainer):
-    """GRPOTrainer that is handed finished rollouts by `collect`."""
+    """GRPOTrainer that is handed finished rollouts by `collect`; `packed` as worker.packing.can_pack says."""
 
     def __init__(
         self,
@@ -47,6 +47,7 @@ class Trainer(GRPOTrainer):
         output_dir: str,
         max_completion: int,
         callbacks: list[TrainerCallback],
+        packed: bool,
     ) -> None:
         corrected = spec.importance_sampling != "none"
         args: Any = GRPOConfig(
@@ -91,7 +92,9 @@ class Trainer(GRPOTrainer):
         self.use_vllm = self.vllm_importance_sampling_correction = corrected
         self._collect, self._pad_id = collect, int(tokenizer.pad_token_id)
         self._groups, self._group_size = int(spec.batch_size), int(spec.group_size)
-        self._packed = can_pack(model.config)
+        self._packed = packed
+        if not packed:
+            check_trl_head(model.get_base_model(), self.temperature)
         self._inputs: dict[str, Any] = {}
 
     # -- rollouts -----------------------------------------------------------------------------------------------------

@@ -48,6 +48,8 @@ class Workload:
     group_size: int
     sequences: int
     lora_rank: int
+    packed: bool = True
+    """Whether the training pass is worker.packing's, else TRL's own."""
 
     @property
     def completion(self) -> int:
@@ -212,24 +214,27 @@ def _without_storage(model_path: Path, dtype: torch.dtype, lora_rank: int) -> An
     from peft import get_peft_model  # noqa: PLC0415  seconds of imports that a server of models can spare
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
 
-    from worker.packing import ATTENTION  # noqa: PLC0415
+    from worker.packing import attention_of  # noqa: PLC0415
     from worker.policy import lora_config  # noqa: PLC0415
 
     config = AutoConfig.from_pretrained(model_path)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention_of(config))
     return get_peft_model(model, lora_config(lora_rank, lora_rank), low_cpu_mem_usage=True)
 
 
 def _training_pass(model: Any, work: Workload) -> tuple[int, int]:
     """(held, passing) bytes of one group's pass: what waits for the backward pass, and what comes and goes beside it.
 
-    As worker.packing.group_logps, with every completion at full length.
+    As worker.packing.group_logps, or as TRL's trainer does it, with every completion at full length.
     """
+    from trl.trainer.utils import add_fused_lm_head  # noqa: PLC0415
+
     from worker import kernels, packing  # noqa: PLC0415
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rows = max(1, min(work.group_size, (packing.PACK_TOKENS - work.prompt) // work.completion))
+    fitting = (packing.PACK_TOKENS - work.prompt) // work.completion if work.packed else work.group_size
+    rows = max(1, min(work.group_size, fitting))
     packs = work.group_size / rows
     layout = packing.Layout(work.prompt, [work.completion] * rows, model.dtype, device)
 
@@ -240,16 +245,22 @@ def _training_pass(model: Any, work: Workload) -> tuple[int, int]:
     with FakeTensorMode(allow_non_fake_inputs=True):
         causal_lm = model.to_empty(device=device).get_base_model()
         causal_lm.tie_weights()
+        if not work.packed:
+            add_fused_lm_head(causal_lm, outputs=("log_probs", "entropy"))
         with _Alive(model.parameters()) as alive:
             with torch.autocast(device.type, torch.bfloat16, enabled=causal_lm.dtype == torch.bfloat16):
-                hidden = packing.hidden_states(causal_lm, ids(work.prompt + rows * work.completion), layout)
-                before_head = alive.now
-                count = rows * work.completion
-                logps, entropies = kernels.token_logps(causal_lm.lm_head, hidden[ids(count)], ids(count), 1.0)
+                if work.packed:
+                    hidden = packing.hidden_states(causal_lm, ids(work.prompt + rows * work.completion), layout)
+                    before_head = alive.now
+                    count = rows * work.completion
+                    outcome = kernels.token_logps(causal_lm.lm_head, hidden[ids(count)], ids(count), 1.0)
+                else:
+                    whole = ids(rows * (work.prompt + work.completion)).view(rows, -1)
+                    outcome = causal_lm(input_ids=whole, labels=whole, fused_lm_head=True).to_tuple()
+                    before_head = alive.now
             held, logits = alive.now, alive.now - before_head
-            logps.sum().backward()
+            outcome[0].sum().backward()
             peak = alive.peak
-        del hidden, logps, entropies
     return round(packs * (held - logits)), round((packs - 1) * logits) + peak - held + logits
 
 

@@ -12,9 +12,10 @@ from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dic
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from flash_mcp.errors import FlashError
+from flash_mcp.spec import check_adapter
 from worker import packing
 from worker.kernels import LoraLinear
 
@@ -29,7 +30,8 @@ def load_policy(
     The base keeps `dtype`; the adapter's weights are fp32. Raises FlashError(adapter_mismatch).
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    base: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, attn_implementation=packing.ATTENTION)
+    attention = packing.attention_of(AutoConfig.from_pretrained(model_path))
+    base: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, attn_implementation=attention)
     torch.manual_seed(seed)
     model = get_peft_model(base.to(device), lora_config(rank, alpha))
     if adapter_path is not None:
@@ -66,30 +68,26 @@ def save_adapter(model: PeftModel, folder: Path) -> None:
     model.save_pretrained(str(folder), selected_adapters=[ADAPTER], save_embedding_layers=False)
 
 
-def check_adapter(adapter_path: Path, *, rank: int, alpha: int) -> None:
-    """FlashError(adapter_mismatch) unless the adapter at `adapter_path` has this rank and alpha."""
-    config = json.loads((adapter_path / "adapter_config.json").read_text())
-    if (config["r"], config["lora_alpha"]) != (rank, alpha):
-        raise FlashError(
-            "adapter_mismatch",
-            "the adapter to start from has another shape",
-            adapter_rank=config["r"],
-            lora_rank=rank,
-            adapter_alpha=config["lora_alpha"],
-            lora_alpha=alpha,
-            fix=f"set lora_rank={config['r']} and lora_alpha={config['lora_alpha']}, or leave init_from_adapter out",
-        )
-
-
 def _warm_start(model: PeftModel, adapter_path: Path, rank: int, alpha: int) -> None:
-    check_adapter(adapter_path, rank=rank, alpha=alpha)
-    outcome: Any = set_peft_model_state_dict(model, load_file(adapter_path / "adapter_model.safetensors"))
+    check_adapter(json.loads((adapter_path / "adapter_config.json").read_text()), rank=rank, alpha=alpha)
+    weights = load_file(adapter_path / "adapter_model.safetensors")
+    try:
+        outcome: Any = set_peft_model_state_dict(model, weights)
+    except RuntimeError as error:  # layers of these names, but of other sizes
+        raise _of_another_model(reason=str(error).strip().splitlines()[-1].strip()) from error
     missing = [name for name in outcome.missing_keys if "lora_" in name]
-    if outcome.unexpected_keys or missing:
+    if outcome.unexpected_keys:
+        raise _of_another_model(unexpected=len(outcome.unexpected_keys), missing=len(missing))
+    if missing:
         raise FlashError(
             "adapter_mismatch",
-            "the adapter to start from was made for another base model",
-            unexpected=len(outcome.unexpected_keys),
+            "the adapter's target_modules (exclude_modules, layers_to_transform) leave linear layers out",
             missing=len(missing),
-            fix="start from an adapter of the same base model",
+            first=missing[0],
+            fix="merge it into its base model and train that, or start from an adapter of every linear layer",
         )
+
+
+def _of_another_model(**values: Any) -> FlashError:
+    what = "the adapter to start from was made for another base model"
+    return FlashError("adapter_mismatch", what, fix="start from an adapter of the same base model", **values)

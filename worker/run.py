@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from peft import PeftModel
@@ -26,6 +25,7 @@ from worker.checkpoints import Reporter
 from worker.engine import VllmEngine
 from worker.grpo import Trainer, group_advantages
 from worker.models import ensure
+from worker.packing import can_pack
 from worker.policy import load_policy
 from worker.pulse import Cancelled, Pulse
 from worker.rollout import Generator, Limits, Rollout, Task, collect
@@ -33,11 +33,16 @@ from worker.runner import AsyncRunner
 from worker.settings import Settings
 from worker.sft import GOLD_SPLITS, dataset_rows, gold_rows, make_sft_trainer
 from worker.summary import summarize, summarize_evaluation
+from worker.survey import survey
 from worker.transcript import ChatTemplate, Transcript
 
 log = logging.getLogger("worker")
+T = TypeVar("T")
 MAX_LENGTH = 4096
-PREFLIGHT_TASKS = 256
+BLOCK = 512
+"""Attempts of an evaluation that are handed to the scheduler together: each of them holds an open episode."""
+PREFLIGHT_TASKS, RESUMED_TASKS = 256, 8
+"""Tasks that are looked at before training: by the first attempt, and by one that goes on where another stopped."""
 
 
 def train(job: Json, spec: Settings, writer: RunWriter, pulse: Pulse, scratch: Path) -> int:
@@ -46,21 +51,31 @@ def train(job: Json, spec: Settings, writer: RunWriter, pulse: Pulse, scratch: P
     pulse.step = resume_from[0] if resume_from else 0
     rollouts_per_step = spec.batch_size * (spec.group_size or 1)
     with opened(job, spec, writer, pulse, at_once=rollouts_per_step) as session:
-        host, runner, max_length = session.host, session.runner, session.limits.max_length
+        host, max_length = session.host, session.limits.max_length
         tokenizer, template, policy = session.template.tokenizer, session.template, session.policy
         assert policy is not None
-        longest, turns = runner.run(_preflight(host, template, max_length))
-        common = {"output_dir": str(scratch / "trainer"), "callbacks": [session.reporter]}
+        watched: dict[str, Any] = {"max_error_share": spec.max_error_share, "advance": pulse.advance}
+        looked_at = RESUMED_TASKS if resume_from else PREFLIGHT_TASKS
+        longest, turns = session.wait(_preflight(host, template, max_length, looked_at, **watched))
+        packed = can_pack(policy.get_base_model())
+        if not packed:
+            writer.event("warning", "training takes longer and more memory: the model has no packed pass")
+        common = {"output_dir": str(scratch / "trainer"), "callbacks": [session.reporter], "packed": packed}
         if spec.algorithm == "sft":
             pulse.enter("dataset")
             if dataset := job.get("dataset"):
                 rows = dataset_rows(dataset, template)
             else:
-                rows = {name: runner.run(gold_rows(host, template, split)) for name, split in GOLD_SPLITS.items()}
+                rows = {
+                    name: session.wait(gold_rows(host, template, split, **watched))
+                    for name, split in GOLD_SPLITS.items()
+                }
+                if left_out := host.splits["train"] - len(rows["train"]):
+                    writer.event("warning", f"{left_out} train tasks failed in environment code and were left out")
             trainer = make_sft_trainer(policy, tokenizer, spec, rows, writer, max_length=max_length, **common)
             session.reporter.held_out = trainer.held_out
         else:
-            session.check_memory(longest, turns)
+            session.check_memory(longest, turns, packed=packed)
             session.start_engine()
             trainer = Trainer(
                 policy,
@@ -183,11 +198,18 @@ class Session:
         self._generator: Generator | None = None
         self._synced: int | None = None
 
-    def check_memory(self, prompt: int, turns: int) -> None:
+    def check_memory(self, prompt: int, turns: int, *, packed: bool) -> None:
         """Say what the run needs. FlashError(out_of_memory) where it cannot fit. `prompt` tokens are the longest."""
         spec, limits = self.spec, self.limits
         work = memory.Workload(
-            prompt, limits.max_tokens, turns, limits.max_length, spec.group_size, self._sequences, spec.lora_rank
+            prompt,
+            limits.max_tokens,
+            turns,
+            limits.max_length,
+            spec.group_size,
+            self._sequences,
+            spec.lora_rank,
+            packed,
         )
         needs, warning = memory.check(self.model_path, work, self._dtype)
         log.info("memory at most: %s", needs)
@@ -236,7 +258,8 @@ class Session:
         rollouts = self.collect(tasks, self.limits)
         rollout_s = time.monotonic() - started
         groups = [rollouts[at : at + size] for at in range(0, len(rollouts), size)]
-        advantages = [value for group in groups for value in group_advantages(group, scale=False).tolist()]
+        scale = spec.loss_type != "dr_grpo"  # as worker.grpo.Trainer has it
+        advantages = [value for group in groups for value in group_advantages(group, scale=scale).tolist()]
         rows = [rollout.row(step, value) for rollout, value in zip(rollouts, advantages, strict=True)]
         self.writer.rollouts(step, rows)
         check_errors(rows, spec.max_error_share)
@@ -261,8 +284,10 @@ class Session:
         self.pulse.enter("eval", step)
         limits = Limits(self.limits.max_tokens, self.limits.max_length, temperature=0.0, stop=self.limits.stop)
         started = time.monotonic()
-        rollouts = self.collect([Task("eval", index, index, index, seed=index) for index in range(total)], limits)
-        rows = [rollout.row(step) for rollout in rollouts]
+        rows: list[Json] = []
+        tasks = [Task("eval", index, index, index, seed=index) for index in range(total)]
+        self.collect_blocks(tasks, limits, lambda rollout: rows.append(rollout.row(step)))
+        rows.sort(key=lambda row: row["index"])
         summary = summarize_evaluation(rows, seconds=time.monotonic() - started)
         self.writer.evaluation(step, summary, rows)
         log.info("step %s: eval %s", step, summary)
@@ -295,15 +320,28 @@ class Session:
             self.pulse.advance()
             on_done(rollout)
 
-        conversations = collect(tasks, self.host, generator, self.template, limits, on_done=done)
+        return self.wait(collect(tasks, self.host, generator, self.template, limits, on_done=done))
+
+    def collect_blocks(self, tasks: list[Task], limits: Limits, on_done: Callable[[Rollout], None]) -> None:
+        """`collect`, BLOCK tasks at a time; nothing is kept of them."""
+        for start in range(0, len(tasks), BLOCK):
+            self.collect(tasks[start : start + BLOCK], limits, on_done)
+
+    def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """The coroutine's result; raises Cancelled once the run shall end."""
         try:
-            return self.runner.run(conversations, stop=self.pulse.cancelled)
+            return self.runner.run(coroutine, stop=self.pulse.cancelled)
         except CancelledError:
             raise Cancelled from None
 
 
-async def _preflight(host: EnvironmentHost, template: ChatTemplate, max_length: int) -> tuple[int, int]:
-    """(tokens of the longest prompt, most turns) of the first tasks; FlashError where one cannot be presented."""
+async def _preflight(
+    host: EnvironmentHost, template: ChatTemplate, max_length: int, tasks: int, **watched: Any
+) -> tuple[int, int]:
+    """(tokens of the longest prompt, most turns) of the first tasks; `watched` as of `survey`, whose errors it raises.
+
+    FlashError(prompt_too_long) where one leaves no room for an answer.
+    """
     if not host.splits.get("train"):
         raise FlashError(
             "dataset_invalid",
@@ -326,9 +364,7 @@ async def _preflight(host: EnvironmentHost, template: ChatTemplate, max_length: 
             )
         return tokens, opening.max_turns
 
-    async with asyncio.TaskGroup() as group:
-        looks = [group.create_task(look(index)) for index in range(min(host.splits["train"], PREFLIGHT_TASKS))]
-    prompts, turns = zip(*(task.result() for task in looks), strict=True)
+    prompts, turns = zip(*await survey("train", min(host.splits["train"], tasks), look, **watched), strict=True)
     return max(prompts), max(turns)
 
 

@@ -7,7 +7,6 @@ by the forward pass that GRPO uses (worker/packing.py).
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import time
@@ -26,8 +25,9 @@ from environments.base import ChatMessage
 from environments.host import EnvironmentHost
 from flash_mcp.errors import FlashError
 from flash_mcp.runfolder import Json, RunWriter
-from worker.packing import can_pack, group_logps
+from worker.packing import check_trl_head, group_logps
 from worker.settings import Settings
+from worker.survey import survey
 from worker.transcript import ChatTemplate, Transcript
 
 Row = dict[str, list[int]]
@@ -36,17 +36,16 @@ GOLD_SPLITS = {"train": "train", "holdout": "eval"}
 """What is learnt, and what is held out: the names of rows -> the splits of the environment that they are made of."""
 
 
-async def gold_rows(host: EnvironmentHost, template: ChatTemplate, split: str) -> list[Row]:
-    """{"input_ids", "labels"} of every task of a split."""
+async def gold_rows(host: EnvironmentHost, template: ChatTemplate, split: str, **watched: Any) -> list[Row]:
+    """{"input_ids", "labels"} of every task of a split; `watched` as of `survey`, whose errors it raises."""
 
     async def one(index: int) -> Row:
         opening = await host.open(split, index)
         await host.close(opening.episode)
-        return _row(Transcript(template, opening.messages), await host.gold(split, index))
+        transcript = Transcript(template, opening.messages)
+        return _row(f"{split} task {opening.task_id}", transcript, await host.gold(split, index))
 
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one(index)) for index in range(host.splits.get(split, 0))]
-    return [task.result() for task in tasks]
+    return await survey(split, host.splits.get(split, 0), one, **watched)
 
 
 def dataset_rows(dataset: Json, template: ChatTemplate) -> dict[str, list[Row]]:
@@ -64,10 +63,11 @@ def dataset_rows(dataset: Json, template: ChatTemplate) -> dict[str, list[Row]]:
         lines = [json.loads(line) for line in content.decode().split("\n") if line]
         rows[path.stem] = [
             _row(
+                f"{file} line {number}",
                 Transcript(template, line["messages"][: line["prompt_messages"]]),
                 line["messages"][line["prompt_messages"] :],
             )
-            for line in lines
+            for number, line in enumerate(lines, start=1)
         ]
     return rows
 
@@ -75,11 +75,13 @@ def dataset_rows(dataset: Json, template: ChatTemplate) -> dict[str, list[Row]]:
 class Tuner(SFTTrainer):
     """SFTTrainer with a packed forward pass; `held_out` is the loss on rows that it does not learn."""
 
+    packed: bool
+
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Mean negative log-probability of the labelled tokens; with `num_items_in_batch`, their sum over it."""
-        if return_outputs or not can_pack(model.config):
+        if return_outputs or not self.packed:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         labels = inputs["labels"]  # (B, L)
         trained = (labels != IGNORED).long()
@@ -110,10 +112,12 @@ def make_sft_trainer(
     max_length: int,
     output_dir: str,
     callbacks: list[TrainerCallback],
+    packed: bool,
 ) -> Tuner:
-    """A trainer on rows["train"], rows["holdout"] held out; FlashError(dataset_invalid) where nothing can be learnt.
+    """A trainer on rows["train"], rows["holdout"] held out; `packed` as worker.packing.can_pack says.
 
-    Rows are cut at `max_length` tokens, and how many were is said in an event.
+    FlashError(dataset_invalid) where nothing can be learnt. Rows are cut at `max_length` tokens, and how many were is
+    said in an event.
     """
     longer = sum(len(row["input_ids"]) > max_length for row in rows["train"])
     learnable, held_out = (_learnable(rows.get(split, []), max_length) for split in ("train", "holdout"))
@@ -161,6 +165,9 @@ def make_sft_trainer(
         callbacks=callbacks,
     )
     trainer.remove_callback(PrinterCallback)
+    trainer.packed = packed
+    if not packed:
+        check_trl_head(model.get_base_model(), 1.0)
     return trainer
 
 
@@ -170,18 +177,33 @@ def _learnable(rows: list[Row], max_length: int) -> list[Row]:
     return [row for row in cut if any(label != IGNORED for label in row["labels"])]
 
 
-def _row(transcript: Transcript, gold: list[ChatMessage]) -> Row:
+def _row(name: str, transcript: Transcript, gold: list[ChatMessage]) -> Row:
+    """Tokens of a prompt and its gold answers; FlashError(dataset_invalid) with `name` where they cannot be learnt."""
     between: list[Json] = []
+    answered = False
     for message in gold:
         if message["role"] != "assistant":
             between.append(message)
             continue
-        if between:
+        if wrong := _wrong(message, [] if answered else between):
+            fix = "begin with an answer, and let every answer be plain text"
+            raise FlashError("dataset_invalid", f"{name}: {wrong}", fix=fix)
+        if answered:  # also where nothing is said in between: a rollout's next answer has a turn of its own
             transcript.add_environment(between)
-            between = []
-        transcript.add_answer(transcript.template.answer(str(message["content"])))
+        transcript.add_answer(transcript.template.answer(message["content"]))
+        between, answered = [], True
     ids = transcript.ids
     labels = [IGNORED] * len(transcript.prompt_ids) + [
         token if mine else IGNORED for token, mine in zip(transcript.completion_ids, transcript.mask, strict=True)
     ]
     return {"input_ids": ids, "labels": labels}
+
+
+def _wrong(answer: ChatMessage, before: list[Json]) -> str | None:
+    """Why no rollout could hold this gold answer; `before` is what the gold has before its first answer."""
+    if before:
+        return f"the gold begins with a {before[0]['role']} message"
+    if answer.get("tool_calls"):
+        return "an answer has tool_calls, which are not text"
+    content = answer.get("content")
+    return None if isinstance(content, str) else f"an answer's content is {content!r:.50}, no string"

@@ -23,6 +23,8 @@ def summarize(groups: Sequence[Sequence[Rollout]]) -> dict[str, Any]:
     uniform = [len({rollout.reward for rollout in group if not rollout.error}) <= 1 for group in groups]
     components = sorted({name for rollout in valid for name in rollout.metrics})
     return {
+        # First: a component may have the name of one of ours.
+        **{f"reward/{name}": mean(r.metrics[name] for r in valid if name in r.metrics) for name in components},
         "reward/mean": mean(rewards),
         "reward/std": statistics.pstdev(rewards) if rewards else None,
         "success/rate": mean(rollout.success for rollout in valid),
@@ -37,7 +39,6 @@ def summarize(groups: Sequence[Sequence[Rollout]]) -> dict[str, Any]:
         "tokens/completion_mean": mean(transcript.model_tokens for transcript in transcripts),
         "tokens/prompt_mean": mean(len(transcript.prompt_ids) for transcript in transcripts),
         "tokens/reward_correlation": length_correlation(scored),
-        **{f"reward/{name}": mean(r.metrics[name] for r in valid if name in r.metrics) for name in components},
     }
 
 

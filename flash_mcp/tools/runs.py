@@ -28,7 +28,7 @@ from flash_mcp.datasets import Dataset
 from flash_mcp.errors import FlashError
 from flash_mcp.evaluations import DEFAULT_MAX_LENGTH, Subject
 from flash_mcp.runfolder import Json
-from flash_mcp.spec import ResolvedSpec, RunSpec, read_toml, resolve, validate
+from flash_mcp.spec import ResolvedSpec, RunSpec, check_adapter, read_toml, resolve, validate
 from flash_mcp.store import EnvironmentRow, RunRow, Store, open_store
 from flash_mcp.supervisor import ensure_supervisor
 from flash_mcp.tools import Part, Result, Tool, report, to_text
@@ -458,17 +458,7 @@ def _check_adapter(folder: Path, spec: RunSpec, card: ModelCard, base: str | Non
     wrong: list[str] = []
     if base and base not in (card.name, card.address) and Path(base).name.lower() != Path(card.name).name.lower():
         wrong.append(f"base model {base} (the run: {card.name})")
-    if config.get("r") != spec.lora_rank:
-        wrong.append(f"rank {config.get('r')} (the run: lora_rank={spec.lora_rank})")
-    if config.get("lora_alpha") != spec.lora_alpha:
-        wrong.append(f"alpha {config.get('lora_alpha')} (the run: lora_alpha={spec.lora_alpha})")
-    if wrong:
-        raise FlashError(
-            "adapter_mismatch",
-            f"the adapter has {', '.join(wrong)}",
-            init_from_adapter=spec.init_from_adapter,
-            fix=f"use lora_rank={config.get('r')}, lora_alpha={config.get('lora_alpha')} and its base model",
-        )
+    check_adapter(config, rank=spec.lora_rank, alpha=spec.lora_alpha, wrong=wrong)
 
 
 def _adapter_name(adapter: Json | None) -> str | None:
