@@ -28,7 +28,7 @@ CODES: dict[str, str] = {
     "requirements_failed": "the packages of an environment's requirements.txt could not be installed",
     "dataset_invalid": "a dataset is missing, empty or has a malformed row",
     "upload_invalid": "a pushed folder or file breaks a limit or would leave its folder",
-    "adapter_mismatch": "an adapter's base model, rank or alpha differs from the run's",
+    "adapter_mismatch": "an adapter's base model, rank or alpha differs from the run's, or it is no plain LoRA",
     "prompt_too_long": "a prompt leaves no room for an answer within the context",
     "template_unsupported": "the tokenizer's chat template cannot be followed token by token",
     "checkpoint_corrupt": "a checkpoint's files do not match their checksums",

@@ -165,7 +165,7 @@ async def evaluate(
     ] = None,
     attempts: Annotated[int, Field(ge=1, le=256, description="Attempts at each task, for pass@k; default 1.")] = 1,
     temperature: Annotated[
-        float | None, Field(ge=0, le=5, description="Default 0 (greedy) for one attempt, 1 for several.")
+        float | None, Field(ge=0, le=2, description="Default 0 (greedy) for one attempt, 1 for several.")
     ] = None,
     top_p: Annotated[float | None, Field(gt=0, le=1, description="Nucleus sampling mass; default 1.")] = None,
     max_tokens: Annotated[
