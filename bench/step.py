@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,7 @@ def plain_trainer(
 
 
 SYSTEMS: dict[str, Callable[..., Any]] = {
-    "ours": Trainer,
+    "ours": partial(Trainer, packed=True),
     "trl": lambda *args, **options: plain_trainer(*args, **options, as_it_comes=False),
     "trl as it comes": plain_trainer,
 }

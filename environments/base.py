@@ -135,7 +135,8 @@ class Environment(ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for many, one in (("score_responses", "score_response"), ("score_episodes", "score_episode")):
-            if many in vars(cls):  # as in the freesolo SDK
+            nearest = next((kind for kind in cls.__mro__ if many in vars(kind) or one in vars(kind)), cls)
+            if many in vars(nearest) and one not in vars(nearest):  # as in the freesolo SDK
                 raise TypeError(f"{cls.__name__}.{many} would never be called: each is scored when it ends, by {one}")
 
     def new_episode(self, example: TaskExample) -> Environment:

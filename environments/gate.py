@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,13 +32,13 @@ JUNK = (
     "\u2603 \u00ff \u202e \U0001f9ea \x00 \ud800",
     "bla " * 5000,
 )
-SUCCESSES = defaultdict(
-    lambda: "set success in RewardResult to whether the answer is right; left out, any score > 0 is one",
-    truncated="right where the first half of a gold answer says all; else have the scorer ask for a whole answer",
-    prompt_echo="the prompt holds what the scorer takes for an answer: have it look in one place, a tag or the last "
+PAID = "set success in RewardResult to whether the answer is right; left out, any score > 0 is one"
+SUCCESSES = {
+    "truncated": "right where the first half of a gold answer says all; else have the scorer ask for a whole answer",
+    "prompt_echo": "the prompt holds what the scorer takes for an answer: have it look in one place, a tag or the last "
     "line, and set success in RewardResult",
-)
-"""What to do where a worthless answer counts as a success."""
+}
+"""What to do where a worthless answer counts as a success; of all others PAID."""
 OUT_OF_TIME = "not finished: the time for all checks was used up"
 
 Answers = Sequence[str | None]
@@ -246,7 +245,11 @@ class _Gate:
             "junk": lambda task: [[text] for text in JUNK],
             "empty": lambda task: [[""], [" \n"]],
             "none": lambda task: [[None]],
-            "truncated": lambda task: [[*gold[:-1], gold[-1][: len(gold[-1]) // 2]] for gold in self._gold_of(task)],
+            "truncated": lambda task: [
+                [*gold[:-1], gold[-1][:size]]
+                for gold in self._gold_of(task)
+                for size in sorted({len(gold[-1]) // 2, min(1, len(gold[-1]) // 2)})
+            ],
             "prompt_echo": lambda task: [
                 [self._prompts[task][-1]["content"]],
                 ["\n".join(message["content"] for message in self._prompts[task])],
@@ -257,19 +260,26 @@ class _Gate:
         self, host: EnvironmentHost, name: str, answers_of: Callable[[Task], list[Answers]]
     ) -> str:
         rewards: list[float] = []
+        in_half = None
         for task in self._tasks:
             for answers in answers_of(task):
                 score = (await self._play(host, task, answers, repeat=True)).score
                 gold = self._played[task].score.reward if task in self._played else None
                 rewards.append(score.reward)
                 if score.success:
-                    kind = _SkippedError if name == "truncated" else _FailedError  # half may hold the answer
-                    raise kind(f"{task}: {_show(answers)} counts as a success, with {_told(score)}", SUCCESSES[name])
+                    what = f"{task}: {_show(answers)} counts as a success, with {_told(score)}"
+                    said = what, SUCCESSES.get(name, PAID)
+                    if name != "truncated" or _is_in_a_word(answers[-1] or "", self._golds[task][-1]):
+                        raise _FailedError(*said)
+                    in_half = in_half or said  # half of a long answer may hold what counts
+                    continue
                 if gold is not None and not _is_low(score.reward, gold, partial=name == "truncated"):
                     raise _FailedError(
                         f"{task}: {_show(answers)} earned {_told(score)}, the gold answer {gold:g}",
                         "pay less for what a model can write without solving the task",
                     )
+        if in_half:
+            raise _SkippedError(*in_half)
         if not rewards:
             raise _SkippedError("there is no gold answer to cut short", "")
         return f"{len(rewards)} answers, no success, rewards from {min(rewards):g} to {max(rewards):g}"
@@ -351,6 +361,11 @@ class _Gate:
             raise EnvironmentFault(fault.code, f"{task}{given}: {fault.what}", fault.traceback) from fault
         finally:
             self._slowest_s[method] = max(self._slowest_s.get(method, 0.0), time.monotonic() - begun)
+
+
+def _is_in_a_word(beginning: str, whole: str) -> bool:
+    """Whether it ends within the first word of the whole."""
+    return beginning.isalnum() and whole[len(beginning) : len(beginning) + 1].isalnum()
 
 
 def _is_low(reward: float, gold: float, *, partial: bool) -> bool:

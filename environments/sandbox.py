@@ -30,7 +30,7 @@ import threading
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -219,7 +219,6 @@ def _leave_the_user(bounds: Bounds) -> tuple[Mounts, bool]:
     mounts = _own_mounts(bounds)
     with suppress(OSError):
         _become(UIDS[os.getpid() % len(UIDS)])
-        mounts = replace(mounts, attributes="")  # nothing is that user's
     return mounts, os.getuid() != 0
 
 
@@ -264,9 +263,12 @@ def _own_mounts(bounds: Bounds) -> Mounts:
     except OSError as error:
         return Mounts(attributes=f"no mount namespace can be had: {error}")
     try:
-        _mount(bounds.scratch, MS_BIND, source=bounds.scratch)
+        written = bounds.written or (bounds.scratch,)
+        for folder in written:
+            _mount(folder, MS_BIND, source=folder)
         _set_attributes("/", AT_RECURSIVE, on=MOUNT_ATTR_RDONLY)
-        _set_attributes(bounds.scratch, 0, off=MOUNT_ATTR_RDONLY)
+        for folder in written:
+            _set_attributes(folder, 0, off=MOUNT_ATTR_RDONLY)
         attributes = ""
     except OSError as error:
         attributes = f"mounts cannot be made read-only: {error}"

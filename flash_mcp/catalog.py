@@ -117,6 +117,11 @@ MODELS: dict[str, ModelCard] = {card.name: card for card in _CARDS}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
+def is_named(name: str) -> bool:
+    """Whether the catalog has a model of this name."""
+    return name.strip().lower() in MODELS
+
+
 def find(name: str) -> ModelCard:
     """The card of a catalog name, a hub id or a local folder; nothing is fetched.
 

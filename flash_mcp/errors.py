@@ -5,6 +5,8 @@ An agent reads `str(error)`:  `[code key=value] what happened. Fix: what to do n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import PurePath
 from typing import Any, cast
 
 CODES: dict[str, str] = {
@@ -96,7 +98,9 @@ def encodable(value: Any) -> Any:
         return value.encode(errors="backslashreplace").decode()
     if isinstance(value, dict):
         return {encodable(key): encodable(item) for key, item in cast("dict[Any, Any]", value).items()}
-    return [encodable(item) for item in cast("list[Any]", value)] if isinstance(value, list) else value
+    if isinstance(value, (list, tuple)):
+        return [encodable(item) for item in cast("Sequence[Any]", value)]
+    return encodable(str(value)) if isinstance(value, PurePath) else value
 
 
 def _short(value: Any, limit: int = 120) -> str:

@@ -72,7 +72,7 @@ def find_subject(store: Store, reference: str) -> Subject:
     """
     if named := RUN.fullmatch(reference):
         return _checkpoint(store, named["run"], int(named["step"]) if named["step"] else None)
-    if reference not in catalog.MODELS:  # nobody's deployment stands in a model's place
+    if not catalog.is_named(reference):  # nobody's deployment stands in a model's place
         live = [row for row in store.deployments(LIVE_DEPLOYMENT) if reference in (row["id"], row["name"])]
         if live or reference.startswith("dep-"):
             row = find_deployment(store, reference)

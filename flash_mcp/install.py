@@ -41,8 +41,8 @@ def install(client: str, *, name: str = "flash", write: bool = True) -> Installe
     locate, merge = CLIENTS[client]
     path = Path(os.path.realpath(locate()))  # a link to it, as dotfile managers make, stays one
     old = path.read_text() if path.exists() else ""
-    if not re.fullmatch(r"[\w-]+", name):
-        fix = "use letters, digits, - and _"
+    if not re.fullmatch("[A-Za-z0-9_-]+", name):
+        fix = "use letters of ASCII, digits, - and _"
         raise FlashError("invalid_argument", "that is no name of a server", name=name, fix=fix)
     try:
         new = merge(old, name, entry())

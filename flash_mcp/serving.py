@@ -29,7 +29,7 @@ from typing import Any, cast
 import httpx
 
 from flash_mcp.callers import caller
-from flash_mcp.catalog import MODELS
+from flash_mcp.catalog import is_named
 from flash_mcp.errors import CODES, FlashError
 from flash_mcp.launch.local import REGISTER_AND_EXEC, Record
 from flash_mcp.runfolder import Json, RunFolder
@@ -60,7 +60,7 @@ def request(
     run = store.run(run_id)
     folder = RunFolder(run["folder"])
     step = _good_step(folder, run_id, step)
-    if name in MODELS:
+    if name and is_named(name):
         raise FlashError("invalid_argument", f"{name!r} is a base model's name", name=name, fix="choose another name")
     name = name or f"{run_id}-{step}"
     deployment_id = _deployment_id(run_id, step, name)

@@ -185,8 +185,8 @@ class RunSpec(BaseModel):
         Field(
             ge=0,
             le=1,
-            description="Share of a step's rollouts that may fail in "
-            "environment code before the run fails with the evidence; default 0.5.",
+            description="Share of a step's rollouts, and of the tasks looked at before the first step, that may fail "
+            "in environment code before the run fails with the evidence; of gold answers at most 0.05; default 0.5.",
         ),
     ] = None
     max_attempts: Annotated[

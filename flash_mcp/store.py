@@ -416,9 +416,9 @@ class Store:
         return cast("list[MetricRow]", rows[::-1])
 
     def outline(self, run_id: str, every: int, after: int) -> list[MetricRow]:
-        """Every `every`-th step from the first on, and all those after `after`, in order."""
-        sql = """SELECT step, epoch, time, metrics FROM metrics
-                 WHERE run_id = ? AND ((step - 1) % ? = 0 OR step > ?) ORDER BY step"""
+        """Every `every`-th step from the first on, those with a held-out loss, and all after `after`, in order."""
+        sql = """SELECT step, epoch, time, metrics FROM metrics WHERE run_id = ? AND ((step - 1) % ? = 0 OR step > ?
+                 OR json_extract(metrics, '$.eval_loss') IS NOT NULL) ORDER BY step"""
         return cast("list[MetricRow]", self.query(sql, [run_id, every, after]))
 
     def last_metrics(self, run_id: str) -> MetricRow | None:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeVar
@@ -218,8 +219,9 @@ class Supervisor:
             if is_new:
                 log.exception("%s: trouble with attempt %s", run["id"], run["attempt"])
             if is_new and not isinstance(error, FlashError):  # those come by themselves, and go
-                what = f"the supervisor had trouble with attempt {run['attempt']}, and tries again: {error!r}"
-                self._note(run, "trouble", what, kind="warning")
+                what = f"the supervisor had trouble with attempt {run['attempt']}, and tried again: {error!r}"
+                with suppress(FlashError):  # a full disk, which others may not mind
+                    self._note(run, "trouble", what, kind="warning")
 
     def _attach(self, run: RunRow) -> None:
         """Start the run's attempt, or find it where another supervisor had started it."""

@@ -107,6 +107,25 @@ async def test_a_scorer_that_would_never_be_called_is_refused_when_the_environme
     assert fault.value.code == "environment_invalid"
 
 
+def test_a_scorer_of_many_that_its_own_scorer_of_one_calls_is_nobodys_business() -> None:
+    class Batched(EnvironmentSingleTurn):
+        def build_prompt_messages(self, example, prompt_text):
+            return []
+
+        def score_response(self, example, response_text):
+            return self.score_responses(example, [response_text])[0]
+
+        def score_responses(self, example, texts):
+            return [RewardResult(0.5) for _ in texts]
+
+    class Heir(Batched): ...
+
+    assert Heir().score_response(TASK, "").score == 0.5
+    mixin = type("Mixin", (), {"score_responses": lambda self, example, texts: []})
+    with pytest.raises(TypeError, match="would never be called"):
+        type("Mixed", (mixin, EnvironmentSingleTurn), {})
+
+
 @pytest.mark.parametrize(
     ("output", "gold"),
     [

@@ -50,13 +50,13 @@ FAULTS = {
     ),
     "a scorer that pays for any word": (
         "def score_response(self, example, text): return RewardResult(1.0 if text else 0.0)",
-        {"junk", "empty", "truncated?", "prompt_echo"},
+        {"junk", "empty", "truncated", "prompt_echo"},
         "junk",
         "counts as a success, with reward 1",
     ),
     "a floor that makes everything a success": (
         "def score_response(self, example, text): return RewardResult(1.0 if text == example.output else 0.01)",
-        {"junk", "empty", "none", "truncated?", "prompt_echo"},
+        {"junk", "empty", "none", "truncated", "prompt_echo"},
         "empty",
         "'' counts as a success, with reward 0.01",
     ),
@@ -182,6 +182,17 @@ async def test_a_gold_answer_whose_first_half_says_all_is_no_fault(tmp_path: Pat
     assert report.passed
     (probe,) = [probe for probe in report.probes if probe.name == "truncated"]
     assert probe.passed is None and "says all" in probe.fix
+
+
+async def test_a_scorer_that_pays_for_a_beginning_is_found(tmp_path: Path) -> None:
+    source = """
+    class Sample(Addition):
+        def __init__(self):
+            self.dataset, self.eval_dataset = tasks(6, first=1000), tasks(4, first=2000)
+        def score_response(self, example, response_text):
+            return RewardResult(float(bool(response_text) and example.output.startswith(response_text)))
+    """
+    assert set(failures(await check(environment_folder(tmp_path, source)))) == {"truncated"}
 
 
 async def test_what_cannot_be_checked_is_neither_passed_nor_failed(tmp_path: Path) -> None:

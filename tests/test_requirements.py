@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 import textwrap
+import time
 from pathlib import Path
 
 import psutil
@@ -37,9 +38,11 @@ def names_in(interpreters: Path) -> set[str]:
 
 
 def environment_of(pid: int) -> bytes:
-    while not (found := Path(f"/proc/{pid}/environ").read_bytes()):
-        pass  # Popen returns a moment before the kernel fills it in
-    return found
+    for _ in range(1000):  # Popen returns a moment before the kernel fills it in
+        if found := Path(f"/proc/{pid}/environ").read_bytes():
+            return found
+        time.sleep(0.01)
+    raise AssertionError("it has ended")
 
 
 def started(*commands: tuple[str, ...]) -> list[subprocess.Popen[str]]:

@@ -372,7 +372,7 @@ def test_trouble_that_keeps_an_attempt_from_starting_is_said(bench: Bench, monke
         for _ in range(3):
             bench.supervisor.tick()
     (event,) = bench.store.events(run["id"], 9, ["warning"])
-    assert "trouble with attempt 1, and tries again: ZeroDivisionError" in event["message"]
+    assert "trouble with attempt 1, and tried again: ZeroDivisionError" in event["message"]
     assert bench.finish(run)["state"] == "succeeded"
 
 

@@ -142,6 +142,21 @@ async def test_tasks_that_open_slowly_are_no_reason_to_refuse_a_run(tmp_path: Pa
     assert any("no task opened within 0.3 s" in note for note in checked["notes"])
 
 
+async def test_one_task_that_cannot_be_opened_is_no_reason_to_refuse_a_run(tmp_path: Path):
+    for broken, refuses in (("in ('train-0', 'train-2')", False), ("!= 'nothing'", True)):
+        fails = "    def start_episode(self, example, prompt_text):\n"
+        fails += f"        if str(self.dataset.index(example)) {broken}: raise ConnectionError\n"
+        fails += "        return super().start_episode(example, prompt_text)\n"
+        fails = fails.replace("('train-0', 'train-2')", "('0', '2')")
+        push_echo(tmp_path, ENVIRONMENT.replace("    def score_response", f"{fails}    def score_response"))
+        for algorithm in ("grpo", "sft"):
+            arguments = {"environment": "echo", "algorithm": algorithm, "validate_only": True}
+            if refuses:
+                assert (await refused("train", **arguments)).code == "environment_error"
+            else:
+                assert (await call("train", **arguments))["estimate"]["prompt_tokens_about"] > 0
+
+
 async def test_two_calls_at_once_with_one_key_start_one_run(tmp_path: Path):
     push_echo(tmp_path)
     found: list[str] = []
@@ -614,8 +629,9 @@ async def test_no_deployment_stands_in_a_base_models_place(tmp_path: Path):
     values = {"owner": "alice", "name": model, "model": model, "run_id": run["id"], "step": 20, "state": "ready"}
     open_store().add_deployment({"id": "dep-1", **values})
     assert find_subject(open_store(), model).run is None
-    with pytest.raises(FlashError, match="base model"):
-        request(open_store(), run["id"], name=model)
+    for name in (model, model.upper()):
+        with pytest.raises(FlashError, match="base model"):
+            request(open_store(), run["id"], name=name)
     open_store().update_deployment("dep-1", name="mine")
     assert find_subject(open_store(), "mine").deployment == "dep-1"
     open_store().update_deployment("dep-1", state="stopped")
@@ -668,7 +684,12 @@ async def test_a_fine_tuned_run_is_not_sent_for_transcripts_that_it_does_not_hav
 
 
 @pytest.mark.parametrize(
-    ("fields", "more"), [({}, ""), ({"lora_rank": 8, "lora_alpha": 8}, ", lora_rank=8, lora_alpha=8")]
+    ("fields", "more"),
+    [
+        ({}, ""),
+        ({"lora_rank": 8, "lora_alpha": 8}, ", lora_rank=8, lora_alpha=8"),
+        ({"environment_args": {"fail": False}}, ", environment_args={'fail': False}"),
+    ],
 )
 async def test_going_on_from_a_run_is_a_call_that_works(tmp_path: Path, fields: dict[str, Any], more: str):
     run, writer = started_run(tmp_path, **fields)
@@ -684,6 +705,16 @@ async def test_going_on_from_a_run_is_a_call_that_works(tmp_path: Path, fields: 
 async def test_a_list_of_runs_of_one_state_does_not_say_that_there_are_none(tmp_path: Path):
     finished_run(tmp_path)
     assert (await call("status", state="failed"))["next"] == "no run is failed: leave state out for all"
+
+
+async def test_a_long_run_keeps_its_held_out_losses(tmp_path: Path):
+    run, _ = started_run(tmp_path, algorithm="sft", steps=810)
+    for step in range(1, 811):
+        held_out = {"eval_loss": 1.0 + step / 1000} if step % 50 == 0 else {}
+        metrics = {"loss": 2.0 - step / 1000, **held_out}
+        open_store().put_metrics(run["id"], {"step": step, "epoch": 1, "time": 1.0, "metrics": metrics})
+    view = (await call("status", run_id=run["id"], detail="detailed"))["run"]
+    assert [flag["name"] for flag in view["flags"]] == ["overfitting"] and "eval_loss" in view["metrics"]
 
 
 async def test_a_long_run_is_judged_on_all_of_it(tmp_path: Path):

@@ -41,6 +41,8 @@ T = TypeVar("T")
 MAX_LENGTH = 4096
 BLOCK = 512
 """Attempts of an evaluation that are handed to the scheduler together: each of them holds an open episode."""
+GOLD_ERROR_SHARE = 0.05
+"""A rollout that fails is one of many; a gold answer that is missing is missing from the data."""
 PREFLIGHT_TASKS, RESUMED_TASKS = 256, 8
 """Tasks that are looked at before training: by the first attempt, and by one that goes on where another stopped."""
 
@@ -66,12 +68,15 @@ def train(job: Json, spec: Settings, writer: RunWriter, pulse: Pulse, scratch: P
             if dataset := job.get("dataset"):
                 rows = dataset_rows(dataset, template)
             else:
+                watched["max_error_share"] = min(spec.max_error_share, GOLD_ERROR_SHARE)
                 rows = {
                     name: session.wait(gold_rows(host, template, split, **watched))
                     for name, split in GOLD_SPLITS.items()
                 }
-                if left_out := host.splits["train"] - len(rows["train"]):
-                    writer.event("warning", f"{left_out} train tasks failed in environment code and were left out")
+                for name, split in GOLD_SPLITS.items():
+                    if left_out := host.splits.get(split, 0) - len(rows[name]):
+                        what = f"{left_out} {split} tasks failed in environment code and were left out"
+                        writer.event("warning", what)
             trainer = make_sft_trainer(policy, tokenizer, spec, rows, writer, max_length=max_length, **common)
             session.reporter.held_out = trainer.held_out
         else:

@@ -20,7 +20,6 @@ LONG_MESSAGE = 1500
 OPENING_CHARACTERS = 1500
 MESSAGE_FRAME = 55
 """Characters that a message takes beside its text."""
-"""Rollouts of a step that are classified at most."""
 RESULT_FRAME = 900
 """Characters that the result takes beside its rows."""
 

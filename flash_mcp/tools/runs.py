@@ -17,7 +17,7 @@ import anyio.to_thread
 from pydantic import Field
 
 from environments import sandbox
-from environments.host import EnvironmentHost
+from environments.host import EnvironmentFault, EnvironmentHost
 from environments.sandbox import Needs
 from environments.splits import Overlap, overlap
 from flash_mcp import catalog, datasets, named, queue, vault
@@ -305,16 +305,21 @@ async def _probe(
         start_timeout_s=PROBE_TIMEOUT_S,
         fix="mend the folder, env_test it, env_push it, and train again",
     ) as host:
-        longest = 0
+        longest, looks, faults = 0, min(4, host.splits["train"]), list[EnvironmentFault]()
         with anyio.move_on_after(OPENINGS_S):
-            for index in range(min(4, host.splits["train"])):
-                opening = await host.open("train", index)
-                longest = max(longest, sum(len(str(message.get("content"))) for message in opening.messages))
-                await host.close(opening.episode)
+            for index in range(looks):
+                try:
+                    opening = await host.open("train", index)
+                    longest = max(longest, sum(len(str(message.get("content"))) for message in opening.messages))
+                    await host.close(opening.episode)
+                    if spec.algorithm == "sft" and not dataset:
+                        await host.gold("train", index)
+                except EnvironmentFault as fault:  # the run, too, goes on without a task that fails
+                    faults.append(fault)
+        if len(faults) == looks:
+            raise faults[0]
         if dataset:
             await _check_contamination(host, spec, environment, dataset)
-        elif spec.algorithm == "sft":
-            await host.gold("train", 0)
         splits, shared = dict(host.splits), await overlap(host)
     wants_eval = spec.eval_before or spec.eval_after or spec.eval_every
     if wants_eval and not splits.get("eval"):

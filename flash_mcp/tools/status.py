@@ -489,6 +489,7 @@ def going_on(run: RunRow, step: int | None = None) -> str:
     fields = {"environment": run["environment"], "init_from_adapter": start}
     if run["model"] != RunSpec.model_fields["model"].default:
         fields["model"] = run["model"]
+    fields |= {name: spec[name] for name in ("environment_args", "secrets") if spec[name]}
     fields |= {name: spec[name] for name in ("lora_rank", "lora_alpha") if spec[name] != recipe[name]}
     return f"train({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
 
