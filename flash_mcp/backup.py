@@ -34,6 +34,7 @@ PATHS = {
     "deployments": ("adapter_path",),
 }
 """Columns that name files of the state directory."""
+JSON_PATHS = ("init_adapter", "dataset", "spec")
 
 
 @dataclass(frozen=True)
@@ -156,8 +157,11 @@ def _move_paths(store: Store, old: str, new: str) -> None:
     with store.transaction():
         for table, columns in PATHS.items():
             for column in columns:
-                sql = f"UPDATE {table} SET {column} = replace({column}, ?, ?) WHERE instr({column}, ?)"
-                store.execute(sql, [f"{old}/", f"{new}/", f"{old}/"])
+                # Only where a path begins: in JSON after a quote.
+                begins = "instr(" if column in JSON_PATHS else "1 = instr("
+                quote = '"' if column in JSON_PATHS else ""
+                sql = f"UPDATE {table} SET {column} = replace({column}, ?, ?) WHERE {begins}{column}, ?)"
+                store.execute(sql, [f"{quote}{old}/", f"{quote}{new}/", f"{quote}{old}/"])
 
 
 def _summary(base: Path, file: Path, saved: float, damaged: list[str]) -> Summary:

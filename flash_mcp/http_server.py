@@ -90,7 +90,8 @@ class Gate:
             access = AccessToken(token="", client_id=who.token_id, scopes=[], subject=who.owner)
             scope["user"] = AuthenticatedUser(access)
         with acting_as(who):
-            if request.method == "GET" and request.url.path == MCP_PATH:
+            listens = request.method == "GET" or request.headers.get("mcp-method") == "subscriptions/listen"
+            if listens and request.url.path == MCP_PATH:
                 await self._until_closing(scope, receive, send)
             else:
                 await self.app(scope, receive, send)

@@ -201,7 +201,9 @@ class RunFolder:
         for step in reversed(self.checkpoint_steps()):
             try:
                 self.verify_checkpoint(step)
-            except FlashError:
+            except FlashError as error:
+                if error.code == "store_unreachable":  # that says nothing of the checkpoint
+                    raise
                 continue
             return step
         return None

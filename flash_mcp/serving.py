@@ -32,7 +32,7 @@ from flash_mcp.callers import caller
 from flash_mcp.catalog import is_named
 from flash_mcp.errors import CODES, FlashError
 from flash_mcp.launch.local import REGISTER_AND_EXEC, Record
-from flash_mcp.runfolder import Json, RunFolder
+from flash_mcp.runfolder import Json, RunFolder, disk_error
 from flash_mcp.store import LIVE_DEPLOYMENT, DeploymentRow, Store
 
 log = logging.getLogger(__name__)
@@ -107,8 +107,13 @@ def find_deployment(store: Store, reference: str | None) -> DeploymentRow:
         fix = f"name one of: {', '.join(row['id'] for row in live)}" if live else "start one with deploy"
         what = f"{len(live)} deployments are there" if live else "nothing is deployed"
         raise FlashError("unknown_deployment", what, fix=fix)
-    named = sorted((row for row in live if row["name"] == reference), key=lambda row: row["owner"] != caller().owner)
-    return named[0] if named else store.deployment(reference)
+    found = [row for row in store.deployments() if reference in (row["id"], row["name"])]
+    return min(found, key=lambda row: _rank_of(row, reference)) if found else store.deployment(reference)
+
+
+def _rank_of(row: DeploymentRow, reference: str) -> tuple[bool, ...]:
+    """An id before any name, what is served before what was, the caller's own before others'."""
+    return row["id"] != reference, row["state"] not in LIVE_DEPLOYMENT, row["owner"] != caller().owner
 
 
 def _good_step(folder: RunFolder, run_id: str, step: int | None) -> int:
@@ -303,8 +308,14 @@ class Deployments:
     def _guarded(self, model: str) -> None:
         try:
             self._look_after(model)
-        except Exception:
+        except Exception as error:
             log.exception("trouble with the server of %s", model)
+            if isinstance(error, OSError):  # of the disk, as a rule: nobody would be told otherwise
+                known = disk_error(error, self.home)
+                what, fix = f"its server cannot be started: {error}", "mend that and call deploy again"
+                known = known if isinstance(known, FlashError) else FlashError("deployment_failed", what, fix=fix)
+                rows = [row for row in self.store.deployments(("starting",)) if row["model"] == model]
+                self._fail([row for row in rows if row["pid"] is None], known)
 
     def _look_after(self, model: str) -> None:
         rows = [row for row in self.store.deployments(LIVE_DEPLOYMENT) if row["model"] == model]

@@ -9,6 +9,7 @@ import hashlib
 import secrets
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TypedDict, cast
 
 from flash_mcp.callers import LOCAL_OWNER, Access
@@ -92,7 +93,8 @@ def find(store: Store, text: str) -> Token | None:
               WHERE hash = ? AND revoked IS NULL AND (expires IS NULL OR expires > ?)"""
     rows = cast("list[Token]", store.query(sql, [_hash(text), now]))
     if rows and (rows[0]["used"] or 0.0) < now - USED_EVERY_S:
-        store.execute("UPDATE main.tokens SET used = ? WHERE id = ?", [now, rows[0]["id"]])
+        with suppress(FlashError):  # a full disk or a locked database lets reads through
+            store.execute("UPDATE main.tokens SET used = ? WHERE id = ?", [now, rows[0]["id"]])
     return rows[0] if rows else None
 
 

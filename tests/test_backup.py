@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from flash_mcp import backup, cli
+from flash_mcp import backup, cli, queue
 from flash_mcp.errors import FlashError
 from flash_mcp.runfolder import RunFolder
-from flash_mcp.store import Store
+from flash_mcp.spec import RunSpec, resolve
+from flash_mcp.store import Store, open_store
 from tests.samples import finished_run
 from tests.test_supervisor import Bench, bench, is_running, start_supervisor, wait_for
 
@@ -97,6 +98,22 @@ def test_a_backup_is_private_and_leaves_out_what_is_being_pushed(flash_home: Pat
     assert stat.S_IMODE(archive.stat().st_mode) == 0o600
     with tarfile.open(archive) as saved:
         assert {name for name in saved.getnames() if name.startswith(("environments", "datasets"))} == kept
+
+
+def test_only_paths_of_the_state_directory_move(flash_home: Path, tmp_path: Path) -> None:
+    beside = f"/mnt{flash_home}/models/llama"
+    store = open_store()
+    environment = store.add_environment(name="e", digest="0" * 16, path=f"{flash_home}/environments/e", size_bytes=1)
+    spec = resolve(RunSpec(environment="e", environment_args={"rows": f"{flash_home}/rows", "base": beside}))
+    run_id = queue.enqueue(store, spec, {**environment, "path": beside})[0]["id"]
+    backup.backup(flash_home, tmp_path / "b.tar")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    backup.restore(elsewhere, tmp_path / "b.tar")
+    run = Store(elsewhere).run(run_id)
+    assert run["environment_path"] == beside and run["folder"] == f"{elsewhere}/runs/{run_id}"
+    assert run["spec"]["environment_args"] == {"rows": f"{elsewhere}/rows", "base": beside}
+    assert Store(elsewhere).environments()[0]["path"] == f"{elsewhere}/environments/e"
 
 
 def test_a_damaged_backup_leaves_nothing_behind(flash_home: Path, tmp_path: Path) -> None:

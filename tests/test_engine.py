@@ -408,6 +408,7 @@ def test_a_server_on_the_cpu_uses_the_same_worker(tiny_model: Path, monkeypatch:
         command = serving.server_command(str(tiny_model), tiny_model, 1, RANK)
     assert command[command.index("--worker-cls") + 1] == "worker.lora_cpu.LoraWorker"
     assert command[command.index("--max-lora-rank") + 1] == "16"
+    assert command[command.index("--generation-config") + 1] == "vllm"  # as the engine of training
 
 
 # -- vLLM's private names ----------------------------------------------------------------------------------------------

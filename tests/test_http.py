@@ -478,6 +478,34 @@ def serving_everywhere(port: int) -> Generator[subprocess.Popen[bytes]]:
             server.kill()
 
 
+def test_a_client_that_only_listens_does_not_keep_a_server_from_ending(flash_home: Path):
+    text, port, version = tokens.create(open_store(), "alice")[1], free_port(), "2026-07-28"
+    prefix = "io.modelcontextprotocol"
+    meta = {f"{prefix}/protocolVersion": version, f"{prefix}/clientInfo": {"name": "t", "version": "0"}}
+    meta |= {f"{prefix}/clientCapabilities": {}}
+    body = {"jsonrpc": "2.0", "id": 1, "method": "subscriptions/listen"}
+    body |= {"params": {"_meta": meta, "notifications": {"toolsListChanged": True}}}
+    headers = {"authorization": f"Bearer {text}", "accept": "application/json, text/event-stream"}
+    headers |= {"mcp-protocol-version": version, "mcp-method": "subscriptions/listen"}
+    with supervised(), serving_everywhere(port) as server, httpx.Client(trust_env=False, timeout=60) as http:
+        with http.stream("POST", f"http://127.0.0.1:{port}/mcp", json=body, headers=headers) as listening:
+            assert listening.is_success
+            lines = listening.iter_lines()
+            next(lines)
+            server.send_signal(signal.SIGTERM)
+            started = time.monotonic()
+            list(lines)
+        assert server.wait(20) in (0, -signal.SIGTERM) and time.monotonic() - started < 10
+
+
+def test_what_holds_the_state_up_is_told_over_http(flash_home: Path) -> None:
+    from flash_mcp.http_server import refusal  # noqa: PLC0415
+
+    error = FlashError("disk_full", "no space is left", path=Path("/data"), fix="free some")
+    answer = refusal(error)
+    assert answer.status_code == 507 and json.loads(bytes(answer.body))["error"]["data"]["values"] == {"path": "/data"}
+
+
 async def test_a_server_that_is_told_to_end_lets_calls_end_first(flash_home: Path, tmp_path: Path):
     run: RunRow = queued_run(tmp_path / "environment")
     text = tokens.create(open_store(), "alice")[1]

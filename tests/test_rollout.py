@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.tiny import make_tokenizer
+from environments.host import Step
+from tests.tiny import CHATML, make_tokenizer
 from tests.virtual import FakeEngine, FakeHost, run_virtually
 from worker.engine import Sampling
 from worker.rollout import Generator, Limits, Rollout, Task, collect
@@ -23,10 +24,16 @@ def tasks(count: int) -> list[Task]:
     return [Task("train", index, index // 4, index, seed=index) for index in range(count)]
 
 
-async def roll(wanted: list[Task], host: FakeHost, engine: FakeEngine, limits: Limits = LIMITS) -> list[Rollout]:
+async def roll(
+    wanted: list[Task],
+    host: FakeHost,
+    engine: FakeEngine,
+    limits: Limits = LIMITS,
+    template: ChatTemplate = TEMPLATE,
+) -> list[Rollout]:
     generator = Generator(engine, run_step=engine.run_step)
     try:
-        return await collect(wanted, host, generator, TEMPLATE, limits)
+        return await collect(wanted, host, generator, template, limits)
     finally:
         await generator.aclose()
 
@@ -57,7 +64,7 @@ def test_masks_align_and_budgets_hold_whatever_fails(seed: int, max_length: int)
         transcript = rollout.transcript
         assert transcript is not None
         assert len(transcript.completion_ids) == len(transcript.mask) == len(transcript.logprobs)
-        assert len(transcript.prompt_ids) + transcript.model_tokens <= max_length or rollout.finish == "error"
+        assert len(transcript) <= max_length or rollout.finish == "error"
         assert (rollout.finish == "error") == bool(rollout.error)
         assert not rollout.error or rollout.reward == 0.0
 
@@ -117,6 +124,36 @@ def test_an_abandoned_turn_is_aborted_and_the_others_go_on() -> None:
 def test_a_prompt_without_room_for_an_answer_is_an_error_of_that_rollout() -> None:
     rollouts, _ = run_virtually(roll(tasks(2), FakeHost(), FakeEngine(), Limits(12, 8)))
     assert [r.error and r.error["code"] for r in rollouts] == ["prompt_too_long"] * 2
+
+
+def test_a_reply_that_leaves_no_room_is_not_trained_over() -> None:
+    class Verbose(FakeHost):
+        async def step(self, episode: int, assistant_text: str) -> Step:
+            step = await super().step(episode, assistant_text)
+            return Step(step.done, [{"role": "user", "content": "page " * 500} for _ in step.messages])
+
+    rollouts, _ = run_virtually(roll(tasks(12), Verbose(), FakeEngine()))
+    cut = [r.transcript for r in rollouts if r.finish == "length" and r.transcript]
+    assert len(cut) == 10  # all but those of one turn
+    for transcript in cut:
+        assert len(transcript) < 60 and transcript.mask[-1] == 1 and transcript.truncated
+        assert len(transcript.completion_ids) == len(transcript.mask) == len(transcript.logprobs)
+        assert transcript.messages[-1]["content"].startswith("page")
+
+
+def test_a_conversation_that_the_template_refuses_costs_no_other() -> None:
+    class Twice(FakeHost):
+        async def step(self, episode: int, assistant_text: str) -> Step:
+            step = await super().step(episode, assistant_text)
+            return Step(step.done, step.messages * (2 if self.opened[episode][0] == "5" else 1))
+
+    tokenizer = make_tokenizer()
+    check = "{% if loop.index0 and message['role'] == 'user' == messages[loop.index0 - 1]['role'] %}"
+    refuse = check + "{{ raise_exception('roles must alternate') }}{% endif %}"
+    tokenizer.chat_template = CHATML.replace("%}", "%}" + refuse, 1)
+    rollouts, _ = run_virtually(roll(tasks(12), Twice(), FakeEngine(), template=ChatTemplate(tokenizer)))
+    assert [r.task.index for r in rollouts if r.error] == [5]
+    assert rollouts[5].error and rollouts[5].error["code"] == "template_unsupported"
 
 
 def test_one_of_a_group_warms_the_prefix_cache_for_the_others() -> None:

@@ -238,6 +238,21 @@ def test_the_same_checkpoint_written_twice_is_the_newer(folder: RunFolder, tmp_p
     assert folder.checkpoint_steps() == [10]
 
 
+def test_a_store_that_is_away_damages_no_checkpoint(
+    folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = folder.claim(1)
+    for step in (5, 10):
+        writer.commit_checkpoint(step, adapter(tmp_path), {})
+
+    def away(_: str) -> str:
+        raise FlashError("store_unreachable", "it does not answer")
+
+    monkeypatch.setattr(folder, "_digest", away)
+    with pytest.raises(FlashError, match="store_unreachable"):
+        folder.newest_good_checkpoint()
+
+
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(folder: RunFolder, tmp_path: Path) -> None:
     writer = folder.claim(1)
     for step in (5, 10):

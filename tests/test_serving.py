@@ -8,8 +8,10 @@ import re
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Generator, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from flash_mcp.runfolder import RunFolder
 from flash_mcp.serving import Deployments, Server, find_deployment, request, request_stop
 from flash_mcp.spec import RunSpec, resolve
 from flash_mcp.store import LIVE_DEPLOYMENT, DeploymentRow, Store, open_store
-from flash_mcp.tools.serving import Message, chat, deploy, describe, undeploy
+from flash_mcp.tools.serving import Message, _answer, chat, deploy, describe, undeploy
 
 SCRIPTED = (sys.executable, str(Path(__file__).with_name("scripted_server.py")))
 
@@ -283,6 +285,55 @@ def test_a_name_stands_for_one_deployment(store: Store, tmp_path: Path) -> None:
     assert find_deployment(store, "best") == find_deployment(store, row["id"]) == find_deployment(store, None) == row
     with pytest.raises(FlashError, match="is taken by"):
         request(store, run_id, step=2, name="best")
+
+
+def test_an_id_is_nobody_elses_name_and_a_deployment_that_failed_is_found_by_its_own(
+    store: Store, tmp_path: Path
+) -> None:
+    run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")})
+    row, posing = request(store, run_id, step=1, name="best"), request(store, run_id, step=2, name="posing")
+    store.update_deployment(posing["id"], name=row["id"])
+    assert find_deployment(store, row["id"])["id"] == row["id"]
+    store.update_deployment(row["id"], state="failed")
+    assert find_deployment(store, "best")["state"] == "failed"
+
+
+def test_a_server_that_cannot_even_be_prepared_fails_its_deployments(
+    store: Store, deployments: Deployments, tmp_path: Path
+):
+    run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a")})
+    (store.base / "servers").write_text("no folder")
+    failed = settle(deployments, request(store, run_id)["id"], "failed")
+    (store.base / "servers").unlink()
+    assert failed["error"] and "cannot be started" in failed["error"]["what"]
+    settle(deployments, request(store, run_id)["id"], "ready")
+
+
+@pytest.mark.parametrize(
+    ("chunks", "said"),
+    [
+        ([{"error": {"message": "EngineCore encountered an issue", "code": 500}}], "EngineCore encountered an issue"),
+        ([], "it ended before the answer did"),
+    ],
+)
+def test_an_answer_that_is_broken_off_is_no_long_one(chunks: list[Any], said: str, tmp_path: Path) -> None:
+    class Broken(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.end_headers()
+            for chunk in [{"choices": [{"index": 0, "delta": {"content": "Hel"}}]}, *chunks]:
+                self.wfile.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+            self.wfile.write(b"data: [DONE]\n\n")
+
+        def log_message(self, format: str, *args: Any) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Broken) as listening:
+        threading.Thread(target=listening.serve_forever, daemon=True).start()
+        server = Server(str(tmp_path), "toy", listening.server_port, 8, str(tmp_path / "log"), "key")
+        with pytest.raises(FlashError, match=said):
+            anyio.run(_answer, server, {"model": "toy", "messages": []})
+        listening.shutdown()
 
 
 def test_a_run_without_a_checkpoint_or_with_a_damaged_one_is_refused(store: Store, tmp_path: Path) -> None:

@@ -65,6 +65,18 @@ def test_a_template_that_drops_the_empty_think_block_from_history_stays_aligned(
     assert text.count("<think>") == 2 and text.endswith("<think>\n\n</think>\n\n")
 
 
+def test_a_template_whose_answers_begin_in_an_open_think_block_is_followed() -> None:
+    """As that of Qwen3-4B-Thinking-2507."""
+    opened = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+    assert opened != CHATML
+    template = ChatTemplate(tokenizer(opened), thinking=True)
+    transcript = Transcript(template, [{"role": "user", "content": "?"}])
+    transcript.add_answer(answer(template, "so </think> one"))
+    transcript.add_environment([{"role": "user", "content": "more"}])
+    text = template.tokenizer.decode(transcript.ids)
+    assert text.count("<think>\n") == 2 and "<think>\nso </think> one<|im_end|>" in text
+
+
 @pytest.mark.parametrize(
     "template",
     [

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from environments.host import EnvironmentFault, Opening, Score, Step
+from flash_mcp.errors import FlashError
 from worker.engine import Completion, RolloutEngine, Sampling
 from worker.transcript import ChatTemplate, Transcript
 
@@ -229,7 +230,9 @@ async def _converse(task: Task, host: Host, generator: Generator, template: Chat
         rollout.metrics, rollout.reason = score.metrics, score.reason
         if score.error:
             rollout.error = {"code": "environment_error", "what": score.error}
-    except EnvironmentFault as fault:
+    except (EnvironmentFault, FlashError) as fault:
+        if isinstance(fault, FlashError) and fault.code != "template_unsupported":
+            raise
         rollout.finish, rollout.error = "error", {"code": fault.code, "what": fault.what}
         log.warning("rollout %s of task %s: [%s] %s", task.index, rollout.task_id, fault.code, fault.what)
     finally:
@@ -250,6 +253,7 @@ async def _take_turns(rollout: Rollout, opening: Opening, host: Host, generator:
                 raise EnvironmentFault(
                     "prompt_too_long", f"a prompt of {len(transcript)} tokens leaves no room in {limits.max_length}"
                 )
+            transcript.drop_unanswered()
             return "length"
         seed = zlib.crc32(f"{rollout.task.seed}/{rollout.turns}".encode()) & 0x7FFFFFFF
         sampling = Sampling(budget, limits.temperature, limits.top_p, limits.stop, seed)

@@ -63,6 +63,7 @@ def server_command(name: str, model: Path, port: int, lora_rank: int) -> list[st
         "max-lora-rank": room_for_rank(lora_rank),
         "max-loras": 2,
         "max-cpu-loras": 16,
+        "generation-config": "vllm",  # not the model's own: sampled as in training and evaluation, unless asked for
     }
     os.environ.update(VLLM_ALLOW_RUNTIME_LORA_UPDATING="1", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
     if torch.cuda.is_available():

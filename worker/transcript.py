@@ -104,7 +104,7 @@ class ChatTemplate:
         whole = self._render([*start, {"role": "assistant", "content": "4"}, *reply])
         self.glue_ids(reply, ended=True)
         got, expected = self.tokenizer.decode(pieces), self.tokenizer.decode(self._encode(whole))
-        # Templates that drop an empty think block from history (Qwen3) differ there alone: the model saw the block.
+        # Templates that drop an empty or opened think block from history (Qwen3) differ there alone: the model saw it.
         if got != expected and _without_think(got) != _without_think(expected):
             raise FlashError(
                 "template_unsupported",
@@ -164,6 +164,11 @@ class Transcript:
         self.logprobs += [0.0] * len(ids)
         self.messages += [dict(message) for message in messages]
 
+    def drop_unanswered(self) -> None:
+        """Take the tokens after the model's last away: they predict nothing, and a reply may be long beyond measure."""
+        end = len(self.mask) - self.mask[::-1].index(1) if 1 in self.mask else 0
+        del self.completion_ids[end:], self.mask[end:], self.logprobs[end:]
+
 
 def _end_ids(tokenizer: Any) -> frozenset[int]:
     """Tokens that end a turn: the tokenizer's eos and, where it has them, the usual end-of-turn markers."""
@@ -173,4 +178,4 @@ def _end_ids(tokenizer: Any) -> frozenset[int]:
 
 
 def _without_think(text: str) -> str:
-    return text.replace("<think>\n\n</think>\n\n", "")
+    return text.replace("<think>\n\n</think>\n\n", "").replace("<think>\n", "")

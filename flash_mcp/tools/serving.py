@@ -17,7 +17,7 @@ from flash_mcp.runfolder import Json
 from flash_mcp.serving import Server, error_message, find_deployment, request, request_stop
 from flash_mcp.store import DeploymentRow, Store, open_store
 from flash_mcp.supervisor import ensure_supervisor
-from flash_mcp.tools import Part, Result, Tool, report, shorten
+from flash_mcp.tools import Part, Result, Tool, report, shorten, to_text
 
 POLL_S = 0.25
 WAIT_LIMIT_S = 43.0
@@ -202,11 +202,16 @@ def _ready_server(store: Store, row: DeploymentRow) -> Server:
     return server
 
 
+def _broken(why: str) -> FlashError:
+    what = f"the server broke the answer off: {why}"
+    return FlashError("deployment_failed", what, fix="call deploy again, which tells its state")
+
+
 async def _answer(server: Server, body: Json) -> Answer:
     """Stream one answer, so that what was said by the deadline is not lost."""
-    started, text, finish, usage = time.monotonic(), "", "timeout", dict[str, Any]()
+    started, text, finish, usage = time.monotonic(), "", "", dict[str, Any]()
     request_body = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    with anyio.move_on_after(CHAT_LIMIT_S):
+    with anyio.move_on_after(CHAT_LIMIT_S) as limit:
         try:
             async with (
                 httpx.AsyncClient(timeout=CHAT_LIMIT_S, trust_env=False, headers=server.headers) as client,
@@ -216,6 +221,8 @@ async def _answer(server: Server, body: Json) -> Answer:
                     raise _refusal((await response.aread()).decode(errors="replace"))
                 async for line in response.aiter_lines():
                     chunk = _chunk(line)
+                    if "error" in chunk:
+                        raise _broken(error_message(to_text(chunk)))
                     usage = chunk.get("usage") or usage
                     for choice in chunk.get("choices", []):
                         text += choice["delta"].get("content") or ""
@@ -223,11 +230,12 @@ async def _answer(server: Server, body: Json) -> Answer:
                     if len(text) and len(text) % 400 < 4:
                         await report(f"{len(text)} characters")
         except httpx.TransportError as error:
-            what = f"the server broke the connection: {type(error).__name__}: {error}"
-            raise FlashError("deployment_failed", what, fix="call deploy again, which tells its state") from error
+            raise _broken(f"{type(error).__name__}: {error}") from error
+    if not finish and not limit.cancelled_caught:
+        raise _broken("it ended before the answer did")
     return Answer(
         text=shorten(text, ANSWER_CHARACTERS),
-        finish=finish,
+        finish=finish or "timeout",
         prompt_tokens=usage.get("prompt_tokens"),
         completion_tokens=usage.get("completion_tokens"),
         seconds=round(time.monotonic() - started, 2),
