@@ -109,6 +109,10 @@ def test_a_wheel_s_model_is_converted_once_with_tokenizer_and_template(
     assert ("converting toy.gguf", 0.5) in told and told[-1] == (f"{NAME} is ready", 1.0)
     assert [path.name for path in cache.iterdir() if path.is_dir()] == [NAME], "nothing half-made is left"
 
+    with (folder / "model.safetensors").open("r+b") as weights:  # as a power cut may leave it
+        weights.truncate(5000)
+    assert ensure(NAME) == folder and AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
+
     written = (folder / "model.safetensors").stat().st_mtime_ns
     monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")
     assert ensure(NAME) == folder and (folder / "model.safetensors").stat().st_mtime_ns == written

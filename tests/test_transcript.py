@@ -65,6 +65,15 @@ def test_a_template_that_drops_the_empty_think_block_from_history_stays_aligned(
     assert text.count("<think>") == 2 and text.endswith("<think>\n\n</think>\n\n")
 
 
+def test_long_replies_are_not_kept_for_good() -> None:
+    template = ChatTemplate(tokenizer(CHATML))
+    before = len(template._glue)
+    long, short = ([{"role": "user", "content": "word " * count}] for count in (5000, 5))
+    for _ in range(2):
+        assert len(template.glue_ids(long, ended=False)) > 5000 and template.glue_ids(short, ended=False)
+    assert len(template._glue) == before + 1
+
+
 def test_a_template_whose_answers_begin_in_an_open_think_block_is_followed() -> None:
     """As that of Qwen3-4B-Thinking-2507."""
     opened = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")

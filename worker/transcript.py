@@ -15,6 +15,7 @@ from flash_mcp.errors import FlashError
 from worker.engine import Completion
 
 ChatMessage = dict[str, Any]
+MEMORABLE_TOKENS = 256
 _SENTINEL = "\u2063answer\u2063"  # invisible separators: no template or task contains them
 
 
@@ -56,8 +57,10 @@ class ChatTemplate:
                     "the chat template does not show an answer exactly once",
                     fix="use a model whose template keeps assistant content as it is",
                 )
-            ids = self._glue[key] = self._encode(tail)
-            if len(self._glue) > 4096:  # environments repeat their answers; a run must not grow with them
+            ids = self._encode(tail)
+            if len(ids) <= MEMORABLE_TOKENS:  # environments repeat their short answers; a run must not grow with them
+                self._glue[key] = ids
+            if len(self._glue) > 4096:
                 self._glue.pop(next(iter(self._glue)))
         return ids[self._end_of_turn(ids) + 1 :] if ended else ids
 
