@@ -67,9 +67,10 @@ def queued_run(folder: Path, **fields: Any) -> RunRow:
 
 def started_run(folder: Path, **fields: Any) -> tuple[RunRow, RunWriter]:
     """A run in state running, and its worker's side of the folder."""
-    queued_run(folder, **fields)
     store = open_store()
-    run = queue.claim(store)
+    with store.transaction():  # a supervisor of the test's would claim it first
+        queued_run(folder, **fields)
+        run = queue.claim(store)
     assert run is not None
     run_folder = RunFolder(run["folder"])
     run_folder.create(queue.job(run))

@@ -90,7 +90,7 @@ def test_a_folder_that_lacks_something_is_refused_by_name(tiny_model: Path, tmp_
     damage(folder)
     with pytest.raises(FlashError, match=why) as caught:
         find(str(folder))
-    assert caught.value.code == "unknown_model" and caught.value.values["folder"] == folder
+    assert caught.value.code == "unknown_model" and caught.value.values["folder"] == str(folder)
 
 
 def test_a_template_within_the_tokenizer_s_config_counts(tiny_model: Path, tmp_path: Path) -> None:
