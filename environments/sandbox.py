@@ -92,6 +92,10 @@ class Bounds:
     """Folders within `scratch`, where not all of it is to be written to."""
 
     @property
+    def writable(self) -> tuple[str, ...]:
+        return self.written or (self.scratch,)
+
+    @property
     def memory_bytes(self) -> int:
         return int(Needs(**self.needs).memory_gib * 2**30)
 
@@ -263,11 +267,10 @@ def _own_mounts(bounds: Bounds) -> Mounts:
     except OSError as error:
         return Mounts(attributes=f"no mount namespace can be had: {error}")
     try:
-        written = bounds.written or (bounds.scratch,)
-        for folder in written:
+        for folder in bounds.writable:
             _mount(folder, MS_BIND, source=folder)
         _set_attributes("/", AT_RECURSIVE, on=MOUNT_ATTR_RDONLY)
-        for folder in written:
+        for folder in bounds.writable:
             _set_attributes(folder, 0, off=MOUNT_ATTR_RDONLY)
         attributes = ""
     except OSError as error:
@@ -376,7 +379,7 @@ def _rules(bounds: Bounds, mounts: Mounts, handled: int) -> Iterator[tuple[Path,
     yield Path(bounds.folder), READ_DIR
     for name in (*DEVICES, *(TERMINALS if mounts.terminals else ())):
         yield Path("/dev", name), READ_FILE | READ_DIR | WRITE_FILE | TRUNCATE | IOCTL_DEV
-    for folder in bounds.written or (bounds.scratch,):
+    for folder in bounds.writable:
         yield Path(folder), handled
     yield Path("/dev/shm"), handled if mounts.shm else READ | WRITE_FILE | TRUNCATE | 1 << 5 | 1 << 8
 

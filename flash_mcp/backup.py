@@ -23,7 +23,7 @@ from typing import IO
 from flash_mcp import __version__
 from flash_mcp.errors import FlashError
 from flash_mcp.runfolder import Json, RunFolder, disk_error
-from flash_mcp.store import Store
+from flash_mcp.store import JSON_COLUMNS, Store
 
 FOLDERS = ("environments", "datasets", "runs")
 LABEL = "backup.json"
@@ -34,7 +34,6 @@ PATHS = {
     "deployments": ("adapter_path",),
 }
 """Columns that name files of the state directory."""
-JSON_PATHS = ("init_adapter", "dataset", "spec")
 
 
 @dataclass(frozen=True)
@@ -157,11 +156,10 @@ def _move_paths(store: Store, old: str, new: str) -> None:
     with store.transaction():
         for table, columns in PATHS.items():
             for column in columns:
-                # Only where a path begins: in JSON after a quote.
-                begins = "instr(" if column in JSON_PATHS else "1 = instr("
-                quote = '"' if column in JSON_PATHS else ""
-                sql = f"UPDATE {table} SET {column} = replace({column}, ?, ?) WHERE {begins}{column}, ?)"
-                store.execute(sql, [f"{quote}{old}/", f"{quote}{new}/", f"{quote}{old}/"])
+                # Only where a path begins: in JSON anywhere after a quote.
+                quote, place = ('"', "> 0") if column in JSON_COLUMNS else ("", "= 1")
+                sql = f"UPDATE {table} SET {column} = replace({column}, ?1, ?2) WHERE instr({column}, ?1) {place}"
+                store.execute(sql, [f"{quote}{old}/", f"{quote}{new}/"])
 
 
 def _summary(base: Path, file: Path, saved: float, damaged: list[str]) -> Summary:

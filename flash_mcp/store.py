@@ -181,7 +181,7 @@ class DeploymentRow(TypedDict):
     updated: float
 
 
-_JSON_COLUMNS = frozenset(
+JSON_COLUMNS = frozenset(
     {"spec", "sources", "init_adapter", "dataset", "lineage", "error", "metrics", "summary", "data", "body", "secrets"}
 )
 migrations = Migrations("flash_mcp")
@@ -424,6 +424,13 @@ class Store:
     def last_metrics(self, run_id: str) -> MetricRow | None:
         rows = self.metrics(run_id, limit=1)
         return rows[0] if rows else None
+
+    def values(self, run_id: str, name: str) -> list[float]:
+        """One metric at each step that has it, in order. `name` is one of ours: a quotation mark would end it."""
+        sql = (
+            "SELECT json_extract(metrics, ?) AS value FROM metrics WHERE run_id = ? AND value IS NOT NULL ORDER BY step"
+        )
+        return [row["value"] for row in self.query(sql, [f'$."{name}"', run_id])]
 
     def series(self, run_id: str, name: str, points: int = 64) -> list[tuple[int, float]]:
         """One metric over the run as at most `points` (first step, mean) of equal stretches; nulls are left out."""
@@ -755,7 +762,7 @@ def _encode(value: Any) -> Any:
 
 
 def _decode(name: str, value: Any) -> Any:
-    return json.loads(value) if name in _JSON_COLUMNS and value is not None else value
+    return json.loads(value) if name in JSON_COLUMNS and value is not None else value
 
 
 def _nearest(wanted: str, names: Iterable[str]) -> str:

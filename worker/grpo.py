@@ -65,7 +65,7 @@ class Trainer(GRPOTrainer):
             beta=spec.kl_penalty_coef,
             temperature=spec.temperature,
             loss_type=spec.loss_type,
-            scale_rewards="none" if spec.loss_type == "dr_grpo" else "group",
+            scale_rewards="group" if scales_advantages(spec) else "none",
             vllm_importance_sampling_mode=spec.importance_sampling if corrected else "token_truncate",
             vllm_importance_sampling_clip_max=spec.importance_sampling_clip,
             seed=spec.seed,
@@ -206,6 +206,11 @@ class Trainer(GRPOTrainer):
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """A checkpoint is described by its manifest."""
+
+
+def scales_advantages(spec: Settings) -> bool:
+    """Whether the run's loss divides advantages by their group's deviation: Dr. GRPO does not."""
+    return spec.loss_type != "dr_grpo"
 
 
 def group_advantages(group: Sequence[Rollout], *, scale: bool) -> Tensor:

@@ -23,7 +23,7 @@ from flash_mcp.runfolder import Json, RunWriter
 from worker import memory
 from worker.checkpoints import Reporter
 from worker.engine import VllmEngine
-from worker.grpo import Trainer, group_advantages
+from worker.grpo import Trainer, group_advantages, scales_advantages
 from worker.models import ensure
 from worker.packing import can_pack
 from worker.policy import load_policy
@@ -263,7 +263,7 @@ class Session:
         rollouts = self.collect(tasks, self.limits)
         rollout_s = time.monotonic() - started
         groups = [rollouts[at : at + size] for at in range(0, len(rollouts), size)]
-        scale = spec.loss_type != "dr_grpo"  # as worker.grpo.Trainer has it
+        scale = scales_advantages(spec)
         advantages = [value for group in groups for value in group_advantages(group, scale=scale).tolist()]
         rows = [rollout.row(step, value) for rollout, value in zip(rollouts, advantages, strict=True)]
         self.writer.rollouts(step, rows)

@@ -266,19 +266,24 @@ def _chosen(known: list[str], split: str, task_ids: list[str] | None, limit: int
 async def submit(
     store: Store, resolved: ResolvedEval, environment: EnvironmentRow, subject: Subject, key: str | None
 ) -> tuple[RunRow, bool, FlashError | None]:
-    """Put an evaluation into the queue, and see that somebody looks after it; last, why nobody does.
-
-    That is not raised: the run is there, and an error alone would have it asked for again.
-    """
+    """Put an evaluation into the queue, and see that somebody looks after it; last, why nobody does."""
     run, created = await anyio.to_thread.run_sync(queue.enqueue, store, resolved, environment, subject.adapter, key)
+    return run, created, await look_after(store, run)
+
+
+async def look_after(store: Store, run: RunRow) -> FlashError | None:
+    """See that a supervisor looks after a run that was queued, with its secrets; why none does, where that is so.
+
+    It is not raised: the run is there, and an error alone would have it asked for again.
+    """
     try:
         if run["ended"] is None:
             await anyio.to_thread.run_sync(ensure_supervisor, store.base)
             if names := run["spec"]["secrets"]:
                 await anyio.to_thread.run_sync(vault.give, store.base, run["id"], secret_values(names))
     except FlashError as error:
-        return run, created, error
-    return run, created, None
+        return error
+    return None
 
 
 async def ended(store: Store, run_id: str, deadline: float) -> RunRow:

@@ -20,7 +20,7 @@ from environments import sandbox
 from environments.host import EnvironmentFault, EnvironmentHost
 from environments.sandbox import Needs
 from environments.splits import Overlap, overlap
-from flash_mcp import catalog, datasets, named, queue, vault
+from flash_mcp import catalog, datasets, named, queue
 from flash_mcp.callers import caller
 from flash_mcp.catalog import ModelCard
 from flash_mcp.curation import prompt_digest, read_held_out
@@ -30,14 +30,12 @@ from flash_mcp.evaluations import DEFAULT_MAX_LENGTH, Subject
 from flash_mcp.runfolder import Json
 from flash_mcp.spec import ResolvedSpec, RunSpec, check_adapter, read_toml, resolve, validate
 from flash_mcp.store import EnvironmentRow, RunRow, Store, open_store
-from flash_mcp.supervisor import ensure_supervisor
 from flash_mcp.tools import Part, Result, Tool, report, to_text
-from flash_mcp.tools.evaluation import after_evaluation
+from flash_mcp.tools.evaluation import after_evaluation, look_after
 from flash_mcp.tools.loading import (
     check_machine,
     contamination_note,
     loaded,
-    secret_values,
 )
 from flash_mcp.tools.preflight import GROUP_SIZE, SAMPLE_LIMIT_S, RunTime, Sample, after_sample, run_time, sample_groups
 from flash_mcp.tools.status import RunView, by_source, going_on
@@ -258,12 +256,8 @@ async def start(
         lineage if shared.shared else None,
     )
     next_step = f"status(run_id={run['id']!r}, wait_s=40) follows it; cancel ends it"
-    try:
-        await anyio.to_thread.run_sync(ensure_supervisor, store.base)
-        if spec.secrets:
-            await anyio.to_thread.run_sync(vault.give, store.base, run["id"], secret_values(spec.secrets))
-    except FlashError as error:  # the run is there: an error alone would have it asked for again
-        next_step = f"{error} The run is queued; status(run_id={run['id']!r}) tries to start the supervisor again"
+    if trouble := await look_after(store, run):
+        next_step = f"{trouble} The run is queued; status(run_id={run['id']!r}) tries to start the supervisor again"
     return result(run_id=run["id"], state=run["state"], created=created, next=next_step)
 
 
@@ -305,19 +299,7 @@ async def _probe(
         start_timeout_s=PROBE_TIMEOUT_S,
         fix="mend the folder, env_test it, env_push it, and train again",
     ) as host:
-        longest, looks, faults = 0, min(4, host.splits["train"]), list[EnvironmentFault]()
-        with anyio.move_on_after(OPENINGS_S):
-            for index in range(looks):
-                try:
-                    opening = await host.open("train", index)
-                    longest = max(longest, sum(len(str(message.get("content"))) for message in opening.messages))
-                    await host.close(opening.episode)
-                    if spec.algorithm == "sft" and not dataset:
-                        await host.gold("train", index)
-                except EnvironmentFault as fault:  # the run, too, goes on without a task that fails
-                    faults.append(fault)
-        if len(faults) == looks:
-            raise faults[0]
+        longest = await _longest_prompt(host, gold=spec.algorithm == "sft" and not dataset)
         if dataset:
             await _check_contamination(host, spec, environment, dataset)
         splits, shared = dict(host.splits), await overlap(host)
@@ -326,6 +308,27 @@ async def _probe(
         fix = "add eval rows (env.eval_dataset, as a rule datasets/eval.jsonl), or leave eval_* out"
         raise FlashError("dataset_invalid", "the environment has no eval split to evaluate on", fix=fix)
     return splits, math.ceil(longest / CHARACTERS_PER_TOKEN), shared
+
+
+async def _longest_prompt(host: EnvironmentHost, *, gold: bool) -> int:
+    """Characters of the longest first prompt of a few train tasks, as far as they open in time; with a look at `gold`.
+
+    EnvironmentFault where each of them fails: the run, too, goes on without one that does.
+    """
+    longest, looks, faults = 0, min(4, host.splits["train"]), list[EnvironmentFault]()
+    with anyio.move_on_after(OPENINGS_S):
+        for index in range(looks):
+            try:
+                opening = await host.open("train", index)
+                longest = max(longest, sum(len(str(message.get("content"))) for message in opening.messages))
+                await host.close(opening.episode)
+                if gold:
+                    await host.gold("train", index)
+            except EnvironmentFault as fault:
+                faults.append(fault)
+    if len(faults) == looks:
+        raise faults[0]
+    return longest
 
 
 def _asks(environment: EnvironmentRow) -> list[str]:

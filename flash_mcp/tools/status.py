@@ -29,7 +29,6 @@ MAX_WAIT_S = 43.0
 """Less than the 45 s after which a call is left: the answer takes time too."""
 SPEED_STEPS = 10
 FLAG_STEPS = 400
-ALL_STEPS = 1_000_000
 LEAST_FREE_BYTES = 16 * 2**20
 
 
@@ -329,7 +328,7 @@ def obstacles(store: Store, run: RunRow) -> list[str]:
 
 
 def _trend(store: Store, run_id: str, name: str, *, lower_is_better: bool = False) -> Trend | None:
-    values = [value for _, value in store.series(run_id, name, points=ALL_STEPS)]
+    values = store.values(run_id, name)
     found = judge.trend(values)
     if found is None:
         return None
