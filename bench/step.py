@@ -33,7 +33,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from bench.rollouts import rotated
 from flash_mcp.spec import RunSpec, resolve
-from worker.grpo import Collect, Trainer
+from worker.grpo import RolloutsOf, Trainer
 from worker.kernels import LoraLinear
 from worker.policy import load_policy
 from worker.rollout import Rollout, Task
@@ -71,8 +71,7 @@ def plain_trainer(
     tokenizer: Any,
     spec: Settings,
     *,
-    examples: int,
-    collect: Collect,
+    rollouts_of: RolloutsOf,
     output_dir: str,
     max_completion: int,
     callbacks: Sequence[TrainerCallback],
@@ -88,7 +87,7 @@ def plain_trainer(
             module.__class__ = Linear
 
     def rollout_func(prompts: list[str], trainer: Any) -> Json:
-        rollouts = collect(trainer.state.global_step + 1, [int(prompt) for prompt in prompts[:: spec.group_size]])
+        rollouts = rollouts_of(trainer.state.global_step + 1)
         transcripts = [rollout.transcript for rollout in rollouts if rollout.transcript]
         return {
             "prompt_ids": [transcript.prompt_ids for transcript in transcripts],
@@ -128,7 +127,7 @@ def plain_trainer(
         policy,
         reward_funcs=lambda reward, **_: reward,
         args=args,
-        train_dataset=Dataset.from_list([{"prompt": str(index)} for index in range(max(examples, spec.batch_size))]),
+        train_dataset=Dataset.from_list([{"prompt": str(index)} for index in range(spec.batch_size)]),
         processing_class=tokenizer,
         callbacks=list(callbacks),
         rollout_func=rollout_func,
@@ -170,8 +169,8 @@ def _run_case(model_path: Path, case: Case, repeat: int) -> Json:
         def make_step(name: str, dtype: torch.dtype = torch.bfloat16) -> Step:
             return Step(
                 SYSTEMS[name](
-                    make_policy(model_path, dtype), tokenizer, spec, examples=case.groups, output_dir=scratch,
-                    collect=lambda *_: rollouts, max_completion=longest, callbacks=[],
+                    make_policy(model_path, dtype), tokenizer, spec, output_dir=scratch,
+                    rollouts_of=lambda step: rollouts, max_completion=longest, callbacks=[],
                 )
             )  # fmt: skip
 
@@ -227,10 +226,12 @@ class Step:
         """Seconds of one step; its gradients stay."""
         self.model.zero_grad()
         size = self._trainer.args.per_device_train_batch_size
-        batch = [{"prompt": str(row // size), "index": row // size} for row in range(size * self._groups)]
+        batch = [{"prompt": str(row // size)} for row in range(size * self._groups)]
         started = time.perf_counter()
         for _ in range(self._groups):
             self._trainer.training_step(self.model, batch, None)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         return time.perf_counter() - started
 
     def gradient(self) -> Tensor:
@@ -251,7 +252,7 @@ def make_policy(model_path: Path, dtype: torch.dtype = torch.bfloat16) -> Any:
     generator = torch.Generator().manual_seed(1)
     for name, weight in policy.named_parameters():
         if "lora_B" in name:
-            weight.data.normal_(std=0.005, generator=generator)
+            weight.data.copy_(torch.empty(weight.shape).normal_(std=0.005, generator=generator))
     return policy
 
 

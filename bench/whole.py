@@ -115,7 +115,7 @@ def _attempt_on_trl() -> int:
     from bench.step import plain_trainer  # noqa: PLC0415  torch reads the environment that was just prepared
     from worker import run as attempt  # noqa: PLC0415
 
-    setattr(attempt, "Trainer", lambda *args, packed, **options: plain_trainer(*args, **options))  # noqa: B010
+    setattr(attempt, "Trainer", lambda *args, packed, keep_tokens, **options: plain_trainer(*args, **options))  # noqa: B010
     return worker.main()
 
 

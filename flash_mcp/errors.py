@@ -36,6 +36,7 @@ CODES: dict[str, str] = {
     "checkpoint_corrupt": "a checkpoint's files do not match their checksums",
     "out_of_memory": "the machine's or the device's memory did not suffice",
     "in_use": "something stands on what was to be removed",
+    "diverged": "a gradient was infinite or no number",
     "disk_full": "no space is left where state is written",
     "idempotency_conflict": "an idempotency key was used before with different arguments",
     "run_finished": "the run has already ended",

@@ -38,6 +38,9 @@ from flash_mcp.store import LIVE_DEPLOYMENT, DeploymentRow, Store
 log = logging.getLogger(__name__)
 
 SERVER = (sys.executable, "-m", "worker.serving")
+NO_MEMORY = (
+    "out of memory|not enough memory|no available memory|available KV cache memory|desired GPU memory|MemoryError"
+)
 START_TIMEOUT_S = 1800.0  # the model may have to be fetched first
 ANSWER_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 5.0
@@ -393,7 +396,12 @@ class Deployments:
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "FLASH_HOME": str(self.home), "VLLM_API_KEY": server.api_key},
+                env={
+                    **os.environ,
+                    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+                    "FLASH_HOME": str(self.home),
+                    "VLLM_API_KEY": server.api_key,
+                },
                 start_new_session=True,
             )
         deadline = time.monotonic() + STOP_TIMEOUT_S
@@ -450,7 +458,7 @@ def diagnose(server: Server, what: str | None = None) -> FlashError:
         return _port_taken(server.port)
     cause = re.search(r"(?<!`)\b(?:\w+Error|\w+Exception): .+", text)  # vLLM quotes some in its warnings
     what = what or f"the server ended: {cause[0][:400] if cause else 'its log does not say why'}"
-    if re.search(r"out of memory|not enough memory|no available memory|MemoryError", text, re.IGNORECASE):
+    if re.search(NO_MEMORY, text, re.IGNORECASE):
         fix = "wait for the run that trains on this machine, or undeploy another model, and call deploy again"
         return FlashError("out_of_memory", what, fix=fix, log=server.log, tail=tail)
     fix = "read the log, mend the cause and call deploy again"

@@ -102,7 +102,8 @@ class RunSpec(BaseModel):
     ] = None
     top_p: Annotated[float | None, Field(gt=0, le=1, description="Nucleus sampling mass; default 1.0.")] = None
     stop_sequences: Annotated[
-        list[str] | None, Field(max_length=16, description="Strings that end a turn; they are kept in the transcript.")
+        list[Annotated[str, Field(min_length=1)]] | None,
+        Field(max_length=16, description="Strings that end a turn; they are kept in the transcript."),
     ] = None
     thinking: Annotated[
         bool | None,

@@ -86,7 +86,7 @@ def generate(engine: VllmEngine, *requests: tuple[list[int], Sampling]) -> list[
 def trainers_logprobs(policy: Any, prompt: list[int], completion: list[int]) -> Tensor:
     ids = torch.tensor([prompt + completion])
     trained = torch.ones(1, len(completion), dtype=torch.long)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=policy.dtype == torch.bfloat16):
+    with torch.no_grad(), torch.autocast(policy.device.type, torch.bfloat16, enabled=policy.dtype == torch.bfloat16):
         return packing.group_logps(policy.get_base_model(), ids, torch.ones_like(ids), trained, 1.0)[0][0]
 
 

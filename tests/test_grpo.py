@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,17 @@ import torch
 import transformers
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 from flash_mcp.errors import FlashError
+from flash_mcp.runfolder import RunFolder
 from flash_mcp.spec import RunSpec, resolve
 from worker import packing
+from worker.checkpoints import Reporter
 from worker.grpo import Trainer, group_advantages
 from worker.policy import load_policy
 from worker.rollout import Rollout, Task
@@ -62,17 +67,18 @@ def make_policy(model: Path, dtype: torch.dtype = torch.float32) -> Any:
     return policy
 
 
-def our_gradients(policy: Any, tokenizer: Any, spec: Settings, rollouts: list[Rollout], out: Path) -> dict[str, Tensor]:
+def our_gradients(
+    policy: Any, tokenizer: Any, spec: Settings, rollouts: list[Rollout], out: Path, keep_tokens: int | None = None
+) -> dict[str, Tensor]:
     trainer = Trainer(
-        policy, tokenizer, spec, examples=GROUPS, collect=lambda step, examples: rollouts,
+        policy, tokenizer, spec, rollouts_of=lambda step: rollouts,
         output_dir=str(out), max_completion=MAX_COMPLETION, callbacks=[],
-        packed=packing.can_pack(policy.get_base_model()),
+        packed=packing.can_pack(policy.get_base_model()), keep_tokens=keep_tokens,
     )  # fmt: skip
     trainer.current_gradient_accumulation_steps = GROUPS
-    rows = [{"index": index // SIZE} for index in range(GROUPS * SIZE)]
     policy.train()
     for _ in range(GROUPS):
-        trainer._compute_loss(policy, trainer._prepare_inputs(rows)).backward()
+        trainer._compute_loss(policy, trainer._prepare_inputs([])).backward()
         trainer._step += 1
     return gradients(policy)
 
@@ -95,7 +101,7 @@ def trl_gradients(policy: Any, tokenizer: Any, spec: Settings, rollouts: list[Ro
         loss_type=spec.loss_type, scale_rewards="none" if spec.loss_type == "dr_grpo" else "group",
         vllm_importance_sampling_mode=spec.importance_sampling if corrected else "token_truncate",
         vllm_importance_sampling_clip_max=spec.importance_sampling_clip, use_cpu=True, report_to=[],
-        bf16=policy.dtype == torch.bfloat16, gradient_checkpointing=False,
+        bf16=policy.dtype == torch.bfloat16, gradient_checkpointing=False, router_aux_loss_coef=0.0,
     )  # fmt: skip
     trainer = GRPOTrainer(
         policy, reward_funcs=lambda reward, **_: reward, args=args, processing_class=tokenizer,
@@ -146,10 +152,118 @@ def test_gradients_equal_trls_in_fp32(fp32_model: Path, tmp_path: Path, fields: 
     assert (mine - expected).norm() < 1e-5 * expected.norm()
 
 
-def test_gradients_point_where_trls_do_in_bf16(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fields", CASES, ids=str)
+def test_gradients_point_where_trls_do_in_bf16(tiny_model: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
     rollouts = make_rollouts(AutoTokenizer.from_pretrained(tiny_model))
-    ours, theirs = both(tiny_model, tmp_path, rollouts, torch.bfloat16)
+    ours, theirs = both(tiny_model, tmp_path, rollouts, torch.bfloat16, **fields)
     assert torch.nn.functional.cosine_similarity(flat(ours), flat(theirs), dim=0) > 0.999
+
+
+@pytest.mark.parametrize("fields", [*CASES[:4], {"kl_penalty_coef": 0.1}], ids=str)
+def test_a_group_of_equal_rewards_leaves_the_others_what_trl_gives_them(
+    fp32_model: Path, tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    rollouts = make_rollouts(AutoTokenizer.from_pretrained(fp32_model))
+    for rollout in rollouts[:SIZE]:
+        rollout.reward = 0.5
+    ours, theirs = both(fp32_model, tmp_path, rollouts, torch.float32, **fields)
+    assert (flat(ours) - flat(theirs)).norm() < 1e-5 * flat(theirs).norm()
+
+
+def test_rollouts_of_a_group_may_have_prompts_of_their_own(fp32_model: Path, tmp_path: Path) -> None:
+    rollouts = make_rollouts(AutoTokenizer.from_pretrained(fp32_model))
+    for index, rollout in enumerate(rollouts):
+        assert rollout.transcript
+        rollout.transcript.prompt_ids = rollout.transcript.prompt_ids[index:]
+    ours, theirs = both(fp32_model, tmp_path, rollouts, torch.float32)
+    assert (flat(ours) - flat(theirs)).norm() < 1e-5 * flat(theirs).norm()
+
+
+def test_a_rollout_that_failed_before_it_began_counts_as_one_that_failed_later(
+    fp32_model: Path, tmp_path: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(fp32_model)
+    failed = make_rollouts(tokenizer)
+    failed[1].error = {"code": "environment_error", "what": "boom"}
+    never = copy.deepcopy(failed)
+    never[1].transcript = None
+    later, before = (
+        flat(our_gradients(make_policy(fp32_model), tokenizer, settings_of(), rollouts, tmp_path))
+        for rollouts in (failed, never)
+    )
+    torch.testing.assert_close(later, before)
+
+
+def test_activations_that_are_computed_twice_give_the_same_gradients_bit_for_bit(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    tokenizer, held = AutoTokenizer.from_pretrained(tiny_model), []
+    rollouts = make_rollouts(tokenizer)
+    sizes = {
+        len(group[0].transcript.prompt_ids) + sum(len(r.transcript.completion_ids) for r in group)
+        for group in (rollouts[:SIZE], rollouts[SIZE:])
+        if all(r.transcript for r in group)
+    }
+
+    def gradients_of(keep_tokens: int | None) -> Tensor:
+        saved: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        policy = make_policy(tiny_model, torch.bfloat16)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            found = our_gradients(policy, tokenizer, settings_of(), rollouts, tmp_path, keep_tokens)
+        held.append(sum(saved.values()))
+        return flat(found)
+
+    whole, twice, one_of_two = gradients_of(None), gradients_of(0), gradients_of(min(sizes))
+    assert torch.equal(whole, twice) and torch.equal(whole, one_of_two)
+    assert len(sizes) == 2 and held[1] < held[2] < held[0]
+
+
+def test_what_is_replaced_in_trls_trainer_is_there() -> None:
+    methods = {
+        "_prepare_inputs": ["self", "generation_batch"],
+        "_compute_loss": ["self", "model", "inputs"],
+        "_get_per_token_logps_and_entropies": ["self", "model", "input_ids", "attention_mask", "logits_to_keep"],
+    }
+    for name, parameters in methods.items():
+        found = list(inspect.signature(getattr(GRPOTrainer, name)).parameters)
+        assert found[: len(parameters)] == parameters, name
+    source = inspect.getsource(GRPOTrainer)
+    for text in ("self._step += 1", "self._buffered_inputs = None", 'inputs["importance_sampling_ratio"]'):
+        assert text in source, text
+
+
+@pytest.mark.parametrize("stop", [2, 4])
+def test_a_trainer_that_resumes_ends_where_one_that_was_not_stopped_ends(
+    fp32_model: Path, tmp_path: Path, stop: int
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(fp32_model)
+
+    def attempt(name: str, steps: int, resume: str | None = None) -> RunFolder:
+        folder = RunFolder(tmp_path / name)
+        if not resume:
+            folder.create({})
+        writer = folder.claim(folder.newest_epoch() + 1)
+        spec = settings_of(steps=steps, save_every=2, kl_penalty_coef=0.1, loss_type="grpo", learning_rate=1e-2)
+        Trainer(
+            make_policy(fp32_model), tokenizer, spec, rollouts_of=lambda step: make_rollouts(tokenizer, seed=step),
+            max_completion=MAX_COMPLETION, packed=True, output_dir=str(tmp_path / "out"),
+            callbacks=[Reporter(writer, spec, threading.Event())],
+        ).train(resume_from_checkpoint=resume)  # fmt: skip
+        return folder
+
+    whole, cut = attempt("whole", 4), attempt("cut", stop)
+    attempt("cut", 4, cut.path("checkpoints", str(stop)))
+    assert (
+        cut.manifest(4)["files"]["adapter_model.safetensors"] == whole.manifest(4)["files"]["adapter_model.safetensors"]
+    )
+    assert list(cut.metric_steps()) == list(whole.metric_steps()) == [1, 2, 3, 4]
+    for step in whole.metric_steps():
+        assert cut.metrics(step)["metrics"]["kl"] == whole.metrics(step)["metrics"]["kl"]
 
 
 BASE = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "bos_token_id": 1,
@@ -164,6 +278,7 @@ BASE = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 128, "num_hid
         (transformers.CohereConfig(**BASE, logit_scale=0.0625), False),
         (transformers.MistralConfig(**BASE, sliding_window=2047), False),
         (transformers.MistralConfig(**BASE, sliding_window=None), True),
+        (transformers.MixtralConfig(**BASE, num_local_experts=4, sliding_window=None), True),
         (transformers.FalconConfig(**BASE), False),
         (transformers.GPT2Config(vocab_size=300, n_embd=64, n_layer=2, n_head=4), False),
     ],
@@ -201,6 +316,17 @@ def test_a_model_that_scales_its_logits_is_trained_as_trl_trains_it(fp32_model: 
     assert (flat(ours) - flat(theirs)).norm() < 1e-5 * flat(theirs).norm()
 
 
+def test_experts_are_trained_without_a_loss_for_their_router(fp32_model: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(fp32_model)
+    config = transformers.MixtralConfig(
+        **{**BASE, "vocab_size": len(tokenizer)}, num_local_experts=4, sliding_window=None
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "experts")
+    tokenizer.save_pretrained(tmp_path / "experts")
+    ours, theirs = both(tmp_path / "experts", tmp_path, make_rollouts(tokenizer), torch.float32)
+    assert (flat(ours) - flat(theirs)).norm() < 1e-5 * flat(theirs).norm()
+
+
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
@@ -224,7 +350,9 @@ def test_an_adapter_that_would_be_another_policy_is_refused_by_the_field_that_sa
     get_peft_model(AutoModelForCausalLM.from_pretrained(fp32_model), config).save_pretrained(tmp_path)
     start = functools.partial(load_policy, fp32_model, rank=4, alpha=8, seed=0, dtype=torch.float32)
     if named is None:
-        assert start(adapter_path=tmp_path)
+        given = load_file(tmp_path / "adapter_model.safetensors")
+        name, taken = next(entry for entry in start(adapter_path=tmp_path).named_parameters() if "lora_A" in entry[0])
+        assert torch.equal(taken, given[name.replace(".default", "")])
         return
     with pytest.raises(FlashError) as caught:
         start(adapter_path=tmp_path)
@@ -262,8 +390,11 @@ def test_a_group_without_advantage_costs_no_forward_pass(
     for rollout in rollouts:
         rollout.reward = 0.5
     monkeypatch.setattr(Trainer, "_get_per_token_logps_and_entropies", None)
-    grads = our_gradients(make_policy(tiny_model, torch.bfloat16), tokenizer, settings_of(), rollouts, tmp_path)
+    policy = make_policy(tiny_model, torch.bfloat16)
+    grads = our_gradients(policy, tokenizer, settings_of(), rollouts, tmp_path)
     assert not any(gradient.any() for gradient in grads.values())
+    trained = {name for name, weight in policy.named_parameters() if weight.requires_grad}
+    assert grads.keys() == trained, "Adam's momentum goes on for all of them, as it would with TRL"
 
 
 def test_a_rollout_that_the_environment_failed_moves_nothing() -> None:
@@ -272,3 +403,10 @@ def test_a_rollout_that_the_environment_failed_moves_nothing() -> None:
     assert group_advantages(group, scale=False).tolist() == [0.5, -0.5, 0.0]
     group[1].error = group[2].error
     assert group_advantages(group, scale=False).tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("reward", [0.1, 0.3, 0.7, 1 / 3])
+@pytest.mark.parametrize("size", [3, 8, 13])
+def test_equal_rewards_have_no_advantage_however_their_mean_is_rounded(reward: float, size: int) -> None:
+    group = [Rollout(Task("train", 0, 0, index, 0), "t", reward=reward) for index in range(size)]
+    assert not group_advantages(group, scale=True).any()

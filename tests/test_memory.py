@@ -80,9 +80,27 @@ def test_the_pass_without_storage_holds_what_a_real_pass_holds(tiny_model: Path)
     long = Workload(prompt=40, max_tokens=200, turns=1, max_length=512, group_size=4, sequences=32, lora_rank=8)
     layout = packing.Layout(40, [200] * 4, policy.dtype, policy.device)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
-        packing.hidden_states(policy.get_base_model(), torch.zeros(840, dtype=torch.long), layout)
-    held, _ = memory._training_pass(memory._without_storage(tiny_model, torch.bfloat16, 8), long)
+        ids = torch.zeros(840, dtype=torch.long, device=policy.device)
+        packing.hidden_states(policy.get_base_model(), ids, layout)
+    held, _ = memory._training_pass(tiny_model, torch.bfloat16, long)
     assert held == pytest.approx(sum(saved.values()), rel=0.1)
+
+
+@pytest.mark.parametrize("fields", [{}, {"packed": False}, {"recomputed": True}], ids=str)
+def test_what_a_few_layers_hold_tells_what_all_of_them_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, bool]
+) -> None:
+    from transformers import Gemma3TextConfig  # noqa: PLC0415
+
+    # Of its 11 layers 9 look at a window, 2 at everything.
+    Gemma3TextConfig(
+        vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=11, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    work = Workload(40, 50, 1, 512, 4, 32, 8, **fields)
+    few = memory._training_pass(tmp_path, torch.bfloat16, work)
+    monkeypatch.setattr(memory, "TRACED_LAYERS", 11)
+    assert few == pytest.approx(memory._training_pass(tmp_path, torch.bfloat16, work), rel=0.05)
 
 
 def test_a_pass_that_is_not_packed_needs_the_prompt_once_a_rollout(tiny_model: Path) -> None:
@@ -106,7 +124,8 @@ def test_a_run_whose_shortest_step_does_not_fit_is_refused_with_the_largest_term
 ) -> None:
     """A prompt longer than a pack is computed for every member of the group."""
     work = Workload(5000, 16, 1, 6000, 64, 64, 8)
-    capacity = memory.PROCESS_BYTES + 2 * GIB
+    capacity = 320 * MIB
+    monkeypatch.setattr(memory, "PROCESS_BYTES", 0)
     monkeypatch.setattr(memory, "capacity_bytes", lambda: capacity)
     with pytest.raises(FlashError) as caught:
         check(tiny_model, work, torch.bfloat16)
@@ -115,7 +134,9 @@ def test_a_run_whose_shortest_step_does_not_fit_is_refused_with_the_largest_term
     assert error.values["available_gib"] == round(capacity / GIB, 2) < error.values["needed_gib"]
     turned = int(error.fix.removeprefix("set group_size=").split()[0])
     needed = [
-        estimate(tiny_model, replace(work, max_tokens=1, group_size=size), torch.bfloat16, capacity).total
+        estimate(
+            tiny_model, replace(work, max_tokens=1, group_size=size, recomputed=True), torch.bfloat16, capacity
+        ).total
         for size in (turned, 2 * turned)
     ]
     assert needed[0] <= capacity < needed[1]
@@ -125,9 +146,39 @@ def test_a_run_that_fits_only_while_conversations_stay_short_is_warned(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "capacity_bytes", lambda: memory.PROCESS_BYTES + 64 * MIB)
-    needs, warning = check(tiny_model, Workload(100, 3000, 1, 4096, 16, 32, 8), torch.bfloat16)
+    needs, _, warning = check(tiny_model, Workload(100, 3000, 1, 4096, 16, 32, 8), torch.bfloat16)
     assert warning and "max_tokens=" in warning and needs.largest in str(needs)
-    assert check(tiny_model, WORK, torch.bfloat16)[1] is None
+    assert check(tiny_model, WORK, torch.bfloat16)[1:] == (None, None)
+
+
+def test_a_group_that_fits_only_without_its_activations_is_computed_twice(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = Workload(100, 1000, 1, 4096, 16, 32, 8)
+    capacity = 64 * GIB
+    whole, twice = (
+        estimate(tiny_model, replace(work, recomputed=recomputed), torch.bfloat16, capacity)
+        for recomputed in (False, True)
+    )
+    assert twice.activations < whole.activations / 3 and twice.kv_cache == whole.kv_cache
+    capacity = whole.total - (whole.activations + whole.logits) // 2
+    assert twice.total < capacity
+    monkeypatch.setattr(memory, "capacity_bytes", lambda: capacity)
+    needs, keep_tokens, warning = check(tiny_model, work, torch.bfloat16)
+    assert (needs, warning) == (twice, None)
+    assert keep_tokens == pytest.approx(work.tokens / 2, rel=0.01)
+
+
+def test_a_batch_of_rows_that_cannot_fit_names_the_knobs_of_sft(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = Workload(0, 4000, 1, 4096, 8, 0, 8)
+    assert estimate(tiny_model, rows, torch.bfloat16, 64 * GIB).kv_cache == 0
+    smaller = estimate(tiny_model, replace(rows, group_size=2, recomputed=True), torch.bfloat16, 64 * GIB).total
+    monkeypatch.setattr(memory, "capacity_bytes", lambda: smaller)
+    _, keep_tokens, warning = check(tiny_model, rows, torch.bfloat16)
+    assert warning and "a batch is of the longest rows" in warning and "set batch_size=2 (it is 8)" in warning
+    assert keep_tokens is not None and keep_tokens < rows.tokens
 
 
 def test_the_kv_cache_holds_all_sequences_but_leaves_most_of_the_memory_alone(tiny_model: Path) -> None:

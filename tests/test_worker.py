@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import shutil
 import signal
 import statistics
 from pathlib import Path
@@ -12,15 +14,18 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from environments.host import EnvironmentHost
 from flash_mcp.errors import FlashError
+from flash_mcp.runfolder import RunFolder
 from tests.attempts import VOWELS, Attempt, make_run
 from tests.tiny import make_tokenizer
 from worker.pulse import Pulse
 from worker.rollout import Limits, Rollout, Task
-from worker.run import BLOCK, Session, _preflight
+from worker.run import BLOCK, Session, _preflight, examples_of
 from worker.settings import Settings
 from worker.sft import gold_rows
 from worker.transcript import ChatTemplate
@@ -100,10 +105,11 @@ def test_an_attempt_killed_in_mid_run_is_followed_by_one_that_ends_where_an_undi
 ) -> None:
     run = make_run(tmp_path / "run", tiny_model, eval_before=True, eval_after=True)
     with Attempt(run) as first:
-        first.wait_until(lambda: run.checkpoint_steps()[-1:] == [2])
+        first.wait_until(lambda: (run.checkpoint_steps() or [0])[-1] >= 3)  # all of the examples were seen once
         children = psutil.Process(first.process.pid).children(recursive=True)
         first.process.send_signal(signal.SIGKILL)
     psutil.wait_procs(children, timeout=10)
+    assert children
     assert not any(child.is_running() for child in children), "the environment's process outlived the worker"
     assert run.result() is None
     with Attempt(run, 2) as second:
@@ -116,6 +122,29 @@ def test_an_attempt_killed_in_mid_run_is_followed_by_one_that_ends_where_an_undi
         run.manifest(5)["files"]["adapter_model.safetensors"]
         == whole_run.manifest(5)["files"]["adapter_model.safetensors"]
     )
+
+
+def test_an_attempt_that_finds_every_step_made_makes_no_other(whole_run: Any, tmp_path: Path) -> None:
+    """The one before was lost while it evaluated what it had trained."""
+    run = RunFolder(shutil.copytree(whole_run.root, tmp_path / "run"))
+    for path in ("result.json", "evals/5.json"):
+        Path(run.path(*path.split("/"))).unlink()
+    with Attempt(run, 2) as second:
+        assert second.wait() == 0, second.log_path.read_text()
+    assert finished(run)["step"] == 5 and list(run.metric_steps()) == [1, 2, 3, 4, 5]
+    assert run.checkpoint_steps() == whole_run.checkpoint_steps() and run.manifest(5) == whole_run.manifest(5)
+    said, before = ([row["messages"] for row in r.evaluation(5)["rollouts"]] for r in (run, whole_run))
+    assert said == before
+
+
+@settings(deadline=None)
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(-5, 5))
+def test_steps_go_through_all_examples_again_and_again(total: int, count: int, seed: int) -> None:
+    steps = [examples_of(step, count, total, seed) for step in range(1, 3 * total + 1)]
+    drawn = list(itertools.chain(*steps))
+    passes = [drawn[at : at + total] for at in range(0, len(drawn), total)]
+    assert all(sorted(one) == list(range(total)) for one in passes) and {len(step) for step in steps} == {count}
+    assert total < 8 or passes[0] != passes[1]
 
 
 def test_a_stopped_attempt_that_wakes_after_its_successor_changes_nothing(tiny_model: Path, tmp_path: Path) -> None:

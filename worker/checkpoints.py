@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from flash_mcp.errors import FlashError
 from flash_mcp.runfolder import Json, RunWriter
 from worker.settings import Settings
 
@@ -44,7 +45,8 @@ class Reporter(TrainerCallback):
     """Writes a step's metrics once it is done, and a checkpoint when one is due.
 
     `pending` holds the metrics that the rollouts of the current step gave; the trainer's own are added to them, and
-    what `held_out` measures after the last step and every `eval_every` (else `save_every`) steps.
+    what `held_out` measures after the last step and every `eval_every` (else `save_every`) steps. `advance` is called
+    for each part of a step that is done. FlashError(diverged) where a gradient is no number.
     """
 
     def __init__(
@@ -54,8 +56,10 @@ class Reporter(TrainerCallback):
         cancelled: threading.Event,
         *,
         before_step: Callable[[int, int], None] = lambda step, steps: None,
+        advance: Callable[[], None] = lambda: None,
     ) -> None:
-        self.writer, self.spec, self.cancelled, self.before_step = writer, spec, cancelled, before_step
+        self.writer, self.spec, self.cancelled = writer, spec, cancelled
+        self.before_step, self.advance = before_step, advance
         self.pending: Json = {}
         self.held_out: Callable[[], Json] = dict
         self.step_started = time.monotonic()
@@ -67,6 +71,11 @@ class Reporter(TrainerCallback):
     ) -> None:
         self.before_step(state.global_step, state.max_steps)
         self.step_started = time.monotonic()
+
+    def on_substep_end(self, *_: Any, **__: Any) -> None:
+        self.advance()
+
+    on_prediction_step = on_substep_end
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         last = state.global_step >= state.max_steps
@@ -86,6 +95,14 @@ class Reporter(TrainerCallback):
     ) -> None:
         if not logs or "loss" not in logs:  # the summary that follows the last step
             return
+        state.log_history.clear()  # every checkpoint would hold all of it
+        if not math.isfinite(logs.get("grad_norm", 0.0)):
+            raise FlashError(
+                "diverged",
+                f"the gradient of step {state.global_step} is {logs['grad_norm']}: the adapter is lost from there on",
+                step=state.global_step,
+                fix="lower learning_rate (and kl_penalty_coef), and start from this run's last checkpoint",
+            )
         step_s = time.monotonic() - self.step_started
         reported = {name: value for name, value in logs.items() if name in REPORTED}
         beside = ("time/rollout_s", "time/sync_s", "time/held_out_s")

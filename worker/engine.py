@@ -6,6 +6,7 @@ test.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import tempfile
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from worker.memory import KV_BLOCK_TOKENS, cpu_kv_cache_bytes
+from worker.memory import KV_BLOCK_TOKENS, engine_cache_bytes
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -79,8 +80,8 @@ class VllmEngine:
     the base model costs, the CPU's default. "adapter" hands over the adapter alone, of at most `lora_rank`: a sync
     costs next to nothing whatever the model's size, the GPU's default.
 
-    On a GPU the trainer's policy has to be on the card before: the engine takes half of what that left free, and keeps
-    it. Nothing has to sleep or wake, so nothing wakes with stale weights.
+    On a GPU the engine keeps its share of the card, weights and a bounded cache, beside the trainer. Nothing has to
+    sleep or wake, so nothing wakes with stale weights.
     """
 
     def __init__(
@@ -96,8 +97,7 @@ class VllmEngine:
     ) -> None:
         on_gpu = torch.cuda.is_available()
         itemsize = getattr(torch, dtype).itemsize
-        cache_bytes = None if on_gpu else cpu_kv_cache_bytes(model_path, max_length, max_num_seqs, itemsize=itemsize)
-        self._sync = sync or ("adapter" if on_gpu and lora_rank else "merged")
+        self._sync = sync or (default_sync(getattr(torch, dtype)) if lora_rank else "merged")
         by_adapter = self._sync == "adapter"
         if not on_gpu:
             _sample_by_inversion_on_cpu()
@@ -115,13 +115,15 @@ class VllmEngine:
                 enable_prefix_caching=True,
                 # The prefix cache holds whole blocks: at vLLM's 128 no chat prompt shorter than that is ever found.
                 block_size=None if on_gpu else KV_BLOCK_TOKENS,
-                kv_cache_memory_bytes=cache_bytes,
+                kv_cache_memory_bytes=engine_cache_bytes(model_path, max_length, max_num_seqs, itemsize=itemsize),
                 # A seeded request whose prompt is cut in chunks fails on the CPU: vLLM rewinds its generator, and CPU
                 # generators cannot (`CPU Generator does not use offset`).
                 enable_chunked_prefill=on_gpu,
+                # A group's first prompt shall be in the cache after one step: siblings recompute what is not.
+                max_num_batched_tokens=8192 if on_gpu else None,
                 disable_log_stats=True,
                 logprobs_mode="processed_logprobs",
-                gpu_memory_utilization=_gpu_share() if on_gpu else 1.0,
+                gpu_memory_utilization=free_share() if on_gpu else 1.0,
                 enable_lora=by_adapter,
                 max_lora_rank=room_for_rank(lora_rank or 8),  # pyright: ignore[reportArgumentType]
                 worker_cls=CPU_LORA_WORKER if by_adapter and not on_gpu else "auto",
@@ -142,6 +144,7 @@ class VllmEngine:
             include_stop_str_in_output=True,
             seed=sampling.seed,
             logprobs=0,
+            detokenize=bool(sampling.stop),  # else nobody reads vLLM's text
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         self._engine.add_request(request_id, {"prompt_token_ids": list(prompt_ids)}, params, lora_request=self._adapter)
@@ -159,29 +162,39 @@ class VllmEngine:
 
     def load_policy(self, policy: PeftModel) -> None:
         """Sample from `policy` from now on. Raises RuntimeError while a request is under way."""
-        from worker.policy import merged_weights  # noqa: PLC0415
+        from worker.policy import merged_weights, save_adapter  # noqa: PLC0415
 
-        if self.unfinished():
-            raise RuntimeError(f"{self.unfinished()} requests are under way: their policy cannot change")
         if self._sync == "adapter":
-            self._load_adapter(policy)
-        else:
-            self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": merged_weights(policy)})
-        if not self._engine.reset_prefix_cache():
-            raise RuntimeError("vLLM kept cache entries of the policy before")
+            with tempfile.TemporaryDirectory(prefix="flash-policy-") as folder:
+                save_adapter(policy, Path(folder))
+                self.load_adapter(Path(folder))
+            return
+        self._check_idle()
+        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": merged_weights(policy)})
+        self._forget_prefixes()
 
-    def _load_adapter(self, policy: PeftModel) -> None:
+    def load_adapter(self, folder: Path) -> None:
+        """Sample from the base model with the adapter in `folder` from now on; only where `sync` is "adapter".
+
+        Raises RuntimeError while a request is under way.
+        """
         from vllm.lora.request import LoRARequest  # noqa: PLC0415
 
-        from worker.policy import save_adapter  # noqa: PLC0415
-
-        with tempfile.TemporaryDirectory(prefix="flash-policy-") as folder:
-            save_adapter(policy, Path(folder))
-            # The prefix cache tells adapters apart by name and path, not by what is in them: each has its own.
-            request = LoRARequest(f"policy-{next(self._versions)}", 1, folder)
-            # On the requests of turns load_inplace would read the adapter again at every step.
-            self._engine.add_lora(LoRARequest(request.lora_name, 1, folder, load_inplace=True))
+        self._check_idle()
+        # The prefix cache tells adapters apart by name and path, not by what is in them: each has its own.
+        request = LoRARequest(f"policy-{next(self._versions)}", 1, str(folder))
+        # On the requests of turns load_inplace would read the adapter again at every step.
+        self._engine.add_lora(LoRARequest(request.lora_name, 1, str(folder), load_inplace=True))
+        self._forget_prefixes()
         self._adapter = request
+
+    def _check_idle(self) -> None:
+        if self.unfinished():
+            raise RuntimeError(f"{self.unfinished()} requests are under way: their policy cannot change")
+
+    def _forget_prefixes(self) -> None:
+        if not self._engine.reset_prefix_cache():
+            raise RuntimeError("vLLM kept cache entries of the policy before")
 
 
 def _completion(output) -> Completion:
@@ -216,7 +229,14 @@ def room_for_rank(rank: int) -> int:
     return next((room for room in LORA_RANKS if room >= rank), rank)
 
 
-def _gpu_share() -> float:
-    """Half of the memory that is free on the card now, as a part of all of it."""
+def default_sync(dtype: torch.dtype) -> Sync:
+    """vLLM's kernels for adapters on a GPU take half precision alone."""
+    return "adapter" if torch.cuda.is_available() and dtype != torch.float32 else "merged"
+
+
+def free_share() -> float:
+    """What is free on the card now, as a part of all of it: vLLM refuses to start where less is."""
+    gc.collect()
+    torch.cuda.empty_cache()  # what a trainer gave back, PyTorch holds
     free, total = torch.cuda.mem_get_info()
-    return free / total / 2
+    return 0.95 * free / total

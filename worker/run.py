@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from peft import PeftModel
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from environments.host import EnvironmentHost
 from environments.sandbox import describe
@@ -22,16 +24,16 @@ from flash_mcp.errors import FlashError
 from flash_mcp.runfolder import Json, RunWriter
 from worker import memory
 from worker.checkpoints import Reporter
-from worker.engine import VllmEngine
+from worker.engine import VllmEngine, default_sync
 from worker.grpo import Trainer, group_advantages, scales_advantages
-from worker.models import ensure
+from worker.models import ensure, log_progress
 from worker.packing import can_pack
 from worker.policy import load_policy
 from worker.pulse import Cancelled, Pulse
 from worker.rollout import Generator, Limits, Rollout, Task, collect
 from worker.runner import AsyncRunner
 from worker.settings import Settings
-from worker.sft import GOLD_SPLITS, dataset_rows, gold_rows, make_sft_trainer
+from worker.sft import GOLD_SPLITS, Row, dataset_rows, gold_rows, make_sft_trainer
 from worker.summary import summarize, summarize_evaluation
 from worker.survey import survey
 from worker.transcript import ChatTemplate, Transcript
@@ -53,9 +55,11 @@ def train(job: Json, spec: Settings, writer: RunWriter, pulse: Pulse, scratch: P
     pulse.step = resume_from[0] if resume_from else 0
     rollouts_per_step = spec.batch_size * (spec.group_size or 1)
     with opened(job, spec, writer, pulse, at_once=rollouts_per_step) as session:
+        if resume_from:
+            session.resumed_at = session.reporter.saved_step = resume_from[0]
         host, max_length = session.host, session.limits.max_length
         tokenizer, template, policy = session.template.tokenizer, session.template, session.policy
-        assert policy is not None
+        assert isinstance(policy, PeftModel)
         watched: dict[str, Any] = {"max_error_share": spec.max_error_share, "advance": pulse.advance}
         looked_at = RESUMED_TASKS if resume_from else PREFLIGHT_TASKS
         longest, turns = session.wait(_preflight(host, template, max_length, looked_at, **watched))
@@ -77,18 +81,21 @@ def train(job: Json, spec: Settings, writer: RunWriter, pulse: Pulse, scratch: P
                     if left_out := host.splits.get(split, 0) - len(rows[name]):
                         what = f"{left_out} {split} tasks failed in environment code and were left out"
                         writer.event("warning", what)
-            trainer = make_sft_trainer(policy, tokenizer, spec, rows, writer, max_length=max_length, **common)
+            keep_tokens = session.check_batch_memory(rows["train"], packed=packed)
+            trainer = make_sft_trainer(
+                policy, tokenizer, spec, rows, writer, max_length=max_length, keep_tokens=keep_tokens, **common
+            )
             session.reporter.held_out = trainer.held_out
         else:
-            session.check_memory(longest, turns, packed=packed)
+            keep_tokens = session.check_memory(longest, turns, packed=packed)
             session.start_engine()
             trainer = Trainer(
                 policy,
                 tokenizer,
                 spec,
-                examples=host.splits["train"],
-                collect=session.rollouts,
+                rollouts_of=session.rollouts,
                 max_completion=spec.max_tokens,
+                keep_tokens=keep_tokens,
                 **common,
             )
         return _optimize(trainer, session, resume_from)
@@ -100,21 +107,29 @@ def opened(
 ) -> Iterator[Session]:
     """Model and environment, ready for rollouts; `at_once` is how many are wanted at the same time.
 
-    Without `trains` there is no policy unless the job names an adapter: the engine has the base model itself.
+    Without `trains` there is a policy only where the engine cannot read the job's adapter by itself.
     """
     pulse.enter("model")
-    model_path = ensure(spec.model)
-    template = ChatTemplate(AutoTokenizer.from_pretrained(model_path), thinking=spec.thinking)
-    adapter, dtype = job.get("init_adapter"), _dtype(model_path)
+    tell = log_progress()
+
+    def on_fetched(stage: str, share: float) -> None:
+        pulse.advance()
+        tell(stage, share)
+
+    model_path = ensure(spec.model, on_progress=on_fetched)
+    tokenizer, ends = AutoTokenizer.from_pretrained(model_path), end_ids(model_path)
+    template = ChatTemplate(tokenizer, thinking=spec.thinking, end_ids=ends)
+    dtype = _dtype(model_path)
+    adapter = Path(job["init_adapter"]["path"]) if job.get("init_adapter") else None
     policy = None
-    if trains or adapter:
+    if trains or (adapter and default_sync(dtype) == "merged"):
         policy = load_policy(
             model_path,
             rank=spec.lora_rank,
             alpha=spec.lora_alpha,
             seed=spec.seed,
             dtype=dtype,
-            adapter_path=Path(adapter["path"]) if adapter else None,
+            adapter_path=adapter,
         )
     max_length = _max_length(spec, AutoConfig.from_pretrained(model_path))
 
@@ -140,8 +155,9 @@ def opened(
             raise Cancelled from None
         writer.event("sandbox", describe(host.walls))
         session = Session(
-            spec, writer, pulse, host, model_path, template, policy, runner, max_length, dtype=dtype, at_once=at_once
-        )
+            spec, writer, pulse, host, model_path, template, policy or adapter, runner, max_length,
+            dtype=dtype, at_once=at_once,
+        )  # fmt: skip
         try:
             yield session
         finally:
@@ -150,7 +166,7 @@ def opened(
 
 
 def _optimize(trainer: Any, session: Session, resume_from: tuple[int, Path] | None) -> int:
-    """Evaluate, train, evaluate; save whatever step a cancel finds the trainer at."""
+    """Evaluate, train (with evaluations in `Session._before_step`), evaluate; save the step that a cancel finds."""
     spec = session.spec
     if spec.eval_before and resume_from is None:
         session.evaluate(0)
@@ -181,7 +197,7 @@ class Session:
         host: EnvironmentHost,
         model_path: Path,
         template: ChatTemplate,
-        policy: PeftModel | None,
+        policy: PeftModel | Path | None,
         runner: AsyncRunner,
         max_length: int,
         *,
@@ -198,30 +214,46 @@ class Session:
             top_p=spec.top_p,
             stop=tuple(spec.stop_sequences),
         )
-        self.reporter = Reporter(writer, spec, pulse.cancelled, before_step=self._before_step)
+        self.reporter = Reporter(writer, spec, pulse.cancelled, before_step=self._before_step, advance=pulse.advance)
+        self.resumed_at = 0
+        """The step whose checkpoint this attempt goes on from."""
         self._engine: VllmEngine | None = None
         self._generator: Generator | None = None
         self._synced: int | None = None
 
-    def check_memory(self, prompt: int, turns: int, *, packed: bool) -> None:
-        """Say what the run needs. FlashError(out_of_memory) where it cannot fit. `prompt` tokens are the longest."""
+    def check_memory(self, prompt: int, turns: int, *, packed: bool) -> int | None:
+        """Say what GRPO needs. Returns the tokens of a group above which its activations must be recomputed, if any.
+
+        FlashError(out_of_memory) where it cannot fit. `prompt` tokens are the longest.
+        """
         spec, limits = self.spec, self.limits
-        work = memory.Workload(
-            prompt,
-            limits.max_tokens,
-            turns,
-            limits.max_length,
-            spec.group_size,
-            self._sequences,
-            spec.lora_rank,
-            packed,
+        return self._check_memory(
+            memory.Workload(
+                prompt, limits.max_tokens, turns, limits.max_length, spec.group_size, self._sequences, spec.lora_rank,
+                packed,
+            )
+        )  # fmt: skip
+
+    def check_batch_memory(self, rows: list[Row], *, packed: bool) -> int | None:
+        """`check_memory` of SFT on batches of `rows`."""
+        spec, length = self.spec, self.limits.max_length
+        longest = min(max((len(row["input_ids"]) for row in rows), default=1), length)
+        sequences = self._sequences if spec.eval_before or spec.eval_every or spec.eval_after else 0
+        return self._check_memory(
+            memory.Workload(0, longest, 1, length, spec.batch_size, sequences, spec.lora_rank, packed)
         )
-        needs, warning = memory.check(self.model_path, work, self._dtype)
-        log.info("memory at most: %s", needs)
-        self.writer.event("memory", f"at most {needs}", **asdict(needs))
+
+    def _check_memory(self, work: memory.Workload) -> int | None:
+        needs, keep_tokens, warning = memory.check(self.model_path, work, self._dtype)
+        says = f"at most {needs}"
+        if keep_tokens is not None:
+            says += f"; groups of more than {keep_tokens} tokens take longer: activations are computed twice"
+        log.info("memory: %s", says)
+        self.writer.event("memory", says, **asdict(needs))
         if warning:
             log.warning("%s", warning)
             self.writer.event("warning", warning)
+        return keep_tokens
 
     @property
     def _sequences(self) -> int:
@@ -237,7 +269,7 @@ class Session:
                 max_length=self.limits.max_length,
                 max_num_seqs=self._sequences,
                 seed=self.spec.seed,
-                lora_rank=self.spec.lora_rank,
+                lora_rank=self.spec.lora_rank if self.policy else None,
                 dtype=str(self._dtype).removeprefix("torch."),
             )
             self._generator = Generator(engine, run_step=lambda: self.runner.call_waiting(engine.step))
@@ -247,9 +279,10 @@ class Session:
         if self._generator:
             self.runner.run(self._generator.aclose())
 
-    def rollouts(self, step: int, examples: list[int]) -> list[Rollout]:
-        """The rollouts of optimizer step `step`: G for each of the P examples. Called by the trainer."""
+    def rollouts(self, step: int) -> list[Rollout]:
+        """The rollouts of optimizer step `step`: G for each of its P examples. Called by the trainer."""
         spec = self.spec
+        examples = examples_of(step, spec.batch_size, self.host.splits["train"], spec.seed)
         self.pulse.enter("sync", step - 1)
         sync_s = self.sync(step - 1)
         self.pulse.enter("rollout")
@@ -283,7 +316,7 @@ class Session:
         if not total:
             self.writer.event("warning", "the environment declares no eval split; the evaluation was left out")
             return
-        if self.writer.folder.evaluation(step):  # done by an earlier attempt
+        if step <= self.resumed_at and self.writer.folder.evaluation(step):  # later ones are of a policy that is lost
             return
         self.sync(step)
         self.pulse.enter("eval", step)
@@ -306,11 +339,13 @@ class Session:
             self.pulse.enter("train")
 
     def sync(self, step: int) -> float:
-        """Put the policy after `step` steps into the engine; the seconds that it took. Step 0 is the engine's own."""
+        """Put the policy after `step` steps into the engine, unless it is there; the seconds that it took."""
         started = time.monotonic()
         engine, _ = self.start_engine()
         if self._synced != step:
-            if self.policy is not None:
+            if isinstance(self.policy, Path):
+                engine.load_adapter(self.policy)
+            elif self.policy is not None:
                 engine.load_policy(self.policy)
             self._synced = step
         return time.monotonic() - started
@@ -373,6 +408,20 @@ async def _preflight(
     return max(prompts), max(turns)
 
 
+def examples_of(step: int, count: int, total: int, seed: int) -> list[int]:
+    """The `count` examples of step 1, 2, ...: they go through all `total` again and again, each time in another order.
+
+    A function of the step alone: whoever goes on where another stopped draws what that one would have drawn.
+    """
+    places = range((step - 1) * count, step * count)
+    return [_order(place // total, total, seed)[place % total] for place in places]
+
+
+@lru_cache(maxsize=2)
+def _order(epoch: int, total: int, seed: int) -> list[int]:
+    return random.Random(f"{seed}/{epoch}").sample(range(total), total)
+
+
 def check_errors(rows: list[Json], max_share: float) -> None:
     """FlashError(environment_error) with the evidence, where more than `max_share` of the rollouts failed."""
     errors = [row for row in rows if row["error"]]
@@ -400,6 +449,15 @@ def _resume_point(writer: RunWriter, scratch: Path) -> tuple[int, Path] | None:
 def _dtype(model_path: Path) -> torch.dtype:
     """bf16, unless the model's own files are fp32 on purpose (the tiny models of tests)."""
     return torch.float32 if AutoConfig.from_pretrained(model_path).dtype == torch.float32 else torch.bfloat16
+
+
+def end_ids(model_path: Path) -> list[int]:
+    """The tokens at which vLLM ends a turn of this model beside its tokenizer's eos."""
+    try:
+        ids = GenerationConfig.from_pretrained(model_path).eos_token_id
+    except OSError:  # it has no such file
+        ids = None
+    return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 
 def _max_length(spec: Settings, config: Any) -> int:

@@ -55,8 +55,11 @@ class AsyncRunner:
         def call() -> None:
             try:
                 result.set_result(function())
-            except BaseException as error:
+            except Exception as error:
                 result.set_exception(error)
+            except BaseException:  # Ctrl-C is this thread's: in the loop it would end the loop, and `run` would wait on
+                result.cancel()
+                raise
 
         self._calls.put(call)
         return await asyncio.wrap_future(result)

@@ -25,7 +25,6 @@ from worker.models import ensure
 
 MAX_LENGTH = 8192
 SEQUENCES = 8
-GPU_MEMORY_SHARE = 0.3  # training may go on beside it
 
 
 def main() -> None:
@@ -49,8 +48,8 @@ def server_command(name: str, model: Path, port: int, lora_rank: int) -> list[st
     """Arguments of the interpreter. Sets what vLLM reads from the environment."""
     import torch  # noqa: PLC0415  after the check that the packages are there
 
-    from worker.engine import CPU_LORA_WORKER, room_for_rank  # noqa: PLC0415
-    from worker.memory import KV_BLOCK_TOKENS, cpu_kv_cache_bytes  # noqa: PLC0415
+    from worker.engine import CPU_LORA_WORKER, free_share, room_for_rank  # noqa: PLC0415
+    from worker.memory import KV_BLOCK_TOKENS, engine_cache_bytes  # noqa: PLC0415
 
     length = min(folder_card(model).context or MAX_LENGTH, MAX_LENGTH)
     options: dict[str, Any] = {
@@ -66,18 +65,32 @@ def server_command(name: str, model: Path, port: int, lora_rank: int) -> list[st
         "generation-config": "vllm",  # not the model's own: sampled as in training and evaluation, unless asked for
     }
     os.environ.update(VLLM_ALLOW_RUNTIME_LORA_UPDATING="1", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
-    if torch.cuda.is_available():
-        options["gpu-memory-utilization"] = GPU_MEMORY_SHARE
-    else:
+    flags = ["--enable-lora", "--disable-uvicorn-access-log"]
+    if on_gpu := torch.cuda.is_available():
+        _use_the_emptiest_card()
+        options["gpu-memory-utilization"] = free_share()
+    # A bounded cache: a run may train on the same card, or begin to.
+    options["kv-cache-memory-bytes"] = engine_cache_bytes(model, length, SEQUENCES)
+    if not on_gpu:
+        flags.append("--enforce-eager")
         options["worker-cls"] = CPU_LORA_WORKER
         options["block-size"] = KV_BLOCK_TOKENS
-        options["kv-cache-memory-bytes"] = cpu_kv_cache_bytes(model, length, SEQUENCES)
         # Unbound, and half of the cores: a run may train at the same time.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (psutil.cpu_count(logical=False) or 2) // 2)))
     arguments = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
-    return ["-m", "vllm.entrypoints.openai.api_server", *arguments, "--enable-lora", "--enforce-eager",
-            "--disable-uvicorn-access-log"]  # fmt: skip
+    return ["-m", "vllm.entrypoints.openai.api_server", *arguments, *flags]
+
+
+def _use_the_emptiest_card() -> None:
+    """For this process and the server that it becomes."""
+    import torch  # noqa: PLC0415
+
+    free = [torch.cuda.mem_get_info(card)[0] for card in range(torch.cuda.device_count())]
+    card = free.index(max(free))
+    torch.cuda.set_device(card)
+    cards = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(len(free))))).split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = cards[card]
 
 
 if __name__ == "__main__":

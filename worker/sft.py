@@ -25,7 +25,7 @@ from environments.base import ChatMessage
 from environments.host import EnvironmentHost
 from flash_mcp.errors import FlashError
 from flash_mcp.runfolder import Json, RunWriter
-from worker.packing import check_trl_head, group_logps
+from worker.packing import check_trl_head, group_logps, recompute
 from worker.settings import Settings
 from worker.survey import survey
 from worker.transcript import ChatTemplate, Transcript
@@ -76,11 +76,14 @@ class Tuner(SFTTrainer):
     """SFTTrainer with a packed forward pass; `held_out` is the loss on rows that it does not learn."""
 
     packed: bool
+    keep_tokens: int | None
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Mean negative log-probability of the labelled tokens; with `num_items_in_batch`, their sum over it."""
+        tokens, most = int(inputs["attention_mask"].sum()), self.keep_tokens
+        recompute(self.accelerator.unwrap_model(model).get_base_model(), most is not None and tokens > most)
         if return_outputs or not self.packed:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         labels = inputs["labels"]  # (B, L)
@@ -113,11 +116,12 @@ def make_sft_trainer(
     output_dir: str,
     callbacks: list[TrainerCallback],
     packed: bool,
+    keep_tokens: int | None = None,
 ) -> Tuner:
     """A trainer on rows["train"], rows["holdout"] held out; `packed` as worker.packing.can_pack says.
 
-    FlashError(dataset_invalid) where nothing can be learnt. Rows are cut at `max_length` tokens, and how many were is
-    said in an event.
+    Activations of a batch of more than `keep_tokens` tokens are recomputed in the backward pass. Rows are cut at
+    `max_length` tokens, and how many were is said in an event. FlashError(dataset_invalid) where nothing can be learnt.
     """
     longer = sum(len(row["input_ids"]) > max_length for row in rows["train"])
     learnable, held_out = (_learnable(rows.get(split, []), max_length) for split in ("train", "holdout"))
@@ -144,12 +148,13 @@ def make_sft_trainer(
         learning_rate=spec.learning_rate,
         lr_scheduler_type="constant",
         max_grad_norm=spec.max_grad_norm,
+        router_aux_loss_coef=0.0,  # of experts: no adapter is on their router
         max_length=None,
         dataset_kwargs={"skip_prepare_dataset": True},
         seed=spec.seed,
         bf16=model.dtype == torch.bfloat16,
         use_cpu=not torch.cuda.is_available(),
-        gradient_checkpointing=False,
+        gradient_checkpointing=False,  # `compute_loss` decides for each batch
         logging_steps=1,
         save_strategy="no",  # worker.checkpoints asks for a save when one is due
         report_to=[],
@@ -165,7 +170,7 @@ def make_sft_trainer(
         callbacks=callbacks,
     )
     trainer.remove_callback(PrinterCallback)
-    trainer.packed = packed
+    trainer.packed, trainer.keep_tokens = packed, keep_tokens
     if not packed:
         check_trl_head(model.get_base_model(), 1.0)
     return trainer

@@ -7,7 +7,7 @@ the environment's turn, and so on. History is never rendered again: what was sam
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,10 +22,11 @@ _SENTINEL = "\u2063answer\u2063"  # invisible separators: no template or task co
 class ChatTemplate:
     """A tokenizer's chat template as two operations: ids of a prompt, and ids that follow an answer.
 
-    Raises FlashError(template_unsupported) when it is made, if the glue cannot be told from the template.
+    `end_ids` end a generation beside those that the tokenizer is known to have. Raises FlashError(template_unsupported)
+    when it is made, if the glue cannot be told from the template.
     """
 
-    def __init__(self, tokenizer: Any, *, thinking: bool = False) -> None:
+    def __init__(self, tokenizer: Any, *, thinking: bool = False, end_ids: Iterable[int] = ()) -> None:
         self.tokenizer, self.thinking = tokenizer, thinking
         if not tokenizer.chat_template:
             raise FlashError(
@@ -33,7 +34,7 @@ class ChatTemplate:
                 "the model's tokenizer has no chat template",
                 fix="use an instruct model, or add chat_template.jinja to the model folder",
             )
-        self.end_ids = _end_ids(tokenizer)
+        self.end_ids = _end_ids(tokenizer).union(end_ids)
         self._glue: dict[str, list[int]] = {}
         self._check()
 

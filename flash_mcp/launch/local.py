@@ -112,7 +112,8 @@ class LocalLauncher(Launcher):
     def _start(self, launch: Launch, path: Path) -> None:
         slot = self._free_slot()
         launch.log.parent.mkdir(parents=True, exist_ok=True)
-        device = {"CUDA_VISIBLE_DEVICES": self.gpus[slot]} if self.gpus else {}
+        # By their place on the bus, as nvidia-smi counts them: CUDA itself begins with the fastest.
+        device = {"CUDA_VISIBLE_DEVICES": self.gpus[slot], "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if self.gpus else {}
         with launch.log.open("ab") as log:
             child = subprocess.Popen(
                 ["/bin/sh", "-c", REGISTER_AND_EXEC, str(path), str(slot), *launch.command],
