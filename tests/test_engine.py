@@ -14,7 +14,7 @@ from torch import Tensor
 
 from worker import packing
 from worker.engine import LORA_RANKS, Completion, Sampling, Sync, VllmEngine, room_for_rank
-from worker.policy import load_policy
+from worker.policy import load_policy, save_adapter
 
 pytestmark = pytest.mark.timeout(400)
 RANK = 12  # not one of vLLM's
@@ -183,6 +183,21 @@ def test_an_adapters_name_keeps_the_cache_apart_even_without_a_reset(
         train(policy, step)
         by_adapter.load_policy(policy)
         assert difference(policy, generate(by_adapter, (PROMPT, Sampling(4, temperature=0.0)))[0]) < BF16_NATS
+
+
+def test_an_adapter_in_a_folder_is_sampled_from_as_the_policy_that_wrote_it(
+    by_adapter: VllmEngine, policy: Any, tmp_path: Path
+) -> None:
+    request = PROMPT, Sampling(8, temperature=0.0)
+    train(policy, 1)
+    save_adapter(policy, tmp_path)
+    by_adapter.load_policy(policy)
+    expected = generate(by_adapter, request)
+    train(policy, 2)
+    by_adapter.load_policy(policy)
+    assert generate(by_adapter, request) != expected
+    by_adapter.load_adapter(tmp_path)
+    assert generate(by_adapter, request) == expected
 
 
 def test_200_merged_syncs_leave_the_base_untouched_and_the_engine_as_after_the_first(
@@ -409,6 +424,27 @@ def test_a_server_on_the_cpu_uses_the_same_worker(tiny_model: Path, monkeypatch:
     assert command[command.index("--worker-cls") + 1] == "worker.lora_cpu.LoraWorker"
     assert command[command.index("--max-lora-rank") + 1] == "16"
     assert command[command.index("--generation-config") + 1] == "vllm"  # as the engine of training
+
+
+def test_a_server_takes_the_card_with_the_most_free_memory(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a card: what CUDA would say is put in its mouth."""
+    from worker import serving  # noqa: PLC0415
+
+    free, chosen = [8 * 2**30, 20 * 2**30], []
+    with monkeypatch.context() as patch:
+        patch.setattr(serving.os, "environ", {"CUDA_VISIBLE_DEVICES": "3,5"})
+        said = {
+            "is_available": lambda: True, "device_count": lambda: 2, "set_device": chosen.append,
+            "mem_get_info": lambda card=None: (free[chosen[-1] if card is None else card], 24 * 2**30),
+            "memory_reserved": lambda: 0, "empty_cache": lambda: None,
+        }  # fmt: skip
+        for name, function in said.items():
+            patch.setattr(torch.cuda, name, function)
+        command = serving.server_command(str(tiny_model), tiny_model, 1, RANK)
+        assert serving.os.environ["CUDA_VISIBLE_DEVICES"] == "5"
+    share = float(command[command.index("--gpu-memory-utilization") + 1])
+    assert 0.7 < share < 20 / 24 and "--enforce-eager" not in command and "--worker-cls" not in command
+    assert 0 < int(command[command.index("--kv-cache-memory-bytes") + 1]) <= 5 * 2**30
 
 
 # -- vLLM's private names ----------------------------------------------------------------------------------------------

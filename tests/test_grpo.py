@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
+import math
 import random
 import threading
 from pathlib import Path
@@ -395,6 +397,44 @@ def test_a_group_without_advantage_costs_no_forward_pass(
     assert not any(gradient.any() for gradient in grads.values())
     trained = {name for name, weight in policy.named_parameters() if weight.requires_grad}
     assert grads.keys() == trained, "Adam's momentum goes on for all of them, as it would with TRL"
+
+
+def test_a_gradient_that_is_no_number_ends_the_run_before_it_is_saved(fp32_model: Path, tmp_path: Path) -> None:
+    tokenizer, folder = AutoTokenizer.from_pretrained(fp32_model), RunFolder(tmp_path / "run")
+    folder.create({})
+
+    def rollouts_of(step: int) -> list[Rollout]:
+        rollouts = make_rollouts(tokenizer, seed=step)
+        rollouts[0].reward = math.inf if step == 2 else 1.0
+        return rollouts
+
+    spec, writer = settings_of(steps=3, save_every=1, importance_sampling="none"), folder.claim(1)
+    trainer = Trainer(
+        make_policy(fp32_model), tokenizer, spec, rollouts_of=rollouts_of, max_completion=MAX_COMPLETION, packed=True,
+        output_dir=str(tmp_path / "out"), callbacks=[Reporter(writer, spec, threading.Event())],
+    )  # fmt: skip
+    with pytest.raises(FlashError, match=r"diverged step=2.*learning_rate"):
+        trainer.train()
+    assert folder.checkpoint_steps() == [1]
+
+
+def test_a_pack_is_the_same_computed_as_one_block(fp32_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU."""
+    policy, tokenizer = make_policy(fp32_model), AutoTokenizer.from_pretrained(fp32_model)
+    transcripts = [r.transcript for r in make_rollouts(tokenizer, turns=4) if r.transcript][:SIZE]
+    tokens = torch.tensor([*transcripts[0].prompt_ids, *itertools.chain(*(t.completion_ids for t in transcripts))])
+
+    def states() -> Tensor:
+        lengths = [len(t.completion_ids) for t in transcripts]
+        layout = packing.Layout(len(transcripts[0].prompt_ids), lengths, policy.dtype, policy.device)
+        blocks.append(len(layout.mask.blocks))
+        return packing.hidden_states(policy.get_base_model(), tokens, layout)[: len(tokens)]
+
+    blocks: list[int] = []
+    expected = states()
+    monkeypatch.setattr(packing, "BLOCK", 512)
+    torch.testing.assert_close(states(), expected, rtol=1e-5, atol=1e-5)
+    assert blocks[0] > 1 == blocks[1]
 
 
 def test_a_rollout_that_the_environment_failed_moves_nothing() -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -182,6 +183,23 @@ def test_a_hub_model_that_is_on_this_machine_needs_no_hub(tiny_model: Path, tmp_
     done = run_ensure("someone/some-model", HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert (Path(done.stdout.strip()) / "config.json").read_bytes() == (tiny_model / "config.json").read_bytes()
+
+
+def test_a_download_from_the_hub_is_told_as_it_comes_in(monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> None:
+    """A slow one must not be taken for a stall."""
+    import huggingface_hub  # noqa: PLC0415
+
+    def snapshot_download(hub_id: str, *, tqdm_class: Any, **_: Any) -> str:
+        with tqdm_class(total=4, disable=True) as bar:
+            for _ in range(4):
+                bar.update(1)
+        return str(tiny_model)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: None)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    told: list[str] = []
+    assert ensure("someone/some-model", on_progress=lambda stage, share: told.append(stage)) == tiny_model
+    assert told == ["fetching someone/some-model"] * 4
 
 
 def test_an_unknown_model_is_told_by_the_command(tmp_path: Path) -> None:

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 
 from flash_mcp.errors import FlashError
 from tests.tiny import CHATML, make_tokenizer
 from worker.engine import Completion
+from worker.run import end_ids
 from worker.transcript import ChatTemplate, Transcript
 
 QWEN3 = (  # adds an empty think block to the prompt and drops it from history, as Qwen3's own template does
@@ -99,6 +100,16 @@ def test_a_template_whose_answers_begin_in_an_open_think_block_is_followed() -> 
 def test_a_template_that_cannot_be_followed_is_refused_before_the_first_step(template: str | None) -> None:
     with pytest.raises(FlashError, match="template_unsupported"):
         ChatTemplate(tokenizer(template))
+
+
+def test_a_turn_may_end_with_a_token_that_only_the_generation_config_names(tmp_path: Path) -> None:
+    template = CHATML.replace("<|im_end|>", "^")
+    with pytest.raises(FlashError, match="does not end a turn with a token that ends generation"):
+        ChatTemplate(tokenizer(template))
+    marker = tokenizer().convert_tokens_to_ids("^")
+    GenerationConfig(eos_token_id=[1, marker]).save_pretrained(tmp_path)
+    taken = ChatTemplate(tokenizer(template), end_ids=end_ids(tmp_path))
+    assert taken.answer("yes").token_ids[-1] == marker and end_ids(tmp_path / "none") == []
 
 
 def test_the_tiny_models_saved_template_is_supported(tiny_model: Path) -> None:

@@ -101,6 +101,8 @@ class Trainer(GRPOTrainer):
         self._packed, self._keep_tokens = packed, math.inf if keep_tokens is None else keep_tokens
         if not packed:
             check_trl_head(model.get_base_model(), self.temperature)
+        # Of the group under way: more than TRL's signature of the forward pass has room for. The forward pass leaves
+        # importance_sampling_ratio there for TRL's loss.
         self._inputs: dict[str, Any] = {}
 
     # -- rollouts -----------------------------------------------------------------------------------------------------
@@ -119,27 +121,29 @@ class Trainer(GRPOTrainer):
         return self._buffered_inputs[micro]
 
     def _tensors(self, group: Sequence[Rollout]) -> dict[str, Tensor]:
-        """TRL's inputs of one group: prompts (G, P) padded left, completions (G, C) padded right."""
-        padding = self._pad_id
+        """TRL's inputs of one group: its longest prompt has P tokens, its longest completion C."""
+        padding, device = self._pad_id, self.accelerator.device
+        nothing: tuple[list[int], list[int], list[float]] = [padding], [0], [0.0]
         transcripts = [rollout.transcript for rollout in group]
-        prompts = [torch.tensor(t.prompt_ids if t else [padding]) for t in transcripts]
-        completions = [torch.tensor((t and t.completion_ids) or [padding]) for t in transcripts]
-        masks = [torch.tensor((t and t.mask) or [0]) for t in transcripts]
-        logprobs = [torch.tensor((t and t.logprobs) or [0.0]) for t in transcripts]
+        prompts = [t.prompt_ids if t else [padding] for t in transcripts]
+        completions, masks, logprobs = zip(
+            *((t.completion_ids, t.mask, t.logprobs) if t and t.mask else nothing for t in transcripts), strict=True
+        )
 
-        def right(rows: list[Tensor], value: int) -> Tensor:
-            return pad(rows, padding_value=value, padding_side="right").to(self.accelerator.device)
+        def padded(rows: Sequence[list[Any]], value: int = 0, side: str = "right") -> Tensor:
+            return pad([torch.tensor(row) for row in rows], padding_value=value, padding_side=side).to(device)
+
+        def ones(rows: Sequence[list[int]]) -> list[list[int]]:
+            return [[1] * len(row) for row in rows]
 
         inputs = {
-            "prompt_ids": pad(prompts, padding_value=padding, padding_side="left").to(self.accelerator.device),
-            "prompt_mask": pad([torch.ones_like(row) for row in prompts], padding_value=0, padding_side="left").to(
-                self.accelerator.device
-            ),
-            "completion_ids": right(completions, padding),
-            "completion_mask": right([torch.ones_like(row) for row in completions], 0),
-            "tool_mask": right(masks, 0),
-            "sampling_per_token_logps": right(logprobs, 0),
-            "advantages": group_advantages(group, scale=self.scale_rewards == "group").to(self.accelerator.device),
+            "prompt_ids": padded(prompts, padding, "left"),  # (G, P)
+            "prompt_mask": padded(ones(prompts), side="left"),  # (G, P)
+            "completion_ids": padded(completions, padding),  # (G, C)
+            "completion_mask": padded(ones(completions)),  # (G, C)
+            "tool_mask": padded(masks),  # (G, C) 1 on the model's own tokens
+            "sampling_per_token_logps": padded(logprobs),  # (G, C)
+            "advantages": group_advantages(group, scale=self.scale_rewards == "group").to(device),  # (G,)
         }
         if self.beta:
             inputs["ref_per_token_logps"] = self._reference_logps(inputs)

@@ -113,6 +113,8 @@ def _explain(error: BaseException, phase: str) -> FlashError:
         return error
     if isinstance(error, EnvironmentFault):
         return FlashError(error.code, error.what, fix="run env_test on the environment, mend it and push it again")
+    if any(words in str(error) for words in _NO_SPACE):
+        error = OSError(errno.ENOSPC, str(error))
     if isinstance(error, OSError) and isinstance(full := disk_error(error, Path(tempfile.gettempdir())), FlashError):
         return full
     if isinstance(error, ModuleNotFoundError):
@@ -143,6 +145,8 @@ def _was_struck(error: FlashError) -> bool:
     return error.code.startswith("environment_") and "killed by SIG" in error.what
 
 
+_NO_SPACE = ("No space left on device", "PytorchStreamWriter failed writing")
+"""What safetensors and torch.save say of a full disk, in errors of their own."""
 _NO_MEMORY = (
     "out of memory", "not allocate memory", "'t allocate memory", "not enough memory", "bad_alloc",
     "cublas_status_alloc_failed", "no available memory", "available kv cache memory", "less than desired gpu memory",

@@ -38,85 +38,6 @@ def attention_of(config: Any) -> str | None:
     return ATTENTION if getattr(kind, "_supports_attention_backend", False) else None
 
 
-def can_pack(causal_lm: Any) -> bool:
-    """Whether `group_logps` computes what the model itself would, tried on a few tokens without a random number.
-
-    A model may scale its logits, number its positions by itself or carry a state from one completion to the next. An
-    attention's window is longer than these tokens: there the config decides.
-    """
-    config = causal_lm.config.get_text_config()
-    kinds = getattr(config, "layer_types", None)
-    if set(kinds) != {"full_attention"} if kinds else getattr(config, "sliding_window", None):
-        return False
-    try:
-        with _at_rest(causal_lm):
-            return _is_exact(causal_lm)
-    except Exception as error:  # whatever a model raises that is not made as `group_logps` takes for granted
-        log.info("no packed training pass: %s: %s", type(error).__name__, error)
-        return False
-
-
-def _is_exact(causal_lm: Any) -> bool:
-    ids, seen = _few_tokens(causal_lm)
-    hidden = causal_lm.model(input_ids=ids, attention_mask=seen, use_cache=False).last_hidden_state  # (2, P+C, H)
-    logits = causal_lm(input_ids=ids, attention_mask=seen, use_cache=False).logits  # (2, P+C, V)
-    completions = [row[PROBE_PROMPT : PROBE_PROMPT + length] for row, length in zip(hidden, PROBE, strict=True)]
-    tokens = [row[PROBE_PROMPT : PROBE_PROMPT + length] for row, length in zip(ids, PROBE, strict=True)]
-    layout = Layout(PROBE_PROMPT, PROBE, causal_lm.dtype, ids.device)
-    packed = hidden_states(causal_lm, torch.cat([ids[0, :PROBE_PROMPT], *tokens]), layout)[PROBE_PROMPT:]  # (L, H)
-    apart = zip(packed[: sum(PROBE)].split(PROBE), completions, strict=True)
-    rounding = torch.finfo(causal_lm.dtype).eps ** 0.5  # attention by blocks adds up in another order
-    return _off(causal_lm.lm_head(hidden), logits) < 1e-3 and all(_off(*pair) < rounding for pair in apart)
-
-
-def check_trl_head(causal_lm: Any, temperature: float) -> None:
-    """FlashError unless the head that a TRL trainer has put on the model gives the model's own log-probabilities."""
-    ids, seen = _few_tokens(causal_lm)
-    targets = ids.masked_fill(seen == 0, -100)
-    with _at_rest(causal_lm):
-        logits = causal_lm(input_ids=ids, attention_mask=seen, use_cache=False).logits[:, :-1].float() / temperature
-        own = logits.log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2) * seen[:, 1:]  # (2, P+C-1)
-        theirs = causal_lm(input_ids=ids, attention_mask=seen, labels=targets, fused_lm_head=True).log_probs
-    if not _off(theirs, own) < torch.finfo(causal_lm.dtype).eps ** 0.5:
-        raise FlashError(
-            "invalid_argument",
-            "the model changes its logits in a way that the trainer does not know: its gradients would be wrong",
-            model_type=causal_lm.config.model_type,
-            fix="use a model of another architecture",
-        )
-
-
-PROBE_PROMPT, PROBE = 4, [12, 4]
-"""Tokens of a prompt and of the completions that a model is tried with."""
-
-
-@contextmanager
-def _at_rest(model: torch.nn.Module) -> Iterator[None]:
-    """Without gradients and without dropout, which would draw random numbers."""
-    training = model.training
-    try:
-        with torch.no_grad():
-            model.eval()
-            yield
-    finally:
-        model.train(training)
-
-
-def _few_tokens(causal_lm: Any) -> tuple[Tensor, Tensor]:
-    """Ids and mask (2, P+C) of two rows with the same prompt, the second shorter."""
-    width = PROBE_PROMPT + max(PROBE)
-    ids = torch.arange(7, 7 + 14 * width, 7, device=causal_lm.device).view(2, width)
-    ids = ids % causal_lm.config.get_text_config().vocab_size
-    ids[1, :PROBE_PROMPT] = ids[0, :PROBE_PROMPT]
-    ends = torch.tensor(PROBE, device=ids.device) + PROBE_PROMPT
-    return ids, (torch.arange(width, device=ids.device) < ends[:, None]).long()
-
-
-def _off(values: Tensor, expected: Tensor) -> float:
-    """The norm of their difference, relative to what was expected."""
-    return ((values - expected).float().norm() / expected.float().norm()).item()
-
-
 def group_logps(
     causal_lm: Any,
     input_ids: Tensor,  # (B, P+C) prompts padded left, completions padded right
@@ -200,7 +121,7 @@ class Layout:
         starts = lengths.cumsum(0) - lengths
         self.positions = torch.where(owner == 0, at, prompt + at - starts[owner])  # (L,)
         visible = ((owner[:, None] == owner) | (owner == 0)) & (at[:, None] >= at)  # (L, L)
-        self.mask: Any = visible[None, None]
+        self.mask: Any = visible[None, None]  # transformers hands a 4-D mask through, and what `_attend` needs with it
         self.mask.blocks = list(_blocks(visible, dtype))
 
 
@@ -261,3 +182,84 @@ def _attend(
 
 AttentionInterface.register(ATTENTION, _attend)
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+
+
+# -- whether a model is computed rightly -------------------------------------------------------------------------------
+
+PROBE_PROMPT, PROBE = 4, [12, 4]
+"""Tokens of a prompt and of the completions that a model is tried with."""
+
+
+def can_pack(causal_lm: Any) -> bool:
+    """Whether `group_logps` computes what the model itself would, tried on a few tokens without a random number.
+
+    A model may scale its logits, number its positions by itself or carry a state from one completion to the next. An
+    attention's window is longer than these tokens: there the config decides.
+    """
+    config = causal_lm.config.get_text_config()
+    kinds = getattr(config, "layer_types", None)
+    if set(kinds) != {"full_attention"} if kinds else getattr(config, "sliding_window", None):
+        return False
+    try:
+        with _at_rest(causal_lm):
+            return _is_exact(causal_lm)
+    except Exception as error:  # whatever a model raises that is not made as `group_logps` takes for granted
+        log.info("no packed training pass: %s: %s", type(error).__name__, error)
+        return False
+
+
+def _is_exact(causal_lm: Any) -> bool:
+    ids, seen = _few_tokens(causal_lm)
+    hidden = causal_lm.model(input_ids=ids, attention_mask=seen, use_cache=False).last_hidden_state  # (2, P+C, H)
+    logits = causal_lm(input_ids=ids, attention_mask=seen, use_cache=False).logits  # (2, P+C, V)
+    completions = [row[PROBE_PROMPT : PROBE_PROMPT + length] for row, length in zip(hidden, PROBE, strict=True)]
+    tokens = [row[PROBE_PROMPT : PROBE_PROMPT + length] for row, length in zip(ids, PROBE, strict=True)]
+    layout = Layout(PROBE_PROMPT, PROBE, causal_lm.dtype, ids.device)
+    packed = hidden_states(causal_lm, torch.cat([ids[0, :PROBE_PROMPT], *tokens]), layout)[PROBE_PROMPT:]  # (L, H)
+    apart = zip(packed[: sum(PROBE)].split(PROBE), completions, strict=True)
+    rounding = torch.finfo(causal_lm.dtype).eps ** 0.5  # attention by blocks adds up in another order
+    return _off(causal_lm.lm_head(hidden), logits) < 1e-3 and all(_off(*pair) < rounding for pair in apart)
+
+
+def check_trl_head(causal_lm: Any, temperature: float) -> None:
+    """FlashError unless the head that a TRL trainer has put on the model gives the model's own log-probabilities."""
+    ids, seen = _few_tokens(causal_lm)
+    targets = ids.masked_fill(seen == 0, -100)
+    with _at_rest(causal_lm):
+        logits = causal_lm(input_ids=ids, attention_mask=seen, use_cache=False).logits[:, :-1].float() / temperature
+        own = logits.log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2) * seen[:, 1:]  # (2, P+C-1)
+        theirs = causal_lm(input_ids=ids, attention_mask=seen, labels=targets, fused_lm_head=True).log_probs
+    if not _off(theirs, own) < torch.finfo(causal_lm.dtype).eps ** 0.5:
+        raise FlashError(
+            "invalid_argument",
+            "the model changes its logits in a way that the trainer does not know: its gradients would be wrong",
+            model_type=causal_lm.config.model_type,
+            fix="use a model of another architecture",
+        )
+
+
+@contextmanager
+def _at_rest(model: torch.nn.Module) -> Iterator[None]:
+    """Without gradients and without dropout, which would draw random numbers."""
+    training = model.training
+    try:
+        with torch.no_grad():
+            model.eval()
+            yield
+    finally:
+        model.train(training)
+
+
+def _few_tokens(causal_lm: Any) -> tuple[Tensor, Tensor]:
+    """Ids and mask (2, P+C) of two rows with the same prompt, the second shorter."""
+    width = PROBE_PROMPT + max(PROBE)
+    ids = torch.arange(7, 7 + 14 * width, 7, device=causal_lm.device).view(2, width)
+    ids = ids % causal_lm.config.get_text_config().vocab_size
+    ids[1, :PROBE_PROMPT] = ids[0, :PROBE_PROMPT]
+    ends = torch.tensor(PROBE, device=ids.device) + PROBE_PROMPT
+    return ids, (torch.arange(width, device=ids.device) < ends[:, None]).long()
+
+
+def _off(values: Tensor, expected: Tensor) -> float:
+    """The norm of their difference, relative to what was expected."""
+    return ((values - expected).float().norm() / expected.float().norm()).item()

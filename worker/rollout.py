@@ -184,7 +184,9 @@ class Generator:
             try:
                 self._engine.submit(request_id, prompt_ids, sampling)
             except ValueError as error:
-                self._waiting.pop(request_id).set_exception(error)
+                future = self._waiting.pop(request_id)
+                if not future.done():
+                    future.set_exception(error)
         self._warm |= fresh
 
 

