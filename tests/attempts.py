@@ -54,8 +54,11 @@ class Attempt:
         self.process.kill()
         self.process.wait()
 
-    def wait(self, timeout_s: float = 120) -> int:
-        return self.process.wait(timeout_s)
+    def wait(self, timeout_s: float = 240) -> int:
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"not in time:\n{self.log_path.read_text()[-4000:]}") from None
 
     def wait_until(self, condition: Callable[[], Any], timeout_s: float = 120) -> None:
         """Bounded; fails at once when the attempt ends first."""

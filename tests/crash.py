@@ -145,7 +145,9 @@ class Chaos(threading.Thread):
 
     def hide(self, fault: Fault, victim: psutil.Process) -> None:
         """Stop a worker, and have the launcher forget it."""
-        records = [path for path in (self.base / "attempts").iterdir() if f" {victim.pid} " in path.read_text()]
+        # KEY.PID is there for an instant while KEY is made
+        keys = [path for path in (self.base / "attempts").iterdir() if not path.suffix]
+        records = [path for path in keys if f" {victim.pid} " in path.read_text()]
         if not records or not list((self.base / "runs").glob("*/beat.json")):
             return
         victim.suspend()
@@ -349,11 +351,12 @@ def _everything(store: Store, run: RunRow) -> dict[str, Any]:
 
 async def _orphans(base: Path) -> list[str]:
     """What runs on although no run, no deployment and no client is left; the supervisor may, until it is told."""
-    for supervisor in processes(base).get("supervisor", []):
-        supervisor.terminate()
     deadline = time.monotonic() + 10
     while True:
         left = processes(base)
+        for supervisor in left.get("supervisor", []):
+            with suppress(psutil.Error):
+                supervisor.terminate()
         if not left or time.monotonic() > deadline:
             break
         await asyncio.sleep(0.1)

@@ -15,7 +15,8 @@ from flash_mcp.runfolder import RunFolder
 from flash_mcp.spec import RunSpec, resolve
 from flash_mcp.store import Store, open_store
 from tests.samples import finished_run
-from tests.test_supervisor import Bench, bench, is_running, start_supervisor, wait_for
+from tests.test_supervisor import Bench, bench, start_supervisor, wait_for
+from tests.watch import is_running
 
 __all__ = ["bench"]
 

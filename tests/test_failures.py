@@ -77,6 +77,6 @@ def test_whatever_was_written_is_classified(turns: list[str], reason: str | None
 
 def test_long_answers_are_classified_in_no_time():
     rows = [row(" ".join(str(n * seed) for n in range(4000))) for seed in range(1, 51)]
-    started = time.perf_counter()
+    started = time.process_time()
     assert failure_counts(rows) == {"wrong": 50}
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1

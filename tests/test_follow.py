@@ -62,7 +62,7 @@ def test_wait_returns_when_the_run_ends(tmp_path: Path):
         run, _ = started_run(tmp_path)
         with subprocess.Popen([*FLASH, "wait", run["id"]], cwd=ROOT, stdout=subprocess.PIPE, text=True) as waiting:
             with pytest.raises(subprocess.TimeoutExpired):
-                waiting.wait(4)
+                waiting.wait(2)
             queue.finish(open_store(), run["id"], run["attempt"], "succeeded")
             assert waiting.wait(20) == 0
 

@@ -510,17 +510,21 @@ async def test_a_server_that_is_told_to_end_lets_calls_end_first(flash_home: Pat
     run: RunRow = queued_run(tmp_path / "environment")
     text = tokens.create(open_store(), "alice")[1]
     give("alice", "echo")
-    port, results = free_port(), list[str]()
+    port, results, begun = free_port(), list[str](), anyio.Event()
     with supervised(), serving_everywhere(port) as server, anyio.fail_after(60):
         # A client of the handshake era holds a stream open beside its calls.
         async with Team(port).client(text, "legacy") as client, anyio.create_task_group() as group:
             await client.list_tools()  # which a client does after its first call otherwise
 
+            async def hear(progress: float, total: float | None, message: str | None) -> None:
+                begun.set()
+
             async def wait() -> None:
-                results.append(text_of(await client.call_tool("status", {"run_id": run["id"], "wait_s": 3})))
+                arguments = {"run_id": run["id"], "wait_s": 3}
+                results.append(text_of(await client.call_tool("status", arguments, progress_callback=hear)))
 
             group.start_soon(wait)
-            await anyio.sleep(1)
+            await begun.wait()
             server.send_signal(signal.SIGTERM)
         started = time.monotonic()
         code = await anyio.to_thread.run_sync(server.wait, 20)

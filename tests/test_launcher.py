@@ -16,6 +16,7 @@ import pytest
 from flash_mcp.errors import FlashError
 from flash_mcp.launch.base import Handle, Hint, Launch, Launcher, MemoryLauncher
 from flash_mcp.launch.local import REGISTER_AND_EXEC, LocalLauncher, Record
+from tests.watch import is_running
 
 SLEEPER = [sys.executable, "-c", "import signal; signal.pause()"]
 
@@ -174,13 +175,6 @@ signal.pause()
     assert is_running(child)
     launcher.cancel(handle)
     until(lambda: not is_running(child))
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def test_another_process_with_the_attempts_old_pid_is_left_alone(here: Harness) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -100,13 +99,11 @@ def test_the_oldest_run_is_claimed_first_and_once(store: Store) -> None:
 def test_a_requeued_run_waits_for_its_delay_and_then_goes_before_newer_ones(store: Store) -> None:
     first, newer = enqueue(store)[0], enqueue(store)[0]
     claim(store)
-    assert queue.requeue(store, first["id"], 1, LOST, delay_s=0.2)
+    assert queue.requeue(store, first["id"], 1, LOST, delay_s=30)
     assert store.run(first["id"])["error"] == LOST.to_dict()
     assert claim(store)["id"] == newer["id"]
     third = enqueue(store)[0]
-    deadline = time.monotonic() + 10
-    while store.run(first["id"])["not_before"] > time.time():
-        assert time.monotonic() < deadline
+    store.execute("UPDATE runs SET not_before = 0 WHERE id = ?", [first["id"]])
     run = claim(store)
     assert (run["id"], run["attempt"]) == (first["id"], 2)
     assert claim(store)["id"] == third["id"]

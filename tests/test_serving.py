@@ -28,6 +28,7 @@ from flash_mcp.serving import Deployments, Server, find_deployment, request, req
 from flash_mcp.spec import RunSpec, resolve
 from flash_mcp.store import LIVE_DEPLOYMENT, DeploymentRow, Store, open_store
 from flash_mcp.tools.serving import Message, _answer, chat, deploy, describe, undeploy
+from tests.watch import is_running
 
 SCRIPTED = (sys.executable, str(Path(__file__).with_name("scripted_server.py")))
 
@@ -96,10 +97,6 @@ def settle(manager: Deployments, deployment_id: str, state: str) -> DeploymentRo
 
 def engine_pid(server: Server) -> int:
     return int(wait_for(lambda: re.search(r"engine=(\d+)", server.log_text()))[1])
-
-
-def is_running(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def test_a_deployment_is_ready_once_its_adapter_has_answered(
@@ -384,7 +381,7 @@ def _end_supervisor(home: Path) -> None:
     for process in psutil.process_iter(["cmdline"]):
         if str(home) in (process.info["cmdline"] or []) and "flash_mcp.supervisor" in process.info["cmdline"]:
             process.kill()
-            process.wait(10)
+            wait_for(lambda pid=process.pid: not is_running(pid))
 
 
 async def ready(run_id: str, **values: Any) -> Any:

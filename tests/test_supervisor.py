@@ -23,12 +23,13 @@ from flash_mcp.spec import RunSpec, resolve
 from flash_mcp.store import RunRow, Store
 from flash_mcp.supervisor import PYTHON, Patience, Reader, Supervisor, ensure_supervisor, is_supervised, supervise
 from flash_mcp.vault import give
+from tests.watch import is_running
 
 WORKER = (sys.executable, str(Path(__file__).with_name("scripted_worker.py")))
 HASTE = Patience(
     poll_s=0.02,
     beat_stale_s=0.3,
-    beat_silent_s=1.0,
+    beat_silent_s=30.0,
     cancel_grace_s=1.0,
     leave_s=0.5,
     retry_delay_s=0.01,
@@ -104,13 +105,6 @@ def all_rows(store: Store, run_id: str) -> list[Any]:
         store.events(run_id, 999),
         store.checkpoints(run_id),
     ]
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 # -- the ordinary life of a run ---------------------------------------------------------------------------------------
@@ -227,9 +221,10 @@ def test_an_error_that_a_retry_may_cure_is_retried_and_kept_when_it_stays(bench:
 
 
 def test_a_worker_that_beats_but_does_not_move_is_replaced(bench: Bench) -> None:
-    run = bench.train({"1": {"at": 2, "do": "stall"}}, stall_timeout_s=4.0)
+    run = bench.train({"1": {"at": 2, "do": "stall"}}, stall_timeout_s=60.0)
     bench.until(lambda: bench.step(run) == 2)
     stalled = bench.pid(run)
+    bench.supervisor._attempts[run["id"]].progress_at -= 61
     ended = bench.finish(run)
     assert (ended["state"], ended["attempt"]) == ("succeeded", 2)
     lost = bench.store.events(run["id"], kinds=["attempt"])[1]["data"]["error"]
@@ -241,6 +236,8 @@ def test_a_worker_that_is_stopped_is_replaced(bench: Bench) -> None:
     run = bench.train({"1": {"at": 2, "do": "hold"}})
     bench.until(lambda: bench.step(run) == 2)
     os.kill(bench.pid(run), signal.SIGSTOP)
+    bench.supervisor.tick()  # which takes in the last beat
+    bench.supervisor._attempts[run["id"]].beat_at -= 31
     ended = bench.finish(run)
     assert (ended["state"], ended["attempt"]) == ("succeeded", 2)
     assert "gave no sign" in bench.store.events(run["id"], kinds=["attempt"])[1]["message"]
@@ -274,7 +271,10 @@ def test_a_worker_that_beats_is_believed_over_a_launcher_that_calls_it_gone(benc
     run = bench.train({"steps": 4, "1": {"at": 2, "do": "hold"}})
     bench.until(lambda: bench.store.run(run["id"])["step"] == 2, supervisor=supervisor)
     launcher.slandered = {f"{run['id']}-1"}
-    for _ in range(20):
+    attempt, folder = supervisor._attempts[run["id"]], RunFolder(run["folder"])
+    for _ in range(5):
+        attempt.beat_at -= 10
+        wait_for(lambda: folder.beat() != attempt.beat)
         supervisor.tick()
     Path(run["folder"], "go").touch()
     ended = bench.finish(run, supervisor=supervisor)
@@ -387,10 +387,11 @@ def test_a_queued_run_is_cancelled_without_ever_starting(bench: Bench) -> None:
 
 
 def test_a_running_run_saves_and_ends_as_cancelled(bench: Bench) -> None:
+    supervisor = bench.new_supervisor(cancel_grace_s=30.0)
     run = bench.train({"1": {"at": 2, "do": "hold"}})
-    bench.until(lambda: bench.step(run) == 2)
+    bench.until(lambda: bench.step(run) == 2, supervisor=supervisor)
     queue.request_cancel(bench.store, run["id"], "enough")
-    ended = bench.finish(run)
+    ended = bench.finish(run, supervisor=supervisor)
     assert (ended["state"], ended["step"], ended["error"]) == ("cancelled", 2, None)
     assert bench.store.checkpoint(run["id"])["step"] == 2
     assert not is_running(bench.pid(run))

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import itertools
-import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -208,13 +206,3 @@ def test_no_text_executes_anything_and_every_filter_that_is_accepted_evaluates(
 
 def test_the_audit_would_see_an_execution(audited: Callable[[Callable[[], Any]], set[str]]):
     assert "exec" in audited(lambda: eval("1 + 1"))
-
-
-# -- pass@k ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("attempts", [1, 2, 5, 7])
-def test_pass_at_k_is_the_share_of_draws_with_a_success(attempts: int):
-    for correct, k in itertools.product(range(attempts + 1), range(1, attempts + 1)):
-        draws = list(itertools.combinations([True] * correct + [False] * (attempts - correct), k))
-        assert math.isclose(pass_at_k(attempts, correct, k), sum(map(any, draws)) / len(draws))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from flash_mcp.evaluations import find_subject
 from flash_mcp.runfolder import RunFolder
 from flash_mcp.serving import request
 from flash_mcp.store import RunRow, open_store
-from flash_mcp.tools import RESULT_CHARACTERS, all_tools, runs, to_text
+from flash_mcp.tools import RESULT_CHARACTERS, all_tools, runs, status, to_text
 from flash_mcp.tools.rollouts import LEAST_PER_MESSAGE, share_out
 from tests.samples import (
     ENVIRONMENT,
@@ -307,9 +308,10 @@ async def test_one_example_that_the_environment_failed_does_not_cost_the_pairs(t
 
 async def test_a_trend_counts_steps_however_long_the_run(tmp_path: Path):
     run, _ = started_run(tmp_path)
-    for step in range(1, 2001):
-        row = {"step": step, "epoch": 1, "time": 1.0, "metrics": {"reward/mean": 0.9 if step == 777 else step / 1e4}}
-        open_store().put_metrics(run["id"], row)
+    with open_store().transaction():
+        for step in range(1, 2001):
+            metrics = {"reward/mean": 0.9 if step == 777 else step / 1e4}
+            open_store().put_metrics(run["id"], {"step": step, "epoch": 1, "time": 1.0, "metrics": metrics})
     trend = (await call("status", run_id=run["id"]))["run"]["reward"]
     assert (trend["best"], trend["over_steps"], trend["first"], trend["last"]) == (0.9, 10, 0.0005, 0.1996)
 
@@ -350,9 +352,17 @@ async def test_a_failed_run_shows_its_error_and_the_end_of_its_log(tmp_path: Pat
     assert len(failure["log_tail"]) < 2000
 
 
-async def test_waiting_ends_when_a_step_arrives(tmp_path: Path):
+async def test_waiting_ends_when_a_step_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     run, writer = started_run(tmp_path)
     found: list[dict[str, Any]] = []
+    looked, fingerprint = threading.Event(), status._fingerprint
+
+    def look(*arguments: Any) -> Any:
+        seen = fingerprint(*arguments)
+        looked.set()
+        return seen
+
+    monkeypatch.setattr(status, "_fingerprint", look)
 
     async def wait() -> None:
         found.append(await call("status", run_id=run["id"], wait_s=30))
@@ -360,7 +370,7 @@ async def test_waiting_ends_when_a_step_arrives(tmp_path: Path):
     started = time.monotonic()
     async with anyio.create_task_group() as group:
         group.start_soon(wait)
-        await anyio.wait_all_tasks_blocked()
+        assert await anyio.to_thread.run_sync(looked.wait, 20)
         learn(writer, [1])
         read_in(open_store(), run["id"])
     assert found[0]["changed"] is True
@@ -709,23 +719,22 @@ async def test_a_list_of_runs_of_one_state_does_not_say_that_there_are_none(tmp_
 
 async def test_a_long_run_keeps_its_held_out_losses(tmp_path: Path):
     run, _ = started_run(tmp_path, algorithm="sft", steps=810)
-    for step in range(1, 811):
-        held_out = {"eval_loss": 1.0 + step / 1000} if step % 50 == 0 else {}
-        metrics = {"loss": 2.0 - step / 1000, **held_out}
-        open_store().put_metrics(run["id"], {"step": step, "epoch": 1, "time": 1.0, "metrics": metrics})
+    with open_store().transaction():
+        for step in range(1, 811):
+            held_out = {"eval_loss": 1.0 + step / 1000} if step % 50 == 0 else {}
+            metrics = {"loss": 2.0 - step / 1000, **held_out}
+            open_store().put_metrics(run["id"], {"step": step, "epoch": 1, "time": 1.0, "metrics": metrics})
     view = (await call("status", run_id=run["id"], detail="detailed"))["run"]
     assert [flag["name"] for flag in view["flags"]] == ["overfitting"] and "eval_loss" in view["metrics"]
 
 
 async def test_a_long_run_is_judged_on_all_of_it(tmp_path: Path):
     run, _ = started_run(tmp_path, steps=1000)
-    for step in range(1, 1001):  # it learns, and has come to rest for the newest 600 steps
-        metrics = {
-            "reward/mean": min(0.75, 0.1 + step / 600),
-            "success/rate": min(0.75, 0.1 + step / 600),
-            "entropy": 1.0,
-        }
-        open_store().put_metrics(run["id"], {"step": step, "epoch": 1, "time": 1.0, "metrics": metrics})
+    with open_store().transaction():
+        for step in range(1, 1001):  # it learns, and has come to rest for the newest 600 steps
+            share = min(0.75, 0.1 + step / 600)
+            metrics = {"reward/mean": share, "success/rate": share, "entropy": 1.0}
+            open_store().put_metrics(run["id"], {"step": step, "epoch": 1, "time": 1.0, "metrics": metrics})
     view = (await call("status", run_id=run["id"]))["run"]
     assert "flags" not in view and view["outlook"].startswith("yes: reward went from 0.1")
     assert "over steps 1 to 1000" in view["outlook"]

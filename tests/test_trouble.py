@@ -20,7 +20,8 @@ from flash_mcp.store import Store, open_store
 from flash_mcp.supervisor import Reader, ensure_supervisor
 from flash_mcp.tools import all_tools, status
 from tests.samples import finished_run, push_echo
-from tests.test_supervisor import HASTE, Bench, bench, is_running, wait_for
+from tests.test_supervisor import HASTE, Bench, bench, wait_for
+from tests.watch import is_running
 
 __all__ = ["bench"]
 DAY_S = 86_400.0
@@ -159,9 +160,11 @@ def test_a_supervisor_that_is_killed_while_it_starts_is_started_again(
 ) -> None:
     script = f'if mkdir {tmp_path}/once; then kill -9 $$; fi 2>/dev/null; exec {sys.executable} -P -m "$@"'
     monkeypatch.setattr("flash_mcp.supervisor.PYTHON", ("/bin/sh", "-c", script, "sh"))
-    monkeypatch.setattr("flash_mcp.supervisor.START_TIMEOUT_S", 4.0)
+    monkeypatch.setattr("flash_mcp.supervisor.START_TIMEOUT_S", 1.5)
+    monkeypatch.setattr("flash_mcp.supervisor.STARTS", 8)
     assert ensure_supervisor(bench.base)
-    pid = int((bench.base / "supervisor.lock").read_text())
+    wait_for((lock := bench.base / "supervisor.lock").read_text)
+    pid = int(lock.read_text())
     os.kill(pid, signal.SIGKILL)
     wait_for(lambda: not is_running(pid))
 

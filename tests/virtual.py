@@ -13,6 +13,8 @@ from environments.host import EnvironmentFault, Opening, Score, Step
 from worker.engine import Completion, Sampling
 
 T = TypeVar("T")
+END = 258
+"""The token that ends a turn in tests.tiny's vocabulary."""
 
 
 class _NoWait(selectors.DefaultSelector):
@@ -63,6 +65,8 @@ class FakeEngine:
         length = rng.randint(1, sampling.max_tokens + 4)
         ids = [rng.randrange(97, 123) for _ in range(min(length, sampling.max_tokens))]
         reason = "length" if length > sampling.max_tokens else "stop"
+        if reason == "stop":
+            ids[-1] = END
         self.running[request_id] = []
         self.wanted[request_id] = Completion(ids, [-float(token) for token in ids], reason)
 
@@ -92,31 +96,36 @@ class FakeHost:
     """Episodes of a number of turns drawn from the task; every call takes `latency_s`, may raise, and is recorded."""
 
     latency_s: Callable[[], float] = lambda: 0.0
-    fails: Callable[[int], bool] = lambda example: False
+    fault: Callable[[str, int], str | None] = lambda call, example: None
+    """The code of what `call` (open, step, score) raises on an example."""
     max_turns: int = 6
     opened: dict[int, list[str]] = field(default_factory=dict)
     closed: set[int] = field(default_factory=set)
 
     async def open(self, split: str, index: int) -> Opening:
-        await asyncio.sleep(self.latency_s())
+        await self._serve("open", index)
         episode = len(self.opened)
         self.opened[episode] = [f"{index}"]
         return Opening(episode, f"task-{index}", [{"role": "user", "content": f"q{index}"}], self.max_turns)
 
     async def step(self, episode: int, assistant_text: str) -> Step:
-        await asyncio.sleep(self.latency_s())
         said = self.opened[episode]
+        await self._serve("step", int(said[0]))
         said.append(assistant_text)
         turns = 1 + int(said[0]) % self.max_turns
-        if len(said) > 1 and self.fails(int(said[0])):
-            raise EnvironmentFault("environment_error", "the environment failed")
         return Step(len(said) > turns, [] if len(said) > turns else [{"role": "user", "content": f"r{len(said)}"}])
 
     async def score(self, episode: int, *, latency_ms: int, total_tokens: int) -> Score:
-        await asyncio.sleep(self.latency_s())
+        await self._serve("score", int(self.opened[episode][0]))
         assert episode not in self.closed
         self.closed.add(episode)
         return Score(float(len(self.opened[episode])), True, {}, None, None)
 
     async def close(self, episode: int) -> None:
+        await asyncio.sleep(self.latency_s())
         self.closed.add(episode)
+
+    async def _serve(self, call: str, example: int) -> None:
+        await asyncio.sleep(self.latency_s())
+        if code := self.fault(call, example):
+            raise EnvironmentFault(code, "the environment failed")

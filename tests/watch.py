@@ -1,4 +1,4 @@
-"""What a worker holds, seen from outside while it runs."""
+"""Whether a process runs, and what a worker holds while it does, seen from outside."""
 
 from __future__ import annotations
 
@@ -23,6 +23,14 @@ class Held:
     threads: int
     files: int
     children: int
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process that has not ended. A zombie has, even where nobody ever reaps it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def watch(run: RunFolder, attempt: Attempt, timeout_s: float) -> tuple[list[Held], float]:
