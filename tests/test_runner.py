@@ -37,12 +37,25 @@ def test_stop_cancels_what_runs_and_the_next_one_runs() -> None:
         stop.set()
         try:
             await asyncio.Event().wait()
-        except asyncio.CancelledError:
+        finally:
+            await asyncio.sleep(0.5)  # twice the time after which `run` looks again
             cancelled.set()
-            raise
 
     with AsyncRunner() as runner:
         with pytest.raises(CancelledError):
             runner.run(endless(), stop=stop)
-        assert cancelled.wait(20)
+        assert cancelled.is_set(), "it cleans up first"
         assert runner.run(asyncio.sleep(0, "next"), stop=threading.Event()) == "next"
+
+
+def test_ctrl_c_is_the_waiting_threads_and_does_not_end_the_loop() -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    async def asks() -> None:
+        await runner.call_waiting(interrupted)
+
+    with AsyncRunner() as runner:
+        with pytest.raises(KeyboardInterrupt):
+            runner.run(asks())
+        assert runner.run(asyncio.sleep(0, "next")) == "next"

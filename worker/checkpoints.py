@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+from peft import PeftModel
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from flash_mcp.errors import FlashError
@@ -39,6 +41,26 @@ CHECKPOINT_FILES = {
     "rng_state.pth",
     "trainer_state.json",
 }
+
+
+def trainer_arguments(spec: Settings, policy: PeftModel, output_dir: str) -> Json:
+    """What the trainers of GRPO and SFT are told alike; when to save, and what to show, is Reporter's."""
+    return {
+        "output_dir": output_dir,
+        "learning_rate": spec.learning_rate,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": spec.max_grad_norm,
+        "router_aux_loss_coef": 0.0,  # of experts: no adapter is on their router
+        "seed": spec.seed,
+        "bf16": policy.dtype == torch.bfloat16,
+        "use_cpu": not torch.cuda.is_available(),
+        "gradient_checkpointing": False,  # they decide for each group or batch
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
 
 
 class Reporter(TrainerCallback):

@@ -25,6 +25,7 @@ from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.utils import pad, use_adapter
 
+from worker.checkpoints import trainer_arguments
 from worker.packing import check_trl_head, group_logps, recompute
 from worker.rollout import Rollout
 from worker.settings import Settings
@@ -54,7 +55,7 @@ class Trainer(GRPOTrainer):
     ) -> None:
         corrected = spec.importance_sampling != "none"
         args: Any = GRPOConfig(
-            output_dir=output_dir,
+            **trainer_arguments(spec, model, output_dir),
             max_steps=spec.steps,
             # A micro-batch is one group: its rollouts share a prompt, and its activations bound the memory.
             per_device_train_batch_size=spec.group_size,
@@ -62,26 +63,13 @@ class Trainer(GRPOTrainer):
             steps_per_generation=spec.batch_size,
             num_generations=spec.group_size,
             max_completion_length=max_completion,
-            learning_rate=spec.learning_rate,
-            lr_scheduler_type="constant",
-            max_grad_norm=spec.max_grad_norm,
             disable_dropout=True,
-            router_aux_loss_coef=0.0,  # of experts: no adapter is on their router
             beta=spec.kl_penalty_coef,
             temperature=spec.temperature,
             loss_type=spec.loss_type,
             scale_rewards="group" if scales_advantages(spec) else "none",
             vllm_importance_sampling_mode=spec.importance_sampling if corrected else "token_truncate",
             vllm_importance_sampling_clip_max=spec.importance_sampling_clip,
-            seed=spec.seed,
-            bf16=model.dtype == torch.bfloat16,
-            use_cpu=not torch.cuda.is_available(),
-            gradient_checkpointing=False,  # `_compute_loss` decides for each group
-            logging_steps=1,
-            save_strategy="no",  # worker.checkpoints asks for a save when one is due
-            report_to=[],
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
         )
         super().__init__(
             model=model,

@@ -41,12 +41,13 @@ class AsyncRunner:
             try:
                 call = self._calls.get(timeout=0.25 if stop else None)
             except queue.Empty:
-                call = _nothing
-            if call is None:
+                call = None
+            if call is None and task.done():  # else it tells the end of a task whose `run` Ctrl-C left
                 if task.cancelled():
                     raise CancelledError
                 return task.result()
-            call()
+            if call:
+                call()
             if stop and stop.is_set() and not cancelled:  # once: again would cut its cleaning up short
                 cancelled = True
                 self._loop.call_soon_threadsafe(task.cancel)
@@ -71,7 +72,3 @@ class AsyncRunner:
 
         self._calls.put(call)
         return await asyncio.wrap_future(result)
-
-
-def _nothing() -> None:
-    pass

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from datasets import Dataset
 from peft import PeftModel
 from transformers import PrinterCallback, TrainerCallback
@@ -25,6 +24,7 @@ from environments.base import ChatMessage
 from environments.host import EnvironmentHost
 from flash_mcp.errors import FlashError
 from flash_mcp.runfolder import Json, RunWriter
+from worker.checkpoints import trainer_arguments
 from worker.packing import check_trl_head, group_logps, recompute
 from worker.settings import Settings
 from worker.survey import survey
@@ -139,27 +139,14 @@ def make_sft_trainer(
             fix="raise max_length, or give the environment's tasks an output (sft_completion)",
         )
     args = SFTConfig(
-        output_dir=output_dir,
+        **trainer_arguments(spec, model, output_dir),
         max_steps=spec.steps or -1,
         num_train_epochs=spec.epochs or 1.0,
         per_device_train_batch_size=spec.batch_size,
         per_device_eval_batch_size=spec.batch_size,
         prediction_loss_only=True,
-        learning_rate=spec.learning_rate,
-        lr_scheduler_type="constant",
-        max_grad_norm=spec.max_grad_norm,
-        router_aux_loss_coef=0.0,  # of experts: no adapter is on their router
         max_length=None,
         dataset_kwargs={"skip_prepare_dataset": True},
-        seed=spec.seed,
-        bf16=model.dtype == torch.bfloat16,
-        use_cpu=not torch.cuda.is_available(),
-        gradient_checkpointing=False,  # `compute_loss` decides for each batch
-        logging_steps=1,
-        save_strategy="no",  # worker.checkpoints asks for a save when one is due
-        report_to=[],
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
     )
     trainer = Tuner(
         model=model,
