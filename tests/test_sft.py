@@ -14,10 +14,14 @@ from trl import SFTTrainer
 
 from environments.host import EnvironmentHost
 from flash_mcp.errors import FlashError
+from flash_mcp.runfolder import RunFolder
 from flash_mcp.spec import RunSpec, resolve
 from tests.attempts import Attempt, make_run
 from tests.tiny import make_tokenizer
+from worker.checkpoints import Reporter
 from worker.policy import load_policy
+from worker.pulse import Pulse
+from worker.run import _optimize
 from worker.settings import Settings
 from worker.sft import IGNORED, Tuner, dataset_rows, gold_rows, make_sft_trainer
 from worker.transcript import ChatTemplate
@@ -115,6 +119,42 @@ def test_the_packed_pass_gives_the_loss_and_the_gradients_of_trls_own(fp32_model
     (ours, our_held_out, our_gradients), (theirs, their_held_out, their_gradients) = outcomes
     assert ours == pytest.approx(theirs, rel=1e-5) and our_held_out == pytest.approx(their_held_out, rel=1e-5)
     assert (our_gradients - their_gradients).norm() < 1e-5 * their_gradients.norm()
+
+
+@pytest.mark.parametrize("stop", [4, 5])
+def test_fine_tuning_that_resumes_ends_where_it_would_have(fp32_model: Path, tmp_path: Path, stop: int) -> None:
+    """Also where every step was made: five steps end in the midst of the second pass over the rows."""
+    rng = random.Random(0)
+    texts = [[rng.randrange(33, 126) for _ in range(length)] for length in (9, 20, 5, 30, 12, 7)]
+    rows = {"train": [{"input_ids": ids, "labels": ids} for ids in texts]}
+
+    def attempt(name: str, steps: int, resume: int | None = None) -> RunFolder:
+        folder = RunFolder(tmp_path / name)
+        if not resume:
+            folder.create({})
+        writer = folder.claim(folder.newest_epoch() + 1)
+        fields = {"algorithm": "sft", "batch_size": 2, "steps": steps, "save_every": 1, "learning_rate": 1e-2}
+        spec = Settings(**resolve(RunSpec(environment="e", **fields)).spec.model_dump())
+        pulse = Pulse(writer)
+        reporter = Reporter(writer, spec, pulse.cancelled)
+        trainer = make_sft_trainer(
+            load_policy(fp32_model, rank=8, alpha=16, seed=0, dtype=torch.float32),
+            AutoTokenizer.from_pretrained(fp32_model), spec, rows, writer, max_length=64,
+            output_dir=str(tmp_path / "out"), callbacks=[reporter], packed=True,
+        )  # fmt: skip
+        session: Any = SimpleNamespace(spec=spec, pulse=pulse, reporter=reporter)
+        came_from = (resume, Path(folder.path("checkpoints", str(resume)))) if resume else None
+        assert _optimize(trainer, session, came_from) == steps
+        return folder
+
+    whole, cut = attempt("whole", 5), attempt("cut", stop)
+    attempt("cut", 5, stop)
+    assert list(cut.metric_steps()) == cut.checkpoint_steps() == [1, 2, 3, 4, 5]
+    last, expected = (
+        run.manifest(5)["files"]["adapter_model.safetensors"]  # pyright: ignore[reportOptionalSubscript]
+        for run in (cut, whole)
+    )
+    assert last == expected
 
 
 @pytest.mark.timeout(300)

@@ -63,6 +63,10 @@ def trainer_arguments(spec: Settings, policy: PeftModel, output_dir: str) -> Jso
     }
 
 
+class Finished(Exception):
+    """An attempt that resumed finds every step made: transformers would make one more."""
+
+
 class Reporter(TrainerCallback):
     """Writes a step's metrics once it is done, and a checkpoint when one is due.
 
@@ -91,6 +95,8 @@ class Reporter(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        if state.global_step >= state.max_steps:
+            raise Finished
         self.before_step(state.global_step, state.max_steps)
         self.step_started = time.monotonic()
 

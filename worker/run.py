@@ -23,7 +23,7 @@ from environments.sandbox import describe
 from flash_mcp.errors import FlashError
 from flash_mcp.runfolder import Json, RunWriter
 from worker import memory
-from worker.checkpoints import Reporter
+from worker.checkpoints import Finished, Reporter
 from worker.engine import VllmEngine, default_sync
 from worker.grpo import Trainer, group_advantages, scales_advantages
 from worker.models import ensure, log_progress
@@ -180,6 +180,8 @@ def _optimize(trainer: Any, session: Session, resume_from: tuple[int, Path] | No
             trainer._save_checkpoint(trainer.model, None)
             session.reporter.commit(Path(trainer.args.output_dir), step)
         raise
+    except Finished:
+        pass
     step = trainer.state.global_step
     if (spec.eval_after or (spec.eval_every and step % spec.eval_every == 0)) and not pulse.cancelled.is_set():
         session.evaluate(step)
