@@ -398,7 +398,6 @@ class Deployments:
                 stderr=subprocess.STDOUT,
                 env={
                     **os.environ,
-                    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
                     "FLASH_HOME": str(self.home),
                     "VLLM_API_KEY": server.api_key,
                 },

@@ -208,16 +208,17 @@ def test_activations_that_are_computed_twice_give_the_same_gradients_bit_for_bit
     }
 
     def gradients_of(keep_tokens: int | None) -> Tensor:
-        saved: dict[int, int] = {}
+        saved: dict[int, Any] = {}  # alive, so that no address is used twice
 
         def pack(tensor: Tensor) -> Tensor:
-            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
             return tensor
 
         policy = make_policy(tiny_model, torch.bfloat16)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             found = our_gradients(policy, tokenizer, settings_of(), rollouts, tmp_path, keep_tokens)
-        held.append(sum(saved.values()))
+        assert not policy.get_input_embeddings()._forward_hooks
+        held.append(sum(storage.nbytes() for storage in saved.values()))
         return flat(found)
 
     whole, twice, one_of_two = gradients_of(None), gradients_of(0), gradients_of(min(sizes))

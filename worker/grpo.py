@@ -37,7 +37,7 @@ RolloutsOf = Callable[[int], list[Rollout]]
 class Trainer(GRPOTrainer):
     """GRPOTrainer that is handed finished rollouts by `rollouts_of`; `packed` as worker.packing.can_pack says.
 
-    Activations of a group of more than `keep_tokens` tokens are recomputed in the backward pass.
+    Activations of a group that takes more than `keep_tokens` tokens to compute are recomputed in the backward pass.
     """
 
     def __init__(
@@ -153,8 +153,6 @@ class Trainer(GRPOTrainer):
             trained = [p.sum() for p in model.parameters() if p.requires_grad]  # all of them: Adam's momentum goes on
             return torch.stack(trained).sum() * 0.0
         self._inputs = inputs
-        tokens = int(inputs["prompt_mask"][0].sum() + inputs["completion_mask"].sum())
-        recompute(self.accelerator.unwrap_model(model).get_base_model(), tokens > self._keep_tokens)
         return super()._compute_loss(model, inputs)
 
     def _get_per_token_logps_and_entropies(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -162,14 +160,16 @@ class Trainer(GRPOTrainer):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """TRL's (logps, entropies, aux_loss), each (G, C), zero on tokens that are not trained."""
         inputs = self._inputs
+        causal_lm = self.accelerator.unwrap_model(model).get_base_model()
         if self._packed:
-            causal_lm = self.accelerator.unwrap_model(model).get_base_model()
             with self.accelerator.autocast():
                 logps, entropies = group_logps(
-                    causal_lm, input_ids, attention_mask, inputs["tool_mask"], self.temperature
-                )
+                    causal_lm, input_ids, attention_mask, inputs["tool_mask"], self.temperature,
+                    keep_tokens=self._keep_tokens,
+                )  # fmt: skip
             outputs = logps, entropies, None
         else:
+            recompute(causal_lm, input_ids.numel() > self._keep_tokens)
             outputs = super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, **others
             )

@@ -39,7 +39,7 @@ shorter than that never is."""
 TRACED_LAYERS = 2
 """Two, since layers of two kinds often take turns; and once more as many, to tell what they add."""
 KV_CACHE_SHARE = 4
-"""The cache takes at most this part of the memory: sequences that find no room wait for their turn."""
+"""On the CPU the cache takes at most this part of the memory: sequences that find no room wait for their turn."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,18 @@ class Workload:
         return max(1, min(self.turns * self.max_tokens, self.max_length - self.prompt))
 
     @property
+    def rows(self) -> int:
+        """Completions that are computed together: by worker.packing after one prompt, by TRL each after its own."""
+        from worker.packing import PACK_TOKENS  # noqa: PLC0415  seconds of imports that a server of models can spare
+
+        fitting = (PACK_TOKENS - self.prompt) // self.completion if self.packed else self.group_size
+        return max(1, min(self.group_size, fitting))
+
+    @property
     def tokens(self) -> int:
-        """Of a group, its prompt counted once."""
-        return self.prompt + self.group_size * self.completion
+        """What is computed of a group: its prompt once for each pack, or for each completion."""
+        prompts = math.ceil(self.group_size / self.rows) if self.packed else self.group_size
+        return prompts * self.prompt + self.group_size * self.completion
 
     @property
     def knobs(self) -> dict[str, tuple[str, int]]:
@@ -115,8 +124,9 @@ def estimate(model_path: Path, work: Workload, dtype: torch.dtype, capacity: int
     adapter = 4 * sum(p.nbytes for p in model.parameters() if p.requires_grad)  # with gradients and Adam's two moments
     kv_cache = engine_weights = 0
     if work.sequences:
-        kv_cache = kv_cache_bytes(model.config, work.max_length, work.sequences, capacity, itemsize=dtype.itemsize)
         engine_weights = weights if on_gpu else ENGINE_COPIES * weights
+        room = _cache_room(capacity - weights if on_gpu else capacity, engine_weights)
+        kv_cache = kv_cache_bytes(model.config, work.max_length, work.sequences, room, itemsize=dtype.itemsize)
     held, passing = _training_pass(model_path, dtype, work)
     return Estimate(
         process=GPU_PROCESS_BYTES if on_gpu else PROCESS_BYTES,
@@ -151,8 +161,8 @@ def check(model_path: Path, work: Workload, dtype: torch.dtype) -> tuple[Estimat
             largest=least.largest,
             fix=_knob(model_path, shortest, dtype, capacity),
         )
-    growing = needs.activations + needs.logits  # with the tokens
-    kept = work.tokens * max(0, capacity - needs.total + growing) // growing
+    # Activations grow with the tokens.
+    kept = work.tokens * max(0, capacity - needs.total + needs.activations) // needs.activations
     needs = estimate(model_path, recomputed, dtype, capacity)
     if needs.total <= capacity:
         return needs, kept, None
@@ -161,8 +171,8 @@ def check(model_path: Path, work: Workload, dtype: torch.dtype) -> tuple[Estimat
     return needs, kept, f"memory runs out if {longest}: {needs} of {capacity / GIB:.2f} GiB available; {knob}"
 
 
-def kv_cache_bytes(config: Any, max_length: int, sequences: int, capacity: int, *, itemsize: int = 2) -> int:
-    """A cache that holds every sequence at full length, but at most a quarter of `capacity` and at least one of them.
+def kv_cache_bytes(config: Any, max_length: int, sequences: int, room: int, *, itemsize: int = 2) -> int:
+    """A cache that holds every sequence at full length, but at most `room` bytes and at least one of them.
 
     `config` is of transformers.
     """
@@ -172,7 +182,7 @@ def kv_cache_bytes(config: Any, max_length: int, sequences: int, capacity: int, 
     block = 2 * itemsize * config.num_hidden_layers * heads * head_dim * KV_BLOCK_TOKENS
     blocks = math.ceil(max_length / KV_BLOCK_TOKENS)
     one, every = blocks + 1, sequences * blocks + 1  # vLLM keeps one block empty
-    return block * max(one, min(every, capacity // KV_CACHE_SHARE // block))
+    return block * max(one, min(every, room // block))
 
 
 def engine_cache_bytes(model_path: Path, max_length: int, sequences: int, *, itemsize: int = 2) -> int:
@@ -180,7 +190,16 @@ def engine_cache_bytes(model_path: Path, max_length: int, sequences: int, *, ite
     from transformers import AutoConfig  # noqa: PLC0415
 
     config = AutoConfig.from_pretrained(model_path)
-    return kv_cache_bytes(config, max_length, sequences, capacity_bytes(), itemsize=itemsize)
+    weights = sum(path.stat().st_size for path in model_path.glob("*.safetensors"))
+    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else capacity_bytes()
+    return kv_cache_bytes(config, max_length, sequences, _cache_room(free, weights), itemsize=itemsize)
+
+
+def _cache_room(free: int, engine_weights: int) -> int:
+    """Bytes of `free` for the engine's cache; on a GPU half of what its weights leave, and the rest to train in."""
+    if torch.cuda.is_available():
+        return max(0, free - engine_weights - GPU_PROCESS_BYTES) // 2
+    return free // KV_CACHE_SHARE
 
 
 def capacity_bytes() -> int:
@@ -262,9 +281,9 @@ def _training_pass(model_path: Path, dtype: torch.dtype, work: Workload) -> tupl
     """(held, passing) bytes of one group's pass: what waits for its backward pass, and what comes and goes beside."""
     from transformers import AutoConfig  # noqa: PLC0415
 
-    layers = AutoConfig.from_pretrained(model_path).get_text_config().num_hidden_layers
-    few = TRACED_LAYERS
-    if layers <= 2 * few:
+    text = AutoConfig.from_pretrained(model_path).get_text_config()
+    layers, few = text.num_hidden_layers, TRACED_LAYERS
+    if layers <= 2 * few or getattr(text, "num_kv_shared_layers", 0):  # those need the layers that they share with
         return _traced_pass(_without_storage(model_path, dtype, work.lora_rank), work)
     some, more = (
         _traced_pass(_without_storage(model_path, dtype, work.lora_rank, count), work) for count in (few, 2 * few)
@@ -283,8 +302,7 @@ def _traced_pass(model: Any, work: Workload) -> tuple[int, int]:
     from worker import kernels, packing  # noqa: PLC0415
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    fitting = (packing.PACK_TOKENS - work.prompt) // work.completion if work.packed else work.group_size
-    rows = max(1, min(work.group_size, fitting))
+    rows = work.rows
     packs = work.group_size / rows
     layout = packing.Layout(work.prompt, [work.completion] * rows, model.dtype, device)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import math
 import re
 import shutil
 import subprocess
@@ -155,7 +154,7 @@ def _from_hub(hub_id: str, tell: Progress) -> Path:
 
     class Told(tqdm):
         def update(self, n: float | None = 1) -> bool | None:
-            tell(f"fetching {hub_id}", (self.n + (n or 0)) / (self.total or math.inf))
+            tell(f"fetching {hub_id}", 0.0)  # it is one of several bars, and no share of the whole is known
             return super().update(n)
 
     try:

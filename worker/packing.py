@@ -8,6 +8,7 @@ prompt's end. The language-model head runs on the positions that predict trained
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -44,16 +45,23 @@ def group_logps(
     attention_mask: Tensor,  # (B, P+C)
     trained: Tensor,  # (B, C) 1 where a log-probability is wanted
     temperature: float,
+    *,
+    keep_tokens: float = math.inf,
 ) -> tuple[Tensor, Tensor]:
     """(log-probabilities, entropies), both (B, C) in fp32, zero where `trained` is 0. Entropies carry no gradient.
 
-    `causal_lm` is a transformers decoder with a `model` and an `lm_head`.
+    `causal_lm` is a transformers decoder with a `model` and an `lm_head`. Where its sequences have more than
+    `keep_tokens` tokens together, activations are recomputed in the backward pass.
     """
     length = trained.size(1)
     starts = input_ids.size(1) - length
+    packs = list(_packs(input_ids, attention_mask, starts))
+    if torch.is_grad_enabled():
+        tokens = sum(len(prompt) for prompt, _ in packs) + int(attention_mask[:, starts:].sum())
+        recompute(causal_lm, tokens > keep_tokens)
     logps = input_ids.new_zeros(trained.shape, dtype=torch.float32)
     entropies = torch.zeros_like(logps)
-    for prompt, rows in _packs(input_ids, attention_mask, starts):
+    for prompt, rows in packs:
         completions = [input_ids[row, starts:][attention_mask[row, starts:].bool()] for row in rows]
         layout = Layout(len(prompt), [len(part) for part in completions], causal_lm.dtype, prompt.device)
         hidden = hidden_states(causal_lm, torch.cat([prompt, *completions]), layout)  # (L, H)
@@ -81,9 +89,12 @@ def group_logps(
 
 def recompute(causal_lm: Any, on: bool) -> None:
     """Whether layers compute their activations again in the backward pass instead of holding them."""
-    if on and causal_lm.supports_gradient_checkpointing:
+    if on == causal_lm.is_gradient_checkpointing or not causal_lm.supports_gradient_checkpointing:
+        return
+    if on:
         causal_lm.gradient_checkpointing_enable()
-    elif causal_lm.is_gradient_checkpointing:
+        causal_lm.disable_input_require_grads()  # which only reentrant checkpointing needs
+    else:
         causal_lm.gradient_checkpointing_disable()
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import queue
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+CLEANUP_S = 20.0
+"""An environment may be slow to close; whoever cancelled wants the run saved before its grace ends."""
 
 
 class AsyncRunner:
@@ -33,24 +37,27 @@ class AsyncRunner:
     def run(self, coroutine: Coroutine[Any, Any, T], *, stop: threading.Event | None = None) -> T:
         """The coroutine's result; meanwhile this thread serves `call_waiting`.
 
-        Once `stop` is set the coroutine is cancelled, and CancelledError is raised when it has cleaned up.
+        Once `stop` is set the coroutine is cancelled, and CancelledError is raised when it has cleaned up, or after
+        CLEANUP_S.
         """
         task = asyncio.run_coroutine_threadsafe(self._begin(coroutine), self._loop).result()
-        cancelled = False
+        deadline = math.inf  # of its cleaning up
         while True:
             try:
                 call = self._calls.get(timeout=0.25 if stop else None)
             except queue.Empty:
                 call = None
             if call is None and task.done():  # else it tells the end of a task whose `run` Ctrl-C left
-                if task.cancelled():
+                if task.cancelled() or (deadline < math.inf and task.exception()):
                     raise CancelledError
                 return task.result()
             if call:
                 call()
-            if stop and stop.is_set() and not cancelled:  # once: again would cut its cleaning up short
-                cancelled = True
+            if stop and stop.is_set() and deadline == math.inf:  # once: again would cut its cleaning up short
+                deadline = time.monotonic() + CLEANUP_S
                 self._loop.call_soon_threadsafe(task.cancel)
+            if time.monotonic() > deadline:
+                raise CancelledError
 
     async def _begin(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(coroutine)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -82,16 +83,18 @@ class Tuner(SFTTrainer):
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Mean negative log-probability of the labelled tokens; with `num_items_in_batch`, their sum over it."""
-        tokens, most = int(inputs["attention_mask"].sum()), self.keep_tokens
-        recompute(self.accelerator.unwrap_model(model).get_base_model(), most is not None and tokens > most)
+        causal_lm = self.accelerator.unwrap_model(model).get_base_model()
+        keep_tokens = math.inf if self.keep_tokens is None else self.keep_tokens
         if return_outputs or not self.packed:
+            recompute(causal_lm, inputs["input_ids"].numel() > keep_tokens)
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         labels = inputs["labels"]  # (B, L)
         trained = (labels != IGNORED).long()
         trained[:, 0] = 0  # nothing predicts a row's first token
-        causal_lm = self.accelerator.unwrap_model(model).get_base_model()
         with self.accelerator.autocast():
-            logps, entropies = group_logps(causal_lm, inputs["input_ids"], inputs["attention_mask"], trained, 1.0)
+            logps, entropies = group_logps(
+                causal_lm, inputs["input_ids"], inputs["attention_mask"], trained, 1.0, keep_tokens=keep_tokens
+            )
         count = trained.sum().clamp(min=1)
         self._metrics["train" if model.training else "eval"]["entropy"].append((entropies.sum() / count).item())
         return -logps.sum() / (count if num_items_in_batch is None else num_items_in_batch)

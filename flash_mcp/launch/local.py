@@ -113,8 +113,9 @@ class LocalLauncher(Launcher):
     def _start(self, launch: Launch, path: Path) -> None:
         slot = self._free_slot()
         launch.log.parent.mkdir(parents=True, exist_ok=True)
-        # By their place on the bus, as nvidia-smi counts them: CUDA itself begins with the fastest.
-        device = {"CUDA_VISIBLE_DEVICES": self.gpus[slot], "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if self.gpus else {}
+        device = {"CUDA_VISIBLE_DEVICES": self.gpus[slot]} if self.gpus else {}
+        if "CUDA_VISIBLE_DEVICES" not in os.environ:  # then they are as nvidia-smi counts them; CUDA counts otherwise
+            device["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
         with launch.log.open("ab") as log:
             child = subprocess.Popen(
                 ["/bin/sh", "-c", REGISTER_AND_EXEC, str(path), str(slot), *launch.command],
