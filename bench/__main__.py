@@ -26,7 +26,7 @@ from rich.table import Table
 from flash_mcp.devices import devices
 from flash_mcp.errors import FlashError
 from flash_mcp.spec import DEFAULT_MODEL
-from worker.main import _prepare_process
+from worker.main import prepare_process
 from worker.models import ensure
 
 Json = dict[str, Any]
@@ -51,7 +51,7 @@ def main() -> int:
         parser.error(f"--json: there is no folder {args.json.parent}")
     # One setting for all that is compared, which the worker's processes inherit.
     os.environ.setdefault("OMP_NUM_THREADS", str(psutil.cpu_count(logical=False) or 1))
-    _prepare_process()
+    prepare_process()
     try:
         report = {"machine": machine(), "repeat": repeat, "quick": args.quick, "model": args.model}
         for part in [args.only] if args.only else PARTS:

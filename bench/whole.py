@@ -111,7 +111,7 @@ def _attempt_on_trl() -> int:
     """worker.main with TRL's trainer for ours."""
     from worker import main as worker  # noqa: PLC0415
 
-    worker._prepare_process()
+    worker.prepare_process()
     from bench.step import plain_trainer  # noqa: PLC0415  torch reads the environment that was just prepared
     from worker import run as attempt  # noqa: PLC0415
 

@@ -54,7 +54,7 @@ def main() -> int:
     pulse.start()
     started = time.monotonic()
     try:
-        _prepare_process()
+        prepare_process()
         # Only now: torch and vLLM read the environment that was just prepared.
         if spec.algorithm == "eval":
             from worker.evaluate import evaluate as work  # noqa: PLC0415
@@ -88,7 +88,7 @@ def _sweep_scratch(url: str) -> str:
     return prefix
 
 
-def _prepare_process() -> None:
+def prepare_process() -> None:
     """Settings that torch and vLLM read when they are imported."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # vLLM would pin the trainer's threads too
