@@ -33,7 +33,8 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from bench.rollouts import rotated
 from flash_mcp.spec import RunSpec, resolve
-from worker.grpo import RolloutsOf, Trainer
+from worker.checkpoints import trainer_arguments
+from worker.grpo import RolloutsOf, Trainer, scales_advantages
 from worker.kernels import LoraLinear
 from worker.policy import load_policy
 from worker.rollout import Rollout, Task
@@ -98,30 +99,18 @@ def plain_trainer(
         }
 
     args = GRPOConfig(
-        output_dir=output_dir,
+        **{**trainer_arguments(spec, policy, output_dir), "gradient_checkpointing": as_it_comes},
         max_steps=spec.steps,
         per_device_train_batch_size=spec.group_size,
         gradient_accumulation_steps=spec.batch_size,
         num_generations=spec.group_size,
         max_completion_length=max_completion,
-        learning_rate=spec.learning_rate,
-        lr_scheduler_type="constant",
-        max_grad_norm=spec.max_grad_norm,
         beta=spec.kl_penalty_coef,
         temperature=spec.temperature,
         loss_type=spec.loss_type,
-        scale_rewards="none" if spec.loss_type == "dr_grpo" else "group",
+        scale_rewards="group" if scales_advantages(spec) else "none",
         vllm_importance_sampling_mode=spec.importance_sampling,
         vllm_importance_sampling_clip_max=spec.importance_sampling_clip,
-        seed=spec.seed,
-        bf16=policy.dtype == torch.bfloat16,
-        use_cpu=not torch.cuda.is_available(),
-        gradient_checkpointing=as_it_comes,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
     )
     trainer = GRPOTrainer(
         policy,

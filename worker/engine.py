@@ -96,8 +96,8 @@ class VllmEngine:
         dtype: str = "bfloat16",
     ) -> None:
         on_gpu = torch.cuda.is_available()
-        itemsize = getattr(torch, dtype).itemsize
-        self._sync = sync or (default_sync(getattr(torch, dtype)) if lora_rank else "merged")
+        numbers: torch.dtype = getattr(torch, dtype)
+        self._sync = sync or (default_sync(numbers) if lora_rank else "merged")
         by_adapter = self._sync == "adapter"
         if not on_gpu:
             _sample_by_inversion_on_cpu()
@@ -115,7 +115,9 @@ class VllmEngine:
                 enable_prefix_caching=True,
                 # The prefix cache holds whole blocks: at vLLM's 128 no chat prompt shorter than that is ever found.
                 block_size=None if on_gpu else KV_BLOCK_TOKENS,
-                kv_cache_memory_bytes=engine_cache_bytes(model_path, max_length, max_num_seqs, itemsize=itemsize),
+                kv_cache_memory_bytes=engine_cache_bytes(
+                    model_path, max_length, max_num_seqs, itemsize=numbers.itemsize
+                ),
                 # A seeded request whose prompt is cut in chunks fails on the CPU: vLLM rewinds its generator, and CPU
                 # generators cannot (`CPU Generator does not use offset`).
                 enable_chunked_prefill=on_gpu,

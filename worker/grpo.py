@@ -51,7 +51,7 @@ class Trainer(GRPOTrainer):
         max_completion: int,
         callbacks: list[TrainerCallback],
         packed: bool,
-        keep_tokens: int | None = None,
+        keep_tokens: float = math.inf,
     ) -> None:
         corrected = spec.importance_sampling != "none"
         args: Any = GRPOConfig(
@@ -86,7 +86,7 @@ class Trainer(GRPOTrainer):
         self.use_vllm = self.vllm_importance_sampling_correction = corrected
         self._rollouts_of, self._pad_id = rollouts_of, int(tokenizer.pad_token_id)
         self._batch_size, self._group_size = int(spec.batch_size), int(spec.group_size)
-        self._packed, self._keep_tokens = packed, math.inf if keep_tokens is None else keep_tokens
+        self._packed, self._keep_tokens = packed, keep_tokens
         if not packed:
             check_trl_head(model.get_base_model(), self.temperature)
         # Of the group under way: more than TRL's signature of the forward pass has room for. The forward pass leaves

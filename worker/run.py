@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import random
 import time
@@ -223,8 +224,8 @@ class Session:
         self._generator: Generator | None = None
         self._synced: int | None = None
 
-    def check_memory(self, prompt: int, turns: int, *, packed: bool) -> int | None:
-        """Say what GRPO needs. Returns the tokens of a group above which its activations must be recomputed, if any.
+    def check_memory(self, prompt: int, turns: int, *, packed: bool) -> float:
+        """Say what GRPO needs. Returns the tokens of a group above which its activations must be recomputed.
 
         FlashError(out_of_memory) where it cannot fit. `prompt` tokens are the longest.
         """
@@ -236,7 +237,7 @@ class Session:
             )
         )  # fmt: skip
 
-    def check_batch_memory(self, rows: list[Row], *, packed: bool) -> int | None:
+    def check_batch_memory(self, rows: list[Row], *, packed: bool) -> float:
         """`check_memory` of SFT on batches of `rows`."""
         spec, length = self.spec, self.limits.max_length
         longest = min(max((len(row["input_ids"]) for row in rows), default=1), length)
@@ -245,7 +246,7 @@ class Session:
             memory.Workload(0, longest, 1, length, spec.batch_size, sequences, spec.lora_rank, packed)
         )
 
-    def _check_memory(self, work: memory.Workload) -> int | None:
+    def _check_memory(self, work: memory.Workload) -> float:
         needs, keep_tokens, warning = memory.check(self.model_path, work, self._dtype)
         says = f"at most {needs}"
         if keep_tokens is not None:
@@ -255,7 +256,7 @@ class Session:
         if warning:
             log.warning("%s", warning)
             self.writer.event("warning", warning)
-        return keep_tokens
+        return math.inf if keep_tokens is None else keep_tokens
 
     @property
     def _sequences(self) -> int:

@@ -66,18 +66,18 @@ def server_command(name: str, model: Path, port: int, lora_rank: int) -> list[st
     }
     os.environ.update(VLLM_ALLOW_RUNTIME_LORA_UPDATING="1", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
     flags = ["--enable-lora", "--disable-uvicorn-access-log"]
-    if on_gpu := torch.cuda.is_available():
+    if torch.cuda.is_available():
         _use_the_emptiest_card()
         options["gpu-memory-utilization"] = free_share()
-    # A bounded cache: a run may train on the same card, or begin to.
-    options["kv-cache-memory-bytes"] = engine_cache_bytes(model, length, SEQUENCES)
-    if not on_gpu:
+    else:
         flags.append("--enforce-eager")
         options["worker-cls"] = CPU_LORA_WORKER
         options["block-size"] = KV_BLOCK_TOKENS
         # Unbound, and half of the cores: a run may train at the same time.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (psutil.cpu_count(logical=False) or 2) // 2)))
+    # A bounded cache: a run may train on the same card, or begin to.
+    options["kv-cache-memory-bytes"] = engine_cache_bytes(model, length, SEQUENCES)
     arguments = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
     return ["-m", "vllm.entrypoints.openai.api_server", *arguments, *flags]
 

