@@ -409,8 +409,12 @@ class _Child(asyncio.SubprocessProtocol):
         """Kill a frozen process, once it wrote to stderr where each of its threads is."""
         self.alive, self._ended_because = False, because
         with contextlib.suppress(ProcessLookupError):
+            known = self.stderr_tail, self._unprinted
             self._transport.send_signal(signal.SIGUSR1)
-            await asyncio.sleep(0.2)
+            for _ in range(10):  # on a busy machine it may come late
+                await asyncio.sleep(0.2)
+                if (self.stderr_tail, self._unprinted) != known or self.gone.is_set():
+                    break
         self._fail_pending()
         self._end_process()
 

@@ -167,9 +167,11 @@ class Supervisor:
     def run(self) -> None:
         """Tick until there was nothing to do for `idle_exit_s`."""
         busy_at = time.monotonic()
-        while time.monotonic() - busy_at < self.patience.idle_exit_s:
+        while True:
             if self._tick_unless_held_up():
                 busy_at = time.monotonic()
+            elif time.monotonic() - busy_at >= self.patience.idle_exit_s:
+                return
             time.sleep(self.patience.poll_s)
 
     def _tick_unless_held_up(self) -> bool:

@@ -94,7 +94,11 @@ class LocalLauncher(Launcher):
     def submit(self, launch: Launch) -> Handle:
         path = self.records / launch.key
         if not path.exists():
-            self._start(launch, path)
+            try:
+                self._start(launch, path)
+            except FlashError:
+                if not path.exists():  # else another process registered it, in the slot that was missing
+                    raise
         record = Record.read(path)
         return Handle(launch.key, str(record.pid) if record else "")
 
@@ -139,19 +143,20 @@ class LocalLauncher(Launcher):
             record = Record.read(path) if "." not in path.name else None
             if record and record.is_alive():
                 taken.add(record.slot)
-            elif time.time() - path.stat().st_mtime > KEEP_RECORDS_S:
-                path.unlink()
+                continue
+            with suppress(FileNotFoundError):  # a shell removes its KEY.PID while others look
+                if time.time() - path.stat().st_mtime > KEEP_RECORDS_S:
+                    path.unlink()
         free = [slot for slot in range(self.capacity) if slot not in taken]
         if not free:
             raise FlashError("not_ready", "every slot of this machine is taken", fix="wait for a run to end")
         return free[0]
 
     def _hint(self, key: str) -> Hint:
-        child = self._children.get(key)
-        ended = child.poll() if child else None
-        record = Record.read(self.records / key)
-        if record.is_alive() if record else child and ended is None:
+        child, record = self._children.get(key), Record.read(self.records / key)
+        if record.is_alive() if record else child and child.poll() is None:
             return Hint("alive")
+        ended = child.poll() if child else None
         if ended is None:
             return Hint("gone")
         return Hint("gone", f"killed by signal {signal.Signals(-ended).name}" if ended < 0 else f"exit code {ended}")
