@@ -119,7 +119,7 @@ async def _evaluated(session: Session, **wanted: Any) -> Json:
     """{"run_id", and the evaluation's scores}, once it has ended."""
     made = await session.call("evaluate", **wanted)
     while made["state"] in ACTIVE:
-        made = (await session.call("status", quiet=True, run_id=made["run_id"], wait_s=40))["run"]
+        made = (await session.call("status", quiet=True, run_id=made["run_id"], wait_s=20))["run"]
     if made["state"] != "succeeded":
         raise FlashError("worker_failed", f"{made['run_id']} {made['state']}", fix="flash-mcp status says why")
     scores: Json = made["scores"]

@@ -35,14 +35,27 @@ def make_run(
     return run
 
 
-class Attempt:
-    """`python -m worker.main` as a child of the test."""
+ONE_BY_ONE = """
+from worker import main
+main.prepare_process()
+from worker.run import Session
+Session._sequences = 1
+main.main()
+"""
 
-    def __init__(self, run: RunFolder, number: int = 1, **environment: str) -> None:
+
+class Attempt:
+    """`python -m worker.main` as a child of the test.
+
+    With `one_by_one` its engine advances one conversation at a time: bit for bit the same whenever replies arrive.
+    """
+
+    def __init__(self, run: RunFolder, number: int = 1, *, one_by_one: bool = False, **environment: str) -> None:
+        program = ["-c", ONE_BY_ONE] if one_by_one else ["-m", "worker.main"]
         self.log_path = Path(run.path(f"log.{number}"))
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "worker.main", run.url, "--attempt", str(number)],
+                [sys.executable, *program, run.url, "--attempt", str(number)],
                 stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
                 env={**os.environ, **environment},
             )  # fmt: skip
@@ -54,13 +67,13 @@ class Attempt:
         self.process.kill()
         self.process.wait()
 
-    def wait(self, timeout_s: float = 240) -> int:
+    def wait(self, timeout_s: float = 600) -> int:
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"not in time:\n{self.log_path.read_text()[-4000:]}") from None
 
-    def wait_until(self, condition: Callable[[], Any], timeout_s: float = 120) -> None:
+    def wait_until(self, condition: Callable[[], Any], timeout_s: float = 600) -> None:
         """Bounded; fails at once when the attempt ends first."""
         deadline = time.monotonic() + timeout_s
         while not condition():

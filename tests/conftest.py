@@ -5,12 +5,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from flash_mcp.home import models_dir
 
 WHEELS = Path(sys.prefix, "wheels")
 """What environments' interpreters are made of, where scripts/test has fetched it: see tests/packages.txt."""
 SHARED_MODELS = models_dir()  # read before any test has a home of its own: real models are fetched once
+
+settings.register_profile("unhurried", settings(), deadline=None)
+settings.load_profile("unhurried")
 
 # A shell's background jobs ignore it, and so would the commands that tests end with Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -50,7 +50,7 @@ KINDS = ("server", "supervisor", "worker", "host", "zombie", "serving", "engine"
 STEPS = {"quick": 12, "real": 4}
 SPAN_S = {"quick": 5.0, "real": 30.0}
 """Moments are drawn from the first so many seconds after `train` was called, or `deploy` where that is the target."""
-DEADLINE_S = {"quick": 240.0, "real": 420.0}
+DEADLINE_S = {"quick": 800.0, "real": 420.0}
 CALL_TIMEOUT_S = 60.0
 MAX_ATTEMPTS = 10
 REAL_AT_ONCE = 2
@@ -273,7 +273,7 @@ async def _live(base: Path, chaos: Chaos, outcome: Outcome, model: Path | None) 
         for zombie in chaos.sleeping:
             zombie.resume()
             with suppress(psutil.NoSuchProcess):
-                await asyncio.to_thread(zombie.wait, 15)
+                await asyncio.to_thread(zombie.wait, 60)
         await agent.call("status", run_id=run_id)
         after = _everything(store, store.run(run_id)) if chaos.sleeping else before
         changed = [name for name in before | after if before.get(name) != after.get(name)]
@@ -351,7 +351,7 @@ def _everything(store: Store, run: RunRow) -> dict[str, Any]:
 
 async def _orphans(base: Path) -> list[str]:
     """What runs on although no run, no deployment and no client is left; the supervisor may, until it is told."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while True:
         left = processes(base)
         for supervisor in left.get("supervisor", []):

@@ -71,12 +71,12 @@ def started_run(folder: Path, **fields: Any) -> tuple[RunRow, RunWriter]:
     with store.transaction():  # a supervisor of the test's would claim it first
         queued_run(folder, **fields)
         run = queue.claim(store)
-    assert run is not None
-    run_folder = RunFolder(run["folder"])
-    run_folder.create(queue.job(run))
-    writer = run_folder.claim(run["attempt"])
-    writer.beat(0, "model")
-    queue.mark_running(store, run["id"], run["attempt"])
+        assert run is not None
+        run_folder = RunFolder(run["folder"])
+        run_folder.create(queue.job(run))
+        writer = run_folder.claim(run["attempt"])
+        writer.beat(0, "model")
+        queue.mark_running(store, run["id"], run["attempt"])
     return store.run(run["id"]), writer
 
 

@@ -24,7 +24,7 @@ def bench(part: str, model: Path, folder: Path) -> tuple[dict[str, Any], str]:
     command = [sys.executable, "-m", "bench", "--quick", "--only", part, "--model", str(model)]
     done = subprocess.run(
         [*command, "--json", folder / "bench.json"], cwd=Path(__file__).parents[1], env={**os.environ, **QUIETLY},
-        capture_output=True, text=True, timeout=280, check=False,
+        capture_output=True, text=True, timeout=850, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     report = json.loads((folder / "bench.json").read_text())

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.crash import crash_runs
 
 
-@pytest.mark.timeout(280)
 def test_runs_whose_processes_are_killed_and_stopped_end_as_undisturbed_ones_do() -> None:
     outcomes = crash_runs(7, seed=3, at_once=7)
     assert [outcome.defects for outcome in outcomes] == [[]] * 7

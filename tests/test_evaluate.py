@@ -15,8 +15,6 @@ from flash_mcp.spec import EvalSpec
 from flash_mcp.store import EnvironmentRow
 from tests.attempts import VOWELS, Attempt
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def make_evaluation(
     folder: Path, model: Path, *, environment: Path = VOWELS, adapter: Path | None = None, **fields: Any

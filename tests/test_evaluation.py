@@ -122,7 +122,7 @@ async def test_an_evaluation_that_nobody_looks_after_yet_is_no_error(client: Cli
 async def test_status_wakes_when_a_tenth_of_the_attempts_was_made(client: Client):
     script = {"hold": "climbing"}
     run_id = (await call(client, "evaluate", environment="echo", environment_args=script, wait_s=0))["run_id"]
-    while (seen := await call(client, "status", run_id=run_id))["run"]["state"] != "running":
+    while (seen := await call(client, "status", run_id=run_id))["run"].get("phase") != "eval":
         pass
     woken = await call(client, "status", run_id=run_id, wait_s=20)
     assert woken["changed"] is True and woken["run"]["step"] // 6 > seen["run"]["step"] // 6
@@ -242,7 +242,7 @@ async def test_an_evaluation_that_takes_longer_goes_on_and_is_found_again(client
 
 async def test_an_evaluation_is_cancelled_like_any_run(client: Client):
     body = await call(client, "evaluate", environment="echo", environment_args={"hold": True}, wait_s=0)
-    ended = await call(client, "cancel", run_id=body["run_id"])
+    ended = await call(client, "cancel", run_id=body["run_id"], wait_s=40)
     assert ended["state"] == "cancelled"
     assert "evaluate" in ended["next"]
 

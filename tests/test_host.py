@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -39,7 +38,7 @@ async def children_of(folder: Path) -> list[psutil.Process]:
     return found
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110  another process is waited for
             await asyncio.sleep(0.01)
@@ -141,18 +140,19 @@ async def test_each_episode_has_state_of_its_own_and_is_closed_once(tmp_path: Pa
         assert (await host.open("train", 0)).messages[0]["content"] == "2"
 
 
-async def test_thirty_two_calls_of_200_ms_run_at_once(tmp_path: Path) -> None:
+async def test_thirty_two_calls_run_at_once(tmp_path: Path) -> None:
     source = """
+    import threading
+    all_are_here = threading.Barrier(32)
     class Sample(Echo):
         def step_episode(self, example, messages, assistant_response):
-            time.sleep(0.2)
+            all_are_here.wait(20)
             return EnvironmentStepResult(done=True)
     """
     async with await EnvironmentHost.start(environment_folder(tmp_path, source), concurrency=32) as host:
         openings = [await host.open("train", 0) for _ in range(32)]
-        begun = time.monotonic()
-        await asyncio.gather(*(host.step(opening.episode, "x") for opening in openings))
-        assert 0.2 <= time.monotonic() - begun < 3.2  # one by one 6.4
+        steps = await asyncio.gather(*(host.step(opening.episode, "x") for opening in openings))
+        assert all(step.done for step in steps)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ async def test_calls_under_way_stay_within_their_bounds(
             with self.lock:
                 self.now += 1
                 self.most = max(self.most, self.now)
-            time.sleep(0.02)
+            time.sleep(0.06)
             with self.lock: self.now -= 1
             return self.most
     steps, scores = Gauge(), Gauge()
@@ -292,15 +292,15 @@ async def pid_of(host: EnvironmentHost, episode: int) -> int:
 
 
 async def test_a_hung_call_times_out_with_the_place_where_it_hangs(tmp_path: Path) -> None:
-    async with await EnvironmentHost.start(environment_folder(tmp_path, STUCK), timeout_s=1) as host:
+    async with await EnvironmentHost.start(environment_folder(tmp_path, STUCK), timeout_s=3) as host:
         opening = await host.open("train", 0)
         fault = await fault_of(host.step(opening.episode, "hang"))
-        assert (fault.code, fault.what) == ("environment_timeout", "step_episode took longer than 1 s")
+        assert (fault.code, fault.what) == ("environment_timeout", "step_episode took longer than 3 s")
         assert "time.sleep(1000)" in fault.traceback
 
 
 async def test_hung_calls_starve_nobody_and_their_process_ends_with_its_last_episode(tmp_path: Path) -> None:
-    async with await EnvironmentHost.start(environment_folder(tmp_path, STUCK), concurrency=4, timeout_s=1) as host:
+    async with await EnvironmentHost.start(environment_folder(tmp_path, STUCK), concurrency=4, timeout_s=3) as host:
         bystander = await host.open("train", 1)
         first_pid = await pid_of(host, bystander.episode)
         hung = [await host.open("train", 0) for _ in range(8)]
@@ -325,7 +325,7 @@ async def test_a_hung_coroutine_is_cancelled_and_costs_no_process(tmp_path: Path
             if assistant_response == "hang": await asyncio.sleep(1000)
             return EnvironmentStepResult(done=False, messages=[{"role": "user", "content": str(os.getpid())}])
     """
-    async with await EnvironmentHost.start(environment_folder(tmp_path, source), timeout_s=1) as host:
+    async with await EnvironmentHost.start(environment_folder(tmp_path, source), timeout_s=3) as host:
         opening = await host.open("train", 0)
         pid = await pid_of(host, opening.episode)
         fault = await fault_of(host.step(opening.episode, "hang"))
@@ -335,7 +335,7 @@ async def test_a_hung_coroutine_is_cancelled_and_costs_no_process(tmp_path: Path
 
 async def test_code_that_holds_the_interpreter_is_killed_and_shown(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("environments.host.ABANDON_TIMEOUT_S", 1.0)
-    async with await EnvironmentHost.start(environment_folder(tmp_path, STUCK), timeout_s=1) as host:
+    async with await EnvironmentHost.start(environment_folder(tmp_path, STUCK), timeout_s=3) as host:
         opening = await host.open("train", 0)
         fault = await fault_of(host.step(opening.episode, "hold"))
         assert fault.code == "environment_timeout"
@@ -363,7 +363,7 @@ async def test_a_sigkill_in_mid_call_fails_the_call_at_once(tmp_path: Path) -> N
         call = asyncio.create_task(fault_of(host.step(opening.episode, "hang")))
         await until((host._scratch / "hanging").exists)
         os.kill(pid, signal.SIGKILL)
-        fault = await asyncio.wait_for(call, 5)
+        fault = await asyncio.wait_for(call, 60)
         assert (fault.code, "killed by SIGKILL" in fault.what) == ("environment_error", True)
         assert await pid_of(host, (await host.open("train", 0)).episode) != pid
 

@@ -471,7 +471,7 @@ def serving_everywhere(port: int) -> Generator[subprocess.Popen[bytes]]:
             said = server.stderr.readline() + server.stderr.readline()
             assert b"Authorization: Bearer" in said
             assert b"flash-mcp token create NAME" in said
-            with httpx.Client(trust_env=False, transport=httpx.HTTPTransport(retries=10)) as http:
+            with httpx.Client(trust_env=False, timeout=60, transport=httpx.HTTPTransport(retries=10)) as http:
                 assert http.get(f"http://127.0.0.1:{port}/healthz").text == "ok\n"
             yield server
         finally:
@@ -495,7 +495,7 @@ def test_a_client_that_only_listens_does_not_keep_a_server_from_ending(flash_hom
             server.send_signal(signal.SIGTERM)
             started = time.monotonic()
             list(lines)
-        assert server.wait(20) in (0, -signal.SIGTERM) and time.monotonic() - started < 10
+        assert server.wait(45) in (0, -signal.SIGTERM) and time.monotonic() - started < 40
 
 
 def test_what_holds_the_state_up_is_told_over_http(flash_home: Path) -> None:
@@ -527,10 +527,10 @@ async def test_a_server_that_is_told_to_end_lets_calls_end_first(flash_home: Pat
             await begun.wait()
             server.send_signal(signal.SIGTERM)
         started = time.monotonic()
-        code = await anyio.to_thread.run_sync(server.wait, 20)
+        code = await anyio.to_thread.run_sync(server.wait, 45)
     assert json.loads(results[0])["changed"] is False
     assert code in (0, -signal.SIGTERM)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 40  # SHUTDOWN_S is more
 
 
 def test_a_reverse_proxys_name_is_let_in(flash_home: Path):

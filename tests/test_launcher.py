@@ -240,7 +240,7 @@ print(launcher.submit(Launch("run-1", 1, {SLEEPER!r}, dict(os.environ), Path({st
     record = Record.read(here.logs.parent / "records" / "run-1-1")
     assert record and pids == {str(record.pid)}
     assert record.is_alive()
-    assert len(list((here.logs.parent / "records").iterdir())) == 1
+    until(lambda: len(list((here.logs.parent / "records").iterdir())) == 1)
 
 
 def let_go_at_once(children: list[subprocess.Popen[str]]) -> None:

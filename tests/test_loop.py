@@ -6,7 +6,6 @@ import io
 from pathlib import Path
 
 import anyio
-import pytest
 from rich.console import Console
 
 from bench.loop import Json, Task, markdown, play
@@ -17,7 +16,6 @@ from tests.attempts import VOWELS
 SHORT: Json = {"batch_size": 4, "lora_rank": 4, "learning_rate": 1e-3}
 
 
-@pytest.mark.timeout(600)
 def test_the_loop_ends_with_what_each_round_was_worth(tiny_model: Path, tmp_path: Path, flash_home: Path) -> None:
     said, folder = io.StringIO(), tmp_path / "environment"
     folder.mkdir()

@@ -200,9 +200,13 @@ async def test_build_code_of_packages_sees_none_of_our_secrets(tmp_path: Path, m
     monkeypatch.setenv("HF_TOKEN", "planted")
     monkeypatch.setenv("UV_HTTP_TIMEOUT", "30")
     folder = folder_with(tmp_path, SMALL)
-    assert (await fault_of(folder, timeout_s=0)).code == "not_ready"
-    [(installer, _)] = requirements._installers.values()  # pyright: ignore[reportPrivateUsage]
-    seen = environment_of(installer.pid)
+    target = requirements.interpreters_dir() / requirements._digest(requirements.of_folder(folder))
+    target.mkdir(parents=True)
+    with (target / "lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # so that it is there when it is looked at
+        assert (await fault_of(folder, timeout_s=0)).code == "not_ready"
+        [(installer, _)] = requirements._installers.values()  # pyright: ignore[reportPrivateUsage]
+        seen = environment_of(installer.pid)
     assert b"UV_HTTP_TIMEOUT=30" in seen and b"HF_TOKEN" not in seen
     await requirements.interpreter(folder)
 

@@ -43,7 +43,7 @@ def essence(rollouts: list[Rollout]) -> list[object]:
     return [(r.task, r.task_id, r.finish, r.reward, r.transcript and r.transcript.ids) for r in rollouts]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 2**16), st.floats(0, 2), st.integers(1, 24))
 def test_timing_changes_nothing_but_the_time(seed: int, latency_s: float, count: int) -> None:
     rng = random.Random(seed)
@@ -62,7 +62,7 @@ def fault(call: str, example: int) -> str | None:
     return faults.get((call, example % 7))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 2**16), st.integers(20, 120))
 def test_masks_align_and_budgets_hold_whatever_fails(seed: int, max_length: int) -> None:
     rng = random.Random(seed)
@@ -118,7 +118,7 @@ def test_a_cancelled_collection_leaves_no_request_and_no_episode_behind() -> Non
     run_virtually(scenario())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 2**16), st.floats(0, 1.5))
 def test_a_cancel_at_any_moment_leaks_nothing_and_the_generator_goes_on(seed: int, moment: float) -> None:
     async def scenario() -> list[Rollout]:

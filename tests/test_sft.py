@@ -157,7 +157,6 @@ def test_fine_tuning_that_resumes_ends_where_it_would_have(fp32_model: Path, tmp
     assert last == expected
 
 
-@pytest.mark.timeout(300)
 def test_a_fine_tuned_adapter_warms_a_grpo_run(tiny_model: Path, tmp_path: Path) -> None:
     calculator: dict[str, Any] = {"environment": CALCULATOR, "max_length": 1024, "eval_examples": 4}
     tuned = make_run(

@@ -87,7 +87,7 @@ def test_mcnemar_is_the_exact_binomial_test_of_the_changed_pairs(won: int, lost:
     assert stats.mcnemar(won, lost) == pytest.approx(expected)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(st.floats(-1, 1), min_size=20, max_size=80), st.integers(0, 5))
 def test_the_bootstrap_interval_is_scipys_but_for_the_draws(values: list[float], seed: int):
     theirs = scipy_stats.bootstrap(
@@ -154,7 +154,7 @@ def test_few_tasks_that_agree_are_not_taken_for_certainty():
     assert comparison.compare_paired([0.1, 0.2, 0.3], [0.4, 0.5, 0.6], effect=0.05).outcome == "underpowered"
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=60))
 def test_swapping_the_sides_turns_the_comparison_around(pairs: list[tuple[float, float]]):
     base, other = [a for a, _ in pairs], [b for _, b in pairs]
@@ -165,7 +165,7 @@ def test_swapping_the_sides_turns_the_comparison_around(pairs: list[tuple[float,
         assert turned.get(there.outcome, there.outcome) in (back.outcome, "no_change", "underpowered")
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=200))
 def test_nothing_is_better_or_worse_than_itself(values: list[float]):
     assert comparison.compare_paired(values, values, effect=0.05).outcome in ("no_change", "underpowered")

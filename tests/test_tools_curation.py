@@ -327,18 +327,17 @@ def hold_up(path: Path) -> Callable[[], None]:
 async def test_a_call_whose_reading_takes_too_long_is_left(numbers: None, monkeypatch: pytest.MonkeyPatch):
     run = recorded(solved())
     release = hold_up(Path(run["folder"], "rollouts", "1.jsonl"))
-    late = threading.Timer(12, release)
+    late = threading.Timer(120, release)
     late.start()
     monkeypatch.setattr(server_module, "CALL_TIMEOUT_S", 3.0)
     started = time.monotonic()
     async with Client(server) as client:
         code, _ = await refused(client, runs=[run["id"]], dry_run=True)
-    assert code == "not_ready" and time.monotonic() - started < 10
+    assert code == "not_ready" and time.monotonic() - started < 60
     late.cancel()
     release()
 
 
-@pytest.mark.timeout(300)
 async def test_a_model_is_fine_tuned_on_a_curated_dataset(numbers: None, tiny_model: Path):
     run = recorded([answered(n, f"t{n}", f"{n}!") for n in range(40)])
     store = open_store()

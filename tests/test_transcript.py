@@ -33,7 +33,7 @@ def answer(template: ChatTemplate, text: str, *, ended: bool = True) -> Completi
     return Completion(ids, [-0.5] * len(ids), "stop" if ended else "length")
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(TEXT, st.booleans(), TEXT), min_size=1, max_size=4), TEXT)
 def test_a_conversation_built_from_pieces_reads_as_the_template_renders_it(turns: list[Any], question: str) -> None:
     template = ChatTemplate(tokenizer())

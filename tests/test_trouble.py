@@ -103,7 +103,7 @@ def test_a_cancelled_run_has_its_grace_whatever_the_clock_says(
     real, began = time.time, time.monotonic()
     monkeypatch.setattr(time, "time", lambda: real() + jump_s)
     assert bench.finish(run)["state"] == "cancelled"
-    assert HASTE.cancel_grace_s < time.monotonic() - began < 10 * HASTE.cancel_grace_s
+    assert HASTE.cancel_grace_s < time.monotonic() - began < 60 * HASTE.cancel_grace_s
 
 
 # -- damage on the disk -----------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def test_a_supervisor_that_is_killed_while_it_starts_is_started_again(
 ) -> None:
     script = f'if mkdir {tmp_path}/once; then kill -9 $$; fi 2>/dev/null; exec {sys.executable} -P -m "$@"'
     monkeypatch.setattr("flash_mcp.supervisor.PYTHON", ("/bin/sh", "-c", script, "sh"))
-    monkeypatch.setattr("flash_mcp.supervisor.START_TIMEOUT_S", 1.5)
+    monkeypatch.setattr("flash_mcp.supervisor.START_TIMEOUT_S", 5.0)
     monkeypatch.setattr("flash_mcp.supervisor.STARTS", 8)
     assert ensure_supervisor(bench.base)
     wait_for((lock := bench.base / "supervisor.lock").read_text)
