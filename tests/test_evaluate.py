@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flash_mcp import evaluations
+from flash_mcp.errors import FlashError
 from flash_mcp.evaluations import Subject
-from flash_mcp.runfolder import RunFolder
+from flash_mcp.runfolder import RunFolder, RunWriter
 from flash_mcp.spec import EvalSpec
 from flash_mcp.store import EnvironmentRow
 from tests.attempts import VOWELS, Attempt
+from worker.evaluate import Recorder
+from worker.pulse import Pulse
+from worker.rollout import Rollout, Task
 
 
 def make_evaluation(
@@ -95,6 +100,30 @@ def test_an_evaluation_killed_in_mid_way_repeats_no_attempt_that_was_recorded(ti
     assert all(rows[row["index"]] == row for row in recorded), "each with its own time, so none was made again"
     said = [run.event(name) or {} for name in run.event_names()]
     assert any(f"{len(recorded)} of 60" in event["message"] for event in said)
+
+
+def test_attempts_end_while_a_shard_of_them_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.evaluate.SHARD_EVERY_S", 0.0)
+    run = make_evaluation(tmp_path / "run", tmp_path)
+    writer, is_back, shards = run.claim(1), threading.Event(), list[int]()
+
+    def slowly(step: int, rows: list[dict[str, Any]]) -> None:
+        assert is_back.wait(60)
+        shards.append(len(rows))
+        RunWriter.attempts(writer, step, rows)
+
+    monkeypatch.setattr(writer, "attempts", slowly)
+    recorder = Recorder(writer, Pulse(writer), 0)
+    for index in range(3):
+        recorder.add(Rollout(Task("eval", index, index, index, seed=0), f"v{index}"))
+    assert not shards, "nobody waits for the store"
+    is_back.set()
+    recorder.flush()
+    assert shards == [1, 2] and [row["index"] for row in run.attempts(0)] == [0, 1, 2]
+    run.claim(2)
+    recorder.add(Rollout(Task("eval", 3, 3, 3, seed=0), "v3"))
+    with pytest.raises(FlashError, match="fenced"):
+        recorder.flush()
 
 
 def test_an_evaluation_whose_environment_fails_keeps_the_evidence_and_says_so(tiny_model: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -60,7 +61,10 @@ def evaluate(job: Json, spec: Settings, writer: RunWriter, pulse: Pulse, scratch
 
 
 class Recorder:
-    """Rows of attempts by index: those that were recorded before, and those that end now, soon written down."""
+    """Rows of attempts by index: those that were recorded before, and those that end now, soon written down.
+
+    On a thread of its own: while a store of elsewhere cannot be reached, calls into the environment must not time out.
+    """
 
     def __init__(self, writer: RunWriter, pulse: Pulse, step: int) -> None:
         self.writer, self.pulse, self.step = writer, pulse, step
@@ -69,6 +73,8 @@ class Recorder:
         self.seconds = 0.0
         self._tokens = 0
         self._unwritten: list[Json] = []
+        self._pool, self._writing = ThreadPoolExecutor(1, thread_name_prefix="recorder"), Future[None]()
+        self._writing.set_result(None)
         self.start()
 
     @property
@@ -86,15 +92,21 @@ class Recorder:
         self.pulse.step = len(self.rows)
         self._tokens += row["completion_tokens"]
         self._unwritten.append(row)
-        if time.monotonic() - self._written > SHARD_EVERY_S:
-            self.flush()
+        if self._writing.done() and time.monotonic() - self._written > SHARD_EVERY_S:
+            self._write()
 
     def flush(self) -> None:
+        """Have everything written; raises what any of it met."""
+        self.seconds = time.monotonic() - self._started
+        self._write()
+        self._writing.result()
+
+    def _write(self) -> None:
+        self._writing.result()
         self._written = time.monotonic()
-        self.seconds = self._written - self._started
-        rows, self._unwritten = self._unwritten, []
-        if rows:
-            self.writer.attempts(self.step, rows)
+        if rows := self._unwritten:
+            self._unwritten = []
+            self._writing = self._pool.submit(self.writer.attempts, self.step, rows)
 
 
 def _tasks(spec: Settings) -> list[Task]:
