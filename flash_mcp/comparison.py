@@ -17,6 +17,8 @@ from flash_mcp.stats import Interval
 Outcome = Literal["improved", "no_change", "regressed", "underpowered"]
 Test = Literal["mcnemar_exact", "paired_bootstrap", "noise_band"]
 
+MIN_CHANGE = 0.05
+"""Of a share of successes: what is smaller is no change, unless the caller says otherwise."""
 LEAST_TASKS = 10
 """With fewer, the absence of a difference is never claimed."""
 SIGNIFICANT = 0.05

@@ -5,10 +5,10 @@ Pure functions of numbers, so that every sentence an agent reads can be tested.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import fmean, median, pstdev
 from typing import Literal
 
@@ -40,6 +40,8 @@ FlagName = Literal[
 BARS = "▁▂▃▄▅▆▇█"
 WINDOW = 10
 """Steps that a flag looks at: the newest so many."""
+LONG = 20
+"""Values of which the first and the last third have a noise worth the name."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
         return ""
     count = min(width, len(values))
     edges = [round(index * len(values) / count) for index in range(count + 1)]
-    means = [fmean(values[start:end]) for start, end in pairwise(edges)]
+    means = [fmean(values[start:end]) for start, end in itertools.pairwise(edges)]
     low, high = min(means), max(means)
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(BARS[round((mean - low) * scale)] for mean in means)
@@ -165,9 +167,11 @@ def contaminated(shared: int, eval_tasks: int, evidence: str) -> Flag:
     )
 
 
-def outlook(history: Sequence[Metrics], found: Sequence[Flag], verdict: Outcome | None = None) -> str:
+def outlook(history: Sequence[Metrics], found: Sequence[Flag], verdict: str | None = None) -> str:
     """One line on whether the run is worth continuing, and why: yes, doubtful, no, or too early to say."""
     graver = next((flag for flag in found if flag.severity == "problem"), None)
+    if graver and verdict == "improved":
+        return f"doubtful: the held-out success rose, but {graver.name}: {graver.evidence}"
     if graver:
         return f"no: {graver.name}: {graver.evidence}"
     if len(history) < 3:
@@ -182,13 +186,25 @@ def outlook(history: Sequence[Metrics], found: Sequence[Flag], verdict: Outcome 
     if doubt:
         return f"doubtful: {doubt.name}: {doubt.evidence}"
     name, sign = ("reward/mean", 1) if _column(history, "reward/mean") else ("loss", -1)
-    moved = trend(_column(history, name))
+    moved = trend(values := _column(history, name))
     if moved is None:
         return "too early to say: nothing was measured yet"
     said = f"{name.partition('/')[0]} went from {moved.first:.3g} to {moved.last:.3g} over {_steps(history)}"
     if sign * (moved.last - moved.first) <= 0:
         return f"doubtful: {said}"
+    if len(values) < LONG and not _is_monotone(values):
+        return f"too early to say: {said}, which chance alone may explain"
     return f"yes: {said}" + (f"; mind {', '.join(flag.name for flag in found)}" if found else "")
+
+
+def _is_monotone(values: Sequence[float]) -> bool:
+    """Whether they rise, or fall, more than chance explains: Mann's test of Kendall's S (1945), at 5 %.
+
+    Four values or fewer never do.
+    """
+    count = len(values)
+    rises = sum((b > a) - (b < a) for a, b in itertools.combinations(values, 2))
+    return abs(rises) - 1 > 1.96 * math.sqrt(count * (count - 1) * (2 * count + 5) / 18)
 
 
 def _steps(history: Sequence[Metrics]) -> str:
@@ -287,8 +303,8 @@ def _middle(recent: Sequence[Metrics]) -> float:
 
 
 def _change(values: Sequence[float]) -> tuple[float, float] | None:
-    """(mean of the last third less that of the first, half-width of its noise); None for fewer than 20 values."""
-    if len(values) < 20:
+    """(mean of the last third less that of the first, half-width of its noise); None for fewer than LONG values."""
+    if len(values) < LONG:
         return None
     third = len(values) // 3
     first, last = values[:third], values[-third:]

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import httpx
+import psutil
 
 from flash_mcp.callers import caller
 from flash_mcp.catalog import is_named
@@ -247,16 +248,33 @@ class Server:
             self.call("/unload_lora_adapter", {"lora_name": deployment_id})
 
     def stop(self) -> None:
-        """End the whole process group: its engine processes outlive the parent otherwise."""
+        """End the server, and what is left of its process group: a killed server's engine outlives it.
+
+        The server alone is asked: it ends its engine, which leaves its shared memory behind when it is told as well.
+        """
         record = self._record
         if record is None or not record.owns_its_group():
             return
-        for signal_number in (signal.SIGTERM, signal.SIGKILL):
+        if record.is_alive():
             with suppress(ProcessLookupError):
-                os.killpg(record.pid, signal_number)
-            deadline = time.monotonic() + STOP_TIMEOUT_S
-            while record.is_alive() and time.monotonic() < deadline:
-                time.sleep(0.05)
+                os.kill(record.pid, signal.SIGTERM)
+            _wait_for_group(record.pid)
+        with suppress(ProcessLookupError):
+            os.killpg(record.pid, signal.SIGKILL)
+        _wait_for_group(record.pid)
+
+
+def _wait_for_group(group: int) -> None:
+    """Until none of its processes runs, or STOP_TIMEOUT_S have passed."""
+
+    def runs(process: psutil.Process) -> bool:
+        with suppress(ProcessLookupError):
+            return os.getpgid(process.pid) == group and process.info["status"] != psutil.STATUS_ZOMBIE
+        return False
+
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    while any(map(runs, psutil.process_iter(["status"]))) and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def _server_folder(base: Path, model: str) -> Path:

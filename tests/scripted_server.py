@@ -1,7 +1,8 @@
 """A quick server with the routes of vLLM's that deployments use; run as worker.serving is.
 
 The model's name says how it behaves: `silent` never listens, `crash` ends with a traceback. An adapter folder with a
-file `broken` in it is refused. Like vLLM it has a child process, which outlives it unless the whole group is ended.
+file `broken` in it is refused. Like vLLM it has a child process, which it ends with itself; killed, it leaves it
+behind.
 """
 
 from __future__ import annotations
@@ -63,6 +64,12 @@ def main() -> None:
     args = parser.parse_args()
     engine = subprocess.Popen(["/bin/sleep", "1000"])
     sys.stderr.write(f"engine={engine.pid} rank={args.max_lora_rank}\n")
+
+    def leave(*_: object) -> None:
+        engine.kill()
+        sys.exit()
+
+    signal.signal(signal.SIGTERM, leave)
     if args.model == "crash":
         raise ValueError("the weights are of another model")
     if args.model == "silent":

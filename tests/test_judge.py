@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 from hypothesis import given
@@ -259,3 +260,25 @@ def test_problems_stand_before_warnings():
 def test_missing_and_undefined_numbers_raise_no_flag():
     assert names([dict.fromkeys(HEALTHY)] * 40) == []
     assert names([dict.fromkeys(HEALTHY, math.nan)] * 40) == []
+
+
+@pytest.mark.parametrize("count", [3, 5, 10, 19])
+def test_noise_of_a_few_steps_is_not_called_progress(count: int) -> None:
+    draws = random.Random(0)
+    said = [
+        judge.outlook([{"step": step, "reward/mean": 0.3 + draws.gauss(0, 0.05)} for step in range(count)], [])
+        for _ in range(200)
+    ]
+    assert sum(line.startswith("yes") for line in said) <= 10
+
+
+def test_a_few_steps_that_rise_one_after_the_other_are_progress() -> None:
+    rising = [{"step": step, "reward/mean": 0.1 * step} for step in range(1, 6)]
+    assert judge.outlook(rising, []).startswith("yes: reward went from 0.1 to 0.5 over steps 1 to 5")
+    assert judge.outlook(rising[:4], []) == (
+        "too early to say: reward went from 0.1 to 0.4 over steps 1 to 4, which chance alone may explain"
+    )
+    problem = judge.Flag("truncation", "problem", "50 % were cut", "raise max_tokens")
+    assert judge.outlook(rising, [problem], "improved").startswith(
+        "doubtful: the held-out success rose, but truncation"
+    )

@@ -236,6 +236,30 @@ async def test_a_warm_start_takes_the_adapter_of_a_run(tmp_path: Path):
     assert started["warm_start"] == f"{earlier['id']}@10"
 
 
+def damage(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1] + b"!")
+
+
+async def test_a_warm_start_takes_no_damaged_checkpoint(tmp_path: Path):
+    earlier = finished_run(tmp_path)
+    damage(Path(earlier["folder"], "checkpoints", "20", "adapter_model.safetensors"))
+    error = await refused("train", environment="echo", init_from_adapter=f"{earlier['id']}@20")
+    assert error.code == "checkpoint_corrupt" and "adapter_model.safetensors" in error.what
+    started = await call("train", environment="echo", init_from_adapter=earlier["id"])
+    assert started["warm_start"] == f"{earlier['id']}@10", "the newest whose files are whole"
+
+
+async def test_a_run_that_learnt_nothing_is_not_offered_for_deployment(tmp_path: Path):
+    run, writer = started_run(tmp_path, steps=5)
+    learn(writer, range(1, 6), grad_norm=0.0, **{"groups/uniform_share": 1.0})
+    save_adapter(writer, 5, tmp_path / "saved")
+    read_in(open_store(), run["id"])
+    queue.finish(open_store(), run["id"], 1, "succeeded", step=5)
+    body = await call("status", run_id=run["id"])
+    assert body["run"]["outlook"].startswith("no: ") and "deploy" not in body["next"]
+    assert body["next"].endswith("train again with its remedy")
+
+
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
@@ -303,7 +327,7 @@ async def test_one_example_that_the_environment_failed_does_not_cost_the_pairs(t
     writer.evaluation(20, {"n": 99, "success": 52 / 99, "reward_mean": 52 / 99, "error_share": 0.01}, rollouts)
     read_in(open_store(), run["id"])
     verdict = (await call("status", run_id=run["id"]))["run"]["verdict"]
-    assert verdict["outcome"] == "improved" and "the same 99 examples (12 newly solved" in verdict["explanation"]
+    assert verdict["outcome"] == "improved" and "the same 99 tasks (12 newly solved" in verdict["explanation"]
 
 
 async def test_a_trend_counts_steps_however_long_the_run(tmp_path: Path):
@@ -320,6 +344,9 @@ async def test_a_run_within_the_noise_is_not_called_better(tmp_path: Path):
     body = await call("status", run_id=finished_run(tmp_path, solved=21)["id"])
     assert body["run"]["verdict"]["outcome"] == "no_change"
     assert "rollouts" in body["next"]
+    body = await call("status", run_id=finished_run(tmp_path / "other", solved=25)["id"])
+    assert body["run"]["verdict"]["outcome"] == "underpowered"
+    assert "eval tasks would decide: evaluate(" in body["next"] and body["next"].endswith("then compare")
 
 
 async def test_a_running_run_has_a_speed_and_a_time_left(tmp_path: Path):
@@ -699,6 +726,8 @@ async def test_a_fine_tuned_run_is_not_sent_for_transcripts_that_it_does_not_hav
         ({}, ""),
         ({"lora_rank": 8, "lora_alpha": 8}, ", lora_rank=8, lora_alpha=8"),
         ({"environment_args": {"fail": False}}, ", environment_args={'fail': False}"),
+        ({"algorithm": "sft"}, ", algorithm='sft'"),
+        ({"max_tokens": 16}, ", max_tokens=16"),
     ],
 )
 async def test_going_on_from_a_run_is_a_call_that_works(tmp_path: Path, fields: dict[str, Any], more: str):

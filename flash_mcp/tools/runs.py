@@ -27,7 +27,7 @@ from flash_mcp.curation import prompt_digest, read_held_out
 from flash_mcp.datasets import Dataset
 from flash_mcp.errors import FlashError
 from flash_mcp.evaluations import DEFAULT_MAX_LENGTH, Subject
-from flash_mcp.runfolder import Json
+from flash_mcp.runfolder import Json, RunFolder
 from flash_mcp.spec import ResolvedSpec, RunSpec, check_adapter, read_toml, resolve, validate
 from flash_mcp.store import EnvironmentRow, RunRow, Store, open_store
 from flash_mcp.tools import Part, Result, Tool, report, to_text
@@ -446,8 +446,11 @@ def _init_adapter(store: Store, spec: RunSpec, card: ModelCard) -> Json | None:
         if at and not at.isdigit():
             fix = "use RUN_ID, RUN_ID@STEP (a number), or an adapter folder"
             raise FlashError("invalid_argument", f"{at!r} is no step", init_from_adapter=reference, fix=fix)
-        checkpoint = store.checkpoint(run_id, int(at) if at else None)
-        folder, step, digest = Path(checkpoint["path"]), checkpoint["step"], checkpoint["digest"]
+        checkpoint, files = store.checkpoint(run_id, int(at) if at else None), RunFolder(store.run(run_id)["folder"])
+        if not at and (whole := files.newest_good_checkpoint()) is not None:
+            checkpoint = store.checkpoint(run_id, whole)
+        step, digest = checkpoint["step"], checkpoint["digest"]
+        folder = files.fetch_checkpoint(step, store.base / "adapters" / f"{run_id}-{step}")
     _check_adapter(folder, spec, card, base=store.run(run_id)["model"] if run_id else None)
     if digest is None:
         digest = hashlib.sha256((folder / "adapter_model.safetensors").read_bytes()).hexdigest()[:16]

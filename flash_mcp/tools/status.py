@@ -12,8 +12,9 @@ import anyio
 import anyio.to_thread
 from pydantic import Field
 
-from flash_mcp import judge, vault
+from flash_mcp import comparison, judge, vault
 from flash_mcp.callers import caller
+from flash_mcp.comparison import Comparison
 from flash_mcp.curve import of_run
 from flash_mcp.errors import FlashError
 from flash_mcp.failures import SAMPLE_ROLLOUTS, failure_counts
@@ -57,8 +58,9 @@ class HeldOut(Part):
 class Verdict(Part):
     """The newest held-out evaluation against the one before training."""
 
-    outcome: Literal["improved", "no_change", "regressed", "contaminated"] = Field(
-        description="no_change: within the noise band. contaminated: eval tasks were trained on, so nothing was judged."
+    outcome: comparison.Outcome | Literal["contaminated"] = Field(
+        description="As compare says it. underpowered: too few examples to say anything. contaminated: eval tasks were "
+        "trained on, so nothing was judged."
     )
     explanation: str = Field(description="The change, its noise band, and on how many examples.")
 
@@ -262,6 +264,7 @@ def view_of(store: Store, run_id: str, detailed: bool) -> tuple[RunView, str]:
     history = [{**row["metrics"], "step": row["step"]} for row in outline]
     overlap = run["lineage"].get("overlap")
     verdict = _verdict(store, run_id, evals)
+    trusted = None if overlap else verdict
     flags = judge.flags(history)
     if overlap:
         flags = [judge.contaminated(**overlap), *flags]
@@ -286,7 +289,7 @@ def view_of(store: Store, run_id: str, detailed: bool) -> tuple[RunView, str]:
         verdict=_told(verdict, overlap),
         newest=_others(newest["metrics"]) if newest else None,
         checkpoint=saved[-1]["step"] if saved else None,
-        outlook=judge.outlook(history, flags, verdict.outcome if verdict else None) if history else None,
+        outlook=judge.outlook(history, flags, trusted and trusted.outcome) if history else None,
         flags=[Flag(**vars(flag)) for flag in flags] or None,
         warnings=[shorten(warning, 300) for warning in warnings] or None,
         scores=scores(store, run) if is_eval else None,
@@ -298,8 +301,7 @@ def view_of(store: Store, run_id: str, detailed: bool) -> tuple[RunView, str]:
         sources=by_source(run["sources"]) if detailed else None,
         log_tail=_log_tail(run, 2500) or None if detailed else None,
     )
-    overlapped = None if overlap else verdict
-    return view, after_evaluation(store, run) if is_eval else _next_step(run, flags, overlapped, bool(saved))
+    return view, after_evaluation(store, run) if is_eval else _next_step(run, flags, trusted, bool(saved))
 
 
 def _attempt_s(store: Store, run: RunRow) -> float | None:
@@ -355,7 +357,7 @@ def _held_out(row: EvalRow) -> HeldOut:
     )
 
 
-def _verdict(store: Store, run_id: str, evals: list[EvalRow]) -> judge.Verdict | None:
+def _verdict(store: Store, run_id: str, evals: list[EvalRow]) -> Comparison | None:
     """Paired by example, those left out that environment code failed on either side."""
     if len(evals) < 2 or evals[0]["step"] != 0:
         return None
@@ -364,16 +366,22 @@ def _verdict(store: Store, run_id: str, evals: list[EvalRow]) -> judge.Verdict |
              ON a.run_id = b.run_id AND a.split = b.split AND a.position = b.position
              WHERE a.run_id = ? AND a.split = 'eval' AND a.step = ? AND b.step = ?
              AND json_extract(a.body, '$.error') IS NULL AND json_extract(b.body, '$.error') IS NULL"""
-    pairs = [
-        (bool(row["base"]), bool(row["trained"])) for row in store.query(sql, [run_id, base["step"], trained["step"]])
-    ]
+    pairs = store.query(sql, [run_id, base["step"], trained["step"]])
     if pairs:  # none where their files were lost
-        return judge.compare_pairs(pairs)
-    sides = [(row["summary"]["success"], int(row["summary"]["n"])) for row in (base, trained)]
-    return judge.compare(*sides)
+        sides = ([float(row[side]) for row in pairs] for side in ("base", "trained"))
+        return comparison.compare_paired(*sides, effect=comparison.MIN_CHANGE)
+    sides = (_successes(row["summary"]) for row in (base, trained))
+    return comparison.compare_unpaired(*sides, effect=comparison.MIN_CHANGE)
 
 
-def _told(verdict: judge.Verdict | None, overlap: Json | None) -> Verdict | None:
+def _successes(summary: Json) -> list[float]:
+    """One value an example, 1 for each that succeeded."""
+    count = int(summary["n"])
+    solved = round(summary["success"] * count)
+    return [1.0] * solved + [0.0] * (count - solved)
+
+
+def _told(verdict: Comparison | None, overlap: Json | None) -> Verdict | None:
     """The verdict, as far as one may be told: figures of trained tasks are no evidence of learning."""
     if verdict is None:
         return None
@@ -465,7 +473,7 @@ def _given(run: RunRow) -> dict[str, Any]:
     return {name: value for name, value in run["spec"].items() if value not in (None, [], {})}
 
 
-def _next_step(run: RunRow, flags: list[judge.Flag], verdict: judge.Verdict | None, has_checkpoint: bool) -> str:
+def _next_step(run: RunRow, flags: list[judge.Flag], verdict: Comparison | None, has_checkpoint: bool) -> str:
     run_id, state = run["id"], run["state"]
     if state == "failed":
         resume = f"; its checkpoints stay: {going_on(run)} goes on from the newest" if has_checkpoint else ""
@@ -474,26 +482,30 @@ def _next_step(run: RunRow, flags: list[judge.Flag], verdict: judge.Verdict | No
         return f"deploy(run_id={run_id!r}) or {going_on(run)}" if has_checkpoint else "train again"
     if any(flag.name == "contaminated_split" for flag in flags):
         return "take the shared tasks out of one of the splits, env_test, env_push and train again: see flags"
-    if state == "succeeded":
+    problem = next((flag for flag in flags if flag.severity == "problem"), None)
+    if state == "succeeded" and (verdict or not problem):
         return _after_success(run, verdict)
-    if problem := next((flag for flag in flags if flag.severity == "problem"), None):
-        return f"{problem.name}: see rollouts(run_id={run_id!r}, which='worst'); cancel if it is not worth its time"
+    if problem:
+        end = "train again with its remedy" if state == "succeeded" else "cancel if it is not worth its time"
+        return f"{problem.name}: see rollouts(run_id={run_id!r}, which='worst'); {end}"
     return f"status(run_id={run_id!r}, wait_s=40) returns at the next change"
 
 
 def going_on(run: RunRow, step: int | None = None) -> str:
     """The call that starts another run of the same shape from an adapter of this one, by default the newest."""
-    spec, recipe = run["spec"], RECIPES[run["spec"]["algorithm"]]
+    spec = run["spec"]
     start = run["id"] if step is None else f"{run['id']}@{step}"
     fields = {"environment": run["environment"], "init_from_adapter": start}
     if run["model"] != RunSpec.model_fields["model"].default:
         fields["model"] = run["model"]
-    fields |= {name: spec[name] for name in ("environment_args", "secrets") if spec[name]}
-    fields |= {name: spec[name] for name in ("lora_rank", "lora_alpha") if spec[name] != recipe[name]}
+    fields |= {name: spec[name] for name in ("environment_args", "secrets", "dataset") if spec.get(name)}
+    shape = ("algorithm", "max_tokens", "lora_rank", "lora_alpha")
+    recipe = {"algorithm": RunSpec.model_fields["algorithm"].default, **RECIPES[spec["algorithm"]]}
+    fields |= {name: spec[name] for name in shape if spec[name] != recipe.get(name)}
     return f"train({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
 
 
-def _after_success(run: RunRow, verdict: judge.Verdict | None) -> str:
+def _after_success(run: RunRow, verdict: Comparison | None) -> str:
     run_id = run["id"]
     if verdict is None and run["algorithm"] == "sft":
         return f"evaluate(model={run_id!r}) measures it on held-out tasks, and compare sets it against the base model"
@@ -501,6 +513,9 @@ def _after_success(run: RunRow, verdict: judge.Verdict | None) -> str:
         return f"rollouts(run_id={run_id!r}, which='best') shows what was learnt; deploy(run_id={run_id!r}) serves it"
     if verdict.outcome == "improved":
         return f"deploy(run_id={run_id!r}), then chat with the base model beside it"
+    if verdict.outcome == "underpowered":
+        call = f"evaluate(environment={run['environment']!r}, model={run_id!r}) and with model='{run_id}@0'"
+        return f"about {verdict.decide_n} eval tasks would decide: {call}, then compare"
     failing = f"rollouts(run_id={run_id!r}, which='worst', split='eval')"
     return f"{failing} shows what still fails; change one thing and train again"
 
