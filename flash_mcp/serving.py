@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -180,6 +181,8 @@ class Server:
     lora_rank: int
     log: str
     api_key: str
+    scratch: str = ""
+    """Where its sockets lie: short, as their paths must be."""
 
     @classmethod
     def find(cls, base: Path, model: str) -> Server | None:
@@ -414,7 +417,12 @@ class Deployments:
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "FLASH_HOME": str(self.home), "VLLM_API_KEY": server.api_key},
+                env={
+                    **os.environ,
+                    "FLASH_HOME": str(self.home),
+                    "VLLM_API_KEY": server.api_key,
+                    "VLLM_RPC_BASE_PATH": server.scratch,
+                },
                 start_new_session=True,
             )
         deadline = time.monotonic() + STOP_TIMEOUT_S
@@ -436,6 +444,7 @@ class Deployments:
             lora_rank=max(row["data"]["rank"] for row in wanted),  # no more: the CPU is slower for every rank
             log=str(logs / f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}.log"),
             api_key=secrets.token_urlsafe(24),
+            scratch=tempfile.mkdtemp(prefix="flash-server-"),
         )
         part = folder / f".server.{secrets.token_hex(4)}"
         part.touch(mode=0o600)
@@ -447,7 +456,8 @@ class Deployments:
         server.stop()
         if child := self._children.pop(server.model, None):
             child.poll()
-        shutil.rmtree(server.folder, ignore_errors=True)
+        for folder in filter(None, (server.scratch, server.folder)):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _fail(self, rows: list[DeploymentRow], error: FlashError) -> None:
         for row in rows:
