@@ -10,14 +10,19 @@ raised. Nothing here proves a scorer right; it finds those that are wrong in way
 from __future__ import annotations
 
 import asyncio
+import inspect
+import re
+import reprlib
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from environments import requirements
-from environments.base import ChatMessage
+from environments import requirements, sandbox
+from environments.base import ChatMessage, EnvironmentSingleTurn
+from environments.faults import remedy
 from environments.host import EnvironmentFault, EnvironmentHost, Score
 from environments.splits import shared_tasks
 
@@ -374,16 +379,51 @@ def _is_low(reward: float, gold: float, *, partial: bool) -> bool:
 
 
 def _failure(name: str, fault: EnvironmentFault) -> Probe:
+    trace = f"\n{fault.traceback.strip()[-800:]}" if fault.traceback.strip() else ""
+    return Probe(name, False, f"[{fault.code}] {fault.what}{trace}", remedy(fault) or _fix(name, fault))
+
+
+def _fix(name: str, fault: EnvironmentFault) -> str:
     fixes = {
         "environment_timeout": "give every wait and every loop in environment code an end",
-        "environment_error": "return a low score instead of raising, whatever the model wrote",
-        "environment_invalid": "mend environment.py",
         "dataset_invalid": "mend the dataset at the place named",
         "requirements_failed": f"mend {requirements.FILE}: name packages and versions that exist for this Python",
     }
-    wall = "stay within the limits, or raise them in environment.toml (network, memory_gib, processes, file_gib)"
-    trace = f"\n{fault.traceback.strip()[-800:]}" if fault.traceback.strip() else ""
-    return Probe(name, False, f"[{fault.code}] {fault.what}{trace}", fixes.get(fault.code, wall))
+    if fault.code not in ("environment_error", "environment_invalid"):
+        wall = f"stay within the limits, or raise them in {sandbox.FILE} (network, memory_gib, processes, file_gib)"
+        return fixes.get(fault.code, wall)
+    # Without the answer that `_timed` puts before it, whose words would be taken for the fault's.
+    what = fault.__cause__.what if isinstance(fault.__cause__, EnvironmentFault) else fault.what
+    if raised := re.match(r"(\S+) raised (\w+): ", what):
+        return _fix_of_raised(name, raised[1], raised[2], what)
+    if what.startswith(sandbox.FILE):
+        return f"mend {sandbox.FILE}, or leave it out: most environments need none"
+    if what.startswith("there is no environment.py"):
+        return "pass the folder that holds environment.py; env_setup writes one to start from"
+    if "its process answered no call" in what:
+        return "release the interpreter: have native code that runs long give the GIL up, or call it in a process"
+    if "the environment's process ended" in what:
+        return "raise or return instead of ending the process: look for exit calls, signals and crashes of native code"
+    if fault.code == "environment_invalid":
+        return "mend environment.py"
+    if what.startswith("the score must be"):
+        return "give RewardResult a finite number as score, whatever the model wrote"
+    return "return what the evidence asks for on every path: one without a return gives None"
+
+
+def _fix_of_raised(name: str, method: str, error: str, what: str) -> str:
+    called = re.search(r"(\w+)\(\) (?:takes|missing|got)", what)
+    contract = getattr(EnvironmentSingleTurn, called[1], None) if called and not called[1].startswith("_") else None
+    if error == "TypeError" and called and callable(contract):
+        return f"define it as the contract has it: {called[1]}({', '.join(inspect.signature(contract).parameters)})"
+    if error == "ModuleNotFoundError":
+        return f"name its package in {requirements.FILE}, or mend the import"
+    is_about_answer = name != "gold" and error not in ("NameError", "ImportError")
+    if is_about_answer and method in ("score_episode", "normalize_response_text"):
+        return "return a low score instead of raising, whatever the model wrote"
+    if is_about_answer and method == "step_episode":
+        return "answer with a message or done=True instead of raising, whatever the model wrote"
+    return f"mend {method} at the line named"
 
 
 def _spread(size: int, count: int) -> list[int]:
@@ -399,7 +439,14 @@ def _repeated(ids: Iterable[str]) -> str | None:
 
 
 def _show(answers: Answers) -> str:
-    return " / ".join(f"{answer!r:.80}" for answer in answers) or "nothing"
+    return " / ".join(_brief(answer, 80) for answer in answers) or "nothing"
+
+
+def _brief(value: Any, limit: int) -> str:
+    """Its repr, whose texts are cut to `limit` in their middle: quotes stay closed."""
+    brief = reprlib.Repr()
+    brief.maxstring = brief.maxother = limit
+    return brief.repr(value)
 
 
 def _told(score: Score) -> str:
@@ -410,10 +457,10 @@ def _told(score: Score) -> str:
 
 def _difference(one: Played, other: Played) -> str:
     for what, left, right in (
-        ("prompt", one.prompt, other.prompt),
-        ("replies", one.replies, other.replies),
+        *(("prompt", *pair) for pair in zip_longest(one.prompt, other.prompt)),
+        *(("reply", *pair) for pair in zip_longest(one.replies, other.replies)),
         ("score", one.score, other.score),
     ):
         if left != right:
-            return f"{what} {left!r:.200} and {right!r:.200}"
+            return f"{what} {_brief(left, 200)} and {_brief(right, 200)}"
     return "nothing"

@@ -90,6 +90,13 @@ def _unknown(arguments: argparse.Namespace, command: str) -> FlashError:
     from flash_mcp.tools import nearest  # noqa: PLC0415
 
     option = str(arguments.rest[0]).partition("=")[0]
+    if not option.startswith("-") and hasattr(arguments, "words"):
+        takes = ", ".join(f"one {name.upper()}" for name in arguments.words) or "options only"
+        told = "".join(f"; the {name} is --{name}" for name in arguments.named)
+        what = f"{option!r} is a word too many: {command} takes {takes}{told}"
+        return FlashError(
+            "unknown_argument", what, fix=f"give it by its option, a list as A,B; see flash-mcp {command} --help"
+        )
     near = nearest(option, getattr(arguments, "options", []), count=1)
     guess = f" (did you mean {near[0]}?)" if near else ""
     return FlashError("unknown_argument", f"there is no {option}{guess}", fix=f"see flash-mcp {command} --help")
@@ -501,7 +508,10 @@ def _add_tool(commands: Any, tool: Tool) -> None:
     if tool.name in ("train", "status", "evaluate"):
         parser.add_argument("--follow", action="store_true", help="stay until the run has ended; Ctrl-C only detaches")
     options = [f"--{name.replace('_', '-')}" for name in tool.signature.parameters]
-    parser.set_defaults(run=functools.partial(_run_tool, tool), options=options)
+    required = [name for name, each in tool.signature.parameters.items() if each.default is each.empty]
+    words = [POSITIONAL[tool.name]] if tool.name in POSITIONAL else required
+    named = [name.replace("_", "-") for name in required if name not in words]
+    parser.set_defaults(run=functools.partial(_run_tool, tool), options=options, words=words, named=named)
 
 
 def _add_argument(parser: argparse.ArgumentParser, tool: str, parameter: inspect.Parameter) -> None:

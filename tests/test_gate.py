@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,86 @@ async def test_a_faulty_environment_fails_where_it_is_at_fault(tmp_path: Path, f
     assert set(failed) == expected, {probe.name: probe.evidence for probe in failed.values()}
     assert evidence in failed[name].evidence, failed[name].evidence
     assert failed[name].fix
+
+
+FIXES = {
+    "start_episode": ("def start_episode(self, example): return []", "prompts",
+        "define it as the contract has it: start_episode(self, example, prompt_text)"),
+    "prompt": ("def start_episode(self, example, prompt_text): return 1 / 0", "prompts",
+        "mend start_episode at the line named"),
+    "step": ("def step_episode(self, example, messages, assistant_response): pass", "junk",
+        "return what the evidence asks for on every path: one without a return gives None"),
+    "raising step": ("def step_episode(self, example, messages, said): int(said)", "junk",
+        "answer with a message or done=True instead of raising, whatever the model wrote"),
+    "text": ("def score_response(self, example, text): return RewardResult('high')", "gold",
+        "give RewardResult a finite number as score, whatever the model wrote"),
+    "nan": ("def score_response(self, example, text): return RewardResult(float('nan'))", "junk",
+        "give RewardResult a finite number as score, whatever the model wrote"),
+    "gold": ("def score_response(self, example, text): return RewardResult(text.missing)", "gold",
+        "mend score_episode at the line named"),
+    "typo": ("def score_response(self, example, text): return Reward(0.0)", "junk",
+        "mend score_episode at the line named"),
+    "junk": ("def score_response(self, example, text): return RewardResult(float(int(text) == 1))", "junk",
+        "return a low score instead of raising, whatever the model wrote"),
+    "exit": ("def score_response(self, example, text): os._exit(3)", "junk",
+        "raise or return instead of ending the process: look for exit calls, signals and crashes of native code"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FIXES)
+async def test_a_fix_fits_its_fault(tmp_path: Path, fault: str) -> None:
+    method, name, fix = FIXES[fault]
+    # Words of an answer that is quoted with a fault are none of the fault's.
+    gold = (
+        "def sft_completion(self, example):\n        return [{'role': 'assistant', 'content': 'x raised Y: must be'}]"
+    )
+    report = await check(environment_folder(tmp_path, f"class Sample(Addition):\n    {method}\n    {gold}\n"))
+    assert failures(report)[name].fix == fix, failures(report)[name].evidence
+
+
+LOAD_FIXES = {
+    "key": ("os.environ['INVENTORY_KEY']", {}, "pass secrets=['INVENTORY_KEY'], if that is an environment variable"),
+    "own key": ("{}['inventory']", {}, "mend environment.py at the line named"),
+    "unexpected": ("Addition(**args)", {"size": 2}, "leave 'size' out of environment_args, or add it to the"),
+    "missing": ("Sized()", {}, "pass environment_args={'size': ...}, or give that parameter of Sized.__init__() a"),
+    "package": ("__import__('no_such_package')", {}, "name its package in requirements.txt, or mend the import"),
+    "exit": ("os._exit(3)", {}, "raise or return instead of ending the process"),
+    "none": ("None", {}, "mend environment.py"),
+}
+
+
+@pytest.mark.parametrize("fault", LOAD_FIXES)
+async def test_a_fault_of_loading_names_its_remedy(tmp_path: Path, fault: str) -> None:
+    returns, args, fix = LOAD_FIXES[fault]
+    sized = "class Sized(Addition):\n    def __init__(self, size): pass\n"
+    (probe,) = (await check(environment_folder(tmp_path, sized, returns=returns), args=args)).probes
+    assert probe.fix.startswith(fix), probe.evidence
+
+
+@pytest.mark.parametrize(
+    ("parameters", "args", "fix"),
+    [
+        ("", {"size": 2}, "leave 'size' out of environment_args, or add it to the parameters of load_environment()"),
+        ("size", {}, "pass environment_args={'size': ...}, or give that parameter of load_environment() a default"),
+    ],
+)
+async def test_arguments_that_load_environment_does_not_take_are_named(
+    tmp_path: Path, parameters: str, args: dict[str, int], fix: str
+) -> None:
+    (tmp_path / "environment.py").write_text(f"def load_environment({parameters}): pass\n")
+    assert (await check(tmp_path, args=args)).probes[0].fix == fix
+
+
+async def test_a_fault_of_a_file_names_the_file(tmp_path: Path) -> None:
+    assert (await check(tmp_path)).probes[0].fix.startswith("pass the folder that holds environment.py")
+    (environment_folder(tmp_path, "", returns="Addition()") / "environment.toml").write_text("netwrk = true\n")
+    assert (await check(tmp_path)).probes[0].fix.startswith("mend environment.toml")
+
+
+async def test_a_long_answer_is_cut_with_its_quotes_closed(tmp_path: Path) -> None:
+    source = "def sft_completion(self, example): return [{'role': 'assistant', 'content': 'gold' * 99}]"
+    report = await check(environment_folder(tmp_path, f"class Sample(Addition):\n    {source}\n"))
+    assert re.search(r"no success: '[gold]+\.\.\.[gold]+' earned", failures(report)["gold"].evidence)
 
 
 async def test_state_that_episodes_share_is_found(tmp_path: Path) -> None:

@@ -162,6 +162,23 @@ async def test_a_dataset_is_kept_under_its_content_with_where_it_came_from(clien
     assert [(entry["name"], entry["rows"], entry["holdout"], entry["environment"]) for entry in listed] == [expected]
 
 
+@pytest.mark.parametrize(
+    ("secrets", "carried"),
+    [
+        ([["KEY", "ID"], [], ["ID", "KEY"]], ", secrets=['ID', 'KEY'], environment_args={\"low\": 1})"),
+        ([["KEY"], ["ID"]], ', environment_args={"low": 1})'),
+    ],
+)
+async def test_training_is_given_what_the_runs_had(
+    client: Client, monkeypatch: pytest.MonkeyPatch, secrets: list[list[str]], carried: str
+):
+    for name in ("KEY", "ID"):
+        monkeypatch.setenv(name, "planted-secret-value")
+    runs = [recorded(solved(), environment_args={"low": 1}, secrets=names)["id"] for names in secrets]
+    body = await curated(client, runs=runs, name="right")
+    assert body["next"].endswith(f"dataset={body['dataset']!r}, validate_only=true{carried}")
+
+
 async def test_runs_and_evaluations_are_pooled_and_no_attempt_counts_twice(client: Client):
     first = recorded(solved(), [answered(0, "t0", "0!!", split="train", attempt=0)])
     second = recorded([answered(n, "t0", f"0! {n}") for n in range(2)])

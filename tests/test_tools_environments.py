@@ -192,6 +192,27 @@ async def test_secrets_and_arguments_reach_the_environment_and_are_kept_nowhere(
     assert not any(b"planted-secret" in (flash_home / path).read_bytes() for path in files_in(flash_home))
 
 
+async def test_what_an_environment_is_loaded_with_is_carried_on(
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLANTED_KEY", "planted-secret-value")
+    source = """
+    class Sample(Addition):
+        def __init__(self, hard):
+            super().__init__()
+            os.environ["PLANTED_KEY"]
+    """
+    folder = str(environment_folder(tmp_path / "e", source, returns="Sample(**args)"))
+    known: dict[str, Any] = {"secrets": ["PLANTED_KEY"], "environment_args": {"hard": True}}
+    carried = ", secrets=['PLANTED_KEY'], environment_args={\"hard\": true}"
+    tested = await call(client, "env_test", folder=folder, **known)
+    assert tested["next"] == f"env_push(name=..., folder={folder!r}{carried})"
+    pushed = await call(client, "env_push", name="e", folder=folder, **known)
+    assert pushed["next"].startswith(f"train(environment='e', validate_only=true{carried})")
+    tested = await call(client, "env_test", environment="e", **known)
+    assert tested["next"] == f"train(environment='e', validate_only=true{carried})"
+
+
 # -- env_test ---------------------------------------------------------------------------------------------------------
 
 

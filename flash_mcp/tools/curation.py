@@ -16,6 +16,7 @@ from flash_mcp.runfolder import Json, RunFolder
 from flash_mcp.store import RunRow, Store, open_store
 from flash_mcp.task_filter import compile_filter
 from flash_mcp.tools import Part, Result, Tool, report, shorten
+from flash_mcp.tools.environments import passed_on
 from flash_mcp.tools.loading import loaded
 
 LOAD_TIMEOUT_S = 20.0
@@ -135,7 +136,8 @@ async def curate(
     kept = await anyio.to_thread.run_sync(datasets.register, name, train, holdout_rows, manifest, store.base)
     result.dataset, result.created, result.path = f"{kept.name}@{kept.digest}", kept.created, str(kept.path)
     result.next = (
-        f"train(environment={result.environment!r}, algorithm='sft', dataset={result.dataset!r}, validate_only=true)"
+        f"train(environment={result.environment!r}, algorithm='sft', dataset={result.dataset!r}, validate_only=true"
+        f"{passed_on(_secrets_of(rows), rows[0]['spec'].get('environment_args'))})"
     )
     return result
 
@@ -170,6 +172,12 @@ def _environment_of(row: RunRow) -> str:
 def _arguments_of(row: RunRow) -> str:
     arguments = cast("Json", row["spec"].get("environment_args") or {})
     return ", ".join(f"{name}={value!r}" for name, value in sorted(arguments.items()))
+
+
+def _secrets_of(rows: Sequence[RunRow]) -> list[str]:
+    """Names of the secrets of the runs that have any; none where these differ."""
+    named = {tuple(sorted(row["spec"].get("secrets") or ())) for row in rows} - {()}
+    return list(named.pop()) if len(named) == 1 else []
 
 
 async def _held_out(store: Store, row: RunRow) -> HeldOut:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -226,7 +227,16 @@ async def publish(
         contaminated=contamination_note(shared) if shared else None,
         next="take the shared tasks out of one of the splits, env_test and env_push again"
         if shared and shared.shared
-        else f"train(environment={name!r}, validate_only=true); before that env_test, if not done yet",
+        else f"train(environment={name!r}, validate_only=true{passed_on(values, environment_args)}); before that "
+        "env_test, if not done yet",
+    )
+
+
+def passed_on(secrets: Iterable[str] | None, environment_args: Mapping[str, Any] | None) -> str:
+    """What a call that loads the environment has to be given as well, as this one was; secrets by name alone."""
+    names = list(secrets or ())
+    return (f", secrets={names!r}" if names else "") + (
+        f", environment_args={json.dumps(environment_args, ensure_ascii=False)}" if environment_args else ""
     )
 
 
@@ -339,7 +349,9 @@ async def env_test(
         seconds=round(found.seconds, 2),
         probes=[_shown(probe) for probe in found.probes],
         sample=sample,
-        next=after_sample(sample) if sample else _after_test(failed, trainable, path),
+        next=after_sample(sample)
+        if sample
+        else _after_test(failed, trainable, path, passed_on(secrets, environment_args)),
     )
 
 
@@ -381,12 +393,12 @@ def _shown(probe: gate.Probe) -> Probe:
     return Probe(name=probe.name, passed=probe.passed, evidence=shorten(probe.evidence, limit), fix=probe.fix or None)
 
 
-def _after_test(failed: list[str], environment: str | None, path: Path) -> str:
+def _after_test(failed: list[str], environment: str | None, path: Path, needed: str) -> str:
     if failed:
         return f"mend what {failed[0]} says, then env_test again"
     if environment is None:
-        return f"env_push(name=..., folder={str(path)!r})"
-    return f"train(environment={environment!r}, validate_only=true)"
+        return f"env_push(name=..., folder={str(path)!r}{needed})"
+    return f"train(environment={environment!r}, validate_only=true{needed})"
 
 
 TOOLS = [
