@@ -450,7 +450,7 @@ def compare(
     one_model = evaluations.weights(base_run, places[0][1]) == evaluations.weights(other_run, places[1][1])
     confounded = bool(differing) and not one_model
     if differing:
-        whose = "the change may be theirs" if one_model else "the change may be theirs and not the model's"
+        whose = "the change may come from that" if one_model else "the change may come from that, not from the model"
         for found in changes.values():
             found.explanation += f"; but the two differ in {', '.join(differing)}: {whose}"
     moved = _moved(tasks, both)
@@ -673,7 +673,7 @@ def _repeated(base: RunRow, step: int, other: RunRow, differing: list[str]) -> s
     tasks = other["spec"].get("tasks")
     if tasks and tasks == list(range(len(tasks))):
         chosen["limit"] = len(tasks)
-    long = f"<that of {other['id']}>"  # arguments may be
+    long = f"<that of {other['id']}>"  # environment_args may be too long to repeat
     given = ", ".join(f"{name}={text if len(text := repr(value)) <= 300 else long}" for name, value in chosen.items())
     return (
         f"claim nothing and deploy nothing: the two differ in {', '.join(differing)}; evaluate({given}) "
