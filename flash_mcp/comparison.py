@@ -123,7 +123,12 @@ def _judged(
         outcome, aim = "underpowered", max(abs(change), effect)
         decide_n = max(stats.needed(spread, aim), LEAST_TASKS)
         side = " on each side" if test == "noise_band" else ""
-        meaning = f"chance alone may explain it; about {decide_n} tasks{side} would tell a change of {aim:.2g}"
+        reason = "chance alone may explain it"
+        if p is not None and interval.excludes_zero():
+            reason = f"p is not below {SIGNIFICANT}, so {reason}"
+        elif min(tasks) < LEAST_TASKS and (interval.excludes_zero() or interval.within(effect)):
+            reason = f"fewer than {LEAST_TASKS} tasks are too few to say"
+        meaning = f"{reason}; about {decide_n} tasks{side} would tell a change of {aim:.2g}"
     explanation = f"{change:+.3f}, 95 % interval {interval.low:+.3f} to {interval.high:+.3f}, by {how}: {meaning}"
     return Comparison(outcome, test, change, interval.low, interval.high, tasks, p, decide_n, explanation)
 

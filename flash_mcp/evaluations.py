@@ -265,11 +265,36 @@ def evaluation_at(store: Store, run: RunRow, step: int | None) -> EvalRow:
 def settings(run: RunRow) -> dict[str, Any]:
     """What decides an evaluation's outcome beside model and tasks. Those within a training run are greedy."""
     spec, is_eval = run["spec"], run["algorithm"] == "eval"
+    temperature = spec["temperature"] if is_eval else 0.0
     return {
         "attempts": spec["attempts"] if is_eval else 1,
-        "temperature": spec["temperature"] if is_eval else 0.0,
+        "temperature": temperature,
+        "top_p": spec["top_p"] if temperature else 1.0,  # no nucleus matters to greedy decoding
         "max_tokens": spec["max_tokens"],
-        "max_length": spec["max_length"],
+        "max_length": spec["max_length"] or _default_length(run["model"]),
+        "stop_sequences": spec["stop_sequences"],
         "thinking": spec["thinking"],
         "environment_args": spec["environment_args"],
     }
+
+
+def _default_length(model: str) -> int:
+    """What the worker takes where a training run leaves max_length open."""
+    try:
+        return min(catalog.find(model).context or DEFAULT_MAX_LENGTH, DEFAULT_MAX_LENGTH)
+    except FlashError:  # the folder of a local model is gone
+        return DEFAULT_MAX_LENGTH
+
+
+def differing(base: RunRow, other: RunRow) -> list[str]:
+    """Names of the settings that differ and change what is measured: attempts change only the noise."""
+    ours, theirs = settings(base), settings(other)
+    return [name for name in ours if name != "attempts" and ours[name] != theirs[name]]
+
+
+def weights(run: RunRow, step: int) -> tuple[str, str | None, int | None]:
+    """The model that an evaluation is of: base model, and run and step of the adapter on it."""
+    if run["algorithm"] != "eval" and step:
+        return run["model"], run["id"], step
+    adapter = run["init_adapter"] or {}
+    return run["model"], adapter.get("run_id"), adapter.get("step")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import time
@@ -262,6 +263,9 @@ async def test_two_evaluations_are_paired_by_task_and_the_flips_are_shown(client
     assert (flip["base"], flip["other"], flip["prompt"]) == (0.0, 1.0, "say 10")
     assert (flip["base_text"], flip["other_text"]) == ("It is unknown", "Surely 10")
     assert any("environment_args" in note for note in body["notes"])
+    # One model: the verdict is of what differs, and nothing is to be deployed for it.
+    assert "differ in environment_args" in body["success"]["explanation"]
+    assert "one model" in body["next"] and "deploy" not in body["next"] and "other_index" in body["next"]
     shown = await call(client, "rollouts", run_id=other["run_id"], split="eval", step=0, index=flip["other_index"])
     assert shown["rollouts"][0]["messages"][-1]["content"] == "Surely 10"
     back = await call(client, "compare", base=other["run_id"], other=base["run_id"])
@@ -273,7 +277,14 @@ async def test_too_few_tasks_are_called_so_with_the_number_that_would_decide(cli
     body = await call(client, "compare", base=base["run_id"], other=other["run_id"])
     assert body["verdict"] == "underpowered"
     assert body["success"]["decide_n"] > 60
-    assert str(body["success"]["decide_n"]) in body["next"]
+    assert f"evaluate both on about {body['success']['decide_n']} tasks" in body["next"]
+    pushed = open_store().environment("echo")
+    sizes = {"tasks": {"train": 40, "eval": 60}}
+    open_store().add_environment(
+        name="echo", digest=pushed["digest"], path=pushed["path"], size_bytes=pushed["size_bytes"], data=sizes
+    )
+    capped = await call(client, "compare", base=base["run_id"], other=other["run_id"])
+    assert "the eval split has no more than 60" in capped["next"] and "add tasks" in capped["next"]
     lenient = await call(client, "compare", base=base["run_id"], other=other["run_id"], min_change=0.2)
     assert lenient["verdict"] == "no_change"
 
@@ -299,6 +310,72 @@ async def test_different_tasks_are_compared_by_noise_bands_and_it_says_so(client
     assert body["base"]["band"] == pytest.approx(1.96 * (5 / 30 * 25 / 30 / 30) ** 0.5, abs=1e-3)
 
 
+async def test_two_models_that_were_sampled_differently_are_not_judged(client: Client, tmp_path: Path):
+    run = finished_run(tmp_path / "run", solved=90)
+    push_echo(tmp_path / "echo", ECHO)
+    asked = {"temperature": 1.0, "attempts": 4, "max_tokens": 16}
+    base = await call(client, "evaluate", environment="echo", **asked)
+    body = await call(client, "compare", base=base["run_id"], other=run["id"])
+    assert (body["verdict"], body["success"]["outcome"]) == ("confounded", "improved")
+    assert "differ in temperature, max_tokens" in body["success"]["explanation"]
+    assert "deploy(" not in body["next"]
+    # The call that it names makes the two comparable.
+    named = re.search(r"evaluate\((.*)\) repeats base", body["next"])
+    assert named
+    again = await call(client, "evaluate", **eval(f"dict({named[1]})"))
+    assert (again["of"], again["attempts"], again["values"]["max_tokens"]) == (base["of"], 1, 512)
+    body = await call(client, "compare", base=again["run_id"], other=run["id"])
+    assert body["verdict"] == "improved" and f"deploy(run_id='{run['id']}', step=20)" in body["next"]
+    # More attempts at the same temperature are less noise, and no other thing that is measured.
+    more = await call(client, "evaluate", environment="echo", attempts=2, temperature=0)
+    assert (await call(client, "compare", base=more["run_id"], other=run["id"]))["verdict"] == "improved"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"temperature": 0.5},
+        {"max_tokens": 100},
+        {"max_length": 1000},
+        {"stop_sequences": ["."]},
+        {"thinking": True},
+        {"environment_args": {"say": "No"}},
+    ],
+)
+async def test_whatever_changes_what_is_measured_confounds(client: Client, tmp_path: Path, given: dict[str, Any]):
+    run = finished_run(tmp_path / "run", solved=90)
+    push_echo(tmp_path / "echo", ECHO)
+    base = await call(client, "evaluate", environment="echo", limit=20, **given)
+    body = await call(client, "compare", base=base["run_id"], other=run["id"], flips=0)
+    assert body["verdict"] == "confounded"
+    assert f"differ in {next(iter(given))}:" in body["success"]["explanation"]
+
+
+async def test_a_nucleus_counts_where_something_is_sampled(client: Client, tmp_path: Path):
+    run = finished_run(tmp_path / "run", solved=90)
+    push_echo(tmp_path / "echo", ECHO)
+    for temperature, verdict in ((0.0, "no_change"), (1.0, "confounded")):
+        common = {"environment": "echo", "temperature": temperature}
+        base = await call(client, "evaluate", **common, top_p=0.5)
+        other = await call(client, "evaluate", **common, model=run["id"])
+        body = await call(client, "compare", base=base["run_id"], other=other["run_id"])
+        assert body["verdict"] == verdict
+
+
+async def test_only_an_evaluation_of_another_model_made_alike_is_proposed_as_the_other_side(
+    client: Client, tmp_path: Path
+):
+    run = finished_run(tmp_path / "run", solved=90)
+    push_echo(tmp_path / "echo", ECHO)
+    trained = await call(client, "evaluate", model=run["id"])
+    assert "compare(" not in (await call(client, "evaluate", environment="echo", temperature=1))["next"]
+    start = await call(client, "evaluate", environment="echo")
+    assert f"compare(base={start['run_id']!r}, other={trained['run_id']!r})" in start["next"]
+    assert "compare(" not in (await call(client, "evaluate", environment="echo", max_tokens=16))["next"]
+    later = await call(client, "evaluate", model=f"{run['id']}@10")
+    assert f"compare(base={start['run_id']!r}, other={later['run_id']!r})" in later["next"]
+
+
 async def test_a_training_run_alone_is_compared_with_its_own_start(client: Client, tmp_path: Path):
     run = finished_run(tmp_path / "run", solved=90)
     body = await call(client, "compare", base=run["id"])
@@ -313,13 +390,16 @@ async def test_two_training_runs_are_compared_by_their_newest_evaluations(client
     one, two = finished_run(tmp_path / "one", solved=90), finished_run(tmp_path / "two", solved=90)
     body = await call(client, "compare", base=one["id"], other=two["id"])
     assert (body["base"]["step"], body["other"]["step"], body["verdict"]) == (20, 20, "no_change")
+    assert "flips" not in body and "other_index" not in body["next"]
 
 
 async def test_what_cannot_be_compared_is_refused(client: Client, tmp_path: Path):
     body = await evaluated(client)
     push_echo(tmp_path / "another", ECHO, name="another")
     another = await evaluated(client, environment="another")
-    running, writer = started_run(tmp_path / "run")
+    running, writer = started_run(tmp_path / "run", eval_before=True, eval_after=True)
+    early = await refusal(client, "compare", base=running["id"])
+    assert "[not_ready" in early and f"status(run_id={running['id']!r}, wait_s=40)" in early
     assert "different environments" in await refusal(client, "compare", base=body["run_id"], other=another["run_id"])
     assert "no before and after" in await refusal(client, "compare", base=body["run_id"])
     assert "same evaluation" in await refusal(client, "compare", base=body["run_id"], other=body["run_id"])

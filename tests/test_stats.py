@@ -135,6 +135,18 @@ def test_the_verdict_on_successes_of_the_same_tasks(won: int, lost: int, same: i
     assert "McNemar" in found.explanation
 
 
+def test_an_interval_without_zero_is_not_called_chance_for_want_of_tasks():
+    few = comparison.compare_unpaired([1.0] * 8, [0.0] * 8, effect=0.05)
+    assert few.outcome == "underpowered" and few.high < 0
+    assert "fewer than 10 tasks" in few.explanation and "chance" not in few.explanation
+    alike = paired(0, 0, 5, effect=1.0)
+    assert alike.outcome == "underpowered" and "fewer than 10 tasks" in alike.explanation
+    decided_by_p = paired(5, 0, 0)
+    assert decided_by_p.low > 0 and "p is not below 0.05" in decided_by_p.explanation
+    within_chance = paired(6, 3, 41)
+    assert "chance alone may explain it" in within_chance.explanation and "fewer" not in within_chance.explanation
+
+
 def test_the_number_that_would_decide_decides_when_the_difference_stays():
     found = paired(12, 6, 82)
     assert found.outcome == "underpowered" and found.decide_n is not None

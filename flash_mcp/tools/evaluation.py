@@ -121,8 +121,8 @@ class Flip(Part):
 class Compare(Result):
     """A comparison of two evaluations."""
 
-    verdict: comparison.Outcome | Literal["contaminated"] = Field(
-        description="Of `metric`; contaminated: eval tasks were trained on, so nothing was judged."
+    verdict: comparison.Outcome | Literal["contaminated", "confounded"] = Field(
+        description="Of `metric`; contaminated: eval tasks were trained on; confounded: model and settings both differ."
     )
     metric: str
     base: Side
@@ -387,14 +387,22 @@ def after_evaluation(store: Store, run: RunRow) -> str:
         return "evaluate starts another; the attempts made so far are in no result"
     failures = f"rollouts(run_id={run_id!r}, which='worst') shows what fails"
     others = [
-        row["id"]
+        row
         for row in store.runs("succeeded", limit=50)
-        if row["algorithm"] == "eval" and row["id"] != run_id and row["environment"] == run["environment"]
-        and row["spec"]["split"] == run["spec"]["split"] and row["created"] < run["created"]
-    ]  # fmt: skip
+        if row["algorithm"] == "eval" and row["created"] < run["created"] and _differ_in_model_alone(row, run)
+    ]
     if others:
-        return f"compare(base={others[0]!r}, other={run_id!r}) says whether it differs; {failures}"
+        # The less trained is the base: without an adapter, then before training, then the earlier.
+        base, other = sorted((others[0], run), key=lambda row: (bool(row["init_adapter"]), row["spec"]["step"] > 0))
+        return f"compare(base={base['id']!r}, other={other['id']!r}) says whether it differs; {failures}"
     return f"{failures}; evaluate another model on the same tasks, then compare"
+
+
+def _differ_in_model_alone(one: RunRow, other: RunRow) -> bool:
+    alike = all(one[key] == other[key] for key in ("environment", "environment_digest"))
+    models = [evaluations.weights(run, run["spec"]["step"]) for run in (one, other)]
+    same_split = one["spec"]["split"] == other["spec"]["split"]
+    return alike and same_split and models[0] != models[1] and not evaluations.differing(one, other)
 
 
 # -- compare ----------------------------------------------------------------------------------------------------------
@@ -424,7 +432,8 @@ def compare(
 
     Tasks that stand on both sides are paired: exact McNemar test for success, paired bootstrap for rewards and for
     several attempts a task. Otherwise the noise bands decide. `underpowered` comes with the number of tasks that would
-    decide. Evaluations are made by evaluate, or by train with eval_before, eval_after or eval_every.
+    decide. Evaluations are made by evaluate, or by train with eval_before, eval_after or eval_every. Two models are
+    judged only where both were sampled alike.
     """
     store = open_store()
     (base_run, base_eval), (other_run, other_eval) = _sides(store, base, other)
@@ -437,6 +446,13 @@ def compare(
     tasks = [evaluations.by_task(side) for side in tries]
     both = comparison.shared(*(evaluations.means(side, "success") for side in tasks))
     changes = {name: _change(tasks, both, name, min_change) for name in ("success", "reward")}
+    differing = evaluations.differing(base_run, other_run)
+    one_model = evaluations.weights(base_run, places[0][1]) == evaluations.weights(other_run, places[1][1])
+    confounded = bool(differing) and not one_model
+    if differing:
+        whose = "the change may come from that" if one_model else "the change may come from that, not from the model"
+        for found in changes.values():
+            found.explanation += f"; but the two differ in {', '.join(differing)}: {whose}"
     moved = _moved(tasks, both)
     left_out = len({*tasks[0]} ^ {*tasks[1]}) if both else 0
     shown = [*[task for task in moved if moved[task] > 0][:flips], *[task for task in moved if moved[task] < 0][:flips]]
@@ -446,8 +462,14 @@ def compare(
     overlap = store.overlap(other_run) if on_eval and trained else None
     memory = judge.contaminated(**overlap) if overlap else None
     notes = [*([f"CONTAMINATED: {memory.evidence}"] if memory else []), *_limits(base_run, other_run, tasks, both)]
+    more = f"rollouts(run_id={other_run['id']!r}, split='eval', step={places[1][1]}, index=other_index)"
+    following = [
+        _repeated(base_run, places[0][1], other_run, differing) if confounded
+        else _after_comparison(store, changes[metric], other_run, places[1][1], differing),
+        *([f"{more} shows a flip whole"] if shown else []),
+    ]  # fmt: skip
     return Compare(
-        verdict="contaminated" if memory else changes[metric].outcome,
+        verdict="contaminated" if memory else "confounded" if confounded else changes[metric].outcome,
         metric=metric,
         base=_side(base_run, base_eval, tries[0]),
         other=_side(other_run, other_eval, tries[1]),
@@ -459,7 +481,7 @@ def compare(
         no_longer=sum(change < 0 for change in moved.values()),
         flips=[_flip(store, task, tasks, places, each) for task in shown] or None,
         notes=notes or None,
-        next=memory.remedy if memory else _after_comparison(changes[metric], places, other_run),
+        next=memory.remedy if memory else "; ".join(following),
     )
 
 
@@ -469,8 +491,13 @@ def _sides(store: Store, base: str, other: str | None) -> tuple[tuple[RunRow, Ev
         steps = [row["step"] for row in store.evals(run["id"])]
         if step is not None or len(steps) < 2:
             made = f"; it has evaluations of the steps {steps}" if steps else ""
+            asked = [name for name in ("eval_before", "eval_after", "eval_every") if run["spec"].get(name)]
+            code, what = "invalid_argument", f"{base} alone has no before and after{made}"
             fix = "name the other evaluation; evaluate makes one" if steps else "train with eval_before and eval_after"
-            raise FlashError("invalid_argument", f"{base} alone has no before and after{made}", base=base, fix=fix)
+            if step is None and run["ended"] is None and asked and asked != ["eval_before"]:
+                code, what = "not_ready", f"{base} is {run['state']} and has no before and after yet{made}"
+                fix = f"status(run_id={base!r}, wait_s=40) waits for it; compare again once it has ended"
+            raise FlashError(code, what, base=base, fix=fix)
         first = evaluations.evaluation_at(store, run, steps[0])
         return (run, first), (run, evaluations.evaluation_at(store, run, None))
     first, second = ((run, evaluations.evaluation_at(store, run, step)) for run, step in (
@@ -604,19 +631,54 @@ def _limits(base: RunRow, other: RunRow, tasks: list[dict[str, list[Try]]], both
     return notes
 
 
-def _after_comparison(found: Change, places: tuple[tuple[str, int], tuple[str, int]], other: RunRow) -> str:
-    run_id, step = places[1]
-    more = f"rollouts(run_id={run_id!r}, split='eval', step={step}, index=other_index) shows a flip whole"
-    trained = other["spec"]["checkpoint"] if other["algorithm"] == "eval" else f"{run_id}@{step}"
+def _after_comparison(store: Store, found: Change, other: RunRow, step: int, differing: list[str]) -> str:
+    trained = other["spec"]["checkpoint"] if other["algorithm"] == "eval" else f"{other['id']}@{step}"
+    if found.outcome == "underpowered":
+        return f"claim no change; {_more_tasks(store, found.decide_n or 0, other)}, then compare"
+    if differing:
+        return f"both are one model, so the change says nothing of training: it is of {', '.join(differing)}"
     if found.outcome == "improved" and trained and step:
         name, _, at = trained.partition("@")
-        return f"deploy(run_id={name!r}, step={at}) serves it; {more}"
-    if found.outcome == "underpowered":
-        return (
-            f"claim no change; evaluate both on about {found.decide_n} tasks (several attempts at each narrow it too), "
-            f"then compare; {more}"
-        )
-    return f"{more}; change one thing and train again"
+        return f"deploy(run_id={name!r}, step={at}) serves it"
+    return "change one thing and train again"
+
+
+def _more_tasks(store: Store, needed: int, run: RunRow) -> str:
+    split = run["spec"].get("split", "eval")
+    try:
+        recorded = store.environment(f"{run['environment']}@{run['environment_digest']}")["data"]
+    except FlashError:  # it was removed
+        recorded = {}
+    size: int | None = recorded.get("tasks", {}).get(split)
+    # Recorded when it was pushed: other environment_args may have given this evaluation more.
+    if size is None or size >= needed or size < len(run["spec"].get("tasks", ())):
+        return f"evaluate both on about {needed} tasks (several attempts at each narrow it too)"
+    return (
+        f"about {needed} tasks would decide and the {split} split has no more than {size}: evaluate both on all {size} "
+        f"with more attempts at each and a temperature above 0, or add tasks to the {split} split and env_push"
+    )
+
+
+def _repeated(base: RunRow, step: int, other: RunRow, differing: list[str]) -> str:
+    """The call that evaluates base again with the settings of other."""
+    spec = base["spec"]
+    model = (spec["checkpoint"] or base["model"]) if base["algorithm"] == "eval" else f"{base['id']}@{step}"
+    chosen = {
+        "environment": f"{other['environment']}@{other['environment_digest']}",
+        "model": model,
+        "split": other["spec"].get("split", "eval"),
+        **evaluations.settings(other),
+        **({"secrets": other["spec"]["secrets"]} if other["spec"]["secrets"] else {}),
+    }
+    tasks = other["spec"].get("tasks")
+    if tasks and tasks == list(range(len(tasks))):
+        chosen["limit"] = len(tasks)
+    long = f"<that of {other['id']}>"  # environment_args may be too long to repeat
+    given = ", ".join(f"{name}={text if len(text := repr(value)) <= 300 else long}" for name, value in chosen.items())
+    return (
+        f"claim nothing and deploy nothing: the two differ in {', '.join(differing)}; evaluate({given}) "
+        f"repeats base as other was made, then compare(base=its run_id, other={other['id']!r})"
+    )
 
 
 TOOLS = [
