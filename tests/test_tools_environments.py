@@ -236,6 +236,11 @@ async def test_env_test_publishes_nothing_and_changes_no_file(client: Client, tm
     assert open_store().environments() == []
 
 
+async def test_a_secret_that_was_not_passed_is_named(client: Client, tmp_path: Path) -> None:
+    folder = environment_folder(tmp_path / "e", "", returns="os.environ['INVENTORY_KEY']")
+    assert "pass secrets=['INVENTORY_KEY']" in await refusal(client, "env_push", name="e", folder=str(folder))
+
+
 async def test_env_test_refuses_what_is_not_there(client: Client, tmp_path: Path) -> None:
     assert "either environment or folder" in await refusal(client, "env_test")
     assert "unknown_environment" in await refusal(client, "env_test", environment="none")

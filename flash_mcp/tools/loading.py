@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from environments.faults import remedy
 from environments.host import EnvironmentFault, EnvironmentHost
 from environments.splits import Overlap
 from flash_mcp.callers import caller
@@ -105,6 +106,6 @@ def contamination_note(shared: Overlap) -> str | None:
 
 def as_flash_error(fault: EnvironmentFault, environment: str, fix: str) -> FlashError:
     """A fault of environment code as the error of a tool, with the end of its traceback as evidence."""
-    fix = FIXES.get(fault.code, fix)
+    fix = remedy(fault) or FIXES.get(fault.code, fix)
     evidence = f"\n{fault.traceback.strip()[-EVIDENCE_CHARACTERS:]}\n" if fault.traceback.strip() else ""
     return FlashError(fault.code, f"{fault.what}{evidence}", environment=environment, fix=fix)
