@@ -13,6 +13,14 @@ if TYPE_CHECKING:
     from flash_mcp.store import Store
 
 
+METRICS = {
+    "grpo": {"reward": "reward/mean", "success": "success/rate"},
+    "sft": {"loss": "loss", "held-out loss": "eval_loss"},
+    "eval": {},
+}
+"""What is drawn of each algorithm's runs."""
+
+
 @dataclass(frozen=True)
 class Point:
     """A held-out evaluation; `band` is the half-width of its noise."""
@@ -24,23 +32,17 @@ class Point:
 
 @dataclass(frozen=True)
 class Curve:
-    """`steps[i]` belongs to `reward[i]` and `success[i]`: means over the rollouts of a training step."""
+    """`lines` are {name: [(step, value)]}: means over the rollouts of a training step, or the losses of sft."""
 
     title: str
-    steps: list[int]
-    reward: list[float]
-    success: list[float]
+    lines: dict[str, list[tuple[int, float]]]
     held_out: list[Point]
 
 
 def of_run(store: Store, run_id: str, points: int = 400) -> Curve:
     """The curve of a run. FlashError(unknown_run)."""
     run = store.run(run_id)
-    reward, success = (
-        dict(store.series(run_id, "reward/mean", points)),
-        dict(store.series(run_id, "success/rate", points)),
-    )
-    steps = sorted(reward.keys() & success.keys())
+    measured = {name: store.series(run_id, metric, points) for name, metric in METRICS[run["algorithm"]].items()}
     held_out = [
         Point(
             row["step"],
@@ -51,21 +53,20 @@ def of_run(store: Store, run_id: str, points: int = 400) -> Curve:
         if row["summary"]["n"]  # none, and no rate, where environment code failed every attempt
     ]
     title = f"{run_id}: {run['model']} on {run['environment']}"
-    return Curve(title, steps, [reward[step] for step in steps], [success[step] for step in steps], held_out)
+    return Curve(title, {name: line for name, line in measured.items() if line}, held_out)
 
 
 def terminal(curve: Curve, width: int = 90, height: int = 18) -> str:
     """The curve in characters, without colour codes; one line where there is nothing to draw yet."""
-    if not curve.steps and not curve.held_out:
+    if not curve.lines and not curve.held_out:
         return f"{curve.title}: no steps yet"
     plot: Any = importlib.import_module("plotext")  # untyped
     plot.clear_figure()
     plot.plot_size(width, height)
     plot.title(curve.title)
     plot.xlabel("step")
-    if curve.steps:
-        plot.plot(curve.steps, curve.reward, label="reward", marker="braille")
-        plot.plot(curve.steps, curve.success, label="success", marker="dot")
+    for (name, line), marker in zip(curve.lines.items(), ("braille", "dot"), strict=False):
+        plot.plot(*zip(*line, strict=True), label=name, marker=marker)
     if curve.held_out:
         plot.scatter(
             [point.step for point in curve.held_out],
@@ -84,8 +85,8 @@ def png(curve: Curve) -> bytes:
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes: Any = figure.add_subplot()
-    axes.plot(curve.steps, curve.reward, label="reward, training", color="tab:blue", linewidth=1.8)
-    axes.plot(curve.steps, curve.success, label="success, training", color="tab:green", linewidth=1, alpha=0.6)
+    for (name, line), colour in zip(curve.lines.items(), ("tab:blue", "tab:green"), strict=False):
+        axes.plot(*zip(*line, strict=True), label=name, color=colour, linewidth=1.8)
     if curve.held_out:
         axes.errorbar(
             [point.step for point in curve.held_out],
@@ -99,7 +100,8 @@ def png(curve: Curve) -> bytes:
         )
     axes.set(title=curve.title, xlabel="step", ylabel="mean")
     axes.grid(alpha=0.25)
-    axes.legend(loc="best")
+    if curve.lines or curve.held_out:
+        axes.legend(loc="best")
     buffer = io.BytesIO()
     cast(Any, figure).savefig(buffer, format="png")
     return buffer.getvalue()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from flash_mcp import curve
 from flash_mcp.store import open_store
-from tests.samples import finished_run, queued_run
+from tests.samples import finished_run, queued_run, started_run
 
 
 def test_the_terminal_curve_shows_all_three_series_and_no_colour_codes(tmp_path: Path):
@@ -20,6 +20,18 @@ def test_the_picture_is_a_png_of_some_size(tmp_path: Path):
     assert picture.startswith(b"\x89PNG\r\n")
     width, height = struct.unpack(">II", picture[16:24])
     assert (width, height) == (960, 540)
+
+
+def test_a_fine_tuning_run_has_a_curve_of_its_losses(tmp_path: Path):
+    run, _ = started_run(tmp_path, algorithm="sft", steps=8)
+    for step in range(1, 9):
+        held_out = {"eval_loss": 2.0} if step % 4 == 0 else {}
+        metrics = {"loss": 2.0 - step / 10, **held_out}
+        open_store().put_metrics(run["id"], {"step": step, "epoch": 1, "time": 1.0, "metrics": metrics})
+    found = curve.of_run(open_store(), run["id"])
+    assert len(found.lines["loss"]) == 8 and found.lines["held-out loss"] == [(4, 2.0), (8, 2.0)]
+    text = curve.terminal(found, width=80, height=16)
+    assert "loss" in text and "held-out loss" in text and curve.png(found).startswith(b"\x89PNG")
 
 
 def test_a_run_without_steps_has_a_curve_that_says_so(tmp_path: Path):

@@ -77,7 +77,7 @@ def test_errors_are_json_where_results_are(capsys: pytest.CaptureFixture[str]):
 def test_the_curve_is_json_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert cli.main(["curve", finished_run(tmp_path)["id"], "--json"]) == 0
     points = json.loads(capsys.readouterr().out)
-    assert points["steps"] == list(range(1, 21))
+    assert [step for step, _ in points["lines"]["reward"]] == list(range(1, 21))
     assert [point["step"] for point in points["held_out"]] == [0, 20]
 
 

@@ -62,7 +62,9 @@ class Estimate(Part):
     prompt_tokens_about: int = Field(
         description="First prompt of a few tasks, estimated from its characters; 0 where none opened in time."
     )
-    tokens_at_most: int | None = Field(default=None, description="Tokens generated if every turn used max_tokens.")
+    tokens_at_most: int | None = Field(
+        default=None, description="Tokens generated if every rollout had one turn, of max_tokens."
+    )
     seconds_about: int | None = Field(default=None, description="From the speed of `seconds_from`; else unknown.")
     seconds_from: str | None = Field(default=None, description="The earlier run that the speed was taken from.")
     time: RunTime | None = Field(default=None, description="From the sample's tokens and speed, with its error band.")

@@ -250,7 +250,8 @@ def _fingerprint(store: Store, run_id: str) -> tuple[str, int, int, int, int, st
 def view_of(store: Store, run_id: str, detailed: bool) -> tuple[RunView, str]:
     """A run's report, and what to do next. FlashError(unknown_run)."""
     run = store.run(run_id)
-    warnings = [*obstacles(store, run), *(event["message"] for event in store.events(run_id, 3, ["warning"]))]
+    held_up = obstacles(store, run)
+    warnings = [*held_up, *(event["message"] for event in store.events(run_id, 3, ["warning"]))]
     recent = [row["metrics"] for row in store.metrics(run_id, limit=SPEED_STEPS)]
     newest = store.last_metrics(run_id)
     is_eval, saved = run["algorithm"] == "eval", store.checkpoints(run_id)
@@ -301,6 +302,8 @@ def view_of(store: Store, run_id: str, detailed: bool) -> tuple[RunView, str]:
         sources=by_source(run["sources"]) if detailed else None,
         log_tail=_log_tail(run, 2500) or None if detailed else None,
     )
+    if held_up:
+        return view, "do what the first of warnings says: nothing changes before"
     return view, after_evaluation(store, run) if is_eval else _next_step(run, flags, trusted, bool(saved))
 
 
