@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flash_mcp import queue
+from flash_mcp.errors import FlashError
 from flash_mcp.home import home
 from flash_mcp.runfolder import RunFolder, RunWriter
 from flash_mcp.spec import resolve, validate
@@ -69,15 +70,31 @@ def started_run(folder: Path, **fields: Any) -> tuple[RunRow, RunWriter]:
     """A run in state running, and its worker's side of the folder."""
     store = open_store()
     with store.transaction():  # a supervisor of the test's would claim it first
-        queued_run(folder, **fields)
-        run = queue.claim(store)
-        assert run is not None
-        run_folder = RunFolder(run["folder"])
-        run_folder.create(queue.job(run))
-        writer = run_folder.claim(run["attempt"])
-        writer.beat(0, "model")
-        queue.mark_running(store, run["id"], run["attempt"])
+        run = queued_run(folder, **fields)
+        writer = start(run["id"])
     return store.run(run["id"]), writer
+
+
+def start(run_id: str) -> RunWriter:
+    """Start the oldest queued run, which has to be this one, and return its worker's side of the folder."""
+    store = open_store()
+    run = queue.claim(store)
+    assert run is not None and run["id"] == run_id
+    run_folder = RunFolder(run["folder"])
+    run_folder.create(queue.job(run))
+    writer = run_folder.claim(run["attempt"])
+    writer.beat(0, "model")
+    queue.mark_running(store, run_id, run["attempt"])
+    return writer
+
+
+def end(writer: RunWriter, run_id: str, step: int, state: Any = "succeeded", error: FlashError | None = None) -> RunRow:
+    """The run as it is once its worker and the supervisor have ended it."""
+    store = open_store()
+    writer.commit_result(state, step, error)
+    read_in(store, run_id)
+    queue.finish(store, run_id, 1, state, step=step, error=error.to_dict() if error else None)
+    return store.run(run_id)
 
 
 def read_in(store: Store, run_id: str) -> None:
@@ -164,8 +181,4 @@ def finished_run(folder: Path, *, solved: int = 90) -> RunRow:
     save_adapter(writer, 10, folder)
     save_adapter(writer, 20, folder)
     evaluate(writer, 20, solved)
-    writer.commit_result("succeeded", 20)
-    store = open_store()
-    read_in(store, run["id"])
-    queue.finish(store, run["id"], run["attempt"], "succeeded", step=20)
-    return store.run(run["id"])
+    return end(writer, run["id"], 20)
