@@ -14,12 +14,14 @@ import contextlib
 import io
 import json
 import os
+import random
 import re
 import shutil
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any, get_args
+from unittest.mock import patch
 
 import anyio
 from mcp import Client
@@ -28,15 +30,34 @@ from flash_mcp import cli, judge
 from flash_mcp.errors import CODES
 from flash_mcp.server import server
 from tests.docs import tables
+from tests.frozen_calls import Names, results
+from tests.samples import supervised
 
 GOLDEN = Path(__file__).with_name("golden")
 COMMAND = re.compile(r"^    ([a-z][\w-]*)", re.MULTILINE)
+
+COMMANDS = {
+    "status": ["status"],
+    "status-improved": ["status", "run-improved"],
+    "status-failed": ["status", "run-failed", "--detail", "detailed"],
+    "rollouts": ["rollouts", "run-improved", "--best", "2"],
+    "compare": ["compare", "run-eval-base", "--other", "run-eval-trained", "--flips", "1"],
+    "catalog": ["catalog", "--kind", "models"],
+    "curve": ["curve", "run-improved", "--json"],
+    "report": ["report", "run-improved", "--out", "FOLDER/page.html"],
+    "unknown-run": ["status", "run-none"],
+    "unknown-run-json": ["status", "run-none", "--json"],
+    "unknown-option": ["train", "--step", "3"],
+    "remove": ["remove", "run-improved", "--dry-run"],
+}
+"""What is printed of the store that the calls leave: {golden file: words after flash-mcp}."""
 
 
 def frozen(folder: Path) -> dict[str, str]:
     """{path below tests/golden: text}; `folder` is empty, and holds the state directory of the calls."""
     with settings(folder):
         files = anyio.run(surface)
+        files |= used(folder)
         files |= {f"help/{name}.txt": text for name, text in helps().items()}
         files |= {f"tables/{name}.md": text for name, text in tables().items()}
         files["codes.json"] = pretty(CODES)
@@ -44,16 +65,28 @@ def frozen(folder: Path) -> dict[str, str]:
     return {name: f"{text.rstrip()}\n" for name, text in files.items()}
 
 
+def used(folder: Path) -> dict[str, str]:
+    """What the tools and the commands say of a store in use."""
+    names = Names(folder)
+    with supervised():
+        files = {f"results/{name}.json": text for name, text in anyio.run(results, folder, names).items()}
+        for name, words in COMMANDS.items():
+            code, text = command(*names.as_called(words))
+            files[f"cli/{name}.txt"] = names.as_frozen(f"{code}\n{text}")
+        page = (folder / "page.html").read_text(encoding="utf-8")
+        files["cli/report.html"] = names.as_frozen(re.sub(r"(?=<(h\d|p|tr|svg|table|details|li|div)\b)", "\n", page))
+    return files
+
+
 @contextlib.contextmanager
 def settings(folder: Path) -> Generator[None, None, None]:
-    """A state directory and a model cache below `folder`, and help 100 characters wide."""
-    before = dict(os.environ)
-    os.environ.update(FLASH_HOME=str(folder / "home"), FLASH_MODELS=str(folder / "models"), COLUMNS="100")
-    try:
+    """A state directory and a model cache below `folder`, help 100 characters wide, and the same ids of runs."""
+    values = {"FLASH_HOME": str(folder / "home"), "FLASH_MODELS": str(folder / "models"), "COLUMNS": "100"}
+    # Ids of runs decide between equals, and which names are near an unknown one: they are the same each time.
+    ids = patch("secrets.choice", random.Random(0).choice)
+    unsynced = patch("os.fsync")  # nothing here has to survive the machine
+    with patch.dict(os.environ, values), ids, unsynced:
         yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def pretty(body: Any) -> str:
