@@ -25,4 +25,5 @@ def test_nothing_that_users_see_has_changed(found: dict[str, str], name: str):
     golden = (GOLDEN / name).read_text(encoding="utf-8")
     lines = difflib.unified_diff(golden.splitlines(), found.get(name, "").splitlines(), f"golden/{name}", "now", n=1)
     changes = "\n".join(lines)
-    assert not changes, f"{name} has changed; if that is meant: python -m tests.freeze\n{changes}"
+    if changes:
+        pytest.fail(f"{name} has changed; if that is meant: python -m tests.freeze\n{changes}", pytrace=False)
