@@ -53,7 +53,7 @@ TASKS = {
         {"steps": 10, "batch_size": 4, "group_size": 8, "save_every": 5, **ADAPTER},
     ),
     "chain_sum": Task(
-        "add or subtract two numbers of one or two digits in the head; one turn",
+        "add or subtract two numbers of one or two digits without a tool; one turn",
         "reasoning-gym:chain_sum",
         {
             "max_tokens": 32,
@@ -166,12 +166,12 @@ def markdown(figures: Json) -> str:
         ]
         lines += [
             "",
-            f"Sampled from the base model: {sampled['n']} attempts at {sampled['tasks']} train tasks ({attempts}). "
+            f"The base model sampled {sampled['n']} rollouts on {sampled['tasks']} train tasks ({attempts}). "
             + (
-                f"Curated: {counts['train_rows']} conversations of {counts['train_tasks']} tasks to learn, "
-                f"{counts['holdout_rows']} held out."
+                f"`curate` kept {counts['train_rows']} conversations of {counts['train_tasks']} tasks for training and "
+                f"held {counts['holdout_rows']} out."
                 if counts
-                else "No attempt was right, so there was nothing to curate: sft learnt the environment's gold answers."
+                else "No rollout was correct, so there was nothing to curate, and `sft` trained on the gold answers."
             ),
             "",
             "| compared | verdict | change of success | 95 % interval | newly solved, no longer | test |",

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 import typing
 from pathlib import Path
 from typing import Any, get_args
@@ -114,3 +115,11 @@ async def test_the_playbooks_example_environment_works(tmp_path: Path):
             score = await host.score(episode)
             rewards.append((score.reward, score.success))
         assert rewards == [(1.0, True), (0.2, False), (0.0, False)]
+
+
+def test_the_playbooks_example_config_is_complete(tmp_path: Path):
+    """A short first run that is evaluated before and after, so that it gets a verdict."""
+    config = example_files(tmp_path) / "configs/rl.toml"
+    spec = RunSpec(**tomllib.loads(config.read_text()))
+    assert (spec.environment, spec.algorithm, spec.steps) == ("sums", "grpo", 20)
+    assert spec.eval_before and spec.eval_after
