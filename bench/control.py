@@ -1,11 +1,12 @@
-"""The control plane: how soon a server answers, how fast `status` is on a full store, and how many claims a second.
+"""The control plane: how soon a server answers, how fast `status` is on a full store, and how many
+claims a second.
 
-The store holds 10,000 ended runs of 50 steps and 20 metrics each, 10 million metric points, and one that is running.
-Agents are real MCP clients over HTTP in processes of their own; each polls the status of some run and thinks for a
-second in between. Claims are of runs that were enqueued before, each one claimed and ended; huey's SQLite storage
-enqueued and dequeued as many. huey deletes a task when it is handed out and syncs the disk only with fsync=True; ours
-keeps a lease and always syncs, and both are measured on the same disk.
-"""
+The store holds 10,000 ended runs of 50 steps and 20 metrics each, 10 million metric points, and one
+that is running. Agents are real MCP clients over HTTP in processes of their own; each polls the
+status of some run and thinks for a second in between. Claims are of runs that were enqueued before,
+each one claimed and ended; huey's SQLite storage enqueued and dequeued as many. huey deletes a task
+when it is handed out and syncs the disk only with fsync=True; ours keeps a lease and always syncs,
+and both are measured on the same disk."""
 
 from __future__ import annotations
 
@@ -26,9 +27,10 @@ from typing import Any
 import httpx
 from mcp import Client, StdioServerParameters
 
-from flash_mcp import queue
-from flash_mcp.spec import RunSpec, resolve
-from flash_mcp.store import RunRow, Store
+from flash_mcp.protocol.spec import RunSpec, resolve
+from flash_mcp.state import queue
+from flash_mcp.state.schema import RunRow
+from flash_mcp.state.store import Store
 from flash_mcp.tools import status
 
 Json = dict[str, Any]
@@ -62,17 +64,29 @@ def rows(result: Json) -> list[list[str]]:
     """The table: a header and its lines."""
     first = statistics.median(result["first_answer_s"])
     lines = [["what", "measured", "goal"]]
-    lines.append(["import and first answer over stdio", f"{first:.2f} s", f"< {GOALS['first answer']} s"])
+    lines.append(
+        ["import and first answer over stdio", f"{first:.2f} s", f"< {GOALS['first answer']} s"]
+    )
     for name, times in result["status_s"].items():
         lines.append([f"{name}: p50", f"{quantile(times, 0.5) * 1000:.1f} ms", "< 10 ms"])
         lines.append([f"{name}: p99", f"{quantile(times, 0.99) * 1000:.1f} ms", "< 50 ms"])
     agents = result["agents"]
-    lines.append([f"{agents['agents']} agents polling over HTTP: errors", f"{agents['errors']}", "0"])
+    lines.append(
+        [f"{agents['agents']} agents polling over HTTP: errors", f"{agents['errors']}", "0"]
+    )
     slowest = f"{max(agents['first']):.1f} s"
-    lines.append([f"{agents['agents']} agents arriving at once: the last one's first answer", slowest, ""])
+    lines.append(
+        [f"{agents['agents']} agents arriving at once: the last one's first answer", slowest, ""]
+    )
     for share in (0.5, 0.99):
         name = f"{agents['agents']} agents polling over HTTP: p{share * 100:.0f}"
-        lines.append([name, f"{quantile(agents['seconds'], share) * 1000:.0f} ms", "< 500 ms" if share > 0.9 else ""])
+        lines.append(
+            [
+                name,
+                f"{quantile(agents['seconds'], share) * 1000:.0f} ms",
+                "< 500 ms" if share > 0.9 else "",
+            ]
+        )
     for name in result["claims"][0]:
         rate = statistics.median(round_[name] for round_ in result["claims"])
         lines.append([f"claims a second: {name}", f"{rate:,.0f}", ""])
@@ -85,7 +99,7 @@ def quantile(values: list[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-# -- the store --------------------------------------------------------------------------------------------------------
+# -- the store -------------------------------------------------------------------------------------
 
 
 def fill(store: Store, runs: int) -> list[str]:
@@ -106,10 +120,18 @@ def fill(store: Store, runs: int) -> list[str]:
                     store.insert("runs", {**template, **values})
                 for step in range(1, STEPS + 1):
                     reward = 0.5 + 0.4 * step / STEPS + noise.gauss(0, 0.02)
-                    metrics = {f"group/metric{index}": reward * index for index in range(METRICS - 3)}
+                    metrics = {
+                        f"group/metric{index}": reward * index for index in range(METRICS - 3)
+                    }
                     metrics |= {"reward/mean": reward, "success/rate": reward, "time/step_s": 1.0}
-                    store.put_metrics(run_id, {"step": step, "epoch": 1, "time": 1.0, "metrics": metrics})
-                store.put_event(run_id, "0001-launched", {"time": 1.0, "epoch": 1, "kind": "attempt", "message": "m"})
+                    store.put_metrics(
+                        run_id, {"step": step, "epoch": 1, "time": 1.0, "metrics": metrics}
+                    )
+                store.put_event(
+                    run_id,
+                    "0001-launched",
+                    {"time": 1.0, "epoch": 1, "kind": "attempt", "message": "m"},
+                )
     return ids
 
 
@@ -132,7 +154,9 @@ def first_answer(base: Path) -> float:
 
 
 def time_status(base: Path, ids: list[str], count: int) -> dict[str, list[float]]:
-    """The tool's function, called as the server calls it; ended runs, so that no supervisor is started."""
+    """The tool's function, called as the server calls it; ended runs, so that no supervisor is
+    started.
+    """
     os.environ["FLASH_HOME"] = str(base)
     chosen = random.Random(1).choices(ids[:-1], k=count)
 
@@ -151,7 +175,7 @@ def time_status(base: Path, ids: list[str], count: int) -> dict[str, list[float]
     }
 
 
-# -- agents over HTTP -------------------------------------------------------------------------------------------------
+# -- agents over HTTP ------------------------------------------------------------------------------
 
 
 def poll_over_http(base: Path, ids: list[str], agents: int, polls: int) -> Json:
@@ -166,7 +190,10 @@ def poll_over_http(base: Path, ids: list[str], agents: int, polls: int) -> Json:
     )  # fmt: skip
     try:
         _wait_for(f"http://127.0.0.1:{port}/mcp")
-        share = [agents // AGENT_PROCESSES + (number < agents % AGENT_PROCESSES) for number in range(AGENT_PROCESSES)]
+        share = [
+            agents // AGENT_PROCESSES + (number < agents % AGENT_PROCESSES)
+            for number in range(AGENT_PROCESSES)
+        ]
         children = [
             subprocess.Popen(
                 [sys.executable, "-m", "bench.control", str(port), str(count), str(polls), *ids[number * 40 :][:40]],
@@ -181,7 +208,13 @@ def poll_over_http(base: Path, ids: list[str], agents: int, polls: int) -> Json:
     seconds = [value for one in told for value in one["seconds"]]
     first = [value for one in told for value in one["first"]]
     errors = sum(one["errors"] for one in told)
-    return {"agents": agents, "polls": agents * polls, "errors": errors, "first": first, "seconds": seconds}
+    return {
+        "agents": agents,
+        "polls": agents * polls,
+        "errors": errors,
+        "first": first,
+        "seconds": seconds,
+    }
 
 
 def _wait_for(url: str) -> None:
@@ -196,7 +229,8 @@ def _wait_for(url: str) -> None:
 
 
 async def _agents(port: int, count: int, polls: int, ids: list[str]) -> Json:
-    """`count` agents of this process. They arrive at once; when all had an answer, they poll, and think in between.
+    """`count` agents of this process. They arrive at once; when all had an answer, they poll, and
+    think in between.
 
     The arrival is a figure of its own: most of it is the clients' own work, which shares our cores.
     """
@@ -217,7 +251,9 @@ async def _agents(port: int, count: int, polls: int, ids: list[str]) -> Json:
                 await asyncio.sleep(THINK_S * chance.uniform(0.5, 1.5))
                 started = time.perf_counter()
                 try:
-                    failed = (await client.call_tool("status", {"run_id": chance.choice(ids)})).is_error
+                    failed = (
+                        await client.call_tool("status", {"run_id": chance.choice(ids)})
+                    ).is_error
                 except Exception:  # whatever it was, the agent got no answer
                     failed = True
                 errors += failed
@@ -227,7 +263,7 @@ async def _agents(port: int, count: int, polls: int, ids: list[str]) -> Json:
     return {"seconds": seconds, "first": first, "errors": errors}
 
 
-# -- claims -----------------------------------------------------------------------------------------------------------
+# -- claims ----------------------------------------------------------------------------------------
 
 
 def claims(count: int) -> dict[str, float]:
@@ -236,7 +272,10 @@ def claims(count: int) -> dict[str, float]:
         rates = _our_claims(Path(folder), count)
         peers = Path(sys.prefix) / "peers"
         if (peers / "huey").exists():
-            for name, fsync in (("huey, synced (dequeue)", True), ("huey, as it comes (dequeue)", False)):
+            for name, fsync in (
+                ("huey, synced (dequeue)", True),
+                ("huey, as it comes (dequeue)", False),
+            ):
                 rates[name] = _huey_claims(peers, Path(folder, f"huey-{fsync}.db"), count, fsync)
     return rates
 

@@ -1,12 +1,12 @@
-"""The judged loop on a small real model, played through the tools: what each round was worth, with its interval.
+"""The judged loop on a small real model, played through the tools: what each round was worth, with
+its interval.
 
     scripts/loop [--only TASK] [--json FILE] [--markdown FILE]
 
-For each task: evaluate the base model on the eval split; sample several attempts at train tasks, curate the right ones;
-sft on them, or on gold answers where none was right; evaluate; grpo from there; evaluate; compare each round with
-the one before, and the last with the base model. Nothing is chosen by looking at the outcome: docs/loop.md holds what
-came out.
-"""
+For each task: evaluate the base model on the eval split; sample several attempts at train tasks,
+curate the right ones; sft on them, or on gold answers where none was right; evaluate; grpo from
+there; evaluate; compare each round with the one before, and the last with the base model. Nothing
+is chosen by looking at the outcome: docs/loop.md holds what came out."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from typing import Any
 
 from rich.console import Console
 
-from flash_mcp.demo import Session, connected, told, watch
-from flash_mcp.errors import FlashError
-from flash_mcp.store import ACTIVE
+from flash_mcp.cli.demo import Session, connected, told, watch
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.state.schema import ACTIVE
 
 Json = dict[str, Any]
 
@@ -76,7 +76,10 @@ TASKS = {
 async def play(session: Session, task: Task, model: str | None, folder: Path) -> Json:
     """The figures of one task: {"evaluations", "curated", "comparisons", "seconds"}."""
     session.seconds = {}
-    common: Json = {"environment": task.environment or await _published(session, folder), **task.limits}
+    common: Json = {
+        "environment": task.environment or await _published(session, folder),
+        **task.limits,
+    }
     base = {"model": model} if model else {}
     evaluations: Json = {}
     with session.timed("all"):
@@ -92,12 +95,18 @@ async def play(session: Session, task: Task, model: str | None, folder: Path) ->
                 wanted = {**common, **base, **adapter, **values, "algorithm": algorithm}
                 run_id = (await session.call("train", **wanted))["run_id"]
                 view = await watch(session, run_id)
-            session.console.print(f"  {run_id}: {view.get('outlook', view['state'])}", markup=False, highlight=False)
+            session.console.print(
+                f"  {run_id}: {view.get('outlook', view['state'])}", markup=False, highlight=False
+            )
             adapter = {"init_from_adapter": f"{run_id}@{view['step']}"}
             with session.timed("evaluate"):
                 evaluations[algorithm] = await _evaluated(session, **common, model=run_id)
     comparisons = [
-        {"base": one, "other": other, **await _compared(session, evaluations[one], evaluations[other])}
+        {
+            "base": one,
+            "other": other,
+            **await _compared(session, evaluations[one], evaluations[other]),
+        }
         for one, other in (("base", "sft"), ("sft", "grpo"), ("base", "grpo"))
     ]
     return {
@@ -121,16 +130,28 @@ async def _evaluated(session: Session, **wanted: Any) -> Json:
     while made["state"] in ACTIVE:
         made = (await session.call("status", quiet=True, run_id=made["run_id"], wait_s=20))["run"]
     if made["state"] != "succeeded":
-        raise FlashError("worker_failed", f"{made['run_id']} {made['state']}", fix="flash-mcp status says why")
+        raise FlashError(
+            "worker_failed", f"{made['run_id']} {made['state']}", fix="flash-mcp status says why"
+        )
     scores: Json = made["scores"]
     found = f"{scores['success']:.3f} [{scores['low']:.3f}, {scores['high']:.3f}]"
-    session.console.print(f"  success {found}, reward {scores['reward']:.3f} of {scores['tasks']} tasks")
+    session.console.print(
+        f"  success {found}, reward {scores['reward']:.3f} of {scores['tasks']} tasks"
+    )
     return {"run_id": made["run_id"], **scores}
 
 
 async def _curated(session: Session, run_id: str) -> Json | None:
-    """A dataset of the right attempts; None where there are none, and sft learns the environment's gold answers."""
-    chosen: Json = {"runs": [run_id], "name": "right", "filter": "solved", "max_per_task": 2, "holdout": 0.1}
+    """A dataset of the right attempts; None where there are none, and sft learns the environment's
+    gold answers.
+    """
+    chosen: Json = {
+        "runs": [run_id],
+        "name": "right",
+        "filter": "solved",
+        "max_per_task": 2,
+        "holdout": 0.1,
+    }
     try:
         return await session.call("curate", **chosen)
     except FlashError as error:
@@ -142,7 +163,9 @@ async def _curated(session: Session, run_id: str) -> Json | None:
 
 async def _compared(session: Session, base: Json, other: Json) -> Json:
     found = await session.call("compare", base=base["run_id"], other=other["run_id"], flips=0)
-    session.console.print(f"  [bold]{found['verdict']}[/]: {found['success']['explanation']}", highlight=False)
+    session.console.print(
+        f"  [bold]{found['verdict']}[/]: {found['success']['explanation']}", highlight=False
+    )
     return {
         "verdict": found["verdict"],
         "newly_solved": found["newly_solved"],
@@ -156,7 +179,9 @@ def markdown(figures: Json) -> str:
     lines: list[str] = []
     for name, found in figures.items():
         counts, sampled = found["curated"], found["sampled"]
-        attempts = ", ".join(f"pass@{k} {value:.3f}" for k, value in (sampled.get("pass_at") or {}).items())
+        attempts = ", ".join(
+            f"pass@{k} {value:.3f}" for k, value in (sampled.get("pass_at") or {}).items()
+        )
         lines += [f"## {name}", "", f"{found['about'][0].upper()}{found['about'][1:]}.", ""]
         lines += ["| model | success | 95 % interval | reward | tokens |", "|---|---|---|---|---|"]
         lines += [
@@ -201,7 +226,9 @@ async def run(console: Console, names: list[str], model: str | None) -> Json:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="scripts/loop", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="scripts/loop",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--only", choices=TASKS, help="this task alone")
     parser.add_argument("--model", help="base model (default: the catalog's)")

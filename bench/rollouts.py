@@ -1,12 +1,12 @@
 """Rollouts: our scheduler, flash's and a turn barrier, one after the other on one engine.
 
-    ours      worker.rollout.collect
+    ours      worker.rollouts.scheduler.collect
     flash     rollout_async of freesolo-flash-dev: no barrier, one thread for the environment
     barrier   every rollout waits for the slowest at each turn, environment calls one by one: TRL's tool loop
 
-All three get the same prompts, seeds, token budgets and environment, whose every call takes `latency_s`. No turn ends
-early, so that all of them generate the same number of tokens whatever they sample.
-"""
+All three get the same prompts, seeds, token budgets and environment, whose every call takes
+`latency_s`. No turn ends early, so that all of them generate the same number of tokens whatever
+they sample."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from environments.host import Opening, Score, Step
-from flash_mcp.errors import FlashError
-from worker.engine import Completion, Sampling, VllmEngine
-from worker.rollout import Generator, Limits, Task, collect
-from worker.runner import AsyncRunner
-from worker.transcript import ChatTemplate, Transcript
+from environments.process.host import Opening, Score, Step
+from flash_mcp.protocol.errors import FlashError
+from worker.engine.vllm import VllmEngine
+from worker.event_loop import AsyncRunner
+from worker.rollouts.scheduler import Generator, Limits, Task, collect
+from worker.rollouts.transcript import ChatTemplate, Transcript
+from worker.rollouts.turns import Completion, Sampling
 
 Json = dict[str, Any]
 PEERS = Path(sys.prefix) / "peers"
@@ -83,7 +84,9 @@ def messages(rollout: int) -> list[Json]:
 
 
 class MeteredEngine(VllmEngine):
-    """Counts iterations and tokens. Turns run to their full length; their seed follows from what they go on from."""
+    """Counts iterations and tokens. Turns run to their full length; their seed follows from what
+    they go on from.
+    """
 
     def __init__(self, model_path: Path, sequences: int) -> None:
         super().__init__(model_path, max_length=MAX_LENGTH, max_num_seqs=sequences)
@@ -105,7 +108,9 @@ class MeteredEngine(VllmEngine):
 
     def submit(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         start = zlib.crc32(array("q", prompt_ids).tobytes())
-        seed = (start + self._seen[start]) & 0x7FFFFFFF  # the rollouts of a group start alike and shall differ
+        seed = (
+            start + self._seen[start]
+        ) & 0x7FFFFFFF  # the rollouts of a group start alike and shall differ
         self._seen[start] += 1
         super().submit(request_id, prompt_ids, replace(sampling, seed=seed))
 
@@ -125,7 +130,7 @@ class MeteredEngine(VllmEngine):
         return [done[str(number)] for number in range(len(prompts))]
 
 
-# -- ours --------------------------------------------------------------------------------------------------------------
+# -- ours ------------------------------------------------------------------------------------------
 
 
 class Host:
@@ -153,18 +158,22 @@ class Host:
 
 
 def ours(engine: MeteredEngine, template: ChatTemplate, work: Workload) -> None:
-    tasks = [Task("train", index, index // GROUP, index, seed=index) for index in range(len(work.turns))]
+    tasks = [
+        Task("train", index, index // GROUP, index, seed=index) for index in range(len(work.turns))
+    ]
     with AsyncRunner() as runner:
         generator = Generator(engine, run_step=lambda: runner.call_waiting(engine.step))
         runner.run(collect(tasks, Host(work), generator, template, Limits(TOKENS, MAX_LENGTH)))
         runner.run(generator.aclose())
 
 
-# -- flash -------------------------------------------------------------------------------------------------------------
+# -- flash -----------------------------------------------------------------------------------------
 
 
 class FlashEnvironment:
-    """The environment as flash's scheduler calls it: `env_reply` after every turn, from its one thread."""
+    """The environment as flash's scheduler calls it: `env_reply` after every turn, from its one
+    thread.
+    """
 
     def __init__(self, work: Workload) -> None:
         self._work = work
@@ -197,11 +206,16 @@ def flash(engine: MeteredEngine, template: ChatTemplate, work: Workload) -> None
     def poll() -> list[tuple[str, list[int], list[float], str]]:
         finished = engine.step()
         under_way.difference_update(request_id for request_id, _ in finished)
-        return [(name, turn.token_ids, turn.logprobs, template.text(turn.token_ids)) for name, turn in finished]
+        return [
+            (name, turn.token_ids, turn.logprobs, template.text(turn.token_ids))
+            for name, turn in finished
+        ]
 
     @functools.cache
     def start_ids(question: str) -> list[int]:  # its own worker keeps what it rendered, too
-        return template.prompt_ids([{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}])
+        return template.prompt_ids(
+            [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+        )
 
     _flash_scheduler()(
         examples=[{"index": index} for index in range(len(work.turns))],
@@ -225,18 +239,26 @@ def _flash_scheduler() -> Callable[..., Any]:
     try:
         return importlib.import_module("flash.engine.multiturn_rollout").rollout_async
     except ModuleNotFoundError as error:
-        raise FlashError("engine_missing", f"the peer is not installed: {error}", fix="run scripts/bench") from error
+        raise FlashError(
+            "engine_missing", f"the peer is not installed: {error}", fix="run scripts/bench"
+        ) from error
 
 
-# -- a turn barrier ----------------------------------------------------------------------------------------------------
+# -- a turn barrier --------------------------------------------------------------------------------
 
 
 def barrier(engine: MeteredEngine, template: ChatTemplate, work: Workload) -> None:
     transcripts = [Transcript(template, messages(index)) for index in range(len(work.turns))]
     for turn in range(1, max(work.turns) + 1):
-        going = [transcript for transcript, turns in zip(transcripts, work.turns, strict=True) if turns >= turn]
+        going = [
+            transcript
+            for transcript, turns in zip(transcripts, work.turns, strict=True)
+            if turns >= turn
+        ]
         turns_left = [turns - turn for turns in work.turns if turns >= turn]
-        completions = engine.generate([transcript.ids for transcript in going], [TOKENS] * len(going))
+        completions = engine.generate(
+            [transcript.ids for transcript in going], [TOKENS] * len(going)
+        )
         for transcript, completion, left in zip(going, completions, turns_left, strict=True):
             transcript.add_answer(completion)
             time.sleep(work.latency_s)
@@ -247,24 +269,32 @@ def barrier(engine: MeteredEngine, template: ChatTemplate, work: Workload) -> No
 SYSTEMS = {"ours": ours, "flash": flash, "barrier": barrier}
 
 
-# -- measuring ---------------------------------------------------------------------------------------------------------
+# -- measuring -------------------------------------------------------------------------------------
 
 
 def run(model_path: Path, *, repeat: int, quick: bool) -> Json:
-    """{"cells": [one for every workload], ...}: seconds of every repeat, and medians of what follows from them."""
+    """{"cells": [one for every workload], ...}: seconds of every repeat, and medians of what
+    follows from them.
+    """
     _flash_scheduler()  # before minutes are spent
     template = ChatTemplate(AutoTokenizer.from_pretrained(model_path))
     works = workloads(quick=quick)
     engine = MeteredEngine(model_path, len(works[0].turns))
-    ours(engine, template, replace(works[0], latency_s=0.0))  # the first iterations of an engine are slow
-    cells: list[Json] = [{"turns": work.label, "latency_s": work.latency_s, "systems": {}} for work in works]
+    ours(
+        engine, template, replace(works[0], latency_s=0.0)
+    )  # the first iterations of an engine are slow
+    cells: list[Json] = [
+        {"turns": work.label, "latency_s": work.latency_s, "systems": {}} for work in works
+    ]
     bounds: dict[tuple[int, ...], list[Json]] = {}
     for number in range(repeat):
         for turns in {work.turns: None for work in works}:
             bounds.setdefault(turns, []).append(_engine_bound(engine, template, turns))
         for work, cell in zip(works, cells, strict=True):
             for name in rotated(list(SYSTEMS), number):
-                cell["systems"].setdefault(name, []).append(_measure(engine, template, work, SYSTEMS[name]))
+                cell["systems"].setdefault(name, []).append(
+                    _measure(engine, template, work, SYSTEMS[name])
+                )
     for work, cell in zip(works, cells, strict=True):
         _sum_up(cell, work, bounds[work.turns])
     peer = importlib.import_module("flash").__version__
@@ -283,19 +313,25 @@ def rotated(names: list[str], by: int) -> list[str]:
     return names[by:] + names[:by]
 
 
-def _measure(engine: MeteredEngine, template: ChatTemplate, work: Workload, system: Callable[..., None]) -> Json:
+def _measure(
+    engine: MeteredEngine, template: ChatTemplate, work: Workload, system: Callable[..., None]
+) -> Json:
     engine.clear()
     started = time.perf_counter()
     system(engine, template, work)
-    return {"seconds": time.perf_counter() - started, "iterations": engine.iterations, "tokens": engine.tokens}
+    return {
+        "seconds": time.perf_counter() - started,
+        "iterations": engine.iterations,
+        "tokens": engine.tokens,
+    }
 
 
 def _engine_bound(engine: MeteredEngine, template: ChatTemplate, turns: tuple[int, ...]) -> Json:
     """Seconds that the engine needs at least.
 
-    `decode_s`: every rollout as a single turn of all its tokens, all at once. `prefill_s`: what environments add, in
-    one go. `alone_s`: the longest rollout as a single turn with the engine to itself.
-    """
+    `decode_s`: every rollout as a single turn of all its tokens, all at once. `prefill_s`: what
+    environments add, in one go. `alone_s`: the longest rollout as a single turn with the engine to
+    itself."""
     starts = [template.prompt_ids(messages(index)) for index in range(len(turns))]
     glue = template.glue_ids(REPLY, ended=False)
     # A first token of its own keeps each of them out of the prefix cache.
@@ -326,13 +362,20 @@ def _sum_up(cell: Json, work: Workload, bounds: list[Json]) -> None:
             "iterations": iterations,
             "decode_batch": work.tokens / iterations,
             "iterations_over_longest": iterations / (TOKENS * max(work.turns)),
-            "ours_is_faster_by": statistics.median(once["seconds"] / own for once, own in zip(runs, mine, strict=True)),
+            "ours_is_faster_by": statistics.median(
+                once["seconds"] / own for once, own in zip(runs, mine, strict=True)
+            ),
         }
     terms = {name: statistics.median(bound[name] for bound in bounds) for name in bounds[0]}
     environment_s = work.latency_s * sum(work.turns) / ENV_SLOTS
     alone_s = terms["alone_s"] + work.latency_s * max(work.turns)
     bound_s = max(terms["decode_s"] + terms["prefill_s"], environment_s, alone_s)
-    cell["bound"] = {**terms, "environment_s": environment_s, "longest_s": alone_s, "bound_s": bound_s}
+    cell["bound"] = {
+        **terms,
+        "environment_s": environment_s,
+        "longest_s": alone_s,
+        "bound_s": bound_s,
+    }
     cell["bound_share"] = bound_s / statistics.median(mine)
 
 

@@ -1,13 +1,14 @@
-"""The training step: our forward and backward pass beside TRL's own, on the same rollouts and weights.
+"""The training step: our forward and backward pass beside TRL's own, on the same rollouts and
+weights.
 
-    ours             worker.grpo.Trainer
+    ours             worker.training.grpo.Trainer
     trl              GRPOTrainer with the same loss and no gradient checkpointing
     trl as it comes  GRPOTrainer with its defaults: checkpointing, and no correction of the sampling mismatch, for which
                      it would need a pass more
 
-What is timed is `training_step` over the step's micro-batches: from finished rollouts to gradients, no optimizer.
-Gradients are compared in bf16, where both are off by rounding, and in fp32, which says how far off each of them is.
-"""
+What is timed is `training_step` over the step's micro-batches: from finished rollouts to gradients,
+no optimizer. Gradients are compared in bf16, where both are off by rounding, and in fp32, which
+says how far off each of them is."""
 
 from __future__ import annotations
 
@@ -32,14 +33,14 @@ from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from bench.rollouts import rotated
-from flash_mcp.spec import RunSpec, resolve
-from worker.checkpoints import trainer_arguments
-from worker.grpo import RolloutsOf, Trainer, scales_advantages
-from worker.kernels import LoraLinear
-from worker.policy import load_policy
-from worker.rollout import Rollout, Task
+from flash_mcp.protocol.spec import RunSpec, resolve
+from worker.rollouts.scheduler import Rollout, Task
+from worker.rollouts.transcript import ChatTemplate, Transcript
 from worker.settings import Settings
-from worker.transcript import ChatTemplate, Transcript
+from worker.training.checkpoints import trainer_arguments
+from worker.training.grpo import RolloutsOf, Trainer, scales_advantages
+from worker.training.kernels import LoraLinear
+from worker.training.policy import load_policy
 
 Json = dict[str, Any]
 RANK = 16
@@ -78,7 +79,8 @@ def plain_trainer(
     callbacks: Sequence[TrainerCallback],
     as_it_comes: bool = True,
 ) -> GRPOTrainer:
-    """TRL's trainer where the worker has its own, fed with the same rollouts through `rollout_func`.
+    """TRL's trainer where the worker has its own, fed with the same rollouts through
+    `rollout_func`.
 
     The policy is changed to PEFT's own layers and PyTorch's attention: what it would have with TRL.
     """
@@ -116,13 +118,16 @@ def plain_trainer(
         policy,
         reward_funcs=lambda reward, **_: reward,
         args=args,
-        train_dataset=Dataset.from_list([{"prompt": str(index)} for index in range(spec.batch_size)]),
+        train_dataset=Dataset.from_list(
+            [{"prompt": str(index)} for index in range(spec.batch_size)]
+        ),
         processing_class=tokenizer,
         callbacks=list(callbacks),
         rollout_func=rollout_func,
     )
     if not as_it_comes:
-        # TRL's correction belongs to its own engine; this switches it on for rollouts from elsewhere.
+        # TRL's correction belongs to its own engine; this switches it on for rollouts from
+        # elsewhere.
         trainer.use_vllm = trainer.vllm_importance_sampling_correction = True
         trainer._last_loaded_step = trainer.state.global_step
     return trainer
@@ -136,7 +141,9 @@ SYSTEMS: dict[str, Callable[..., Any]] = {
 
 
 def run(model_path: Path, *, repeat: int, quick: bool) -> Json:
-    """{"cases": [...]}: seconds of every repeat, medians of the ratios within a repeat, and how gradients compare."""
+    """{"cases": [...]}: seconds of every repeat, medians of the ratios within a repeat, and how
+    gradients compare.
+    """
     return {"cases": [_run_case(model_path, case, repeat) for case in cases(quick=quick)]}
 
 
@@ -177,7 +184,9 @@ def _run_case(model_path: Path, case: Case, repeat: int) -> Json:
             step.run()
             precise[name] = step.gradient()
     gradients = {name: step.gradient() for name, step in steps.items()}
-    packed = case.groups * case.prompt + sum(len(transcript.completion_ids) for transcript in transcripts)
+    packed = case.groups * case.prompt + sum(
+        len(transcript.completion_ids) for transcript in transcripts
+    )
     trained = sum(transcript.model_tokens for transcript in transcripts)
     bound_s = roofline_s(steps["ours"].model, packed, trained)
     return {
@@ -185,10 +194,16 @@ def _run_case(model_path: Path, case: Case, repeat: int) -> Json:
         "rollouts": len(rollouts),
         "seconds": seconds,
         "over": {
-            name: statistics.median(theirs / mine for theirs, mine in zip(times, seconds["ours"], strict=True))
+            name: statistics.median(
+                theirs / mine for theirs, mine in zip(times, seconds["ours"], strict=True)
+            )
             for name, times in seconds.items()
         },
-        "tokens": {"packed": packed, "padded": len(rollouts) * (case.prompt + longest), "trained": trained},
+        "tokens": {
+            "packed": packed,
+            "padded": len(rollouts) * (case.prompt + longest),
+            "trained": trained,
+        },
         "gradient": {
             "ours to trl": compare(gradients["ours"], gradients["trl"]),
             "ours to trl in fp32": compare(precise["ours"], precise["trl"]),
@@ -229,14 +244,19 @@ class Step:
 
 def compare(mine: Tensor, theirs: Tensor) -> Json:
     cosine = torch.nn.functional.cosine_similarity(mine.double(), theirs.double(), dim=0)
-    return {"cosine": cosine.item(), "norm_difference": ((mine - theirs).norm() / theirs.norm()).item()}
+    return {
+        "cosine": cosine.item(),
+        "norm_difference": ((mine - theirs).norm() / theirs.norm()).item(),
+    }
 
 
-# -- what is trained on ------------------------------------------------------------------------------------------------
+# -- what is trained on ----------------------------------------------------------------------------
 
 
 def make_policy(model_path: Path, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """The base model with an adapter that changes it a little, so that every adapter weight has a gradient."""
+    """The base model with an adapter that changes it a little, so that every adapter weight has a
+    gradient.
+    """
     policy = load_policy(model_path, rank=RANK, alpha=2 * RANK, seed=0, dtype=dtype)
     generator = torch.Generator().manual_seed(1)
     for name, weight in policy.named_parameters():
@@ -246,10 +266,11 @@ def make_policy(model_path: Path, dtype: torch.dtype = torch.bfloat16) -> Any:
 
 
 def make_rollouts(policy: Any, tokenizer: Any, case: Case) -> list[Rollout]:
-    """Rollouts that the policy sampled after pieces of a text; log-probabilities are its own but for an engine's noise.
+    """Rollouts that the policy sampled after pieces of a text; log-probabilities are its own but
+    for an engine's noise.
 
-    Tokens at random would not do: bf16 noise is most of the gradient of what the policy would never say.
-    """
+    Tokens at random would not do: bf16 noise is most of the gradient of what the policy would never
+    say."""
     rng, template = random.Random(0), ChatTemplate(tokenizer)
     text = tokenizer.encode(TEXT.read_text(), add_special_tokens=False)
 
@@ -258,8 +279,15 @@ def make_rollouts(policy: Any, tokenizer: Any, case: Case) -> list[Rollout]:
         return text[start : start + count]
 
     prompts = [piece(case.prompt) for _ in range(case.groups)]
-    answers = [[rng.choice(case.answer) for _ in range(rng.choice(case.turns))] for _ in range(case.groups * case.size)]
-    said = _sample(policy, [prompts[index // case.size] for index in range(len(answers))], max(map(sum, answers)))
+    answers = [
+        [rng.choice(case.answer) for _ in range(rng.choice(case.turns))]
+        for _ in range(case.groups * case.size)
+    ]
+    said = _sample(
+        policy,
+        [prompts[index // case.size] for index in range(len(answers))],
+        max(map(sum, answers)),
+    )
     rollouts = []
     for index, lengths in enumerate(answers):
         transcript = Transcript(template, [{"role": "user", "content": ""}])
@@ -270,7 +298,9 @@ def make_rollouts(policy: Any, tokenizer: Any, case: Case) -> list[Rollout]:
             transcript.completion_ids += added + list(itertools.islice(words, length))
             transcript.mask += [0] * len(added) + [1] * length
         noisy = [logp + rng.gauss(0, 0.01) for logp in _logps(policy, transcript)]
-        transcript.logprobs = [logp * mine for logp, mine in zip(noisy, transcript.mask, strict=True)]
+        transcript.logprobs = [
+            logp * mine for logp, mine in zip(noisy, transcript.mask, strict=True)
+        ]
         task = Task("train", index // case.size, index // case.size, index, seed=index)
         # The first two of a group differ, so that no group is without advantage.
         reward = float(index % case.size) if index % case.size < 2 else rng.random()
@@ -291,23 +321,30 @@ def _sample(policy: Any, prompts: list[list[int]], count: int) -> list[list[int]
 
 def _logps(policy: Any, transcript: Transcript) -> list[float]:
     with torch.no_grad(), torch.autocast(policy.device.type, torch.bfloat16):
-        logits = policy(input_ids=torch.tensor([transcript.ids], device=policy.device)).logits[0].float()  # (L, V)
+        logits = (
+            policy(input_ids=torch.tensor([transcript.ids], device=policy.device)).logits[0].float()
+        )  # (L, V)
     targets = torch.tensor(transcript.completion_ids, device=policy.device)
     predicted = logits[len(transcript.prompt_ids) - 1 : -1].log_softmax(-1)  # (C, V)
     return predicted.gather(1, targets[:, None]).squeeze(1).tolist()
 
 
-# -- the roofline ------------------------------------------------------------------------------------------------------
+# -- the roofline ----------------------------------------------------------------------------------
 
 
 def roofline_s(policy: Any, tokens: int, trained: int) -> float:
-    """Seconds of the matrix products alone at the rate that this machine reaches, attention and the adapter left out.
+    """Seconds of the matrix products alone at the rate that this machine reaches, attention and the
+    adapter left out.
 
-    A frozen weight of n entries costs 2n operations a token forward and 2n backward; the head counts on trained tokens.
-    """
+    A frozen weight of n entries costs 2n operations a token forward and 2n backward; the head
+    counts on trained tokens."""
     causal_lm = policy.get_base_model()
     head = causal_lm.lm_head.weight.numel()
-    layers = sum(weight.numel() for name, weight in causal_lm.model.layers.named_parameters() if "lora_" not in name)
+    layers = sum(
+        weight.numel()
+        for name, weight in causal_lm.model.layers.named_parameters()
+        if "lora_" not in name
+    )
     return 4 * (layers * tokens + head * trained) / _operations_per_s(causal_lm.lm_head.weight)
 
 

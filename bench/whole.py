@@ -1,8 +1,9 @@
-"""Whole runs of the calculator: the worker, and the worker with TRL's own training step in place of ours.
+"""Whole runs of the calculator: the worker, and the worker with TRL's own training step in place of
+ours.
 
-Both are attempts of a real run in a process of their own, with the same engine, scheduler, environment and seeds; the
-figures are those that the run folder holds. `python -m bench.whole FOLDER --attempt 1` is the attempt on plain TRL.
-"""
+Both are attempts of a real run in a process of their own, with the same engine, scheduler,
+environment and seeds; the figures are those that the run folder holds. `python -m bench.whole
+FOLDER --attempt 1` is the attempt on plain TRL."""
 
 from __future__ import annotations
 
@@ -16,9 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from flash_mcp.errors import FlashError
-from flash_mcp.runfolder import RunFolder
-from flash_mcp.spec import read_toml, resolve, validate
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.spec import read_toml, resolve, validate
 
 Json = dict[str, Any]
 CALCULATOR = Path(__file__).parents[1] / "environments" / "calculator"
@@ -27,7 +28,9 @@ TIMEOUT_S = 1800
 
 
 def run(model_path: Path, *, repeat: int, quick: bool) -> Json:
-    """{"systems": {name: {...}}, "over_trl", "sync_share", "start_s"}; every repeat has a seed of its own."""
+    """{"systems": {name: {...}}, "over_trl", "sync_share", "start_s"}; every repeat has a seed of
+    its own.
+    """
     steps = 2 if quick else 6
     attempts: dict[str, list[Json]] = {name: [] for name in MODULES}
     for seed in range(repeat):
@@ -46,7 +49,9 @@ def run(model_path: Path, *, repeat: int, quick: bool) -> Json:
 
 
 def _attempt(module: str, model_path: Path, seed: int, steps: int) -> Json:
-    """Means over the steps but the first, which has nothing to sync and allocates; `start_s` ends with the first."""
+    """Means over the steps but the first, which has nothing to sync and allocates; `start_s` ends
+    with the first.
+    """
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         folder = _folder(Path(scratch, "run"), model_path, seed, steps)
         log = Path(folder.path("log.1"))
@@ -54,19 +59,31 @@ def _attempt(module: str, model_path: Path, seed: int, steps: int) -> Json:
         with log.open("wb") as stream:
             command = [sys.executable, "-m", module, folder.url, "--attempt", "1"]
             try:
-                subprocess.run(command, stdout=stream, stderr=stream, timeout=TIMEOUT_S, check=False)
+                subprocess.run(
+                    command, stdout=stream, stderr=stream, timeout=TIMEOUT_S, check=False
+                )
             except subprocess.TimeoutExpired as error:
-                raise FlashError("stalled", f"{module} did not finish {steps} steps", timeout_s=TIMEOUT_S) from error
+                raise FlashError(
+                    "stalled", f"{module} did not finish {steps} steps", timeout_s=TIMEOUT_S
+                ) from error
         result = folder.result()
         if result is None or result["state"] != "succeeded":
-            raise FlashError("worker_failed", f"{module} ended with {result}: {log.read_text()[-2000:]}")
-        written = [folder.read_json("metrics", f"{step}.json") or {} for step in range(1, steps + 1)]
+            raise FlashError(
+                "worker_failed", f"{module} ended with {result}: {log.read_text()[-2000:]}"
+            )
+        written = [
+            folder.read_json("metrics", f"{step}.json") or {} for step in range(1, steps + 1)
+        ]
     metrics: list[Json] = [entry["metrics"] for entry in written]
     means = {
         name: statistics.fmean(step[f"time/{name}"] for step in metrics[1:])
         for name in ("step_s", "rollout_s", "sync_s", "train_s")
     }
-    return {**means, "start_s": written[0]["time"] - started, "reward": [step["reward/mean"] for step in metrics]}
+    return {
+        **means,
+        "start_s": written[0]["time"] - started,
+        "reward": [step["reward/mean"] for step in metrics],
+    }
 
 
 def _folder(path: Path, model_path: Path, seed: int, steps: int) -> RunFolder:
@@ -91,7 +108,15 @@ def _folder(path: Path, model_path: Path, seed: int, steps: int) -> RunFolder:
 
 def rows(result: Json) -> Iterator[list[str]]:
     """The table, its header first."""
-    yield ["calculator on", "step s", "rollouts s", "sync s", "training s", "start to first step s", "reward by step"]
+    yield [
+        "calculator on",
+        "step s",
+        "rollouts s",
+        "sync s",
+        "training s",
+        "start to first step s",
+        "reward by step",
+    ]
     for name, attempts in result["attempts"].items():
         medians = [
             statistics.median(attempt[part] for attempt in attempts)
@@ -113,9 +138,9 @@ def _attempt_on_trl() -> int:
 
     worker.prepare_process()
     from bench.step import plain_trainer  # noqa: PLC0415  torch reads the environment that was just prepared
-    from worker import run as attempt  # noqa: PLC0415
+    from worker import train as attempt  # noqa: PLC0415
 
-    setattr(attempt, "Trainer", lambda *args, packed, keep_tokens, **options: plain_trainer(*args, **options))  # noqa: B010
+    attempt.Trainer = lambda *args, packed, keep_tokens, **options: plain_trainer(*args, **options)
     return worker.main()
 
 

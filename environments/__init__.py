@@ -1,4 +1,6 @@
-"""The environment contract: a task, how it is presented, how its answers are rewarded. Imports no other ring."""
+"""The environment contract: a task, how it is presented, how its answers are rewarded. Imports no
+other ring.
+"""
 
 from environments.base import (
     DatasetError,

@@ -1,8 +1,9 @@
 """The environment contract.
 
-A folder with an `environment.py` that defines `load_environment(**kwargs)` is an environment. The object that it
-returns extends EnvironmentSingleTurn or EnvironmentMultiTurn. Every method may also be `async def`. The names are those
-of the `freesolo` SDK, so a folder written for it runs where that package is installed.
+A folder with an `environment.py` that defines `load_environment(**kwargs)` is an environment. The
+object that it returns extends EnvironmentSingleTurn or EnvironmentMultiTurn. Every method may also
+be `async def`. The names are those of the `freesolo` SDK, so a folder written for it runs where
+that package is installed.
 
 One rollout of a multi-turn environment:
 
@@ -36,10 +37,11 @@ def _no_metadata() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TaskExample:
-    """One task. `record` is its dataset row, `input` what the model is asked, `output` the gold answer, if any.
+    """One task. `record` is its dataset row, `input` what the model is asked, `output` the gold
+    answer, if any.
 
-    `id` is stable across runs and machines; `load_dataset` derives it from the row where the row has none.
-    """
+    `id` is stable across runs and machines; `load_dataset` derives it from the row where the row
+    has none."""
 
     record: Mapping[str, Any]
     input: str
@@ -60,7 +62,9 @@ class EnvironmentTurn:
 
 @dataclass(frozen=True)
 class EnvironmentStepResult:
-    """What the environment does after one model turn: `messages` are appended to the conversation unless `done`."""
+    """What the environment does after one model turn: `messages` are appended to the conversation
+    unless `done`.
+    """
 
     done: bool = True
     messages: Sequence[ChatMessage] = ()
@@ -70,7 +74,9 @@ class EnvironmentStepResult:
 
 @dataclass(frozen=True)
 class EnvironmentEpisode:
-    """A finished conversation. `messages` holds all of it, prompt included; `response_text` is the final answer."""
+    """A finished conversation. `messages` holds all of it, prompt included; `response_text` is the
+    final answer.
+    """
 
     messages: Sequence[ChatMessage]
     response_text: str
@@ -134,13 +140,22 @@ class Environment(ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for many, one in (("score_responses", "score_response"), ("score_episodes", "score_episode")):
-            nearest = next((kind for kind in cls.__mro__ if many in vars(kind) or one in vars(kind)), cls)
+        for many, one in (
+            ("score_responses", "score_response"),
+            ("score_episodes", "score_episode"),
+        ):
+            nearest = next(
+                (kind for kind in cls.__mro__ if many in vars(kind) or one in vars(kind)), cls
+            )
             if many in vars(nearest) and one not in vars(nearest):  # as in the freesolo SDK
-                raise TypeError(f"{cls.__name__}.{many} would never be called: each is scored when it ends, by {one}")
+                raise TypeError(
+                    f"{cls.__name__}.{many} would never be called: each is scored when it ends, by {one}"
+                )
 
     def new_episode(self, example: TaskExample) -> Environment:
-        """The object that serves one rollout; by default a shallow copy, so that attributes set on it are its own."""
+        """The object that serves one rollout; by default a shallow copy, so that attributes set on
+        it are its own.
+        """
         return copy.copy(self)
 
     def close_episode(self) -> None:  # noqa: B027
@@ -159,7 +174,12 @@ class Environment(ABC):
             output = cast("Mapping[str, Any]", output)["messages"]
         if isinstance(output, Sequence) and not isinstance(output, str):
             return [dict(message) for message in cast("Sequence[ChatMessage]", output)]
-        return [{"role": "assistant", "content": output if isinstance(output, str) else json.dumps(output)}]
+        return [
+            {
+                "role": "assistant",
+                "content": output if isinstance(output, str) else json.dumps(output),
+            }
+        ]
 
     @abstractmethod
     def start_episode(self, example: TaskExample, prompt_text: str) -> list[ChatMessage]:
@@ -212,14 +232,18 @@ class EnvironmentSingleTurn(Environment):
 
 
 class EnvironmentMultiTurn(Environment):
-    """A conversation: implement `start_episode`, `max_episode_turns`, `step_episode` and `score_episode`."""
+    """A conversation: implement `start_episode`, `max_episode_turns`, `step_episode` and
+    `score_episode`.
+    """
 
 
 class DatasetError(ValueError):
     """A dataset is missing, empty or has a malformed row; the message names the file and the line."""
 
 
-def load_dataset(path: str | Path, *, input_key: str = "input", output_key: str = "output") -> list[TaskExample]:
+def load_dataset(
+    path: str | Path, *, input_key: str = "input", output_key: str = "output"
+) -> list[TaskExample]:
     """Tasks from a JSONL file, one object a line; `id` and `metadata` keys are used where present.
 
     Raises DatasetError for anything malformed, for a missing or empty file and for a repeated id.
@@ -242,16 +266,24 @@ def load_dataset(path: str | Path, *, input_key: str = "input", output_key: str 
         except json.JSONDecodeError as error:
             raise DatasetError(f"{path.name} line {number}: not JSON: {error}") from error
         if not isinstance(row, dict):
-            raise DatasetError(f"{path.name} line {number}: expected an object, got {type(row).__name__}")
+            raise DatasetError(
+                f"{path.name} line {number}: expected an object, got {type(row).__name__}"
+            )
         record = cast("dict[str, Any]", row)
         if not isinstance(record.get(input_key), str):
             raise DatasetError(
                 f"{path.name} line {number}: {input_key!r} must be a string, got {record.get(input_key)!r}"
             )
         given_id = record.get("id")
-        task_id = hashlib.sha256(line.strip().encode()).hexdigest()[:16] if given_id is None else str(given_id)
+        task_id = (
+            hashlib.sha256(line.strip().encode()).hexdigest()[:16]
+            if given_id is None
+            else str(given_id)
+        )
         if task_id in seen:
-            raise DatasetError(f"{path.name} line {number}: id {task_id!r} stands on line {seen[task_id]} already")
+            raise DatasetError(
+                f"{path.name} line {number}: id {task_id!r} stands on line {seen[task_id]} already"
+            )
         seen[task_id] = number
         examples.append(
             TaskExample(

@@ -10,14 +10,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flash_mcp.runfolder import RunFolder
-from flash_mcp.spec import RunSpec, resolve
+from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.spec import RunSpec, resolve
 
 VOWELS = Path(__file__).parent / "environments" / "vowels"
 
 
 def make_run(
-    folder: Path, model: Path, *, environment: Path = VOWELS, job: dict[str, Any] | None = None, **fields: Any
+    folder: Path,
+    model: Path,
+    *,
+    environment: Path = VOWELS,
+    job: dict[str, Any] | None = None,
+    **fields: Any,
 ) -> RunFolder:
     """A run folder with a job of a few quick steps."""
     quick = {"steps": 5, "batch_size": 4, "group_size": 8, "max_tokens": 16, "max_length": 256, "lora_rank": 8,
@@ -38,7 +43,7 @@ def make_run(
 ONE_BY_ONE = """
 from worker import main
 main.prepare_process()
-from worker.run import Session
+from worker.session import Session
 Session._sequences = 1
 main.main()
 """
@@ -47,10 +52,12 @@ main.main()
 class Attempt:
     """`python -m worker.main` as a child of the test.
 
-    With `one_by_one` its engine advances one conversation at a time: bit for bit the same whenever replies arrive.
-    """
+    With `one_by_one` its engine advances one conversation at a time: bit for bit the same whenever
+    replies arrive."""
 
-    def __init__(self, run: RunFolder, number: int = 1, *, one_by_one: bool = False, **environment: str) -> None:
+    def __init__(
+        self, run: RunFolder, number: int = 1, *, one_by_one: bool = False, **environment: str
+    ) -> None:
         program = ["-c", ONE_BY_ONE] if one_by_one else ["-m", "worker.main"]
         self.log_path = Path(run.path(f"log.{number}"))
         with self.log_path.open("wb") as log:

@@ -6,7 +6,7 @@ from typing import Any
 
 from mcp import Client
 
-from flash_mcp.errors import CODES
+from flash_mcp.protocol.errors import CODES
 
 
 async def refusal(client: Client, tool: str, **arguments: Any) -> str:

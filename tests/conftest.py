@@ -7,11 +7,15 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from flash_mcp.home import models_dir
+from flash_mcp.protocol.paths import models_dir
 
 WHEELS = Path(sys.prefix, "wheels")
-"""What environments' interpreters are made of, where scripts/test has fetched it: see tests/packages.txt."""
-SHARED_MODELS = models_dir()  # read before any test has a home of its own: real models are fetched once
+"""What environments' interpreters are made of, where scripts/test has fetched it: see
+tests/packages.txt.
+"""
+SHARED_MODELS = (
+    models_dir()
+)  # read before any test has a home of its own: real models are fetched once
 
 settings.register_profile("unhurried", settings(), deadline=None)
 settings.load_profile("unhurried")
@@ -27,7 +31,9 @@ def anyio_backend() -> str:
 
 @pytest.fixture(autouse=True)
 def flash_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A state directory of the test's own, named by FLASH_HOME for it and for the processes that it starts."""
+    """A state directory of the test's own, named by FLASH_HOME for it and for the processes that it
+    starts.
+    """
     folder = tmp_path / "flash-home"
     monkeypatch.setenv("FLASH_HOME", str(folder))
     monkeypatch.setenv("FLASH_MODELS", str(SHARED_MODELS))

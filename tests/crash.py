@@ -2,15 +2,15 @@
 
     python -m tests.crash [--runs N] [--seed S] [--real N] [--at-once N] [--json FILE]
 
-Each run is one agent with a state directory of its own: a real MCP client drives a real server over stdio, which starts
-the supervisor, which starts the worker, which starts the environment's process; `serving` and `engine` runs deploy the
-adapter and chat with it too. Meanwhile processes are killed (SIGKILL) or stopped and continued (SIGSTOP, SIGCONT) at
-random moments. Nothing is shortened: time-outs are the product's. The quick runs train in worker.run's place a loop
-whose state is a chain of hashes (tests/stand_ins); `--real N` of them train the tiny model with the real one.
+Each run is one agent with a state directory of its own: a real MCP client drives a real server over
+stdio, which starts the supervisor, which starts the worker, which starts the environment's process;
+`serving` and `engine` runs deploy the adapter and chat with it too. Meanwhile processes are killed
+(SIGKILL) or stopped and continued (SIGSTOP, SIGCONT) at random moments. Nothing is shortened:
+time-outs are the product's. The quick runs train in worker.train's place a loop whose state is a
+chain of hashes (tests/stand_ins); `--real N` of them train the tiny model with the real one.
 
-A `zombie` run stops a worker, hides it from the launcher as a machine would that lost its network, and wakes it after
-its successor has ended the run.
-"""
+A `zombie` run stops a worker, hides it from the launcher as a machine would that lost its network,
+and wakes it after its successor has ended the run."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ from mcp import Client, StdioServerParameters
 from rich.console import Console
 from rich.table import Table
 
-from flash_mcp.errors import CODES
-from flash_mcp.runfolder import RunFolder
-from flash_mcp.store import RunRow, Store
-from tests.stand_ins.worker.run import state_after
+from flash_mcp.protocol.errors import CODES
+from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.state.schema import RunRow
+from flash_mcp.state.store import Store
+from tests.stand_ins.worker.train import state_after
 
 ROOT = Path(__file__).parents[1]
 STAND_INS = Path(__file__).with_name("stand_ins")
@@ -49,7 +50,9 @@ VOWELS = Path(__file__).parent / "environments" / "vowels"
 KINDS = ("server", "supervisor", "worker", "host", "zombie", "serving", "engine")
 STEPS = {"quick": 12, "real": 4}
 SPAN_S = {"quick": 5.0, "real": 30.0}
-"""Moments are drawn from the first so many seconds after `train` was called, or `deploy` where that is the target."""
+"""Moments are drawn from the first so many seconds after `train` was called, or `deploy` where that
+is the target.
+"""
 DEADLINE_S = {"quick": 800.0, "real": 420.0}
 CALL_TIMEOUT_S = 60.0
 MAX_ATTEMPTS = 10
@@ -58,7 +61,9 @@ REAL_AT_ONCE = 2
 
 @dataclass
 class Fault:
-    """One signal: at which moment, to whom, and whether there was such a process before the run ended."""
+    """One signal: at which moment, to whom, and whether there was such a process before the run
+    ended.
+    """
 
     kind: str
     signal: str
@@ -82,11 +87,13 @@ class Outcome:
     defects: list[str] = field(default_factory=list[str])
 
 
-# -- the processes of a state directory -------------------------------------------------------------------------------
+# -- the processes of a state directory ------------------------------------------------------------
 
 
 def processes(base: Path, run_id: str = "") -> dict[str, list[psutil.Process]]:
-    """Every process that belongs to the state directory, by kind. A serving process's children are its engine."""
+    """Every process that belongs to the state directory, by kind. A serving process's children are
+    its engine.
+    """
     found: dict[str, list[psutil.Process]] = {}
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
@@ -95,15 +102,16 @@ def processes(base: Path, run_id: str = "") -> dict[str, list[psutil.Process]]:
             words = " ".join(process.cmdline())
             if (
                 str(base) in words
-                or f"FLASH_HOME={base}\0".encode() in Path(f"/proc/{process.pid}/environ").read_bytes()
+                or f"FLASH_HOME={base}\0".encode()
+                in Path(f"/proc/{process.pid}/environ").read_bytes()
             ):
                 found.setdefault(_kind(words), []).append(process)
     return found
 
 
 def _kind(words: str) -> str:
-    names = {"environments.child": "host", "environments.warden": "host", "worker.main": "worker",
-             "worker.serving": "serving", "api_server": "serving", "flash_mcp.supervisor": "supervisor",
+    names = {"environments.process.child": "host", "environments.process.warden": "host", "worker.main": "worker",
+             "worker.engine.serve": "serving", "api_server": "serving", "flash_mcp.supervisor": "supervisor",
              "flash_mcp.cli": "server", "resource_tracker": "helper"}  # fmt: skip
     return next((kind for name, kind in names.items() if name in words), "engine")
 
@@ -124,7 +132,9 @@ class Chaos(threading.Thread):
         for fault in sorted(self.faults, key=lambda fault: fault.at_s):
             self.over.wait(max(0.0, start + fault.at_s - time.monotonic()))
             while not fault.struck and not self.over.is_set():
-                victims = processes(self.base).get("worker" if fault.kind == "zombie" else fault.kind, [])
+                victims = processes(self.base).get(
+                    "worker" if fault.kind == "zombie" else fault.kind, []
+                )
                 if victims:
                     self.strike(fault, victims[0])
                 else:
@@ -158,7 +168,7 @@ class Chaos(threading.Thread):
         fault.struck = True
 
 
-# -- the agent --------------------------------------------------------------------------------------------------------
+# -- the agent -------------------------------------------------------------------------------------
 
 
 class Agent:
@@ -166,7 +176,9 @@ class Agent:
 
     def __init__(self, environment: dict[str, str], outcome: Outcome) -> None:
         command = [sys.executable, "-m", "flash_mcp.cli", "serve"]
-        self._server = StdioServerParameters(command=command[0], args=command[1:], env=environment, cwd=ROOT)
+        self._server = StdioServerParameters(
+            command=command[0], args=command[1:], env=environment, cwd=ROOT
+        )
         self._outcome, self._client, self._stack = outcome, None, AsyncExitStack()
 
     async def call(self, tool: str, **arguments: Any) -> dict[str, Any]:
@@ -201,16 +213,22 @@ class Agent:
             await stack.aclose()
 
 
-# -- one run ----------------------------------------------------------------------------------------------------------
+# -- one run ---------------------------------------------------------------------------------------
 
 
 def plan(number: int, seed: int, kind: str, flavour: str) -> list[Fault]:
     """One to three faults of the kind, and in half of the runs one of another kind too."""
     chance = random.Random(f"{seed}-{number}-{kind}-{flavour}")
     span = SPAN_S[flavour]
-    kinds = [kind] if kind == "zombie" else [kind] * chance.randint(1, 3 if flavour == "quick" else 2)
+    kinds = (
+        [kind] if kind == "zombie" else [kind] * chance.randint(1, 3 if flavour == "quick" else 2)
+    )
     if chance.random() < 0.5 and kind != "zombie":
-        kinds.append(chance.choice(["server", "supervisor", "worker" if kind not in ("serving", "engine") else kind]))
+        kinds.append(
+            chance.choice(
+                ["server", "supervisor", "worker" if kind not in ("serving", "engine") else kind]
+            )
+        )
     return [
         Fault(each, chance.choice(["KILL", "STOP"]) if each != "zombie" else "STOP", round(chance.uniform(0, span), 3),
               round(chance.uniform(0.1, 3.0), 3))
@@ -218,7 +236,9 @@ def plan(number: int, seed: int, kind: str, flavour: str) -> list[Fault]:
     ]  # fmt: skip
 
 
-def crash_run(number: int, seed: int, kind: str, flavour: str = "quick", model: Path | None = None) -> Outcome:
+def crash_run(
+    number: int, seed: int, kind: str, flavour: str = "quick", model: Path | None = None
+) -> Outcome:
     """One run with its faults; what was wrong afterwards stands in `defects`."""
     outcome = Outcome(number, kind, flavour, plan(number, seed, kind, flavour))
     base = Path(tempfile.mkdtemp(prefix="flash-crash-"))
@@ -287,7 +307,9 @@ async def _live(base: Path, chaos: Chaos, outcome: Outcome, model: Path | None) 
 
 
 async def _until_fine(agent: Agent, tool: str, **arguments: Any) -> dict[str, Any]:
-    """Call until it is not refused: an environment that was killed while the server looked at it, for instance."""
+    """Call until it is not refused: an environment that was killed while the server looked at it,
+    for instance.
+    """
     while True:
         answer = await agent.call(tool, **arguments)
         if "error" not in answer:
@@ -296,7 +318,9 @@ async def _until_fine(agent: Agent, tool: str, **arguments: Any) -> dict[str, An
 
 
 async def _serve(agent: Agent, chaos: Chaos, run_id: str) -> None:
-    """Deploy and chat, again where the server was lost, until all faults are over and an answer came."""
+    """Deploy and chat, again where the server was lost, until all faults are over and an answer
+    came.
+    """
     while True:
         settled = not chaos.is_alive()
         deployed = await agent.call("deploy", run_id=run_id)
@@ -304,7 +328,9 @@ async def _serve(agent: Agent, chaos: Chaos, run_id: str) -> None:
         if settled and "error" not in answer:
             break
         await asyncio.sleep(0.2)
-    assert answer["adapter"]["text"] or answer["adapter"]["finish"] == "stop", answer  # the tiny model may say nothing
+    assert answer["adapter"]["text"] or answer["adapter"]["finish"] == "stop", (
+        answer
+    )  # the tiny model may say nothing
     await _until_fine(agent, "undeploy", deployment=deployed["deployment"])
 
 
@@ -337,7 +363,9 @@ def check(store: Store, run: RunRow, steps: int, outcome: Outcome) -> None:
 
 
 def _everything(store: Store, run: RunRow) -> dict[str, Any]:
-    """All that the run left behind, but for what its attempts printed, and hidden files: those are being written."""
+    """All that the run left behind, but for what its attempts printed, and hidden files: those are
+    being written.
+    """
     kept = {
         table: store.query(f"SELECT * FROM {table} WHERE run_id = ?", [run["id"]])
         for table in ("metrics", "rollouts", "evals", "events", "checkpoints")
@@ -350,7 +378,9 @@ def _everything(store: Store, run: RunRow) -> dict[str, Any]:
 
 
 async def _orphans(base: Path) -> list[str]:
-    """What runs on although no run, no deployment and no client is left; the supervisor may, until it is told."""
+    """What runs on although no run, no deployment and no client is left; the supervisor may, until
+    it is told.
+    """
     deadline = time.monotonic() + 60
     while True:
         left = processes(base)
@@ -360,7 +390,9 @@ async def _orphans(base: Path) -> list[str]:
         if not left or time.monotonic() > deadline:
             break
         await asyncio.sleep(0.1)
-    return [f"{kind} {' '.join(process.cmdline())}" for kind, found in left.items() for process in found]
+    return [
+        f"{kind} {' '.join(process.cmdline())}" for kind, found in left.items() for process in found
+    ]
 
 
 def _end(base: Path) -> None:
@@ -370,19 +402,24 @@ def _end(base: Path) -> None:
                 process.kill()
 
 
-# -- all of them ------------------------------------------------------------------------------------------------------
+# -- all of them -----------------------------------------------------------------------------------
 
 
-def crash_runs(runs: int, seed: int, *, real: int = 0, at_once: int = 4, first: int = 0) -> list[Outcome]:
+def crash_runs(
+    runs: int, seed: int, *, real: int = 0, at_once: int = 4, first: int = 0
+) -> list[Outcome]:
     """`runs` runs, the kinds in turn; the `real` last ones with the real worker."""
     quick = range(first, first + runs - real)
     with ThreadPoolExecutor(at_once) as pool:
-        outcomes = list(pool.map(lambda number: crash_run(number, seed, KINDS[number % len(KINDS)]), quick))
+        outcomes = list(
+            pool.map(lambda number: crash_run(number, seed, KINDS[number % len(KINDS)]), quick)
+        )
     if real:
         numbers = range(quick.stop, quick.stop + real)
         with _tiny_model() as model, ThreadPoolExecutor(REAL_AT_ONCE) as pool:
             outcomes += pool.map(
-                lambda number: crash_run(number, seed, KINDS[-number % len(KINDS)], "real", model), numbers
+                lambda number: crash_run(number, seed, KINDS[-number % len(KINDS)], "real", model),
+                numbers,
             )
     return outcomes
 
@@ -397,13 +434,21 @@ def _tiny_model() -> Generator[Path]:
 
 def table(outcomes: list[Outcome]) -> Table:
     """Runs by what was struck."""
-    shown = Table("struck", "worker", "runs", "SIGKILL", "SIGSTOP", "attempts", "server restarts", "defects")
+    shown = Table(
+        "struck", "worker", "runs", "SIGKILL", "SIGSTOP", "attempts", "server restarts", "defects"
+    )
     for flavour in ("quick", "real"):
         for kind in KINDS:
-            these = [outcome for outcome in outcomes if (outcome.kind, outcome.flavour) == (kind, flavour)]
+            these = [
+                outcome
+                for outcome in outcomes
+                if (outcome.kind, outcome.flavour) == (kind, flavour)
+            ]
             if not these:
                 continue
-            struck = Counter(fault.signal for outcome in these for fault in outcome.faults if fault.struck)
+            struck = Counter(
+                fault.signal for outcome in these for fault in outcome.faults if fault.struck
+            )
             shown.add_row(kind, flavour, str(len(these)), str(struck["KILL"]), str(struck["STOP"]),
                           str(sum(outcome.attempts for outcome in these)),
                           str(sum(outcome.restarts for outcome in these)),
@@ -413,16 +458,38 @@ def table(outcomes: list[Outcome]) -> Table:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="scripts/crash", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="scripts/crash",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--runs", type=int, default=100, metavar="N", help="runs in all (default 100)")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="decides what is struck and when (default 0)")
-    parser.add_argument("--real", type=int, default=0, metavar="N", help="runs among them with the real worker")
-    parser.add_argument("--first", type=int, default=0, metavar="N", help="number of the first: to go on after a piece")
-    parser.add_argument("--at-once", type=int, default=4, metavar="N", help="runs at the same time (default 4)")
+    parser.add_argument(
+        "--runs", type=int, default=100, metavar="N", help="runs in all (default 100)"
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="S",
+        help="decides what is struck and when (default 0)",
+    )
+    parser.add_argument(
+        "--real", type=int, default=0, metavar="N", help="runs among them with the real worker"
+    )
+    parser.add_argument(
+        "--first",
+        type=int,
+        default=0,
+        metavar="N",
+        help="number of the first: to go on after a piece",
+    )
+    parser.add_argument(
+        "--at-once", type=int, default=4, metavar="N", help="runs at the same time (default 4)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every outcome to FILE")
     given = parser.parse_args()
-    outcomes = crash_runs(given.runs, given.seed, real=given.real, at_once=given.at_once, first=given.first)
+    outcomes = crash_runs(
+        given.runs, given.seed, real=given.real, at_once=given.at_once, first=given.first
+    )
     if given.json:
         given.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1))
     console = Console(width=None if sys.stdout.isatty() else 160)

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from flash_mcp.errors import CODES
-from flash_mcp.spec import RECIPES, RunSpec
-from flash_mcp.tools import all_tools
+from flash_mcp.protocol.errors import CODES
+from flash_mcp.protocol.spec import RECIPES, RunSpec
+from flash_mcp.tools.registry import TOOLS
 
 PLAYBOOK = Path(__file__).parent.parent / "TRAINING.md"
 DERIVED = {"environment", "model", "algorithm", "max_length", "init_from_adapter"}
@@ -22,19 +22,32 @@ def fields() -> str:
     rows = []
     for name, info in RunSpec.model_fields.items():
         values = [RECIPES[algorithm].get(name) for algorithm in ("grpo", "sft")]
-        shown = [info.default if info.default else "-"] * 2 if name in DERIVED and name != "environment" else values
+        shown = (
+            [info.default if info.default else "-"] * 2
+            if name in DERIVED and name != "environment"
+            else values
+        )
         rows.append(
-            (f"`{name}`", *("-" if value in (None, [], {}) else f"{value}" for value in shown), info.description)
+            (
+                f"`{name}`",
+                *("-" if value in (None, [], {}) else f"{value}" for value in shown),
+                info.description,
+            )
         )
     return table(("field", "grpo", "sft", "what it is"), rows)
 
 
 def codes() -> str:
-    return table(("error code", "what happened"), [(f"`{code}`", meaning) for code, meaning in CODES.items()])
+    return table(
+        ("error code", "what happened"), [(f"`{code}`", meaning) for code, meaning in CODES.items()]
+    )
 
 
 def tools() -> str:
-    rows = [(f"`{tool.name}`", " ".join(tool.description.split("\n\n")[0].split())) for tool in all_tools().values()]
+    rows = [
+        (f"`{tool.name}`", " ".join(tool.description.split("\n\n")[0].split()))
+        for tool in TOOLS.values()
+    ]
     return table(("tool", "does"), rows)
 
 

@@ -1,5 +1,5 @@
-"""A worker without a model: it plays every train task of the run's environment once, through the real host, and reports
-as worker.main does. Run as that is: FOLDER --attempt N.
+"""A worker without a model: it plays every train task of the run's environment once, through the
+real host, and reports as worker.main does. Run as that is: FOLDER --attempt N.
 """
 
 from __future__ import annotations
@@ -11,20 +11,24 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from environments.host import EnvironmentFault, EnvironmentHost
-from environments.sandbox import describe
-from flash_mcp.errors import FlashError
-from flash_mcp.runfolder import RunFolder, RunWriter
+from environments.process.host import EnvironmentFault, EnvironmentHost
+from environments.process.sandbox import describe
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 
 
 async def play(job: dict[str, Any], writer: RunWriter) -> None:
     secrets = {name: os.environ.pop(name) for name in job["spec"]["secrets"]}
-    async with await EnvironmentHost.start(Path(job["environment"]["path"]), secrets=secrets) as host:
+    async with await EnvironmentHost.start(
+        Path(job["environment"]["path"]), secrets=secrets
+    ) as host:
         writer.event("sandbox", describe(host.walls))
         rows = [await roll(host, index) for index in range(host.splits["train"])]
     writer.rollouts(1, rows)
     names = {name: value for row in rows for name, value in row["metrics"].items()}
-    writer.metrics(1, {"reward/mean": 0.5, **{f"reward/{name}": value for name, value in names.items()}})
+    writer.metrics(
+        1, {"reward/mean": 0.5, **{f"reward/{name}": value for name, value in names.items()}}
+    )
     for row in rows:
         if row["error"]:
             writer.event("warning", str(FlashError(row["error"]["code"], row["error"]["what"])))

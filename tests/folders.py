@@ -54,7 +54,9 @@ class Echo(EnvironmentMultiTurn):
 
 
 def environment_folder(folder: Path, source: str, *, returns: str = "Sample()") -> Path:
-    """A folder whose environment.py holds the classes above, then `source`; load_environment returns `returns`."""
+    """A folder whose environment.py holds the classes above, then `source`; load_environment
+    returns `returns`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     loader = f"\n\ndef load_environment(**args):\n    return {returns}\n"
     (folder / "environment.py").write_text(ADDITION + textwrap.dedent(source) + loader)

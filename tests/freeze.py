@@ -1,4 +1,5 @@
-"""What users see of the package, as text files: `python -m tests.freeze` writes them anew under tests/golden/.
+"""What users see of the package, as text files: `python -m tests.freeze` writes them anew under
+tests/golden/.
 
 tools/      every tool as `tools/list` sends it
 help/       `--help` of the program, of every command and of every sub-command
@@ -26,9 +27,10 @@ from unittest.mock import patch
 import anyio
 from mcp import Client
 
-from flash_mcp import cli, judge
-from flash_mcp.errors import CODES
-from flash_mcp.server import server
+from flash_mcp.cli import main as cli
+from flash_mcp.judgement import health
+from flash_mcp.protocol.errors import CODES
+from flash_mcp.server.mcp_server import server
 from tests.docs import tables
 from tests.frozen_calls import Names, results
 from tests.samples import supervised
@@ -54,14 +56,16 @@ COMMANDS = {
 
 
 def frozen(folder: Path) -> dict[str, str]:
-    """{path below tests/golden: text}; `folder` is empty, and holds the state directory of the calls."""
+    """{path below tests/golden: text}; `folder` is empty, and holds the state directory of the
+    calls.
+    """
     with settings(folder):
         files = anyio.run(surface)
         files |= used(folder)
         files |= {f"help/{name}.txt": text for name, text in helps().items()}
         files |= {f"tables/{name}.md": text for name, text in tables().items()}
         files["codes.json"] = pretty(CODES)
-        files["flags.json"] = pretty(get_args(judge.FlagName))
+        files["flags.json"] = pretty(get_args(health.FlagName))
     return {name: f"{text.rstrip()}\n" for name, text in files.items()}
 
 
@@ -69,20 +73,31 @@ def used(folder: Path) -> dict[str, str]:
     """What the tools and the commands say of a store in use."""
     names = Names(folder)
     with supervised():
-        files = {f"results/{name}.json": text for name, text in anyio.run(results, folder, names).items()}
+        files = {
+            f"results/{name}.json": text for name, text in anyio.run(results, folder, names).items()
+        }
         for name, words in COMMANDS.items():
             code, text = command(*names.as_called(words))
             files[f"cli/{name}.txt"] = names.as_frozen(f"{code}\n{text}")
         page = (folder / "page.html").read_text(encoding="utf-8")
-        files["cli/report.html"] = names.as_frozen(re.sub(r"(?=<(h\d|p|tr|svg|table|details|li|div)\b)", "\n", page))
+        files["cli/report.html"] = names.as_frozen(
+            re.sub(r"(?=<(h\d|p|tr|svg|table|details|li|div)\b)", "\n", page)
+        )
     return files
 
 
 @contextlib.contextmanager
 def settings(folder: Path) -> Generator[None, None, None]:
-    """A state directory and a model cache below `folder`, help 100 characters wide, and the same ids of runs."""
-    values = {"FLASH_HOME": str(folder / "home"), "FLASH_MODELS": str(folder / "models"), "COLUMNS": "100"}
-    # Ids of runs decide between equals, and which names are near an unknown one: they are the same each time.
+    """A state directory and a model cache below `folder`, help 100 characters wide, and the same
+    ids of runs.
+    """
+    values = {
+        "FLASH_HOME": str(folder / "home"),
+        "FLASH_MODELS": str(folder / "models"),
+        "COLUMNS": "100",
+    }
+    # Ids of runs decide between equals, and which names are near an unknown one: they are the same
+    # each time.
     ids = patch("secrets.choice", random.Random(0).choice)
     unsynced = patch("os.fsync")  # nothing here has to survive the machine
     with patch.dict(os.environ, values), ids, unsynced:
@@ -98,7 +113,7 @@ def wire(model: Any) -> dict[str, Any]:
     return model.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
-# -- what clients see before they call --------------------------------------------------------------------------------
+# -- what clients see before they call -------------------------------------------------------------
 
 
 async def surface() -> dict[str, str]:
@@ -110,13 +125,19 @@ async def surface() -> dict[str, str]:
             "instructions": (client.instructions or "").splitlines(),
             "tools": [tool.name for tool in tools],
             "resources": [wire(resource) for resource in (await client.list_resources()).resources],
-            "templates": [wire(template) for template in (await client.list_resource_templates()).resource_templates],
+            "templates": [
+                wire(template)
+                for template in (await client.list_resource_templates()).resource_templates
+            ],
             "prompts": [wire(prompt) for prompt in prompts],
         }
         asked = {each.name: "SOME TEXT" for each in prompts[0].arguments or []}
         for message in (await client.get_prompt(prompts[0].name, asked)).messages:
             described["prompt"] = wire(message)["content"]["text"].splitlines()
-    return {"server.json": pretty(described), **{f"tools/{tool.name}.json": pretty(wire(tool)) for tool in tools}}
+    return {
+        "server.json": pretty(described),
+        **{f"tools/{tool.name}.json": pretty(wire(tool)) for tool in tools},
+    }
 
 
 def helps() -> dict[str, str]:

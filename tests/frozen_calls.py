@@ -1,8 +1,8 @@
-"""The calls whose results tests/golden/results/ keeps, on a store with runs of every kind; see tests/freeze.py.
+"""The calls whose results tests/golden/results/ keeps, on a store with runs of every kind; see
+tests/freeze.py.
 
-Calls name runs, evaluations and deployments as the golden files do: `run-improved` stands for an id that is another
-each time.
-"""
+Calls name runs, evaluations and deployments as the golden files do: `run-improved` stands for an id
+that is another each time."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing import Any
 from mcp import Client
 
 from flash_mcp import __version__
-from flash_mcp.errors import FlashError
-from flash_mcp.server import server
-from flash_mcp.store import open_store
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.server.mcp_server import server
+from flash_mcp.state.store import open_store
 from tests.samples import (
     ENVIRONMENT,
     end,
@@ -35,11 +35,17 @@ from tests.samples import (
 
 MADE_ID = re.compile(r"\b(run|dep)-[0-9a-z]{8}\b")
 REPLACEMENTS: dict[str, tuple[str, str]] = {
-    "the package's version, and the commit of a checkout": (rf"{re.escape(__version__)}(\+g[\w.]+)?", "<version>"),
+    "the package's version, and the commit of a checkout": (
+        rf"{re.escape(__version__)}(\+g[\w.]+)?",
+        "<version>",
+    ),
     "a time to the second": (r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "<second>"),
     "a time to the minute": (r"\d{4}-\d\d-\d\d \d\d:\d\d", "<minute>"),
     "how long something took, as JSON": (r'"(elapsed_s|seconds)": [\d.]+', r'"\1": "<seconds>"'),
-    "how long something took, as text": (r"\b(elapsed_s: |seconds: |seconds=)[\d.]+", r"\1<seconds>"),
+    "how long something took, as text": (
+        r"\b(elapsed_s: |seconds: |seconds=)[\d.]+",
+        r"\1<seconds>",
+    ),
     "how long a run took, on its page": (r"(\d+ steps), \d+ s\b", r"\1, <seconds> s"),
     "how long an environment took to load": (r"\bin [\d.]+ s: ", "in <seconds> s: "),
     "how long a call into an environment took": (r"\b[\d.]+ ms\b", "<milliseconds> ms"),
@@ -85,7 +91,9 @@ class Calls:
     async def __call__(
         self, name: str, tool: str, /, *, gives: Mapping[str, str] | None = None, **arguments: Any
     ) -> Any:
-        """Call the tool and keep its result; `gives` are {field of the result: name for the id in it}."""
+        """Call the tool and keep its result; `gives` are {field of the result: name for the id in
+        it}.
+        """
         result = await self.client.call_tool(tool, self.names.as_called(arguments))
         text = result.content[0].text
         kept: dict[str, Any] = {"tool": tool, "arguments": arguments}
@@ -111,7 +119,7 @@ class Calls:
         self.results[name] = self.names.as_frozen(json.dumps(lines, indent=1, ensure_ascii=False))
 
 
-# -- the store --------------------------------------------------------------------------------------------------------
+# -- the store -------------------------------------------------------------------------------------
 
 Metric = float | Callable[[int], float]
 TROUBLES: dict[str, dict[str, Metric]] = {
@@ -139,7 +147,9 @@ TROUBLES: dict[str, dict[str, Metric]] = {
 def write_files(folder: Path) -> None:
     """A sound and a broken environment, a config file, and a model that lies ready."""
     files = {
-        "echo/environment.py": ENVIRONMENT.replace("response_text.strip()", "str(response_text).strip()"),
+        "echo/environment.py": ENVIRONMENT.replace(
+            "response_text.strip()", "str(response_text).strip()"
+        ),
         "broken/environment.py": ENVIRONMENT.replace('"role": "user"', '"role": "nobody"'),
         "rl.toml": 'environment = "echo"\n[train]\nsteps = 5\nseed = 3\n',
         "models/smollm2-135m-instruct/config.json": "{}",
@@ -150,7 +160,9 @@ def write_files(folder: Path) -> None:
 
 
 def fill_store(folder: Path, names: Names) -> None:
-    """Runs that ended in every way, and one that is running. Queued ones come later: the oldest would start first."""
+    """Runs that ended in every way, and one that is running. Queued ones come later: the oldest
+    would start first.
+    """
     names.give("run-improved", finished_run(folder / "improved")["id"])
     names.give("run-no-better", finished_run(folder / "no-better", solved=25)["id"])
     names.give("run-failed", failed_run(folder)["id"])
@@ -169,7 +181,9 @@ def failed_run(folder: Path) -> Any:
     run, writer = started_run(folder / "environment")
     Path(run["folder"], "log.1").write_text("loading the model\nKeyError: 'answer'\n")
     learn(writer, range(1, 4))
-    failure = FlashError("environment_error", "70 % of the rollouts failed", fix="correct the scorer")
+    failure = FlashError(
+        "environment_error", "70 % of the rollouts failed", fix="correct the scorer"
+    )
     return end(writer, run["id"], 3, "failed", failure)
 
 
@@ -183,7 +197,12 @@ def cancelled_run(folder: Path) -> Any:
 def sft_run(folder: Path) -> Any:
     run, writer = started_run(folder / "environment", algorithm="sft")
     for step in range(1, 21):
-        losses = {"loss": 2 / (step + 1), "grad_norm": 0.5, "learning_rate": 1e-4, "time/step_s": 1.5}
+        losses = {
+            "loss": 2 / (step + 1),
+            "grad_norm": 0.5,
+            "learning_rate": 1e-4,
+            "time/step_s": 1.5,
+        }
         held_out = {"eval_loss": 0.1 + 2 / (step + 1)} if step % 5 == 0 else {}
         writer.metrics(step, losses | held_out)
     save_adapter(writer, 20, folder / "sft")
@@ -202,24 +221,34 @@ def troubled_run(folder: Path, troubles: Mapping[str, Metric]) -> Any:
             "tokens/completion_mean": 20.0,
             **troubles,
         }
-        writer.metrics(step, {name: each(step) if callable(each) else each for name, each in metrics.items()})
+        writer.metrics(
+            step, {name: each(step) if callable(each) else each for name, each in metrics.items()}
+        )
     return end(writer, run["id"], 20)
 
 
 def play_evaluation(run_id: str, solved: int, tasks: int = 60) -> None:
-    """Be the worker of an evaluation: the first `solved` tasks succeed, the last one fails in environment code."""
+    """Be the worker of an evaluation: the first `solved` tasks succeed, the last one fails in
+    environment code.
+    """
     writer, step = start(run_id), open_store().run(run_id)["spec"]["step"]
     rows = [
-        {**sample_rollout(step, index, float(index < solved)), "task_id": f"eval-{index}"} for index in range(tasks)
+        {**sample_rollout(step, index, float(index < solved)), "task_id": f"eval-{index}"}
+        for index in range(tasks)
     ]
     rows[-1]["error"] = {"code": "environment_error", "what": "KeyError: 'answer'"}
     rows[-2]["truncated"] = True
-    summary = {"n": tasks - 1, "success": solved / (tasks - 1), "reward_mean": 0.5, "error_share": 1 / tasks}
+    summary = {
+        "n": tasks - 1,
+        "success": solved / (tasks - 1),
+        "reward_mean": 0.5,
+        "error_share": 1 / tasks,
+    }
     writer.evaluation(step, {**summary, "tokens_per_s": 400.0}, rows)
     end(writer, run_id, tasks)
 
 
-# -- the calls --------------------------------------------------------------------------------------------------------
+# -- the calls -------------------------------------------------------------------------------------
 
 
 async def results(folder: Path, names: Names) -> dict[str, str]:
@@ -254,7 +283,13 @@ async def environments(call: Calls) -> None:
     await call("env_test-broken", "env_test", folder="FOLDER/broken")
     await call("env_push", "env_push", name="pushed", folder="FOLDER/echo")
     await call("env_push-again", "env_push", name="pushed", folder="FOLDER/echo")
-    await call("env_push-fails", "env_push", name="pushed", folder="FOLDER/echo", environment_args={"fail": True})
+    await call(
+        "env_push-fails",
+        "env_push",
+        name="pushed",
+        folder="FOLDER/echo",
+        environment_args={"fail": True},
+    )
 
 
 async def evaluations(call: Calls) -> None:
@@ -270,7 +305,9 @@ async def evaluations(call: Calls) -> None:
     play_evaluation(call.names.actual["run-eval-short"], 30)
     await call("status-evaluation", "status", run_id="run-eval-trained")
     await call("compare", "compare", base="run-eval-base", other="run-eval-trained")
-    await call("compare-confounded", "compare", base="run-eval-base", other="run-eval-short", flips=0)
+    await call(
+        "compare-confounded", "compare", base="run-eval-base", other="run-eval-short", flips=0
+    )
     await call("compare-before-and-after", "compare", base="run-improved", flips=1)
     await call("compare-underpowered", "compare", base="run-no-better", metric="reward", flips=0)
 
@@ -299,12 +336,22 @@ async def look_at_runs(call: Calls) -> None:
 async def transcripts(call: Calls) -> None:
     await call("rollouts-worst", "rollouts", run_id="run-improved")
     await call("rollouts-best", "rollouts", run_id="run-improved", which="best", limit=2, step=10)
-    await call("rollouts-random", "rollouts", run_id="run-improved", which="random", step=-1, limit=2)
-    await call("rollouts-in-order", "rollouts", run_id="run-improved", which="index", limit=2, cursor="4")
+    await call(
+        "rollouts-random", "rollouts", run_id="run-improved", which="random", step=-1, limit=2
+    )
+    await call(
+        "rollouts-in-order", "rollouts", run_id="run-improved", which="index", limit=2, cursor="4"
+    )
     await call("rollouts-one", "rollouts", run_id="run-improved", step=7, index=5)
-    await call("rollouts-one-message", "rollouts", run_id="run-improved", step=7, index=5, from_message=2)
-    await call("rollouts-containing", "rollouts", run_id="run-improved", contains="is 3 * 2", limit=1)
-    await call("rollouts-failures", "rollouts", run_id="run-improved", split="eval", success=False, limit=1)
+    await call(
+        "rollouts-one-message", "rollouts", run_id="run-improved", step=7, index=5, from_message=2
+    )
+    await call(
+        "rollouts-containing", "rollouts", run_id="run-improved", contains="is 3 * 2", limit=1
+    )
+    await call(
+        "rollouts-failures", "rollouts", run_id="run-improved", split="eval", success=False, limit=1
+    )
     await call("rollouts-evaluation", "rollouts", run_id="run-eval-trained", max_characters=500)
     await call("rollouts-no-such-step", "rollouts", run_id="run-improved", step=99)
     await call("rollouts-none", "rollouts", run_id="run-sft")
@@ -320,10 +367,30 @@ async def curated(call: Calls) -> None:
 
 async def training(call: Calls, folder: Path) -> None:
     await call("train-validated", "train", environment="echo", steps=10, validate_only=True)
-    await call("train-config", "train", config="FOLDER/rl.toml", steps=9, eval_before=True, validate_only=True)
-    await call("train-sft", "train", environment="echo", algorithm="sft", epochs=3, validate_only=True)
-    await call("train-on-dataset", "train", environment="echo", algorithm="sft", dataset="answers", validate_only=True)
-    asked = {"environment": "echo", "init_from_adapter": "run-improved@10", "idempotency_key": "warm"}
+    await call(
+        "train-config",
+        "train",
+        config="FOLDER/rl.toml",
+        steps=9,
+        eval_before=True,
+        validate_only=True,
+    )
+    await call(
+        "train-sft", "train", environment="echo", algorithm="sft", epochs=3, validate_only=True
+    )
+    await call(
+        "train-on-dataset",
+        "train",
+        environment="echo",
+        algorithm="sft",
+        dataset="answers",
+        validate_only=True,
+    )
+    asked = {
+        "environment": "echo",
+        "init_from_adapter": "run-improved@10",
+        "idempotency_key": "warm",
+    }
     await call("train", "train", gives={"run_id": "run-queued"}, steps=3, **asked)
     await call("train-again", "train", steps=3, **asked)
     await call("train-idempotency-conflict", "train", steps=4, **asked)
@@ -339,7 +406,14 @@ async def training(call: Calls, folder: Path) -> None:
 async def serving(call: Calls) -> None:
     asked = {"run_id": "run-improved", "wait_s": 0}
     await call("deploy", "deploy", gives={"deployment": "dep-newest"}, **asked)
-    await call("deploy-named", "deploy", gives={"deployment": "dep-named"}, step=10, name="halfway", **asked)
+    await call(
+        "deploy-named",
+        "deploy",
+        gives={"deployment": "dep-named"},
+        step=10,
+        name="halfway",
+        **asked,
+    )
     await call("chat-not-ready", "chat", deployment="halfway", message="hello")
     await call("chat-which", "chat", message="hello")
     await call("undeploy", "undeploy", deployment="halfway", wait_s=0)
@@ -366,18 +440,30 @@ async def lists(call: Calls, folder: Path) -> None:
 async def mistakes(call: Calls) -> None:
     await call("mistake-unknown-tool", "staus")
     await call("mistake-unknown-argument", "train", environment="echo", step=3)
-    await call("mistake-bad-values", "train", environment="echo", steps=0, group_size=1, loss_type="x")
+    await call(
+        "mistake-bad-values", "train", environment="echo", steps=0, group_size=1, loss_type="x"
+    )
     await call("mistake-missing-argument", "cancel")
     await call("mistake-unknown-environment", "train", environment="ecko")
     await call("mistake-unknown-version", "train", environment="echo@ffffff")
     await call("mistake-unknown-model", "train", environment="echo", model="smollm")
     await call("mistake-unknown-run", "status", run_id="run-none")
     await call("mistake-unknown-checkpoint", "deploy", run_id="run-improved", step=11)
-    await call("mistake-unknown-dataset", "train", environment="echo", algorithm="sft", dataset="answer")
+    await call(
+        "mistake-unknown-dataset", "train", environment="echo", algorithm="sft", dataset="answer"
+    )
     await call("mistake-unknown-deployment", "undeploy", deployment="dep-none")
-    await call("mistake-adapter-mismatch", "train", environment="echo", init_from_adapter="run-improved", lora_rank=8)
+    await call(
+        "mistake-adapter-mismatch",
+        "train",
+        environment="echo",
+        init_from_adapter="run-improved",
+        lora_rank=8,
+    )
     await call("mistake-no-context", "train", environment="echo", max_length=9000)
     await call("mistake-secrets", "train", environment="echo", secrets=["NOT_SET_ANYWHERE"])
     await call("mistake-nothing-to-compare", "compare", base="run-failed")
-    await call("mistake-no-evaluation", "compare", base="smollm2-135m-instruct", other="run-improved")
+    await call(
+        "mistake-no-evaluation", "compare", base="smollm2-135m-instruct", other="run-improved"
+    )
     await call("mistake-bad-cursor", "rollouts", run_id="run-improved", cursor="x")

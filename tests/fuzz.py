@@ -2,9 +2,9 @@
 
     python -m tests.fuzz --cases 5000
 
-Whatever is given, the answer is a result that follows the schema or a coded error that says what to do; the client
-never sees a traceback, and a refused call leaves nothing behind. Prints how often each tool answered what.
-"""
+Whatever is given, the answer is a result that follows the schema or a coded error that says what to
+do; the client never sees a traceback, and a refused call leaves nothing behind. Prints how often
+each tool answered what."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from mcp import Client
 from mcp_types import CallToolResult
 from mcp_types import Tool as ListedTool
 
-from flash_mcp.errors import CODES
-from flash_mcp.server import server
-from flash_mcp.store import open_store
-from flash_mcp.tools import RESULT_CHARACTERS, to_text
+from flash_mcp.protocol.errors import CODES
+from flash_mcp.server.mcp_server import server
+from flash_mcp.state.store import open_store
+from flash_mcp.tools.shared.fitting import RESULT_CHARACTERS, to_text
 from tests.samples import ENVIRONMENT, finished_run, queued_run, supervised
 
 Json = dict[str, Any]
@@ -39,10 +39,17 @@ WAITS_S = 0.02
 USER_CODE = {"environment_invalid", "environment_error", "environment_timeout"}
 """Errors that quote the traceback of the user's own code."""
 
-TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20).map(lambda text: text.lstrip("/~"))
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20).map(
+    lambda text: text.lstrip("/~")
+)
 NUMBERS = st.one_of(st.integers(), st.floats(allow_nan=False, allow_infinity=False))
 JUNK = st.one_of(
-    st.none(), st.booleans(), NUMBERS, TEXT, st.lists(TEXT, max_size=2), st.dictionaries(TEXT, TEXT, max_size=2)
+    st.none(),
+    st.booleans(),
+    NUMBERS,
+    TEXT,
+    st.lists(TEXT, max_size=2),
+    st.dictionaries(TEXT, TEXT, max_size=2),
 )
 
 
@@ -64,9 +71,13 @@ def values(schema: Json, known: list[str]) -> st.SearchStrategy[Any]:
         case "array":
             return st.lists(values(schema.get("items", {}), known), max_size=3)
         case "object" if "properties" in schema:
-            return st.fixed_dictionaries({name: values(part, known) for name, part in schema["properties"].items()})
+            return st.fixed_dictionaries(
+                {name: values(part, known) for name, part in schema["properties"].items()}
+            )
         case "object":
-            return st.one_of(st.just({"environment.py": ENVIRONMENT}), st.dictionaries(TEXT, TEXT, max_size=3))
+            return st.one_of(
+                st.just({"environment.py": ENVIRONMENT}), st.dictionaries(TEXT, TEXT, max_size=3)
+            )
         case _:
             return JUNK
 
@@ -80,7 +91,9 @@ def argument(name: str, schema: Json, known: list[str]) -> st.SearchStrategy[Any
 
 @st.composite
 def calls(draw: st.DrawFn, tools: list[ListedTool], known: list[str]) -> tuple[str, Json]:
-    """A tool and its arguments: most of the required ones, some of the others, seldom one that it does not have."""
+    """A tool and its arguments: most of the required ones, some of the others, seldom one that it
+    does not have.
+    """
     tool = draw(st.sampled_from(tools))
     properties, required = tool.input_schema["properties"], tool.input_schema.get("required", [])
     optional = [name for name in properties if name not in required]
@@ -97,7 +110,11 @@ def state(home: Path, work: Path) -> set[str]:
     store = open_store()
     tables = ("runs", "environments", "deployments", "events", "checkpoints", "evals")
     rows = {f"{table}: {row}" for table in tables for row in store.query(f"SELECT * FROM {table}")}
-    files = {str(path) for path in home.rglob("*") if not path.relative_to(home).parts[0].startswith(NOT_STATE)}
+    files = {
+        str(path)
+        for path in home.rglob("*")
+        if not path.relative_to(home).parts[0].startswith(NOT_STATE)
+    }
     return rows | files | {str(path) for path in work.rglob("*")}
 
 
@@ -120,11 +137,18 @@ def judged(name: str, result: CallToolResult) -> str:
 
 
 def fuzz(cases: int, folder: Path, *, seed: int | None = None) -> Outcomes:
-    """Make `cases` calls on a state directory with an environment and two runs in it; FLASH_HOME is that directory."""
+    """Make `cases` calls on a state directory with an environment and two runs in it; FLASH_HOME is
+    that directory.
+    """
     outcomes: Outcomes = Counter()
     home, work = Path(os.environ["FLASH_HOME"]), folder / "work"
     work.mkdir()
-    known = [finished_run(folder)["id"], queued_run(folder / "environment")["id"], "echo", str(folder / "environment")]
+    known = [
+        finished_run(folder)["id"],
+        queued_run(folder / "environment")["id"],
+        "echo",
+        str(folder / "environment"),
+    ]
     before_here = Path.cwd()
     os.chdir(work)
     try:
@@ -135,7 +159,12 @@ def fuzz(cases: int, folder: Path, *, seed: int | None = None) -> Outcomes:
         ):
             tools = portal.call(client.list_tools).tools
 
-            @settings(max_examples=cases, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+            @settings(
+                max_examples=cases,
+                deadline=None,
+                database=None,
+                suppress_health_check=list(HealthCheck),
+            )
             @given(calls(tools, known))
             def one(call: tuple[str, Json]) -> None:
                 name, arguments = call
@@ -154,7 +183,9 @@ def fuzz(cases: int, folder: Path, *, seed: int | None = None) -> Outcomes:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=None)
     given_ = parser.parse_args()
@@ -162,7 +193,9 @@ def main() -> None:
         os.environ["FLASH_HOME"] = f"{scratch}/home"
         outcomes = fuzz(given_.cases, Path(scratch), seed=given_.seed)
     for name in sorted({name for name, _ in outcomes}):
-        found = ", ".join(f"{code} {count}" for (tool, code), count in sorted(outcomes.items()) if tool == name)
+        found = ", ".join(
+            f"{code} {count}" for (tool, code), count in sorted(outcomes.items()) if tool == name
+        )
         sys.stdout.write(f"{name}: {found}\n")
     sys.stdout.write(f"{outcomes.total()} calls\n")
 

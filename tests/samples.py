@@ -1,4 +1,6 @@
-"""Runs as a worker leaves them: written through RunWriter, read into the store by the supervisor's own reader."""
+"""Runs as a worker leaves them: written through RunWriter, read into the store by the supervisor's
+own reader.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from flash_mcp import queue
-from flash_mcp.errors import FlashError
-from flash_mcp.home import home
-from flash_mcp.runfolder import RunFolder, RunWriter
-from flash_mcp.spec import resolve, validate
-from flash_mcp.store import EnvironmentRow, RunRow, Store, open_store
-from flash_mcp.supervisor import Reader, _take_lock
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.paths import home
+from flash_mcp.protocol.run_folder import RunFolder, RunWriter
+from flash_mcp.protocol.spec import resolve, validate
+from flash_mcp.state import queue
+from flash_mcp.state.schema import EnvironmentRow, RunRow
+from flash_mcp.state.store import Store, open_store
+from flash_mcp.supervisor.ingest import Reader
+from flash_mcp.supervisor.process import take_lock
 
 ROLLOUTS = 8
 EVAL_EXAMPLES = 100
@@ -46,7 +50,7 @@ def load_environment(**kwargs):
 @contextmanager
 def supervised() -> Generator[None, None, None]:
     """Be the supervisor, as far as others can see: none is started, and queued runs stay queued."""
-    lock = _take_lock(home())
+    lock = take_lock(home())
     assert lock is not None
     with lock:
         yield
@@ -56,7 +60,9 @@ def push_echo(folder: Path, code: str = ENVIRONMENT, name: str = "echo") -> Envi
     """A published environment with 40 train and 60 eval rows."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "environment.py").write_text(code)
-    return open_store().add_environment(name=name, digest="0123456789abcdef", path=str(folder), size_bytes=len(code))
+    return open_store().add_environment(
+        name=name, digest="0123456789abcdef", path=str(folder), size_bytes=len(code)
+    )
 
 
 def queued_run(folder: Path, **fields: Any) -> RunRow:
@@ -76,7 +82,9 @@ def started_run(folder: Path, **fields: Any) -> tuple[RunRow, RunWriter]:
 
 
 def start(run_id: str) -> RunWriter:
-    """Start the oldest queued run, which has to be this one, and return its worker's side of the folder."""
+    """Start the oldest queued run, which has to be this one, and return its worker's side of the
+    folder.
+    """
     store = open_store()
     run = queue.claim(store)
     assert run is not None and run["id"] == run_id
@@ -88,7 +96,13 @@ def start(run_id: str) -> RunWriter:
     return writer
 
 
-def end(writer: RunWriter, run_id: str, step: int, state: Any = "succeeded", error: FlashError | None = None) -> RunRow:
+def end(
+    writer: RunWriter,
+    run_id: str,
+    step: int,
+    state: Any = "succeeded",
+    error: FlashError | None = None,
+) -> RunRow:
     """The run as it is once its worker and the supervisor have ended it."""
     store = open_store()
     writer.commit_result(state, step, error)
@@ -131,12 +145,20 @@ def learn(writer: RunWriter, steps: Iterable[int], of: int = 20, **metrics: floa
 
 def evaluate(writer: RunWriter, step: int, solved: int) -> None:
     """An evaluation in which the first `solved` of EVAL_EXAMPLES examples succeed."""
-    rollouts = [sample_rollout(step, index, float(index < solved)) for index in range(EVAL_EXAMPLES)]
+    rollouts = [
+        sample_rollout(step, index, float(index < solved)) for index in range(EVAL_EXAMPLES)
+    ]
     share = solved / EVAL_EXAMPLES
-    writer.evaluation(step, {"n": EVAL_EXAMPLES, "success": share, "reward_mean": share, "error_share": 0.0}, rollouts)
+    writer.evaluation(
+        step,
+        {"n": EVAL_EXAMPLES, "success": share, "reward_mean": share, "error_share": 0.0},
+        rollouts,
+    )
 
 
-def sample_rollout(step: int, index: int, reward: float, text: str = "The answer is 84.") -> dict[str, Any]:
+def sample_rollout(
+    step: int, index: int, reward: float, text: str = "The answer is 84."
+) -> dict[str, Any]:
     return {
         "step": step,
         "index": index,
@@ -163,8 +185,12 @@ def sample_rollout(step: int, index: int, reward: float, text: str = "The answer
     }
 
 
-def save_adapter(writer: RunWriter, step: int, scratch: Path, *, rank: int = 32, alpha: int = 64) -> None:
-    """A checkpoint with what the control plane looks at: the adapter's configuration, and weights of no worth."""
+def save_adapter(
+    writer: RunWriter, step: int, scratch: Path, *, rank: int = 32, alpha: int = 64
+) -> None:
+    """A checkpoint with what the control plane looks at: the adapter's configuration, and weights
+    of no worth.
+    """
     folder = scratch / f"adapter-{step}"
     folder.mkdir(parents=True)
     config = {"r": rank, "lora_alpha": alpha, "base_model_name_or_path": "smollm2-135m-instruct"}
@@ -174,7 +200,9 @@ def save_adapter(writer: RunWriter, step: int, scratch: Path, *, rank: int = 32,
 
 
 def finished_run(folder: Path, *, solved: int = 90) -> RunRow:
-    """A run of 20 steps that went from 20 to `solved` percent on held-out examples, with two checkpoints."""
+    """A run of 20 steps that went from 20 to `solved` percent on held-out examples, with two
+    checkpoints.
+    """
     run, writer = started_run(folder / "environment")
     evaluate(writer, 0, 20)
     learn(writer, range(1, 21))

@@ -1,9 +1,8 @@
-"""A quick server with the routes of vLLM's that deployments use; run as worker.serving is.
+"""A quick server with the routes of vLLM's that deployments use; run as worker.engine.serve is.
 
-The model's name says how it behaves: `silent` never listens, `crash` ends with a traceback. An adapter folder with a
-file `broken` in it is refused. Like vLLM it has a child process, which it ends with itself; killed, it leaves it
-behind.
-"""
+The model's name says how it behaves: `silent` never listens, `crash` ends with a traceback. An
+adapter folder with a file `broken` in it is refused. Like vLLM it has a child process, which it
+ends with itself; killed, it leaves it behind."""
 
 from __future__ import annotations
 

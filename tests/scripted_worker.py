@@ -1,12 +1,12 @@
-"""A worker that speaks the run-folder protocol and misbehaves on cue; run as worker.main is: FOLDER --attempt N.
+"""A worker that speaks the run-folder protocol and misbehaves on cue; run as worker.main is: FOLDER
+--attempt N.
 
-The run's environment_args say what it does: {"steps": n, "ATTEMPT": {"at": step, "do": MISDEED}}. At a step with
-"hold" it beats without moving on until the file `go` appears in the folder.
+The run's environment_args say what it does: {"steps": n, "ATTEMPT": {"at": step, "do": MISDEED}}.
+At a step with "hold" it beats without moving on until the file `go` appears in the folder.
 
-Of an evaluation they say which tasks are what: {"solved": [places], "often": [every second attempt is a success],
-"failing": [environment code raises], "endless": [cut off]}; all others are failures. {"hold": true} holds it,
-"climbing" with ever more attempts done.
-"""
+Of an evaluation they say which tasks are what: {"solved": [places], "often": [every second attempt
+is a success], "failing": [environment code raises], "endless": [cut off]}; all others are failures.
+{"hold": true} holds it, "climbing" with ever more attempts done."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from flash_mcp.errors import FlashError
-from flash_mcp.runfolder import RunFolder, RunWriter
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 
 ROLLOUTS_PER_STEP = 3
 
@@ -72,12 +72,16 @@ def evaluate(folder: RunFolder, writer: RunWriter, plan: dict[str, Any]) -> None
     success = sum(row["success"] for row in valid) / len(valid) if valid else None
     share = 1 - len(valid) / len(rows)
     writer.evaluation(
-        spec["step"], {"n": len(valid), "success": success, "error_share": share, "tokens_per_s": 100.0}, rows
+        spec["step"],
+        {"n": len(valid), "success": success, "error_share": share, "tokens_per_s": 100.0},
+        rows,
     )
     writer.commit_result("succeeded", len(rows))
 
 
-def attempt_at(task: int, index: int, attempt: int, spec: dict[str, Any], plan: dict[str, Any]) -> dict[str, Any]:
+def attempt_at(
+    task: int, index: int, attempt: int, spec: dict[str, Any], plan: dict[str, Any]
+) -> dict[str, Any]:
     success = task in plan.get("solved", ()) or (task in plan.get("often", ()) and attempt % 2 == 0)
     failed = task in plan.get("failing", ())
     said = plan.get("say", "It is") + f" {task if success else 'unknown'}"
@@ -86,7 +90,10 @@ def attempt_at(task: int, index: int, attempt: int, spec: dict[str, Any], plan: 
         "task_id": f"{spec['split']}-{task}",
         "split": spec["split"],
         "attempt": attempt,
-        "messages": [{"role": "user", "content": f"say {task}"}, {"role": "assistant", "content": said}],
+        "messages": [
+            {"role": "user", "content": f"say {task}"},
+            {"role": "assistant", "content": said},
+        ],
         "reward": float(success and not failed),
         "success": success and not failed,
         "error": {"code": "environment_error", "what": "the scorer raised"} if failed else None,
@@ -102,15 +109,21 @@ def misbehave(deed: str, folder: RunFolder, writer: RunWriter, step: int) -> Non
     if deed == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif deed == "fail":
-        writer.commit_result("failed", step, FlashError("environment_error", "the scorer raised"), retryable=False)
+        writer.commit_result(
+            "failed", step, FlashError("environment_error", "the scorer raised"), retryable=False
+        )
         sys.exit(1)
     elif deed == "give_up":
-        writer.commit_result("failed", step, FlashError("out_of_memory", "no memory"), retryable=True)
+        writer.commit_result(
+            "failed", step, FlashError("out_of_memory", "no memory"), retryable=True
+        )
         sys.exit(1)
     elif deed == "linger":
         writer.commit_result("succeeded", step)
         signal.pause()
-    while deed == "stall" or (deed == "hold" and not Path(folder.path("go")).exists() and not folder.is_cancelled()):
+    while deed == "stall" or (
+        deed == "hold" and not Path(folder.path("go")).exists() and not folder.is_cancelled()
+    ):
         writer.beat(step, "train")
         time.sleep(0.02)
 
@@ -121,8 +134,17 @@ def report(writer: RunWriter, step: int) -> None:
 
 
 def rollout(step: int, index: int) -> dict[str, object]:
-    messages = [{"role": "user", "content": f"step {step}"}, {"role": "assistant", "content": f"answer {index}"}]
-    return {"step": step, "index": index, "reward": index / 2, "success": index > 0, "messages": messages}
+    messages = [
+        {"role": "user", "content": f"step {step}"},
+        {"role": "assistant", "content": f"answer {index}"},
+    ]
+    return {
+        "step": step,
+        "index": index,
+        "reward": index / 2,
+        "success": index > 0,
+        "messages": messages,
+    }
 
 
 def save(writer: RunWriter, step: int) -> None:

@@ -15,11 +15,11 @@ from mcp import Client
 from mcp.client.streamable_http import streamable_http_client
 from mcp_types import CallToolResult
 
-from flash_mcp import tokens
-from flash_mcp.callers import NOBODY, Access, Limits, acting_as
-from flash_mcp.http_server import HttpServer, application, names_of
-from flash_mcp.server import build_server
-from flash_mcp.store import open_store
+from flash_mcp.server.http_server import HttpServer, application, names_of
+from flash_mcp.server.mcp_server import build_server
+from flash_mcp.state import tokens
+from flash_mcp.state.owners import NOBODY, Access, Limits, acting_as
+from flash_mcp.state.store import open_store
 
 START_TIMEOUT_S = 20
 
@@ -49,7 +49,9 @@ class Team:
         headers = {"authorization": f"Bearer {token}"}
         async with (
             httpx2.AsyncClient(headers=headers, trust_env=False, timeout=60) as http,
-            Client(streamable_http_client(f"{self.url}/mcp", http_client=http), mode=mode) as client,
+            Client(
+                streamable_http_client(f"{self.url}/mcp", http_client=http), mode=mode
+            ) as client,
         ):
             yield client
 

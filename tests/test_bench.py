@@ -15,7 +15,8 @@ import pytest
 from bench import control
 
 PEERS = Path(sys.prefix) / "peers"
-# Tests share their machine: a second, spinning engine thread would wait for a core most of the time.
+# Tests share their machine: a second, spinning engine thread would wait for a core most of the
+# time.
 QUIETLY = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 
 
@@ -32,7 +33,9 @@ def bench(part: str, model: Path, folder: Path) -> tuple[dict[str, Any], str]:
     return report[part], done.stdout
 
 
-@pytest.mark.skipif(not (PEERS / "flash").exists(), reason="scripts/bench installs the peer, and did not run yet")
+@pytest.mark.skipif(
+    not (PEERS / "flash").exists(), reason="scripts/bench installs the peer, and did not run yet"
+)
 def test_every_rollout_system_generates_the_same_tokens(tiny_model: Path, tmp_path: Path) -> None:
     result, table = bench("rollouts", tiny_model, tmp_path)
     mixed, even = sum(random.Random(0).choices((1, 2, 4), k=8)), 3 * 8
@@ -41,9 +44,11 @@ def test_every_rollout_system_generates_the_same_tokens(tiny_model: Path, tmp_pa
         assert {name: system["tokens"] for name, system in cell["systems"].items()} == {
             name: [24 * turns] for name in ("ours", "flash", "barrier")
         }
-        # A conversation is as long as it is: no system has fewer iterations than the longest has tokens.
+        # A conversation is as long as it is: no system has fewer iterations than the longest has
+        # tokens.
         assert all(system["iterations_over_longest"] >= 1 for system in cell["systems"].values())
-        # The barrier calls the environment once a turn and one after the other; the bound knows of 32 places.
+        # The barrier calls the environment once a turn and one after the other; the bound knows of
+        # 32 places.
         slept = cell["latency_s"] * turns
         assert cell["systems"]["barrier"]["seconds"][0] > slept
         assert cell["bound"]["environment_s"] == pytest.approx(slept / 32)
@@ -55,7 +60,10 @@ def test_both_training_steps_give_the_same_gradient(tiny_model: Path, tmp_path: 
     assert len(result["cases"]) == 2
     for case in result["cases"]:
         gradient = case["gradient"]
-        assert gradient["ours to trl"]["cosine"] > 0.999 and gradient["ours to trl"]["norm_difference"] < 0.05
+        assert (
+            gradient["ours to trl"]["cosine"] > 0.999
+            and gradient["ours to trl"]["norm_difference"] < 0.05
+        )
         assert gradient["ours to trl in fp32"]["norm_difference"] < 1e-5
         assert case["tokens"]["trained"] < case["tokens"]["packed"] < case["tokens"]["padded"]
         assert all(len(times) == 1 for times in case["seconds"].values())
@@ -65,7 +73,8 @@ def test_both_training_steps_give_the_same_gradient(tiny_model: Path, tmp_path: 
 def test_a_whole_run_is_measured_on_our_step_and_on_trls(tiny_model: Path, tmp_path: Path) -> None:
     result, table = bench("whole", tiny_model, tmp_path)
     (ours,), (theirs,) = result["attempts"]["ours"], result["attempts"]["plain trl"]
-    # The tiny model never earns a reward: our step skips groups without advantage, TRL's trains them all the same.
+    # The tiny model never earns a reward: our step skips groups without advantage, TRL's trains
+    # them all the same.
     assert ours["reward"] == theirs["reward"] == [0.0, 0.0]
     assert theirs["train_s"] > 3 * ours["train_s"]
     for attempt in (ours, theirs):

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from flash_mcp import cli
-from flash_mcp.doctor import examine
-from flash_mcp.store import open_store
-from flash_mcp.supervisor import is_supervised
-from flash_mcp.tools import all_tools
+from flash_mcp.cli import main
+from flash_mcp.cli.doctor import examine
+from flash_mcp.state.store import open_store
+from flash_mcp.supervisor.process import is_supervised
+from flash_mcp.tools.registry import TOOLS
 from tests.samples import (
     finished_run,
     learn,
@@ -36,7 +36,7 @@ def run(capsys: pytest.CaptureFixture[str], flash_home: Path):
     """Run a command in this process: (exit code, stdout, stderr)."""
 
     def call(*words: str) -> tuple[int, str, str]:
-        code = cli.main(words)
+        code = main.main(words)
         captured = capsys.readouterr()
         return code, captured.out, captured.err
 
@@ -45,9 +45,9 @@ def run(capsys: pytest.CaptureFixture[str], flash_home: Path):
 
 
 def test_every_tool_is_a_command_with_all_its_arguments(capsys: pytest.CaptureFixture[str]):
-    for tool in all_tools().values():
+    for tool in TOOLS.values():
         with pytest.raises(SystemExit) as ended:
-            cli.main([tool.name.replace("_", "-"), "--help"])
+            main.main([tool.name.replace("_", "-"), "--help"])
         assert ended.value.code == 0
         text = capsys.readouterr().out
         for name in tool.signature.parameters:
@@ -59,7 +59,15 @@ def test_a_config_file_and_settings_start_a_run(run: Run, tmp_path: Path):
     config = tmp_path / "rl.toml"
     config.write_text('environment = "echo"\n[train]\nsteps = 5\n')
     code, out, err = run(
-        "train", str(config), "--set", "steps=3", "--set", "train.temperature=0.8", "--group-size", "4", "--json"
+        "train",
+        str(config),
+        "--set",
+        "steps=3",
+        "--set",
+        "train.temperature=0.8",
+        "--group-size",
+        "4",
+        "--json",
     )
     assert (code, err) == (0, "")
     spec = open_store().run(json.loads(out)["run_id"])["spec"]
@@ -82,7 +90,11 @@ def test_validate_only_creates_nothing(run: Run, tmp_path: Path):
         (["train", "--environment", "echo", "--set", "stepz=3"], 2, "did you mean 'steps'?"),
         (["train", "--environment", "echo", "--set", "steps"], 2, "no '='"),
         (["train", "none.toml"], 2, "none.toml"),
-        (["env-push", "a", "b"], 2, "'b' is a word too many: env-push takes one FOLDER; the name is --name"),
+        (
+            ["env-push", "a", "b"],
+            2,
+            "'b' is a word too many: env-push takes one FOLDER; the name is --name",
+        ),
         (["curate", "a", "b"], 2, "'b' is a word too many: curate takes one RUNS"),
         (["catalog", "b"], 2, "catalog takes options only"),
         (["train", "--environment", "none"], 1, "unknown_environment"),
@@ -124,13 +136,18 @@ def test_people_get_lines_and_tables(run: Run, tmp_path: Path):
 
 def test_the_best_and_the_worst_rollouts_are_a_word_away(run: Run, tmp_path: Path):
     finished = finished_run(tmp_path)
-    found = [run("rollouts", finished["id"], f"--{which}", "2", "--json")[1] for which in ("best", "worst")]
+    found = [
+        run("rollouts", finished["id"], f"--{which}", "2", "--json")[1]
+        for which in ("best", "worst")
+    ]
     best, worst = (json.loads(text)["rollouts"] for text in found)
     assert [rollout["index"] for rollout in best] == [7, 6]
     assert [rollout["index"] for rollout in worst] == [0, 1]
 
 
-def test_no_control_character_of_others_reaches_the_terminal(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_no_control_character_of_others_reaches_the_terminal(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     hostile = "\x1b]0;owned\x07\x1b[2J\x9b31m\x7f\r"
     started, writer = started_run(tmp_path)
     writer.rollouts(1, [sample_rollout(1, 0, 0.0, f"{hostile}said\n\tand more")])
@@ -152,7 +169,9 @@ def test_no_control_character_of_others_reaches_the_terminal(run: Run, tmp_path:
 
 
 @pytest.mark.parametrize(("state", "code"), [("succeeded", 0), ("cancelled", 4)])
-def test_following_ends_with_the_runs_own_exit_code(run: Run, tmp_path: Path, state: str, code: int):
+def test_following_ends_with_the_runs_own_exit_code(
+    run: Run, tmp_path: Path, state: str, code: int
+):
     if state == "succeeded":
         run_id = finished_run(tmp_path)["id"]
     else:
@@ -183,7 +202,10 @@ def test_ctrl_c_while_following_only_detaches(tmp_path: Path):
 def test_status_draws_the_curve_where_it_is_asked_to(run: Run, tmp_path: Path):
     finished = finished_run(tmp_path)
     assert "held-out success" in run("status", finished["id"], "--curve")[1]
-    assert json.loads(run("status", finished["id"], "--curve", "--json")[1])["run"]["run_id"] == finished["id"]
+    assert (
+        json.loads(run("status", finished["id"], "--curve", "--json")[1])["run"]["run_id"]
+        == finished["id"]
+    )
 
 
 def test_the_curve_is_drawn_and_written(run: Run, tmp_path: Path):
@@ -217,10 +239,14 @@ def test_a_text_may_begin_with_an_at_sign(run: Run, tmp_path: Path):
     assert open_store().run(queued["id"])["cancel_reason"] == "@bob: wrong @@data"
 
 
-@pytest.mark.parametrize("words", [["chat", "@bob"], ["status", "@/"], ["status", "@\0"], ["status", "--help"]])
-def test_how_a_text_with_an_at_sign_is_written_is_told(words: list[str], capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize(
+    "words", [["chat", "@bob"], ["status", "@/"], ["status", "@\0"], ["status", "--help"]]
+)
+def test_how_a_text_with_an_at_sign_is_written_is_told(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+):
     with pytest.raises(SystemExit) as ended:
-        cli.main(words)
+        main.main(words)
     out, err = capsys.readouterr()
     assert ended.value.code == (0 if "--help" in words else 2)
     assert "a text that begins with @ is written @@" in out + err and "Traceback" not in err
@@ -246,7 +272,15 @@ def test_a_port_that_is_taken_is_refused(run: Run):
 
 def test_the_doctor_examines_this_machine(run: Run):
     names = {finding.name for finding in examine()}
-    assert {"python", "state directory", "disk", "memory", "gpu", "training packages", "sqlite"} <= names
+    assert {
+        "python",
+        "state directory",
+        "disk",
+        "memory",
+        "gpu",
+        "training packages",
+        "sqlite",
+    } <= names
     code, out, _ = run("doctor", "--json")
     findings = json.loads(out)
     assert all(finding["fix"] for finding in findings if finding["level"] != "ok")
@@ -260,19 +294,21 @@ def test_the_doctor_notices_an_open_state_directory(run: Run, flash_home: Path):
 
 def test_supervise_leaves_when_idle_and_is_alone(flash_home: Path):
     flash_home.mkdir(parents=True)
-    assert cli.main(["supervise", "--idle-exit-s", "0.1"]) == 0
+    assert main.main(["supervise", "--idle-exit-s", "0.1"]) == 0
     assert not is_supervised(flash_home)
     assert supervise_while_another_does() == 1
 
 
 def supervise_while_another_does() -> int:
     with supervised():
-        return cli.main(["supervise", "--idle-exit-s", "0.1"])
+        return main.main(["supervise", "--idle-exit-s", "0.1"])
 
 
 def test_a_reader_that_stops_early_is_no_failure(tmp_path: Path):
     command = [sys.executable, "-m", "flash_mcp.cli", "rollouts", finished_run(tmp_path)["id"]]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()

@@ -3,13 +3,15 @@ from __future__ import annotations
 import struct
 from pathlib import Path
 
-from flash_mcp import curve
-from flash_mcp.store import open_store
+from flash_mcp.judgement import curve
+from flash_mcp.state.store import open_store
 from tests.samples import finished_run, queued_run, started_run
 
 
 def test_the_terminal_curve_shows_all_three_series_and_no_colour_codes(tmp_path: Path):
-    text = curve.terminal(curve.of_run(open_store(), finished_run(tmp_path)["id"]), width=80, height=16)
+    text = curve.terminal(
+        curve.of_run(open_store(), finished_run(tmp_path)["id"]), width=80, height=16
+    )
     assert all(label in text for label in ("reward", "success", "held-out success", "step"))
     assert "\x1b" not in text
     assert max(map(len, text.splitlines())) <= 80
@@ -27,7 +29,9 @@ def test_a_fine_tuning_run_has_a_curve_of_its_losses(tmp_path: Path):
     for step in range(1, 9):
         held_out = {"eval_loss": 2.0} if step % 4 == 0 else {}
         metrics = {"loss": 2.0 - step / 10, **held_out}
-        open_store().put_metrics(run["id"], {"step": step, "epoch": 1, "time": 1.0, "metrics": metrics})
+        open_store().put_metrics(
+            run["id"], {"step": step, "epoch": 1, "time": 1.0, "metrics": metrics}
+        )
     found = curve.of_run(open_store(), run["id"])
     assert len(found.lines["loss"]) == 8 and found.lines["held-out loss"] == [(4, 2.0), (8, 2.0)]
     text = curve.terminal(found, width=80, height=16)
@@ -41,7 +45,10 @@ def test_a_run_without_steps_has_a_curve_that_says_so(tmp_path: Path):
 
 
 def test_an_evaluation_whose_attempts_all_failed_is_no_point(tmp_path: Path):
-    run_id, summary = finished_run(tmp_path)["id"], {"n": 0, "success": None, "reward_mean": None, "error_share": 1.0}
+    run_id, summary = (
+        finished_run(tmp_path)["id"],
+        {"n": 0, "success": None, "reward_mean": None, "error_share": 1.0},
+    )
     failed = {"step": 10, "epoch": 1, "time": 1.0, "summary": summary, "rollouts": []}
     open_store().put_evaluation(run_id, failed)
     points = curve.of_run(open_store(), run_id)

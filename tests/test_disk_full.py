@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from flash_mcp.environments import folder_files, staged
-from flash_mcp.errors import FlashError
-from flash_mcp.runfolder import RunFolder
-from flash_mcp.store import open_store
-from flash_mcp.tools.status import obstacles
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.state.store import open_store
+from flash_mcp.state.versions import folder_files, staged
+from flash_mcp.tools.shared.waiting import obstacles
 from tests.attempts import VOWELS
 from tests.samples import queued_run
 
@@ -48,9 +48,14 @@ def test_a_full_disk_is_named_and_leaves_nothing_half_made(small_disk: Path) -> 
         writer.metrics(2, {"note": "x" * 5000})
     with pytest.raises(FlashError, match="disk_full"):
         writer.commit_checkpoint(1, adapter, {})
-    with pytest.raises(FlashError, match="disk_full"), staged("vowels", folder_files(VOWELS), base=small_disk) as stage:
+    with (
+        pytest.raises(FlashError, match="disk_full"),
+        staged("vowels", folder_files(VOWELS), base=small_disk) as stage,
+    ):
         stage.commit()
-    assert [path for path in sorted(small_disk.rglob("*")) if path.is_file()] == [p for p in before if p.is_file()]
+    assert [path for path in sorted(small_disk.rglob("*")) if path.is_file()] == [
+        p for p in before if p.is_file()
+    ]
     assert run.metrics(1) and run.metrics(2) is None and run.checkpoint_steps() == []
 
 

@@ -10,12 +10,13 @@ import pytest
 from pydantic import BaseModel
 
 import environments.base
-from environments.host import EnvironmentHost
-from flash_mcp import judge, playbook
-from flash_mcp.errors import CODES
-from flash_mcp.server import INSTRUCTIONS
-from flash_mcp.spec import RECIPES, RunSpec
-from flash_mcp.tools import all_tools
+from environments.process.host import EnvironmentHost
+from flash_mcp.judgement import health
+from flash_mcp.protocol.errors import CODES
+from flash_mcp.protocol.spec import RECIPES, RunSpec
+from flash_mcp.server.mcp_server import INSTRUCTIONS
+from flash_mcp.tools.registry import TOOLS
+from flash_mcp.tools.shared import playbook
 from tests.docs import PLAYBOOK, filled
 
 PROSE = re.compile(r"<!-- (fields|codes|tools) -->.*?<!-- /\1 -->|```.*?```", re.DOTALL)
@@ -47,8 +48,8 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
 
 def known_names() -> set[str]:
     """Every name that a reader can meet in a tool, a result, a run or an environment."""
-    names = {*all_tools(), *RunSpec.model_fields, *CODES, *get_args(judge.FlagName), "false", "true"}
-    for tool in all_tools().values():
+    names = {*TOOLS, *RunSpec.model_fields, *CODES, *get_args(health.FlagName), "false", "true"}
+    for tool in TOOLS.values():
         names |= {*tool.signature.parameters, *fields_of(tool.signature.return_annotation)}
         for parameter in tool.signature.parameters.values():
             names |= literals(parameter.annotation)
@@ -67,8 +68,10 @@ def test_every_name_in_the_text_exists(text: str):
 def test_the_instructions_name_only_tools_that_exist():
     order = re.search(r"Order of work: (.*?)\n(?:train returns)", INSTRUCTIONS, re.DOTALL)
     assert order is not None
-    mentioned = set(re.findall(r"\b(?:env_\w+|catalog|train|status|rollouts|deploy|chat)\b", order[1]))
-    assert mentioned <= set(all_tools())
+    mentioned = set(
+        re.findall(r"\b(?:env_\w+|catalog|train|status|rollouts|deploy|chat)\b", order[1])
+    )
+    assert mentioned <= set(TOOLS)
     assert len(mentioned) >= 8
 
 
@@ -76,18 +79,24 @@ def test_the_generated_tables_are_up_to_date():
     assert filled(PLAYBOOK.read_text()) == PLAYBOOK.read_text(), "run: python -m tests.docs"
 
 
-@pytest.mark.parametrize("name", [*RunSpec.model_fields, *CODES, *get_args(judge.FlagName)])
+@pytest.mark.parametrize("name", [*RunSpec.model_fields, *CODES, *get_args(health.FlagName)])
 def test_the_playbook_explains(name: str):
     assert f"`{name}`" in PLAYBOOK.read_text()
 
 
 def test_the_playbook_names_every_tool():
-    assert [name for name in all_tools() if f"`{name}`" not in PLAYBOOK.read_text()] == []
+    assert [name for name in TOOLS if f"`{name}`" not in PLAYBOOK.read_text()] == []
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "sft"])
 def test_defaults_in_descriptions_are_the_recipes(algorithm: str):
-    stated = {"steps": "150", "group_size": "8", "lora_rank": "32", "lora_alpha": "64", "max_tokens": "512"}
+    stated = {
+        "steps": "150",
+        "group_size": "8",
+        "lora_rank": "32",
+        "lora_alpha": "64",
+        "max_tokens": "512",
+    }
     for name, value in stated.items():
         if name in RECIPES[algorithm]:
             assert str(RECIPES[algorithm][name]) == value
@@ -96,7 +105,9 @@ def test_defaults_in_descriptions_are_the_recipes(algorithm: str):
 
 def example_files(folder: Path) -> Path:
     """The playbook's example, written to a folder."""
-    blocks = re.findall(r"<!-- example: (\S+) -->\n```\w+\n(.*?)```", PLAYBOOK.read_text(), re.DOTALL)
+    blocks = re.findall(
+        r"<!-- example: (\S+) -->\n```\w+\n(.*?)```", PLAYBOOK.read_text(), re.DOTALL
+    )
     for name, body in blocks:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(body)
@@ -107,7 +118,9 @@ def example_files(folder: Path) -> Path:
 async def test_the_playbooks_example_environment_works(tmp_path: Path):
     async with await EnvironmentHost.start(example_files(tmp_path)) as host:
         assert host.splits == {"train": 2, "eval": 1}
-        assert await host.gold("train", 0) == [{"role": "assistant", "content": "<answer>7</answer>"}]
+        assert await host.gold("train", 0) == [
+            {"role": "assistant", "content": "<answer>7</answer>"}
+        ]
         rewards = []
         for answer in ("<answer>7</answer>", "<answer>8</answer>", ""):
             episode = (await host.open("train", 0)).episode

@@ -12,14 +12,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from worker import packing
-from worker.engine import LORA_RANKS, Completion, Sampling, Sync, VllmEngine, room_for_rank
-from worker.policy import load_policy, save_adapter
+from worker.engine.vllm import LORA_RANKS, Sync, VllmEngine, room_for_rank
+from worker.rollouts.turns import Completion, Sampling
+from worker.training import packing
+from worker.training.policy import load_policy, save_adapter
 
 RANK = 12  # not one of vLLM's
-PROMPT = [33 + (index * index) % 90 for index in range(300)]  # longer than two blocks of the CPU's prefix cache
+PROMPT = [
+    33 + (index * index) % 90 for index in range(300)
+]  # longer than two blocks of the CPU's prefix cache
 BF16_NATS = 0.2
-"""Engine and trainer round at different places: at most 0.074 in 4,600 tokens; to the policy before at least 1.5."""
+"""Engine and trainer round at different places: at most 0.074 in 4,600 tokens; to the policy before
+at least 1.5.
+"""
 
 
 Engines = dict[tuple[Path, Sync], VllmEngine]
@@ -27,7 +32,9 @@ Engines = dict[tuple[Path, Sync], VllmEngine]
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[Engines]:
-    """Those that the tests have started. All live until the last test: the end of one breaks the others."""
+    """Those that the tests have started. All live until the last test: the end of one breaks the
+    others.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -85,8 +92,13 @@ def generate(engine: VllmEngine, *requests: tuple[list[int], Sampling]) -> list[
 def trainers_logprobs(policy: Any, prompt: list[int], completion: list[int]) -> Tensor:
     ids = torch.tensor([prompt + completion])
     trained = torch.ones(1, len(completion), dtype=torch.long)
-    with torch.no_grad(), torch.autocast(policy.device.type, torch.bfloat16, enabled=policy.dtype == torch.bfloat16):
-        return packing.group_logps(policy.get_base_model(), ids, torch.ones_like(ids), trained, 1.0)[0][0]
+    with (
+        torch.no_grad(),
+        torch.autocast(policy.device.type, torch.bfloat16, enabled=policy.dtype == torch.bfloat16),
+    ):
+        return packing.group_logps(
+            policy.get_base_model(), ids, torch.ones_like(ids), trained, 1.0
+        )[0][0]
 
 
 def difference(policy: Any, completion: Completion) -> float:
@@ -95,7 +107,7 @@ def difference(policy: Any, completion: Completion) -> float:
     return (torch.tensor(completion.logprobs) - expected).abs().max().item()
 
 
-# -- the policy in the engine ------------------------------------------------------------------------------------------
+# -- the policy in the engine ----------------------------------------------------------------------
 
 
 def test_after_every_sync_the_engine_samples_with_the_trainers_log_probabilities(
@@ -106,7 +118,9 @@ def test_after_every_sync_the_engine_samples_with_the_trainers_log_probabilities
         train(policy, step)
         engine.load_policy(policy)
         # The same prompt each time: an entry that the cache kept from the policy before would show.
-        for completion in generate(engine, *((PROMPT, Sampling(24, seed=seed)) for seed in range(4))):
+        for completion in generate(
+            engine, *((PROMPT, Sampling(24, seed=seed)) for seed in range(4))
+        ):
             assert len(completion.token_ids) == len(completion.logprobs) > 0
             assert difference(policy, completion) < BF16_NATS
             assert len(completion.token_ids) < 8 or difference(before, completion) > 4 * BF16_NATS
@@ -129,7 +143,9 @@ def test_in_fp32_log_probabilities_equal_the_trainers_and_company_changes_no_tok
     together = generate(engine, *turns)
     assert difference(policy, together[0]) < 1e-4
     # bf16 promises no such thing: see Sampling.
-    assert [completion.token_ids for completion in together] == [completion.token_ids for completion in alone]
+    assert [completion.token_ids for completion in together] == [
+        completion.token_ids for completion in alone
+    ]
 
 
 def test_biases_norms_and_a_tied_head_are_the_engines_own_after_every_sync(
@@ -160,7 +176,9 @@ def test_biases_norms_and_a_tied_head_are_the_engines_own_after_every_sync(
 def test_the_prefix_cache_would_serve_the_old_policy_if_nobody_reset_it(
     merged: VllmEngine, policy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The danger is real: what the other tests show absent is there as soon as the reset is left out."""
+    """The danger is real: what the other tests show absent is there as soon as the reset is left
+    out.
+    """
     train(policy, 1)
     merged.load_policy(policy)
     request = (PROMPT, Sampling(4, temperature=0.0))
@@ -181,7 +199,10 @@ def test_an_adapters_name_keeps_the_cache_apart_even_without_a_reset(
     for step in (1, 2):
         train(policy, step)
         by_adapter.load_policy(policy)
-        assert difference(policy, generate(by_adapter, (PROMPT, Sampling(4, temperature=0.0)))[0]) < BF16_NATS
+        assert (
+            difference(policy, generate(by_adapter, (PROMPT, Sampling(4, temperature=0.0)))[0])
+            < BF16_NATS
+        )
 
 
 def test_an_adapter_in_a_folder_is_sampled_from_as_the_policy_that_wrote_it(
@@ -202,7 +223,9 @@ def test_an_adapter_in_a_folder_is_sampled_from_as_the_policy_that_wrote_it(
 def test_200_merged_syncs_leave_the_base_untouched_and_the_engine_as_after_the_first(
     merged: VllmEngine, policy: Any
 ) -> None:
-    base = {name: weight.clone() for name, weight in policy.named_parameters() if "lora_" not in name}
+    base = {
+        name: weight.clone() for name, weight in policy.named_parameters() if "lora_" not in name
+    }
     requests = [(PROMPT, Sampling(24, seed=seed)) for seed in range(4)]
     train(policy, 0)
     merged.load_policy(policy)
@@ -214,7 +237,9 @@ def test_200_merged_syncs_leave_the_base_untouched_and_the_engine_as_after_the_f
     train(policy, 0)
     merged.load_policy(policy)
     assert generate(merged, *requests) == first
-    assert all(torch.equal(dict(policy.named_parameters())[name], weight) for name, weight in base.items())
+    assert all(
+        torch.equal(dict(policy.named_parameters())[name], weight) for name, weight in base.items()
+    )
 
 
 def test_a_policy_does_not_change_under_a_request(engine: VllmEngine, policy: Any) -> None:
@@ -242,10 +267,12 @@ def test_vllm_has_room_for_every_rank_that_it_names() -> None:
     assert [room_for_rank(rank) for rank in (1, 8, 9, 33, 512)] == [8, 8, 16, 64, 512]
 
 
-# -- requests ----------------------------------------------------------------------------------------------------------
+# -- requests --------------------------------------------------------------------------------------
 
 
-def test_an_abort_leaves_no_request_and_no_cache_block_behind(engine: VllmEngine, policy: Any) -> None:
+def test_an_abort_leaves_no_request_and_no_cache_block_behind(
+    engine: VllmEngine, policy: Any
+) -> None:
     for number in range(6):
         engine.submit(str(number), PROMPT, Sampling(100, seed=number, stop=()))
     engine.step()
@@ -261,18 +288,27 @@ def test_an_abort_leaves_no_request_and_no_cache_block_behind(engine: VllmEngine
     assert engine._engine.reset_prefix_cache(), "blocks of an aborted request are still in use"
 
 
-def test_a_seeded_turn_is_repeated_bit_for_bit_and_another_seed_gives_another(engine: VllmEngine, policy: Any) -> None:
+def test_a_seeded_turn_is_repeated_bit_for_bit_and_another_seed_gives_another(
+    engine: VllmEngine, policy: Any
+) -> None:
     engine.load_policy(policy)
     requests = [([50 + number] * 9, Sampling(24, seed=number, top_p=0.9)) for number in range(8)]
     first = generate(engine, *requests)
     assert generate(engine, *requests) == first
     others = generate(
-        engine, *((prompt, Sampling(24, seed=s.seed + 100)) for prompt, s in requests if s.seed is not None)
+        engine,
+        *(
+            (prompt, Sampling(24, seed=s.seed + 100))
+            for prompt, s in requests
+            if s.seed is not None
+        ),
     )
     assert all(one.token_ids != other.token_ids for one, other in zip(first, others, strict=True))
 
 
-def test_a_turn_ends_with_its_stop_string_or_with_its_budget(engine: VllmEngine, policy: Any, tiny_model: Path) -> None:
+def test_a_turn_ends_with_its_stop_string_or_with_its_budget(
+    engine: VllmEngine, policy: Any, tiny_model: Path
+) -> None:
     from transformers import AutoTokenizer  # noqa: PLC0415
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
@@ -280,23 +316,27 @@ def test_a_turn_ends_with_its_stop_string_or_with_its_budget(engine: VllmEngine,
     free = generate(engine, (PROMPT, Sampling(24, seed=1)))[0]
     stop = tokenizer.decode(free.token_ids[2:4])
     stopped, short = generate(
-        engine, (PROMPT, Sampling(24, seed=1, stop=(stop,))), (PROMPT, Sampling(3, seed=1, stop=("\0",)))
+        engine,
+        (PROMPT, Sampling(24, seed=1, stop=(stop,))),
+        (PROMPT, Sampling(3, seed=1, stop=("\0",))),
     )
     assert (stopped.token_ids, stopped.finish_reason) == (free.token_ids[:4], "stop")
     assert (short.token_ids, short.finish_reason) == (free.token_ids[:3], "length")
 
 
-# -- the sampler -------------------------------------------------------------------------------------------------------
+# -- the sampler -----------------------------------------------------------------------------------
 
 CHI_SQUARE_999 = {11: 31.26, 4: 18.47}
-"""Of the distribution's tail, by degrees of freedom: a right sampler exceeds it once in a thousand seeds."""
+"""Of the distribution's tail, by degrees of freedom: a right sampler exceeds it once in a thousand
+seeds.
+"""
 
 
 def draw(logits: Tensor, *, p: float | None = None, seeded: bool) -> tuple[Tensor, Tensor]:
     """(tokens, log-probabilities) that the engine's sampler gives for every row of `logits` (N, V)."""
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler  # noqa: PLC0415
 
-    from worker.engine import _sample_by_inversion_on_cpu  # noqa: PLC0415
+    from worker.engine.vllm import _sample_by_inversion_on_cpu  # noqa: PLC0415
 
     _sample_by_inversion_on_cpu()
     rows = range(len(logits)) if seeded else ()
@@ -329,7 +369,9 @@ def test_tokens_are_drawn_with_the_probabilities_that_the_logits_and_top_p_give(
     assert chi_square < CHI_SQUARE_999[int(possible.sum()) - 1]
 
 
-def test_no_draw_however_near_to_one_gives_a_token_that_top_p_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_draw_however_near_to_one_gives_a_token_that_top_p_removed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     logits = torch.full((64, 49_152), -30.0)
     logits[:, :5] = torch.randn(64, 5)
     monkeypatch.setattr(torch, "rand", lambda *size: torch.full(size, 1 - 2**-24))
@@ -337,7 +379,7 @@ def test_no_draw_however_near_to_one_gives_a_token_that_top_p_removed(monkeypatc
     assert int(tokens.max()) < 5
 
 
-# -- LoRA on the CPU ---------------------------------------------------------------------------------------------------
+# -- LoRA on the CPU -------------------------------------------------------------------------------
 
 IN, OUTS, VOCABULARY, SLOTS = 24, (16, 8, 8), 40, 3
 BATCHES = {  # the adapter of each token, 0 for none
@@ -353,7 +395,7 @@ def wrappers(tokens: list[int], prompts: list[int]) -> tuple[Any, Any]:
     from vllm.lora.layers import LoRAMapping  # noqa: PLC0415
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU  # noqa: PLC0415
 
-    from worker.lora_cpu import GroupedPunicaWrapper  # noqa: PLC0415
+    from worker.engine.lora_cpu import GroupedPunicaWrapper  # noqa: PLC0415
 
     both = GroupedPunicaWrapper(64, 16, "cpu"), PunicaWrapperCPU(64, 16, "cpu")
     for wrapper in both:
@@ -383,11 +425,23 @@ def test_rows_with_an_adapter_get_what_vllm_gives_them_and_rows_without_get_noth
         random(SLOTS, 1, IN, RANK),
     )
     x, low, y = random(len(tokens), IN), random(len(tokens), RANK), random(len(tokens), sum(OUTS))
-    last, logits, embedded = random(len(prompts), IN), random(len(prompts), VOCABULARY), random(len(tokens), IN)
+    last, logits, embedded = (
+        random(len(prompts), IN),
+        random(len(prompts), VOCABULARY),
+        random(len(tokens), IN),
+    )
     calls = {
         "linear": (y, tokens, lambda w, out: w.add_lora_linear(out, x, a, b, 1.0, OUTS)),
-        "logits": (logits, prompts, lambda w, out: w.add_lora_logits(out, last, head_a, head_b, 1.0)),
-        "embedding": (embedded, tokens, lambda w, out: w.add_lora_embedding(out, low, embed_b, add_input=True)),
+        "logits": (
+            logits,
+            prompts,
+            lambda w, out: w.add_lora_logits(out, last, head_a, head_b, 1.0),
+        ),
+        "embedding": (
+            embedded,
+            tokens,
+            lambda w, out: w.add_lora_embedding(out, low, embed_b, add_input=True),
+        ),
     }
     for name, (before, adapters, call) in calls.items():
         mine, reference = before.clone(), before.clone()
@@ -395,7 +449,9 @@ def test_rows_with_an_adapter_get_what_vllm_gives_them_and_rows_without_get_noth
         call(theirs, reference)
         adapted = torch.tensor(adapters) > 0
         tolerance = 1e-5 if dtype == torch.float32 else 0.02
-        torch.testing.assert_close(mine[adapted], reference[adapted], rtol=tolerance, atol=tolerance, msg=name)
+        torch.testing.assert_close(
+            mine[adapted], reference[adapted], rtol=tolerance, atol=tolerance, msg=name
+        )
         assert torch.equal(mine[~adapted], before[~adapted]), name
         assert not adapted.any() or not torch.equal(mine[adapted], before[adapted]), name
 
@@ -414,24 +470,28 @@ def test_no_adapter_is_gathered_for_a_token(
     assert difference(policy, generate(by_adapter, (PROMPT, Sampling(8, seed=1)))[0]) < BF16_NATS
 
 
-def test_a_server_on_the_cpu_uses_the_same_worker(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from worker import serving  # noqa: PLC0415
+def test_a_server_on_the_cpu_uses_the_same_worker(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from worker.engine import serve  # noqa: PLC0415
 
     with monkeypatch.context() as patch:
-        patch.setattr(serving.os, "environ", {})
-        command = serving.server_command(str(tiny_model), tiny_model, 1, RANK)
-    assert command[command.index("--worker-cls") + 1] == "worker.lora_cpu.LoraWorker"
+        patch.setattr(serve.os, "environ", {})
+        command = serve.server_command(str(tiny_model), tiny_model, 1, RANK)
+    assert command[command.index("--worker-cls") + 1] == "worker.engine.lora_cpu.LoraWorker"
     assert command[command.index("--max-lora-rank") + 1] == "16"
     assert command[command.index("--generation-config") + 1] == "vllm"  # as the engine of training
 
 
-def test_a_server_takes_the_card_with_the_most_free_memory(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_takes_the_card_with_the_most_free_memory(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without a card: what CUDA would say is put in its mouth."""
-    from worker import serving  # noqa: PLC0415
+    from worker.engine import serve  # noqa: PLC0415
 
     free, chosen = [8 * 2**30, 20 * 2**30], []
     with monkeypatch.context() as patch:
-        patch.setattr(serving.os, "environ", {"CUDA_VISIBLE_DEVICES": "3,5"})
+        patch.setattr(serve.os, "environ", {"CUDA_VISIBLE_DEVICES": "3,5"})
         said = {
             "is_available": lambda: True, "device_count": lambda: 2, "set_device": chosen.append,
             "mem_get_info": lambda card=None: (free[chosen[-1] if card is None else card], 24 * 2**30),
@@ -439,14 +499,16 @@ def test_a_server_takes_the_card_with_the_most_free_memory(tiny_model: Path, mon
         }  # fmt: skip
         for name, function in said.items():
             patch.setattr(torch.cuda, name, function)
-        command = serving.server_command(str(tiny_model), tiny_model, 1, RANK)
-        assert serving.os.environ["CUDA_VISIBLE_DEVICES"] == "5"
+        command = serve.server_command(str(tiny_model), tiny_model, 1, RANK)
+        assert serve.os.environ["CUDA_VISIBLE_DEVICES"] == "5"
     share = float(command[command.index("--gpu-memory-utilization") + 1])
-    assert 0.7 < share < 20 / 24 and "--enforce-eager" not in command and "--worker-cls" not in command
+    assert (
+        0.7 < share < 20 / 24 and "--enforce-eager" not in command and "--worker-cls" not in command
+    )
     assert 0 < int(command[command.index("--kv-cache-memory-bytes") + 1]) <= 5 * 2**30
 
 
-# -- vLLM's private names ----------------------------------------------------------------------------------------------
+# -- vLLM's private names --------------------------------------------------------------------------
 
 
 def test_the_private_names_of_vllm_are_where_the_worker_expects_them() -> None:
@@ -474,13 +536,28 @@ def test_the_private_names_of_vllm_are_where_the_worker_expects_them() -> None:
         LoRARequest: ["lora_name", "lora_int_id", "lora_path", "load_inplace"],
         TopKTopPSampler.forward_cpu: ["logits", "generators", "k", "p"],
         apply_top_k_top_p: ["logits", "k", "p"],
-        PunicaWrapperBase.update_metadata: ["mapping", "lora_index_to_id", "max_loras", "vocab_size"],
-        PunicaWrapperCPU.add_lora_linear: ["y", "x", "lora_a_stacked", "lora_b_stacked", "scale", "output_slices"],
+        PunicaWrapperBase.update_metadata: [
+            "mapping",
+            "lora_index_to_id",
+            "max_loras",
+            "vocab_size",
+        ],
+        PunicaWrapperCPU.add_lora_linear: [
+            "y",
+            "x",
+            "lora_a_stacked",
+            "lora_b_stacked",
+            "scale",
+            "output_slices",
+        ],
         PunicaWrapperCPU.add_lora_embedding: ["y", "x", "lora_b_stacked"],
         PunicaWrapperCPU.add_lora_logits: ["y", "x", "lora_a_stacked", "lora_b_stacked", "scale"],
     }
     for function, names in expected.items():
         assert set(names) <= set(inspect.signature(function).parameters), function
-    assert isinstance(current_platform, CpuPlatform) and CpuPlatform.get_punica_wrapper().rpartition(".")[2]
+    assert (
+        isinstance(current_platform, CpuPlatform)
+        and CpuPlatform.get_punica_wrapper().rpartition(".")[2]
+    )
     assert isinstance(PunicaWrapperBase.token_lora_indices, property)
     assert isinstance(PunicaWrapperBase.sampler_indices, property)

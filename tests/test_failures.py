@@ -7,17 +7,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flash_mcp.failures import failure_counts, failure_modes
+from flash_mcp.judgement.failures import failure_counts, failure_modes
 from tests.samples import sample_rollout
 
-MESSAGES = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "an example: 3"}]
+MESSAGES = [
+    {"role": "user", "content": "2 + 2?"},
+    {"role": "assistant", "content": "an example: 3"},
+]
 
 
 def row(*turns: str, success: bool = False, **values: Any) -> dict[str, Any]:
     said: list[dict[str, Any]] = list(MESSAGES)
     for turn in turns:
         said += [{"role": "user", "content": "go on"}, {"role": "assistant", "content": turn}]
-    base = {**sample_rollout(1, 0, 0.0), "metrics": {}, "success": success, "messages": said, "turns": len(turns)}
+    base = {
+        **sample_rollout(1, 0, 0.0),
+        "metrics": {},
+        "success": success,
+        "messages": said,
+        "turns": len(turns),
+    }
     return {**base, **values}
 
 
@@ -30,7 +39,14 @@ def row(*turns: str, success: bool = False, **values: Any) -> dict[str, Any]:
         (row(" \n", ""), "empty"),
         (row(), "empty"),
         (row("so " * 200), "looping"),
-        (row("First, let me think. " + "The answer is 5, so the answer is 5? No. " * 8 + "The ans"), "looping"),
+        (
+            row(
+                "First, let me think. "
+                + "The answer is 5, so the answer is 5? No. " * 8
+                + "The ans"
+            ),
+            "looping",
+        ),
         (row("Well. " + "0" * 300), "looping"),
         (row("<calc>2+2</calc>", "<calc>2+2</calc>", "<calc>2+2</calc>"), "looping"),
         (row("so " * 200, truncated=True), "looping"),

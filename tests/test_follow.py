@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from flash_mcp import cli, follow, queue
-from flash_mcp.store import open_store
+from flash_mcp.cli import follow, main
+from flash_mcp.state import queue
+from flash_mcp.state.store import open_store
 from tests.samples import finished_run, learn, queued_run, read_in, started_run, supervised
 
 ROOT = Path(__file__).parent.parent
@@ -30,7 +31,7 @@ def test_wait_ends_with_the_runs_own_exit_code(
         learn(writer, [1])
         read_in(open_store(), run["id"])
         queue.finish(open_store(), run["id"], run["attempt"], state)
-        assert cli.main(["wait", run["id"], "--json"]) == code
+        assert main.main(["wait", run["id"], "--json"]) == code
     captured = capsys.readouterr()
     assert json.loads(captured.out)["run"]["state"] == state
     assert captured.err == ""
@@ -53,14 +54,16 @@ def test_ctrl_c_while_a_deployment_starts_says_that_it_goes_on(tmp_path: Path):
 
 def test_wait_gives_up_after_its_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with supervised():
-        assert cli.main(["wait", queued_run(tmp_path)["id"], "--timeout-s", "0.3"]) == 5
+        assert main.main(["wait", queued_run(tmp_path)["id"], "--timeout-s", "0.3"]) == 5
     assert "state: queued" in capsys.readouterr().out
 
 
 def test_wait_returns_when_the_run_ends(tmp_path: Path):
     with supervised():
         run, _ = started_run(tmp_path)
-        with subprocess.Popen([*FLASH, "wait", run["id"]], cwd=ROOT, stdout=subprocess.PIPE, text=True) as waiting:
+        with subprocess.Popen(
+            [*FLASH, "wait", run["id"]], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        ) as waiting:
             with pytest.raises(subprocess.TimeoutExpired):
                 waiting.wait(2)
             queue.finish(open_store(), run["id"], run["attempt"], "succeeded")
@@ -68,14 +71,14 @@ def test_wait_returns_when_the_run_ends(tmp_path: Path):
 
 
 def test_errors_are_json_where_results_are(capsys: pytest.CaptureFixture[str]):
-    assert cli.main(["wait", "run-none", "--json"]) == 1
+    assert main.main(["wait", "run-none", "--json"]) == 1
     error = json.loads(capsys.readouterr().err)["error"]
     assert error["code"] == "unknown_run"
     assert error["fix"]
 
 
 def test_the_curve_is_json_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert cli.main(["curve", finished_run(tmp_path)["id"], "--json"]) == 0
+    assert main.main(["curve", finished_run(tmp_path)["id"], "--json"]) == 0
     points = json.loads(capsys.readouterr().out)
     assert [step for step, _ in points["lines"]["reward"]] == list(range(1, 21))
     assert [point["step"] for point in points["held_out"]] == [0, 20]
@@ -88,7 +91,9 @@ def test_a_terminal_shows_the_curve_and_ctrl_c_only_detaches(tmp_path: Path):
         read_in(open_store(), run["id"])
         ours, theirs = pty.openpty()
         command = [*FLASH, "status", run["id"], "--follow"]
-        with subprocess.Popen(command, cwd=ROOT, stderr=theirs, stdout=subprocess.DEVNULL) as process:
+        with subprocess.Popen(
+            command, cwd=ROOT, stderr=theirs, stdout=subprocess.DEVNULL
+        ) as process:
             os.close(theirs)
             first = _read_until(ours, b"step 5/20")
             assert b"reward" in first

@@ -1,4 +1,6 @@
-"""Environments written for other contracts: the real freesolo SDK, the real reasoning-gym, gym-like objects."""
+"""Environments written for other contracts: the real freesolo SDK, the real reasoning-gym, gym-like
+objects.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +15,24 @@ from typing import Any
 import pytest
 from mcp import Client
 
-from environments import TaskExample, gate, requirements
+from environments import TaskExample
 from environments.adapters.gym import GymEnvironment
 from environments.base import EnvironmentEpisode
-from environments.host import EnvironmentHost
-from flash_mcp import named
-from flash_mcp.errors import FlashError
-from flash_mcp.server import server
-from flash_mcp.store import open_store
+from environments.checks import gate
+from environments.process import requirements
+from environments.process.host import EnvironmentHost
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.server.mcp_server import server
+from flash_mcp.state import references
+from flash_mcp.state.store import open_store
 
 pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture(autouse=True)
-def shared_interpreters(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def shared_interpreters(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Packages are installed once for all tests of this session."""
     shared = tmp_path_factory.getbasetemp() / "interpreters"
     monkeypatch.setattr(requirements, "interpreters_dir", lambda: shared)
@@ -34,13 +40,15 @@ def shared_interpreters(tmp_path_factory: pytest.TempPathFactory, monkeypatch: p
 
 def written(folder: Path, **files: str) -> Path:
     for name, text in files.items():
-        path = folder / name.replace("__", "/").replace("_md", ".md").replace("_jsonl", ".jsonl").replace("_py", ".py")
+        path = folder / name.replace("__", "/").replace("_md", ".md").replace(
+            "_jsonl", ".jsonl"
+        ).replace("_py", ".py")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(textwrap.dedent(text).lstrip())
     return folder
 
 
-# -- the freesolo SDK -------------------------------------------------------------------------------------------------
+# -- the freesolo SDK ------------------------------------------------------------------------------
 
 SDK_SINGLE = """
     from freesolo.datasets.types import TaskExample
@@ -98,7 +106,9 @@ async def test_a_single_turn_folder_of_the_sdk_runs_unchanged(tmp_path: Path) ->
         right = await host.score(opening.episode)
         assert (right.reward, right.success, right.metrics) == (1.0, True, {"right": 1.0})
     report = await gate.check(folder)
-    assert [(probe.name, probe.evidence) for probe in report.probes if probe.passed is not True] == []
+    assert [
+        (probe.name, probe.evidence) for probe in report.probes if probe.passed is not True
+    ] == []
 
 
 SDK_MULTI = """
@@ -143,16 +153,20 @@ async def test_a_multi_turn_folder_of_the_sdk_runs_unchanged(tmp_path: Path) -> 
     async with await EnvironmentHost.start(folder) as host:
         opening = await host.open("train", 0)
         assert opening.max_turns == 3
-        assert (await host.step(opening.episode, "4")).messages == [{"role": "user", "content": "No."}]
+        assert (await host.step(opening.episode, "4")).messages == [
+            {"role": "user", "content": "No."}
+        ]
         assert (await host.step(opening.episode, "5")).done
         score = await host.score(opening.episode)
         assert (score.success, score.reason) == (True, "[2, 4]")
         assert await host.gold("train", 0) == [{"role": "assistant", "content": "5"}]
     report = await gate.check(folder)
-    assert {probe.name for probe in report.probes if probe.passed is not True} == {"tasks"}  # no eval split
+    assert {probe.name for probe in report.probes if probe.passed is not True} == {
+        "tasks"
+    }  # no eval split
 
 
-# -- reasoning-gym ----------------------------------------------------------------------------------------------------
+# -- reasoning-gym ---------------------------------------------------------------------------------
 
 CHAIN_SUM = "reasoning-gym:chain_sum"
 MODEL = "smollm2-135m-instruct"
@@ -171,25 +185,46 @@ async def test_a_dataset_by_name_passes_the_gate_and_can_be_trained_on(flash_hom
     sizes = {"train_size": 40, "eval_size": 20, "max_terms": 3}
     async with Client(server) as client:
         tested = await call(client, "env_test", environment=CHAIN_SUM, environment_args=sizes)
-        assert [(probe["name"], probe["evidence"]) for probe in tested["probes"] if not probe.get("passed")] == []
-        assert (tested["environment"], tested["train_tasks"], tested["eval_tasks"]) == (CHAIN_SUM, 40, 20)
+        assert [
+            (probe["name"], probe["evidence"])
+            for probe in tested["probes"]
+            if not probe.get("passed")
+        ] == []
+        assert (tested["environment"], tested["train_tasks"], tested["eval_tasks"]) == (
+            CHAIN_SUM,
+            40,
+            20,
+        )
         assert CHAIN_SUM in tested["next"]
         assert open_store().environments() == []
-        fields = {"environment": CHAIN_SUM, "environment_args": sizes, "steps": 1, "validate_only": True}
+        fields = {
+            "environment": CHAIN_SUM,
+            "environment_args": sizes,
+            "steps": 1,
+            "validate_only": True,
+        }
         planned = await call(client, "train", **fields)
         again = await call(client, "train", **fields)
     [row] = open_store().environments()
-    assert planned["environment"] == again["environment"] == f"reasoning-gym-chain_sum@{row['digest']}"
+    assert (
+        planned["environment"] == again["environment"] == f"reasoning-gym-chain_sum@{row['digest']}"
+    )
     assert planned["estimate"]["train_tasks"] == 40
 
 
 async def test_a_dataset_that_does_not_exist_is_refused_before_anything_is_installed() -> None:
     async with Client(server) as client:
-        for tool, arguments in (("env_test", {}), ("train", {"validate_only": True}), ("evaluate", {"model": MODEL})):
-            result = await client.call_tool(tool, {"environment": "reasoning-gym:chain_sums", **arguments})
+        for tool, arguments in (
+            ("env_test", {}),
+            ("train", {"validate_only": True}),
+            ("evaluate", {"model": MODEL}),
+        ):
+            result = await client.call_tool(
+                tool, {"environment": "reasoning-gym:chain_sums", **arguments}
+            )
             assert result.is_error and "use reasoning-gym:chain_sum" in result.content[0].text
     with pytest.raises(FlashError, match="the datasets are: ab, acre, "):
-        named.files_of("reasoning-gym:xyzzy")
+        references.files_of("reasoning-gym:xyzzy")
 
 
 TRAPS = """
@@ -223,7 +258,9 @@ TRAPS = """
 """
 
 
-async def test_scorers_that_raise_or_pay_for_anything_and_seeds_that_differ_are_mended(tmp_path: Path) -> None:
+async def test_scorers_that_raise_or_pay_for_anything_and_seeds_that_differ_are_mended(
+    tmp_path: Path,
+) -> None:
     raises, pays_all, pays_a_floor, differs = (
         "prime_factorization",
         "game_of_life_halting",
@@ -231,7 +268,7 @@ async def test_scorers_that_raise_or_pay_for_anything_and_seeds_that_differ_are_
         "list_functions",
     )
     folder = written(tmp_path, environment_py="")
-    (folder / "requirements.txt").write_text(named.REQUIREMENT)
+    (folder / "requirements.txt").write_text(references.REQUIREMENT)
     python = await requirements.interpreter(folder)
 
     async def run_alone(*datasets: str) -> dict[str, Any]:
@@ -242,16 +279,18 @@ async def test_scorers_that_raise_or_pay_for_anything_and_seeds_that_differ_are_
         )
         return json.loads((await process.communicate())[0])
 
-    one, other = await asyncio.gather(run_alone(raises, pays_all, pays_a_floor, differs), run_alone(differs))
+    one, other = await asyncio.gather(
+        run_alone(raises, pays_all, pays_a_floor, differs), run_alone(differs)
+    )
     assert one[differs] == other[differs]
-    assert one.pop("datasets") == sorted(named.DATASETS)
+    assert one.pop("datasets") == sorted(references.DATASETS)
     for name, seen in one.items():
         assert (seen["junk_successes"], seen["gold_successes"]) == (0, 10), name
         assert seen["nothing"] == 0.0 <= seen["junk"] <= 0.1 < 0.99 < seen["gold"], name
         assert (seen["distinct"], seen["eval_stays"], seen["train_grows"]) == (10, True, True), name
 
 
-# -- objects with reset and step --------------------------------------------------------------------------------------
+# -- objects with reset and step -------------------------------------------------------------------
 
 
 class Counting:
@@ -348,14 +387,18 @@ def play(environment: GymEnvironment, answers: list[str]) -> tuple[list[str], An
 
 @pytest.mark.parametrize("kind", [Gymnasium, OlderGym, TextArena, OpenEnv])
 def test_every_kind_of_object_is_played_alike(kind: type[Any]) -> None:
-    environment = GymEnvironment(lambda seed: kind(), max_turns=4, instruction="Count.", train_size=5, eval_size=2)
+    environment = GymEnvironment(
+        lambda seed: kind(), max_turns=4, instruction="Count.", train_size=5, eval_size=2
+    )
     shown, score, played = play(environment, ["3", " 4\n", "5"])
     assert shown == ["Count.\n\nAfter 2?", "After 3?", "After 4?"]
     assert (score.score, score.success, played.closed) == (1.5, True, 1)
 
     shown, score, played = play(environment, ["3", "9"])
     assert (score.score, score.success, played.closed) == (0.4, False, 1)
-    assert not {task.id for task in environment.dataset} & {task.id for task in environment.eval_dataset}
+    assert not {task.id for task in environment.dataset} & {
+        task.id for task in environment.eval_dataset
+    }
 
 
 def test_an_answer_that_is_no_action_costs_the_turn_and_a_cut_off_game_is_no_success() -> None:
@@ -366,7 +409,10 @@ def test_an_answer_that_is_no_action_costs_the_turn_and_a_cut_off_game_is_no_suc
     environment = GymEnvironment(lambda seed: Numbers(), max_turns=4, success_at=0.4, to_action=int)
     shown, score, _ = play(environment, ["three", "3"])
     assert shown[1].startswith("That is no valid action: invalid literal for int()")
-    assert (score.score, score.success) == (0.5, False)  # enough reward, but it did not come to its end
+    assert (score.score, score.success) == (
+        0.5,
+        False,
+    )  # enough reward, but it did not come to its end
     assert {metric.name: metric.score for metric in score.metrics} == {"ended": 0.0, "invalid": 0.5}
 
 
@@ -393,7 +439,9 @@ async def test_a_gym_like_object_passes_the_gate(tmp_path: Path) -> None:
     assert (report.passed, unmade) == (True, {"gold", "truncated"})  # a game has no gold answer
 
 
-async def test_an_object_that_is_not_wrapped_is_refused_with_the_way_to_do_it(tmp_path: Path) -> None:
+async def test_an_object_that_is_not_wrapped_is_refused_with_the_way_to_do_it(
+    tmp_path: Path,
+) -> None:
     source = """
         class Game:
             def reset(self): ...

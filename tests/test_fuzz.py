@@ -2,12 +2,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flash_mcp.tools import all_tools
+from flash_mcp.tools.registry import TOOLS
 from tests.fuzz import fuzz
 
 
 def test_whatever_the_arguments_are_the_answer_is_a_result_or_a_coded_error(tmp_path: Path):
     outcomes = fuzz(200, tmp_path, seed=0)
     assert outcomes.total() >= 200
-    assert {name for name, _ in outcomes} == set(all_tools())
-    assert {"ok", "invalid_argument", "unknown_argument", "unknown_run"} <= {outcome for _, outcome in outcomes}
+    assert {name for name, _ in outcomes} == set(TOOLS)
+    assert {"ok", "invalid_argument", "unknown_argument", "unknown_run"} <= {
+        outcome for _, outcome in outcomes
+    }

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 import environments
-from environments.gate import Probe, Report, check
+from environments.checks.gate import Probe, Report, check
 from tests.folders import environment_folder
 
 pytestmark = pytest.mark.anyio
-EXAMPLES = Path(environments.__file__).parent
+EXAMPLES = Path(environments.__file__).parent / "examples"
 PROBES = [
     "loads",
     "tasks",
@@ -36,7 +36,9 @@ def failures(report: Report) -> dict[str, Probe]:
 @pytest.mark.parametrize("name", ["calculator", "sort_words"])
 async def test_the_examples_pass_every_check(name: str) -> None:
     report = await check(EXAMPLES / name)
-    assert [(probe.name, probe.passed) for probe in report.probes] == [(name, True) for name in PROBES]
+    assert [(probe.name, probe.passed) for probe in report.probes] == [
+        (name, True) for name in PROBES
+    ]
     assert report.passed
     assert report.splits == {"train": 500, "eval": 200}
     assert report.seconds < 60
@@ -164,19 +166,36 @@ FIXES = {
 async def test_a_fix_fits_its_fault(tmp_path: Path, fault: str) -> None:
     method, name, fix = FIXES[fault]
     # Words of an answer that is quoted with a fault are none of the fault's.
-    gold = (
-        "def sft_completion(self, example):\n        return [{'role': 'assistant', 'content': 'x raised Y: must be'}]"
+    answer = "{'role': 'assistant', 'content': 'x raised Y: must be'}"
+    gold = f"def sft_completion(self, example):\n        return [{answer}]"
+    report = await check(
+        environment_folder(tmp_path, f"class Sample(Addition):\n    {method}\n    {gold}\n")
     )
-    report = await check(environment_folder(tmp_path, f"class Sample(Addition):\n    {method}\n    {gold}\n"))
     assert failures(report)[name].fix == fix, failures(report)[name].evidence
 
 
 LOAD_FIXES = {
-    "key": ("os.environ['INVENTORY_KEY']", {}, "pass secrets=['INVENTORY_KEY'], if that is an environment variable"),
+    "key": (
+        "os.environ['INVENTORY_KEY']",
+        {},
+        "pass secrets=['INVENTORY_KEY'], if that is an environment variable",
+    ),
     "own key": ("{}['inventory']", {}, "mend environment.py at the line named"),
-    "unexpected": ("Addition(**args)", {"size": 2}, "leave 'size' out of environment_args, or add it to the"),
-    "missing": ("Sized()", {}, "pass environment_args={'size': ...}, or give that parameter of Sized.__init__() a"),
-    "package": ("__import__('no_such_package')", {}, "name its package in requirements.txt, or mend the import"),
+    "unexpected": (
+        "Addition(**args)",
+        {"size": 2},
+        "leave 'size' out of environment_args, or add it to the",
+    ),
+    "missing": (
+        "Sized()",
+        {},
+        "pass environment_args={'size': ...}, or give that parameter of Sized.__init__() a",
+    ),
+    "package": (
+        "__import__('no_such_package')",
+        {},
+        "name its package in requirements.txt, or mend the import",
+    ),
     "exit": ("os._exit(3)", {}, "raise or return instead of ending the process"),
     "none": ("None", {}, "mend environment.py"),
 }
@@ -193,8 +212,16 @@ async def test_a_fault_of_loading_names_its_remedy(tmp_path: Path, fault: str) -
 @pytest.mark.parametrize(
     ("parameters", "args", "fix"),
     [
-        ("", {"size": 2}, "leave 'size' out of environment_args, or add it to the parameters of load_environment()"),
-        ("size", {}, "pass environment_args={'size': ...}, or give that parameter of load_environment() a default"),
+        (
+            "",
+            {"size": 2},
+            "leave 'size' out of environment_args, or add it to the parameters of load_environment()",
+        ),
+        (
+            "size",
+            {},
+            "pass environment_args={'size': ...}, or give that parameter of load_environment() a default",
+        ),
     ],
 )
 async def test_arguments_that_load_environment_does_not_take_are_named(
@@ -205,15 +232,25 @@ async def test_arguments_that_load_environment_does_not_take_are_named(
 
 
 async def test_a_fault_of_a_file_names_the_file(tmp_path: Path) -> None:
-    assert (await check(tmp_path)).probes[0].fix.startswith("pass the folder that holds environment.py")
-    (environment_folder(tmp_path, "", returns="Addition()") / "environment.toml").write_text("netwrk = true\n")
+    assert (
+        (await check(tmp_path))
+        .probes[0]
+        .fix.startswith("pass the folder that holds environment.py")
+    )
+    (environment_folder(tmp_path, "", returns="Addition()") / "environment.toml").write_text(
+        "netwrk = true\n"
+    )
     assert (await check(tmp_path)).probes[0].fix.startswith("mend environment.toml")
 
 
 async def test_a_long_answer_is_cut_with_its_quotes_closed(tmp_path: Path) -> None:
-    source = "def sft_completion(self, example): return [{'role': 'assistant', 'content': 'gold' * 99}]"
+    source = (
+        "def sft_completion(self, example): return [{'role': 'assistant', 'content': 'gold' * 99}]"
+    )
     report = await check(environment_folder(tmp_path, f"class Sample(Addition):\n    {source}\n"))
-    assert re.search(r"no success: '[gold]+\.\.\.[gold]+' earned", failures(report)["gold"].evidence)
+    assert re.search(
+        r"no success: '[gold]+\.\.\.[gold]+' earned", failures(report)["gold"].evidence
+    )
 
 
 async def test_state_that_episodes_share_is_found(tmp_path: Path) -> None:
@@ -245,7 +282,9 @@ async def test_a_scorer_that_hangs_on_junk_is_found_within_its_deadline(tmp_path
     report = await check(environment_folder(tmp_path, source), timeout_s=2)
     failed = failures(report)
     assert {"junk", "empty", "none", "truncated", "prompt_echo", "time"} == set(failed)
-    assert "[environment_timeout] train[0] with the answer 'asdf qwer zxcv'" in failed["junk"].evidence
+    assert (
+        "[environment_timeout] train[0] with the answer 'asdf qwer zxcv'" in failed["junk"].evidence
+    )
     assert "while response_text != example.output" in failed["junk"].evidence
     assert "score_episode must answer within 2 s" in failed["time"].fix
     assert report.seconds < 60
@@ -283,11 +322,17 @@ async def test_what_cannot_be_checked_is_neither_passed_nor_failed(tmp_path: Pat
         def score_episode(self, example, episode): return RewardResult(0.0)
     """
     report = await check(environment_folder(tmp_path, source))
-    assert [probe.name for probe in report.probes if probe.passed is None] == ["tasks", "gold", "truncated"]
+    assert [probe.name for probe in report.probes if probe.passed is None] == [
+        "tasks",
+        "gold",
+        "truncated",
+    ]
     assert report.passed
 
 
-async def test_an_environment_that_does_not_load_is_a_report_not_an_exception(tmp_path: Path) -> None:
+async def test_an_environment_that_does_not_load_is_a_report_not_an_exception(
+    tmp_path: Path,
+) -> None:
     report = await check(environment_folder(tmp_path, "import no_such_package"))
     assert (list(failures(report)), len(report.probes), report.splits) == (["loads"], 1, {})
     assert "No module named 'no_such_package'" in report.probes[0].evidence

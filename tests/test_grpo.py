@@ -23,26 +23,30 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
-from flash_mcp.errors import FlashError
-from flash_mcp.runfolder import RunFolder
-from flash_mcp.spec import RunSpec, resolve
-from worker import packing
-from worker.checkpoints import Reporter
-from worker.grpo import Trainer, group_advantages
-from worker.policy import load_policy
-from worker.rollout import Rollout, Task
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.spec import RunSpec, resolve
+from worker.rollouts.scheduler import Rollout, Task
+from worker.rollouts.transcript import ChatTemplate, Transcript
 from worker.settings import Settings
-from worker.transcript import ChatTemplate, Transcript
+from worker.training import packing
+from worker.training.checkpoints import Reporter
+from worker.training.grpo import Trainer, group_advantages
+from worker.training.policy import load_policy
 
 GROUPS, SIZE, MAX_COMPLETION = 2, 4, 64
 
 
 def make_rollouts(tokenizer: Any, seed: int = 0, *, turns: int = 2) -> list[Rollout]:
-    """GROUPS x SIZE multi-turn rollouts of uneven length, with log-probabilities that are a little off."""
+    """GROUPS x SIZE multi-turn rollouts of uneven length, with log-probabilities that are a little
+    off.
+    """
     rng, template = random.Random(seed), ChatTemplate(tokenizer)
     rollouts = []
     for index in range(GROUPS * SIZE):
-        transcript = Transcript(template, [{"role": "user", "content": f"question {index // SIZE}"}])
+        transcript = Transcript(
+            template, [{"role": "user", "content": f"question {index // SIZE}"}]
+        )
         for turn in range(rng.randint(1, turns)):
             if turn:
                 transcript.add_environment([{"role": "user", "content": "and"}])
@@ -70,7 +74,12 @@ def make_policy(model: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def our_gradients(
-    policy: Any, tokenizer: Any, spec: Settings, rollouts: list[Rollout], out: Path, keep_tokens: float = math.inf
+    policy: Any,
+    tokenizer: Any,
+    spec: Settings,
+    rollouts: list[Rollout],
+    out: Path,
+    keep_tokens: float = math.inf,
 ) -> dict[str, Tensor]:
     trainer = Trainer(
         policy, tokenizer, spec, rollouts_of=lambda step: rollouts,
@@ -85,7 +94,9 @@ def our_gradients(
     return gradients(policy)
 
 
-def trl_gradients(policy: Any, tokenizer: Any, spec: Settings, rollouts: list[Rollout], out: Path) -> dict[str, Tensor]:
+def trl_gradients(
+    policy: Any, tokenizer: Any, spec: Settings, rollouts: list[Rollout], out: Path
+) -> dict[str, Tensor]:
     def rollout_func(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         transcripts = [r.transcript for r in rollouts if r.transcript]
         return {
@@ -114,7 +125,9 @@ def trl_gradients(policy: Any, tokenizer: Any, spec: Settings, rollouts: list[Ro
     trainer._last_loaded_step = trainer.state.global_step
     trainer.current_gradient_accumulation_steps = GROUPS
     policy.train()
-    batch = trainer._generate_and_score_completions([{"prompt": f"q{i // SIZE}"} for i in range(GROUPS * SIZE)])
+    batch = trainer._generate_and_score_completions(
+        [{"prompt": f"q{i // SIZE}"} for i in range(GROUPS * SIZE)]
+    )
     for group in range(GROUPS):
         rows = slice(group * SIZE, (group + 1) * SIZE)
         part = {name: value[rows] if value.dim() else value for name, value in batch.items()}
@@ -130,24 +143,33 @@ def flat(gradients: dict[str, Tensor]) -> Tensor:
     return torch.cat([gradient.flatten() for gradient in gradients.values()])
 
 
-def both(model: Path, tmp_path: Path, rollouts: list[Rollout], dtype: torch.dtype, **fields: Any) -> tuple[Any, Any]:
+def both(
+    model: Path, tmp_path: Path, rollouts: list[Rollout], dtype: torch.dtype, **fields: Any
+) -> tuple[Any, Any]:
     tokenizer, spec = AutoTokenizer.from_pretrained(model), settings_of(**fields)
     ours = our_gradients(make_policy(model, dtype), tokenizer, spec, rollouts, tmp_path)
-    theirs = trl_gradients(make_policy(model, dtype), tokenizer, spec, copy.deepcopy(rollouts), tmp_path)
+    theirs = trl_gradients(
+        make_policy(model, dtype), tokenizer, spec, copy.deepcopy(rollouts), tmp_path
+    )
     assert ours.keys() == theirs.keys() and ours
     return ours, theirs
 
 
 CASES = [
     *({"loss_type": loss} for loss in ("dr_grpo", "grpo", "bnpo", "dapo")),
-    *({"importance_sampling": mode} for mode in ("token_mask", "sequence_truncate", "sequence_mask", "none")),
+    *(
+        {"importance_sampling": mode}
+        for mode in ("token_mask", "sequence_truncate", "sequence_mask", "none")
+    ),
     {"kl_penalty_coef": 0.1},
     {"temperature": 0.7, "importance_sampling_clip": 1.1},
 ]
 
 
 @pytest.mark.parametrize("fields", CASES, ids=str)
-def test_gradients_equal_trls_in_fp32(fp32_model: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
+def test_gradients_equal_trls_in_fp32(
+    fp32_model: Path, tmp_path: Path, fields: dict[str, Any]
+) -> None:
     rollouts = make_rollouts(AutoTokenizer.from_pretrained(fp32_model))
     ours, theirs = both(fp32_model, tmp_path, rollouts, torch.float32, **fields)
     mine, expected = flat(ours), flat(theirs)
@@ -155,7 +177,9 @@ def test_gradients_equal_trls_in_fp32(fp32_model: Path, tmp_path: Path, fields: 
 
 
 @pytest.mark.parametrize("fields", CASES, ids=str)
-def test_gradients_point_where_trls_do_in_bf16(tiny_model: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
+def test_gradients_point_where_trls_do_in_bf16(
+    tiny_model: Path, tmp_path: Path, fields: dict[str, Any]
+) -> None:
     rollouts = make_rollouts(AutoTokenizer.from_pretrained(tiny_model))
     ours, theirs = both(tiny_model, tmp_path, rollouts, torch.bfloat16, **fields)
     assert torch.nn.functional.cosine_similarity(flat(ours), flat(theirs), dim=0) > 0.999
@@ -172,7 +196,9 @@ def test_a_group_of_equal_rewards_leaves_the_others_what_trl_gives_them(
     assert (flat(ours) - flat(theirs)).norm() < 1e-5 * flat(theirs).norm()
 
 
-def test_rollouts_of_a_group_may_have_prompts_of_their_own(fp32_model: Path, tmp_path: Path) -> None:
+def test_rollouts_of_a_group_may_have_prompts_of_their_own(
+    fp32_model: Path, tmp_path: Path
+) -> None:
     rollouts = make_rollouts(AutoTokenizer.from_pretrained(fp32_model))
     for index, rollout in enumerate(rollouts):
         assert rollout.transcript
@@ -230,13 +256,23 @@ def test_what_is_replaced_in_trls_trainer_is_there() -> None:
     methods = {
         "_prepare_inputs": ["self", "generation_batch"],
         "_compute_loss": ["self", "model", "inputs"],
-        "_get_per_token_logps_and_entropies": ["self", "model", "input_ids", "attention_mask", "logits_to_keep"],
+        "_get_per_token_logps_and_entropies": [
+            "self",
+            "model",
+            "input_ids",
+            "attention_mask",
+            "logits_to_keep",
+        ],
     }
     for name, parameters in methods.items():
         found = list(inspect.signature(getattr(GRPOTrainer, name)).parameters)
         assert found[: len(parameters)] == parameters, name
     source = inspect.getsource(GRPOTrainer)
-    for text in ("self._step += 1", "self._buffered_inputs = None", 'inputs["importance_sampling_ratio"]'):
+    for text in (
+        "self._step += 1",
+        "self._buffered_inputs = None",
+        'inputs["importance_sampling_ratio"]',
+    ):
         assert text in source, text
 
 
@@ -251,7 +287,9 @@ def test_a_trainer_that_resumes_ends_where_one_that_was_not_stopped_ends(
         if not resume:
             folder.create({})
         writer = folder.claim(folder.newest_epoch() + 1)
-        spec = settings_of(steps=steps, save_every=2, kl_penalty_coef=0.1, loss_type="grpo", learning_rate=1e-2)
+        spec = settings_of(
+            steps=steps, save_every=2, kl_penalty_coef=0.1, loss_type="grpo", learning_rate=1e-2
+        )
         Trainer(
             make_policy(fp32_model), tokenizer, spec, rollouts_of=lambda step: make_rollouts(tokenizer, seed=step),
             max_completion=MAX_COMPLETION, packed=True, output_dir=str(tmp_path / "out"),
@@ -262,7 +300,8 @@ def test_a_trainer_that_resumes_ends_where_one_that_was_not_stopped_ends(
     whole, cut = attempt("whole", 4), attempt("cut", stop)
     attempt("cut", 4, cut.path("checkpoints", str(stop)))
     assert (
-        cut.manifest(4)["files"]["adapter_model.safetensors"] == whole.manifest(4)["files"]["adapter_model.safetensors"]
+        cut.manifest(4)["files"]["adapter_model.safetensors"]
+        == whole.manifest(4)["files"]["adapter_model.safetensors"]
     )
     assert list(cut.metric_steps()) == list(whole.metric_steps()) == [1, 2, 3, 4]
     for step in whole.metric_steps():
@@ -292,34 +331,46 @@ def test_a_model_that_the_packed_pass_would_compute_wrongly_is_left_to_trl(
     config: Any, packs: bool, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=packing.attention_of(config))
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=dtype, attn_implementation=packing.attention_of(config)
+    )
     for weight in model.parameters():
         if weight.ndim > 1:
             torch.nn.init.normal_(weight, std=0.2)
     before = torch.get_rng_state()
     assert packing.can_pack(model) == packs
-    assert torch.equal(torch.get_rng_state(), before), "resumed runs draw what undisturbed ones draw"
+    assert torch.equal(torch.get_rng_state(), before), (
+        "resumed runs draw what undisturbed ones draw"
+    )
     add_fused_lm_head(model, temperature=0.7)
     packing.check_trl_head(model, 0.7)
 
 
 def test_a_head_that_trl_does_not_know_either_is_refused() -> None:
-    model = AutoModelForCausalLM.from_config(transformers.RecurrentGemmaConfig(**BASE, logits_soft_cap=0.5))
+    model = AutoModelForCausalLM.from_config(
+        transformers.RecurrentGemmaConfig(**BASE, logits_soft_cap=0.5)
+    )
     add_fused_lm_head(model)
     with pytest.raises(FlashError, match=r"recurrent_gemma.*gradients would be wrong"):
         packing.check_trl_head(model, 1.0)
 
 
-def test_a_model_that_scales_its_logits_is_trained_as_trl_trains_it(fp32_model: Path, tmp_path: Path) -> None:
+def test_a_model_that_scales_its_logits_is_trained_as_trl_trains_it(
+    fp32_model: Path, tmp_path: Path
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(fp32_model)
-    config = transformers.GraniteConfig(**{**BASE, "vocab_size": len(tokenizer)}, logits_scaling=8.0)
+    config = transformers.GraniteConfig(
+        **{**BASE, "vocab_size": len(tokenizer)}, logits_scaling=8.0
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "granite")
     tokenizer.save_pretrained(tmp_path / "granite")
     ours, theirs = both(tmp_path / "granite", tmp_path, make_rollouts(tokenizer), torch.float32)
     assert (flat(ours) - flat(theirs)).norm() < 1e-5 * flat(theirs).norm()
 
 
-def test_experts_are_trained_without_a_loss_for_their_router(fp32_model: Path, tmp_path: Path) -> None:
+def test_experts_are_trained_without_a_loss_for_their_router(
+    fp32_model: Path, tmp_path: Path
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(fp32_model)
     config = transformers.MixtralConfig(
         **{**BASE, "vocab_size": len(tokenizer)}, num_local_experts=4, sliding_window=None
@@ -350,11 +401,17 @@ def test_an_adapter_that_would_be_another_policy_is_refused_by_the_field_that_sa
     fp32_model: Path, tmp_path: Path, fields: dict[str, Any], named: str | None
 ) -> None:
     config = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", **fields})
-    get_peft_model(AutoModelForCausalLM.from_pretrained(fp32_model), config).save_pretrained(tmp_path)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(fp32_model), config).save_pretrained(
+        tmp_path
+    )
     start = functools.partial(load_policy, fp32_model, rank=4, alpha=8, seed=0, dtype=torch.float32)
     if named is None:
         given = load_file(tmp_path / "adapter_model.safetensors")
-        name, taken = next(entry for entry in start(adapter_path=tmp_path).named_parameters() if "lora_A" in entry[0])
+        name, taken = next(
+            entry
+            for entry in start(adapter_path=tmp_path).named_parameters()
+            if "lora_A" in entry[0]
+        )
         assert torch.equal(taken, given[name.replace(".default", "")])
         return
     with pytest.raises(FlashError) as caught:
@@ -364,7 +421,9 @@ def test_an_adapter_that_would_be_another_policy_is_refused_by_the_field_that_sa
 
 def test_an_adapter_of_a_model_of_another_size_is_refused(fp32_model: Path, tmp_path: Path) -> None:
     other = AutoModelForCausalLM.from_config(transformers.LlamaConfig(**BASE, head_dim=8))
-    get_peft_model(other, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")).save_pretrained(tmp_path)
+    get_peft_model(
+        other, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+    ).save_pretrained(tmp_path)
     with pytest.raises(FlashError, match=r"adapter_mismatch.*another base model"):
         load_policy(fp32_model, rank=4, alpha=8, seed=0, dtype=torch.float32, adapter_path=tmp_path)
 
@@ -376,7 +435,9 @@ def test_a_pack_that_is_split_gives_the_same_log_probabilities(
     transcripts = [r.transcript for r in make_rollouts(tokenizer, turns=4) if r.transcript][:SIZE]
     width = max(len(t.completion_ids) for t in transcripts)
     ids = torch.tensor([t.ids + [0] * (width - len(t.completion_ids)) for t in transcripts])
-    seen = torch.tensor([[1] * len(t.ids) + [0] * (width - len(t.completion_ids)) for t in transcripts])
+    seen = torch.tensor(
+        [[1] * len(t.ids) + [0] * (width - len(t.completion_ids)) for t in transcripts]
+    )
     mask = torch.tensor([t.mask + [0] * (width - len(t.mask)) for t in transcripts])
     whole = packing.group_logps(policy.get_base_model(), ids, seen, mask, 1.0)
     monkeypatch.setattr(packing, "PACK_TOKENS", 48)
@@ -400,7 +461,9 @@ def test_a_group_without_advantage_costs_no_forward_pass(
     assert grads.keys() == trained, "Adam's momentum goes on for all of them, as it would with TRL"
 
 
-def test_a_gradient_that_is_no_number_ends_the_run_before_it_is_saved(fp32_model: Path, tmp_path: Path) -> None:
+def test_a_gradient_that_is_no_number_ends_the_run_before_it_is_saved(
+    fp32_model: Path, tmp_path: Path
+) -> None:
     tokenizer, folder = AutoTokenizer.from_pretrained(fp32_model), RunFolder(tmp_path / "run")
     folder.create({})
 
@@ -419,15 +482,21 @@ def test_a_gradient_that_is_no_number_ends_the_run_before_it_is_saved(fp32_model
     assert folder.checkpoint_steps() == [1]
 
 
-def test_a_pack_is_the_same_computed_as_one_block(fp32_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pack_is_the_same_computed_as_one_block(
+    fp32_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on a GPU."""
     policy, tokenizer = make_policy(fp32_model), AutoTokenizer.from_pretrained(fp32_model)
     transcripts = [r.transcript for r in make_rollouts(tokenizer, turns=4) if r.transcript][:SIZE]
-    tokens = torch.tensor([*transcripts[0].prompt_ids, *itertools.chain(*(t.completion_ids for t in transcripts))])
+    tokens = torch.tensor(
+        [*transcripts[0].prompt_ids, *itertools.chain(*(t.completion_ids for t in transcripts))]
+    )
 
     def states() -> Tensor:
         lengths = [len(t.completion_ids) for t in transcripts]
-        layout = packing.Layout(len(transcripts[0].prompt_ids), lengths, policy.dtype, policy.device)
+        layout = packing.Layout(
+            len(transcripts[0].prompt_ids), lengths, policy.dtype, policy.device
+        )
         blocks.append(len(layout.mask.blocks))
         return packing.hidden_states(policy.get_base_model(), tokens, layout)[: len(tokens)]
 
@@ -439,7 +508,10 @@ def test_a_pack_is_the_same_computed_as_one_block(fp32_model: Path, monkeypatch:
 
 
 def test_a_rollout_that_the_environment_failed_moves_nothing() -> None:
-    group = [Rollout(Task("train", 0, 0, i, 0), "t", reward=reward) for i, reward in enumerate((1.0, 0.0, 0.0))]
+    group = [
+        Rollout(Task("train", 0, 0, i, 0), "t", reward=reward)
+        for i, reward in enumerate((1.0, 0.0, 0.0))
+    ]
     group[2].error = {"code": "environment_error", "what": "boom"}
     assert group_advantages(group, scale=False).tolist() == [0.5, -0.5, 0.0]
     group[1].error = group[2].error
@@ -448,6 +520,8 @@ def test_a_rollout_that_the_environment_failed_moves_nothing() -> None:
 
 @pytest.mark.parametrize("reward", [0.1, 0.3, 0.7, 1 / 3])
 @pytest.mark.parametrize("size", [3, 8, 13])
-def test_equal_rewards_have_no_advantage_however_their_mean_is_rounded(reward: float, size: int) -> None:
+def test_equal_rewards_have_no_advantage_however_their_mean_is_rounded(
+    reward: float, size: int
+) -> None:
     group = [Rollout(Task("train", 0, 0, index, 0), "t", reward=reward) for index in range(size)]
     assert not group_advantages(group, scale=True).any()

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from flash_mcp.headers import TrimmedHeaders
+from flash_mcp.server.mcp_server import TrimmedHeaders
 
 
 @pytest.mark.anyio

@@ -1,26 +1,56 @@
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 HEAVY = {"torch", "vllm", "transformers", "trl", "peft", "datasets", "worker", "ray"}
-SHARED = {"flash_mcp", *(f"flash_mcp.{name}" for name in ("spec", "runfolder", "errors", "home", "callers", "catalog"))}
+PACKAGES = ("environments", "flash_mcp", "worker")
+FLOORS = (
+    ("environments.base",),
+    ("environments.adapters",),
+    ("environments.process",),
+    ("environments.checks", "environments.examples"),
+    ("flash_mcp.protocol",),
+    ("flash_mcp.state",),
+    ("flash_mcp.judgement",),
+    ("flash_mcp.supervisor",),
+    ("flash_mcp.tools.shared",),
+    ("flash_mcp.tools",),
+    ("flash_mcp.server",),
+    ("flash_mcp.cli",),
+)
+"""The rooms of docs/architecture.md, the lowest first. A room imports from itself and from the
+floors below.
+"""
 
 
 def loaded_by(module: str) -> set[str]:
     """What a fresh process has imported after `import module`."""
     code = f"import json, sys; old = {{*sys.modules}}; import {module}; print(json.dumps([*({{*sys.modules}} - old)]))"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=250
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=250,
     )
     return set(json.loads(done.stdout.splitlines()[-1]))
 
 
 def modules_of(package: str) -> list[str]:
-    paths = sorted(path.relative_to(ROOT).with_suffix("") for path in (ROOT / package).rglob("*.py"))
+    paths = sorted(
+        path.relative_to(ROOT).with_suffix("")
+        for path in (ROOT / package.replace(".", "/")).rglob("*.py")
+    )
     return [".".join(path.parts).removesuffix(".__init__") for path in paths]
 
 
@@ -28,32 +58,112 @@ def roots(names: set[str]) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
+def imports_of(package: str) -> Iterator[tuple[str, str]]:
+    """(module, imported module) for every import of ours in the package, those within functions
+    included.
+    """
+    known = {name for package in PACKAGES for name in modules_of(package)}
+    for name in modules_of(package):
+        path = ROOT / name.replace(".", "/")
+        source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        for node in ast.walk(ast.parse(source.read_text())):
+            if isinstance(node, ast.Import):
+                yield from ((name, alias.name) for alias in node.names if alias.name in known)
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                targets = {f"{node.module}.{alias.name}" for alias in node.names}
+                yield from ((name, target) for target in targets & known or {node.module} & known)
+
+
+def floor_of(module: str) -> int | None:
+    """How high the room of a module lies; None for the packages themselves."""
+    named = [
+        (len(room), floor)
+        for floor, rooms in enumerate(FLOORS)
+        for room in rooms
+        if module == room or module.startswith(f"{room}.")
+    ]
+    return max(named)[1] if named else None
+
+
+@pytest.mark.parametrize("package", ["environments", "flash_mcp"])
+def test_no_import_runs_upward(package: str):
+    upward = []
+    for module, imported in imports_of(package):
+        ours, theirs = floor_of(module), floor_of(imported)
+        if ours is not None and theirs is not None and theirs > ours:
+            upward.append(f"{module} imports {imported}")
+    assert upward == []
+
+
+def test_no_imports_form_a_circle():
+    graph: dict[str, set[str]] = {}
+    for package in PACKAGES:
+        for module, imported in imports_of(package):
+            graph.setdefault(module, set()).add(imported)
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
 def test_the_control_plane_loads_neither_the_training_side_nor_its_packages():
-    code_of_all = ", ".join(name for name in modules_of("flash_mcp") if not name.endswith("__main__"))
-    assert "flash_mcp.server" in code_of_all
+    code_of_all = ", ".join(
+        name for name in modules_of("flash_mcp") if not name.endswith("__main__")
+    )
+    assert "flash_mcp.server.mcp_server" in code_of_all
     assert not roots(loaded_by(code_of_all)) & HEAVY
 
 
 def test_environments_load_nothing_but_the_standard_library_and_themselves():
-    contract = ", ".join(name for name in modules_of("environments") if name.count(".") < 2)
+    adapters = ("environments.adapters.", "environments.examples.")
+    contract = ", ".join(
+        name for name in modules_of("environments") if not name.startswith(adapters)
+    )
+    assert "environments.process.host" in contract
     assert roots(loaded_by(contract)) <= {"environments", *sys.stdlib_module_names}
 
 
-def test_the_worker_loads_of_the_control_plane_only_the_protocol():
-    loaded = loaded_by(", ".join(modules_of("worker")))
-    assert "worker.main" in loaded
-    assert {name for name in loaded if name.partition(".")[0] == "flash_mcp"} <= SHARED
+def test_the_worker_imports_only_the_protocol_and_environments():
+    imported = {target for _, target in imports_of("worker") if not target.startswith("worker")}
+    assert "flash_mcp.protocol.run_folder" in imported
+    assert [
+        name for name in imported if not name.startswith(("flash_mcp.protocol", "environments"))
+    ] == []
+
+
+def test_the_protocol_loads_nothing_else_of_the_control_plane():
+    loaded = loaded_by(", ".join(modules_of("flash_mcp.protocol")))
+    ours = {name for name in loaded if name.partition(".")[0] == "flash_mcp"}
+    assert all(name == "flash_mcp" or name.startswith("flash_mcp.protocol") for name in ours)
+
+
+def test_importing_the_package_leaves_the_path_alone():
+    code = "import sys; before = [*sys.path]; import flash_mcp.server.mcp_server; print(sys.path == before)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "True"
 
 
 def test_the_server_is_importable_fast():
-    code = "import time; start = time.perf_counter(); import flash_mcp.server; print(time.perf_counter() - start)"
+    module = "flash_mcp.server.mcp_server"
+    code = f"import time; start = time.perf_counter(); import {module}; print(time.perf_counter() - start)"
     seconds = min(
-        float(subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+        float(
+            subprocess.run(
+                [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+            ).stdout
+        )
         for _ in range(3)
     )
-    print(f"import flash_mcp.server: {seconds:.2f} s")  # noqa: T201
-    assert seconds < 5  # under 1.5 s on a quiet machine, most of it the MCP SDK; clients give a server 10 s to start
+    print(f"import {module}: {seconds:.2f} s")  # noqa: T201
+    assert (
+        seconds < 5
+    )  # under 1.5 s on a quiet machine, most of it the MCP SDK; clients give a server 10 s to start
 
 
 def test_plotting_is_loaded_only_when_something_is_drawn():
-    assert not roots(loaded_by("flash_mcp.server, flash_mcp.cli, flash_mcp.curve")) & {"matplotlib", "plotext", "numpy"}
+    assert not roots(
+        loaded_by("flash_mcp.server.mcp_server, flash_mcp.cli, flash_mcp.judgement.curve")
+    ) & {
+        "matplotlib",
+        "plotext",
+        "numpy",
+    }

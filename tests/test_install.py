@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from flash_mcp import cli
-from flash_mcp.errors import FlashError
-from flash_mcp.install import CLIENTS, entry, install
+from flash_mcp.cli import main
+from flash_mcp.cli.install import CLIENTS, entry, install
+from flash_mcp.protocol.errors import FlashError
 
 CODEX = """# mine
 model = "o9"
@@ -38,12 +38,18 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-PARSERS: dict[str, Callable[[str], dict]] = {"claude": json.loads, "cursor": json.loads, "codex": tomllib.loads}
+PARSERS: dict[str, Callable[[str], dict]] = {
+    "claude": json.loads,
+    "cursor": json.loads,
+    "codex": tomllib.loads,
+}
 TABLES = {"claude": "mcpServers", "cursor": "mcpServers", "codex": "mcp_servers"}
 
 
 @pytest.mark.parametrize("client", list(CLIENTS))
-def test_a_first_configuration_starts_this_server_with_this_state_directory(client: str, flash_home: Path):
+def test_a_first_configuration_starts_this_server_with_this_state_directory(
+    client: str, flash_home: Path
+):
     done = install(client)
     entry = PARSERS[client](done.path.read_text())[TABLES[client]]["flash"]
     assert Path(entry["command"]).exists()
@@ -127,14 +133,18 @@ def test_a_link_to_the_configuration_stays_a_link(own_home: Path):
 
 
 def test_print_writes_nothing(own_home: Path, capsys: pytest.CaptureFixture[str]):
-    assert cli.main(["install", "codex", "--print"]) == 0
+    assert main.main(["install", "codex", "--print"]) == 0
     assert "flash" in tomllib.loads(capsys.readouterr().out)["mcp_servers"]
     assert not (own_home / ".codex").exists()
 
 
 def test_the_command_says_what_it_did(own_home: Path, capsys: pytest.CaptureFixture[str]):
-    assert cli.main(["install", "cursor", "--json"]) == 0
+    assert main.main(["install", "cursor", "--json"]) == 0
     done = json.loads(capsys.readouterr().out)
-    assert (done["client"], done["changed"], done["path"]) == ("cursor", True, str(own_home / ".cursor" / "mcp.json"))
-    assert cli.main(["install", "cursor"]) == 0
+    assert (done["client"], done["changed"], done["path"]) == (
+        "cursor",
+        True,
+        str(own_home / ".cursor" / "mcp.json"),
+    )
+    assert main.main(["install", "cursor"]) == 0
     assert "has it already" in capsys.readouterr().out

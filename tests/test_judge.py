@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flash_mcp import judge
+from flash_mcp.judgement import health
 
 HEALTHY: dict[str, float | None] = {
     "reward/mean": 0.5,
@@ -38,7 +38,7 @@ def history(steps: int = 12, **columns: list[float]) -> list[dict[str, float | N
 
 
 def names(metrics: list[dict[str, float | None]]) -> list[str]:
-    return [flag.name for flag in judge.flags(metrics)]
+    return [flag.name for flag in health.flags(metrics)]
 
 
 def rising(first: float, last: float, steps: int) -> list[float]:
@@ -46,30 +46,30 @@ def rising(first: float, last: float, steps: int) -> list[float]:
 
 
 def test_a_trend_averages_a_fifth_of_the_values_at_each_end():
-    found = judge.trend([0.0] * 5 + [1.0] * 5)
+    found = health.trend([0.0] * 5 + [1.0] * 5)
     assert found is not None
     assert (found.first, found.last, found.best, found.width) == (0.0, 1.0, 1.0, 2)
 
 
 def test_no_values_have_no_trend():
-    assert judge.trend([]) is None
+    assert health.trend([]) is None
 
 
 def test_a_sparkline_goes_from_the_least_to_the_greatest_value():
-    assert judge.sparkline([0, 1]) == "▁█"
-    assert judge.sparkline([5, 5, 5]) == "▁▁▁"
-    assert judge.sparkline([]) == ""
+    assert health.sparkline([0, 1]) == "▁█"
+    assert health.sparkline([5, 5, 5]) == "▁▁▁"
+    assert health.sparkline([]) == ""
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300), st.integers(1, 40))
 def test_a_sparkline_never_has_more_bars_than_asked_for(values: list[float], width: int):
-    assert len(judge.sparkline(values, width)) == min(width, len(values))
+    assert len(health.sparkline(values, width)) == min(width, len(values))
 
 
 def test_the_noise_band_is_the_normal_interval_of_a_share():
-    assert judge.noise_band(0.5, 100) == pytest.approx(0.098)
-    assert judge.noise_band(1.0, 100) == 0.0
-    assert judge.noise_band(0.5, 0) == 1.0
+    assert health.noise_band(0.5, 100) == pytest.approx(0.098)
+    assert health.noise_band(1.0, 100) == 0.0
+    assert health.noise_band(0.5, 0) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -81,19 +81,24 @@ def test_the_noise_band_is_the_normal_interval_of_a_share():
         ((0.0, 2), (1.0, 2), "no_change"),
     ],
 )
-def test_a_verdict_needs_more_than_chance(base: tuple[float, int], trained: tuple[float, int], outcome: str):
-    assert judge.compare(base, trained).outcome == outcome
+def test_a_verdict_needs_more_than_chance(
+    base: tuple[float, int], trained: tuple[float, int], outcome: str
+):
+    assert health.compare(base, trained).outcome == outcome
 
 
 def test_pairs_tell_a_change_that_separate_samples_of_that_size_cannot():
     pairs = [(True, True)] * 100 + [(False, True)] * 12 + [(False, False)] * 88
-    assert judge.compare_pairs(pairs).outcome == "improved"
-    assert judge.compare((100 / 200, 200), (112 / 200, 200)).outcome == "no_change"
+    assert health.compare_pairs(pairs).outcome == "improved"
+    assert health.compare((100 / 200, 200), (112 / 200, 200)).outcome == "no_change"
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=200))
 def test_swapping_the_sides_of_the_pairs_turns_the_verdict_around(pairs: list[tuple[bool, bool]]):
-    there, back = judge.compare_pairs(pairs), judge.compare_pairs([(trained, base) for base, trained in pairs])
+    there, back = (
+        health.compare_pairs(pairs),
+        health.compare_pairs([(trained, base) for base, trained in pairs]),
+    )
     assert there.change == -back.change
     assert (there.low, there.high) == (pytest.approx(-back.high), pytest.approx(-back.low))
     assert {there.outcome, back.outcome} in ({"no_change"}, {"improved", "regressed"})
@@ -101,7 +106,7 @@ def test_swapping_the_sides_of_the_pairs_turns_the_verdict_around(pairs: list[tu
 
 @given(st.lists(st.booleans(), min_size=1, max_size=200))
 def test_a_model_is_never_better_or_worse_than_itself(outcomes: list[bool]):
-    assert judge.compare_pairs([(outcome, outcome) for outcome in outcomes]).outcome == "no_change"
+    assert health.compare_pairs([(outcome, outcome) for outcome in outcomes]).outcome == "no_change"
 
 
 LEARNING = {"reward/mean": rising(0.2, 0.8, 30), "success/rate": rising(0.1, 0.7, 30)}
@@ -109,7 +114,7 @@ SPIKE = [0.01] * 7 + [0.9, 0.02, 0.01, 0.01, 0.01]
 
 
 def test_a_mismatch_names_the_nucleus_which_explains_it():
-    (flag,) = judge.flags(history(5, **{"is_ratio/mean": [0.7] * 5}))
+    (flag,) = health.flags(history(5, **{"is_ratio/mean": [0.7] * 5}))
     assert "set top_p=1" in flag.remedy
 
 
@@ -120,37 +125,86 @@ def test_a_healthy_run_has_no_flags():
 @pytest.mark.parametrize(
     ("flag", "steps", "columns", "evidence"),
     [
-        ("environment_errors", 5, {"rollouts/error_share": [0.3] * 5}, "30% of the rollouts of steps 1 to 5"),
+        (
+            "environment_errors",
+            5,
+            {"rollouts/error_share": [0.3] * 5},
+            "30% of the rollouts of steps 1 to 5",
+        ),
         ("truncation", 5, {"rollouts/truncated_share": [0.4] * 5}, "40%"),
-        ("uniform_groups", 5, {"groups/uniform_share": [0.9] * 5}, "90% of the groups of steps 1 to 5"),
         (
             "uniform_groups",
             5,
-            {"groups/uniform_share": [0.9] * 5, "groups/zero_share": [0.85] * 5, "reward/mean": [0.01] * 5},
+            {"groups/uniform_share": [0.9] * 5},
+            "90% of the groups of steps 1 to 5",
+        ),
+        (
+            "uniform_groups",
+            5,
+            {
+                "groups/uniform_share": [0.9] * 5,
+                "groups/zero_share": [0.85] * 5,
+                "reward/mean": [0.01] * 5,
+            },
             "all zero in 85%",
         ),
         ("no_gradient", 5, {"grad_norm": [0.0] * 5}, "5 steps"),
         ("policy_mismatch", 5, {"is_ratio/mean": [0.5] * 5}, "0.50"),
         ("policy_spike", 12, {"kl": SPIKE}, "kl jumped to 0.9 at step 8"),
         ("policy_spike", 12, {"sampling_kl": SPIKE}, "sampling_kl jumped to 0.9 at step 8"),
-        ("policy_spike", 12, {"is_ratio/clipped_share": SPIKE}, "is_ratio/clipped_share jumped to 0.9 at step 8"),
-        ("reward_flat", 30, {"reward/mean": [0.3 + 0.05 * (-1) ** step for step in range(30)]}, "± 0.0"),
+        (
+            "policy_spike",
+            12,
+            {"is_ratio/clipped_share": SPIKE},
+            "is_ratio/clipped_share jumped to 0.9 at step 8",
+        ),
+        (
+            "reward_flat",
+            30,
+            {"reward/mean": [0.3 + 0.05 * (-1) ** step for step in range(30)]},
+            "± 0.0",
+        ),
         ("reward_falling", 30, {"reward/mean": rising(0.8, 0.2, 30)}, "-0.4"),
         ("reward_without_success", 30, {"reward/mean": rising(0.2, 0.8, 30)}, "success by +0.000"),
-        ("too_hard", 10, {"groups/unsolved_share": [0.9] * 10, "groups/solved_share": [0.0] * 10}, "in 10% some did"),
-        ("too_easy", 10, {"groups/unsolved_share": [0.0] * 10, "groups/solved_share": [0.85] * 10}, "in 15% only"),
+        (
+            "too_hard",
+            10,
+            {"groups/unsolved_share": [0.9] * 10, "groups/solved_share": [0.0] * 10},
+            "in 10% some did",
+        ),
+        (
+            "too_easy",
+            10,
+            {"groups/unsolved_share": [0.0] * 10, "groups/solved_share": [0.85] * 10},
+            "in 15% only",
+        ),
         ("repeated_outputs", 5, {"rollouts/repeated_share": [0.8] * 5}, "80%"),
-        ("reward_follows_length", 6, {"tokens/reward_correlation": [-0.9] * 6}, "shorter ones are paid more"),
-        ("reward_follows_length", 6, {"tokens/reward_correlation": [0.9] * 6}, "longer ones are paid more"),
+        (
+            "reward_follows_length",
+            6,
+            {"tokens/reward_correlation": [-0.9] * 6},
+            "shorter ones are paid more",
+        ),
+        (
+            "reward_follows_length",
+            6,
+            {"tokens/reward_correlation": [0.9] * 6},
+            "longer ones are paid more",
+        ),
         ("entropy_collapse", 30, {"entropy": rising(1.0, 0.01, 30), **LEARNING}, "at 61% success"),
-        ("length_collapse", 30, {"tokens/completion_mean": rising(100, 5, 30), **LEARNING}, "15% to 65%"),
+        (
+            "length_collapse",
+            30,
+            {"tokens/completion_mean": rising(100, 5, 30), **LEARNING},
+            "15% to 65%",
+        ),
         ("overfitting", 5, {"eval_loss": [2.0, 1.5, 1.4, 1.6, 1.9]}, "1.900"),
     ],
 )
 def test_each_warning_sign_is_raised_alone_with_its_numbers_and_a_remedy(
     flag: str, steps: int, columns: dict[str, list[float]], evidence: str
 ):
-    found = judge.flags(history(steps, **columns))
+    found = health.flags(history(steps, **columns))
     assert [each.name for each in found] == [flag]
     assert evidence in found[0].evidence
     assert found[0].remedy
@@ -167,21 +221,49 @@ def test_each_warning_sign_is_raised_alone_with_its_numbers_and_a_remedy(
         pytest.param(12, {"kl": rising(0.0, 0.4, 12)}, id="a steady drift"),
         pytest.param(12, {"sampling_kl": [0.01] * 11 + [0.03]}, id="noise of the engine"),
         pytest.param(12, {"reward/mean": [0.3] * 12}, id="flat, but too short to tell"),
-        pytest.param(30, {"reward/mean": rising(0.9, 0.95, 30), "success/rate": [0.95] * 30}, id="flat, but solved"),
-        pytest.param(9, {"groups/unsolved_share": [0.9] * 9, "groups/solved_share": [0.0] * 9}, id="a hard start"),
+        pytest.param(
+            30,
+            {"reward/mean": rising(0.9, 0.95, 30), "success/rate": [0.95] * 30},
+            id="flat, but solved",
+        ),
+        pytest.param(
+            9,
+            {"groups/unsolved_share": [0.9] * 9, "groups/solved_share": [0.0] * 9},
+            id="a hard start",
+        ),
         pytest.param(10, {"groups/unsolved_share": [0.5] * 10}, id="half of the tasks hard"),
         pytest.param(10, {"groups/solved_share": [0.6] * 10}, id="most of the tasks easy"),
         pytest.param(
-            5, {"rollouts/repeated_share": [0.9] * 5, "tokens/completion_mean": [2.0] * 5}, id="answers of one word"
+            5,
+            {"rollouts/repeated_share": [0.9] * 5, "tokens/completion_mean": [2.0] * 5},
+            id="answers of one word",
         ),
-        pytest.param(5, {"rollouts/repeated_share": [0.85] * 5, "success/rate": [0.8] * 5}, id="repeated, and right"),
-        pytest.param(6, {"tokens/reward_correlation": [-0.9, 0.5, -0.9, 0.4, -0.8, 0.1]}, id="length here and there"),
-        pytest.param(30, {"tokens/completion_mean": rising(100, 60, 30), **LEARNING}, id="somewhat shorter"),
-        pytest.param(15, {"tokens/completion_mean": rising(100, 5, 15)}, id="shorter, but not paid for"),
+        pytest.param(
+            5,
+            {"rollouts/repeated_share": [0.85] * 5, "success/rate": [0.8] * 5},
+            id="repeated, and right",
+        ),
+        pytest.param(
+            6,
+            {"tokens/reward_correlation": [-0.9, 0.5, -0.9, 0.4, -0.8, 0.1]},
+            id="length here and there",
+        ),
+        pytest.param(
+            30, {"tokens/completion_mean": rising(100, 60, 30), **LEARNING}, id="somewhat shorter"
+        ),
+        pytest.param(
+            15, {"tokens/completion_mean": rising(100, 5, 15)}, id="shorter, but not paid for"
+        ),
         pytest.param(30, {"entropy": rising(1.0, 0.3, 30), **LEARNING}, id="some entropy left"),
         pytest.param(5, {"eval_loss": [2.0, 1.5, 1.4, 1.41, 1.42]}, id="a held-out loss at rest"),
-        pytest.param(3, {"tokens/completion_mean": [99, 60, 48], "reward/mean": [0.1, 0.1, 0.2]}, id="short at first"),
-        pytest.param(5, {"grad_norm": [0.0] * 5, "success/rate": [1.0] * 5}, id="nothing left to learn"),
+        pytest.param(
+            3,
+            {"tokens/completion_mean": [99, 60, 48], "reward/mean": [0.1, 0.1, 0.2]},
+            id="short at first",
+        ),
+        pytest.param(
+            5, {"grad_norm": [0.0] * 5, "success/rate": [1.0] * 5}, id="nothing left to learn"
+        ),
     ],
 )
 def test_what_resembles_a_warning_sign_raises_none(steps: int, columns: dict[str, list[float]]):
@@ -193,7 +275,7 @@ def test_fine_tuning_is_meant_to_make_one_answer_sure():
         {"step": step, "loss": 0.1, "grad_norm": 0.5, "entropy": value}
         for step, value in enumerate(rising(1.3, 0.1, 30))
     ]
-    assert judge.flags(tuned) == []
+    assert health.flags(tuned) == []
 
 
 @pytest.mark.parametrize(
@@ -211,7 +293,7 @@ def test_a_reward_that_rises_by_shortening_is_a_problem_unless_success_bears_it_
     success: list[float], severity: str
 ):
     shrinking = {"tokens/completion_mean": rising(100, 20, 30), "reward/mean": rising(0.1, 0.9, 30)}
-    found = judge.flags(history(30, **shrinking, **{"success/rate": success}))
+    found = health.flags(history(30, **shrinking, **{"success/rate": success}))
     assert [flag.severity for flag in found if flag.name == "length_collapse"] == [severity]
 
 
@@ -223,38 +305,59 @@ def test_a_reward_that_rises_by_shortening_is_a_problem_unless_success_bears_it_
         (history(30, **LEARNING, **{"rollouts/truncated_share": [0.3] * 30}), "yes: "),
         (history(5, **{"grad_norm": [0.0] * 5}), "no: no_gradient: the gradient was 0"),
         (history(30, **{"reward/mean": [0.3] * 30}), "doubtful: reward_flat: "),
-        (history(12, **{"reward/mean": rising(0.9, 0.95, 12), "success/rate": [0.95] * 12}), "no need: solved"),
-        ([{"step": step, "loss": 2 - step / 10} for step in range(1, 9)], "yes: loss went from 1.9 to 1.2"),
-        ([{"step": step, "loss": 1 + step / 10} for step in range(1, 9)], "doubtful: loss went from"),
+        (
+            history(12, **{"reward/mean": rising(0.9, 0.95, 12), "success/rate": [0.95] * 12}),
+            "no need: solved",
+        ),
+        (
+            [{"step": step, "loss": 2 - step / 10} for step in range(1, 9)],
+            "yes: loss went from 1.9 to 1.2",
+        ),
+        (
+            [{"step": step, "loss": 1 + step / 10} for step in range(1, 9)],
+            "doubtful: loss went from",
+        ),
     ],
 )
-def test_one_line_says_whether_the_run_is_worth_continuing(metrics: list[dict[str, float | None]], begins: str):
-    line = judge.outlook(metrics, judge.flags(metrics))
+def test_one_line_says_whether_the_run_is_worth_continuing(
+    metrics: list[dict[str, float | None]], begins: str
+):
+    line = health.outlook(metrics, health.flags(metrics))
     assert line.startswith(begins)
     assert "\n" not in line
 
 
 def test_a_run_whose_held_out_success_fell_is_not_worth_continuing():
-    assert judge.outlook(history(30, **LEARNING), [], "regressed").startswith("no: the held-out success fell")
+    assert health.outlook(history(30, **LEARNING), [], "regressed").startswith(
+        "no: the held-out success fell"
+    )
 
 
 def test_uniform_groups_of_solved_tasks_are_no_problem_but_the_end():
     solved = history(5, **{"groups/uniform_share": [0.9] * 5, "success/rate": [0.95] * 5})
-    assert [(flag.severity, "solved" in flag.remedy) for flag in judge.flags(solved)] == [("warning", True)]
+    assert [(flag.severity, "solved" in flag.remedy) for flag in health.flags(solved)] == [
+        ("warning", True)
+    ]
 
 
 def test_a_run_that_learns_from_few_groups_is_worth_continuing():
-    few = history(30, **LEARNING, **{"groups/uniform_share": [0.65] * 30, "groups/solved_share": [0.35] * 30})
-    (flag,) = judge.flags(few)
-    assert flag.severity == "warning" and "solved" in flag.remedy and "all right in 35%" in flag.evidence
-    assert judge.outlook(few, [flag]).startswith("yes: reward went from 0.25")
+    few = history(
+        30, **LEARNING, **{"groups/uniform_share": [0.65] * 30, "groups/solved_share": [0.35] * 30}
+    )
+    (flag,) = health.flags(few)
+    assert (
+        flag.severity == "warning"
+        and "solved" in flag.remedy
+        and "all right in 35%" in flag.evidence
+    )
+    assert health.outlook(few, [flag]).startswith("yes: reward went from 0.25")
     none = history(30, **{"groups/uniform_share": [1.0] * 30, "groups/solved_share": [0.0] * 30})
-    assert judge.flags(none)[0].severity == "problem"
+    assert health.flags(none)[0].severity == "problem"
 
 
 def test_problems_stand_before_warnings():
     both = history(5, **{"rollouts/truncated_share": [0.3] * 5, "rollouts/error_share": [0.5] * 5})
-    assert [flag.severity for flag in judge.flags(both)] == ["problem", "warning"]
+    assert [flag.severity for flag in health.flags(both)] == ["problem", "warning"]
 
 
 def test_missing_and_undefined_numbers_raise_no_flag():
@@ -266,7 +369,9 @@ def test_missing_and_undefined_numbers_raise_no_flag():
 def test_noise_of_a_few_steps_is_not_called_progress(count: int) -> None:
     draws = random.Random(0)
     said = [
-        judge.outlook([{"step": step, "reward/mean": 0.3 + draws.gauss(0, 0.05)} for step in range(count)], [])
+        health.outlook(
+            [{"step": step, "reward/mean": 0.3 + draws.gauss(0, 0.05)} for step in range(count)], []
+        )
         for _ in range(200)
     ]
     assert sum(line.startswith("yes") for line in said) <= 10
@@ -274,11 +379,13 @@ def test_noise_of_a_few_steps_is_not_called_progress(count: int) -> None:
 
 def test_a_few_steps_that_rise_one_after_the_other_are_progress() -> None:
     rising = [{"step": step, "reward/mean": 0.1 * step} for step in range(1, 6)]
-    assert judge.outlook(rising, []).startswith("yes: reward went from 0.1 to 0.5 over steps 1 to 5")
-    assert judge.outlook(rising[:4], []) == (
+    assert health.outlook(rising, []).startswith(
+        "yes: reward went from 0.1 to 0.5 over steps 1 to 5"
+    )
+    assert health.outlook(rising[:4], []) == (
         "too early to say: reward went from 0.1 to 0.4 over steps 1 to 4, which chance alone may explain"
     )
-    problem = judge.Flag("truncation", "problem", "50 % were cut", "raise max_tokens")
-    assert judge.outlook(rising, [problem], "improved").startswith(
+    problem = health.Flag("truncation", "problem", "50 % were cut", "raise max_tokens")
+    assert health.outlook(rising, [problem], "improved").startswith(
         "doubtful: the held-out success rose, but truncation"
     )

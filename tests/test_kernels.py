@@ -10,9 +10,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from worker import kernels
-from worker.kernels import LoraLinear, token_logps
-from worker.policy import load_policy
+from worker.training import kernels
+from worker.training.kernels import LoraLinear, token_logps
+from worker.training.policy import load_policy
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -23,7 +23,9 @@ def test_log_probabilities_and_entropies_are_those_of_a_softmax(
     monkeypatch.setattr(kernels, "VOCABULARY_TILE", tile)
     torch.manual_seed(0)
     head = torch.nn.Linear(16, 100, bias=bias)
-    ours, theirs = (torch.randn(9, 16, generator=torch.Generator().manual_seed(1)) * 5 for _ in range(2))
+    ours, theirs = (
+        torch.randn(9, 16, generator=torch.Generator().manual_seed(1)) * 5 for _ in range(2)
+    )
     ours.requires_grad_(), theirs.requires_grad_()
     targets, upstream = torch.randint(100, (9,)), torch.randn(9)
     logps, entropies = token_logps(head, ours, targets, 0.7)
@@ -58,14 +60,22 @@ def _gradients(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, t
 def test_an_adapted_layer_is_pefts(tiny_model: Path, other: str) -> None:
     config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
     ours = load_policy(tiny_model, rank=4, alpha=8, seed=0, dtype=torch.float32)
-    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32), config)
+    theirs = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32), config
+    )
     assert any(type(module) is LoraLinear for module in ours.modules())
     for model in (ours, theirs):
         if other == "two adapters":
             model.add_adapter("second", config)
             model.base_model.set_adapter(["default", "second"])
         if other == "a bias of its own":
-            biased = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM", lora_bias=True)
+            biased = LoraConfig(
+                r=4,
+                lora_alpha=8,
+                target_modules="all-linear",
+                task_type="CAUSAL_LM",
+                lora_bias=True,
+            )
             model.add_adapter("second", biased)
             model.base_model.set_adapter("second")
         generator = torch.Generator().manual_seed(3)

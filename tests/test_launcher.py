@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from flash_mcp.errors import FlashError
-from flash_mcp.launch.base import Handle, Hint, Launch, Launcher, MemoryLauncher
-from flash_mcp.launch.local import REGISTER_AND_EXEC, LocalLauncher, Record
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.supervisor.launch.base import Handle, Hint, Launch, Launcher, MemoryLauncher
+from flash_mcp.supervisor.launch.local import REGISTER_AND_EXEC, LocalLauncher, Record
 from tests.watch import is_running
 
 SLEEPER = [sys.executable, "-c", "import signal; signal.pause()"]
@@ -44,7 +44,9 @@ class Harness:
 def memory(tmp_path: Path) -> Harness:
     hints: dict[str, Hint] = {}
     return Harness(
-        lambda: MemoryLauncher(hints), lambda handle: hints.update({handle.key: Hint("gone", "exit code 0")}), tmp_path
+        lambda: MemoryLauncher(hints),
+        lambda handle: hints.update({handle.key: Hint("gone", "exit code 0")}),
+        tmp_path,
     )
 
 
@@ -90,7 +92,9 @@ def test_another_launcher_finds_the_attempt(harness: Harness) -> None:
     assert state(later, first) == "alive"
 
 
-def test_an_attempt_that_ended_stays_ended_when_its_key_is_submitted_again(harness: Harness) -> None:
+def test_an_attempt_that_ended_stays_ended_when_its_key_is_submitted_again(
+    harness: Harness,
+) -> None:
     launcher = harness.reopen()
     handle = launcher.submit(harness.launch())
     harness.end(handle)
@@ -121,7 +125,7 @@ def test_polling_nothing_is_nothing(harness: Harness) -> None:
     assert harness.reopen().poll([]) == {}
 
 
-# -- the local launcher -----------------------------------------------------------------------------------------------
+# -- the local launcher ----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -157,7 +161,9 @@ def test_a_stopped_attempt_is_alive_and_can_be_cancelled(here: Harness) -> None:
     assert state(launcher, handle) == "gone"
 
 
-def test_cancelling_ends_children_too_even_those_whose_leader_is_gone(here: Harness, tmp_path: Path) -> None:
+def test_cancelling_ends_children_too_even_those_whose_leader_is_gone(
+    here: Harness, tmp_path: Path
+) -> None:
     note = tmp_path / "child"
     code = f"""
 import os, pathlib, signal
@@ -207,8 +213,12 @@ def test_an_attempt_of_before_the_last_boot_is_gone(here: Harness) -> None:
 
 def test_each_attempt_gets_a_device_of_its_own_until_none_is_left(here: Harness) -> None:
     launcher = here.reopen()
-    code = "import os, signal; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True); signal.pause()"
-    handles = [launcher.submit(here.launch(attempt, [sys.executable, "-c", code])) for attempt in (1, 2)]
+    code = (
+        "import os, signal; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True); signal.pause()"
+    )
+    handles = [
+        launcher.submit(here.launch(attempt, [sys.executable, "-c", code])) for attempt in (1, 2)
+    ]
     logs = [here.logs / f"log.{attempt}" for attempt in (1, 2)]
     until(lambda: all(log.read_text() for log in logs))
     assert [log.read_text() for log in logs] == ["0\n", "1\n"]
@@ -224,15 +234,17 @@ def test_many_starters_of_one_key_start_one_attempt(here: Harness, tmp_path: Pat
     code = f"""
 import os, signal, sys
 from pathlib import Path
-from flash_mcp.launch.base import Launch
-from flash_mcp.launch.local import LocalLauncher
+from flash_mcp.supervisor.launch.base import Launch
+from flash_mcp.supervisor.launch.local import LocalLauncher
 launcher = LocalLauncher(Path({str(here.logs.parent / "records")!r}), gpus=[])
 print("ready", flush=True)
 sys.stdin.read()
 print(launcher.submit(Launch("run-1", 1, {SLEEPER!r}, dict(os.environ), Path({str(tmp_path / "log")!r}))).id)
 """
     starters = [
-        subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         for _ in range(6)
     ]
     let_go_at_once(starters)
@@ -253,7 +265,15 @@ def let_go_at_once(children: list[subprocess.Popen[str]]) -> None:
 
 
 def test_a_key_that_was_registered_in_between_is_not_started_again(tmp_path: Path) -> None:
-    command = ["/bin/sh", "-c", REGISTER_AND_EXEC, str(tmp_path / "record"), "0", "touch", str(tmp_path / "started")]
+    command = [
+        "/bin/sh",
+        "-c",
+        REGISTER_AND_EXEC,
+        str(tmp_path / "record"),
+        "0",
+        "touch",
+        str(tmp_path / "started"),
+    ]
     assert subprocess.run(command, check=False).returncode == 0
     (tmp_path / "started").unlink()
     assert subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode == 126
@@ -264,13 +284,15 @@ def test_an_attempt_outlives_whoever_started_it(here: Harness, tmp_path: Path) -
     code = f"""
 import os, signal
 from pathlib import Path
-from flash_mcp.launch.base import Launch
-from flash_mcp.launch.local import LocalLauncher
+from flash_mcp.supervisor.launch.base import Launch
+from flash_mcp.supervisor.launch.local import LocalLauncher
 launcher = LocalLauncher(Path({str(here.logs.parent / "records")!r}), gpus=[])
 launcher.submit(Launch("run-1", 1, {SLEEPER!r}, dict(os.environ), Path({str(tmp_path / "log")!r})))
 os.killpg(0, signal.SIGKILL)
 """
-    starter = subprocess.run([sys.executable, "-c", code], start_new_session=True, timeout=60, check=False)
+    starter = subprocess.run(
+        [sys.executable, "-c", code], start_new_session=True, timeout=60, check=False
+    )
     assert starter.returncode == -signal.SIGKILL
     launcher = here.reopen()
     handle = launcher.submit(here.launch())

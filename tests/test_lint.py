@@ -6,6 +6,11 @@ from pathlib import Path
 
 def test_style_imports_and_types_are_clean() -> None:
     done = subprocess.run(
-        ["scripts/lint"], cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False, timeout=850
+        ["scripts/lint"],
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=850,
     )
     assert done.returncode == 0, done.stdout + done.stderr

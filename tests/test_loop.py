@@ -1,4 +1,6 @@
-"""The scripted loop as scripts/loop plays it, on the tiny model, through a real server and real workers."""
+"""The scripted loop as scripts/loop plays it, on the tiny model, through a real server and real
+workers.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,16 @@ import anyio
 from rich.console import Console
 
 from bench.loop import Json, Task, markdown, play
-from flash_mcp.demo import connected, told
-from flash_mcp.errors import FlashError
+from flash_mcp.cli.demo import connected, told
+from flash_mcp.protocol.errors import FlashError
 from tests.attempts import VOWELS
 
 SHORT: Json = {"batch_size": 4, "lora_rank": 4, "learning_rate": 1e-3}
 
 
-def test_the_loop_ends_with_what_each_round_was_worth(tiny_model: Path, tmp_path: Path, flash_home: Path) -> None:
+def test_the_loop_ends_with_what_each_round_was_worth(
+    tiny_model: Path, tmp_path: Path, flash_home: Path
+) -> None:
     said, folder = io.StringIO(), tmp_path / "environment"
     folder.mkdir()
     easy = (VOWELS / "environment.py").read_text().replace("share > 0.3", "share > 0.1")

@@ -13,11 +13,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from flash_mcp import queue
-from flash_mcp.errors import FlashError
-from flash_mcp.runfolder import RunFolder
-from flash_mcp.spec import RunSpec, resolve
-from flash_mcp.store import EnvironmentRow, RunRow, Store
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.spec import RunSpec, resolve
+from flash_mcp.state import queue
+from flash_mcp.state.schema import EnvironmentRow, RunRow
+from flash_mcp.state.store import Store
 
 LOST = FlashError("worker_failed", "gone")
 
@@ -28,7 +29,9 @@ def store(tmp_path: Path) -> Store:
 
 
 def environment(store: Store, digest: str = "abcdef123456") -> EnvironmentRow:
-    return store.add_environment(name="calc", digest=digest, path=f"/environments/calc/{digest}", size_bytes=1)
+    return store.add_environment(
+        name="calc", digest=digest, path=f"/environments/calc/{digest}", size_bytes=1
+    )
 
 
 def enqueue(store: Store, key: str | None = None, **fields: object) -> tuple[RunRow, bool]:
@@ -46,7 +49,13 @@ def test_a_new_run_is_queued_with_its_environment_pinned_and_no_folder_made(stor
     run, created = enqueue(store, steps=7)
     assert created
     assert run["id"].startswith("run-") and len(run["id"]) == 12
-    assert (run["state"], run["attempt"], run["max_attempts"], run["steps"], run["step"]) == ("queued", 0, 3, 7, 0)
+    assert (run["state"], run["attempt"], run["max_attempts"], run["steps"], run["step"]) == (
+        "queued",
+        0,
+        3,
+        7,
+        0,
+    )
     assert run["spec"]["environment"] == "calc@abcdef123456"
     assert run["sources"]["steps"] == "argument" and run["sources"]["group_size"] == "recipe"
     assert not Path(run["folder"]).exists()
@@ -54,7 +63,9 @@ def test_a_new_run_is_queued_with_its_environment_pinned_and_no_folder_made(stor
 
 def test_the_job_holds_what_a_worker_needs(store: Store) -> None:
     adapter = {"path": "/a", "run_id": "run-1", "step": 3, "digest": "d"}
-    run, _ = queue.enqueue(store, resolve(RunSpec(environment="calc")), environment(store), init_adapter=adapter)
+    run, _ = queue.enqueue(
+        store, resolve(RunSpec(environment="calc")), environment(store), init_adapter=adapter
+    )
     job = queue.job(run)
     assert set(job) == {
         "run_id", "spec", "sources", "environment", "model", "init_adapter", "dataset", "lineage", "created"
@@ -123,8 +134,15 @@ def test_what_epochs_come_to_is_heard_from_the_worker_once(store: Store) -> None
     run, _ = enqueue(store, algorithm="sft", epochs=2)
     claim(store)
     assert store.run(run["id"])["steps"] is None
-    for beat, expected in (({}, None), ({"steps": None}, None), ({"steps": 12}, 12), ({"steps": 13}, 12)):
-        assert queue.record_beat(store, run["id"], 1, {"step": 1, "phase": "train", **beat}, progressed=True)
+    for beat, expected in (
+        ({}, None),
+        ({"steps": None}, None),
+        ({"steps": 12}, 12),
+        ({"steps": 13}, 12),
+    ):
+        assert queue.record_beat(
+            store, run["id"], 1, {"step": 1, "phase": "train", **beat}, progressed=True
+        )
         assert store.run(run["id"])["steps"] == expected
 
 
@@ -134,7 +152,9 @@ def test_a_word_about_an_older_attempt_changes_nothing(store: Store) -> None:
     queue.requeue(store, run["id"], 1, LOST)
     before = claim(store)
     assert not queue.mark_running(store, run["id"], 1)
-    assert not queue.record_beat(store, run["id"], 1, {"step": 9, "phase": "train"}, progressed=True)
+    assert not queue.record_beat(
+        store, run["id"], 1, {"step": 9, "phase": "train"}, progressed=True
+    )
     assert not queue.requeue(store, run["id"], 1, LOST)
     assert not queue.finish(store, run["id"], 1, "succeeded", step=9)
     assert store.run(run["id"]) == before
@@ -185,7 +205,9 @@ def test_a_run_that_has_ended_cannot_be_cancelled(store: Store) -> None:
 def test_eight_threads_claim_every_run_once(store: Store) -> None:
     ids = {enqueue(store)[0]["id"] for _ in range(60)}
     with ThreadPoolExecutor(8) as pool:
-        claimed = [run["id"] for runs in pool.map(lambda _: claim_all(store), range(8)) for run in runs]
+        claimed = [
+            run["id"] for runs in pool.map(lambda _: claim_all(store), range(8)) for run in runs
+        ]
     assert len(claimed) == 60
     assert set(claimed) == ids
 
@@ -198,10 +220,10 @@ def test_eight_processes_claim_every_run_once(store: Store) -> None:
     ids = {enqueue(store)[0]["id"] for _ in range(120)}
     code = """
 import pathlib, sys
-import flash_mcp.store
-from flash_mcp import queue
-flash_mcp.store.BUSY_TIMEOUT_S = 90  # SQLite hands its lock to nobody in particular
-store = flash_mcp.store.Store(pathlib.Path(sys.argv[1]))
+import flash_mcp.state.store
+from flash_mcp.state import queue
+flash_mcp.state.database.BUSY_TIMEOUT_S = 90  # SQLite hands its lock to nobody in particular
+store = flash_mcp.state.store.Store(pathlib.Path(sys.argv[1]))
 print("ready", flush=True)
 sys.stdin.read()
 for run in iter(lambda: queue.claim(store), None):
@@ -210,7 +232,10 @@ for run in iter(lambda: queue.claim(store), None):
 """
     children = [
         subprocess.Popen(
-            [sys.executable, "-c", code, str(store.base)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", code, str(store.base)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for _ in range(8)
     ]
@@ -227,7 +252,9 @@ for run in iter(lambda: queue.claim(store), None):
 
 
 class RunLife(RuleBasedStateMachine):
-    """One run among transitions in any order, some about older attempts, beside a model of a few lines."""
+    """One run among transitions in any order, some about older attempts, beside a model of a few
+    lines.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -276,7 +303,10 @@ class RunLife(RuleBasedStateMachine):
     @rule(attempt=st.integers(0, 4), state=st.sampled_from(["succeeded", "failed", "cancelled"]))
     def finish(self, attempt: int, state: queue.EndState) -> None:
         active = self.state in ("queued", "starting", "running") and attempt == self.attempt
-        assert queue.finish(self.store, self.run_id, attempt, state, step=1, error=LOST.to_dict()) == active
+        assert (
+            queue.finish(self.store, self.run_id, attempt, state, step=1, error=LOST.to_dict())
+            == active
+        )
         if active:
             self.state = "cancelled" if self.cancel_wanted else state
 
@@ -303,4 +333,6 @@ class RunLife(RuleBasedStateMachine):
 
 
 TestRunLife = RunLife.TestCase
-TestRunLife.settings = settings(max_examples=40, stateful_step_count=25, suppress_health_check=[HealthCheck.too_slow])
+TestRunLife.settings = settings(
+    max_examples=40, stateful_step_count=25, suppress_health_check=[HealthCheck.too_slow]
+)

@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 
-from flash_mcp import cli, datasets, queue, removal
-from flash_mcp.callers import Caller, acting_as
-from flash_mcp.environments import staged
-from flash_mcp.errors import FlashError
-from flash_mcp.removal import OF_A_RUN, remove
-from flash_mcp.runfolder import Json, RunFolder
-from flash_mcp.spec import RunSpec, resolve
-from flash_mcp.store import EnvironmentRow, RunRow, Store, open_store
+from flash_mcp.cli import main
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.run_folder import Json, RunFolder
+from flash_mcp.protocol.spec import RunSpec, resolve
+from flash_mcp.state import datasets, queue, removal
+from flash_mcp.state.owners import Caller, acting_as
+from flash_mcp.state.removal import OF_A_RUN, remove
+from flash_mcp.state.schema import EnvironmentRow, RunRow
+from flash_mcp.state.store import Store, open_store
+from flash_mcp.state.versions import staged
 from tests.samples import evaluate, learn, read_in, save_adapter
 
 
@@ -30,9 +32,13 @@ def published(store: Store, text: str = "def load_environment(): ...") -> Enviro
         return store.publish(stage)[0]
 
 
-def made(store: Store, environment: EnvironmentRow, scratch: Path, *, end: bool = True, **pinned: Json) -> RunRow:
+def made(
+    store: Store, environment: EnvironmentRow, scratch: Path, *, end: bool = True, **pinned: Json
+) -> RunRow:
     """A run with a row in every table of its own."""
-    run, _ = queue.enqueue(store, resolve(RunSpec(environment="calc", steps=3)), environment, **pinned)
+    run, _ = queue.enqueue(
+        store, resolve(RunSpec(environment="calc", steps=3)), environment, **pinned
+    )
     assert queue.claim(store)
     folder = RunFolder(run["folder"])
     folder.create(queue.job(run))
@@ -42,7 +48,13 @@ def made(store: Store, environment: EnvironmentRow, scratch: Path, *, end: bool 
     learn(writer, range(1, 4))
     save_adapter(writer, 3, scratch / run["id"])
     read_in(store, run["id"])
-    values = {"id": f"dep-{run['id']}", "owner": "local", "name": run["id"], "model": run["model"], "run_id": run["id"]}
+    values = {
+        "id": f"dep-{run['id']}",
+        "owner": "local",
+        "name": run["id"],
+        "model": run["model"],
+        "run_id": run["id"],
+    }
     store.add_deployment({**values, "step": 3, "state": "stopped"})
     if end:
         assert queue.finish(store, run["id"], 1, "succeeded", step=3)
@@ -72,7 +84,9 @@ def test_a_run_goes_whole_and_another_stays_whole(store: Store, tmp_path: Path) 
     assert looked.freed_bytes > 1000 and rows_of(store, gone) == before and min(before.values()) > 0
     assert remove(store, gone["id"]) == looked
     assert set(rows_of(store, gone).values()) == {0} and rows_of(store, kept) == before
-    assert not Path(gone["folder"]).exists() and not record.exists() and Path(kept["folder"]).is_dir()
+    assert (
+        not Path(gone["folder"]).exists() and not record.exists() and Path(kept["folder"]).is_dir()
+    )
     assert not (store.base / "removed").exists()
     refused(store, gone["id"], "unknown_run")
     tables = {row["name"] for row in store.query("SELECT m.name FROM sqlite_master m, pragma_table_info(m.name) c "
@@ -95,12 +109,23 @@ def test_a_run_that_something_stands_on_stays(store: Store, tmp_path: Path) -> N
     assert store.run(active["id"])["init_adapter"] == start, "where it came from stays known"
 
 
-def test_nothing_is_queued_that_would_be_made_from_what_was_removed_meanwhile(store: Store, tmp_path: Path) -> None:
+def test_nothing_is_queued_that_would_be_made_from_what_was_removed_meanwhile(
+    store: Store, tmp_path: Path
+) -> None:
     environment = published(store)
     base = made(store, environment, tmp_path)
-    start: Json = {"path": store.checkpoint(base["id"])["path"], "run_id": base["id"], "step": 3, "digest": "0"}
+    start: Json = {
+        "path": store.checkpoint(base["id"])["path"],
+        "run_id": base["id"],
+        "step": 3,
+        "digest": "0",
+    }
     dataset = datasets.register("rows", [{"messages": []}], [], {"counts": {}}, store.base)
-    pinned = {"name": "rows", "digest": dataset.digest, "path": str(datasets.locate("rows", store.base))}
+    pinned = {
+        "name": "rows",
+        "digest": dataset.digest,
+        "path": str(datasets.locate("rows", store.base)),
+    }
     spec = resolve(RunSpec(environment="calc"))
     for reference, code, stands_on in (
         (base["id"], "unknown_checkpoint", {"init_adapter": start}),
@@ -118,7 +143,12 @@ def test_a_version_goes_after_the_runs_that_were_made_from_it(store: Store, tmp_
     old, new = published(store), published(store, "def load_environment(): pass")
     dataset = datasets.register("rows", [{"messages": []}], [], {"counts": {}}, store.base)
     pinned = datasets.locate(f"rows@{dataset.digest}", store.base)
-    run = made(store, old, tmp_path, dataset={"name": "rows", "digest": dataset.digest, "path": str(pinned)})
+    run = made(
+        store,
+        old,
+        tmp_path,
+        dataset={"name": "rows", "digest": dataset.digest, "path": str(pinned)},
+    )
     references = [f"calc@{old['digest'][:6]}", f"rows@{dataset.digest}"]
     for reference in references:
         assert run["id"] in refused(store, reference)
@@ -127,7 +157,9 @@ def test_a_version_goes_after_the_runs_that_were_made_from_it(store: Store, tmp_
     remove(store, run["id"])
     assert [remove(store, reference).kind for reference in references] == ["environment", "dataset"]
     assert not Path(old["path"]).exists() and not pinned.exists()
-    assert [row["digest"] for row in store.environments()] == [new["digest"]] and Path(new["path"]).is_dir()
+    assert [row["digest"] for row in store.environments()] == [new["digest"]] and Path(
+        new["path"]
+    ).is_dir()
     for reference in references:
         refused(store, reference, "unknown_environment")
     assert published(store)["digest"] == old["digest"], "and can be published again"
@@ -139,23 +171,40 @@ def test_another_owners_version_goes_only_where_the_owner_is_named(
     ours = published(store)
     with acting_as(Caller("alice")):
         theirs = published(store)
-        digest = datasets.register("rows", [{"messages": []}], [], {"counts": {}}, store.base).digest
+        digest = datasets.register(
+            "rows", [{"messages": []}], [], {"counts": {}}, store.base
+        ).digest
     reference = f"calc@{ours['digest']}"
     assert theirs["digest"] == ours["digest"] and remove(store, reference).owner == "local"
-    assert f"name the version: alice/{reference}" in refused(store, reference, "unknown_environment")
-    assert f"name the version: alice/rows@{digest}" in refused(store, f"rows@{digest}", "unknown_dataset")
-    assert [row["owner"] for row in store.environments()] == ["alice"] and Path(theirs["path"]).is_dir()
-    assert cli.main(["remove", f"alice/{reference}"]) == 0
-    assert cli.main(["remove", f"alice/rows@{digest[:6]}", "--json"]) == 0
+    assert f"name the version: alice/{reference}" in refused(
+        store, reference, "unknown_environment"
+    )
+    assert f"name the version: alice/rows@{digest}" in refused(
+        store, f"rows@{digest}", "unknown_dataset"
+    )
+    assert [row["owner"] for row in store.environments()] == ["alice"] and Path(
+        theirs["path"]
+    ).is_dir()
+    assert main.main(["remove", f"alice/{reference}"]) == 0
+    assert main.main(["remove", f"alice/rows@{digest[:6]}", "--json"]) == 0
     told, gone = capsys.readouterr().out.splitlines()
     assert f"alice/{reference}" in told
-    assert (json.loads(gone)["reference"], json.loads(gone)["owner"]) == (f"alice/rows@{digest}", "alice")
-    assert not store.environments() and not Path(theirs["path"]).exists() and not datasets.everyones(store.base)
+    assert (json.loads(gone)["reference"], json.loads(gone)["owner"]) == (
+        f"alice/rows@{digest}",
+        "alice",
+    )
+    assert (
+        not store.environments()
+        and not Path(theirs["path"]).exists()
+        and not datasets.everyones(store.base)
+    )
 
 
 def test_a_name_without_a_digest_is_told_its_versions(store: Store) -> None:
     row = published(store)
-    assert f"name the version: calc@{row['digest']}" in refused(store, "calc", "unknown_environment")
+    assert f"name the version: calc@{row['digest']}" in refused(
+        store, "calc", "unknown_environment"
+    )
     refused(store, "cal", "unknown_run")
     assert "did you mean 'calc'" in refused(store, "cal@3f2a9c", "unknown_environment")
 
@@ -180,7 +229,9 @@ def test_whoever_is_stopped_in_between_can_call_again(
     assert set(rows_of(store, run).values()) == {0} and not (store.base / "removed").exists()
 
 
-def test_files_outside_of_the_state_directory_are_never_removed(store: Store, tmp_path: Path) -> None:
+def test_files_outside_of_the_state_directory_are_never_removed(
+    store: Store, tmp_path: Path
+) -> None:
     outside = tmp_path / "mine"
     outside.mkdir()
     row = store.add_environment(name="calc", digest="0123456789ab", path=str(outside), size_bytes=1)
@@ -188,14 +239,16 @@ def test_files_outside_of_the_state_directory_are_never_removed(store: Store, tm
     assert outside.is_dir() and not store.environments()
 
 
-def test_remove_as_a_command(store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_remove_as_a_command(
+    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     environment = published(store)
     run, reference = made(store, environment, tmp_path), f"calc@{environment['digest']}"
-    assert cli.main(["remove", run["id"], "--dry-run"]) == 0
+    assert main.main(["remove", run["id"], "--dry-run"]) == 0
     assert f"would remove run {run['id']}" in capsys.readouterr().out
-    assert cli.main(["remove", reference, run["id"]]) != 0
+    assert main.main(["remove", reference, run["id"]]) != 0
     assert "in_use" in capsys.readouterr().err and store.run(run["id"])
-    assert cli.main(["remove", run["id"], reference, "--json"]) == 0
+    assert main.main(["remove", run["id"], reference, "--json"]) == 0
     gone = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [each["reference"] for each in gone] == [run["id"], reference]
     assert not store.runs() and not store.environments()

@@ -17,9 +17,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from environments import requirements
-from environments.faults import EnvironmentFault
-from environments.host import EnvironmentHost
+from environments.process import requirements
+from environments.process.faults import EnvironmentFault
+from environments.process.host import EnvironmentHost
 from tests.folders import environment_folder
 
 pytestmark = pytest.mark.anyio
@@ -78,14 +78,18 @@ async def test_an_environment_runs_with_its_own_packages_and_with_nothing_of_our
     target = (await requirements.interpreter(folder)).parents[2]
     assert shown == f"1.17.0 [] {target / 'venv'}"
     assert (target / "ready").read_text() == SMALL
-    assert told and all(message.startswith("installing the environment's packages: ") for message in told)
+    assert told and all(
+        message.startswith("installing the environment's packages: ") for message in told
+    )
 
     told.clear()
     async with await EnvironmentHost.start(folder, on_progress=on_progress):
         assert not told  # installed once
 
 
-async def test_a_folder_without_requirements_runs_with_our_own_interpreter(tmp_path: Path, flash_home: Path) -> None:
+async def test_a_folder_without_requirements_runs_with_our_own_interpreter(
+    tmp_path: Path, flash_home: Path
+) -> None:
     folder = folder_with(tmp_path, "  # nothing\n\n")
     assert await requirements.interpreter(folder) == Path(sys.executable)
     assert not (flash_home / "interpreters").exists()
@@ -105,15 +109,24 @@ async def test_what_the_resolver_said_last_is_in_the_error_and_nothing_half_made
 async def test_a_line_that_goes_on_in_the_next_is_one(tmp_path: Path) -> None:
     hashes = "six==1.17.0 \\\n --hash=sha256:11 \\\n --hash=sha256:00\n"
     folder = folder_with(tmp_path, f"zlib==1\n{hashes}  # via one\nattrs # x\n")
-    assert requirements.of_folder(folder) == ["attrs", "six==1.17.0  --hash=sha256:11  --hash=sha256:00", "zlib==1"]
+    assert requirements.of_folder(folder) == [
+        "attrs",
+        "six==1.17.0  --hash=sha256:11  --hash=sha256:00",
+        "zlib==1",
+    ]
     (folder / "requirements.txt").write_text("six\nattrs\n-\\\nr more.txt\n")
     assert "requirements.txt line 3: '-r more.txt'" in (await fault_of(folder)).what
 
 
-@pytest.mark.parametrize("line", ["-r more.txt", "-e .", "./wheels/one.whl", "--constraint c.txt", "one @ file:one"])
+@pytest.mark.parametrize(
+    "line", ["-r more.txt", "-e .", "./wheels/one.whl", "--constraint c.txt", "one @ file:one"]
+)
 async def test_a_line_that_refers_to_other_files_is_refused(line: str, tmp_path: Path) -> None:
     fault = await fault_of(folder_with(tmp_path, f"six\n{line}\n"))
-    assert (fault.code, f"requirements.txt line 2: {line!r}" in fault.what) == ("requirements_failed", True)
+    assert (fault.code, f"requirements.txt line 2: {line!r}" in fault.what) == (
+        "requirements_failed",
+        True,
+    )
 
 
 async def test_who_has_no_time_left_is_told_so_and_finds_it_done_later(tmp_path: Path) -> None:
@@ -139,7 +152,7 @@ async def test_two_processes_at_once_both_get_the_interpreter_after_one_that_was
     code = f"""
         import asyncio
         from pathlib import Path
-        from environments import requirements
+        from environments.process import requirements
 
         async def told(message):
             print(message)
@@ -148,15 +161,24 @@ async def test_two_processes_at_once_both_get_the_interpreter_after_one_that_was
     """
     command = (sys.executable, "-c", textwrap.dedent(code))
     with (target / "lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # both meet somebody who installs; then there are two of them
+        fcntl.flock(
+            lock, fcntl.LOCK_EX
+        )  # both meet somebody who installs; then there are two of them
         both = started(command, command)
         for process in both:
-            assert process.stdout and "another process installs the same packages" in await asyncio.to_thread(
-                lambda stdout: next(line for line in stdout if "starting" not in line), process.stdout
+            assert (
+                process.stdout
+                and "another process installs the same packages"
+                in await asyncio.to_thread(
+                    lambda stdout: next(line for line in stdout if "starting" not in line),
+                    process.stdout,
+                )
             )
     outputs = await asyncio.gather(*(asyncio.to_thread(process.communicate) for process in both))
     assert [process.returncode for process in both] == [0, 0]
-    assert [output.splitlines()[-1] for output, _ in outputs] == [str(target / "venv" / "bin" / "python")] * 2
+    assert [output.splitlines()[-1] for output, _ in outputs] == [
+        str(target / "venv" / "bin" / "python")
+    ] * 2
     assert not (target / "venv" / "left-over").exists()
     assert names_in(flash_home / "interpreters") == {"lock", "ready", "requirements.txt", "venv"}
 
@@ -165,7 +187,7 @@ def test_of_two_installers_one_installs(tmp_path: Path) -> None:
     code = f"""
         import sys, time
         from pathlib import Path
-        from environments import requirements
+        from environments.process import requirements
 
         def install(target):
             with (target / "venv" / "installed").open("a") as stream:
@@ -187,16 +209,22 @@ def test_where_there_is_no_uv_pip_installs(tmp_path: Path) -> None:
     pytest.importorskip("ensurepip")
     (tmp_path / "requirements.txt").touch()
     code = """
-        from environments import requirements
+        from environments.process import requirements
         requirements._uv = lambda: None
         requirements.main()
     """
     scratch = {"HOME": str(tmp_path / "tmp"), "TMPDIR": str(tmp_path / "tmp")}
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code), tmp_path], env=os.environ | scratch, check=True)
+    subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), tmp_path],
+        env=os.environ | scratch,
+        check=True,
+    )
     assert (tmp_path / "ready").is_file() and list(tmp_path.glob("venv/bin/pip*"))
 
 
-async def test_build_code_of_packages_sees_none_of_our_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_build_code_of_packages_sees_none_of_our_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_TOKEN", "planted")
     monkeypatch.setenv("UV_HTTP_TIMEOUT", "30")
     folder = folder_with(tmp_path, SMALL)
@@ -211,7 +239,8 @@ async def test_build_code_of_packages_sees_none_of_our_secrets(tmp_path: Path, m
     await requirements.interpreter(folder)
 
 
-# What a package does when it is built, and once more whenever an interpreter that has it starts (attacker.pth).
+# What a package does when it is built, and once more whenever an interpreter that has it starts
+# (attacker.pth).
 ATTACKER = """
 import errno, os, subprocess, zipfile
 from pathlib import Path
@@ -283,7 +312,11 @@ async def test_a_packages_build_and_its_start_up_code_stand_behind_the_walls(
             def build_prompt_messages(self, example, prompt_text):
                 return [{"role": "user", "content": json.dumps([attacker.AT_BUILD, attacker.AT_START])}]
     """
-    async with await EnvironmentHost.start(folder_with(tmp_path, "attacker\n", source, returns="Sample()")) as host:
+    async with await EnvironmentHost.start(
+        folder_with(tmp_path, "attacker\n", source, returns="Sample()")
+    ) as host:
         for found in json.loads((await host.open("train", 0)).messages[0]["content"]):
             assert len(found) == 8 and set(found.values()) <= {"EACCES", "EPERM", "EROFS"}, found
-    assert ["sleep", "4321"] not in [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
+    assert ["sleep", "4321"] not in [
+        process.info["cmdline"] for process in psutil.process_iter(["cmdline"])
+    ]

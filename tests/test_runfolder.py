@@ -18,8 +18,8 @@ from uuid import uuid4
 import fsspec
 import pytest
 
-from flash_mcp.errors import FlashError
-from flash_mcp.runfolder import RunFolder
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.run_folder import RunFolder
 
 WORKER = Path(__file__).with_name("scripted_worker.py")
 SECRET_KEY = "s3cret-key-that-nobody-must-see"
@@ -54,8 +54,8 @@ for line in sys.stdin:
 class ObjectStore:
     """moto's S3 server; what it holds stays while it is away.
 
-    In a process of its own: a vLLM engine that is started later looks at every module, and trips over those of flask.
-    """
+    In a process of its own: a vLLM engine that is started later looks at every module, and trips
+    over those of flask."""
 
     def __init__(self) -> None:
         with socket.socket() as probe:
@@ -70,7 +70,9 @@ class ObjectStore:
             "NO_PROXY": "127.0.0.1",
         }
         command = [sys.executable, "-c", SERVER, str(self.port)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         self._tell("start")
 
     def end(self) -> None:
@@ -130,7 +132,11 @@ def file_system(folder: RunFolder) -> tuple[Any, str]:
 
 def file_of_checkpoint(folder: RunFolder, step: int, name: str) -> str:
     """Its path; in an object store each attempt that saved the step has files of its own."""
-    (path,) = [path for path in files_of(folder) if f"/checkpoints/{step}/" in path and path.endswith(f"/{name}")]
+    (path,) = [
+        path
+        for path in files_of(folder)
+        if f"/checkpoints/{step}/" in path and path.endswith(f"/{name}")
+    ]
     return path
 
 
@@ -140,8 +146,18 @@ def files_of(folder: RunFolder) -> dict[str, bytes]:
 
 
 def test_an_empty_folder_has_nothing_to_say(folder: RunFolder) -> None:
-    assert (folder.newest_epoch(), folder.beat(), folder.result(), folder.is_cancelled()) == (0, None, None, False)
-    assert (folder.metric_steps(), folder.rollout_steps(), folder.event_names(), folder.checkpoint_steps()) == (
+    assert (folder.newest_epoch(), folder.beat(), folder.result(), folder.is_cancelled()) == (
+        0,
+        None,
+        None,
+        False,
+    )
+    assert (
+        folder.metric_steps(),
+        folder.rollout_steps(),
+        folder.event_names(),
+        folder.checkpoint_steps(),
+    ) == (
         {},
         {},
         [],
@@ -197,7 +213,9 @@ def test_what_the_owner_writes_is_read_back(folder: RunFolder, url: str) -> None
     writer = folder.claim(1)
     writer.beat(3, "train")
     writer.metrics(3, {"loss": 0.5, "kl": None})
-    writer.rollouts(3, [{"index": 0, "text": "line\nbreak\u2028"}, {"index": 1, "text": "Zoë \ud800"}])
+    writer.rollouts(
+        3, [{"index": 0, "text": "line\nbreak\u2028"}, {"index": 1, "text": "Zoë \ud800"}]
+    )
     writer.evaluation(0, {"n": 2, "success": 0.5}, [{"index": 0}])
     writer.event("warning", "slow", seconds=9)
     writer.event("warning", "slower")
@@ -264,7 +282,9 @@ def test_a_store_that_is_away_damages_no_checkpoint(
         folder.newest_good_checkpoint()
 
 
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(folder: RunFolder, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
+    folder: RunFolder, tmp_path: Path
+) -> None:
     writer = folder.claim(1)
     for step in (5, 10):
         writer.commit_checkpoint(step, adapter(tmp_path), {})
@@ -279,7 +299,9 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(folder: RunFolde
         folder.fetch_checkpoint(5, tmp_path / "fetched")
 
 
-def test_a_checkpoint_without_its_manifest_does_not_exist(folder: RunFolder, tmp_path: Path) -> None:
+def test_a_checkpoint_without_its_manifest_does_not_exist(
+    folder: RunFolder, tmp_path: Path
+) -> None:
     folder.claim(1).commit_checkpoint(5, adapter(tmp_path), {})
     filesystem, root = file_system(folder)
     filesystem.rm_file(f"{root}/checkpoints/5/MANIFEST.json")
@@ -315,9 +337,16 @@ def test_a_cancel_and_a_result_reach_the_other_side(folder: RunFolder, url: str)
     writer = folder.claim(1)
     RunFolder(url).request_cancel("enough")
     assert folder.is_cancelled()
-    writer.commit_result("failed", 7, FlashError("out_of_memory", "too large", fix="use less"), retryable=True)
+    writer.commit_result(
+        "failed", 7, FlashError("out_of_memory", "too large", fix="use less"), retryable=True
+    )
     result = RunFolder(url).result()
-    assert result and (result["state"], result["step"], result["epoch"], result["retryable"]) == ("failed", 7, 1, True)
+    assert result and (result["state"], result["step"], result["epoch"], result["retryable"]) == (
+        "failed",
+        7,
+        1,
+        True,
+    )
     assert str(FlashError.from_dict(result["error"])) == "[out_of_memory] too large. Fix: use less"
 
 
@@ -353,7 +382,9 @@ def test_a_zombie_that_wakes_while_its_successor_saves_takes_nothing_from_it(
             manifests.append(folder.claim(2).commit_checkpoint(7, adapter(tmp_path, b"fresh"), {}))
         check()
 
-    monkeypatch.setattr(zombie, "check_owner", lambda: monkeypatch.setattr(zombie, "check_owner", successor_saves))
+    monkeypatch.setattr(
+        zombie, "check_owner", lambda: monkeypatch.setattr(zombie, "check_owner", successor_saves)
+    )
     with pytest.raises(FlashError, match="fenced"):
         zombie.commit_checkpoint(7, source, {})
     assert folder.verify_checkpoint(7) == manifests[0]
@@ -361,7 +392,7 @@ def test_a_zombie_that_wakes_while_its_successor_saves_takes_nothing_from_it(
     assert (fetched / "adapter.bin").read_bytes() == b"fresh"
 
 
-# -- object stores ----------------------------------------------------------------------------------------------------
+# -- object stores ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -369,7 +400,9 @@ def far_url(object_store: ObjectStore) -> str:
     return f"s3://{BUCKET}/{uuid4().hex}/run"
 
 
-def test_a_claim_whose_answer_was_lost_finds_itself(far_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_claim_whose_answer_was_lost_finds_itself(
+    far_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, monkey = RunFolder(far_url), [ConnectionResetError("the answer was lost")]
     pipe_file = folder._fs._filesystem.pipe_file
 
@@ -406,8 +439,11 @@ def test_a_worker_sits_out_an_object_store_that_goes_away_and_loses_nothing(
     far_url: str, object_store: ObjectStore, tmp_path: Path
 ) -> None:
     folder = RunFolder(far_url)
-    # More steps than it can make: however slow the test, the worker is at work when the store goes away.
-    folder.create({"run_id": "run-1", "spec": {"algorithm": "grpo", "environment_args": {"steps": 10_000}}})
+    # More steps than it can make: however slow the test, the worker is at work when the store goes
+    # away.
+    folder.create(
+        {"run_id": "run-1", "spec": {"algorithm": "grpo", "environment_args": {"steps": 10_000}}}
+    )
     log = tmp_path / "log"
     with log.open("wb") as stream:
         worker = subprocess.Popen(

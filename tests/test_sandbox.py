@@ -19,19 +19,21 @@ from pathlib import Path
 import psutil
 import pytest
 
-from environments.host import EnvironmentFault, EnvironmentHost
-from environments.sandbox import Needs, describe
-from flash_mcp.home import environments_dir
-from flash_mcp.store import open_store
+from environments.process.host import EnvironmentFault, EnvironmentHost
+from environments.process.sandbox import Needs, describe
+from flash_mcp.protocol.paths import environments_dir
+from flash_mcp.state.store import open_store
 from tests.folders import environment_folder
 from tests.watch import is_running
 
 pytestmark = [
     pytest.mark.anyio,
-    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the walls are the Linux kernel's"),
+    pytest.mark.skipif(
+        not sys.platform.startswith("linux"), reason="the walls are the Linux kernel's"
+    ),
 ]
 
-CALCULATOR = Path(__file__).parent.parent / "environments" / "calculator"
+CALCULATOR = Path(__file__).parent.parent / "environments" / "examples" / "calculator"
 ATTACKER = """
 class Sample(Echo):
     def step_episode(self, example, messages, assistant_response):
@@ -83,7 +85,9 @@ async def all_ended(processes: list[psutil.Process]) -> None:
 
 @pytest.fixture
 def published(flash_home: Path) -> Path:
-    """Where the attacker's folder lies once it was pushed, beside a database and another's environment."""
+    """Where the attacker's folder lies once it was pushed, beside a database and another's
+    environment.
+    """
     open_store().add_environment(name="other", digest="0", path="/", size_bytes=0)
     other = environments_dir() / "other" / "0"
     other.mkdir(parents=True)
@@ -91,24 +95,43 @@ def published(flash_home: Path) -> Path:
     return environments_dir() / "attacker" / "1"
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 
-async def test_state_is_out_of_reach_though_the_environment_lies_within_it(published: Path, flash_home: Path) -> None:
+async def test_state_is_out_of_reach_though_the_environment_lies_within_it(
+    published: Path, flash_home: Path
+) -> None:
     async with attack_on(published) as attack:
         # `attributes` takes a mount namespace, which a container may refuse.
-        assert not any({**attack.host.walls, "attributes": ""}.values()), describe(attack.host.walls)
-        for path in (flash_home / "flash.db", flash_home / "environments" / "other" / "0" / "environment.py"):
+        assert not any({**attack.host.walls, "attributes": ""}.values()), describe(
+            attack.host.walls
+        )
+        for path in (
+            flash_home / "flash.db",
+            flash_home / "environments" / "other" / "0" / "environment.py",
+        ):
             fault = await attack.fault(f"open({str(path)!r}).read()")
-            assert (fault.code, "Permission denied" in fault.what) == ("environment_access", True), fault.what
+            assert (fault.code, "Permission denied" in fault.what) == (
+                "environment_access",
+                True,
+            ), fault.what
             assert "its own folder" in fault.what
-        for command in (f"cat {flash_home}/flash.db", f"ls {flash_home}", f"ls {Path.home()}", "ls /tmp"):
-            told = await attack.told(f"import os; told = os.system({command + ' >/dev/null 2>&1'!r})")
+        for command in (
+            f"cat {flash_home}/flash.db",
+            f"ls {flash_home}",
+            f"ls {Path.home()}",
+            "ls /tmp",
+        ):
+            told = await attack.told(
+                f"import os; told = os.system({command + ' >/dev/null 2>&1'!r})"
+            )
             assert told != "0", command
         assert "Addition" in await attack.told("told = open('environment.py').read()")
 
 
-async def test_state_behind_a_link_or_dots_is_out_of_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_state_behind_a_link_or_dots_is_out_of_reach(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data, link = tmp_path / "data", tmp_path / "link"
     (data / "state").mkdir(parents=True)
     (data / "state" / "flash.db").write_text("")
@@ -120,18 +143,33 @@ async def test_state_behind_a_link_or_dots_is_out_of_reach(tmp_path: Path, monke
     for home in (link, data / ".." / "data" / "state"):
         monkeypatch.setenv("FLASH_HOME", str(home))
         async with attack_on(tmp_path / "environment") as attack:
-            assert (await attack.fault(f"open({str(data / 'state' / 'flash.db')!r})")).code == "environment_access"
+            assert (
+                await attack.fault(f"open({str(data / 'state' / 'flash.db')!r})")
+            ).code == "environment_access"
             assert await attack.told(f"told = open({str(data / 'rows')!r}).read()") == "42"
 
 
-async def test_it_writes_to_its_temporary_folder_alone_and_that_is_removed(tmp_path: Path, flash_home: Path) -> None:
+async def test_it_writes_to_its_temporary_folder_alone_and_that_is_removed(
+    tmp_path: Path, flash_home: Path
+) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     async with attack_on(tmp_path / "environment") as attack:
-        targets = (tmp_path / "environment" / "x", outside / "x", "/dev/x", "/etc/x", "/usr/x", Path.home() / "x")
+        targets = (
+            tmp_path / "environment" / "x",
+            outside / "x",
+            "/dev/x",
+            "/etc/x",
+            "/usr/x",
+            Path.home() / "x",
+        )
         for target in map(str, targets):
-            assert (await attack.fault(f"open({target!r}, 'w')")).code == "environment_access", target
-        assert (await attack.fault("import os; os.remove('environment.py')")).code == "environment_access"
+            assert (await attack.fault(f"open({target!r}, 'w')")).code == "environment_access", (
+                target
+            )
+        assert (
+            await attack.fault("import os; os.remove('environment.py')")
+        ).code == "environment_access"
         code = """
             import os, subprocess, tempfile
             folder = tempfile.mkdtemp()
@@ -148,7 +186,9 @@ async def test_it_writes_to_its_temporary_folder_alone_and_that_is_removed(tmp_p
     assert list(outside.iterdir()) == []
 
 
-async def test_a_folder_that_the_operator_names_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_folder_that_the_operator_names_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "rows").write_text("42")
     read = f"told = open({str(tmp_path / 'data' / 'rows')!r}).read()"
@@ -162,10 +202,14 @@ async def test_a_folder_that_the_operator_names_can_be_read(tmp_path: Path, monk
 async def test_terminals_of_others_are_out_of_reach_and_its_own_work(tmp_path: Path) -> None:
     _, operators = os.openpty()
     async with attack_on(tmp_path) as attack:
-        assert (await attack.fault(f"open({os.ttyname(operators)!r}, 'w')")).code.startswith("environment_")
+        assert (await attack.fault(f"open({os.ttyname(operators)!r}, 'w')")).code.startswith(
+            "environment_"
+        )
         if attack.host.walls["attributes"]:
             pytest.skip(f"no terminals of its own: {attack.host.walls['attributes']}")
-        code = "import os; one, other = os.openpty(); os.write(other, b'own'); told = os.read(one, 9)"
+        code = (
+            "import os; one, other = os.openpty(); os.write(other, b'own'); told = os.read(one, 9)"
+        )
         assert await attack.told(code) == "b'own'"
 
 
@@ -175,8 +219,14 @@ async def test_an_interpreter_in_the_users_home_does_not_open_that_home(tmp_path
     (home / "bin" / "python3").symlink_to(Path(sys.executable).resolve())  # noqa: ASYNC240
     (home / "secret").write_text("")
     environment_folder(tmp_path / "folder", ATTACKER)
-    server = [home / "bin" / "python3", "-c", AS_A_USER, tmp_path / "folder", f"open({str(home / 'secret')!r})"]
-    repository = {"PYTHONPATH": str(CALCULATOR.parent.parent)}
+    server = [
+        home / "bin" / "python3",
+        "-c",
+        AS_A_USER,
+        tmp_path / "folder",
+        f"open({str(home / 'secret')!r})",
+    ]
+    repository = {"PYTHONPATH": str(CALCULATOR.parents[2])}
     told = subprocess.check_output(server, cwd=tmp_path, env=repository, timeout=60)  # noqa: ASYNC221
     assert json.loads(told.splitlines()[-1])[1] == ["environment_access"]
 
@@ -186,11 +236,14 @@ async def test_no_descriptor_of_the_host_is_inherited(tmp_path: Path) -> None:
         os.set_inheritable(held.fileno(), True)
         async with attack_on(tmp_path / "environment") as attack:
             code = (
-                "import os; told = sorted(os.readlink(f'/proc/self/fd/{n}') for n in os.listdir('/proc/self/fd')[:-1])"
+                "import os; told = sorted(os.readlink(f'/proc/self/fd/{n}')"
+                " for n in os.listdir('/proc/self/fd')[:-1])"
             )
             assert "private" not in await attack.told(code)
             listed = "import subprocess; told = subprocess.check_output(['ls', '/proc/self/fd'], text=True).split()"
-            assert await attack.told(listed) == "['0', '1', '2', '3']"  # 3 is the folder that ls reads
+            assert (
+                await attack.told(listed) == "['0', '1', '2', '3']"
+            )  # 3 is the folder that ls reads
 
 
 async def test_other_processes_can_be_neither_signalled_nor_looked_into(tmp_path: Path) -> None:
@@ -198,14 +251,18 @@ async def test_other_processes_can_be_neither_signalled_nor_looked_into(tmp_path
         bystander = subprocess.Popen(["sleep", "60"])  # noqa: ASYNC220
         try:
             for victim in (bystander.pid, attack.processes()[0].pid):
-                assert "not permitted" in (await attack.fault(f"import os; os.kill({victim}, 9)")).what
-                assert (await attack.fault(f"open('/proc/{victim}/environ').read()")).code == "environment_access"
+                assert (
+                    "not permitted" in (await attack.fault(f"import os; os.kill({victim}, 9)")).what
+                )
+                assert (
+                    await attack.fault(f"open('/proc/{victim}/environ').read()")
+                ).code == "environment_access"
         finally:
             bystander.kill()
             bystander.wait()
 
 
-# -- network ----------------------------------------------------------------------------------------------------------
+# -- network ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -213,7 +270,9 @@ def listener() -> socket.socket:
     return socket.create_server(("127.0.0.1", 0))
 
 
-async def test_the_network_is_refused_and_the_refusal_says_how_to_ask(tmp_path: Path, listener: socket.socket) -> None:
+async def test_the_network_is_refused_and_the_refusal_says_how_to_ask(
+    tmp_path: Path, listener: socket.socket
+) -> None:
     address = listener.getsockname()
     async with attack_on(tmp_path) as attack:
         for code in (
@@ -221,9 +280,16 @@ async def test_the_network_is_refused_and_the_refusal_says_how_to_ask(tmp_path: 
             "import urllib.request; urllib.request.urlopen('http://example.com', timeout=5)",
         ):
             fault = await attack.fault(code)
-            assert (fault.code, "network = true" in fault.what) == ("environment_network", True), fault.what
+            assert (fault.code, "network = true" in fault.what) == ("environment_network", True), (
+                fault.what
+            )
         # Past Python: the kernel refuses, whatever the program and the kind of socket.
-        for code in ("AF_INET, SOCK_STREAM", "AF_INET6, SOCK_DGRAM", "AF_UNIX, SOCK_STREAM", "AF_NETLINK, SOCK_RAW"):
+        for code in (
+            "AF_INET, SOCK_STREAM",
+            "AF_INET6, SOCK_DGRAM",
+            "AF_UNIX, SOCK_STREAM",
+            "AF_NETLINK, SOCK_RAW",
+        ):
             raw = f"""
                 import ctypes, socket
                 from socket import *
@@ -247,10 +313,14 @@ async def test_a_pair_of_sockets_reaches_nobody_else(tmp_path: Path) -> None:
                 assert await attack.told(pair) == "b'x'"
 
 
-async def test_an_environment_that_asks_for_the_network_gets_it(tmp_path: Path, listener: socket.socket) -> None:
+async def test_an_environment_that_asks_for_the_network_gets_it(
+    tmp_path: Path, listener: socket.socket
+) -> None:
     async with attack_on(tmp_path, "network = true") as attack:
         assert "asks for it" in attack.host.walls["network"]
-        assert await attack.told(f"import socket; told = socket.create_connection({listener.getsockname()!r})")
+        assert await attack.told(
+            f"import socket; told = socket.create_connection({listener.getsockname()!r})"
+        )
         assert listener.accept()
 
 
@@ -263,14 +333,18 @@ async def test_an_environment_that_asks_for_the_network_gets_it(tmp_path: Path, 
         ("memory_gib =", "cannot be read"),
     ],
 )
-async def test_an_environment_toml_that_cannot_be_used_is_explained(tmp_path: Path, text: str, expected: str) -> None:
+async def test_an_environment_toml_that_cannot_be_used_is_explained(
+    tmp_path: Path, text: str, expected: str
+) -> None:
     with pytest.raises(EnvironmentFault) as caught:
         async with attack_on(tmp_path, text):
             pass
-    assert (caught.value.code, expected in caught.value.what) == ("environment_invalid", True), caught.value.what
+    assert (caught.value.code, expected in caught.value.what) == ("environment_invalid", True), (
+        caught.value.what
+    )
 
 
-# -- what may be used up ----------------------------------------------------------------------------------------------
+# -- what may be used up ---------------------------------------------------------------------------
 
 
 async def test_a_memory_hog_gets_an_error_and_its_episode_alone_fails(tmp_path: Path) -> None:
@@ -354,7 +428,10 @@ async def test_a_fork_bomb_is_bounded_and_nothing_of_it_is_left(tmp_path: Path) 
     """
     async with attack_on(tmp_path, "processes = 40", concurrency=8) as attack:
         fault = await attack.fault(bomb)
-        assert (fault.code, "processes of its environment.toml" in fault.what) == ("environment_processes", True)
+        assert (fault.code, "processes of its environment.toml" in fault.what) == (
+            "environment_processes",
+            True,
+        )
         assert 10 <= int(fault.what.partition("stopped at ")[2].partition(" ")[0]) <= 48
         bombs = attack.processes()
         assert len(bombs) >= 12
@@ -362,17 +439,25 @@ async def test_a_fork_bomb_is_bounded_and_nothing_of_it_is_left(tmp_path: Path) 
 
 
 async def test_the_limits_are_one_hosts_own(tmp_path: Path) -> None:
-    async with attack_on(tmp_path / "a", "processes = 30") as one, attack_on(tmp_path / "b", "processes = 30") as other:
-        sleepers = "import subprocess; told = [subprocess.Popen(['sleep', '60']).pid for _ in range(20)]"
+    async with (
+        attack_on(tmp_path / "a", "processes = 30") as one,
+        attack_on(tmp_path / "b", "processes = 30") as other,
+    ):
+        sleepers = (
+            "import subprocess; told = [subprocess.Popen(['sleep', '60']).pid for _ in range(20)]"
+        )
         assert await one.told(sleepers)
         assert await other.told(sleepers)
 
 
-async def test_what_it_prints_without_end_does_not_fill_the_log(tmp_path: Path, monkeypatch, capfd) -> None:
-    monkeypatch.setattr("environments.host.MAX_PRINTED_BYTES", 100_000)
+async def test_what_it_prints_without_end_does_not_fill_the_log(
+    tmp_path: Path, monkeypatch, capfd
+) -> None:
+    monkeypatch.setattr("environments.process.host.MAX_PRINTED_BYTES", 100_000)
     async with attack_on(tmp_path) as attack:
         code = (
-            "import os\nfor _ in range(200): os.write(2, b'flood ' * 10_000)\nos.write(2, b'last words')\nos._exit(3)"
+            "import os\nfor _ in range(200): os.write(2, b'flood ' * 10_000)\n"
+            "os.write(2, b'last words')\nos._exit(3)"
         )
         fault = await attack.fault(code)
         assert "last words" in fault.traceback
@@ -382,12 +467,15 @@ async def test_what_it_prints_without_end_does_not_fill_the_log(tmp_path: Path, 
 
 async def test_an_answer_that_is_too_long_is_that_calls_error(tmp_path: Path) -> None:
     async with attack_on(tmp_path) as attack:
-        assert "more than the 8,388,608 of one call" in (await attack.fault("told = 'x' * (9 << 20)")).what
+        assert (
+            "more than the 8,388,608 of one call"
+            in (await attack.fault("told = 'x' * (9 << 20)")).what
+        )
         assert await attack.told("told = 1") == "1"
 
 
 async def test_forged_replies_end_the_process_and_not_the_host(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("environments.host.MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr("environments.process.host.MAX_LINE_BYTES", 1 << 20)
     forge = """
         import os, time
         while True:
@@ -400,11 +488,13 @@ async def test_forged_replies_end_the_process_and_not_the_host(tmp_path: Path, m
     """
     async with attack_on(tmp_path) as attack:
         assert "what is no reply" in (await attack.fault(forge.format("b'nonsense\\n'"))).what
-        assert "longer than 1,048,576 bytes" in (await attack.fault(forge.format("b'x' * 65536"))).what
+        assert (
+            "longer than 1,048,576 bytes" in (await attack.fault(forge.format("b'x' * 65536"))).what
+        )
         assert await attack.told("told = 1") == "1"
 
 
-# -- what may be left behind ------------------------------------------------------------------------------------------
+# -- what may be left behind -----------------------------------------------------------------------
 
 DAEMON = """
 import os, subprocess, time
@@ -434,12 +524,12 @@ async def test_daemons_of_environment_code_end_with_it(tmp_path: Path, end: str)
     await all_ended(processes)
 
 
-# -- as a user without rights -----------------------------------------------------------------------------------------
+# -- as a user without rights ----------------------------------------------------------------------
 
 AS_A_USER = """
 import asyncio, json, sys
 from pathlib import Path
-from environments.host import EnvironmentFault, EnvironmentHost
+from environments.process.host import EnvironmentFault, EnvironmentHost
 
 async def main():
     async with await EnvironmentHost.start(Path(sys.argv[1])) as host:
@@ -456,7 +546,9 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.skipif(os.getuid() != 0 or not shutil.which("setpriv"), reason="only root can be another user")
+@pytest.mark.skipif(
+    os.getuid() != 0 or not shutil.which("setpriv"), reason="only root can be another user"
+)
 @pytest.mark.skipif(
     os.system("/usr/bin/python3 -c 'import tomllib' 2>/dev/null") != 0,
     reason="needs a Python from 3.11 on that every user may run",
@@ -464,18 +556,29 @@ asyncio.run(main())
 async def test_the_walls_stand_for_a_user_without_rights_too() -> None:
     with tempfile.TemporaryDirectory() as place:
         Path(place).chmod(0o755)  # noqa: ASYNC240
-        shutil.copytree(CALCULATOR.parent, Path(place, "environments"))
+        shutil.copytree(CALCULATOR.parents[1], Path(place, "environments"))
         environment_folder(Path(place, "folder"), ATTACKER)
         Path(place, "folder", "environment.toml").write_text("processes = 40")  # noqa: ASYNC240
         Path(place, "secret").write_text("")  # noqa: ASYNC240
-        os.chown(Path(place, "secret"), 4242, 4242)  # Landlock would let it do all that its owner may, but open it
+        os.chown(
+            Path(place, "secret"), 4242, 4242
+        )  # Landlock would let it do all that its owner may, but open it
         attacks = {
             f"open({place + '/secret'!r})": ("files", "environment_access"),
-            f"import os; os.chmod({place + '/secret'!r}, 0o666)": ("attributes", "environment_access"),
+            f"import os; os.chmod({place + '/secret'!r}, 0o666)": (
+                "attributes",
+                "environment_access",
+            ),
             "import socket; socket.socket()": ("network", "environment_network"),
-            "import os; told = os.getuid(), open('environment.py').read()[:1]": ("", "(4242, '\\n')"),
+            "import os; told = os.getuid(), open('environment.py').read()[:1]": (
+                "",
+                "(4242, '\\n')",
+            ),
             "import multiprocessing; told = multiprocessing.Lock().acquire()": ("", "True"),
-            "import os, time\nwhile True:\n  if os.fork() == 0: time.sleep(60)": ("processes", "environment_processes"),
+            "import os, time\nwhile True:\n  if os.fork() == 0: time.sleep(60)": (
+                "processes",
+                "environment_processes",
+            ),
         }
         done = subprocess.run(  # noqa: ASYNC221
             ["setpriv", "--reuid", "4242", "--regid", "4242", "--clear-groups", "/usr/bin/python3", "-c", AS_A_USER,
@@ -491,24 +594,34 @@ async def test_the_walls_stand_for_a_user_without_rights_too() -> None:
         pytest.skip(f"not every wall can be had: {describe(walls)}")
 
 
-@pytest.mark.skipif(os.getuid() != 0 or not shutil.which("setpriv"), reason="only root can give powers up")
-async def test_where_no_namespace_can_be_had_environments_work_and_terminals_are_left_out(tmp_path: Path) -> None:
+@pytest.mark.skipif(
+    os.getuid() != 0 or not shutil.which("setpriv"), reason="only root can give powers up"
+)
+async def test_where_no_namespace_can_be_had_environments_work_and_terminals_are_left_out(
+    tmp_path: Path,
+) -> None:
     environment_folder(tmp_path / "folder", ATTACKER)
     works = "import multiprocessing, tempfile; tempfile.mkdtemp(); told = multiprocessing.Lock().acquire()"
     attacks = [works, "open('/dev/ptmx', 'w')", f"import os; os.chmod({str(tmp_path)!r}, 0o777)"]
     server = [sys.executable, "-c", AS_A_USER, tmp_path / "folder", *attacks]
     powerless = ["setpriv", "--bounding-set", "-sys_admin", "--inh-caps", "-sys_admin", *server]
     told = subprocess.check_output(powerless, timeout=60)  # noqa: ASYNC221
-    assert json.loads(told.splitlines()[-1])[1] == ["True", "environment_access", "environment_access"]
+    assert json.loads(told.splitlines()[-1])[1] == [
+        "True",
+        "environment_access",
+        "environment_access",
+    ]
 
 
-# -- what honest code needs -------------------------------------------------------------------------------------------
+# -- what honest code needs ------------------------------------------------------------------------
 
 
 async def test_honest_code_notices_nothing(tmp_path: Path) -> None:
     async with await EnvironmentHost.start(CALCULATOR) as host:
         for index in range(3):
-            gold = [m["content"] for m in await host.gold("train", index) if m["role"] == "assistant"]
+            gold = [
+                m["content"] for m in await host.gold("train", index) if m["role"] == "assistant"
+            ]
             opening = await host.open("train", index)
             for text in gold:
                 await host.step(opening.episode, text)
@@ -537,9 +650,13 @@ async def test_numpy_and_its_threads_work(tmp_path: Path) -> None:
 
 
 async def test_a_call_behind_the_walls_costs_what_it_cost_before(tmp_path: Path) -> None:
-    """The walls are the kernel's: nothing is done for a call, but to search what it says for secrets."""
+    """The walls are the kernel's: nothing is done for a call, but to search what it says for
+    secrets.
+    """
     environment_folder(tmp_path, "", returns="Echo()")
-    async with await EnvironmentHost.start(tmp_path, secrets={"KEY": "a-secret-of-usual-length"}) as host:
+    async with await EnvironmentHost.start(
+        tmp_path, secrets={"KEY": "a-secret-of-usual-length"}
+    ) as host:
         opening = await host.open("train", 0)
         text, seconds = "word " * 400, []
         for _ in range(200):
@@ -550,4 +667,7 @@ async def test_a_call_behind_the_walls_costs_what_it_cost_before(tmp_path: Path)
 
 
 def test_the_defaults_are_what_is_left_out() -> None:
-    assert Needs().asked() == {} and Needs(network=True, processes=9).asked() == {"network": True, "processes": 9}
+    assert Needs().asked() == {} and Needs(network=True, processes=9).asked() == {
+        "network": True,
+        "processes": 9,
+    }

@@ -1,4 +1,6 @@
-"""Secrets: from the server to environment code by way of memory alone, and out of all that a run leaves behind."""
+"""Secrets: from the server to environment code by way of memory alone, and out of all that a run
+leaves behind.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,14 @@ from typing import Any
 import pytest
 from mcp import Client
 
-from environments.redaction import Redactor
-from flash_mcp import queue, vault
-from flash_mcp.runfolder import RunFolder
-from flash_mcp.server import server
-from flash_mcp.spec import resolve, validate
-from flash_mcp.store import open_store
-from flash_mcp.supervisor import is_supervised
+from environments.process.redaction import Redactor
+from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.spec import resolve, validate
+from flash_mcp.server.mcp_server import server
+from flash_mcp.state import queue
+from flash_mcp.state.store import open_store
+from flash_mcp.supervisor import secrets
+from flash_mcp.supervisor.process import is_supervised
 from tests.folders import environment_folder
 
 pytestmark = pytest.mark.anyio
@@ -30,8 +33,8 @@ SECRET = 'pl4nted/"sécret"+value=42'
 SUPERVISE = """
 import sys
 from pathlib import Path
-from flash_mcp.launch.local import LocalLauncher
-from flash_mcp.supervisor import Patience, Supervisor, supervise
+from flash_mcp.supervisor.launch.local import LocalLauncher
+from flash_mcp.supervisor.loop import Patience, Supervisor, supervise
 
 patience = Patience(poll_s=0.02, leave_s=2.0, idle_exit_s=60.0)
 worker = (sys.executable, sys.argv[2])
@@ -82,7 +85,7 @@ def supervisor(flash_home: Path) -> Iterator[Path]:
             [sys.executable, "-c", SUPERVISE, str(flash_home), worker], stdout=stream, stderr=stream,
             cwd=Path(__file__).parent.parent, env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
         )  # fmt: skip
-    until(lambda: is_supervised(flash_home) and (flash_home / vault.NAME).exists())
+    until(lambda: is_supervised(flash_home) and (flash_home / secrets.NAME).exists())
     yield log
     process.kill()
     process.wait()
@@ -98,7 +101,9 @@ def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
 async def call(client: Client, tool: str, **arguments: Any) -> tuple[dict[str, Any], str]:
     """(structured result, all of it as text)."""
     result = await client.call_tool(tool, arguments)
-    return result.structured_content or {}, json.dumps(result.model_dump(mode="json"), ensure_ascii=False)
+    return result.structured_content or {}, json.dumps(
+        result.model_dump(mode="json"), ensure_ascii=False
+    )
 
 
 async def ended(client: Client, run_id: str) -> tuple[dict[str, Any], str]:
@@ -111,21 +116,33 @@ async def ended(client: Client, run_id: str) -> tuple[dict[str, Any], str]:
 
 
 def traces(data: bytes) -> list[str]:
-    """How the secret stands in the data, if it does. Line breaks, escaped ones too, and indentation are passed over."""
+    """How the secret stands in the data, if it does. Line breaks, escaped ones too, and indentation
+    are passed over.
+    """
     raw = SECRET.encode()
     forms = {"plain": raw, "escaped": json.dumps(SECRET)[1:-1].encode(), "hex": raw.hex().encode()}
     for offset in range(3):
         coded = base64.b64encode(b"x" * offset + raw)
         inner = coded[4 if offset else 0 : len(coded) // 4 * 4 - 4]
-        forms |= {f"base64 at {offset}": inner, f"urlsafe at {offset}": inner.replace(b"+", b"-").replace(b"/", b"_")}
+        forms |= {
+            f"base64 at {offset}": inner,
+            f"urlsafe at {offset}": inner.replace(b"+", b"-").replace(b"/", b"_"),
+        }
     joined = b"".join(line.strip() for line in data.replace(b"\\n", b"\n").split(b"\n"))
     return [name for name, form in forms.items() if form in data or form in joined]
 
 
 async def test_a_planted_secret_is_nowhere_in_what_a_run_leaves_behind(
-    client: Client, supervisor: Path, flash_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
+    client: Client,
+    supervisor: Path,
+    flash_home: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd,
 ) -> None:
-    assert traces(SECRET.encode()) and traces(base64.b64encode(b"-" + SECRET.encode())), "the search finds nothing"
+    assert traces(SECRET.encode()) and traces(base64.b64encode(b"-" + SECRET.encode())), (
+        "the search finds nothing"
+    )
     monkeypatch.setenv("PLANTED_KEY", SECRET)
     folder = str(environment_folder(tmp_path / "leaky", LEAKY))
     said: list[str] = []
@@ -144,7 +161,9 @@ async def test_a_planted_secret_is_nowhere_in_what_a_run_leaves_behind(
     said.append(text)
     for which in ("worst", "best"):
         said.append((await call(client, "rollouts", run_id=run_id, which=which, limit=3))[1])
-    said += [(await call(client, tool, **args))[1] for tool, args in (("status", {}), ("catalog", {}))]
+    said += [
+        (await call(client, tool, **args))[1] for tool, args in (("status", {}), ("catalog", {}))
+    ]
 
     rows = RunFolder(open_store().run(run_id)["folder"]).rollouts(1)
     assert len(rows) == 30
@@ -153,7 +172,9 @@ async def test_a_planted_secret_is_nowhere_in_what_a_run_leaves_behind(
         assert "[secret]" in json.dumps(row["messages"][0]), row
     assert any("[secret]" in name for row in rows for name in row["metrics"])
     places = {str(path): path.read_bytes() for path in flash_home.rglob("*") if path.is_file()}  # noqa: ASYNC240
-    assert {"flash.db", "log.1", "supervisor.log", "1.jsonl"} <= {Path(path).name for path in places}
+    assert {"flash.db", "log.1", "supervisor.log", "1.jsonl"} <= {
+        Path(path).name for path in places
+    }
     places |= {f"tool result {n}": text.encode() for n, text in enumerate(said)}
     places["stderr of the server"] = "".join(capfd.readouterr()).encode()
     assert {place: found for place, data in places.items() if (found := traces(data))} == {}
@@ -167,15 +188,23 @@ async def test_a_run_whose_secret_was_lost_says_so_and_goes_on_when_a_server_has
     """As after a restart of the machine: the run is in the database, and the value is in no memory."""
     monkeypatch.delenv("PLANTED_KEY", raising=False)
     folder = environment_folder(tmp_path / "e", "", returns="Echo()")
-    environment = open_store().add_environment(name="e", digest="0123456789abcdef", path=str(folder), size_bytes=1)
+    environment = open_store().add_environment(
+        name="e", digest="0123456789abcdef", path=str(folder), size_bytes=1
+    )
     resolved = resolve(validate({"environment": "e", "steps": 1, "secrets": ["PLANTED_KEY"]}))
     run_id = queue.enqueue(open_store(), resolved, environment)[0]["id"]
-    other_id = queue.enqueue(open_store(), resolve(validate({"environment": "e", "steps": 1})), environment)[0]["id"]
-    assert (await ended(client, other_id))[0]["run"]["state"] == "succeeded"  # nobody waits behind it
+    other_id = queue.enqueue(
+        open_store(), resolve(validate({"environment": "e", "steps": 1})), environment
+    )[0]["id"]
+    assert (await ended(client, other_id))[0]["run"][
+        "state"
+    ] == "succeeded"  # nobody waits behind it
     waiting, _ = await call(client, "status", run_id=run_id)
     assert waiting["run"]["state"] == "queued"
     (warning,) = waiting["run"]["warnings"]
-    assert warning.startswith(f"[secret_missing run_id={run_id}] the run waits for the secrets PLANTED_KEY")
+    assert warning.startswith(
+        f"[secret_missing run_id={run_id}] the run waits for the secrets PLANTED_KEY"
+    )
     assert "ask for the run's status" in warning
 
     monkeypatch.setenv("PLANTED_KEY", SECRET)
@@ -183,17 +212,25 @@ async def test_a_run_whose_secret_was_lost_says_so_and_goes_on_when_a_server_has
     assert (await ended(client, run_id))[0]["run"]["state"] == "succeeded"
 
 
-@pytest.mark.skipif(os.getuid() != 0 or not shutil.which("setpriv"), reason="only root can be another user")
-@pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="needs a Python that every user may run")
-def test_another_user_gets_no_answer_even_where_the_folder_lets_it_in(supervisor: Path, flash_home: Path) -> None:
-    (flash_home / vault.NAME).chmod(0o666)
+@pytest.mark.skipif(
+    os.getuid() != 0 or not shutil.which("setpriv"), reason="only root can be another user"
+)
+@pytest.mark.skipif(
+    not Path("/usr/bin/python3").exists(), reason="needs a Python that every user may run"
+)
+def test_another_user_gets_no_answer_even_where_the_folder_lets_it_in(
+    supervisor: Path, flash_home: Path
+) -> None:
+    (flash_home / secrets.NAME).chmod(0o666)
     flash_home.chmod(0o755)
     ask = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(f'/proc/self/fd/{sys.argv[1]}/%s')\n"
     ask += 's.sendall(b\'{"run_id": "r", "names": []}\\n\'); print(s.recv(100))'
     folder = os.open(flash_home, os.O_RDONLY)
-    command = ["/usr/bin/python3", "-c", ask % vault.NAME, str(folder)]
+    command = ["/usr/bin/python3", "-c", ask % secrets.NAME, str(folder)]
     answers = [
-        subprocess.run([*before, *command], pass_fds=[folder], capture_output=True, text=True, check=False).stdout
+        subprocess.run(
+            [*before, *command], pass_fds=[folder], capture_output=True, text=True, check=False
+        ).stdout
         for before in ([], ["setpriv", "--reuid", "4242", "--clear-groups"])
     ]
     os.close(folder)
@@ -201,20 +238,27 @@ def test_another_user_gets_no_answer_even_where_the_folder_lets_it_in(supervisor
     assert answers[1] in ("b''\n", "")  # closed in its face, or reset
 
 
-def test_values_are_the_runs_own_and_gone_when_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_are_the_runs_own_and_gone_when_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("KEY", raising=False)
-    held = vault.Vault(tmp_path)
+    held = secrets.Vault(tmp_path)
     held.open()
     try:
-        assert vault.lacking(tmp_path, "run-1", ["KEY"]) == ["KEY"]
-        assert vault.give(tmp_path, "run-1", {"KEY": "a"}) and vault.give(tmp_path, "run-2", {"KEY": "b"})
-        assert (held.values("run-1", ["KEY"]), held.values("run-2", ["KEY"])) == ({"KEY": "a"}, {"KEY": "b"})
+        assert secrets.lacking(tmp_path, "run-1", ["KEY"]) == ["KEY"]
+        assert secrets.give(tmp_path, "run-1", {"KEY": "a"}) and secrets.give(
+            tmp_path, "run-2", {"KEY": "b"}
+        )
+        assert (held.values("run-1", ["KEY"]), held.values("run-2", ["KEY"])) == (
+            {"KEY": "a"},
+            {"KEY": "b"},
+        )
         held.forget("run-1")
-        assert vault.lacking(tmp_path, "run-1", ["KEY"]) == ["KEY"]
-        assert vault.lacking(tmp_path, "run-2", ["KEY"]) == []
+        assert secrets.lacking(tmp_path, "run-1", ["KEY"]) == ["KEY"]
+        assert secrets.lacking(tmp_path, "run-2", ["KEY"]) == []
     finally:
         held.close()
-    assert vault.lacking(tmp_path, "run-2", ["KEY"]) == ["KEY"]
+    assert secrets.lacking(tmp_path, "run-2", ["KEY"]) == ["KEY"]
     assert not any(tmp_path.iterdir())
 
 

@@ -18,10 +18,12 @@ from mcp import Client, StdioServerParameters
 from mcp.shared.exceptions import MCPError
 from mcp_types import CallToolResult
 
-from flash_mcp import server as server_module
-from flash_mcp.errors import CODES, FlashError
-from flash_mcp.server import FlashServer, plain, server
-from flash_mcp.tools import RESULT_CHARACTERS, Result, Tool, all_tools, fit, report, to_text
+from flash_mcp.protocol.errors import CODES, FlashError
+from flash_mcp.server import mcp_server as server_module
+from flash_mcp.server.mcp_server import FlashServer, plain, server
+from flash_mcp.tools.registry import TOOLS
+from flash_mcp.tools.shared.fitting import RESULT_CHARACTERS, fit, to_text
+from flash_mcp.tools.shared.frame import Result, Tool, report
 from tests.samples import finished_run, supervised
 
 ROOT = Path(__file__).parent.parent
@@ -52,7 +54,9 @@ def code_of(result: CallToolResult) -> str:
 
 
 def body_of(result: CallToolResult) -> dict[str, Any]:
-    """The structured content, which has to say the same as the text, compactly and within the limit."""
+    """The structured content, which has to say the same as the text, compactly and within the
+    limit.
+    """
     text = text_of(result)
     assert not result.is_error, text
     assert result.structured_content == json.loads(text)
@@ -62,19 +66,24 @@ def body_of(result: CallToolResult) -> dict[str, Any]:
     return json.loads(text)
 
 
-# -- what clients see before they call --------------------------------------------------------------------------------
+# -- what clients see before they call -------------------------------------------------------------
 
 
 async def test_every_tool_is_listed_with_schemas_annotations_and_a_description(client: Client):
     listed = {tool.name: tool for tool in (await client.list_tools()).tools}
-    assert list(listed) == list(all_tools())
+    assert list(listed) == list(TOOLS)
     assert len(listed) <= 15
     for tool in listed.values():
         assert tool.title
         assert tool.description
         hints = tool.annotations
         assert hints is not None
-        assert None not in (hints.read_only_hint, hints.destructive_hint, hints.idempotent_hint, hints.open_world_hint)
+        assert None not in (
+            hints.read_only_hint,
+            hints.destructive_hint,
+            hints.idempotent_hint,
+            hints.open_world_hint,
+        )
         assert not (hints.read_only_hint and hints.destructive_hint)
         assert tool.input_schema["additionalProperties"] is False
         for name, field in tool.input_schema["properties"].items():
@@ -92,12 +101,19 @@ async def test_schemas_have_no_references_and_no_unions_with_null(client: Client
 
 
 async def test_the_whole_list_of_tools_stays_small(client: Client):
-    shown = [[tool.name, tool.description, tool.input_schema] for tool in (await client.list_tools()).tools]
+    shown = [
+        [tool.name, tool.description, tool.input_schema]
+        for tool in (await client.list_tools()).tools
+    ]
     assert len(to_text(shown)) < 30_000
 
 
 def test_a_schema_keeps_properties_that_are_called_title_or_default():
-    schema = {"type": "object", "title": "X", "properties": {"title": {"title": "T", "type": "string"}}}
+    schema = {
+        "type": "object",
+        "title": "X",
+        "properties": {"title": {"title": "T", "type": "string"}},
+    }
     assert plain(schema) == {"type": "object", "properties": {"title": {"type": "string"}}}
 
 
@@ -107,10 +123,10 @@ async def test_the_instructions_are_short_and_give_the_order_of_work(client: Cli
     assert client.instructions.index("env_push") < client.instructions.index("train ->")
 
 
-# -- refusals ---------------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", list(all_tools()))
+@pytest.mark.parametrize("name", list(TOOLS))
 async def test_every_tool_refuses_an_argument_that_it_does_not_have(client: Client, name: str):
     result = await client.call_tool(name, {"no_such_argument": 1})
     assert code_of(result) == "unknown_argument"
@@ -126,8 +142,12 @@ async def test_an_unknown_tool_is_refused_with_the_nearest_name(client: Client):
     assert "did you mean 'status'?" in text_of(await client.call_tool("staus", {}))
 
 
-async def test_wrong_values_are_explained_one_field_a_line_without_the_validators_own_words(client: Client):
-    result = await client.call_tool("train", {"environment": "echo", "steps": 0, "group_size": 1, "loss_type": "x"})
+async def test_wrong_values_are_explained_one_field_a_line_without_the_validators_own_words(
+    client: Client,
+):
+    result = await client.call_tool(
+        "train", {"environment": "echo", "steps": 0, "group_size": 1, "loss_type": "x"}
+    )
     assert code_of(result) == "invalid_argument"
     lines = text_of(result).splitlines()[1:]
     assert [line.partition(":")[0] for line in lines] == ["steps", "group_size", "loss_type"]
@@ -186,7 +206,9 @@ async def babbles() -> Said:
 
 
 RELEASE = threading.Event()
-ODD_TOOLS = [Tool(function, title="x") for function in (fails, refuses, talks, hangs, reports, babbles)]
+ODD_TOOLS = [
+    Tool(function, title="x") for function in (fails, refuses, talks, hangs, reports, babbles)
+]
 ODD = FlashServer({tool.name: tool for tool in ODD_TOOLS})
 
 
@@ -197,7 +219,9 @@ async def odd(request: pytest.FixtureRequest) -> AsyncGenerator[Client]:
         yield connected
 
 
-async def test_a_defect_reaches_the_caller_as_an_id_and_the_log_with_its_traceback(odd: Client, flash_home: Path):
+async def test_a_defect_reaches_the_caller_as_an_id_and_the_log_with_its_traceback(
+    odd: Client, flash_home: Path
+):
     result = await odd.call_tool("fails", {})
     assert code_of(result) == "internal"
     assert "secret detail" not in text_of(result)
@@ -209,7 +233,10 @@ async def test_a_defect_reaches_the_caller_as_an_id_and_the_log_with_its_traceba
 
 
 async def test_a_foreseen_failure_reaches_the_caller_word_for_word(odd: Client):
-    assert text_of(await odd.call_tool("refuses", {})) == "[port_taken port=80] another listens. Fix: choose another"
+    assert (
+        text_of(await odd.call_tool("refuses", {}))
+        == "[port_taken port=80] another listens. Fix: choose another"
+    )
 
 
 async def test_a_result_that_is_too_long_is_cut_and_says_so(odd: Client):
@@ -218,7 +245,9 @@ async def test_a_result_that_is_too_long_is_cut_and_says_so(odd: Client):
     assert "too long" in body["cut"]
 
 
-async def test_a_call_that_hangs_is_left_while_others_are_served(odd: Client, monkeypatch: pytest.MonkeyPatch):
+async def test_a_call_that_hangs_is_left_while_others_are_served(
+    odd: Client, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(server_module, "CALL_TIMEOUT_S", 3.0)
     RELEASE.clear()
     results: dict[str, CallToolResult] = {}
@@ -258,7 +287,12 @@ async def test_progress_without_a_share_is_told_once_a_second_at_most(odd: Clien
 
 
 def test_fitting_keeps_short_values_and_the_shape():
-    body = {"n": 1, "rows": [{"text": "x" * 5000}, {"text": "y" * 50}], "ids": list(range(500)), "next": "go on"}
+    body = {
+        "n": 1,
+        "rows": [{"text": "x" * 5000}, {"text": "y" * 50}],
+        "ids": list(range(500)),
+        "next": "go on",
+    }
     fitted = fit(body, 2000)
     assert len(to_text(fitted)) <= 2000
     assert (fitted["n"], fitted["next"]) == (1, "go on")
@@ -266,7 +300,7 @@ def test_fitting_keeps_short_values_and_the_shape():
     assert fit({"n": 1}, 2000) == {"n": 1}
 
 
-# -- resources and the prompt -----------------------------------------------------------------------------------------
+# -- resources and the prompt ----------------------------------------------------------------------
 
 
 async def test_the_playbook_is_a_resource_and_the_loop_a_prompt(client: Client):
@@ -294,7 +328,9 @@ async def test_what_a_run_left_behind_can_be_read_as_resources(client: Client, t
     assert (await client.read_resource(f"{base}/log")).contents[0].text == ""
 
 
-async def test_the_curve_comes_beside_the_report_and_changes_none_of_its_words(client: Client, tmp_path: Path):
+async def test_the_curve_comes_beside_the_report_and_changes_none_of_its_words(
+    client: Client, tmp_path: Path
+):
     run_id = finished_run(tmp_path)["id"]
     plain_report = await client.call_tool("status", {"run_id": run_id})
     report, picture = (await client.call_tool("status", {"run_id": run_id, "curve": True})).content
@@ -310,16 +346,24 @@ async def test_a_resource_of_an_unknown_run_says_so(client: Client):
         await client.read_resource("flash://runs/run-none/metrics")
 
 
-# -- every tool, whatever it is given ---------------------------------------------------------------------------------
+# -- every tool, whatever it is given --------------------------------------------------------------
 
-NO_SUCH = {"run_id": "run-00000000", "deployment": "dep-0", "environment": "none", "path": "/nonexistent", "name": "n"}
+NO_SUCH = {
+    "run_id": "run-00000000",
+    "deployment": "dep-0",
+    "environment": "none",
+    "path": "/nonexistent",
+    "name": "n",
+}
 
 
-@pytest.mark.parametrize("name", list(all_tools()))
-async def test_every_tool_answers_about_what_does_not_exist(client: Client, name: str, tmp_path: Path):
+@pytest.mark.parametrize("name", list(TOOLS))
+async def test_every_tool_answers_about_what_does_not_exist(
+    client: Client, name: str, tmp_path: Path
+):
     arguments: dict[str, Any] = {
         argument: str(tmp_path / "new") if name == "env_setup" else NO_SUCH.get(argument, "none")
-        for argument, parameter in all_tools()[name].signature.parameters.items()
+        for argument, parameter in TOOLS[name].signature.parameters.items()
         if parameter.default is parameter.empty
     }
     with supervised():
@@ -331,12 +375,12 @@ async def test_every_tool_answers_about_what_does_not_exist(client: Client, name
         body_of(result)
 
 
-# -- real transports --------------------------------------------------------------------------------------------------
+# -- real transports -------------------------------------------------------------------------------
 
 
 async def drive(client: Client, run_id: str) -> None:
     """A few calls, as a client would make them."""
-    assert len((await client.list_tools()).tools) == len(all_tools())
+    assert len((await client.list_tools()).tools) == len(TOOLS)
     assert "models" in body_of(await client.call_tool("catalog", {}))
     body = body_of(await client.call_tool("status", {"run_id": run_id}))
     assert (body["run"]["state"], body["run"]["verdict"]["outcome"]) == ("succeeded", "improved")
@@ -348,7 +392,10 @@ async def drive(client: Client, run_id: str) -> None:
 async def test_a_session_over_stdio(mode: str, tmp_path: Path, flash_home: Path):
     run = finished_run(tmp_path)
     command = StdioServerParameters(
-        command=sys.executable, args=["-m", "flash_mcp.cli", "serve"], env={"FLASH_HOME": str(flash_home)}, cwd=ROOT
+        command=sys.executable,
+        args=["-m", "flash_mcp.cli", "serve"],
+        env={"FLASH_HOME": str(flash_home)},
+        cwd=ROOT,
     )
     with anyio.fail_after(START_TIMEOUT_S):
         async with Client(command, mode=mode) as client:
@@ -358,7 +405,7 @@ async def test_a_session_over_stdio(mode: str, tmp_path: Path, flash_home: Path)
 async def test_the_module_runs_under_the_sdks_own_command(flash_home: Path):
     command = StdioServerParameters(
         command=str(Path(sys.executable).with_name("mcp")),
-        args=["run", "flash_mcp/server.py"],
+        args=["run", "flash_mcp/server/mcp_server.py"],
         env={"FLASH_HOME": str(flash_home)},
         cwd=ROOT,
     )

@@ -20,14 +20,17 @@ import httpx
 import psutil
 import pytest
 
-from flash_mcp import queue, serving
-from flash_mcp.callers import Caller, acting_as
-from flash_mcp.errors import FlashError
-from flash_mcp.runfolder import RunFolder
-from flash_mcp.serving import Deployments, Server, find_deployment, request, request_stop
-from flash_mcp.spec import RunSpec, resolve
-from flash_mcp.store import LIVE_DEPLOYMENT, DeploymentRow, Store, open_store
-from flash_mcp.tools.serving import Message, _answer, chat, deploy, describe, undeploy
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.spec import RunSpec, resolve
+from flash_mcp.state import queue
+from flash_mcp.state.owners import Caller, acting_as
+from flash_mcp.state.schema import LIVE_DEPLOYMENT, DeploymentRow
+from flash_mcp.state.serving import find_deployment, request, request_stop
+from flash_mcp.state.store import Store, open_store
+from flash_mcp.supervisor import model_servers
+from flash_mcp.supervisor.model_servers import Deployments, Server
+from flash_mcp.tools.deploy import Message, _answer, chat, deploy, describe, undeploy
 from tests.watch import is_running
 
 SCRIPTED = (sys.executable, str(Path(__file__).with_name("scripted_server.py")))
@@ -61,7 +64,7 @@ def wait_for(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
     return value
 
 
-# -- the rules, on a scripted server -----------------------------------------------------------------------------------
+# -- the rules, on a scripted server ---------------------------------------------------------------
 
 
 @pytest.fixture
@@ -78,7 +81,9 @@ def deployments(store: Store) -> Iterator[Deployments]:
 
 def stop_all(manager: Deployments) -> None:
     for row in manager.store.deployments(LIVE_DEPLOYMENT):
-        manager.store.update_deployment(row["id"], expected_states=LIVE_DEPLOYMENT, state="stopped", pid=None)
+        manager.store.update_deployment(
+            row["id"], expected_states=LIVE_DEPLOYMENT, state="stopped", pid=None
+        )
     manager._pool.shutdown(wait=True)
     for server in manager._servers():
         manager._stop(server)
@@ -114,7 +119,9 @@ def test_a_deployment_is_ready_once_its_adapter_has_answered(
 def test_asking_again_finds_the_deployment_and_another_step_joins_its_server(
     store: Store, deployments: Deployments, tmp_path: Path
 ) -> None:
-    run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")})
+    run_id = make_run(
+        store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")}
+    )
     newest = settle(deployments, request(store, run_id)["id"], "ready")
     assert request(store, run_id, step=2) == newest
     older = settle(deployments, request(store, run_id, step=1)["id"], "ready")
@@ -124,7 +131,9 @@ def test_asking_again_finds_the_deployment_and_another_step_joins_its_server(
 def test_a_later_supervisor_finds_the_server_where_it_runs(
     store: Store, deployments: Deployments, tmp_path: Path
 ) -> None:
-    run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")})
+    run_id = make_run(
+        store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")}
+    )
     first = settle(deployments, request(store, run_id, step=1)["id"], "ready")
     later = Deployments(store, store.base, command=("/bin/false",))
     assert settle(later, request(store, run_id, step=2)["id"], "ready")["pid"] == first["pid"]
@@ -134,14 +143,21 @@ def test_a_later_supervisor_finds_the_server_where_it_runs(
 def test_the_server_ends_with_its_last_deployment_and_leaves_no_process(
     store: Store, deployments: Deployments, tmp_path: Path
 ) -> None:
-    run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")})
-    ids = [settle(deployments, request(store, run_id, step=step)["id"], "ready")["id"] for step in (1, 2)]
+    run_id = make_run(
+        store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")}
+    )
+    ids = [
+        settle(deployments, request(store, run_id, step=step)["id"], "ready")["id"]
+        for step in (1, 2)
+    ]
     server = Server.find(store.base, "toy")
     assert server
     engine = engine_pid(server)
     request_stop(store, ids[0])
     settle(deployments, ids[0], "stopped")
-    assert server.is_alive() and [entry["id"] for entry in server.call("/models").json()["data"]] == [ids[1]]
+    assert server.is_alive() and [
+        entry["id"] for entry in server.call("/models").json()["data"]
+    ] == [ids[1]]
     request_stop(store, ids[1])
     settle(deployments, ids[1], "stopped")
     wait_for(lambda: not is_running(engine) and not deployments.busy())
@@ -172,7 +188,9 @@ def test_a_server_that_was_ended_by_a_supervisor_that_died_before_it_noted_so_is
     row = settle(deployments, request(store, run_id)["id"], "ready")
     server = Server.find(store.base, "toy")
     assert server
-    deployments._pool.shutdown(wait=True)  # a thread of the last tick would see the server gone, and say so
+    deployments._pool.shutdown(
+        wait=True
+    )  # a thread of the last tick would see the server gone, and say so
     deployments._stop(server)
     later = Deployments(store, store.base, command=SCRIPTED)
     wait_for(lambda: later.tick() or store.deployment(row["id"])["pid"] != row["pid"])
@@ -188,13 +206,17 @@ def test_a_server_that_ends_at_once_fails_with_the_cause_from_its_log(
     assert failed["error"] and "the weights are of another model" in failed["error"]["what"]
 
 
-@pytest.mark.parametrize(("begun", "named"), [("", True), ("INFO:     Application startup complete.\n", False)])
+@pytest.mark.parametrize(
+    ("begun", "named"), [("", True), ("INFO:     Application startup complete.\n", False)]
+)
 def test_a_server_that_had_answered_is_not_said_to_have_died_of_an_old_request(
     begun: str, named: bool, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
-    log.write_text(f"{begun}ValueError: someone's bad request\n" + "INFO: good\n" * 200 + "Killed\n")
-    error = serving.diagnose(Server(str(tmp_path), "toy", 1, 8, str(log), "key"))
+    log.write_text(
+        f"{begun}ValueError: someone's bad request\n" + "INFO: good\n" * 200 + "Killed\n"
+    )
+    error = model_servers.diagnose(Server(str(tmp_path), "toy", 1, 8, str(log), "key"))
     assert ("someone's" in error.what) == named
     assert "Killed" in error.values["tail"]
 
@@ -212,14 +234,16 @@ def test_what_a_power_cut_left_of_another_models_server_holds_no_deployment_up(
 def test_a_server_that_never_answers_fails_in_the_end(
     store: Store, deployments: Deployments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving, "START_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(model_servers, "START_TIMEOUT_S", 0.5)
     run_id = make_run(store, "silent", {1: make_adapter(tmp_path / "a")})
     failed = settle(deployments, request(store, run_id)["id"], "failed")
     assert failed["error"] and "did not answer within" in failed["error"]["what"]
     wait_for(lambda: not deployments.busy())
 
 
-def test_an_adapter_that_the_server_refuses_fails_alone(store: Store, deployments: Deployments, tmp_path: Path) -> None:
+def test_an_adapter_that_the_server_refuses_fails_alone(
+    store: Store, deployments: Deployments, tmp_path: Path
+) -> None:
     broken = make_adapter(tmp_path / "broken")
     (broken / "broken").touch()
     run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a"), 2: broken})
@@ -232,14 +256,18 @@ def test_an_adapter_that_the_server_refuses_fails_alone(store: Store, deployment
 def test_an_adapter_of_higher_rank_restarts_the_server_for_all(
     store: Store, deployments: Deployments, tmp_path: Path
 ) -> None:
-    run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b", rank=128)})
+    run_id = make_run(
+        store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b", rank=128)}
+    )
     small = settle(deployments, request(store, run_id, step=1)["id"], "ready")
     large = settle(deployments, request(store, run_id, step=2)["id"], "ready")
     again = settle(deployments, small["id"], "ready")
     assert again["pid"] == large["pid"] != small["pid"]
 
 
-def test_a_model_that_cannot_be_found_fails_with_the_worker_s_own_error(store: Store, tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_found_fails_with_the_worker_s_own_error(
+    store: Store, tmp_path: Path
+) -> None:
     manager = Deployments(store, store.base)
     run_id = make_run(store, str(tmp_path / "gone"), {1: make_adapter(tmp_path / "a")})
     failed = settle(manager, request(store, run_id)["id"], "failed")
@@ -248,7 +276,9 @@ def test_a_model_that_cannot_be_found_fails_with_the_worker_s_own_error(store: S
     stop_all(manager)
 
 
-def test_a_port_that_is_taken_is_refused_before_anything_is_made(store: Store, tmp_path: Path) -> None:
+def test_a_port_that_is_taken_is_refused_before_anything_is_made(
+    store: Store, tmp_path: Path
+) -> None:
     run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a")})
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(FlashError) as caught:
         request(store, run_id, port=taken.getsockname()[1])
@@ -256,7 +286,9 @@ def test_a_port_that_is_taken_is_refused_before_anything_is_made(store: Store, t
     assert store.deployments() == []
 
 
-def test_a_port_that_was_taken_meanwhile_fails_as_such(store: Store, deployments: Deployments, tmp_path: Path) -> None:
+def test_a_port_that_was_taken_meanwhile_fails_as_such(
+    store: Store, deployments: Deployments, tmp_path: Path
+) -> None:
     run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a")})
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -270,16 +302,25 @@ def test_a_port_that_was_taken_meanwhile_fails_as_such(store: Store, deployments
 def test_another_port_for_a_model_that_is_served_is_refused(
     store: Store, deployments: Deployments, tmp_path: Path
 ) -> None:
-    run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")})
+    run_id = make_run(
+        store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")}
+    )
     settle(deployments, request(store, run_id, step=1)["id"], "ready")
     with pytest.raises(FlashError, match="is served on port"):
         request(store, run_id, step=2, port=1)
 
 
 def test_a_name_stands_for_one_deployment(store: Store, tmp_path: Path) -> None:
-    run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")})
+    run_id = make_run(
+        store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")}
+    )
     row = request(store, run_id, step=1, name="best")
-    assert find_deployment(store, "best") == find_deployment(store, row["id"]) == find_deployment(store, None) == row
+    assert (
+        find_deployment(store, "best")
+        == find_deployment(store, row["id"])
+        == find_deployment(store, None)
+        == row
+    )
     with pytest.raises(FlashError, match="is taken by"):
         request(store, run_id, step=2, name="best")
 
@@ -287,8 +328,13 @@ def test_a_name_stands_for_one_deployment(store: Store, tmp_path: Path) -> None:
 def test_an_id_is_nobody_elses_name_and_a_deployment_that_failed_is_found_by_its_own(
     store: Store, tmp_path: Path
 ) -> None:
-    run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")})
-    row, posing = request(store, run_id, step=1, name="best"), request(store, run_id, step=2, name="posing")
+    run_id = make_run(
+        store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")}
+    )
+    row, posing = (
+        request(store, run_id, step=1, name="best"),
+        request(store, run_id, step=2, name="posing"),
+    )
     store.update_deployment(posing["id"], name=row["id"])
     assert find_deployment(store, row["id"])["id"] == row["id"]
     store.update_deployment(row["id"], state="failed")
@@ -309,11 +355,16 @@ def test_a_server_that_cannot_even_be_prepared_fails_its_deployments(
 @pytest.mark.parametrize(
     ("chunks", "said"),
     [
-        ([{"error": {"message": "EngineCore encountered an issue", "code": 500}}], "EngineCore encountered an issue"),
+        (
+            [{"error": {"message": "EngineCore encountered an issue", "code": 500}}],
+            "EngineCore encountered an issue",
+        ),
         ([], "it ended before the answer did"),
     ],
 )
-def test_an_answer_that_is_broken_off_is_no_long_one(chunks: list[Any], said: str, tmp_path: Path) -> None:
+def test_an_answer_that_is_broken_off_is_no_long_one(
+    chunks: list[Any], said: str, tmp_path: Path
+) -> None:
     class Broken(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
@@ -327,19 +378,29 @@ def test_an_answer_that_is_broken_off_is_no_long_one(chunks: list[Any], said: st
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Broken) as listening:
         threading.Thread(target=listening.serve_forever, daemon=True).start()
-        server = Server(str(tmp_path), "toy", listening.server_port, 8, str(tmp_path / "log"), "key")
+        server = Server(
+            str(tmp_path), "toy", listening.server_port, 8, str(tmp_path / "log"), "key"
+        )
         with pytest.raises(FlashError, match=said):
             anyio.run(_answer, server, {"model": "toy", "messages": []})
         listening.shutdown()
 
 
-def test_a_run_without_a_checkpoint_or_with_a_damaged_one_is_refused(store: Store, tmp_path: Path) -> None:
+def test_a_run_without_a_checkpoint_or_with_a_damaged_one_is_refused(
+    store: Store, tmp_path: Path
+) -> None:
     empty = make_run(store, "toy", {})
     with pytest.raises(FlashError) as caught:
         request(store, empty)
-    assert caught.value.code == "unknown_checkpoint" and "wait for the first one" in str(caught.value)
-    run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")})
-    Path(store.run(run_id)["folder"], "checkpoints", "2", "adapter_model.safetensors").write_bytes(b"")
+    assert caught.value.code == "unknown_checkpoint" and "wait for the first one" in str(
+        caught.value
+    )
+    run_id = make_run(
+        store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")}
+    )
+    Path(store.run(run_id)["folder"], "checkpoints", "2", "adapter_model.safetensors").write_bytes(
+        b""
+    )
     assert request(store, run_id)["step"] == 1, "the newest good one"
     with pytest.raises(FlashError) as caught:
         request(store, run_id, step=2)
@@ -360,7 +421,7 @@ def test_the_api_key_is_readable_by_its_owner_alone_and_in_no_command_line(
     assert server.api_key not in json.dumps(row)
 
 
-# -- the whole, on vLLM ------------------------------------------------------------------------------------------------
+# -- the whole, on vLLM ----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -379,7 +440,10 @@ def vllm_store(served_home: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
 
 def _end_supervisor(home: Path) -> None:
     for process in psutil.process_iter(["cmdline"]):
-        if str(home) in (process.info["cmdline"] or []) and "flash_mcp.supervisor" in process.info["cmdline"]:
+        if (
+            str(home) in (process.info["cmdline"] or [])
+            and "flash_mcp.supervisor" in process.info["cmdline"]
+        ):
             process.kill()
             wait_for(lambda pid=process.pid: not is_running(pid))
 
@@ -452,9 +516,14 @@ async def test_a_checkpoint_is_deployed_talked_to_and_undeployed(
     row = vllm_store.deployment(first.deployment)
     with acting_as(Caller("alice")):  # who is elsewhere cannot reach it
         elsewhere = describe(vllm_store, row)
-        assert (elsewhere.state, elsewhere.base_url, elsewhere.api_key_file) == ("ready", None, None)
+        assert (elsewhere.state, elsewhere.base_url, elsewhere.api_key_file) == (
+            "ready",
+            None,
+            None,
+        )
 
-    # Another supervisor finds the server; a second adapter joins it and one that does not fit is told.
+    # Another supervisor finds the server; a second adapter joins it and one that does not fit is
+    # told.
     _end_supervisor(vllm_store.base)
     pid = vllm_store.deployment(first.deployment)["pid"]
     second = await ready(run_id, step=6)

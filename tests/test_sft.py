@@ -12,22 +12,24 @@ import torch
 from transformers import AutoTokenizer
 from trl import SFTTrainer
 
-from environments.host import EnvironmentHost
-from flash_mcp.errors import FlashError
-from flash_mcp.runfolder import RunFolder
-from flash_mcp.spec import RunSpec, resolve
+from environments.process.host import EnvironmentHost
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.spec import RunSpec, resolve
 from tests.attempts import Attempt, make_run
 from tests.tiny import make_tokenizer
-from worker.checkpoints import Reporter
-from worker.policy import load_policy
-from worker.pulse import Pulse
-from worker.run import _optimize
+from worker.heartbeat import Pulse
+from worker.rollouts.transcript import ChatTemplate
 from worker.settings import Settings
-from worker.sft import IGNORED, Tuner, dataset_rows, gold_rows, make_sft_trainer
-from worker.transcript import ChatTemplate
+from worker.train import _optimize
+from worker.training.checkpoints import Reporter
+from worker.training.policy import load_policy
+from worker.training.sft import IGNORED, Tuner, dataset_rows, gold_rows, make_sft_trainer
 
-SPEC = Settings(**resolve(RunSpec(environment="e", algorithm="sft", steps=1, batch_size=5)).spec.model_dump())
-CALCULATOR = Path(__file__).parent.parent / "environments" / "calculator"
+SPEC = Settings(
+    **resolve(RunSpec(environment="e", algorithm="sft", steps=1, batch_size=5)).spec.model_dump()
+)
+CALCULATOR = Path(__file__).parent.parent / "environments" / "examples" / "calculator"
 
 
 @pytest.mark.anyio
@@ -40,17 +42,25 @@ async def test_every_assistant_token_of_a_gold_conversation_is_learnt_and_no_oth
             opening = await host.open("eval", index)
             await host.close(opening.episode)
             gold = await host.gold("eval", index)
-            whole = template.tokenizer.apply_chat_template([*opening.messages, *gold], tokenize=False)
+            whole = template.tokenizer.apply_chat_template(
+                [*opening.messages, *gold], tokenize=False
+            )
             assert decode(row["input_ids"]) + "\n" == whole
             learnt = [token for token in row["labels"] if token != IGNORED]
             said = [message["content"] for message in gold if message["role"] == "assistant"]
             assert decode(learnt) == "".join(f"{text}<|im_end|>" for text in said)
-            assert all(label in (IGNORED, token) for token, label in zip(row["input_ids"], row["labels"], strict=True))
+            assert all(
+                label in (IGNORED, token)
+                for token, label in zip(row["input_ids"], row["labels"], strict=True)
+            )
     assert len(rows) == 200
 
 
 ANSWER = {"role": "assistant", "content": "a"}
-CALLING = {**ANSWER, "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
+CALLING = {
+    **ANSWER,
+    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
+}
 
 
 @pytest.mark.parametrize(
@@ -61,10 +71,13 @@ CALLING = {**ANSWER, "tool_calls": [{"type": "function", "function": {"name": "f
         ([{"role": "assistant", "content": None}], "content is None"),
     ],
 )
-def test_gold_that_no_rollout_could_hold_is_refused_with_its_row(tmp_path: Path, gold: Any, reason: str) -> None:
+def test_gold_that_no_rollout_could_hold_is_refused_with_its_row(
+    tmp_path: Path, gold: Any, reason: str
+) -> None:
     lines = [[ANSWER], gold]
     content = "".join(
-        json.dumps({"messages": [{"role": "user", "content": "?"}, *line], "prompt_messages": 1}) + "\n"
+        json.dumps({"messages": [{"role": "user", "content": "?"}, *line], "prompt_messages": 1})
+        + "\n"
         for line in lines
     )
     (tmp_path / "train.jsonl").write_text(content)
@@ -88,13 +101,17 @@ def test_two_answers_in_a_row_are_two_turns_as_in_a_rollout(tmp_path: Path) -> N
     assert template.tokenizer.decode(learnt) == "a<|im_end|>b<|im_end|>"
 
 
-def test_the_packed_pass_gives_the_loss_and_the_gradients_of_trls_own(fp32_model: Path, tmp_path: Path) -> None:
+def test_the_packed_pass_gives_the_loss_and_the_gradients_of_trls_own(
+    fp32_model: Path, tmp_path: Path
+) -> None:
     """Rows of one token to 60; some learn nothing at the end, one is cut within its answer."""
     rng = random.Random(0)
     rows = []
     for length in (60, 8, 33, 2, 47):
         ids = [rng.randrange(33, 126) for _ in range(length)]
-        labels = [token if index and rng.random() < 0.6 else IGNORED for index, token in enumerate(ids)]
+        labels = [
+            token if index and rng.random() < 0.6 else IGNORED for index, token in enumerate(ids)
+        ]
         rows.append({"input_ids": ids, "labels": [*labels[:-1], ids[-1]]})
     rows[1]["labels"][-1] = IGNORED
     outcomes = []
@@ -117,12 +134,16 @@ def test_the_packed_pass_gives_the_loss_and_the_gradients_of_trls_own(fp32_model
         gradients = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
         outcomes.append((loss.item(), kind.evaluate(trainer)["eval_loss"], gradients))
     (ours, our_held_out, our_gradients), (theirs, their_held_out, their_gradients) = outcomes
-    assert ours == pytest.approx(theirs, rel=1e-5) and our_held_out == pytest.approx(their_held_out, rel=1e-5)
+    assert ours == pytest.approx(theirs, rel=1e-5) and our_held_out == pytest.approx(
+        their_held_out, rel=1e-5
+    )
     assert (our_gradients - their_gradients).norm() < 1e-5 * their_gradients.norm()
 
 
 @pytest.mark.parametrize("stop", [4, 5])
-def test_fine_tuning_that_resumes_ends_where_it_would_have(fp32_model: Path, tmp_path: Path, stop: int) -> None:
+def test_fine_tuning_that_resumes_ends_where_it_would_have(
+    fp32_model: Path, tmp_path: Path, stop: int
+) -> None:
     """Also where every step was made: five steps end in the midst of the second pass over the rows."""
     rng = random.Random(0)
     texts = [[rng.randrange(33, 126) for _ in range(length)] for length in (9, 20, 5, 30, 12, 7)]
@@ -133,7 +154,13 @@ def test_fine_tuning_that_resumes_ends_where_it_would_have(fp32_model: Path, tmp
         if not resume:
             folder.create({})
         writer = folder.claim(folder.newest_epoch() + 1)
-        fields = {"algorithm": "sft", "batch_size": 2, "steps": steps, "save_every": 1, "learning_rate": 1e-2}
+        fields = {
+            "algorithm": "sft",
+            "batch_size": 2,
+            "steps": steps,
+            "save_every": 1,
+            "learning_rate": 1e-2,
+        }
         spec = Settings(**resolve(RunSpec(environment="e", **fields)).spec.model_dump())
         pulse = Pulse(writer)
         reporter = Reporter(writer, spec, pulse.cancelled)
@@ -172,9 +199,20 @@ def test_a_fine_tuned_adapter_warms_a_grpo_run(tiny_model: Path, tmp_path: Path)
     assert losses[-1] < losses[0] - 0.5
     held_out = [tuned.metrics(step)["metrics"].get("eval_loss") for step in (2, 3, 6)]  # pyright: ignore[reportOptionalSubscript]
     assert held_out[0] is None and held_out[2] < held_out[1]
-    assert tuned.checkpoint_steps() == [3, 6] and list(tuned.eval_steps()) == [6] and not tuned.rollout_steps()
+    assert (
+        tuned.checkpoint_steps() == [3, 6]
+        and list(tuned.eval_steps()) == [6]
+        and not tuned.rollout_steps()
+    )
 
-    start = {"init_adapter": {"path": tuned.path("checkpoints", "6"), "run_id": "sft", "step": 6, "digest": ""}}
+    start = {
+        "init_adapter": {
+            "path": tuned.path("checkpoints", "6"),
+            "run_id": "sft",
+            "step": 6,
+            "digest": "",
+        }
+    }
     warmed = make_run(tmp_path / "grpo", tiny_model, job=start, steps=1, max_tokens=8, **calculator)
     with Attempt(warmed) as attempt:
         assert attempt.wait() == 0, attempt.log_path.read_text()

@@ -1,8 +1,8 @@
-"""A long run holds no more at its end than after its first steps. FLASH_SLOW=1 makes it 200 steps instead of 25.
+"""A long run holds no more at its end than after its first steps. FLASH_SLOW=1 makes it 200 steps
+instead of 25.
 
-That no request stays behind in the engine needs no counter here: every step's weight sync refuses to begin while the
-engine holds one (worker.engine.VllmEngine.load_policy).
-"""
+That no request stays behind in the engine needs no counter here: every step's weight sync refuses
+to begin while the engine holds one (worker.engine.vllm.VllmEngine.load_policy)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,12 @@ MIB_A_STEP = 1.0 if os.environ.get("FLASH_SLOW") else 2.0
 
 
 @pytest.mark.timeout(3600)
-def test_a_long_run_grows_neither_in_memory_nor_in_threads_nor_in_files(tiny_model: Path, tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", tiny_model, steps=STEPS, save_every=10, max_tokens=64, learning_rate=1e-6)
+def test_a_long_run_grows_neither_in_memory_nor_in_threads_nor_in_files(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    run = make_run(
+        tmp_path / "run", tiny_model, steps=STEPS, save_every=10, max_tokens=64, learning_rate=1e-6
+    )
     with Attempt(run) as attempt:
         held, _ = watch(run, attempt, timeout_s=3500)
         assert attempt.wait() == 0, attempt.log_path.read_text()

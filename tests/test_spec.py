@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flash_mcp.errors import CODES, FlashError
-from flash_mcp.spec import RECIPES, RunSpec, read_toml, resolve, validate
+from flash_mcp.protocol.errors import CODES, FlashError
+from flash_mcp.protocol.spec import RECIPES, RunSpec, read_toml, resolve, validate
 
 
 def test_unset_fields_take_the_recipes_value_and_say_so():
@@ -107,7 +107,9 @@ def test_every_field_has_a_description_and_no_two_recipes_name_another():
     st.text(max_size=50),
     st.dictionaries(st.sampled_from(["a", "b"]), st.integers()),
 )
-def test_an_error_survives_the_way_through_json(code: str, what: str, fix: str, values: dict[str, int]):
+def test_an_error_survives_the_way_through_json(
+    code: str, what: str, fix: str, values: dict[str, int]
+):
     error = FlashError(code, what, fix=fix, **values)
     assert str(FlashError.from_dict(error.to_dict())) == str(error)
 

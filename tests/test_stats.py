@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
-from flash_mcp import comparison, stats
+from flash_mcp.judgement import comparison, statistics
 
 COUNTS = [(0, 1), (0, 10), (1, 10), (5, 10), (10, 10), (37, 200), (199, 200), (500, 1000)]
 
@@ -19,100 +19,135 @@ COUNTS = [(0, 1), (0, 10), (1, 10), (5, 10), (10, 10), (37, 200), (199, 200), (5
 @pytest.mark.parametrize(("successes", "count"), COUNTS)
 def test_wilsons_interval_is_scipys(successes: int, count: int):
     theirs = scipy_stats.binomtest(successes, count).proportion_ci(method="wilson")
-    ours = stats.wilson(successes, count)
+    ours = statistics.wilson(successes, count)
     assert (ours.low, ours.high) == (pytest.approx(theirs.low), pytest.approx(theirs.high))
 
 
 @pytest.mark.parametrize(
     ("successes", "count", "low", "high"),
-    [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
+    [
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ],
 )
-def test_wilsons_interval_is_the_one_that_newcombe_printed(successes: int, count: int, low: float, high: float):
+def test_wilsons_interval_is_the_one_that_newcombe_printed(
+    successes: int, count: int, low: float, high: float
+):
     # Newcombe, Statistics in Medicine 17 (1998), table I, method 3.
-    ours = stats.wilson(successes, count)
+    ours = statistics.wilson(successes, count)
     assert (round(ours.low, 4), round(ours.high, 4)) == (low, high)
 
 
 def test_one_attempt_a_task_is_wilsons_interval():
-    assert stats.success_interval([[True]] * 30 + [[False]] * 70) == stats.wilson(30, 100)
+    assert statistics.success_interval([[True]] * 30 + [[False]] * 70) == statistics.wilson(30, 100)
 
 
 def test_repeating_an_attempt_that_always_comes_out_alike_tells_nothing_new():
-    once = stats.success_interval([[True]] * 30 + [[False]] * 70)
-    often = stats.success_interval([[True] * 8] * 30 + [[False] * 8] * 70)
+    once = statistics.success_interval([[True]] * 30 + [[False]] * 70)
+    often = statistics.success_interval([[True] * 8] * 30 + [[False] * 8] * 70)
     assert often.high - often.low == pytest.approx(once.high - once.low, rel=0.02)
 
 
 def test_attempts_that_scatter_within_their_task_narrow_the_interval():
     rng = random.Random(0)
     outcomes = [[rng.random() < 0.5 for _ in range(8)] for _ in range(100)]
-    interval, independent = stats.success_interval(outcomes), stats.wilson(sum(map(sum, outcomes)), 800)
-    assert interval.high - interval.low == pytest.approx(independent.high - independent.low, rel=0.15)
+    interval, independent = (
+        statistics.success_interval(outcomes),
+        statistics.wilson(sum(map(sum, outcomes)), 800),
+    )
+    assert interval.high - interval.low == pytest.approx(
+        independent.high - independent.low, rel=0.15
+    )
 
 
 def test_the_interval_of_clustered_attempts_holds_the_truth_95_times_of_100():
     rng, held = random.Random(1), 0
-    for _ in range(400):  # tasks differ in difficulty: success rates uniform in 0..1, so the truth is 0.5
+    for _ in range(
+        400
+    ):  # tasks differ in difficulty: success rates uniform in 0..1, so the truth is 0.5
         rates = [rng.random() for _ in range(60)]
-        interval = stats.success_interval([[rng.random() < rate for _ in range(6)] for rate in rates])
+        interval = statistics.success_interval(
+            [[rng.random() < rate for _ in range(6)] for rate in rates]
+        )
         held += interval.low <= 0.5 <= interval.high
     assert 0.92 <= held / 400 <= 0.985
 
 
 def test_no_attempts_say_nothing():
-    assert stats.success_interval([[], []]) == stats.Interval(0.0, 1.0)
+    assert statistics.success_interval([[], []]) == statistics.Interval(0.0, 1.0)
 
 
-@given(st.integers(1, 60).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
+@given(
+    st.integers(1, 60).flatmap(
+        lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))
+    )
+)
 def test_pass_at_k_is_the_share_of_draws_of_k_with_a_success(case: tuple[int, int, int]):
     attempts, correct, k = case
     # Without a success: all k are drawn from the failures, which is hypergeometric.
     missed = scipy_stats.hypergeom(attempts, correct, k).pmf(0)
-    assert stats.pass_at_k(attempts, correct, k) == pytest.approx(1 - missed, abs=1e-9)
+    assert statistics.pass_at_k(attempts, correct, k) == pytest.approx(1 - missed, abs=1e-9)
 
 
 def test_pass_at_one_is_the_success_rate():
-    assert stats.pass_at_k(10, 3, 1) == pytest.approx(0.3)
+    assert statistics.pass_at_k(10, 3, 1) == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize("k", [0, -1, 5])
 def test_pass_at_more_than_was_attempted_cannot_be_told(k: int):
     with pytest.raises(ValueError, match="4 attempts"):
-        stats.pass_at_k(4, 1, k)
+        statistics.pass_at_k(4, 1, k)
 
 
 @given(st.integers(0, 200), st.integers(0, 200))
 def test_mcnemar_is_the_exact_binomial_test_of_the_changed_pairs(won: int, lost: int):
     expected = scipy_stats.binomtest(won, won + lost, 0.5).pvalue if won + lost else 1.0
-    assert stats.mcnemar(won, lost) == pytest.approx(expected)
+    assert statistics.mcnemar(won, lost) == pytest.approx(expected)
 
 
 @settings(max_examples=20)
 @given(st.lists(st.floats(-1, 1), min_size=20, max_size=80), st.integers(0, 5))
 def test_the_bootstrap_interval_is_scipys_but_for_the_draws(values: list[float], seed: int):
     theirs = scipy_stats.bootstrap(
-        (values,), lambda x, axis: x.mean(axis=axis), n_resamples=5000, method="percentile", rng=seed
+        (values,),
+        lambda x, axis: x.mean(axis=axis),
+        n_resamples=5000,
+        method="percentile",
+        rng=seed,
     ).confidence_interval
-    ours, error = stats.bootstrap_mean(values, seed=seed), math.sqrt(stats.spread(values) / len(values))
-    assert ours == stats.bootstrap_mean(values, seed=seed)
+    ours, error = (
+        statistics.bootstrap_mean(values, seed=seed),
+        math.sqrt(statistics.spread(values) / len(values)),
+    )
+    assert ours == statistics.bootstrap_mean(values, seed=seed)
     close = 0.15 * error + 1e-9
-    assert (ours.low, ours.high) == (pytest.approx(theirs.low, abs=close), pytest.approx(theirs.high, abs=close))
+    assert (ours.low, ours.high) == (
+        pytest.approx(theirs.low, abs=close),
+        pytest.approx(theirs.high, abs=close),
+    )
 
 
 def test_the_size_that_is_needed_has_the_power_that_was_promised():
     spread, change = 0.25, 0.1
-    count, rng, seen = stats.needed(spread, change), random.Random(3), 0
+    count, rng, seen = statistics.needed(spread, change), random.Random(3), 0
     for _ in range(400):
         values = [rng.gauss(change, math.sqrt(spread)) for _ in range(count)]
-        seen += fmean(values) > stats.Z95 * math.sqrt(stats.spread(values) / count)
+        seen += fmean(values) > statistics.Z95 * math.sqrt(statistics.spread(values) / count)
     assert 0.74 <= seen / 400 <= 0.86
 
 
-# -- comparisons ------------------------------------------------------------------------------------------------------
+# -- comparisons -----------------------------------------------------------------------------------
 
 
 def paired(won: int, lost: int, same: int, effect: float = 0.05) -> comparison.Comparison:
-    pairs = [(0.0, 1.0)] * won + [(1.0, 0.0)] * lost + [(0.0, 0.0)] * (same // 2) + [(1.0, 1.0)] * (same - same // 2)
+    pairs = (
+        [(0.0, 1.0)] * won
+        + [(1.0, 0.0)] * lost
+        + [(0.0, 0.0)] * (same // 2)
+        + [(1.0, 1.0)] * (same - same // 2)
+    )
     return comparison.compare_paired([b for b, _ in pairs], [o for _, o in pairs], effect=effect)
 
 
@@ -130,7 +165,7 @@ def paired(won: int, lost: int, same: int, effect: float = 0.05) -> comparison.C
 def test_the_verdict_on_successes_of_the_same_tasks(won: int, lost: int, same: int, outcome: str):
     found = paired(won, lost, same)
     assert (found.outcome, found.test) == (outcome, "mcnemar_exact")
-    assert found.p == stats.mcnemar(won, lost)
+    assert found.p == statistics.mcnemar(won, lost)
     assert (found.decide_n is not None) == (outcome == "underpowered")
     assert "McNemar" in found.explanation
 
@@ -144,7 +179,10 @@ def test_an_interval_without_zero_is_not_called_chance_for_want_of_tasks():
     decided_by_p = paired(5, 0, 0)
     assert decided_by_p.low > 0 and "p is not below 0.05" in decided_by_p.explanation
     within_chance = paired(6, 3, 41)
-    assert "chance alone may explain it" in within_chance.explanation and "fewer" not in within_chance.explanation
+    assert (
+        "chance alone may explain it" in within_chance.explanation
+        and "fewer" not in within_chance.explanation
+    )
 
 
 def test_the_number_that_would_decide_decides_when_the_difference_stays():
@@ -163,25 +201,42 @@ def test_shares_of_several_attempts_are_compared_by_bootstrap_over_tasks():
 
 
 def test_few_tasks_that_agree_are_not_taken_for_certainty():
-    assert comparison.compare_paired([0.1, 0.2, 0.3], [0.4, 0.5, 0.6], effect=0.05).outcome == "underpowered"
+    assert (
+        comparison.compare_paired([0.1, 0.2, 0.3], [0.4, 0.5, 0.6], effect=0.05).outcome
+        == "underpowered"
+    )
 
 
 @settings(max_examples=30)
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=60))
 def test_swapping_the_sides_turns_the_comparison_around(pairs: list[tuple[float, float]]):
     base, other = [a for a, _ in pairs], [b for _, b in pairs]
-    there, back = (comparison.compare_paired(*sides, effect=0.05) for sides in ((base, other), (other, base)))
+    there, back = (
+        comparison.compare_paired(*sides, effect=0.05) for sides in ((base, other), (other, base))
+    )
     assert there.change == pytest.approx(-back.change)
     turned = {"improved": "regressed", "regressed": "improved"}
-    if min(abs(there.low), abs(there.high)) > 0.02:  # the draws differ, so a border may be on either side
-        assert turned.get(there.outcome, there.outcome) in (back.outcome, "no_change", "underpowered")
+    if (
+        min(abs(there.low), abs(there.high)) > 0.02
+    ):  # the draws differ, so a border may be on either side
+        assert turned.get(there.outcome, there.outcome) in (
+            back.outcome,
+            "no_change",
+            "underpowered",
+        )
 
 
 @settings(max_examples=30)
 @given(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=200))
 def test_nothing_is_better_or_worse_than_itself(values: list[float]):
-    assert comparison.compare_paired(values, values, effect=0.05).outcome in ("no_change", "underpowered")
-    assert comparison.compare_unpaired(values, values, effect=0.05).outcome in ("no_change", "underpowered")
+    assert comparison.compare_paired(values, values, effect=0.05).outcome in (
+        "no_change",
+        "underpowered",
+    )
+    assert comparison.compare_unpaired(values, values, effect=0.05).outcome in (
+        "no_change",
+        "underpowered",
+    )
 
 
 def test_a_paired_comparison_of_equal_models_cries_wolf_at_most_5_times_of_100():
@@ -194,12 +249,15 @@ def test_a_paired_comparison_of_equal_models_cries_wolf_at_most_5_times_of_100()
 
 
 def test_different_tasks_are_compared_by_noise_bands():
-    found = comparison.compare_unpaired([1.0] * 40 + [0.0] * 160, [1.0] * 100 + [0.0] * 100, effect=0.05)
+    found = comparison.compare_unpaired(
+        [1.0] * 40 + [0.0] * 160, [1.0] * 100 + [0.0] * 100, effect=0.05
+    )
     assert (found.outcome, found.test) == ("improved", "noise_band")
     assert "noise band" in found.explanation
     again = comparison.compare_unpaired([1.0] * 4 + [0.0] * 16, [1.0] * 8 + [0.0] * 12, effect=0.05)
     assert again.outcome == "underpowered" and "on each side" in again.explanation
-    # Textbook size for 20 % against 40 % at 80 % power is 79 to 82 a side; ours smooths the shares a little.
+    # Textbook size for 20 % against 40 % at 80 % power is 79 to 82 a side; ours smooths the shares
+    # a little.
     assert again.decide_n is not None and 70 <= again.decide_n <= 95
 
 

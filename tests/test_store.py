@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
-from flash_mcp import queue
-from flash_mcp.errors import FlashError
-from flash_mcp.spec import RunSpec, resolve
-from flash_mcp.store import Database, Store, migrations, open_store
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.spec import RunSpec, resolve
+from flash_mcp.state import queue
+from flash_mcp.state.schema import migrations
+from flash_mcp.state.sqlite import Database
+from flash_mcp.state.store import Store, open_store
 
 
 @pytest.fixture
@@ -28,22 +30,33 @@ def run_id(store: Store) -> str:
 
 
 def new_run(store: Store) -> str:
-    environment = store.add_environment(name="calc", digest="abcdef123456", path="/environments/calc", size_bytes=9)
+    environment = store.add_environment(
+        name="calc", digest="abcdef123456", path="/environments/calc", size_bytes=9
+    )
     run, _ = queue.enqueue(store, resolve(RunSpec(environment="calc")), environment)
     return run["id"]
 
 
 def rollout(step: int, index: int, text: str = "hello", **values: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": text}]
-    return {"step": step, "index": index, "reward": index / 10, "success": index > 1, "messages": messages, **values}
+    return {
+        "step": step,
+        "index": index,
+        "reward": index / 10,
+        "success": index > 1,
+        "messages": messages,
+        **values,
+    }
 
 
-def put_metrics(store: Store, run_id: str, step: int, epoch: int = 1, **metrics: float | None) -> None:
+def put_metrics(
+    store: Store, run_id: str, step: int, epoch: int = 1, **metrics: float | None
+) -> None:
     store.put_metrics(run_id, {"step": step, "epoch": epoch, "time": 1.5, "metrics": metrics})
 
 
 def test_many_processes_can_open_a_new_store_at_once(tmp_path: Path) -> None:
-    code = "import sys, pathlib; from flash_mcp.store import Store; Store(pathlib.Path(sys.argv[1])).runs()"
+    code = "import sys, pathlib; from flash_mcp.state.store import Store; Store(pathlib.Path(sys.argv[1])).runs()"
     children = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path)]) for _ in range(6)]
     assert [child.wait(timeout=60) for child in children] == [0] * 6
     assert Store(tmp_path).query("SELECT name FROM _sqlite_migrations") == [
@@ -62,7 +75,7 @@ def test_the_store_is_durable_and_its_sqlite_has_no_known_corruption_bug(store: 
 
 
 def test_importing_the_store_does_not_import_pandas() -> None:
-    code = "import sys, flash_mcp.store; sys.exit('pandas' in sys.modules or 'numpy' in sys.modules)"
+    code = "import sys, flash_mcp.state.store; sys.exit('pandas' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -80,7 +93,9 @@ def test_a_failing_transaction_leaves_nothing(store: Store, run_id: str) -> None
     assert store.metrics(run_id) == []
 
 
-def test_a_transaction_that_reads_and_then_writes_survives_another_writer(store: Store, run_id: str) -> None:
+def test_a_transaction_that_reads_and_then_writes_survives_another_writer(
+    store: Store, run_id: str
+) -> None:
     other = Store(store.base)
     with store.transaction():
         before = len(store.metrics(run_id))
@@ -92,7 +107,7 @@ def test_a_transaction_that_reads_and_then_writes_survives_another_writer(store:
 def test_a_database_that_stays_locked_is_a_named_error(
     store: Store, run_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flash_mcp.store.BUSY_TIMEOUT_S", 0)
+    monkeypatch.setattr("flash_mcp.state.database.BUSY_TIMEOUT_S", 0)
     with store.transaction(), pytest.raises(FlashError, match="state_busy"):
         Store(store.base)
 
@@ -132,7 +147,9 @@ def test_a_step_reported_again_replaces_the_first_report(store: Store, run_id: s
     assert [(row["epoch"], row["metrics"]["loss"]) for row in store.metrics(run_id)] == [(2, 2.0)]
 
 
-def test_a_series_is_averaged_over_equal_stretches_without_the_nulls(store: Store, run_id: str) -> None:
+def test_a_series_is_averaged_over_equal_stretches_without_the_nulls(
+    store: Store, run_id: str
+) -> None:
     for step in range(1, 101):
         put_metrics(store, run_id, step, **{"reward/mean": None if step > 80 else float(step)})
     series = store.series(run_id, "reward/mean", points=4)
@@ -142,13 +159,16 @@ def test_a_series_is_averaged_over_equal_stretches_without_the_nulls(store: Stor
 
 
 def test_rollouts_are_found_by_order_step_success_and_text(store: Store, run_id: str) -> None:
-    store.put_rollouts(run_id, "train", 1, [rollout(1, index, text=f"Answer {index}") for index in range(4)])
+    store.put_rollouts(
+        run_id, "train", 1, [rollout(1, index, text=f"Answer {index}") for index in range(4)]
+    )
     store.put_rollouts(run_id, "train", 2, [rollout(2, 0, text='he said "role" % _\nÉtude')])
 
     def found(**filters: Any) -> list[tuple[int, int]]:
         rows = store.rollouts(run_id, **filters)
         assert store.rollout_count(
-            run_id, **{key: filters[key] for key in ("step", "contains", "success") if key in filters}
+            run_id,
+            **{key: filters[key] for key in ("step", "contains", "success") if key in filters},
         ) >= len(rows)
         return [(row["step"], row["index"]) for row in rows]
 
@@ -167,21 +187,32 @@ def test_pages_of_a_random_order_fit_together_and_seeds_differ(store: Store, run
     store.put_rollouts(run_id, "train", 1, [rollout(1, index) for index in range(40)])
 
     def page(seed: int, offset: int) -> list[int]:
-        return [row["index"] for row in store.rollouts(run_id, order="random", seed=seed, limit=20, offset=offset)]
+        return [
+            row["index"]
+            for row in store.rollouts(run_id, order="random", seed=seed, limit=20, offset=offset)
+        ]
 
     assert sorted(page(1, 0) + page(1, 20)) == list(range(40))
     assert page(1, 0) == page(1, 0) != page(2, 0)
     assert page(1, 0) != sorted(page(1, 0))
 
 
-def test_a_step_rolled_out_again_leaves_no_rollout_of_the_first_time(store: Store, run_id: str) -> None:
+def test_a_step_rolled_out_again_leaves_no_rollout_of_the_first_time(
+    store: Store, run_id: str
+) -> None:
     store.put_rollouts(run_id, "train", 1, [rollout(1, index) for index in range(5)])
     store.put_rollouts(run_id, "train", 1, [rollout(1, index, text="second") for index in range(3)])
     assert store.rollout_count(run_id) == store.rollout_count(run_id, contains="second") == 3
 
 
 def test_evaluations_keep_their_rollouts_apart_from_training(store: Store, run_id: str) -> None:
-    row = {"step": 0, "epoch": 1, "time": 2.0, "summary": {"n": 1, "success": 0.5}, "rollouts": [rollout(0, 0)]}
+    row = {
+        "step": 0,
+        "epoch": 1,
+        "time": 2.0,
+        "summary": {"n": 1, "success": 0.5},
+        "rollouts": [rollout(0, 0)],
+    }
     store.put_evaluation(run_id, row)
     assert [(row["step"], row["summary"]["success"]) for row in store.evals(run_id)] == [(0, 0.5)]
     assert store.rollout_count(run_id, split="eval") == 1
@@ -190,11 +221,22 @@ def test_evaluations_keep_their_rollouts_apart_from_training(store: Store, run_i
 
 def test_the_last_events_come_oldest_first_and_never_change(store: Store, run_id: str) -> None:
     for number in range(5):
-        event = {"time": float(number), "epoch": 1, "kind": "phase", "message": f"m{number}", "seconds": number}
+        event = {
+            "time": float(number),
+            "epoch": 1,
+            "kind": "phase",
+            "message": f"m{number}",
+            "seconds": number,
+        }
         store.put_event(run_id, f"0001-{number}", event)
-    store.put_event(run_id, "0001-4", {"time": 99.0, "epoch": 1, "kind": "phase", "message": "another"})
+    store.put_event(
+        run_id, "0001-4", {"time": 99.0, "epoch": 1, "kind": "phase", "message": "another"}
+    )
     events = store.events(run_id, limit=2)
-    assert [(event["message"], event["data"]) for event in events] == [("m3", {"seconds": 3}), ("m4", {"seconds": 4})]
+    assert [(event["message"], event["data"]) for event in events] == [
+        ("m3", {"seconds": 3}),
+        ("m4", {"seconds": 4}),
+    ]
     assert store.events(run_id, kinds=["error"]) == []
 
 
@@ -202,7 +244,15 @@ def test_a_checkpoint_is_found_by_step_or_is_the_newest(store: Store, run_id: st
     with pytest.raises(FlashError, match="wait for the first one"):
         store.checkpoint(run_id)
     for step in (10, 20):
-        manifest = {"step": step, "epoch": 1, "time": 3.0, "digest": "d", "size_bytes": 5, "metrics": {}, "files": {}}
+        manifest = {
+            "step": step,
+            "epoch": 1,
+            "time": 3.0,
+            "digest": "d",
+            "size_bytes": 5,
+            "metrics": {},
+            "files": {},
+        }
         store.put_checkpoint(run_id, manifest, f"/runs/{step}")
     assert store.checkpoint(run_id)["step"] == 20
     assert store.checkpoint(run_id, 10)["path"] == "/runs/10"
@@ -212,12 +262,18 @@ def test_a_checkpoint_is_found_by_step_or_is_the_newest(store: Store, run_id: st
 
 def test_an_environment_is_found_by_name_digest_or_the_start_of_one(store: Store) -> None:
     for digest in ("aaaaaa1111", "bbbbbb2222", "bbbbbb3333", "aaaaaa1111"):
-        store.add_environment(name="calc", digest=digest, path=f"/e/{digest}", size_bytes=1, data={"splits": {}})
+        store.add_environment(
+            name="calc", digest=digest, path=f"/e/{digest}", size_bytes=1, data={"splits": {}}
+        )
     assert store.environment("calc")["digest"] == "aaaaaa1111"
     assert store.environment("calc@bbbbbb2222")["path"] == "/e/bbbbbb2222"
     assert store.environment("calc@aaaaaa")["digest"] == "aaaaaa1111"
     assert len(store.environments()) == 3
-    for reference, hint in [("calc@bbbbbb", "one of"), ("calc@aaa", "one of"), ("calk", "did you mean 'calc'")]:
+    for reference, hint in [
+        ("calc@bbbbbb", "one of"),
+        ("calc@aaa", "one of"),
+        ("calk", "did you mean 'calc'"),
+    ]:
         with pytest.raises(FlashError, match=hint) as error:
             store.environment(reference)
         assert error.value.code == "unknown_environment"
@@ -226,9 +282,17 @@ def test_an_environment_is_found_by_name_digest_or_the_start_of_one(store: Store
 def test_a_deployment_changes_only_from_an_expected_state(store: Store) -> None:
     store.add_deployment({"id": "dep-1", "name": "d", "model": "m", "step": 10})
     assert not store.update_deployment("dep-1", expected_states=["ready"], state="stopped")
-    assert store.update_deployment("dep-1", expected_states=["starting"], state="ready", base_url="http://x", pid=7)
+    assert store.update_deployment(
+        "dep-1", expected_states=["starting"], state="ready", base_url="http://x", pid=7
+    )
     row = store.deployment("dep-1")
-    assert (row["state"], row["base_url"], row["pid"], row["step"], row["run_id"]) == ("ready", "http://x", 7, 10, None)
+    assert (row["state"], row["base_url"], row["pid"], row["step"], row["run_id"]) == (
+        "ready",
+        "http://x",
+        7,
+        10,
+        None,
+    )
     assert store.deployments(["stopped"]) == []
     with pytest.raises(FlashError, match="unknown_deployment"):
         store.deployment("dep-2")
@@ -268,9 +332,13 @@ def crowded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, str]:
     metrics = {f"group/metric{number}": number * 1.234567 for number in range(19)}
     with store.transaction():
         for number in range(1000):
-            store.insert("runs", {**run, "id": f"run-{number:08d}", "state": "succeeded", "created": number})
+            store.insert(
+                "runs", {**run, "id": f"run-{number:08d}", "state": "succeeded", "created": number}
+            )
             for step in range(1, 51):
-                put_metrics(store, f"run-{number:08d}", step, **{"reward/mean": step / 50}, **metrics)
+                put_metrics(
+                    store, f"run-{number:08d}", step, **{"reward/mean": step / 50}, **metrics
+                )
     for step in range(1, 51):
         put_metrics(store, run_id, step, **{"reward/mean": step / 50}, **metrics)
         store.put_rollouts(run_id, "train", step, [rollout(step, index) for index in range(32)])
@@ -298,22 +366,48 @@ def test_a_database_without_owners_goes_on_working_as_the_local_owners(tmp_path:
         "updated": 1.0,
     }
     db["runs"].insert(run)
-    db["metrics"].insert({"run_id": "run-1", "step": 1, "epoch": 1, "time": 1.0, "metrics": '{"loss": 0.5}'})
-    environment = {"name": "calc", "digest": "abcdef", "path": "/e", "size_bytes": 9, "pushed": 1.0, "data": "{}"}
+    db["metrics"].insert(
+        {"run_id": "run-1", "step": 1, "epoch": 1, "time": 1.0, "metrics": '{"loss": 0.5}'}
+    )
+    environment = {
+        "name": "calc",
+        "digest": "abcdef",
+        "path": "/e",
+        "size_bytes": 9,
+        "pushed": 1.0,
+        "data": "{}",
+    }
     db["environments"].insert(environment)
-    deployment = {"id": "dep-1", "name": "n", "model": "m", "state": "ready", "data": "{}", "created": 1, "updated": 1}
+    deployment = {
+        "id": "dep-1",
+        "name": "n",
+        "model": "m",
+        "state": "ready",
+        "data": "{}",
+        "created": 1,
+        "updated": 1,
+    }
     db["deployments"].insert(deployment)
     db.conn.execute("ALTER TABLE runs ADD COLUMN added_by_a_later_version TEXT DEFAULT 'kept'")
     db.conn.commit()
-    indexes = {row["name"] for row in db.query("SELECT name FROM sqlite_master WHERE type = 'index' AND sql > ''")}
+    indexes = {
+        row["name"]
+        for row in db.query("SELECT name FROM sqlite_master WHERE type = 'index' AND sql > ''")
+    }
     db.close()
 
     store = Store(tmp_path)
     migrated = store.run("run-1")
     assert migrated | run | {"spec": {"steps": 3}, "sources": {}} == migrated
-    assert (migrated["owner"], migrated["attempt"], migrated["added_by_a_later_version"]) == ("local", 0, "kept")
+    assert (migrated["owner"], migrated["attempt"], migrated["added_by_a_later_version"]) == (
+        "local",
+        0,
+        "kept",
+    )
     assert store.metrics("run-1")[0]["metrics"] == {"loss": 0.5}
-    assert store.environment("calc@abcdef") | environment | {"data": {}} == store.environment("calc")
+    assert store.environment("calc@abcdef") | environment | {"data": {}} == store.environment(
+        "calc"
+    )
     assert store.deployment("dep-1")["owner"] == "local"
     found = store.query("SELECT name FROM sqlite_master WHERE type = 'index' AND sql > ''")
     assert {row["name"] for row in found} == {*indexes, "runs_by_key"}
@@ -321,7 +415,9 @@ def test_a_database_without_owners_goes_on_working_as_the_local_owners(tmp_path:
 
     # A process of the version before, still running, writes as it always did.
     old = {**run, "id": "run-2", "idempotency_key": "other"}
-    store.execute(f"INSERT INTO runs ({', '.join(old)}) VALUES ({', '.join('?' * len(old))})", [*old.values()])
+    store.execute(
+        f"INSERT INTO runs ({', '.join(old)}) VALUES ({', '.join('?' * len(old))})", [*old.values()]
+    )
     assert store.run("run-2")["owner"] == "local"
     with pytest.raises(Exception, match="UNIQUE"):
         store.insert("runs", {**old, "id": "run-3"})

@@ -1,4 +1,6 @@
-"""The supervisor with real worker processes that speak the run-folder protocol, and are really killed and stopped."""
+"""The supervisor with real worker processes that speak the run-folder protocol, and are really
+killed and stopped.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,18 @@ from typing import Any
 import psutil
 import pytest
 
-from flash_mcp import queue
-from flash_mcp.errors import FlashError
-from flash_mcp.launch.base import Handle, Hint
-from flash_mcp.launch.local import LocalLauncher, Record
-from flash_mcp.runfolder import RunFolder
-from flash_mcp.spec import RunSpec, resolve
-from flash_mcp.store import RunRow, Store
-from flash_mcp.supervisor import PYTHON, Patience, Reader, Supervisor, ensure_supervisor, is_supervised, supervise
-from flash_mcp.vault import give
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.spec import RunSpec, resolve
+from flash_mcp.state import queue
+from flash_mcp.state.schema import RunRow
+from flash_mcp.state.store import Store
+from flash_mcp.supervisor.ingest import Reader
+from flash_mcp.supervisor.launch.base import Handle, Hint
+from flash_mcp.supervisor.launch.local import LocalLauncher, Record
+from flash_mcp.supervisor.loop import Patience, Supervisor, supervise
+from flash_mcp.supervisor.process import PYTHON, ensure_supervisor, is_supervised
+from flash_mcp.supervisor.secrets import give
 from tests.watch import is_running
 
 WORKER = (sys.executable, str(Path(__file__).with_name("scripted_worker.py")))
@@ -39,28 +44,40 @@ TIMEOUT_S = 120.0
 
 
 class Bench:
-    """A state directory, a supervisor that is ticked by hand, and runs whose worker follows a script."""
+    """A state directory, a supervisor that is ticked by hand, and runs whose worker follows a
+    script.
+    """
 
     def __init__(self, base: Path) -> None:
         self.base = base
         self.store = Store(base)
         self.supervisor = self.new_supervisor()
 
-    def new_supervisor(self, launcher: LocalLauncher | None = None, **patience: float) -> Supervisor:
+    def new_supervisor(
+        self, launcher: LocalLauncher | None = None, **patience: float
+    ) -> Supervisor:
         timing = Patience(**{**HASTE.__dict__, **patience})
         launcher = launcher or LocalLauncher(self.base / "attempts", gpus=[])
         return Supervisor(self.base, launcher=launcher, worker=WORKER, patience=timing)
 
     def train(self, script: dict[str, Any] | None = None, **fields: Any) -> RunRow:
-        environment = self.store.add_environment(name="calc", digest="abcdef123456", path="/e", size_bytes=1)
+        environment = self.store.add_environment(
+            name="calc", digest="abcdef123456", path="/e", size_bytes=1
+        )
         spec = RunSpec(environment="calc", environment_args=script or {}, **fields)
         return queue.enqueue(self.store, resolve(spec), environment)[0]
 
-    def until(self, condition: Callable[[], object], *, supervisor: Supervisor | None = None) -> None:
-        """Tick until the condition holds, and once more: the store has by then what the condition saw in a folder."""
+    def until(
+        self, condition: Callable[[], object], *, supervisor: Supervisor | None = None
+    ) -> None:
+        """Tick until the condition holds, and once more: the store has by then what the condition
+        saw in a folder.
+        """
         deadline = time.monotonic() + TIMEOUT_S
         while not condition():
-            assert time.monotonic() < deadline, f"not in time; runs: {[dict(run) for run in self.store.runs()]}"
+            assert time.monotonic() < deadline, (
+                f"not in time; runs: {[dict(run) for run in self.store.runs()]}"
+            )
             (supervisor or self.supervisor).tick()
             time.sleep(0.01)
         (supervisor or self.supervisor).tick()
@@ -81,7 +98,10 @@ class Bench:
 
     def told(self, run: RunRow) -> list[tuple[int, str]]:
         """(attempt, what) of what the supervisor noted."""
-        return [(event["epoch"], event["name"][5:]) for event in self.store.events(run["id"], 99, ["attempt"])]
+        return [
+            (event["epoch"], event["name"][5:])
+            for event in self.store.events(run["id"], 99, ["attempt"])
+        ]
 
     def clean_up(self) -> None:
         launcher = LocalLauncher(self.base / "attempts", gpus=[])
@@ -97,7 +117,9 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 
 def all_rows(store: Store, run_id: str) -> list[Any]:
-    rollouts = [store.rollouts(run_id, split=split, order="index", limit=999) for split in ("train", "eval")]
+    rollouts = [
+        store.rollouts(run_id, split=split, order="index", limit=999) for split in ("train", "eval")
+    ]
     return [
         store.metrics(run_id),
         rollouts,
@@ -107,19 +129,28 @@ def all_rows(store: Store, run_id: str) -> list[Any]:
     ]
 
 
-# -- the ordinary life of a run ---------------------------------------------------------------------------------------
+# -- the ordinary life of a run --------------------------------------------------------------------
 
 
-def test_a_run_goes_from_queued_to_succeeded_and_all_that_it_said_is_in_the_store(bench: Bench) -> None:
+def test_a_run_goes_from_queued_to_succeeded_and_all_that_it_said_is_in_the_store(
+    bench: Bench,
+) -> None:
     run = bench.train({"steps": 5, "1": {"at": 3, "do": "hold"}})
-    bench.until(lambda: bench.store.run(run["id"])["step"] == 3 and len(bench.store.metrics(run["id"])) == 2)
+    bench.until(
+        lambda: bench.store.run(run["id"])["step"] == 3 and len(bench.store.metrics(run["id"])) == 2
+    )
     live = bench.store.run(run["id"])
     assert (live["state"], live["attempt"], live["phase"]) == ("running", 1, "train")
     assert live["beat"] and live["progress"] and live["beat"] >= live["progress"]
     assert [row["step"] for row in bench.store.metrics(run["id"])] == [1, 2]
     Path(run["folder"], "go").touch()
     ended = bench.finish(run)
-    assert (ended["state"], ended["step"], ended["error"], ended["attempt"]) == ("succeeded", 5, None, 1)
+    assert (ended["state"], ended["step"], ended["error"], ended["attempt"]) == (
+        "succeeded",
+        5,
+        None,
+        1,
+    )
     assert [row["step"] for row in bench.store.metrics(run["id"])] == [1, 2, 3, 4, 5]
     assert bench.store.rollout_count(run["id"]) == 15
     assert bench.store.rollout_count(run["id"], split="eval") == 1
@@ -153,11 +184,15 @@ def test_reading_a_folder_twice_gives_the_same_rows(bench: Bench) -> None:
     assert all_rows(bench.store, run["id"]) == before
 
 
-def test_a_damaged_file_does_not_keep_the_rest_from_being_read_nor_the_run_from_ending(bench: Bench) -> None:
+def test_a_damaged_file_does_not_keep_the_rest_from_being_read_nor_the_run_from_ending(
+    bench: Bench,
+) -> None:
     run = bench.train({"steps": 3, "1": {"at": 2, "do": "hold"}})
     bench.until(lambda: bench.step(run) == 2)
     Path(run["folder"], "metrics", "2.json").write_text('{"step": 2, "epo')
-    Path(run["folder"], "rollouts", "9.jsonl").write_text('{"index": 0, "reward": null, "success": true}\n')
+    Path(run["folder"], "rollouts", "9.jsonl").write_text(
+        '{"index": 0, "reward": null, "success": true}\n'
+    )
     for _ in range(3):
         bench.supervisor.tick()
     Path(run["folder"], "go").touch()
@@ -166,7 +201,7 @@ def test_a_damaged_file_does_not_keep_the_rest_from_being_read_nor_the_run_from_
     assert bench.store.rollout_steps(run["id"]) == [1, 2, 3]
 
 
-# -- attempts that die, hang or give up -------------------------------------------------------------------------------
+# -- attempts that die, hang or give up ------------------------------------------------------------
 
 
 def test_a_killed_worker_is_replaced_and_goes_on_from_its_last_checkpoint(bench: Bench) -> None:
@@ -174,12 +209,19 @@ def test_a_killed_worker_is_replaced_and_goes_on_from_its_last_checkpoint(bench:
     bench.until(lambda: bench.step(run) == 3)
     os.kill(bench.pid(run), signal.SIGKILL)
     ended = bench.finish(run)
-    assert (ended["state"], ended["attempt"], ended["step"], ended["error"]) == ("succeeded", 2, 5, None)
+    assert (ended["state"], ended["attempt"], ended["step"], ended["error"]) == (
+        "succeeded",
+        2,
+        5,
+        None,
+    )
     assert bench.told(run) == [(1, "launched"), (1, "lost"), (2, "launched")]
     lost = bench.store.events(run["id"], kinds=["attempt"])[1]
     assert "killed by signal SIGKILL" in lost["message"]
     assert lost["data"]["error"]["values"]["step"] == 3
-    assert [event["data"]["resumed"] for event in bench.store.events(run["id"], kinds=["phase"])] == [0, 2]
+    assert [
+        event["data"]["resumed"] for event in bench.store.events(run["id"], kinds=["phase"])
+    ] == [0, 2]
     assert [row["epoch"] for row in bench.store.metrics(run["id"])] == [1, 1, 2, 2, 2]
 
 
@@ -196,11 +238,22 @@ def test_a_run_whose_attempts_all_die_fails_with_the_log_as_evidence(bench: Benc
     assert result and (result["state"], result["error"]["code"]) == ("failed", "worker_failed")
 
 
-def test_a_worker_killed_while_memory_was_short_is_told_so(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flash_mcp.supervisor.SHORT_OF_MEMORY", 1.0)  # as if what is left here were next to nothing
-    run = bench.finish(bench.train({"steps": 4, **{str(attempt): {"at": 2, "do": "kill"} for attempt in (1, 2, 3)}}))
+def test_a_worker_killed_while_memory_was_short_is_told_so(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "flash_mcp.supervisor.loop.SHORT_OF_MEMORY", 1.0
+    )  # as if what is left here were next to nothing
+    run = bench.finish(
+        bench.train(
+            {"steps": 4, **{str(attempt): {"at": 2, "do": "kill"} for attempt in (1, 2, 3)}}
+        )
+    )
     assert (run["state"], run["error"]["code"]) == ("failed", "out_of_memory")
-    assert "SIGKILL" in run["error"]["what"] and "GiB of the machine's memory were left" in run["error"]["what"]
+    assert (
+        "SIGKILL" in run["error"]["what"]
+        and "GiB of the machine's memory were left" in run["error"]["what"]
+    )
 
 
 def test_an_error_that_no_retry_can_cure_ends_the_run_at_once(bench: Bench) -> None:
@@ -212,7 +265,10 @@ def test_an_error_that_no_retry_can_cure_ends_the_run_at_once(bench: Bench) -> N
 
 def test_an_error_that_a_retry_may_cure_is_retried_and_kept_when_it_stays(bench: Bench) -> None:
     cured = bench.train({"1": {"at": 2, "do": "give_up"}})
-    assert (bench.finish(cured)["state"], bench.store.run(cured["id"])["attempt"]) == ("succeeded", 2)
+    assert (bench.finish(cured)["state"], bench.store.run(cured["id"])["attempt"]) == (
+        "succeeded",
+        2,
+    )
     cue = {"at": 1, "do": "give_up"}
     stays = bench.train({"1": cue, "2": cue}, max_attempts=2)
     ended = bench.finish(stays)
@@ -228,7 +284,11 @@ def test_a_worker_that_beats_but_does_not_move_is_replaced(bench: Bench) -> None
     ended = bench.finish(run)
     assert (ended["state"], ended["attempt"]) == ("succeeded", 2)
     lost = bench.store.events(run["id"], kinds=["attempt"])[1]["data"]["error"]
-    assert (lost["code"], lost["values"]["step"], lost["values"]["phase"]) == ("stalled", 2, "train")
+    assert (lost["code"], lost["values"]["step"], lost["values"]["phase"]) == (
+        "stalled",
+        2,
+        "train",
+    )
     assert not is_running(stalled)
 
 
@@ -252,14 +312,19 @@ def test_a_worker_that_does_not_leave_after_its_result_is_ended(bench: Bench) ->
 
 
 class Slanderer(LocalLauncher):
-    """A machine that loses its network: `slandered` attempts are called gone while they run, and cannot be ended."""
+    """A machine that loses its network: `slandered` attempts are called gone while they run, and
+    cannot be ended.
+    """
 
     def __init__(self, base: Path) -> None:
         super().__init__(base / "attempts", gpus=["0", "1"])
         self.slandered: set[str] = set()
 
     def poll(self, handles: Sequence[Handle]) -> dict[str, Hint]:
-        return {key: Hint("gone") if key in self.slandered else hint for key, hint in super().poll(handles).items()}
+        return {
+            key: Hint("gone") if key in self.slandered else hint
+            for key, hint in super().poll(handles).items()
+        }
 
     def cancel(self, handle: Handle) -> None:
         if handle.key not in self.slandered:
@@ -291,10 +356,14 @@ def test_a_zombie_that_wakes_after_its_replacement_changes_nothing(bench: Bench)
     launcher.slandered = {f"{run['id']}-1"}
     os.kill(zombie, signal.SIGSTOP)
     bench.until(
-        lambda: bench.step(run, attempt=2) == 4 and len(bench.store.checkpoints(run["id"])) == 3, supervisor=supervisor
+        lambda: bench.step(run, attempt=2) == 4 and len(bench.store.checkpoints(run["id"])) == 3,
+        supervisor=supervisor,
     )
     supervisor._attempts[run["id"]].reader.read(now=True)
-    before, checkpoints = all_rows(bench.store, run["id"]), RunFolder(run["folder"]).checkpoint_steps()
+    before, checkpoints = (
+        all_rows(bench.store, run["id"]),
+        RunFolder(run["folder"]).checkpoint_steps(),
+    )
     os.kill(zombie, signal.SIGCONT)
     bench.until(lambda: not is_running(zombie), supervisor=supervisor)
     assert "[fenced epoch=1 newest=2]" in RunFolder(run["folder"]).log_tail(1)
@@ -311,7 +380,10 @@ def test_a_zombie_that_wakes_after_its_replacement_changes_nothing(bench: Bench)
 def test_a_run_whose_secret_is_missing_waits_and_lets_others_pass(bench: Bench) -> None:
     run = bench.train(secrets=["CALC_KEY_THAT_NOBODY_SET"])
     assert bench.finish(bench.train())["state"] == "succeeded"
-    assert (bench.store.run(run["id"])["state"], bench.store.run(run["id"])["attempt"]) == ("queued", 0)
+    assert (bench.store.run(run["id"])["state"], bench.store.run(run["id"])["attempt"]) == (
+        "queued",
+        0,
+    )
     bench.supervisor.vault.open()
     try:
         assert give(bench.base, run["id"], {"CALC_KEY_THAT_NOBODY_SET": "42"})
@@ -324,7 +396,9 @@ def test_a_run_whose_secret_is_missing_waits_and_lets_others_pass(bench: Bench) 
 def test_a_run_whose_secret_was_lost_while_it_ran_is_found_or_waits_without_its_slot(
     bench: Bench, was_killed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The supervisor ended, and the secret with it; its worker lives, or ended too, as when the machine restarts."""
+    """The supervisor ended, and the secret with it; its worker lives, or ended too, as when the
+    machine restarts.
+    """
     monkeypatch.setenv("CALC_KEY", "42")
     run = bench.train({"steps": 3, "1": {"at": 2, "do": "hold"}}, secrets=["CALC_KEY"])
     other = bench.train()
@@ -359,7 +433,9 @@ def test_secrets_are_forgotten_when_a_run_ends_in_the_queue(bench: Bench) -> Non
 
 
 @pytest.mark.parametrize("left", ["", "0 boot", "0 boot 17 (sh) R", "x y z"])
-def test_what_a_power_cut_left_of_an_attempts_record_holds_nobody_up(bench: Bench, left: str) -> None:
+def test_what_a_power_cut_left_of_an_attempts_record_holds_nobody_up(
+    bench: Bench, left: str
+) -> None:
     run = bench.train()
     for name in ("run-before00-1", f"{run['id']}-1"):
         (bench.base / "attempts" / name).write_text(left)
@@ -367,7 +443,9 @@ def test_what_a_power_cut_left_of_an_attempts_record_holds_nobody_up(bench: Benc
     assert (ended["state"], ended["attempt"]) == ("succeeded", 2)
 
 
-def test_trouble_that_keeps_an_attempt_from_starting_is_said(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trouble_that_keeps_an_attempt_from_starting_is_said(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = bench.train()
     with monkeypatch.context() as broken:
         broken.setattr(bench.supervisor.launcher, "submit", lambda _: 1 / 0)
@@ -378,7 +456,7 @@ def test_trouble_that_keeps_an_attempt_from_starting_is_said(bench: Bench, monke
     assert bench.finish(run)["state"] == "succeeded"
 
 
-# -- cancelling -------------------------------------------------------------------------------------------------------
+# -- cancelling ------------------------------------------------------------------------------------
 
 
 def test_a_queued_run_is_cancelled_without_ever_starting(bench: Bench) -> None:
@@ -404,14 +482,21 @@ def test_a_hung_run_is_killed_after_its_grace_and_ends_as_cancelled(bench: Bench
     bench.until(lambda: bench.step(run) == 2)
     requested = queue.request_cancel(bench.store, run["id"])["cancel_requested"]
     ended = bench.finish(run)
-    assert (ended["state"], ended["step"], ended["attempt"], ended["error"]) == ("cancelled", 2, 1, None)
+    assert (ended["state"], ended["step"], ended["attempt"], ended["error"]) == (
+        "cancelled",
+        2,
+        1,
+        None,
+    )
     assert requested and ended["ended"] and ended["ended"] - requested > HASTE.cancel_grace_s
     assert not is_running(bench.pid(run))
     result = RunFolder(run["folder"]).result()
     assert result and result["state"] == "cancelled"
 
 
-def test_a_run_that_dies_while_cancelling_ends_as_cancelled_and_is_not_retried(bench: Bench) -> None:
+def test_a_run_that_dies_while_cancelling_ends_as_cancelled_and_is_not_retried(
+    bench: Bench,
+) -> None:
     run = bench.train({"1": {"at": 2, "do": "stall"}})
     bench.until(lambda: bench.step(run) == 2)
     queue.request_cancel(bench.store, run["id"])
@@ -427,13 +512,13 @@ def test_a_run_that_waits_for_its_next_attempt_is_cancelled_at_once(bench: Bench
     assert queue.request_cancel(bench.store, run["id"])["state"] == "cancelled"
 
 
-# -- supervisors that die ---------------------------------------------------------------------------------------------
+# -- supervisors that die --------------------------------------------------------------------------
 
 SUPERVISE = f"""
 import logging, sys
 from pathlib import Path
-from flash_mcp.launch.local import LocalLauncher
-from flash_mcp.supervisor import Patience, Supervisor, supervise
+from flash_mcp.supervisor.launch.local import LocalLauncher
+from flash_mcp.supervisor.loop import Patience, Supervisor, supervise
 logging.basicConfig(level=logging.INFO)
 base = Path(sys.argv[1])
 patience = Patience(**{HASTE.__dict__!r})
@@ -445,7 +530,10 @@ supervise(base, lambda base: Supervisor(base, launcher=launcher, worker={WORKER!
 def start_supervisor(bench: Bench) -> subprocess.Popen[bytes]:
     with (bench.base / "supervisor.log").open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-c", SUPERVISE, str(bench.base)], stdout=log, stderr=log, start_new_session=True
+            [sys.executable, "-c", SUPERVISE, str(bench.base)],
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
 
 
@@ -500,8 +588,13 @@ def test_a_result_written_while_nobody_watched_is_found(bench: Bench) -> None:
 
 
 def test_supervisors_killed_at_any_point_lose_and_repeat_nothing(bench: Bench) -> None:
-    """Kills at moments spread over a supervisor's life: every run ends once, with every step's rows."""
-    runs = [bench.train({"steps": 3, "1": {"at": 2, "do": "kill"} if number % 2 else {}}) for number in range(6)]
+    """Kills at moments spread over a supervisor's life: every run ends once, with every step's
+    rows.
+    """
+    runs = [
+        bench.train({"steps": 3, "1": {"at": 2, "do": "kill"} if number % 2 else {}})
+        for number in range(6)
+    ]
     delay_s, kills = 0.5, 0
     while bench.store.active_runs() and kills < 40:
         child = start_supervisor(bench)
@@ -532,11 +625,11 @@ def test_a_supervisor_that_dies_between_two_writes_is_made_up_for_by_the_next(
         raise Death
 
     cut = {
-        "claimed": ("flash_mcp.supervisor.RunFolder.create", die),
-        "submitted": ("flash_mcp.supervisor.Supervisor._note", die),
-        "result": ("flash_mcp.queue.finish", die),
-        "requeue": ("flash_mcp.queue.requeue", die),
-        "end": ("flash_mcp.queue.finish", die),
+        "claimed": ("flash_mcp.supervisor.loop.RunFolder.create", die),
+        "submitted": ("flash_mcp.supervisor.loop.Supervisor._note", die),
+        "result": ("flash_mcp.state.queue.finish", die),
+        "requeue": ("flash_mcp.state.queue.requeue", die),
+        "end": ("flash_mcp.state.queue.finish", die),
     }[point]
     cue = {"requeue": {"at": 2, "do": "kill"}, "end": {"do": "die_at_start"}}.get(point, {})
     run = bench.train({"steps": 3, "1": cue}, max_attempts=1 if point == "end" else 2)
@@ -550,7 +643,7 @@ def test_a_supervisor_that_dies_between_two_writes_is_made_up_for_by_the_next(
     assert (ended["state"], ended["attempt"]) == expected
 
 
-# -- alone per state directory ----------------------------------------------------------------------------------------
+# -- alone per state directory ---------------------------------------------------------------------
 
 
 def test_a_second_supervisor_leaves_at_once(bench: Bench) -> None:
@@ -573,7 +666,9 @@ def test_a_run_enqueued_while_the_supervisor_was_leaving_is_not_forgotten(bench:
             super().run()
             if len(made) == 1:
                 bench.train({"steps": 1})
-                assert not ensure_supervisor(bench.base)  # it still holds the lock: nobody else is started
+                assert not ensure_supervisor(
+                    bench.base
+                )  # it still holds the lock: nobody else is started
 
     def make(base: Path) -> Supervisor:
         launcher = LocalLauncher(base / "attempts", gpus=[])
@@ -588,14 +683,16 @@ def test_a_run_enqueued_while_the_supervisor_was_leaving_is_not_forgotten(bench:
 def test_many_callers_start_one_supervisor_that_is_detached(bench: Bench) -> None:
     code = """
 import pathlib, sys
-from flash_mcp import supervisor
-supervisor.START_TIMEOUT_S = 60
-supervisor.ensure_supervisor(pathlib.Path(sys.argv[1]))
+from flash_mcp.supervisor import process
+process.START_TIMEOUT_S = 60
+process.ensure_supervisor(pathlib.Path(sys.argv[1]))
 """
     callers = [subprocess.Popen([sys.executable, "-c", code, str(bench.base)]) for _ in range(4)]
     assert [caller.wait(timeout=TIMEOUT_S) for caller in callers] == [0] * 4
     # The lock is held a moment before it says by whom.
-    wait_for(lambda: len(supervisors(bench.base)) == 1 and (bench.base / "supervisor.lock").read_text())
+    wait_for(
+        lambda: len(supervisors(bench.base)) == 1 and (bench.base / "supervisor.lock").read_text()
+    )
     (survivor,) = supervisors(bench.base)
     try:
         assert int((bench.base / "supervisor.lock").read_text()) == survivor.pid
@@ -615,8 +712,8 @@ def supervisors(base: Path) -> list[psutil.Process]:
 def test_a_supervisor_that_cannot_start_is_an_error_that_names_its_log(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flash_mcp.supervisor.START_TIMEOUT_S", 0.5)
-    monkeypatch.setattr("flash_mcp.supervisor.PYTHON", ("/no/such/python",))
+    monkeypatch.setattr("flash_mcp.supervisor.process.START_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("flash_mcp.supervisor.process.PYTHON", ("/no/such/python",))
     with pytest.raises(FlashError, match=r"supervisor\.log"):
         ensure_supervisor(bench.base)
     wait_for(lambda: "/no/such/python" in (bench.base / "supervisor.log").read_text())

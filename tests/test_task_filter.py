@@ -8,22 +8,24 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from flash_mcp.errors import FlashError
-from flash_mcp.stats import pass_at_k
-from flash_mcp.task_filter import MAX_DEPTH, TaskScores, compile_filter
+from flash_mcp.judgement.statistics import pass_at_k
+from flash_mcp.judgement.task_filter import MAX_DEPTH, TaskScores, compile_filter
+from flash_mcp.protocol.errors import FlashError
 
 Meaning = Callable[[TaskScores], Any]
 FOUR = TaskScores(n=4, n_correct=1, avg=0.3, best=1.0, worst=0.0)
 
 rewards = st.floats(-1e6, 1e6)
 scores = st.builds(
-    lambda n, share, values: TaskScores(n, round(share * n), sorted(values)[1], max(values), min(values)),
+    lambda n, share, values: TaskScores(
+        n, round(share * n), sorted(values)[1], max(values), min(values)
+    ),
     st.integers(1, 40),
     st.floats(0, 1),
     st.lists(rewards, min_size=3, max_size=3),
 )
 
-# -- filters by their grammar, each with what it means -----------------------------------------------------------------
+# -- filters by their grammar, each with what it means ---------------------------------------------
 
 COMPARE: dict[str, Callable[[float, float], bool]] = {
     "<": lambda a, b: a < b,
@@ -48,7 +50,9 @@ def known(meaning: Callable[..., Any], *parts: Meaning) -> Meaning:
 def three_valued(least: bool, *parts: Meaning) -> Meaning:
     """and (least) or or, over false < unknown < true."""
     rank = {False: 0, None: 1, True: 2}
-    return lambda task: (min if least else max)((part(task) for part in parts), key=rank.__getitem__)
+    return lambda task: (min if least else max)(
+        (part(task) for part in parts), key=rank.__getitem__
+    )
 
 
 def pass_at(k: int) -> tuple[str, Meaning]:
@@ -60,17 +64,23 @@ numbers: st.SearchStrategy[tuple[str, Meaning]] = st.one_of(
         lambda name: (name, lambda task: getattr(task, name))
     ),
     st.integers(1, 60).map(pass_at),
-    st.one_of(st.integers(0, 99), st.floats(0, 1e9)).map(lambda value: (repr(value), lambda task: float(value))),
+    st.one_of(st.integers(0, 99), st.floats(0, 1e9)).map(
+        lambda value: (repr(value), lambda task: float(value))
+    ),
 )
 sums = st.tuples(numbers, numbers, st.sampled_from("+-*")).map(
     lambda it: (
         f"{it[0][0]} {it[2]} {it[1][0]}",
-        known({"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}[it[2]], it[0][1], it[1][1]),
+        known(
+            {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}[it[2]],
+            it[0][1],
+            it[1][1],
+        ),
     )
 )
-comparisons = st.tuples(st.one_of(numbers, sums), st.sampled_from([*COMPARE]), st.one_of(numbers, sums)).map(
-    lambda it: (f"{it[0][0]} {it[1]} {it[2][0]}", known(COMPARE[it[1]], it[0][1], it[2][1]))
-)
+comparisons = st.tuples(
+    st.one_of(numbers, sums), st.sampled_from([*COMPARE]), st.one_of(numbers, sums)
+).map(lambda it: (f"{it[0][0]} {it[1]} {it[2][0]}", known(COMPARE[it[1]], it[0][1], it[2][1])))
 filters: st.SearchStrategy[tuple[str, Meaning]] = st.recursive(
     st.one_of(comparisons, st.just(("solved", lambda task: task.n_correct > 0))),
     lambda inner: st.one_of(
@@ -112,7 +122,7 @@ def test_too_few_attempts_make_unknown_only_what_depends_on_them(text: str, pass
     assert compile_filter(text)(FOUR) is passes
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# -- what is refused -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -163,7 +173,9 @@ def _listen(event: str, _: Any) -> None:
 
 @pytest.fixture(scope="module")
 def audited():
-    """{} as `run(call)`: what Python's audit hooks saw while it ran: imports, files, processes, executed code."""
+    """{} as `run(call)`: what Python's audit hooks saw while it ran: imports, files, processes,
+    executed code.
+    """
     sys.addaudithook(_listen)
 
     def run(call: Callable[[], Any]) -> set[str]:
@@ -185,7 +197,10 @@ PIECES = [
 ]  # fmt: skip
 
 
-@given(st.one_of(st.text(max_size=60), st.lists(st.sampled_from(PIECES), max_size=8).map("".join)), scores)
+@given(
+    st.one_of(st.text(max_size=60), st.lists(st.sampled_from(PIECES), max_size=8).map("".join)),
+    scores,
+)
 @example("__import__('os').system('true')", FOUR)
 @example("().__class__.__base__.__subclasses__()", FOUR)
 def test_no_text_executes_anything_and_every_filter_that_is_accepted_evaluates(

@@ -11,11 +11,11 @@ import pytest
 from mcp import Client
 
 from environments import load_dataset
-from flash_mcp import playbook
-from flash_mcp.home import environments_dir
-from flash_mcp.server import server
-from flash_mcp.spec import read_toml, validate
-from flash_mcp.store import open_store
+from flash_mcp.protocol.paths import environments_dir
+from flash_mcp.protocol.spec import read_toml, validate
+from flash_mcp.server.mcp_server import server
+from flash_mcp.state.store import open_store
+from flash_mcp.tools.shared import playbook
 from tests.calls import refusal
 from tests.folders import environment_folder
 
@@ -36,10 +36,12 @@ async def call(client: Client, tool: str, **arguments: Any) -> dict[str, Any]:
 
 
 def files_in(folder: Path) -> list[str]:
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(
+        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
+    )
 
 
-# -- env_setup --------------------------------------------------------------------------------------------------------
+# -- env_setup -------------------------------------------------------------------------------------
 
 STARTER = [
     "TRAINING.md",
@@ -58,7 +60,11 @@ async def test_a_starter_is_complete_passes_its_test_and_can_be_pushed(
 ) -> None:
     folder = tmp_path / "my-task"
     written = await call(client, "env_setup", folder=str(folder), template=template)
-    assert (written["folder"], written["name"], written["files"]) == (str(folder), "my-task", STARTER)
+    assert (written["folder"], written["name"], written["files"]) == (
+        str(folder),
+        "my-task",
+        STARTER,
+    )
     assert files_in(folder) == STARTER
     assert (folder / "TRAINING.md").read_text() == playbook.text()
     assert len(load_dataset(folder / "datasets" / "train.jsonl")) == 500
@@ -68,15 +74,24 @@ async def test_a_starter_is_complete_passes_its_test_and_can_be_pushed(
     tested = await call(client, "env_test", folder=str(folder))
     assert (tested["passed"], tested["train_tasks"], tested["eval_tasks"]) == (True, 500, 200)
     pushed = await call(client, "env_push", name=written["name"], folder=str(folder))
-    assert (pushed["created"], pushed["train_tasks"], pushed["eval_tasks"], pushed["files"]) == (True, 500, 200, 7)
+    assert (pushed["created"], pushed["train_tasks"], pushed["eval_tasks"], pushed["files"]) == (
+        True,
+        500,
+        200,
+        7,
+    )
     row = open_store().environment("my-task")
     assert f"my-task@{row['digest']}" == pushed["environment"]
     assert files_in(Path(row["path"])) == STARTER
     assert (await call(client, "env_test", environment=pushed["environment"]))["passed"]
 
 
-async def test_a_folder_whose_name_is_none_trains_under_the_templates_name(client: Client, tmp_path: Path) -> None:
-    assert (await call(client, "env_setup", folder=str(tmp_path / "My Task")))["name"] == "calculator"
+async def test_a_folder_whose_name_is_none_trains_under_the_templates_name(
+    client: Client, tmp_path: Path
+) -> None:
+    assert (await call(client, "env_setup", folder=str(tmp_path / "My Task")))[
+        "name"
+    ] == "calculator"
 
 
 async def test_env_setup_never_overwrites(client: Client, tmp_path: Path) -> None:
@@ -98,7 +113,7 @@ async def test_env_setup_names_the_templates_there_are(client: Client, tmp_path:
     assert "sort_words" in text
 
 
-# -- env_push ---------------------------------------------------------------------------------------------------------
+# -- env_push --------------------------------------------------------------------------------------
 
 
 async def test_files_can_be_pushed_as_text(client: Client, tmp_path: Path) -> None:
@@ -135,7 +150,9 @@ async def test_an_older_version_pushed_again_is_the_newest_again(client: Client)
         ),
     ],
 )
-async def test_a_broken_environment_is_not_published(client: Client, source: str, code: str, expected: str) -> None:
+async def test_a_broken_environment_is_not_published(
+    client: Client, source: str, code: str, expected: str
+) -> None:
     files = {"environment.py": source, "d.jsonl": '{"input": "a"}\n{"input": \n'}
     text = await refusal(client, "env_push", name="broken", files=files)
     assert text.startswith(f"[{code} environment=broken]")
@@ -144,7 +161,9 @@ async def test_a_broken_environment_is_not_published(client: Client, source: str
     assert not any(environments_dir().glob("*"))
 
 
-async def test_an_error_or_a_task_that_has_no_utf_8_form_is_told_all_the_same(client: Client, tmp_path: Path) -> None:
+async def test_an_error_or_a_task_that_has_no_utf_8_form_is_told_all_the_same(
+    client: Client, tmp_path: Path
+) -> None:
     raised = "RuntimeError: bad \\udc80 text"
     broken = str(environment_folder(tmp_path / "broken", 'raise RuntimeError("bad \\udc80 text")'))
     assert raised in await refusal(client, "env_push", name="broken", folder=broken)
@@ -155,14 +174,21 @@ async def test_an_error_or_a_task_that_has_no_utf_8_form_is_told_all_the_same(cl
             self.dataset = self.eval_dataset = [TaskExample({}, "Add 1 and 2.", id="t\\udc80", output="3")]
     """
     shared = str(environment_folder(tmp_path / "shared", source))
-    assert "'t\\udc80'" in (await call(client, "env_push", name="shared", folder=shared))["contaminated"]
+    assert (
+        "'t\\udc80'"
+        in (await call(client, "env_push", name="shared", folder=shared))["contaminated"]
+    )
 
 
 async def test_what_env_push_refuses_leaves_nothing_behind(client: Client, tmp_path: Path) -> None:
     assert "either folder or files" in await refusal(client, "env_push", name="e")
-    assert "either folder or files" in await refusal(client, "env_push", name="e", folder="/tmp", files={})
+    assert "either folder or files" in await refusal(
+        client, "env_push", name="e", folder="/tmp", files={}
+    )
     assert "would do" in await refusal(client, "env_push", name="My Env", folder=str(tmp_path))
-    assert "there is no folder" in await refusal(client, "env_push", name="e", folder=str(tmp_path / "missing"))
+    assert "there is no folder" in await refusal(
+        client, "env_push", name="e", folder=str(tmp_path / "missing")
+    )
     assert "would not lie inside" in await refusal(
         client, "env_push", name="e", files={"environment.py": "", "../x": ""}
     )
@@ -184,12 +210,16 @@ async def test_secrets_and_arguments_reach_the_environment_and_are_kept_nowhere(
     """
     folder = str(environment_folder(tmp_path / "e", source, returns="Sample(**args)"))
     known = {"folder": folder, "secrets": ["PLANTED_KEY"]}
-    assert (await call(client, "env_push", name="e", environment_args={"size": 2}, **known))["train_tasks"] == 2
+    assert (await call(client, "env_push", name="e", environment_args={"size": 2}, **known))[
+        "train_tasks"
+    ] == 2
     text = await refusal(client, "env_push", name="e", environment_args={"size": 6}, **known)
     assert "raised ValueError: [secret]" in text
     report = await call(client, "env_test", environment_args={"size": 6}, **known)
     assert "planted-secret" not in text + str(report)
-    assert not any(b"planted-secret" in (flash_home / path).read_bytes() for path in files_in(flash_home))
+    assert not any(
+        b"planted-secret" in (flash_home / path).read_bytes() for path in files_in(flash_home)
+    )
 
 
 async def test_what_an_environment_is_loaded_with_is_carried_on(
@@ -213,10 +243,12 @@ async def test_what_an_environment_is_loaded_with_is_carried_on(
     assert tested["next"] == f"train(environment='e', validate_only=true{carried})"
 
 
-# -- env_test ---------------------------------------------------------------------------------------------------------
+# -- env_test --------------------------------------------------------------------------------------
 
 
-async def test_a_failed_check_is_a_result_with_evidence_and_fix(client: Client, tmp_path: Path) -> None:
+async def test_a_failed_check_is_a_result_with_evidence_and_fix(
+    client: Client, tmp_path: Path
+) -> None:
     source = """
     class Sample(Addition):
         def score_response(self, example, response_text): return RewardResult(1.0 if response_text else 0.0)
@@ -229,7 +261,9 @@ async def test_a_failed_check_is_a_result_with_evidence_and_fix(client: Client, 
     assert report["next"] == "mend what junk says, then env_test again"
 
 
-async def test_env_test_publishes_nothing_and_changes_no_file(client: Client, tmp_path: Path) -> None:
+async def test_env_test_publishes_nothing_and_changes_no_file(
+    client: Client, tmp_path: Path
+) -> None:
     folder = environment_folder(tmp_path, "", returns="Addition()")
     await call(client, "env_test", folder=str(folder))
     assert files_in(folder) == ["environment.py"]
@@ -238,10 +272,14 @@ async def test_env_test_publishes_nothing_and_changes_no_file(client: Client, tm
 
 async def test_a_secret_that_was_not_passed_is_named(client: Client, tmp_path: Path) -> None:
     folder = environment_folder(tmp_path / "e", "", returns="os.environ['INVENTORY_KEY']")
-    assert "pass secrets=['INVENTORY_KEY']" in await refusal(client, "env_push", name="e", folder=str(folder))
+    assert "pass secrets=['INVENTORY_KEY']" in await refusal(
+        client, "env_push", name="e", folder=str(folder)
+    )
 
 
 async def test_env_test_refuses_what_is_not_there(client: Client, tmp_path: Path) -> None:
     assert "either environment or folder" in await refusal(client, "env_test")
     assert "unknown_environment" in await refusal(client, "env_test", environment="none")
-    assert "there is no folder" in await refusal(client, "env_test", folder=str(tmp_path / "missing"))
+    assert "there is no folder" in await refusal(
+        client, "env_test", folder=str(tmp_path / "missing")
+    )

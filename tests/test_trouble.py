@@ -1,4 +1,6 @@
-"""What befalls a state directory from outside: each is a clear state with a coded error, and nothing is lost by it."""
+"""What befalls a state directory from outside: each is a clear state with a coded error, and
+nothing is lost by it.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from flash_mcp import queue
-from flash_mcp.errors import FlashError
-from flash_mcp.runfolder import RunFolder
-from flash_mcp.store import Store, open_store
-from flash_mcp.supervisor import Reader, ensure_supervisor
-from flash_mcp.tools import all_tools, status
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.state import queue
+from flash_mcp.state.store import Store, open_store
+from flash_mcp.supervisor.ingest import Reader
+from flash_mcp.supervisor.process import ensure_supervisor
+from flash_mcp.tools import status
+from flash_mcp.tools.registry import TOOLS
 from tests.samples import finished_run, push_echo
 from tests.test_supervisor import HASTE, Bench, bench, wait_for
 from tests.watch import is_running
@@ -27,13 +31,13 @@ __all__ = ["bench"]
 DAY_S = 86_400.0
 
 
-# -- a database that another program locks ----------------------------------------------------------------------------
+# -- a database that another program locks ---------------------------------------------------------
 
 
 def test_a_supervisor_waits_while_another_program_locks_the_database(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("flash_mcp.store.BUSY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("flash_mcp.state.database.BUSY_TIMEOUT_S", 0.2)
     run = bench.train({"steps": 12, "1": {"at": 11, "do": "hold"}})
     supervisor = bench.new_supervisor()
     thread = threading.Thread(target=supervisor.run)
@@ -47,7 +51,9 @@ sys.stdin.read()"""
     command = [sys.executable, "-c", code, str(bench.store.path)]
     other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert other.stdin and other.stdout and other.stdout.readline()
-    wait_for(lambda: bench.step(run) == 11 and "state_busy" in caplog.text)  # the worker does not even notice
+    wait_for(
+        lambda: bench.step(run) == 11 and "state_busy" in caplog.text
+    )  # the worker does not even notice
     with pytest.raises(FlashError, match="state_busy"):
         Store(bench.base).add_environment(name="other", digest="0", path="/", size_bytes=0)
     other.communicate()
@@ -58,7 +64,7 @@ sys.stdin.read()"""
     assert [row["step"] for row in bench.store.metrics(run["id"])] == list(range(1, 13))
 
 
-# -- a clock that jumps -----------------------------------------------------------------------------------------------
+# -- a clock that jumps ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("jump_s", [-DAY_S, DAY_S])
@@ -82,10 +88,14 @@ def test_a_clock_that_jumps_neither_ends_nor_delays_a_run(
     assert [row["step"] for row in bench.store.metrics(run["id"])] == [1, 2, 3, 4]
 
 
-def test_a_retry_is_not_put_off_by_a_clock_that_was_set_back(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_retry_is_not_put_off_by_a_clock_that_was_set_back(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = bench.train()
     claimed = queue.claim(bench.store)
-    assert claimed and queue.requeue(bench.store, run["id"], 1, FlashError("worker_failed", "lost"), delay_s=30)
+    assert claimed and queue.requeue(
+        bench.store, run["id"], 1, FlashError("worker_failed", "lost"), delay_s=30
+    )
     assert queue.claim(bench.store) is None
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() - DAY_S)
@@ -106,7 +116,7 @@ def test_a_cancelled_run_has_its_grace_whatever_the_clock_says(
     assert HASTE.cancel_grace_s < time.monotonic() - began < 60 * HASTE.cancel_grace_s
 
 
-# -- damage on the disk -----------------------------------------------------------------------------------------------
+# -- damage on the disk ----------------------------------------------------------------------------
 
 
 def test_a_damaged_database_is_named_and_the_runs_can_be_read_from_their_folders(
@@ -131,11 +141,15 @@ def test_a_damaged_database_is_named_and_the_runs_can_be_read_from_their_folders
     # The folders hold it all: a new database takes it in.
     fresh = Store(tmp_path / "fresh")
     Reader(fresh, run["id"], RunFolder(run["folder"])).read(now=True)
-    assert len(fresh.metrics(run["id"])) == 20 and [row["step"] for row in fresh.checkpoints(run["id"])] == [10, 20]
+    assert len(fresh.metrics(run["id"])) == 20 and [
+        row["step"] for row in fresh.checkpoints(run["id"])
+    ] == [10, 20]
 
 
-def test_a_damaged_checkpoint_is_passed_over_by_the_next_attempt_and_refused_by_deploy(bench: Bench) -> None:
-    from flash_mcp.serving import request  # noqa: PLC0415
+def test_a_damaged_checkpoint_is_passed_over_by_the_next_attempt_and_refused_by_deploy(
+    bench: Bench,
+) -> None:
+    from flash_mcp.state.serving import request  # noqa: PLC0415
 
     run = bench.train({"steps": 6, "1": {"at": 5, "do": "hold"}, "2": {"at": 5, "do": "hold"}})
     bench.until(lambda: bench.step(run) == 5 and len(bench.store.checkpoints(run["id"])) == 4)
@@ -146,7 +160,9 @@ def test_a_damaged_checkpoint_is_passed_over_by_the_next_attempt_and_refused_by_
     bench.supervisor.launcher.cancel(bench.supervisor._attempts[run["id"]].handle)
 
     def resumed() -> list[int]:  # a beat is seen before what was written ahead of it is read in
-        return [event["data"]["resumed"] for event in bench.store.events(run["id"], kinds=["phase"])]
+        return [
+            event["data"]["resumed"] for event in bench.store.events(run["id"], kinds=["phase"])
+        ]
 
     bench.until(lambda: bench.step(run, attempt=2) == 5 and len(resumed()) == 2)
     assert resumed() == [0, 3]
@@ -155,16 +171,16 @@ def test_a_damaged_checkpoint_is_passed_over_by_the_next_attempt_and_refused_by_
     assert [folder.verify_checkpoint(step)["step"] for step in range(1, 7)] == list(range(1, 7))
 
 
-# -- a supervisor that does not start ---------------------------------------------------------------------------------
+# -- a supervisor that does not start --------------------------------------------------------------
 
 
 def test_a_supervisor_that_is_killed_while_it_starts_is_started_again(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = f'if mkdir {tmp_path}/once; then kill -9 $$; fi 2>/dev/null; exec {sys.executable} -P -m "$@"'
-    monkeypatch.setattr("flash_mcp.supervisor.PYTHON", ("/bin/sh", "-c", script, "sh"))
-    monkeypatch.setattr("flash_mcp.supervisor.START_TIMEOUT_S", 5.0)
-    monkeypatch.setattr("flash_mcp.supervisor.STARTS", 8)
+    monkeypatch.setattr("flash_mcp.supervisor.process.PYTHON", ("/bin/sh", "-c", script, "sh"))
+    monkeypatch.setattr("flash_mcp.supervisor.process.START_TIMEOUT_S", 5.0)
+    monkeypatch.setattr("flash_mcp.supervisor.process.STARTS", 8)
     assert ensure_supervisor(bench.base)
     wait_for((lock := bench.base / "supervisor.lock").read_text)
     pid = int(lock.read_text())
@@ -175,10 +191,10 @@ def test_a_supervisor_that_is_killed_while_it_starts_is_started_again(
 def test_train_returns_its_run_even_where_no_supervisor_can_be_started(
     flash_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flash_mcp.supervisor.START_TIMEOUT_S", 0.2)
-    monkeypatch.setattr("flash_mcp.supervisor.PYTHON", ("/no/such/python",))
+    monkeypatch.setattr("flash_mcp.supervisor.process.START_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("flash_mcp.supervisor.process.PYTHON", ("/no/such/python",))
     push_echo(tmp_path / "echo")
-    answer = asyncio.run(all_tools()["train"].function(environment="echo"))
+    answer = asyncio.run(TOOLS["train"].function(environment="echo"))
     assert (answer.state, answer.created) == ("queued", True)
     assert "supervisor.log" in answer.next and answer.run_id in answer.next
     assert [run["id"] for run in open_store().runs()] == [answer.run_id]

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from flash_mcp import archives, http_server
-from flash_mcp.environments import digest_of
-from flash_mcp.home import environments_dir
-from flash_mcp.store import open_store
+from flash_mcp.protocol.paths import environments_dir
+from flash_mcp.server import uploads
+from flash_mcp.state.store import open_store
+from flash_mcp.state.versions import digest_of
 from tests.samples import ENVIRONMENT, supervised
 from tests.teams import Team, code_of, team_server
 
@@ -47,7 +47,11 @@ def archive_of(*packs: Pack) -> bytes:
 
 def left_behind() -> list[str]:
     root = environments_dir()
-    return [str(path.relative_to(root)) for path in root.rglob("*") if path.is_file() or path.is_symlink()]
+    return [
+        str(path.relative_to(root))
+        for path in root.rglob("*")
+        if path.is_file() or path.is_symlink()
+    ]
 
 
 def test_a_large_environment_arrives_as_it_was_packed(team: Team, tmp_path: Path):
@@ -80,7 +84,10 @@ def test_an_error_that_has_no_utf_8_form_is_answered_all_the_same(team: Team):
         add(tar, "environment.py", b'raise RuntimeError("bad \\udc80 text")')
     with team.http(team.token("alice")) as http:
         answer = http.put("/environments/e", content=buffer.getvalue())
-    assert (answer.status_code, code_of(answer.json()["error"]["message"])) == (400, "environment_invalid")
+    assert (answer.status_code, code_of(answer.json()["error"]["message"])) == (
+        400,
+        "environment_invalid",
+    )
     assert "RuntimeError: bad \\udc80 text" in answer.json()["error"]["message"]
     assert left_behind() == []
 
@@ -92,7 +99,7 @@ def iter_of(body: bytes) -> Iterator[bytes]:
 
 
 def many(tar: tarfile.TarFile) -> None:
-    for number in range(archives.MAX_MEMBERS):
+    for number in range(uploads.MAX_MEMBERS):
         add(tar, f"d{number}", type=tarfile.DIRTYPE)
 
 
@@ -102,7 +109,7 @@ def bomb(tar: tarfile.TarFile) -> None:
 
 
 def long_header(tar: tarfile.TarFile) -> None:
-    add(tar, "x" * (archives.MAX_HEADER_BYTES + 1), b"")
+    add(tar, "x" * (uploads.MAX_HEADER_BYTES + 1), b"")
 
 
 ATTACKS: dict[str, Pack] = {
@@ -113,7 +120,10 @@ ATTACKS: dict[str, Pack] = {
     "control character": lambda tar: add(tar, "a\nb", b"x"),
     "empty name": lambda tar: add(tar, "./", b"x", type=tarfile.REGTYPE),
     "symbolic link": lambda tar: add(tar, "link", type=tarfile.SYMTYPE, linkname="/etc"),
-    "through a link": lambda tar: (add(tar, "d", type=tarfile.SYMTYPE, linkname="/tmp"), add(tar, "d/x", b"x"))[0],
+    "through a link": lambda tar: (
+        add(tar, "d", type=tarfile.SYMTYPE, linkname="/tmp"),
+        add(tar, "d/x", b"x"),
+    )[0],
     "hard link": lambda tar: add(tar, "link", type=tarfile.LNKTYPE, linkname="environment.py"),
     "fifo": lambda tar: add(tar, "pipe", type=tarfile.FIFOTYPE),
     "device": lambda tar: add(tar, "null", type=tarfile.CHRTYPE, devmajor=1, devminor=3),
@@ -142,7 +152,14 @@ def test_a_hostile_archive_is_refused_and_leaves_nothing(team: Team, attack: str
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"not an archive", gzip.compress(b"no tar"), archive_of()[:-12], archive_of()[:200], gzip.compress(b"")],
+    [
+        b"",
+        b"not an archive",
+        gzip.compress(b"no tar"),
+        archive_of()[:-12],
+        archive_of()[:200],
+        gzip.compress(b""),
+    ],
     ids=["empty", "text", "no tar", "without its end", "cut short", "empty gzip"],
 )
 def test_what_is_no_whole_archive_is_refused(team: Team, body: bytes):
@@ -154,7 +171,7 @@ def test_what_is_no_whole_archive_is_refused(team: Team, body: bytes):
 
 
 def test_an_upload_without_end_is_cut_off(team: Team, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(http_server, "MAX_ARCHIVE_BYTES", 1 << 20)
+    monkeypatch.setattr(uploads, "MAX_ARCHIVE_BYTES", 1 << 20)
     with team.http(team.token("alice")) as http:
         answer = http.put("/environments/e", content=(b"x" * (1 << 16) for _ in range(17)))
     assert answer.status_code == 413

@@ -1,4 +1,6 @@
-"""Attempts of real runs: the tiny model, the real engine, the real trainer, real processes and signals."""
+"""Attempts of real runs: the tiny model, the real engine, the real trainer, real processes and
+signals.
+"""
 
 from __future__ import annotations
 
@@ -19,30 +21,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from environments.host import EnvironmentHost
-from flash_mcp.errors import FlashError
-from flash_mcp.runfolder import RunFolder
+from environments.process.host import EnvironmentHost
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.run_folder import RunFolder
 from tests.attempts import VOWELS, Attempt, make_run
 from tests.tiny import make_tokenizer
 from tests.watch import is_running
-from worker.pulse import Pulse
-from worker.rollout import Limits, Rollout, Task
-from worker.run import BLOCK, Session, _preflight, examples_of
+from worker.heartbeat import Pulse
+from worker.rollouts.scheduler import Limits, Rollout, Task
+from worker.rollouts.transcript import ChatTemplate
+from worker.session import BLOCK, Session, examples_of
 from worker.settings import Settings
-from worker.sft import gold_rows
-from worker.transcript import ChatTemplate
+from worker.survey import _preflight
+from worker.training.sft import gold_rows
 
 
 def finished(run: Any, state: str = "succeeded") -> dict[str, Any]:
     result = run.result()
-    assert result is not None and result["state"] == state, (result, run.log_tail(run.newest_epoch()))
+    assert result is not None and result["state"] == state, (
+        result,
+        run.log_tail(run.newest_epoch()),
+    )
     return result
 
 
 @pytest.fixture(scope="module")
 def whole_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A run of five steps that nothing disturbed."""
-    run = make_run(tmp_path_factory.mktemp("whole") / "run", tiny_model, eval_before=True, eval_after=True)
+    run = make_run(
+        tmp_path_factory.mktemp("whole") / "run", tiny_model, eval_before=True, eval_after=True
+    )
     with Attempt(run) as attempt:
         assert attempt.wait() == 0, attempt.log_path.read_text()
     return run
@@ -84,21 +92,39 @@ def test_a_run_reports_every_step_and_leaves_an_adapter(whole_run: Any) -> None:
     assert finished(whole_run)["step"] == 5
     assert list(whole_run.metric_steps()) == list(whole_run.rollout_steps()) == [1, 2, 3, 4, 5]
     assert list(whole_run.eval_steps()) == [0, 5]
-    assert whole_run.checkpoint_steps() == [1, 2, 3, 4, 5] and whole_run.newest_good_checkpoint() == 5
+    assert (
+        whole_run.checkpoint_steps() == [1, 2, 3, 4, 5] and whole_run.newest_good_checkpoint() == 5
+    )
     rows = whole_run.rollouts(5)
-    assert [row["index"] for row in rows] == list(range(32)) and {row["group"] for row in rows} == {0, 1, 2, 3}
+    assert [row["index"] for row in rows] == list(range(32)) and {row["group"] for row in rows} == {
+        0,
+        1,
+        2,
+        3,
+    }
     assert all(len(row["messages"]) == 4 and row["turns"] == 2 and not row["error"] for row in rows)
     metrics = [whole_run.metrics(step)["metrics"] for step in (1, 5)]
     assert metrics[1]["reward/mean"] > metrics[0]["reward/mean"]
     assert metrics[1]["reward/mean"] == pytest.approx(sum(row["reward"] for row in rows) / 32)
-    for name in ("loss", "grad_norm", "entropy", "is_ratio/mean", "time/step_s", "time/sync_s", "success/rate"):
+    for name in (
+        "loss",
+        "grad_norm",
+        "entropy",
+        "is_ratio/mean",
+        "time/step_s",
+        "time/sync_s",
+        "success/rate",
+    ):
         assert all(step[name] is not None for step in metrics), name
 
 
 def test_the_engine_samples_from_the_policy_that_is_trained(whole_run: Any) -> None:
     for step in range(1, 6):
         metrics = whole_run.metrics(step)["metrics"]
-        assert metrics["sampling_logp_difference/mean"] < 0.02 and abs(metrics["is_ratio/mean"] - 1) < 0.02
+        assert (
+            metrics["sampling_logp_difference/mean"] < 0.02
+            and abs(metrics["is_ratio/mean"] - 1) < 0.02
+        )
 
 
 def test_the_final_adapter_loads_in_peft_and_was_trained(whole_run: Any, tiny_model: Path) -> None:
@@ -108,7 +134,9 @@ def test_the_final_adapter_loads_in_peft_and_was_trained(whole_run: Any, tiny_mo
     folder = Path(whole_run.path("checkpoints", "5"))
     PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), folder)
     assert any(
-        weight.any() for name, weight in load_file(folder / "adapter_model.safetensors").items() if "lora_B" in name
+        weight.any()
+        for name, weight in load_file(folder / "adapter_model.safetensors").items()
+        if "lora_B" in name
     )
 
 
@@ -127,7 +155,9 @@ def load_environment(train=12, held_out=5, question="Write"):
 
 
 def held(folder: Path, *, after: int) -> tuple[Path, Path]:
-    """An environment whose episodes after the first `after` wait as long as a file exists, and that file."""
+    """An environment whose episodes after the first `after` wait as long as a file exists, and that
+    file.
+    """
     folder.mkdir()
     flag = folder.with_name("flag")
     flag.touch()
@@ -139,9 +169,12 @@ def held(folder: Path, *, after: int) -> tuple[Path, Path]:
 def test_an_attempt_killed_in_mid_run_is_followed_by_one_that_ends_where_an_undisturbed_run_ends(
     exact_run: RunFolder, tiny_model: Path, tmp_path: Path
 ) -> None:
-    # It looks at 12 tasks, evaluates 5, makes three steps (all of the examples were seen once) and half of the fourth.
+    # It looks at 12 tasks, evaluates 5, makes three steps (all of the examples were seen once) and
+    # half of the fourth.
     environment, flag = held(tmp_path / "held", after=12 + 5 + 3 * 16 + 8)
-    run = make_run(tmp_path / "run", tiny_model, environment=environment, env_timeout_s=600, **SHORT)
+    run = make_run(
+        tmp_path / "run", tiny_model, environment=environment, env_timeout_s=600, **SHORT
+    )
     with Attempt(run, one_by_one=True) as first:
         first.wait_until(lambda: 3 in run.checkpoint_steps())
         children = psutil.Process(first.process.pid).children(recursive=True)
@@ -155,16 +188,25 @@ def test_an_attempt_killed_in_mid_run_is_followed_by_one_that_ends_where_an_undi
     with Attempt(run, 2, one_by_one=True) as second:
         assert second.wait() == 0, second.log_path.read_text()
     assert finished(run)["epoch"] == 2
-    assert list(run.metric_steps()) == [1, 2, 3, 4, 5] and run.metrics(1)["epoch"] == 1 and run.metrics(5)["epoch"] == 2
+    assert (
+        list(run.metric_steps()) == [1, 2, 3, 4, 5]
+        and run.metrics(1)["epoch"] == 1
+        and run.metrics(5)["epoch"] == 2
+    )
     for step in range(1, 6):
-        assert run.metrics(step)["metrics"]["reward/mean"] == exact_run.metrics(step)["metrics"]["reward/mean"]
+        assert (
+            run.metrics(step)["metrics"]["reward/mean"]
+            == exact_run.metrics(step)["metrics"]["reward/mean"]
+        )
     assert (
         run.manifest(5)["files"]["adapter_model.safetensors"]
         == exact_run.manifest(5)["files"]["adapter_model.safetensors"]
     )
 
 
-def test_an_attempt_that_finds_every_step_made_makes_no_other(exact_run: RunFolder, tmp_path: Path) -> None:
+def test_an_attempt_that_finds_every_step_made_makes_no_other(
+    exact_run: RunFolder, tmp_path: Path
+) -> None:
     """The one before was lost while it evaluated what it had trained."""
     run = RunFolder(shutil.copytree(exact_run.root, tmp_path / "run"))
     for path in ("result.json", "evals/5.json"):
@@ -172,8 +214,12 @@ def test_an_attempt_that_finds_every_step_made_makes_no_other(exact_run: RunFold
     with Attempt(run, 2, one_by_one=True) as second:
         assert second.wait() == 0, second.log_path.read_text()
     assert finished(run)["step"] == 5 and list(run.metric_steps()) == [1, 2, 3, 4, 5]
-    assert run.checkpoint_steps() == exact_run.checkpoint_steps() and run.manifest(5) == exact_run.manifest(5)
-    said, before = ([row["messages"] for row in r.evaluation(5)["rollouts"]] for r in (run, exact_run))
+    assert run.checkpoint_steps() == exact_run.checkpoint_steps() and run.manifest(
+        5
+    ) == exact_run.manifest(5)
+    said, before = (
+        [row["messages"] for row in r.evaluation(5)["rollouts"]] for r in (run, exact_run)
+    )
     assert said == before
 
 
@@ -182,20 +228,31 @@ def test_steps_go_through_all_examples_again_and_again(total: int, count: int, s
     steps = [examples_of(step, count, total, seed) for step in range(1, 3 * total + 1)]
     drawn = list(itertools.chain(*steps))
     passes = [drawn[at : at + total] for at in range(0, len(drawn), total)]
-    assert all(sorted(one) == list(range(total)) for one in passes) and {len(step) for step in steps} == {count}
+    assert all(sorted(one) == list(range(total)) for one in passes) and {
+        len(step) for step in steps
+    } == {count}
     assert total < 8 or passes[0] != passes[1]
 
 
-def test_a_stopped_attempt_that_wakes_after_its_successor_changes_nothing(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_stopped_attempt_that_wakes_after_its_successor_changes_nothing(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     def files() -> dict[Path, bytes]:
-        paths = (path for path in Path(run.root).rglob("*") if path.is_file() and "log" not in path.name)
-        return {path: path.read_bytes() for path in paths if not path.name.startswith(".")}  # a beat half written
+        paths = (
+            path for path in Path(run.root).rglob("*") if path.is_file() and "log" not in path.name
+        )
+        return {
+            path: path.read_bytes() for path in paths if not path.name.startswith(".")
+        }  # a beat half written
 
     environment, flag = held(tmp_path / "held", after=12 + 32)
     run = make_run(tmp_path / "run", tiny_model, environment=environment, env_timeout_s=600)
     with Attempt(run) as zombie:
-        # Past a whole checkpoint, so that it is not stopped between two writes that belong together.
-        zombie.wait_until(lambda: any((run.event(n) or {})["kind"] == "checkpoint" for n in run.event_names()))
+        # Past a whole checkpoint, so that it is not stopped between two writes that belong
+        # together.
+        zombie.wait_until(
+            lambda: any((run.event(n) or {})["kind"] == "checkpoint" for n in run.event_names())
+        )
         zombie.process.send_signal(signal.SIGSTOP)
         flag.unlink()
         with Attempt(run, 2) as second:
@@ -206,7 +263,9 @@ def test_a_stopped_attempt_that_wakes_after_its_successor_changes_nothing(tiny_m
     assert files() == before
 
 
-def test_a_cancel_in_mid_rollout_saves_what_was_trained_and_ends_as_cancelled(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_cancel_in_mid_rollout_saves_what_was_trained_and_ends_as_cancelled(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     run = make_run(tmp_path / "run", tiny_model, steps=1000, save_every=1000)
     with Attempt(run) as attempt:
         attempt.wait_until(lambda: 2 in run.metric_steps())
@@ -216,18 +275,29 @@ def test_a_cancel_in_mid_rollout_saves_what_was_trained_and_ends_as_cancelled(ti
     assert step >= 2 and run.newest_good_checkpoint() == step
 
 
-def test_a_warm_start_begins_with_the_other_runs_adapter(whole_run: Any, tiny_model: Path, tmp_path: Path) -> None:
-    start = {"init_adapter": {"path": whole_run.path("checkpoints", "5"), "run_id": "run", "step": 5, "digest": ""}}
-    run = make_run(tmp_path / "run", tiny_model, job=start, steps=1, kl_penalty_coef=0.1, loss_type="grpo")
+def test_a_warm_start_begins_with_the_other_runs_adapter(
+    whole_run: Any, tiny_model: Path, tmp_path: Path
+) -> None:
+    start = {
+        "init_adapter": {
+            "path": whole_run.path("checkpoints", "5"),
+            "run_id": "run",
+            "step": 5,
+            "digest": "",
+        }
+    }
+    run = make_run(
+        tmp_path / "run", tiny_model, job=start, steps=1, kl_penalty_coef=0.1, loss_type="grpo"
+    )
     with Attempt(run) as attempt:
         assert attempt.wait() == 0, attempt.log_path.read_text()
     first, cold = (r.metrics(1)["metrics"] for r in (run, whole_run))
     assert first["reward/mean"] > cold["reward/mean"] and first["kl"] == pytest.approx(0, abs=1e-3)
     group = [row for row in run.rollouts(1) if row["group"] == 0]
     spread = statistics.stdev(row["reward"] for row in group)
-    assert statistics.stdev(row["advantage"] for row in group) == pytest.approx(spread / (spread + 1e-4), abs=1e-4), (
-        "what is told is what is trained"
-    )
+    assert statistics.stdev(row["advantage"] for row in group) == pytest.approx(
+        spread / (spread + 1e-4), abs=1e-4
+    ), "what is told is what is trained"
 
 
 @pytest.mark.parametrize(
@@ -248,13 +318,15 @@ def test_a_run_that_cannot_start_ends_with_a_coded_error(
     with Attempt(run) as attempt:
         assert attempt.wait() == 0, attempt.log_path.read_text()
     error = finished(run, "failed")["error"]
-    assert error["code"] == code and evidence in json.dumps(error) + str(error["values"]).replace("': ", "=").replace(
-        "'", ""
-    )
+    assert error["code"] == code and evidence in json.dumps(error) + str(error["values"]).replace(
+        "': ", "="
+    ).replace("'", "")
     assert not run.metric_steps() and not run.checkpoint_steps()
 
 
-def test_an_environment_that_mostly_fails_ends_the_run_with_the_evidence(tiny_model: Path, tmp_path: Path) -> None:
+def test_an_environment_that_mostly_fails_ends_the_run_with_the_evidence(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "failing"
     folder.mkdir()
     source = (VOWELS / "environment.py").read_text()
@@ -265,7 +337,11 @@ def test_an_environment_that_mostly_fails_ends_the_run_with_the_evidence(tiny_mo
     with Attempt(run) as attempt:
         assert attempt.wait() == 0, attempt.log_path.read_text()
     error = finished(run, "failed")["error"]
-    assert error["code"] == "environment_error" and "32 of 32 rollouts" in error["what"] and "boom" in error["what"]
+    assert (
+        error["code"] == "environment_error"
+        and "32 of 32 rollouts" in error["what"]
+        and "boom" in error["what"]
+    )
     assert all(row["error"] and row["reward"] == 0 for row in run.rollouts(1))
 
 
@@ -287,20 +363,26 @@ def load_environment(train=20, held_out=5, question="Write"):
 def sometimes(folder: Path, *, every: int, seconds: float = 0.0) -> Path:
     """An environment that fails to open one task of `every`, after `seconds`."""
     folder.mkdir()
-    source = (VOWELS / "environment.py").read_text() + SOMETIMES.format(every=every, seconds=seconds)
+    source = (VOWELS / "environment.py").read_text() + SOMETIMES.format(
+        every=every, seconds=seconds
+    )
     (folder / "environment.py").write_text(source)
     return folder
 
 
 @pytest.mark.anyio
-async def test_a_few_tasks_that_cannot_be_opened_do_not_end_a_run_before_it_begins(tmp_path: Path) -> None:
+async def test_a_few_tasks_that_cannot_be_opened_do_not_end_a_run_before_it_begins(
+    tmp_path: Path,
+) -> None:
     template, looks = ChatTemplate(make_tokenizer()), []
     async with await EnvironmentHost.start(sometimes(tmp_path / "e", every=10)) as host:
         watched = {"max_error_share": 0.1, "advance": lambda: looks.append(1)}
         assert await _preflight(host, template, 256, 20, **watched) == (27, 2)
         assert len(looks) == 20, "each look is progress"
         assert len(await gold_rows(host, template, "train", **watched)) == 18
-        with pytest.raises(FlashError, match=r"2 of 11 train tasks.*number 0: .*the simulator is busy") as caught:
+        with pytest.raises(
+            FlashError, match=r"2 of 11 train tasks.*number 0: .*the simulator is busy"
+        ) as caught:
             await _preflight(host, template, 256, 11, **watched)
         assert caught.value.code == "environment_error"
         with pytest.raises(FlashError, match="1 of 1 train tasks"):
@@ -309,7 +391,13 @@ async def test_a_few_tasks_that_cannot_be_opened_do_not_end_a_run_before_it_begi
 
 def test_a_cancel_is_heard_while_tasks_are_looked_at(tiny_model: Path, tmp_path: Path) -> None:
     slow = sometimes(tmp_path / "slow", every=1000, seconds=0.5)
-    run = make_run(tmp_path / "run", tiny_model, environment=slow, environment_args={"train": 1000}, env_concurrency=1)
+    run = make_run(
+        tmp_path / "run",
+        tiny_model,
+        environment=slow,
+        environment_args={"train": 1000},
+        env_concurrency=1,
+    )
     with Attempt(run) as attempt:
         attempt.wait_until(lambda: (run.beat() or {}).get("progress", 0) > 2)
         run.request_cancel()

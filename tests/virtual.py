@@ -1,4 +1,6 @@
-"""A virtual clock, and an engine and an environment that live on it: the real scheduler runs hours in seconds."""
+"""A virtual clock, and an engine and an environment that live on it: the real scheduler runs hours
+in seconds.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from environments.host import EnvironmentFault, Opening, Score, Step
-from worker.engine import Completion, Sampling
+from environments.process.host import EnvironmentFault, Opening, Score, Step
+from worker.rollouts.turns import Completion, Sampling
 
 T = TypeVar("T")
 END = 258
@@ -51,7 +53,9 @@ def run_virtually(coroutine: Coroutine[Any, Any, T]) -> tuple[T, float]:
 
 @dataclass
 class FakeEngine:
-    """Answers every request with tokens that depend on its prompt and seed alone; a step decodes one token of each."""
+    """Answers every request with tokens that depend on its prompt and seed alone; a step decodes
+    one token of each.
+    """
 
     step_s: float = 0.01
     running: dict[str, list[int]] = field(default_factory=dict)
@@ -93,7 +97,9 @@ class FakeEngine:
 
 @dataclass
 class FakeHost:
-    """Episodes of a number of turns drawn from the task; every call takes `latency_s`, may raise, and is recorded."""
+    """Episodes of a number of turns drawn from the task; every call takes `latency_s`, may raise,
+    and is recorded.
+    """
 
     latency_s: Callable[[], float] = lambda: 0.0
     fault: Callable[[str, int], str | None] = lambda call, example: None
@@ -106,14 +112,19 @@ class FakeHost:
         await self._serve("open", index)
         episode = len(self.opened)
         self.opened[episode] = [f"{index}"]
-        return Opening(episode, f"task-{index}", [{"role": "user", "content": f"q{index}"}], self.max_turns)
+        return Opening(
+            episode, f"task-{index}", [{"role": "user", "content": f"q{index}"}], self.max_turns
+        )
 
     async def step(self, episode: int, assistant_text: str) -> Step:
         said = self.opened[episode]
         await self._serve("step", int(said[0]))
         said.append(assistant_text)
         turns = 1 + int(said[0]) % self.max_turns
-        return Step(len(said) > turns, [] if len(said) > turns else [{"role": "user", "content": f"r{len(said)}"}])
+        return Step(
+            len(said) > turns,
+            [] if len(said) > turns else [{"role": "user", "content": f"r{len(said)}"}],
+        )
 
     async def score(self, episode: int, *, latency_ms: int, total_tokens: int) -> Score:
         await self._serve("score", int(self.opened[episode][0]))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from flash_mcp.runfolder import RunFolder
+from flash_mcp.protocol.run_folder import RunFolder
 from tests.attempts import Attempt
 
 MIB = 2**20
@@ -26,7 +26,9 @@ class Held:
 
 
 def is_running(pid: int) -> bool:
-    """Whether there is such a process that has not ended. A zombie has, even where nobody ever reaps it."""
+    """Whether there is such a process that has not ended. A zombie has, even where nobody ever
+    reaps it.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
@@ -34,7 +36,9 @@ def is_running(pid: int) -> bool:
 
 
 def watch(run: RunFolder, attempt: Attempt, timeout_s: float) -> tuple[list[Held], float]:
-    """What the attempt held after each step, and the peak of its resident memory in MiB, until it ends."""
+    """What the attempt held after each step, and the peak of its resident memory in MiB, until it
+    ends.
+    """
     process, held, peak_mib = psutil.Process(attempt.process.pid), list[Held](), 0.0
     deadline = time.monotonic() + timeout_s
     while attempt.process.poll() is None:
@@ -56,10 +60,14 @@ def slope(held: list[Held]) -> float:
     """MiB a step by which resident memory grows: least squares."""
     steps, sizes = [h.step for h in held], [h.rss_mib for h in held]
     mean_step, mean_size = sum(steps) / len(steps), sum(sizes) / len(sizes)
-    along = sum((step - mean_step) * (size - mean_size) for step, size in zip(steps, sizes, strict=True))
+    along = sum(
+        (step - mean_step) * (size - mean_size) for step, size in zip(steps, sizes, strict=True)
+    )
     return along / sum((step - mean_step) ** 2 for step in steps)
 
 
 def _peak_mib(pid: int) -> float:
-    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    status = dict(
+        line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+    )
     return int(status["VmHWM"].split()[0]) / 1024 if "VmHWM" in status else 0.0

@@ -1,8 +1,8 @@
-"""An evaluation from job.json to evals/STEP.json: a run that samples and scores, and trains nothing.
+"""An evaluation from job.json to evals/STEP.json: a run that samples and scores, and trains
+nothing.
 
-The engine, the scheduler and the environment host are those of training. Attempts are recorded in shards as they end,
-so that whoever goes on after a crash repeats none of them.
-"""
+The engine, the scheduler and the environment host are those of training. Attempts are recorded in
+shards as they end, so that whoever goes on after a crash repeats none of them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from pathlib import Path
 
 import torch
 
-from flash_mcp.runfolder import Json, RunWriter
-from worker.pulse import Pulse
-from worker.rollout import Limits, Rollout, Task
-from worker.run import check_errors, opened
+from flash_mcp.protocol.run_folder import Json, RunWriter
+from worker.heartbeat import Pulse
+from worker.rollouts.metrics import summarize_evaluation
+from worker.rollouts.scheduler import Limits, Rollout, Task
+from worker.session import check_errors, opened
 from worker.settings import Settings
-from worker.summary import summarize_evaluation
 
 log = logging.getLogger("worker")
 AT_ONCE = 256 if torch.cuda.is_available() else 32
-"""Conversations that the engine advances at once: on the CPU as many as a step of training has by default, since its
-cache takes memory for each."""
+"""Conversations that the engine advances at once: on the CPU as many as a step of training has by
+default, since its cache takes memory for each.
+"""
 SHARD_EVERY_S = 2.0
 
 
@@ -33,17 +34,25 @@ def evaluate(job: Json, spec: Settings, writer: RunWriter, pulse: Pulse, scratch
     Raises FlashError, or Cancelled once what was done is recorded.
     """
     tasks = _tasks(spec)
-    if found := writer.folder.evaluation(spec.step):  # an attempt of the run came as far as this before
+    if found := writer.folder.evaluation(
+        spec.step
+    ):  # an attempt of the run came as far as this before
         check_errors(found["rollouts"], spec.max_error_share)
         return len(tasks)
     recorder = Recorder(writer, pulse, spec.step)
     missing = [task for task in tasks if task.index not in recorder.rows]
     if missing:
-        with opened(job, spec, writer, pulse, at_once=min(len(missing), AT_ONCE), trains=False) as session:
+        with opened(
+            job, spec, writer, pulse, at_once=min(len(missing), AT_ONCE), trains=False
+        ) as session:
             session.sync(spec.step)
             pulse.enter("eval")
             limits = Limits(
-                spec.max_tokens, session.limits.max_length, spec.temperature, spec.top_p, tuple(spec.stop_sequences)
+                spec.max_tokens,
+                session.limits.max_length,
+                spec.temperature,
+                spec.top_p,
+                tuple(spec.stop_sequences),
             )
             done = len(recorder.rows)
             writer.event("sampling", f"{done} of {len(tasks)} attempts are done", step=done)
@@ -61,10 +70,11 @@ def evaluate(job: Json, spec: Settings, writer: RunWriter, pulse: Pulse, scratch
 
 
 class Recorder:
-    """Rows of attempts by index: those that were recorded before, and those that end now, soon written down.
+    """Rows of attempts by index: those that were recorded before, and those that end now, soon
+    written down.
 
-    On a thread of its own: while a store of elsewhere cannot be reached, calls into the environment must not time out.
-    """
+    On a thread of its own: while a store of elsewhere cannot be reached, calls into the environment
+    must not time out."""
 
     def __init__(self, writer: RunWriter, pulse: Pulse, step: int) -> None:
         self.writer, self.pulse, self.step = writer, pulse, step
@@ -73,7 +83,10 @@ class Recorder:
         self.seconds = 0.0
         self._tokens = 0
         self._unwritten: list[Json] = []
-        self._pool, self._writing = ThreadPoolExecutor(1, thread_name_prefix="recorder"), Future[None]()
+        self._pool, self._writing = (
+            ThreadPoolExecutor(1, thread_name_prefix="recorder"),
+            Future[None](),
+        )
         self._writing.set_result(None)
         self.start()
 
@@ -110,9 +123,18 @@ class Recorder:
 
 
 def _tasks(spec: Settings) -> list[Task]:
-    """Every attempt, those of a task next to each other. Its seed is the same whatever model is evaluated."""
+    """Every attempt, those of a task next to each other. Its seed is the same whatever model is
+    evaluated.
+    """
     return [
-        Task(spec.split, example, group, group * spec.attempts + attempt, _seed(spec.seed, example, attempt), attempt)
+        Task(
+            spec.split,
+            example,
+            group,
+            group * spec.attempts + attempt,
+            _seed(spec.seed, example, attempt),
+            attempt,
+        )
         for group, example in enumerate(spec.tasks)
         for attempt in range(spec.attempts)
     ]

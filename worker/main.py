@@ -2,10 +2,9 @@
 
     python -m worker.main RUN_FOLDER --attempt N
 
-Reads job.json, claims epoch N, trains or evaluates, and ends the run with result.json. Exit code 0 says that
-result.json was written; after anything else the supervisor starts attempt N + 1, which goes on from the last good
-checkpoint, or from the attempts at tasks that were recorded.
-"""
+Reads job.json, claims epoch N, trains or evaluates, and ends the run with result.json. Exit code 0
+says that result.json was written; after anything else the supervisor starts attempt N + 1, which
+goes on from the last good checkpoint, or from the attempts at tasks that were recorded."""
 
 from __future__ import annotations
 
@@ -25,21 +24,32 @@ from pathlib import Path
 
 import psutil
 
-from environments.host import EnvironmentFault
-from flash_mcp.errors import FlashError
-from flash_mcp.runfolder import RunFolder, disk_error
-from worker.pulse import Cancelled, Pulse
+from environments.process.host import EnvironmentFault
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.run_folder import RunFolder, disk_error
+from worker.heartbeat import Cancelled, Pulse
 from worker.settings import Settings
 
 log = logging.getLogger("worker")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", help="the run folder: a path or any fsspec URL")
-    parser.add_argument("--attempt", type=int, required=True, help="number of this attempt, from 1; the fencing epoch")
+    parser.add_argument(
+        "--attempt",
+        type=int,
+        required=True,
+        help="number of this attempt, from 1; the fencing epoch",
+    )
     args = parser.parse_args()
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
 
     folder = RunFolder(args.folder)
     job = folder.job()
@@ -59,7 +69,7 @@ def main() -> int:
         if spec.algorithm == "eval":
             from worker.evaluate import evaluate as work  # noqa: PLC0415
         else:
-            from worker.run import train as work  # noqa: PLC0415
+            from worker.train import train as work  # noqa: PLC0415
 
         with tempfile.TemporaryDirectory(prefix=_sweep_scratch(folder.url)) as scratch:
             step = work(job, spec, writer, pulse, Path(scratch))
@@ -76,12 +86,16 @@ def main() -> int:
     if error:
         writer.event("error", str(error))
     seconds = round(time.monotonic() - started, 1)
-    writer.commit_result(state, step, error, seconds=seconds, retryable=bool(error and _was_struck(error)))
+    writer.commit_result(
+        state, step, error, seconds=seconds, retryable=bool(error and _was_struck(error))
+    )
     return 0
 
 
 def _sweep_scratch(url: str) -> str:
-    """Remove what killed attempts of this run left in the temporary folder; the prefix for this one's."""
+    """Remove what killed attempts of this run left in the temporary folder; the prefix for this
+    one's.
+    """
     prefix = f"flash-{hashlib.sha256(url.encode()).hexdigest()[:12]}-"
     for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         shutil.rmtree(left, ignore_errors=True)
@@ -91,8 +105,11 @@ def _sweep_scratch(url: str) -> str:
 def prepare_process() -> None:
     """Settings that torch and vLLM read when they are imported."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # vLLM would pin the trainer's threads too
-    # One card: over several the trainer would spread its batch, and ask for as many times the rollouts.
+    os.environ.setdefault(
+        "VLLM_CPU_OMP_THREADS_BIND", "nobind"
+    )  # vLLM would pin the trainer's threads too
+    # One card: over several the trainer would spread its batch, and ask for as many times the
+    # rollouts.
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -112,10 +129,14 @@ def _explain(error: BaseException, phase: str) -> FlashError:
     if isinstance(error, FlashError):
         return error
     if isinstance(error, EnvironmentFault):
-        return FlashError(error.code, error.what, fix="run env_test on the environment, mend it and push it again")
+        return FlashError(
+            error.code, error.what, fix="run env_test on the environment, mend it and push it again"
+        )
     if any(words in str(error) for words in _NO_SPACE):
         error = OSError(errno.ENOSPC, str(error))
-    if isinstance(error, OSError) and isinstance(full := disk_error(error, Path(tempfile.gettempdir())), FlashError):
+    if isinstance(error, OSError) and isinstance(
+        full := disk_error(error, Path(tempfile.gettempdir())), FlashError
+    ):
         return full
     if isinstance(error, ModuleNotFoundError):
         return FlashError(
@@ -141,7 +162,9 @@ def _explain(error: BaseException, phase: str) -> FlashError:
 
 
 def _was_struck(error: FlashError) -> bool:
-    """Whether the environment's process was killed: that may be no fault of its code, and another attempt may live."""
+    """Whether the environment's process was killed: that may be no fault of its code, and another
+    attempt may live.
+    """
     return error.code.startswith("environment_") and "killed by SIG" in error.what
 
 
@@ -153,25 +176,35 @@ _NO_MEMORY = (
 )  # fmt: skip
 """What allocators say, and vLLM where its engine finds no room."""
 _NO_KERNEL_MEMORY = "could not create a primitive"
-"""All that oneDNN says where a kernel finds no memory for its code; of an unknown operation it says more."""
+"""All that oneDNN says where a kernel finds no memory for its code; of an unknown operation it says
+more.
+"""
 _NO_THREAD = "can't start new thread"
-"""Python's words where a thread finds no memory for its stack, and where the system allows no more threads."""
+"""Python's words where a thread finds no memory for its stack, and where the system allows no more
+threads.
+"""
 
 
 def _is_memory(error: BaseException) -> bool:
-    """Whether memory ran out, of the machine or of the device: each allocator has its own words for it."""
+    """Whether memory ran out, of the machine or of the device: each allocator has its own words for
+    it.
+    """
     said = str(error).lower()
     return (
         isinstance(error, MemoryError)
         or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
         or said == _NO_KERNEL_MEMORY
-        or (said == _NO_THREAD and resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY)
+        or (
+            said == _NO_THREAD
+            and resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+        )
         or any(words in said for words in _NO_MEMORY)
     )
 
 
 if __name__ == "__main__":
-    # Engine threads and environment hosts may outlive main; everything worth keeping is on disk by now.
+    # Engine threads and environment hosts may outlive main; everything worth keeping is on disk by
+    # now.
     code = main()
     logging.shutdown()
     sys.stderr.flush()

@@ -1,4 +1,6 @@
-"""What a worker reads of job.json: the fields of flash_mcp.spec.RunSpec, every one filled in by `resolve`."""
+"""What a worker reads of job.json: the fields of flash_mcp.protocol.spec.RunSpec, every one filled
+in by `resolve`.
+"""
 
 from types import SimpleNamespace
 

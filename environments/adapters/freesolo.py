@@ -1,9 +1,9 @@
 """Folders written for the `freesolo` SDK: its objects on the inside, this contract on the outside.
 
-As in the SDK's own runtime the rows of datasets/train.jsonl come before the object's own, TRAINING_CONTRACT.md is the
-system prompt, `load_environment` is told where both are if it asks, scorers are given text and never None, and one
-object serves all episodes at once. datasets/eval.jsonl or `eval_dataset`, where there is one, is the eval split.
-"""
+As in the SDK's own runtime the rows of datasets/train.jsonl come before the object's own,
+TRAINING_CONTRACT.md is the system prompt, `load_environment` is told where both are if it asks,
+scorers are given text and never None, and one object serves all episodes at once.
+datasets/eval.jsonl or `eval_dataset`, where there is one, is the eval split."""
 
 from __future__ import annotations
 
@@ -31,15 +31,26 @@ CONTRACT_FILE = "TRAINING_CONTRACT.md"
 
 
 def load(folder: Path, load_environment: Callable[..., Any], args: Mapping[str, Any]) -> Any:
-    """What `load_environment` of a folder that imports the SDK returns, adapted if it is an object of the SDK."""
+    """What `load_environment` of a folder that imports the SDK returns, adapted if it is an object
+    of the SDK.
+    """
     rows, contract = _first_file(folder, TRAIN_FILES), folder / CONTRACT_FILE
     implied = {"dataset_path": str(rows) if rows else None, "contract_path": str(contract)}
     accepted = _accepted(load_environment)
-    extra = {name: value for name, value in implied.items() if value and (accepted is None or name in accepted)}
+    extra = {
+        name: value
+        for name, value in implied.items()
+        if value and (accepted is None or name in accepted)
+    }
     loaded = load_environment(**{**extra, **args})
     if not is_sdk_object(loaded):
         return loaded
-    source = args.get("dataset_path") or rows or _own_rows(loaded, "dataset") or _own_rows(loaded, "examples")
+    source = (
+        args.get("dataset_path")
+        or rows
+        or _own_rows(loaded, "dataset")
+        or _own_rows(loaded, "examples")
+    )
     held_out = _first_file(folder, EVAL_FILES) or _own_rows(loaded, "eval_dataset")
     contract_path = Path(str(args.get("contract_path") or contract))
     prompt_text = contract_path.read_text(errors="replace") if contract_path.is_file() else ""
@@ -54,7 +65,9 @@ def is_sdk_object(value: Any) -> bool:
 class SdkEnvironment(Environment):
     """One object of the SDK, single-turn or multi-turn."""
 
-    def __init__(self, sdk: Any, train: list[TaskExample], held_out: list[TaskExample], prompt_text: str) -> None:
+    def __init__(
+        self, sdk: Any, train: list[TaskExample], held_out: list[TaskExample], prompt_text: str
+    ) -> None:
         from freesolo.environments import EnvironmentMultiTurn  # noqa: PLC0415  # pyright: ignore
 
         self._sdk, self._prompt_text = sdk, prompt_text
@@ -80,7 +93,9 @@ class SdkEnvironment(Environment):
         result = self._sdk.step_episode(_to_sdk(example), messages, text)
         if result.metadata:
             self._steps.append(result.metadata)
-        return EnvironmentStepResult(bool(result.done), list(result.messages), result.final_response_text)
+        return EnvironmentStepResult(
+            bool(result.done), list(result.messages), result.final_response_text
+        )
 
     def score_episode(self, example: TaskExample, episode: EnvironmentEpisode) -> RewardResult:
         text = episode.response_text or ""
@@ -89,11 +104,16 @@ class SdkEnvironment(Environment):
         from freesolo.environments import EnvironmentEpisode as Episode  # noqa: PLC0415  # pyright: ignore
         from freesolo.environments import EnvironmentTurn as Turn  # noqa: PLC0415  # pyright: ignore
 
-        make_episode, make_turn = cast("Callable[..., Any]", Episode), cast("Callable[..., Any]", Turn)
+        make_episode, make_turn = (
+            cast("Callable[..., Any]", Episode),
+            cast("Callable[..., Any]", Turn),
+        )
         finished = make_episode(
             messages=tuple(_with_text(message) for message in episode.messages),
             response_text=text,
-            turns=tuple(make_turn(role=turn.role, content=turn.content or "") for turn in episode.turns),
+            turns=tuple(
+                make_turn(role=turn.role, content=turn.content or "") for turn in episode.turns
+            ),
             metadata={"steps": self._steps} if self._steps else {},
             latency_ms=episode.latency_ms,
             total_tokens=episode.total_tokens,
@@ -102,7 +122,9 @@ class SdkEnvironment(Environment):
 
     def sft_completion(self, example: TaskExample) -> list[ChatMessage]:
         if example.output is None:
-            return super().sft_completion(example)  # refuses; the SDK would make an empty answer of it
+            return super().sft_completion(
+                example
+            )  # refuses; the SDK would make an empty answer of it
         return [dict(message) for message in self._sdk.sft_completion(_to_sdk(example))]
 
 
@@ -124,13 +146,18 @@ def _own_rows(sdk: Any, attribute: str) -> Any:
 
 
 def _tasks(source: Any) -> list[TaskExample]:
-    """Rows as the SDK reads them. Its ids are positions, the same in every split; ours stand for the row."""
+    """Rows as the SDK reads them. Its ids are positions, the same in every split; ours stand for
+    the row.
+    """
     if not source:
         return []
     from freesolo.datasets.records import load_task_examples  # noqa: PLC0415  # pyright: ignore
 
     examples = cast("list[Any]", load_task_examples(source))
-    return [TaskExample(e.record, e.input, _task_id(e.record), e.metadata or {}, e.output) for e in examples]
+    return [
+        TaskExample(e.record, e.input, _task_id(e.record), e.metadata or {}, e.output)
+        for e in examples
+    ]
 
 
 def _task_id(record: Mapping[str, Any]) -> str:
@@ -142,14 +169,18 @@ def _task_id(record: Mapping[str, Any]) -> str:
 def _to_sdk(example: TaskExample) -> Any:
     from freesolo.datasets import TaskExample as SdkExample  # noqa: PLC0415  # pyright: ignore
 
-    make: Callable[..., Any] = partial(cast("Callable[..., Any]", SdkExample), dict(example.record), example.input)
+    make: Callable[..., Any] = partial(
+        cast("Callable[..., Any]", SdkExample), dict(example.record), example.input
+    )
     return make(id=example.id, metadata=dict(example.metadata), output=example.output)
 
 
 def _reward(results: list[Any]) -> RewardResult:
     if len(results) != 1:
         raise ValueError(f"the SDK environment returned {len(results)} rewards for one answer")
-    return RewardResult(**{each.name: getattr(results[0], each.name) for each in fields(RewardResult)})
+    return RewardResult(
+        **{each.name: getattr(results[0], each.name) for each in fields(RewardResult)}
+    )
 
 
 def _with_text(message: ChatMessage) -> ChatMessage:

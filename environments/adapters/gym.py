@@ -1,10 +1,12 @@
-"""Objects with `reset` and `step` as multi-turn environments: Gymnasium and GEM, TextArena with one player, OpenEnv.
+"""Objects with `reset` and `step` as multi-turn environments: Gymnasium and GEM, TextArena with one
+player, OpenEnv.
 
     def load_environment(**args):
         return GymEnvironment(lambda seed: gem.make("game:GuessTheNumber-v0"), max_turns=12, **args)
 
-Every task is a seed, every rollout has an object of its own, made and reset with that seed. What the model writes is
-the action, what the object shows is the next message. The reward is the sum of what `step` paid.
+Every task is a seed, every rollout has an object of its own, made and reset with that seed. What
+the model writes is the action, what the object shows is the next message. The reward is the sum of
+what `step` paid.
 
     object      reset(...) returns                    step(action) returns
     Gymnasium   (observation, info)                   (observation, reward, terminated, truncated, info)
@@ -36,7 +38,9 @@ SUCCESS_KEYS = ("success", "is_success")
 
 @dataclass(frozen=True)
 class Shown:
-    """What an object showed after `reset` or `step`. `ended` is False where only its own limit of steps cut it off."""
+    """What an object showed after `reset` or `step`. `ended` is False where only its own limit of
+    steps cut it off.
+    """
 
     observation: Any
     reward: float = 0.0
@@ -48,11 +52,11 @@ class Shown:
 class GymEnvironment(EnvironmentMultiTurn):
     """`make(seed)` returns a new object.
 
-    `to_action(text)` makes an action of what the model wrote, by default that text without surrounding space; where it
-    raises ValueError the model is told so and the turn is lost. `to_text(observation)` makes a message of what is
-    shown. An episode is a success where `info` says so ("success" or "is_success"); where it says nothing, if it came
-    to an end of its own with a total reward of at least `success_at`.
-    """
+    `to_action(text)` makes an action of what the model wrote, by default that text without
+    surrounding space; where it raises ValueError the model is told so and the turn is lost.
+    `to_text(observation)` makes a message of what is shown. An episode is a success where `info`
+    says so ("success" or "is_success"); where it says nothing, if it came to an end of its own with
+    a total reward of at least `success_at`."""
 
     def __init__(
         self,
@@ -69,7 +73,12 @@ class GymEnvironment(EnvironmentMultiTurn):
     ) -> None:
         self.dataset = _tasks(seed, train_size)
         self.eval_dataset = _tasks(seed + EVAL_SEED_OFFSET, eval_size)
-        self._make, self._max_turns, self._instruction, self._success_at = make, max_turns, instruction, success_at
+        self._make, self._max_turns, self._instruction, self._success_at = (
+            make,
+            max_turns,
+            instruction,
+            success_at,
+        )
         self._to_action, self._to_text = to_action, to_text
         self._object: Any = None
         self._shown = Shown(None)
@@ -80,7 +89,9 @@ class GymEnvironment(EnvironmentMultiTurn):
         seed = int(example.record["seed"])
         self._object = self._make(seed)
         self._shown = _reset(self._object, seed)
-        text = "\n\n".join(part for part in (self._instruction, self._to_text(self._shown.observation)) if part)
+        text = "\n\n".join(
+            part for part in (self._instruction, self._to_text(self._shown.observation)) if part
+        )
         return [{"role": "user", "content": text}]
 
     def max_episode_turns(self, example: TaskExample) -> int:
@@ -102,17 +113,30 @@ class GymEnvironment(EnvironmentMultiTurn):
         return _reply(self._to_text(self._shown.observation))
 
     def score_episode(self, example: TaskExample, episode: EnvironmentEpisode) -> RewardResult:
-        told = next((self._shown.info[key] for key in SUCCESS_KEYS if key in self._shown.info), None)
-        success = bool(told) if told is not None else self._shown.ended and self._total >= self._success_at
+        told = next(
+            (self._shown.info[key] for key in SUCCESS_KEYS if key in self._shown.info), None
+        )
+        success = (
+            bool(told)
+            if told is not None
+            else self._shown.ended and self._total >= self._success_at
+        )
         invalid = self._invalid / self._steps if self._steps else 0.0
         return RewardResult(
             score=self._total,
             success=success,
-            metrics=[RewardMetric("ended", score=float(self._shown.ended)), RewardMetric("invalid", score=invalid)],
+            metrics=[
+                RewardMetric("ended", score=float(self._shown.ended)),
+                RewardMetric("invalid", score=invalid),
+            ],
         )
 
     def close_episode(self) -> None:
-        if self._object is not None and not _is_textarena(self._object) and hasattr(self._object, "close"):
+        if (
+            self._object is not None
+            and not _is_textarena(self._object)
+            and hasattr(self._object, "close")
+        ):
             self._object.close()
 
 
@@ -157,10 +181,15 @@ def _step(environment: Any, action: Any) -> Shown:
         rewards = cast("Mapping[int, float]", environment.close()[0] or {})
         return Shown(None, float(rewards.get(0, 0.0)), done=True, ended=True, info=info or {})
     if hasattr(result, "observation"):
-        done, told = bool(result.done), getattr(result, "info", None) or getattr(result, "metadata", None)
+        done, told = (
+            bool(result.done),
+            getattr(result, "info", None) or getattr(result, "metadata", None),
+        )
         return Shown(result.observation, float(result.reward or 0.0), done, done, told or {})
     if len(result) == 5:
         observation, reward, terminated, truncated, info = result
-        return Shown(observation, float(reward), bool(terminated or truncated), bool(terminated), info or {})
+        return Shown(
+            observation, float(reward), bool(terminated or truncated), bool(terminated), info or {}
+        )
     observation, reward, done, info = result
     return Shown(observation, float(reward), bool(done), bool(done), info or {})

@@ -23,11 +23,20 @@ import time
 from collections.abc import Iterator
 from typing import Any, cast
 
-from environments.base import ChatMessage, DatasetError, EnvironmentSingleTurn, RewardMetric, RewardResult, TaskExample
+from environments.base import (
+    ChatMessage,
+    DatasetError,
+    EnvironmentSingleTurn,
+    RewardMetric,
+    RewardResult,
+    TaskExample,
+)
 
 EVAL_SEED_OFFSET = 1_000_000
 DRAWS_PER_TASK = 4
-"""Items drawn for each task that is wanted, before a dataset counts as having no more distinct questions."""
+"""Items drawn for each task that is wanted, before a dataset counts as having no more distinct
+questions.
+"""
 GENERATION_TIMEOUT_S = 15.0
 SOLVED = 1.0 - 1e-6
 WORTHLESS = ("", "?", "asdf qwer zxcv")
@@ -45,11 +54,11 @@ def load(
     instruction: str = INSTRUCTION,
     **config: Any,
 ) -> ReasoningGym:
-    """The environment of a dataset by name; `config` is the dataset's own (its difficulty, as a rule).
+    """The environment of a dataset by name; `config` is the dataset's own (its difficulty, as a
+    rule).
 
-    `tag_reward` of the reward is for an answer in tags, the rest for how right it is. What the instruction itself has
-    in tags is no answer.
-    """
+    `tag_reward` of the reward is for an answer in tags, the rest for how right it is. What the
+    instruction itself has in tags is no answer."""
     import reasoning_gym  # noqa: PLC0415  # pyright: ignore
     from reasoning_gym.factory import DATASETS  # noqa: PLC0415  # pyright: ignore
 
@@ -67,7 +76,9 @@ def load(
     held_out = list(_tasks(make, seed + EVAL_SEED_OFFSET, eval_size, set(), deadline))
     train = list(_tasks(make, seed, train_size, {task.input for task in held_out}, deadline))
     if not train:
-        raise DatasetError(f"{dataset}: every question that was drawn stands in the eval split; use a harder config")
+        raise DatasetError(
+            f"{dataset}: every question that was drawn stands in the eval split; use a harder config"
+        )
     return ReasoningGym(make(seed, 1), train, held_out, tag_reward, instruction)
 
 
@@ -78,7 +89,12 @@ class ReasoningGym(EnvironmentSingleTurn):
     """Its scorers are not said to be thread-safe, and compute rather than wait."""
 
     def __init__(
-        self, scorer: Any, train: list[TaskExample], held_out: list[TaskExample], tag_reward: float, instruction: str
+        self,
+        scorer: Any,
+        train: list[TaskExample],
+        held_out: list[TaskExample],
+        tag_reward: float,
+        instruction: str,
     ) -> None:
         self.dataset, self.eval_dataset = train, held_out
         self._scorer, self._tag_reward, self._instruction = scorer, tag_reward, instruction
@@ -109,13 +125,17 @@ class ReasoningGym(EnvironmentSingleTurn):
         """0..1 between what a worthless answer is paid and full pay."""
         floor = self._floors.get(example.input)
         if floor is None:
-            floor = self._floors[example.input] = max(self._paid(text, example) for text in WORTHLESS)
+            floor = self._floors[example.input] = max(
+                self._paid(text, example) for text in WORTHLESS
+            )
         if floor >= SOLVED:
             return float(example.output is not None and _same_text(answer, str(example.output)))
         return max(0.0, self._paid(answer, example) - floor) / (1.0 - floor)
 
     def _paid(self, answer: str, example: TaskExample) -> float:
-        """What the dataset's scorer pays, within 0..1; 0 where it raises, as some do for answers of another form."""
+        """What the dataset's scorer pays, within 0..1; 0 where it raises, as some do for answers of
+        another form.
+        """
         try:
             paid = float(self._scorer.score_answer(answer, copy.deepcopy(example.record)))
         except Exception:
@@ -123,8 +143,12 @@ class ReasoningGym(EnvironmentSingleTurn):
         return min(max(paid, 0.0), 1.0) if math.isfinite(paid) else 0.0
 
 
-def _tasks(make: Any, first_seed: int, count: int, seen: set[str], deadline: float) -> Iterator[TaskExample]:
-    """Up to `count` tasks whose questions are not in `seen`; fewer where the dataset has not so many."""
+def _tasks(
+    make: Any, first_seed: int, count: int, seen: set[str], deadline: float
+) -> Iterator[TaskExample]:
+    """Up to `count` tasks whose questions are not in `seen`; fewer where the dataset has not so
+    many.
+    """
     dataset, found = make(first_seed, max(1, count * DRAWS_PER_TASK)), 0
     for index in range(count * DRAWS_PER_TASK):
         if found == count:

@@ -7,14 +7,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from flash_mcp import datasets
-from flash_mcp import devices as machine
-from flash_mcp.callers import caller
-from flash_mcp.catalog import MODELS
-from flash_mcp.home import models_dir
-from flash_mcp.spec import DEFAULT_MODEL
-from flash_mcp.store import LIVE_DEPLOYMENT, EnvironmentRow, Store, open_store
-from flash_mcp.tools import Part, Result, Tool, utc
+from flash_mcp.protocol.base_models import MODELS
+from flash_mcp.protocol.paths import models_dir
+from flash_mcp.protocol.spec import DEFAULT_MODEL
+from flash_mcp.state import datasets
+from flash_mcp.state.owners import caller
+from flash_mcp.state.schema import LIVE_DEPLOYMENT, EnvironmentRow
+from flash_mcp.state.store import Store, open_store
+from flash_mcp.supervisor.launch import devices as machine
+from flash_mcp.tools.shared.fitting import utc
+from flash_mcp.tools.shared.frame import Part, Result
 
 Kind = Literal["models", "environments", "datasets", "devices", "deployments"]
 
@@ -25,10 +27,14 @@ class Model(Part):
     name: str = Field(description="Pass as train's `model`.")
     parameters: int | None = None
     context: int | None = Field(default=None, description="Tokens.")
-    thinking: bool | None = Field(default=None, description="Whether it can think before it answers.")
+    thinking: bool | None = Field(
+        default=None, description="Whether it can think before it answers."
+    )
     licence: str | None = None
     source: str = Field(description="Where it comes from.")
-    ready: bool | None = Field(default=None, description="Whether it lies in the model cache already.")
+    ready: bool | None = Field(
+        default=None, description="Whether it lies in the model cache already."
+    )
     notes: str | None = None
 
 
@@ -40,7 +46,9 @@ class Environment(Part):
     digest: str = Field(description="NAME@DIGEST names this version for good.")
     versions: int = Field(description="Versions that were pushed.")
     pushed: str = Field(description="UTC.")
-    about: dict[str, Any] | None = Field(default=None, description="What env_push recorded, such as split sizes.")
+    about: dict[str, Any] | None = Field(
+        default=None, description="What env_push recorded, such as split sizes."
+    )
 
 
 class Dataset(Part):
@@ -73,7 +81,9 @@ class Deployment(Part):
     model: str
     run_id: str | None = None
     step: int | None = None
-    base_url: str | None = Field(default=None, description="OpenAI-compatible endpoint on the server's machine.")
+    base_url: str | None = Field(
+        default=None, description="OpenAI-compatible endpoint on the server's machine."
+    )
 
 
 class Catalog(Result):
@@ -91,11 +101,18 @@ class Catalog(Result):
 
 def catalog(
     kind: Annotated[Kind | None, Field(description="Only this kind; default: all five.")] = None,
-    contains: Annotated[str | None, Field(max_length=100, description="Only names with this text in them.")] = None,
-    limit: Annotated[int, Field(ge=1, le=30, description="Entries of each kind, 1 to 30; default 12.")] = 12,
-    cursor: Annotated[str | None, Field(description="With kind: `cursor` of the page before.")] = None,
+    contains: Annotated[
+        str | None, Field(max_length=100, description="Only names with this text in them.")
+    ] = None,
+    limit: Annotated[
+        int, Field(ge=1, le=30, description="Entries of each kind, 1 to 30; default 12.")
+    ] = 12,
+    cursor: Annotated[
+        str | None, Field(description="With kind: `cursor` of the page before.")
+    ] = None,
 ) -> Catalog:
-    """List base models, published environments, curated datasets, this machine's devices and running deployments.
+    """List base models, published environments, curated datasets, this machine's devices and
+    running deployments.
 
     Runs: status. A run's saved adapters: checkpoints.
     """
@@ -106,12 +123,21 @@ def catalog(
         "models": _models() if kind in (None, "models") else [],
         "environments": _environments(store) if kind in (None, "environments") else [],
         "datasets": _datasets(store) if kind in (None, "datasets") else [],
-        "devices": [Device(**vars(device)) for device in machine.devices()] if kind in (None, "devices") else [],
+        "devices": [Device(**vars(device)) for device in machine.devices()]
+        if kind in (None, "devices")
+        else [],
         "deployments": _deployments(store) if kind in (None, "deployments") else [],
     }
-    matching = {name: [entry for entry in entries if wanted in _name(entry)] for name, entries in everything.items()}
+    matching = {
+        name: [entry for entry in entries if wanted in _name(entry)]
+        for name, entries in everything.items()
+    }
     has_more = any(len(entries) > start + limit for entries in matching.values())
-    shown = {name: entries[start : start + limit] for name, entries in matching.items() if kind in (None, name)}
+    shown = {
+        name: entries[start : start + limit]
+        for name, entries in matching.items()
+        if kind in (None, name)
+    }
     return Catalog(
         models=shown.get("models"),
         environments=shown.get("environments"),
@@ -156,7 +182,11 @@ def _environments(store: Store) -> list[Environment]:
             digest=rows[0]["digest"],
             versions=len(rows),
             pushed=utc(rows[0]["pushed"]),
-            about={key: value for key, value in rows[0]["data"].items() if isinstance(value, (str, int, float, dict))}
+            about={
+                key: value
+                for key, value in rows[0]["data"].items()
+                if isinstance(value, (str, int, float, dict))
+            }
             or None,
         )
         for (owner, name), rows in versions.items()
@@ -191,14 +221,17 @@ def _deployments(store: Store) -> list[Deployment]:
     ]
 
 
-def _next_step(kind: Kind | None, environments: Sequence[Environment] | None, has_more: bool) -> str:
+def _next_step(
+    kind: Kind | None, environments: Sequence[Environment] | None, has_more: bool
+) -> str:
     if has_more:
-        return "cursor brings more" if kind else "kind=... with cursor brings more of a list that was cut"
+        return (
+            "cursor brings more"
+            if kind
+            else "kind=... with cursor brings more of a list that was cut"
+        )
     if environments:
         return f"train(environment={environments[0].name!r}, validate_only=true) shows what a run would be"
     if environments is not None:
         return "no environment yet: env_setup writes a starter, env_push publishes a folder"
     return "train starts a run; status lists runs"
-
-
-TOOLS = [Tool(catalog, title="Browse the catalog", read_only=True)]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,13 +14,18 @@ import anyio.to_thread
 from pydantic import Field
 
 import environments
-from environments import gate
-from environments.host import EnvironmentFault
-from environments.sandbox import Needs
-from environments.splits import Overlap, overlap
-from flash_mcp import named, playbook
-from flash_mcp.callers import caller
-from flash_mcp.environments import (
+from environments.checks import gate
+from environments.checks.splits import Overlap, overlap
+from environments.process.host import EnvironmentFault
+from environments.process.sandbox import Needs
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.run_folder import disk_error
+from flash_mcp.state import references
+from flash_mcp.state.owners import caller
+from flash_mcp.state.references import find_subject
+from flash_mcp.state.schema import EnvironmentRow
+from flash_mcp.state.store import open_store
+from flash_mcp.state.versions import (
     NAME,
     NAME_RULE,
     Files,
@@ -31,12 +35,10 @@ from flash_mcp.environments import (
     inline_files,
     staged,
 )
-from flash_mcp.errors import FlashError
-from flash_mcp.evaluations import find_subject
-from flash_mcp.runfolder import disk_error
-from flash_mcp.store import EnvironmentRow, open_store
-from flash_mcp.tools import Part, Result, Tool, report, shorten
-from flash_mcp.tools.loading import (
+from flash_mcp.tools.shared import playbook
+from flash_mcp.tools.shared.fitting import shorten
+from flash_mcp.tools.shared.frame import Part, Result, report
+from flash_mcp.tools.shared.loading import (
     EVIDENCE_CHARACTERS,
     INSTALL_TIMEOUT_S,
     Arguments,
@@ -47,11 +49,18 @@ from flash_mcp.tools.loading import (
     hosted,
     secret_values,
 )
-from flash_mcp.tools.preflight import GROUP_SIZE, SAMPLE_LIMIT_S, Sample, after_sample, sample_groups
+from flash_mcp.tools.shared.next_steps import after_test, passed_on
+from flash_mcp.tools.shared.preflight import (
+    GROUP_SIZE,
+    SAMPLE_LIMIT_S,
+    Sample,
+    after_sample,
+    sample_groups,
+)
 
 Template = Literal["calculator", "sort_words"]
 
-TEMPLATES = Path(environments.__file__).parent
+TEMPLATES = Path(environments.__file__).parent / "examples"
 LOAD_TIMEOUT_S, CALL_TIMEOUT_S = 25.0, 30.0
 TEST_DEADLINE_S = 38.0
 
@@ -67,17 +76,27 @@ class EnvSetup(Result):
 class EnvPush(Result):
     """A published version."""
 
-    environment: str = Field(description="NAME@DIGEST: exactly these files, for good. NAME alone is the newest push.")
-    created: bool = Field(description="False where the same files had been pushed under this name before.")
-    train_tasks: int | None = Field(default=None, description="Rows of the train split; absent with load=false.")
-    eval_tasks: int | None = Field(default=None, description="Rows of the eval split; absent with load=false.")
+    environment: str = Field(
+        description="NAME@DIGEST: exactly these files, for good. NAME alone is the newest push."
+    )
+    created: bool = Field(
+        description="False where the same files had been pushed under this name before."
+    )
+    train_tasks: int | None = Field(
+        default=None, description="Rows of the train split; absent with load=false."
+    )
+    eval_tasks: int | None = Field(
+        default=None, description="Rows of the eval split; absent with load=false."
+    )
     asks: dict[str, Any] | None = Field(
-        default=None, description="What its environment.toml asks for beyond the usual, network for one."
+        default=None,
+        description="What its environment.toml asks for beyond the usual, network for one.",
     )
     files: int = Field(description="Number of files.")
     size_bytes: int = Field(description="Size of all files.")
     contaminated: str | None = Field(
-        default=None, description="Present where eval tasks are train tasks too: how many, and which."
+        default=None,
+        description="Present where eval tasks are train tasks too: how many, and which.",
     )
 
 
@@ -85,7 +104,9 @@ class Probe(Part):
     """One check."""
 
     name: str = Field(description="What was checked.")
-    passed: bool | None = Field(default=None, description="Absent where the check could not be made.")
+    passed: bool | None = Field(
+        default=None, description="Absent where the check could not be made."
+    )
     evidence: str = Field(description="What was seen.")
     fix: str | None = Field(default=None, description="What to change.")
 
@@ -99,14 +120,18 @@ class EnvTest(Result):
     eval_tasks: int = Field(description="Rows of the eval split; 0 where there is none.")
     seconds: float = Field(description="Time that all checks took.")
     probes: list[Probe] = Field(description="Every check, in order.")
-    sample: Sample | None = Field(default=None, description="With model: what it does on a few train tasks.")
+    sample: Sample | None = Field(
+        default=None, description="With model: what it does on a few train tasks."
+    )
 
 
-# -- env_setup --------------------------------------------------------------------------------------------------------
+# -- env_setup -------------------------------------------------------------------------------------
 
 
 def env_setup(
-    folder: Annotated[str, Field(min_length=1, description="Folder on the server to write to; made if missing.")],
+    folder: Annotated[
+        str, Field(min_length=1, description="Folder on the server to write to; made if missing.")
+    ],
     template: Annotated[
         Template,
         Field(
@@ -115,11 +140,12 @@ def env_setup(
         ),
     ] = "calculator",
 ) -> EnvSetup:
-    """Write a starter project that trains as it is: environment.py, datasets, configs and the playbook TRAINING.md.
+    """Write a starter project that trains as it is: environment.py, datasets, configs and the
+    playbook TRAINING.md.
 
-    Never overwrites: where one of its files exists already, nothing is written. Change environment.py and the datasets
-    to the task at hand, check them with env_test, publish them with env_push.
-    """
+    Never overwrites: where one of its files exists already, nothing is written. Change
+    environment.py and the datasets to the task at hand, check them with env_test, publish them with
+    env_push."""
     target = Path(folder).expanduser().absolute()
     name = target.name if NAME.fullmatch(target.name) else template
     files = _starter(template, name)
@@ -134,17 +160,23 @@ def env_setup(
 
 def _starter(template: str, name: str) -> dict[str, bytes]:
     source = TEMPLATES / template
-    paths = [path for path in source.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    paths = [
+        path for path in source.rglob("*") if path.is_file() and "__pycache__" not in path.parts
+    ]
     files = {path.relative_to(source).as_posix(): path.read_bytes() for path in paths}
     for path in ("configs/rl.toml", "configs/sft.toml"):
-        files[path] = re.sub(rb'(?m)^environment = ".*"$', f'environment = "{name}"'.encode(), files[path])
+        files[path] = re.sub(
+            rb'(?m)^environment = ".*"$', f'environment = "{name}"'.encode(), files[path]
+        )
     return files | {"TRAINING.md": playbook.text().encode()}
 
 
 def _write_new(target: Path, files: dict[str, bytes]) -> None:
     taken = [path for path in sorted(files) if os.path.lexists(target / path)]
     if taken or (os.path.lexists(target) and not target.is_dir()):
-        what = f"{', '.join(taken)} exists in {target} already" if taken else f"{target} is no folder"
+        what = (
+            f"{', '.join(taken)} exists in {target} already" if taken else f"{target} is no folder"
+        )
         fix = "choose another folder, or move these files away"
         raise FlashError("invalid_argument", f"{what}; nothing was written", folder=target, fix=fix)
     written: list[Path] = []
@@ -159,15 +191,19 @@ def _write_new(target: Path, files: dict[str, bytes]) -> None:
             path.unlink(missing_ok=True)
         if isinstance(error, (PermissionError, FileNotFoundError, NotADirectoryError)):
             fix = "choose a folder that the server may write to"
-            raise FlashError("invalid_argument", f"cannot write there: {error}", folder=target, fix=fix) from error
+            raise FlashError(
+                "invalid_argument", f"cannot write there: {error}", folder=target, fix=fix
+            ) from error
         raise disk_error(error, target) from error
 
 
-# -- env_push ---------------------------------------------------------------------------------------------------------
+# -- env_push --------------------------------------------------------------------------------------
 
 
 async def env_push(
-    name: Annotated[str, Field(min_length=1, max_length=64, description=f"Name to publish under: {NAME_RULE}.")],
+    name: Annotated[
+        str, Field(min_length=1, max_length=64, description=f"Name to publish under: {NAME_RULE}.")
+    ],
     folder: Annotated[
         str | None,
         Field(
@@ -177,7 +213,9 @@ async def env_push(
     ] = None,
     files: Annotated[
         dict[str, str] | None,
-        Field(description="Instead of folder: {relative path: text}, for a server that does not see your files."),
+        Field(
+            description="Instead of folder: {relative path: text}, for a server that does not see your files."
+        ),
     ] = None,
     load: Annotated[
         bool,
@@ -191,9 +229,9 @@ async def env_push(
 ) -> EnvPush:
     """Publish an environment as NAME@DIGEST, a version that never changes; runs are pinned to one.
 
-    The same files give the same digest, so pushing twice changes nothing. The newest push is what NAME alone means from
-    then on; runs already created stay with theirs. env_test checks an environment more thoroughly.
-    """
+    The same files give the same digest, so pushing twice changes nothing. The newest push is what
+    NAME alone means from then on; runs already created stay with theirs. env_test checks an
+    environment more thoroughly."""
     check_name(name)
     values = secret_values(secrets)
     source = await anyio.to_thread.run_sync(_source, folder, files)
@@ -212,7 +250,9 @@ async def publish(
     with contextlib.ExitStack() as stack:
         stage = await anyio.to_thread.run_sync(stack.enter_context, staged(name, source))
         asks = _asks(stage.folder)
-        splits, shared = await _splits(stage, environment_args, dict(values or {})) if load else (None, None)
+        splits, shared = (
+            await _splits(stage, environment_args, dict(values or {})) if load else (None, None)
+        )
         data = {"tasks": splits} if splits else {}
         _, version = await anyio.to_thread.run_sync(open_store().publish, stage, data)
     reference = f"{version.name}@{version.digest}"
@@ -232,25 +272,21 @@ async def publish(
     )
 
 
-def passed_on(secrets: Iterable[str] | None, environment_args: Mapping[str, Any] | None) -> str:
-    """What a call that loads the environment has to be given as well, as this one was; secrets by name alone."""
-    names = list(secrets or ())
-    return (f", secrets={names!r}" if names else "") + (
-        f", environment_args={json.dumps(environment_args, ensure_ascii=False)}" if environment_args else ""
-    )
-
-
 def _source(folder: str | None, files: dict[str, str] | None) -> Files:
     if (folder is None) == (files is None):
         fix = "pass folder='/path/of/it', or files={'environment.py': '...', 'datasets/train.jsonl': '...'}"
         raise FlashError("invalid_argument", "either folder or files is needed, not both", fix=fix)
     if folder is None:
         return inline_files(files or {})
-    return named.files_of(folder) or folder_files(Path(folder))
+    return references.files_of(folder) or folder_files(Path(folder))
 
 
-async def _splits(stage: Stage, args: dict[str, Any] | None, secrets: dict[str, str]) -> tuple[dict[str, int], Overlap]:
-    """{"train": tasks, "eval": tasks} of what is about to be published, and what they share, by loading it."""
+async def _splits(
+    stage: Stage, args: dict[str, Any] | None, secrets: dict[str, str]
+) -> tuple[dict[str, int], Overlap]:
+    """{"train": tasks, "eval": tasks} of what is about to be published, and what they share, by
+    loading it.
+    """
     await report("loading the environment in a child process")
     async with hosted(
         stage.folder,
@@ -272,19 +308,31 @@ def _asks(folder: Path) -> dict[str, Any]:
         raise FlashError("environment_invalid", str(error), fix=fix) from error
 
 
-# -- env_test ---------------------------------------------------------------------------------------------------------
+# -- env_test --------------------------------------------------------------------------------------
 
 
 async def env_test(
     environment: Annotated[
         str | None,
-        Field(min_length=1, description="A published environment, NAME or NAME@DIGEST; or reasoning-gym:DATASET."),
+        Field(
+            min_length=1,
+            description="A published environment, NAME or NAME@DIGEST; or reasoning-gym:DATASET.",
+        ),
     ] = None,
     folder: Annotated[
-        str | None, Field(min_length=1, description="Instead of environment: a folder on the server, published or not.")
+        str | None,
+        Field(
+            min_length=1,
+            description="Instead of environment: a folder on the server, published or not.",
+        ),
     ] = None,
     call_timeout_s: Annotated[
-        float, Field(gt=0, le=20, description="Deadline of one call into environment code, in seconds; default 5.")
+        float,
+        Field(
+            gt=0,
+            le=20,
+            description="Deadline of one call into environment code, in seconds; default 5.",
+        ),
     ] = 5.0,
     model: Annotated[
         str | None,
@@ -295,20 +343,24 @@ async def env_test(
         ),
     ] = None,
     max_tokens: Annotated[
-        int | None, Field(ge=1, le=131_072, description="With model: tokens of one turn; default 512.")
+        int | None,
+        Field(ge=1, le=131_072, description="With model: tokens of one turn; default 512."),
     ] = None,
     environment_args: Arguments = None,
     secrets: Secrets = None,
 ) -> EnvTest:
-    """Load an environment in a child process and try what breaks training runs, on a few tasks of each split.
+    """Load an environment in a child process and try what breaks training runs, on a few tasks of
+    each split.
 
-    Checks the contract, that gold answers are successes, that junk, empty, None, truncated and prompt-echo answers
-    neither pay nor raise, that episodes do not disturb each other, that two fresh processes agree, and how long calls
-    take. Nothing is published. A failed check is a result, not an error; each has a fix.
-    """
+    Checks the contract, that gold answers are successes, that junk, empty, None, truncated and
+    prompt-echo answers neither pay nor raise, that episodes do not disturb each other, that two
+    fresh processes agree, and how long calls take. Nothing is published. A failed check is a
+    result, not an error; each has a fix."""
     if (environment is None) == (folder is None):
         fix = "pass environment='NAME' for a published one, or folder='/path/of/it'"
-        raise FlashError("invalid_argument", "either environment or folder is needed, not both", fix=fix)
+        raise FlashError(
+            "invalid_argument", "either environment or folder is needed, not both", fix=fix
+        )
     started, values = time.monotonic(), secret_values(secrets)
     sample = None
     with contextlib.ExitStack() as stack:
@@ -337,10 +389,14 @@ async def env_test(
                 subject,
                 tasks=found.splits["train"],
                 group_size=GROUP_SIZE,
-                given={"max_tokens": max_tokens, "environment_args": environment_args, "secrets": secrets},
+                given={
+                    "max_tokens": max_tokens,
+                    "environment_args": environment_args,
+                    "secrets": secrets,
+                },
                 deadline=started + SAMPLE_LIMIT_S,
             )
-    trainable = environment or (folder if folder and named.files_of(folder) else None)
+    trainable = environment or (folder if folder and references.files_of(folder) else None)
     return EnvTest(
         environment=what,
         passed=found.passed,
@@ -351,28 +407,36 @@ async def env_test(
         sample=sample,
         next=after_sample(sample)
         if sample
-        else _after_test(failed, trainable, path, passed_on(secrets, environment_args)),
+        else after_test(failed, trainable, path, passed_on(secrets, environment_args)),
     )
 
 
-def _locate(environment: str | None, folder: str | None, stack: contextlib.ExitStack) -> tuple[str, Path]:
-    """What is tested, and where it lies; until `stack` is closed where it is written for the occasion."""
+def _locate(
+    environment: str | None, folder: str | None, stack: contextlib.ExitStack
+) -> tuple[str, Path]:
+    """What is tested, and where it lies; until `stack` is closed where it is written for the
+    occasion.
+    """
     reference = environment or folder or ""
-    if files := named.files_of(reference):
-        return reference, stack.enter_context(staged(named.published_name(reference), files)).folder
+    if files := references.files_of(reference):
+        return reference, stack.enter_context(
+            staged(references.published_name(reference), files)
+        ).folder
     if environment is not None:
         row = open_store().environment(environment)
         return f"{row['name']}@{row['digest']}", Path(row["path"])
     path = Path(folder or "").expanduser().absolute()
     if not path.is_dir():
         fix = "pass the folder that holds environment.py; env_setup writes one to start from"
-        raise FlashError("invalid_argument", f"there is no folder {str(path)!r} on the server", fix=fix)
+        raise FlashError(
+            "invalid_argument", f"there is no folder {str(path)!r} on the server", fix=fix
+        )
     return str(path), path
 
 
 def _version(environment: str | None, path: Path) -> EnvironmentRow:
     """What a worker loads. A folder is copied as it is now, under no name that others would find."""
-    if environment is not None and named.files_of(environment) is None:
+    if environment is not None and references.files_of(environment) is None:
         return open_store().environment(environment)
     name = path.name if NAME.fullmatch(path.name) else "unpublished"
     with staged(name, folder_files(path)) as stage:
@@ -390,19 +454,9 @@ def _version(environment: str | None, path: Path) -> EnvironmentRow:
 
 def _shown(probe: gate.Probe) -> Probe:
     limit = EVIDENCE_CHARACTERS if probe.passed is False else EVIDENCE_CHARACTERS // 3
-    return Probe(name=probe.name, passed=probe.passed, evidence=shorten(probe.evidence, limit), fix=probe.fix or None)
-
-
-def _after_test(failed: list[str], environment: str | None, path: Path, needed: str) -> str:
-    if failed:
-        return f"mend what {failed[0]} says, then env_test again"
-    if environment is None:
-        return f"env_push(name=..., folder={str(path)!r}{needed})"
-    return f"train(environment={environment!r}, validate_only=true{needed})"
-
-
-TOOLS = [
-    Tool(env_setup, title="Write a starter environment"),
-    Tool(env_push, title="Publish an environment", idempotent=True),
-    Tool(env_test, title="Check an environment", idempotent=True),  # with model it queues an evaluation
-]
+    return Probe(
+        name=probe.name,
+        passed=probe.passed,
+        evidence=shorten(probe.evidence, limit),
+        fix=probe.fix or None,
+    )

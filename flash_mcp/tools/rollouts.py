@@ -7,13 +7,14 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field
 
-from flash_mcp.errors import FlashError
-from flash_mcp.evaluations import prompt_length
-from flash_mcp.failures import SAMPLE_ROLLOUTS, FailureMode, failure_counts, failure_modes
-from flash_mcp.runfolder import Json
-from flash_mcp.store import ACTIVE, RunRow, Store, open_store
-from flash_mcp.tools import RESULT_CHARACTERS, Part, Result, Tool, shorten, to_text
-from flash_mcp.tools.runs import RunId
+from flash_mcp.judgement.attempts import prompt_length
+from flash_mcp.judgement.failures import SAMPLE_ROLLOUTS, FailureMode, failure_counts, failure_modes
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.run_folder import Json
+from flash_mcp.state.schema import ACTIVE, RunRow
+from flash_mcp.state.store import Store, open_store
+from flash_mcp.tools.shared.fitting import RESULT_CHARACTERS, shorten, to_text
+from flash_mcp.tools.shared.frame import Part, Result, RunId
 
 LEAST_PER_MESSAGE = 80
 LONG_MESSAGE = 1500
@@ -27,9 +28,13 @@ RESULT_FRAME = 900
 class Message(Part):
     """One message of a conversation."""
 
-    number: int | None = Field(default=None, description="Its place in the conversation, where not all are shown.")
+    number: int | None = Field(
+        default=None, description="Its place in the conversation, where not all are shown."
+    )
     role: str
-    content: str = Field(description="Its text; `…[N characters cut]…` stands where text was left out.")
+    content: str = Field(
+        description="Its text; `…[N characters cut]…` stands where text was left out."
+    )
 
 
 class Rollout(Part):
@@ -40,16 +45,24 @@ class Rollout(Part):
     task_id: str = Field(description="Task of the environment.")
     reward: float
     success: bool
-    advantage: float | None = Field(default=None, description="How it was weighted, relative to its group.")
-    failure: FailureMode | None = Field(default=None, description="Why it is no success, as far as can be told.")
+    advantage: float | None = Field(
+        default=None, description="How it was weighted, relative to its group."
+    )
+    failure: FailureMode | None = Field(
+        default=None, description="Why it is no success, as far as can be told."
+    )
     finish: str = Field(description="done, max_turns, length (cut off) or error.")
     turns: int = Field(description="Turns the model took.")
     completion_tokens: int = Field(description="Tokens the model wrote.")
     metrics: dict[str, float] | None = Field(default=None, description="Parts of the reward.")
     reason: str | None = Field(default=None, description="What the scorer said.")
     error: str | None = Field(default=None, description="What failed in environment code.")
-    messages: list[Message] = Field(description="The conversation, prompt included, after `opening`.")
-    messages_in_all: int | None = Field(default=None, description="Where not all are shown: how many there are.")
+    messages: list[Message] = Field(
+        description="The conversation, prompt included, after `opening`."
+    )
+    messages_in_all: int | None = Field(
+        default=None, description="Where not all are shown: how many there are."
+    )
 
 
 class Rollouts(Result):
@@ -63,7 +76,8 @@ class Rollouts(Result):
         "random; absent with step=-1.",
     )
     opening: list[Message] | None = Field(
-        default=None, description="The first messages of every transcript shown, left out of each of them."
+        default=None,
+        description="The first messages of every transcript shown, left out of each of them.",
     )
     rollouts: list[Rollout]
     has_more: bool
@@ -74,38 +88,66 @@ def rollouts(
     run_id: RunId,
     step: Annotated[
         int | None,
-        Field(ge=-1, description="Step to look at; -1: all steps. Default: the newest; with contains: all steps."),
+        Field(
+            ge=-1,
+            description="Step to look at; -1: all steps. Default: the newest; with contains: all steps.",
+        ),
     ] = None,
     which: Annotated[
         Literal["worst", "best", "random", "index"],
-        Field(description="Order: lowest reward first, highest first, shuffled, or as generated. Default worst."),
+        Field(
+            description="Order: lowest reward first, highest first, shuffled, or as generated. Default worst."
+        ),
     ] = "worst",
     split: Annotated[
         Literal["train", "eval"] | None,
-        Field(description="Training rollouts or evaluations. Default train; eval for a run made by evaluate."),
+        Field(
+            description="Training rollouts or evaluations. Default train; eval for a run made by evaluate."
+        ),
     ] = None,
     contains: Annotated[
-        str | None, Field(min_length=1, max_length=200, description="Only transcripts with this text in a message.")
+        str | None,
+        Field(
+            min_length=1,
+            max_length=200,
+            description="Only transcripts with this text in a message.",
+        ),
     ] = None,
-    success: Annotated[bool | None, Field(description="Only successes (true) or failures (false).")] = None,
+    success: Annotated[
+        bool | None, Field(description="Only successes (true) or failures (false).")
+    ] = None,
     index: Annotated[
-        int | None, Field(ge=0, description="One transcript of the step by its number, with all the room there is.")
+        int | None,
+        Field(
+            ge=0,
+            description="One transcript of the step by its number, with all the room there is.",
+        ),
     ] = None,
     from_message: Annotated[
-        int, Field(ge=0, description="With index: skip this many messages, to page through a long one.")
+        int,
+        Field(ge=0, description="With index: skip this many messages, to page through a long one."),
     ] = 0,
-    limit: Annotated[int, Field(ge=1, le=10, description="Transcripts a page, 1 to 10; default 3.")] = 3,
+    limit: Annotated[
+        int, Field(ge=1, le=10, description="Transcripts a page, 1 to 10; default 3.")
+    ] = 3,
     max_characters: Annotated[
-        int, Field(ge=500, le=7000, description="Characters of transcript text in all, 500 to 7000; default 5000.")
+        int,
+        Field(
+            ge=500,
+            le=7000,
+            description="Characters of transcript text in all, 500 to 7000; default 5000.",
+        ),
     ] = 5000,
-    cursor: Annotated[str | None, Field(description="`cursor` of the page before, other arguments unchanged.")] = None,
+    cursor: Annotated[
+        str | None, Field(description="`cursor` of the page before, other arguments unchanged.")
+    ] = None,
 ) -> Rollouts:
-    """Show real transcripts of a run with rewards: what the model wrote, what the environment answered, how it scored.
+    """Show real transcripts of a run with rewards: what the model wrote, what the environment
+    answered, how it scored.
 
-    What all of them begin with stands once, under `opening`. Long messages are shortened in the middle to keep within
-    max_characters; index shows one transcript with all the room there is.
-    Numbers over the whole run: status.
-    """
+    What all of them begin with stands once, under `opening`. Long messages are shortened in the
+    middle to keep within max_characters; index shows one transcript with all the room there is.
+    Numbers over the whole run: status."""
     store = open_store()
     run = store.run(run_id)
     # What an evaluation sampled stands under "eval", whichever split's tasks they are.
@@ -117,21 +159,35 @@ def rollouts(
         others = store.rollout_steps(run_id, "eval" if split == "train" else "train")
         return _nothing(run, at, steps, split, bool(others))
     if index is not None:
-        page = store.rollouts(run_id, split, at if at is not None else steps[-1], "index", limit=1, offset=offset)
+        page = store.rollouts(
+            run_id, split, at if at is not None else steps[-1], "index", limit=1, offset=offset
+        )
         total, has_more = len(page), False
     else:
         page = store.rollouts(run_id, split, at, which, contains, success, limit + 1, offset)
-        total, has_more = store.rollout_count(run_id, split, at, contains, success), len(page) > limit
+        total, has_more = (
+            store.rollout_count(run_id, split, at, contains, success),
+            len(page) > limit,
+        )
     rows = cast("list[Json]", page[:limit])
-    drawn = store.rollouts(run_id, split, at, "random", limit=SAMPLE_ROLLOUTS) if at is not None else []
+    drawn = (
+        store.rollouts(run_id, split, at, "random", limit=SAMPLE_ROLLOUTS) if at is not None else []
+    )
     sample = cast("list[Json]", drawn) or rows
     for row, mode in zip(rows, failure_modes(rows, sample), strict=True):
         row["failure"] = mode
     opening = _opening(rows)
-    rest = [{**row, "opening": len(opening), "messages": row["messages"][len(opening) :]} for row in rows]
-    taken = sum(_cost(message.content) + MESSAGE_FRAME for message in opening) + sum(map(_frame_size, rows))
+    rest = [
+        {**row, "opening": len(opening), "messages": row["messages"][len(opening) :]}
+        for row in rows
+    ]
+    taken = sum(_cost(message.content) + MESSAGE_FRAME for message in opening) + sum(
+        map(_frame_size, rows)
+    )
     start = from_message if index is not None else None
-    shown, cut = _within(rest, min(RESULT_CHARACTERS - RESULT_FRAME - taken, max_characters), contains or "", start)
+    shown, cut = _within(
+        rest, min(RESULT_CHARACTERS - RESULT_FRAME - taken, max_characters), contains or "", start
+    )
     return Rollouts(
         run_id=run_id,
         total=total,
@@ -148,7 +204,9 @@ def rollouts(
 def _opening(rows: list[Json]) -> list[Message]:
     """What all prompts begin with, as a rule instructions and examples; nothing for a single row."""
     prompts = [row["messages"][: prompt_length(row)] for row in rows] if len(rows) > 1 else []
-    columns = takewhile(lambda column: all(each == column[0] for each in column), zip(*prompts, strict=False))
+    columns = takewhile(
+        lambda column: all(each == column[0] for each in column), zip(*prompts, strict=False)
+    )
     shared: list[Json] = [column[0] for column in columns]
     texts = [_text(message.get("content")) for message in shared]
     allowed = share_out(OPENING_CHARACTERS, [_cost(text) for text in texts])
@@ -167,7 +225,12 @@ def _step(step: int | None, steps: list[int], *, search: bool) -> int | None:
 
 def _offset(cursor: str | None) -> int:
     if cursor is not None and not cursor.isdigit():
-        raise FlashError("invalid_argument", "that is no cursor of rollouts", cursor=cursor, fix="pass it unchanged")
+        raise FlashError(
+            "invalid_argument",
+            "that is no cursor of rollouts",
+            cursor=cursor,
+            fix="pass it unchanged",
+        )
     return int(cursor or 0)
 
 
@@ -201,7 +264,9 @@ def _within(
         most = max(3, characters // max(len(rows), 1) // (LEAST_PER_MESSAGE + MESSAGE_FRAME))
         numbers = [_around(each, most, around) for each in texts]
     chosen = [each[number] for each, shown in zip(texts, numbers, strict=True) for number in shown]
-    allowed = iter(share_out(characters - MESSAGE_FRAME * len(chosen), [_cost(text) for text in chosen]))
+    allowed = iter(
+        share_out(characters - MESSAGE_FRAME * len(chosen), [_cost(text) for text in chosen])
+    )
     shown = [
         _rollout(row, {number: _excerpt(each[number], next(allowed), around) for number in some})
         for row, each, some in zip(rows, texts, numbers, strict=True)
@@ -212,7 +277,9 @@ def _within(
 
 
 def _from(texts: list[str], start: int, characters: int) -> list[int]:
-    """Messages from `start` on, as many as there is room for; long ones count only as far as they will be shown."""
+    """Messages from `start` on, as many as there is room for; long ones count only as far as they
+    will be shown.
+    """
     numbers: list[int] = []
     for number in range(start, len(texts)):
         characters -= min(_cost(texts[number]), LONG_MESSAGE) + MESSAGE_FRAME
@@ -223,10 +290,14 @@ def _from(texts: list[str], start: int, characters: int) -> list[int]:
 
 
 def _around(texts: list[str], most: int, around: str) -> list[int]:
-    """All messages, or the first one and a stretch of others: the last, or those about the first with `around`."""
+    """All messages, or the first one and a stretch of others: the last, or those about the first
+    with `around`.
+    """
     if len(texts) <= most:
         return list(range(len(texts)))
-    found = [number for number, text in enumerate(texts) if around and around.lower() in text.lower()]
+    found = [
+        number for number, text in enumerate(texts) if around and around.lower() in text.lower()
+    ]
     middle = found[0] if found else len(texts)
     start = max(1, min(middle - (most - 1) // 2, len(texts) - (most - 1)))
     return [0, *range(start, start + most - 1)]
@@ -238,7 +309,9 @@ def _cost(text: str) -> int:
 
 
 def share_out(total: int, wanted: list[int]) -> list[int]:
-    """Split `total`: small wishes are met whole, the rest is shared equally; at least LEAST_PER_MESSAGE for each."""
+    """Split `total`: small wishes are met whole, the rest is shared equally; at least
+    LEAST_PER_MESSAGE for each.
+    """
     shares, left = [0] * len(wanted), total
     for rank, place in enumerate(sorted(range(len(wanted)), key=wanted.__getitem__)):
         fair = max(left // (len(wanted) - rank), LEAST_PER_MESSAGE)
@@ -253,7 +326,9 @@ def _text(content: Any) -> str:
 
 def _frame_size(row: Json) -> int:
     """Characters that a row takes beside its messages."""
-    return 290 + sum(min(len(to_text(row.get(name))), 700) for name in ("metrics", "reason", "error"))
+    return 290 + sum(
+        min(len(to_text(row.get(name))), 700) for name in ("metrics", "reason", "error")
+    )
 
 
 def _rollout(row: Json, excerpts: dict[int, str]) -> Rollout:
@@ -272,11 +347,18 @@ def _rollout(row: Json, excerpts: dict[int, str]) -> Rollout:
         finish=row["finish"],
         turns=row["turns"],
         completion_tokens=row["completion_tokens"],
-        metrics={name: round(value, 4) for name, value in cast("Json", row.get("metrics") or {}).items()} or None,
+        metrics={
+            name: round(value, 4) for name, value in cast("Json", row.get("metrics") or {}).items()
+        }
+        or None,
         reason=shorten(row.get("reason") or "", 300) or None,
         error=shorten(f"[{error['code']}] {error['what']}", 600) if error else None,
         messages=[
-            Message(role=messages[number]["role"], content=text, number=None if is_whole else row["opening"] + number)
+            Message(
+                role=messages[number]["role"],
+                content=text,
+                number=None if is_whole else row["opening"] + number,
+            )
             for number, text in excerpts.items()
         ],
         messages_in_all=None if is_whole else row["opening"] + len(messages),
@@ -318,13 +400,12 @@ def _next_step(
         options.append(f"from_message={last + 1} goes on")
     elif index is not None and was_cut:
         kind = "rollouts" if split == "train" else "evaluations"
-        options.append(f"the resource flash://runs/{run_id}/{kind}/{first.step} has every text whole")
+        options.append(
+            f"the resource flash://runs/{run_id}/{kind}/{first.step} has every text whole"
+        )
     elif was_cut:
         which = f"run_id={run_id!r}, split={split!r}, step={first.step}, index={first.index}"
         options.append(f"rollouts({which}) shows the first one longer")
     if has_more:
         options.append("cursor brings more")
     return "; ".join([*options, f"status(run_id={run_id!r}) has the numbers"])
-
-
-TOOLS = [Tool(rollouts, title="Read transcripts", read_only=True)]

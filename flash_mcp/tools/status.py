@@ -2,144 +2,20 @@
 
 from __future__ import annotations
 
-import shutil
-import time
-from collections.abc import Mapping, Sequence
-from statistics import fmean
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Literal
 
 import anyio
 import anyio.to_thread
 from pydantic import Field
 
-from flash_mcp import comparison, judge, vault
-from flash_mcp.callers import caller
-from flash_mcp.comparison import Comparison
-from flash_mcp.curve import of_run
-from flash_mcp.errors import FlashError
-from flash_mcp.failures import SAMPLE_ROLLOUTS, failure_counts
-from flash_mcp.runfolder import Json, RunFolder
-from flash_mcp.spec import RECIPES, RunSpec
-from flash_mcp.store import ACTIVE, CheckpointRow, EvalRow, RunRow, RunState, Store, open_store
-from flash_mcp.supervisor import ensure_supervisor
-from flash_mcp.tools import Part, Result, Tool, illustrate, report, shorten, utc
-from flash_mcp.tools.evaluation import Scores, after_evaluation, scores
-
-POLL_S = 0.25
-MAX_WAIT_S = 43.0
-"""Less than the 45 s after which a call is left: the answer takes time too."""
-SPEED_STEPS = 10
-FLAG_STEPS = 400
-LEAST_FREE_BYTES = 16 * 2**20
-
-
-class Trend(Part):
-    """How a metric moved over the training steps so far."""
-
-    first: float = Field(description="Mean over the first steps.")
-    last: float = Field(description="Mean over the newest steps.")
-    best: float = Field(description="The best single step.")
-    over_steps: int = Field(description="Steps that first and last are each averaged over.")
-    spark: str = Field(description="All steps as bars, from least to greatest.")
-
-
-class HeldOut(Part):
-    """One evaluation on the eval split. Step 0 is the model before training."""
-
-    step: int = Field(description="Step of the evaluation.")
-    n: int = Field(description="Examples.")
-    success: float = Field(description="Share that succeeded.")
-    band: float = Field(description="Noise: 1.96 sqrt(p(1-p)/n).")
-    reward: float | None = Field(default=None, description="Mean reward.")
-    truncated: float | None = Field(default=None, description="Share cut off at a limit, where not 0.")
-    errors: float | None = Field(default=None, description="Share that failed in environment code, where not 0.")
-
-
-class Verdict(Part):
-    """The newest held-out evaluation against the one before training."""
-
-    outcome: comparison.Outcome | Literal["contaminated"] = Field(
-        description="As compare says it. underpowered: too few examples to say anything. contaminated: eval tasks were "
-        "trained on, so nothing was judged."
-    )
-    explanation: str = Field(description="The change, its noise band, and on how many examples.")
-
-
-class Flag(Part):
-    """A warning sign."""
-
-    name: str = Field(description="What it is called in the playbook.")
-    severity: Literal["warning", "problem"] = Field(description="problem: the run is unlikely to get anywhere.")
-    evidence: str = Field(description="The numbers.")
-    remedy: str = Field(description="What usually helps.")
-
-
-class Failure(Part):
-    """Why a run failed, or why its last attempt was lost."""
-
-    code: str = Field(description="Error code.")
-    what: str = Field(description="What happened.")
-    fix: str | None = Field(default=None, description="What to do about it.")
-    log_tail: str | None = Field(default=None, description="The end of what the attempt printed.")
-
-
-class Lineage(Part):
-    """What a run was made of."""
-
-    code: str | None = Field(default=None, description="Version of flash-mcp; with +gCOMMIT where it is a checkout.")
-    environment: str = Field(description="NAME@DIGEST; the digest is of all its files.")
-    parent: str | None = Field(default=None, description="Adapter that it started from, RUN_ID@STEP or a folder.")
-    parent_digest: str | None = Field(default=None, description="Digest of that adapter.")
-    dataset: str | None = Field(default=None, description="Dataset that it learned from, NAME@DIGEST (sft).")
-    checkpoints: dict[int, str] | None = Field(default=None, description="Digests of the newest checkpoints, by step.")
-
-
-class RunView(Part):
-    """One run."""
-
-    run_id: str
-    state: RunState
-    algorithm: str
-    model: str
-    environment: str = Field(description="NAME@DIGEST.")
-    step: int = Field(description="Optimizer steps done.")
-    steps: int | None = Field(
-        default=None, description="Steps in all; absent until the worker has counted those of epochs."
-    )
-    phase: str | None = Field(default=None, description="What the worker does now.")
-    attempt: str | None = Field(default=None, description="Attempt and how many are allowed, from the second on.")
-    elapsed_s: int | None = Field(default=None, description="Seconds since it started.")
-    eta_s: int | None = Field(default=None, description="Seconds left at the recent speed, evaluations not counted.")
-    step_s: float | None = Field(
-        default=None, description="Seconds a step takes, recently; an attempt, of an evaluation."
-    )
-    tokens_per_s: float | None = Field(default=None, description="Generation speed, recently.")
-    reward: Trend | None = Field(default=None, description="Mean reward of the training rollouts.")
-    success: Trend | None = Field(default=None, description="Success share of the training rollouts.")
-    loss: Trend | None = Field(default=None, description="Loss (sft); `best` is the lowest.")
-    held_out: list[HeldOut] | None = Field(default=None, description="Evaluations; the first, and the newest few.")
-    verdict: Verdict | None = Field(default=None, description="Whether training helped on held-out examples.")
-    newest: dict[str, float] | None = Field(default=None, description="Other metrics of the newest step.")
-    checkpoint: int | None = Field(default=None, description="Step of the newest checkpoint.")
-    outlook: str | None = Field(
-        default=None, description="Whether it is worth continuing, and why: yes, no, doubtful or too early to say."
-    )
-    flags: list[Flag] | None = Field(default=None, description="Warning signs, the gravest first.")
-    warnings: list[str] | None = Field(default=None, description="The worker's newest warnings.")
-    scores: Scores | None = Field(default=None, description="What a run made by evaluate found; a step is an attempt.")
-    error: Failure | None = Field(default=None)
-    failures: dict[str, int] | None = Field(
-        default=None, description="detailed: failure modes of the newest rollouts, as far as they did not succeed."
-    )
-    metrics: dict[str, str] | None = Field(
-        default=None, description="detailed: every metric over all steps, as `first -> last spark`."
-    )
-    lineage: Lineage | None = Field(default=None, description="detailed: where the run comes from.")
-    values: dict[str, Any] | None = Field(default=None, description="detailed: every field of the run.")
-    sources: dict[str, list[str]] | None = Field(
-        default=None, description="detailed: where values came from: argument, file; all others: recipe."
-    )
-    log_tail: str | None = Field(default=None, description="detailed: the end of what the newest attempt printed.")
+from flash_mcp.judgement.curve import of_run
+from flash_mcp.state.owners import caller
+from flash_mcp.state.schema import RunRow, RunState
+from flash_mcp.state.store import Store, open_store
+from flash_mcp.tools.shared.fitting import utc
+from flash_mcp.tools.shared.frame import Part, Result, illustrate
+from flash_mcp.tools.shared.run_view import SPEED_STEPS, RunView, mean, rounded, view_of
+from flash_mcp.tools.shared.waiting import wait_for_change
 
 
 class RunLine(Part):
@@ -162,15 +38,23 @@ class Status(Result):
     """One run, or the list of runs."""
 
     run: RunView | None = Field(default=None, description="With run_id.")
-    changed: bool | None = Field(default=None, description="With wait_s: whether something changed while waiting.")
-    runs: list[RunLine] | None = Field(default=None, description="Without run_id: the newest first.")
-    counts: dict[str, int] | None = Field(default=None, description="Without run_id: runs by state.")
+    changed: bool | None = Field(
+        default=None, description="With wait_s: whether something changed while waiting."
+    )
+    runs: list[RunLine] | None = Field(
+        default=None, description="Without run_id: the newest first."
+    )
+    counts: dict[str, int] | None = Field(
+        default=None, description="Without run_id: runs by state."
+    )
     has_more: bool | None = Field(default=None, description="Whether older runs follow.")
     cursor: str | None = Field(default=None, description="Pass as `cursor` for the next page.")
 
 
 async def status(
-    run_id: Annotated[str | None, Field(description="Run id; left out: the list of runs, the newest first.")] = None,
+    run_id: Annotated[
+        str | None, Field(description="Run id; left out: the list of runs, the newest first.")
+    ] = None,
     wait_s: Annotated[
         float,
         Field(
@@ -188,342 +72,42 @@ async def status(
         ),
     ] = "concise",
     curve: Annotated[
-        bool, Field(description="With run_id: show the reward curve too, to those who see pictures. Default false.")
+        bool,
+        Field(
+            description="With run_id: show the reward curve too, to those who see pictures. Default false."
+        ),
     ] = False,
-    state: Annotated[RunState | None, Field(description="Without run_id: only runs of this state.")] = None,
-    limit: Annotated[int, Field(ge=1, le=40, description="Without run_id: runs a page, 1 to 40; default 15.")] = 15,
-    cursor: Annotated[str | None, Field(description="Without run_id: `cursor` of the page before.")] = None,
+    state: Annotated[
+        RunState | None, Field(description="Without run_id: only runs of this state.")
+    ] = None,
+    limit: Annotated[
+        int, Field(ge=1, le=40, description="Without run_id: runs a page, 1 to 40; default 15.")
+    ] = 15,
+    cursor: Annotated[
+        str | None, Field(description="Without run_id: `cursor` of the page before.")
+    ] = None,
 ) -> Status:
-    """Report how one run stands, what its numbers mean and what to do next; without run_id, list the runs.
+    """Report how one run stands, what its numbers mean and what to do next; without run_id, list
+    the runs.
 
-    A run's report has its state and step, the trend of reward and success, held-out evaluations with their noise band
-    and a verdict, speed and time left, whether it is worth continuing, warning signs with remedies, and the error of a
-    failed run with evidence. Transcripts: rollouts. Saved adapters: checkpoints.
-    """
+    A run's report has its state and step, the trend of reward and success, held-out evaluations
+    with their noise band and a verdict, speed and time left, whether it is worth continuing,
+    warning signs with remedies, and the error of a failed run with evidence. Transcripts: rollouts.
+    Saved adapters: checkpoints."""
     store = open_store()
     if run_id is None:
         return await anyio.to_thread.run_sync(_list, store, state, limit, cursor)
-    changed = await _wait(store, run_id, wait_s) if wait_s else None
+    changed = await wait_for_change(store, run_id, wait_s) if wait_s else None
     if curve:
         illustrate(await anyio.to_thread.run_sync(of_run, store, run_id))
     view, next_step = await anyio.to_thread.run_sync(view_of, store, run_id, detail == "detailed")
     return Status(run=view, changed=changed, next=next_step)
 
 
-async def _wait(store: Store, run_id: str, wait_s: float) -> bool:
-    deadline = time.monotonic() + min(wait_s, MAX_WAIT_S)
-    seen = await anyio.to_thread.run_sync(_fingerprint, store, run_id)
-    while time.monotonic() < deadline:
-        if seen[0] not in ACTIVE:
-            return False
-        await anyio.sleep(POLL_S)
-        now = await anyio.to_thread.run_sync(_fingerprint, store, run_id)
-        if now != seen:
-            return True
-        await report(f"{run_id}: {now[0]}, step {now[1]}")
-    return False
+# -- one run ---------------------------------------------------------------------------------------
 
 
-def _fingerprint(store: Store, run_id: str) -> tuple[str, int, int, int, int, str | None]:
-    """What counts as a change. The phase only before the first step: later it changes all the time.
-
-    An evaluation counts attempts instead of steps, many a second: a tenth of them is a change.
-    """
-    run = store.run(run_id)
-    newest = store.last_metrics(run_id)
-    step = newest["step"] if newest else 0
-    if run["algorithm"] == "eval" and run["steps"]:
-        step = run["step"] - run["step"] % max(1, run["steps"] // 10)
-    return (
-        run["state"],
-        step,
-        run["attempt"],
-        len(store.evals(run_id)),
-        len(store.checkpoints(run_id)),
-        run["phase"] if not step else None,
-    )
-
-
-# -- one run ----------------------------------------------------------------------------------------------------------
-
-
-def view_of(store: Store, run_id: str, detailed: bool) -> tuple[RunView, str]:
-    """A run's report, and what to do next. FlashError(unknown_run)."""
-    run = store.run(run_id)
-    held_up = obstacles(store, run)
-    warnings = [*held_up, *(event["message"] for event in store.events(run_id, 3, ["warning"]))]
-    recent = [row["metrics"] for row in store.metrics(run_id, limit=SPEED_STEPS)]
-    newest = store.last_metrics(run_id)
-    is_eval, saved = run["algorithm"] == "eval", store.checkpoints(run_id)
-    evals = [] if is_eval else [row for row in store.evals(run_id) if row["summary"]["n"]]
-    step = max(run["step"], newest["step"] if newest else 0)
-    step_s = _attempt_s(store, run) if is_eval else _mean(recent, "time/step_s")
-    left = run["steps"] - step if run["steps"] and run["state"] in ACTIVE else None
-    is_grpo = run["algorithm"] == "grpo"
-    last = newest["step"] if newest else 0
-    outline = store.outline(run_id, max(1, last // FLAG_STEPS), last - judge.WINDOW)
-    history = [{**row["metrics"], "step": row["step"]} for row in outline]
-    overlap = run["lineage"].get("overlap")
-    verdict = _verdict(store, run_id, evals)
-    trusted = None if overlap else verdict
-    flags = judge.flags(history)
-    if overlap:
-        flags = [judge.contaminated(**overlap), *flags]
-    view = RunView(
-        run_id=run_id,
-        state=run["state"],
-        algorithm=run["algorithm"],
-        model=run["model"],
-        environment=f"{run['environment']}@{run['environment_digest']}",
-        step=step,
-        steps=run["steps"],
-        phase=run["phase"],
-        attempt=f"{run['attempt']} of {run['max_attempts']}" if run["attempt"] > 1 else None,
-        elapsed_s=round((run["ended"] or time.time()) - run["started"]) if run["started"] else None,
-        eta_s=round(left * step_s) if left is not None and step_s else None,
-        step_s=_rounded(step_s, 2),
-        tokens_per_s=_rounded(_mean(recent, "engine/tokens_per_s"), 0),
-        reward=_trend(store, run_id, "reward/mean") if is_grpo else None,
-        success=_trend(store, run_id, "success/rate") if is_grpo else None,
-        loss=None if is_grpo else _trend(store, run_id, "loss", lower_is_better=True),
-        held_out=[_held_out(row) for row in (evals if len(evals) <= 5 else [evals[0], *evals[-4:]])] or None,
-        verdict=_told(verdict, overlap),
-        newest=_others(newest["metrics"]) if newest else None,
-        checkpoint=saved[-1]["step"] if saved else None,
-        outlook=judge.outlook(history, flags, trusted and trusted.outcome) if history else None,
-        flags=[Flag(**vars(flag)) for flag in flags] or None,
-        warnings=[shorten(warning, 300) for warning in warnings] or None,
-        scores=scores(store, run) if is_eval else None,
-        error=_failure(run),
-        failures=(_failures(store, run_id) or None) if detailed else None,
-        metrics=(_metrics(history) or None) if detailed else None,
-        lineage=_lineage(run, saved) if detailed else None,
-        values=_given(run) if detailed else None,
-        sources=by_source(run["sources"]) if detailed else None,
-        log_tail=_log_tail(run, 2500) or None if detailed else None,
-    )
-    if held_up:
-        return view, "do what the first of warnings says: nothing changes before"
-    return view, after_evaluation(store, run) if is_eval else _next_step(run, flags, trusted, bool(saved))
-
-
-def _attempt_s(store: Store, run: RunRow) -> float | None:
-    """Seconds an attempt of an evaluation that goes on takes, since the worker began to sample; many run at once."""
-    began = store.events(run["id"], 1, ["sampling"])
-    if run["state"] not in ACTIVE or not began or run["step"] <= began[0]["data"]["step"]:
-        return None
-    return (time.time() - began[0]["time"]) / (run["step"] - began[0]["data"]["step"])
-
-
-def obstacles(store: Store, run: RunRow) -> list[str]:
-    """What keeps an active run from going on. A supervisor that was killed is started anew: nothing moves without."""
-    if run["state"] not in ACTIVE:
-        return []
-    free = shutil.disk_usage(store.base).free
-    if free < LEAST_FREE_BYTES:
-        fix = "free space there: the run goes on from its newest checkpoint"
-        return [str(FlashError("disk_full", "the disk is as good as full", path=store.base, free_bytes=free, fix=fix))]
-    try:
-        ensure_supervisor(store.base)
-    except FlashError as error:
-        return [str(error)]
-    # A supervisor that was started anew has no secrets; this server may.
-    absent = vault.hand_over(store.base, run["id"], run["spec"]["secrets"])
-    return [str(vault.missing(run["id"], absent))] if absent and run["state"] != "running" else []
-
-
-def _trend(store: Store, run_id: str, name: str, *, lower_is_better: bool = False) -> Trend | None:
-    values = store.values(run_id, name)
-    found = judge.trend(values)
-    if found is None:
-        return None
-    return Trend(
-        first=round(found.first, 4),
-        last=round(found.last, 4),
-        best=round(min(values) if lower_is_better else found.best, 4),
-        over_steps=found.width,
-        spark=found.spark,
-    )
-
-
-def _held_out(row: EvalRow) -> HeldOut:
-    summary = row["summary"]
-    success, count = summary["success"], int(summary["n"])
-    return HeldOut(
-        step=row["step"],
-        n=count,
-        success=round(success, 4),
-        band=round(judge.noise_band(success, count), 4),
-        reward=_rounded(summary.get("reward_mean"), 4),
-        truncated=_rounded(summary.get("truncated_share"), 4) or None,
-        errors=_rounded(summary.get("error_share"), 4) or None,
-    )
-
-
-def _verdict(store: Store, run_id: str, evals: list[EvalRow]) -> Comparison | None:
-    """Paired by example, those left out that environment code failed on either side."""
-    if len(evals) < 2 or evals[0]["step"] != 0:
-        return None
-    base, trained = evals[0], evals[-1]
-    sql = """SELECT a.success AS base, b.success AS trained FROM rollouts a JOIN rollouts b
-             ON a.run_id = b.run_id AND a.split = b.split AND a.position = b.position
-             WHERE a.run_id = ? AND a.split = 'eval' AND a.step = ? AND b.step = ?
-             AND json_extract(a.body, '$.error') IS NULL AND json_extract(b.body, '$.error') IS NULL"""
-    pairs = store.query(sql, [run_id, base["step"], trained["step"]])
-    if pairs:  # none where their files were lost
-        sides = ([float(row[side]) for row in pairs] for side in ("base", "trained"))
-        return comparison.compare_paired(*sides, effect=comparison.MIN_CHANGE)
-    sides = (_successes(row["summary"]) for row in (base, trained))
-    return comparison.compare_unpaired(*sides, effect=comparison.MIN_CHANGE)
-
-
-def _successes(summary: Json) -> list[float]:
-    """One value an example, 1 for each that succeeded."""
-    count = int(summary["n"])
-    solved = round(summary["success"] * count)
-    return [1.0] * solved + [0.0] * (count - solved)
-
-
-def _told(verdict: Comparison | None, overlap: Json | None) -> Verdict | None:
-    """The verdict, as far as one may be told: figures of trained tasks are no evidence of learning."""
-    if verdict is None:
-        return None
-    if overlap is None:
-        return Verdict(outcome=verdict.outcome, explanation=verdict.explanation)
-    shared = f"{overlap['shared']} of {overlap['eval_tasks']} eval tasks are train tasks too ({overlap['evidence']})"
-    figures = f"not to be trusted: {verdict.explanation}"
-    return Verdict(outcome="contaminated", explanation=f"CONTAMINATED: {shared}: this measures memory. {figures}")
-
-
-def _failures(store: Store, run_id: str) -> dict[str, int]:
-    """Failure modes of the newest step's rollouts; of the newest evaluation where there are none (sft)."""
-    for split in ("train", "eval"):
-        if steps := store.rollout_steps(run_id, split):
-            rows = store.rollouts(run_id, split, steps[-1], "random", limit=SAMPLE_ROLLOUTS)
-            return failure_counts(rows)
-    return {}
-
-
-def _metrics(history: Sequence[judge.Metrics]) -> dict[str, str]:
-    names = dict.fromkeys(name for metrics in history for name in metrics if name != "step")
-    columns = {name: [value for row in history if (value := row.get(name)) is not None] for name in sorted(names)}
-    trends = {name: (judge.trend(values), judge.sparkline(values, 12)) for name, values in columns.items()}
-    return {name: f"{found.first:.4g} -> {found.last:.4g} {spark}" for name, (found, spark) in trends.items() if found}
-
-
-def _lineage(run: RunRow, saved: list[CheckpointRow]) -> Lineage:
-    parent, dataset = run["init_adapter"], run["dataset"]
-    from_run = parent and parent.get("run_id")
-    return Lineage(
-        code=run["lineage"].get("code"),
-        environment=f"{run['environment']}@{run['environment_digest']}",
-        parent=None if not parent else f"{from_run}@{parent['step']}" if from_run else parent["path"],
-        parent_digest=parent["digest"] if parent else None,
-        dataset=f"{dataset['name']}@{dataset['digest']}" if dataset else None,
-        checkpoints={row["step"]: row["digest"] for row in saved[-3:]} or None,
-    )
-
-
-def by_source(sources: Mapping[str, str]) -> dict[str, list[str]]:
-    """The fields whose value somebody gave, by where."""
-    found: dict[str, list[str]] = {}
-    for name, source in sources.items():
-        if source in ("argument", "file"):
-            found.setdefault(source, []).append(name)
-    return found
-
-
-def _others(metrics: dict[str, float | None]) -> dict[str, float] | None:
-    shown = (
-        "reward/std",
-        "groups/uniform_share",
-        "rollouts/truncated_share",
-        "rollouts/error_share",
-        "rollouts/turns_mean",
-        "tokens/completion_mean",
-        "loss",
-        "eval_loss",
-        "entropy",
-        "kl",
-        "grad_norm",
-        "learning_rate",
-        "is_ratio/mean",
-    )
-    found = {name: float(f"{value:.4g}") for name in shown if (value := metrics.get(name)) is not None}
-    return found or None
-
-
-def _failure(run: RunRow) -> Failure | None:
-    error = run["error"]
-    if not error:
-        return None
-    values = cast("dict[str, Any]", error.get("values") or {})
-    log = str(values.get("log") or "").strip()[-1500:] or _log_tail(run, 1500)
-    return Failure(
-        code=error["code"],
-        what=shorten(error["what"], 2000),
-        fix=error.get("fix") or None,
-        log_tail=log or None,
-    )
-
-
-def _log_tail(run: RunRow, characters: int) -> str:
-    text = RunFolder(run["folder"]).log_tail(run["attempt"]).strip()
-    return text if len(text) <= characters else f"…{text[-characters:]}"
-
-
-def _given(run: RunRow) -> dict[str, Any]:
-    return {name: value for name, value in run["spec"].items() if value not in (None, [], {})}
-
-
-def _next_step(run: RunRow, flags: list[judge.Flag], verdict: Comparison | None, has_checkpoint: bool) -> str:
-    run_id, state = run["id"], run["state"]
-    if state == "failed":
-        resume = f"; its checkpoints stay: {going_on(run)} goes on from the newest" if has_checkpoint else ""
-        return f"act on error.fix, then train again{resume}"
-    if state == "cancelled":
-        return f"deploy(run_id={run_id!r}) or {going_on(run)}" if has_checkpoint else "train again"
-    if any(flag.name == "contaminated_split" for flag in flags):
-        return "take the shared tasks out of one of the splits, env_test, env_push and train again: see flags"
-    problem = next((flag for flag in flags if flag.severity == "problem"), None)
-    if state == "succeeded" and (verdict or not problem):
-        return _after_success(run, verdict)
-    if problem:
-        end = "train again with its remedy" if state == "succeeded" else "cancel if it is not worth its time"
-        return f"{problem.name}: see rollouts(run_id={run_id!r}, which='worst'); {end}"
-    return f"status(run_id={run_id!r}, wait_s=40) returns at the next change"
-
-
-def going_on(run: RunRow, step: int | None = None) -> str:
-    """The call that starts another run of the same shape from an adapter of this one, by default the newest."""
-    spec = run["spec"]
-    start = run["id"] if step is None else f"{run['id']}@{step}"
-    fields = {"environment": run["environment"], "init_from_adapter": start}
-    if run["model"] != RunSpec.model_fields["model"].default:
-        fields["model"] = run["model"]
-    fields |= {name: spec[name] for name in ("environment_args", "secrets", "dataset") if spec.get(name)}
-    shape = ("algorithm", "max_tokens", "lora_rank", "lora_alpha")
-    recipe = {"algorithm": RunSpec.model_fields["algorithm"].default, **RECIPES[spec["algorithm"]]}
-    fields |= {name: spec[name] for name in shape if spec[name] != recipe.get(name)}
-    return f"train({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
-
-
-def _after_success(run: RunRow, verdict: Comparison | None) -> str:
-    run_id = run["id"]
-    if verdict is None and run["algorithm"] == "sft":
-        return f"evaluate(model={run_id!r}) measures it on held-out tasks, and compare sets it against the base model"
-    if verdict is None:
-        return f"rollouts(run_id={run_id!r}, which='best') shows what was learnt; deploy(run_id={run_id!r}) serves it"
-    if verdict.outcome == "improved":
-        return f"deploy(run_id={run_id!r}), then chat with the base model beside it"
-    if verdict.outcome == "underpowered":
-        call = f"evaluate(environment={run['environment']!r}, model={run_id!r}) and with model='{run_id}@0'"
-        return f"about {verdict.decide_n} eval tasks would decide: {call}, then compare"
-    failing = f"rollouts(run_id={run_id!r}, which='worst', split='eval')"
-    return f"{failing} shows what still fails; change one thing and train again"
-
-
-# -- the list ---------------------------------------------------------------------------------------------------------
+# -- the list --------------------------------------------------------------------------------------
 
 
 def _list(store: Store, state: str | None, limit: int, cursor: str | None) -> Status:
@@ -558,19 +142,7 @@ def _line(store: Store, run: RunRow) -> RunLine:
         environment=run["environment"],
         step=run["step"],
         steps=run["steps"],
-        reward=_rounded(_mean(rewards, "reward/mean"), 3),
+        reward=rounded(mean(rewards, "reward/mean"), 3),
         created=utc(run["created"]),
         error=run["error"]["code"] if run["error"] and run["state"] == "failed" else None,
     )
-
-
-def _mean(rows: Sequence[dict[str, float | None]], name: str) -> float | None:
-    values = [value for row in rows if (value := row.get(name)) is not None]
-    return fmean(values) if values else None
-
-
-def _rounded(value: float | None, digits: int) -> float | None:
-    return None if value is None else round(value, digits)
-
-
-TOOLS = [Tool(status, title="Status of runs", read_only=True)]

@@ -1,10 +1,11 @@
-"""What the MCP conformance suite expects of a server under test, mounted on the product's own server.
+"""What the MCP conformance suite expects of a server under test, mounted on the product's own
+server.
 
     python -m tests.clients.fixtures PORT
 
-The suite's `--requirements` scenarios call tools, prompts and resources of these names; it describes each in its own
-output. The product's middleware, schemas and errors stay in front of all of them.
-"""
+The suite's `--requirements` scenarios call tools, prompts and resources of these names; it
+describes each in its own output. The product's middleware, schemas and errors stay in front of all
+of them."""
 
 from __future__ import annotations
 
@@ -47,9 +48,9 @@ from mcp_types import (
 )
 from pydantic import BaseModel, Field
 
-from flash_mcp.errors import FlashError
-from flash_mcp.server import FlashServer, build_server
-from flash_mcp.tasks import Job, completed, failed
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.server.mcp_server import FlashServer, build_server
+from flash_mcp.server.tasks import Job, completed, failed
 
 PNG = base64.b64encode(
     bytes.fromhex(
@@ -57,10 +58,12 @@ PNG = base64.b64encode(
         "0000000c49444154789c63f8cfc0000003010100c9fe92ef0000000049454e44ae426082"
     )
 ).decode()
-WAV = base64.b64encode(b"RIFF&\0\0\0WAVEfmt \x10\0\0\0\1\0\1\0@\x1f\0\0\x80>\0\0\2\0\x10\0data\2\0\0\0\0\0").decode()
+WAV = base64.b64encode(
+    b"RIFF&\0\0\0WAVEfmt \x10\0\0\0\1\0\1\0@\x1f\0\0\x80>\0\0\2\0\x10\0data\2\0\0\0\0\0"
+).decode()
 
 
-# -- plain tools ------------------------------------------------------------------------------------------------------
+# -- plain tools -----------------------------------------------------------------------------------
 
 
 def text(words: str) -> TextContent:
@@ -68,7 +71,9 @@ def text(words: str) -> TextContent:
 
 
 def embedded(uri: str, words: str, kind: str = "text/plain") -> EmbeddedResource:
-    return EmbeddedResource(type="resource", resource=TextResourceContents(uri=uri, mime_type=kind, text=words))
+    return EmbeddedResource(
+        type="resource", resource=TextResourceContents(uri=uri, mime_type=kind, text=words)
+    )
 
 
 def test_simple_text() -> str:
@@ -93,7 +98,9 @@ def test_embedded_resource() -> EmbeddedResource:
 
 def test_multiple_content_types() -> list[Any]:
     """Return a text, an image and a resource."""
-    resource = embedded("test://mixed-content-resource", '{"test":"data","value":123}', "application/json")
+    resource = embedded(
+        "test://mixed-content-resource", '{"test":"data","value":123}', "application/json"
+    )
     return [text("Multiple content types test:"), test_image_content(), resource]
 
 
@@ -135,7 +142,7 @@ async def test_trigger_prompt_change(ctx: Context[Any, Any]) -> str:
     return "told"
 
 
-# -- what a handshake session asks its client -------------------------------------------------------------------------
+# -- what a handshake session asks its client ------------------------------------------------------
 
 
 async def test_sampling(prompt: str, ctx: Context[Any, Any]) -> str:
@@ -185,7 +192,9 @@ async def test_elicitation(message: str, ctx: Context[Any, Any]) -> str:
 
 async def test_elicitation_sep1034_defaults(ctx: Context[Any, Any]) -> str:
     """Ask with a default for every kind of value."""
-    answer = await ctx.session.elicit_form("Please fill in", Defaults.model_json_schema(), ctx.request_id)
+    answer = await ctx.session.elicit_form(
+        "Please fill in", Defaults.model_json_schema(), ctx.request_id
+    )
     return f"Elicitation completed: action={answer.action}, content={answer.content}"
 
 
@@ -195,20 +204,28 @@ async def test_elicitation_sep1330_enums(ctx: Context[Any, Any]) -> str:
     return f"Elicitation completed: action={answer.action}, content={answer.content}"
 
 
-# -- what a stateless request asks its client -------------------------------------------------------------------------
+# -- what a stateless request asks its client ------------------------------------------------------
 
 
 def ask(message: str, field: str, kind: str = "string") -> ElicitRequest:
-    schema: dict[str, Any] = {"type": "object", "properties": {field: {"type": kind}}, "required": [field]}
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {field: {"type": kind}},
+        "required": [field],
+    }
     return ElicitRequest(params=ElicitRequestFormParams(message=message, requested_schema=schema))
 
 
 def sample(question: str, max_tokens: int) -> CreateMessageRequest:
     messages = [SamplingMessage(role="user", content=text(question))]
-    return CreateMessageRequest(params=CreateMessageRequestParams(messages=messages, max_tokens=max_tokens))
+    return CreateMessageRequest(
+        params=CreateMessageRequestParams(messages=messages, max_tokens=max_tokens)
+    )
 
 
-def needs(ctx: Context[Any, Any], state: str | None = None, **requests: InputRequest) -> InputRequiredResult | None:
+def needs(
+    ctx: Context[Any, Any], state: str | None = None, **requests: InputRequest
+) -> InputRequiredResult | None:
     """What is still to be asked; None once every answer is there, of the right kind."""
     given = ctx.input_responses or {}
     if all(name in given for name in requests):
@@ -239,7 +256,9 @@ def test_input_required_result_sampling(ctx: Context[Any, Any]) -> str | InputRe
 
 def test_input_required_result_list_roots(ctx: Context[Any, Any]) -> str | InputRequiredResult:
     """Ask for the client's roots."""
-    return needs(ctx, client_roots=ListRootsRequest(params=None)) or json.dumps(answer_of(ctx, "client_roots"))
+    return needs(ctx, client_roots=ListRootsRequest(params=None)) or json.dumps(
+        answer_of(ctx, "client_roots")
+    )
 
 
 def test_input_required_result_request_state(ctx: Context[Any, Any]) -> str | InputRequiredResult:
@@ -291,11 +310,13 @@ def test_missing_capability(ctx: Context[Any, Any]) -> str:
     """Refuse a client that cannot sample."""
     if ctx.client_capabilities is None or ctx.client_capabilities.sampling is None:
         data = {"requiredCapabilities": {"sampling": {}}}
-        raise MCPError(code=MISSING_REQUIRED_CLIENT_CAPABILITY, message="sampling is needed", data=data)
+        raise MCPError(
+            code=MISSING_REQUIRED_CLIENT_CAPABILITY, message="sampling is needed", data=data
+        )
     return "able"
 
 
-# -- what goes on after its call --------------------------------------------------------------------------------------
+# -- what goes on after its call -------------------------------------------------------------------
 
 
 def greet(name: str) -> str:
@@ -342,7 +363,9 @@ class Sleepers:
         if time.time() < sleeping.until:
             return job("working")
         words = (
-            failed(FlashError("worker_failed", "it was to fail")) if sleeping.failing else completed({"slept": True})
+            failed(FlashError("worker_failed", "it was to fail"))
+            if sleeping.failing
+            else completed({"slept": True})
         )
         return job("completed", result=words)
 
@@ -359,11 +382,14 @@ class Fixtures(Extension):
     identifier = "org.example/conformance-fixtures"
 
     def tools(self) -> Sequence[ToolBinding]:
-        plain = [ToolBinding(function, kwargs={"structured_output": False}) for function in [*TOOLS, greet]]
+        plain = [
+            ToolBinding(function, kwargs={"structured_output": False})
+            for function in [*TOOLS, greet]
+        ]
         return [*plain, ToolBinding(slow_compute), ToolBinding(failing_job)]
 
 
-# -- prompts, resources and the handlers that only old clients ask for -------------------------------------------------
+# -- prompts, resources and the handlers that only old clients ask for -----------------------------
 
 
 def add_prompts(server: FlashServer) -> None:
@@ -442,9 +468,13 @@ class Events(EventStore):
         self.sent.append((stream_id, message))
         return str(len(self.sent))
 
-    async def replay_events_after(self, last_event_id: str, send_callback: EventCallback) -> str | None:
+    async def replay_events_after(
+        self, last_event_id: str, send_callback: EventCallback
+    ) -> str | None:
         stream_id, _ = self.sent[int(last_event_id) - 1]
-        for number, (stream, message) in enumerate(self.sent[int(last_event_id) :], int(last_event_id) + 1):
+        for number, (stream, message) in enumerate(
+            self.sent[int(last_event_id) :], int(last_event_id) + 1
+        ):
             if stream == stream_id and message is not None:
                 await send_callback(EventMessage(message, str(number)))
         return stream_id
@@ -459,4 +489,6 @@ def fixture_server() -> FlashServer:
 
 
 if __name__ == "__main__":
-    fixture_server().run("streamable-http", port=int(sys.argv[1]), event_store=Events(), retry_interval=100)
+    fixture_server().run(
+        "streamable-http", port=int(sys.argv[1]), event_store=Events(), retry_interval=100
+    )

@@ -1,4 +1,5 @@
-"""A model that reads from a script, so that real coding agents can be driven without any model service.
+"""A model that reads from a script, so that real coding agents can be driven without any model
+service.
 
 It speaks Anthropic Messages (/v1/messages), OpenAI Responses (/v1/responses) and Chat Completions
 (/v1/chat/completions), and keeps what it was shown.
@@ -20,7 +21,9 @@ MAX_REPEATS = 60
 
 @dataclass(frozen=True)
 class Step:
-    """A call to make; again and again until its result has `until` in it. `arguments` may read the results so far."""
+    """A call to make; again and again until its result has `until` in it. `arguments` may read the
+    results so far.
+    """
 
     tool: str
     arguments: Callable[[Sequence[str]], Json]
@@ -29,16 +32,22 @@ class Step:
 
 @dataclass
 class Model:
-    """Plays its script and remembers: `results` of the tools as the client last showed them, `tools` as offered."""
+    """Plays its script and remembers: `results` of the tools as the client last showed them,
+    `tools` as offered.
+    """
 
     script: Sequence[Step]
     prefix: str = ""
-    """What the client puts before tool names and does not tell: Claude Code hides tools until they are searched for."""
+    """What the client puts before tool names and does not tell: Claude Code hides tools until they
+    are searched for.
+    """
     results: list[str] = field(default_factory=list)
     tools: dict[str, Json] = field(default_factory=dict)
 
     def step(self, tools: Iterable[Json], results: Sequence[str]) -> tuple[Step, Json, Json] | None:
-        """(step, arguments, {"name", "namespace"?} as the client spells it); None when the script has been played."""
+        """(step, arguments, {"name", "namespace"?} as the client spells it); None when the script
+        has been played.
+        """
         offered = dict(_offered(tools))
         if not offered:  # the client wants a title for the conversation, or the like
             return None
@@ -48,15 +57,23 @@ class Model:
         if settled == len(self.script):
             return None
         step = self.script[settled]
-        name = next((name for name in offered if name.endswith(step.tool)), f"{self.prefix}{step.tool}")
+        name = next(
+            (name for name in offered if name.endswith(step.tool)), f"{self.prefix}{step.tool}"
+        )
         namespace, _ = offered.get(name, (None, None))
-        return step, step.arguments(results), {"name": name} | ({"namespace": namespace} if namespace else {})
+        return (
+            step,
+            step.arguments(results),
+            {"name": name} | ({"namespace": namespace} if namespace else {}),
+        )
 
     def played(self) -> list[str]:
         """What the model was shown at the end of each step that it has played, as plain text."""
         shown, ends = [plain(result) for result in self.results], list[str]()
         for step in self.script:
-            last = next((at for at, result in enumerate(shown[:MAX_REPEATS]) if step.until in result), None)
+            last = next(
+                (at for at, result in enumerate(shown[:MAX_REPEATS]) if step.until in result), None
+            )
             if last is None:
                 break
             ends.append(shown[last])
@@ -115,7 +132,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_json({})
 
     def do_GET(self) -> None:
-        self.send_json({"object": "list", "data": [{"id": "scripted", "object": "model"}], "models": []})
+        self.send_json(
+            {"object": "list", "data": [{"id": "scripted", "object": "model"}], "models": []}
+        )
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers.get("content-length", 0))) or b"{}")
@@ -132,13 +151,30 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def answer_messages(self, body: Json) -> None:
         """https://docs.anthropic.com/en/api/messages"""
-        blocks = [b for m in body.get("messages", []) if isinstance(m["content"], list) for b in m["content"]]
-        results = [_words(block.get("content", "")) for block in blocks if block.get("type") == "tool_result"]
+        blocks = [
+            b
+            for m in body.get("messages", [])
+            if isinstance(m["content"], list)
+            for b in m["content"]
+        ]
+        results = [
+            _words(block.get("content", ""))
+            for block in blocks
+            if block.get("type") == "tool_result"
+        ]
         played = self.model.step(body.get("tools") or [], results)
         if played:
             _, arguments, names = played
-            block: Json = {"type": "tool_use", "id": f"toolu_{len(results)}", "name": names["name"], "input": {}}
-            delta, reason = {"type": "input_json_delta", "partial_json": json.dumps(arguments)}, "tool_use"
+            block: Json = {
+                "type": "tool_use",
+                "id": f"toolu_{len(results)}",
+                "name": names["name"],
+                "input": {},
+            }
+            delta, reason = (
+                {"type": "input_json_delta", "partial_json": json.dumps(arguments)},
+                "tool_use",
+            )
         else:
             arguments, block = {}, {"type": "text", "text": ""}
             delta, reason = {"type": "text_delta", "text": "DONE"}, "end_turn"
@@ -165,7 +201,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def answer_responses(self, body: Json) -> None:
         """https://platform.openai.com/docs/api-reference/responses-streaming"""
         items = body.get("input", [])
-        results = [_words(item["output"]) for item in items if item.get("type") == "function_call_output"]
+        results = [
+            _words(item["output"]) for item in items if item.get("type") == "function_call_output"
+        ]
         if played := self.model.step(body.get("tools") or [], results):
             _, arguments, names = played
             number = len(results)
@@ -181,18 +219,28 @@ class Handler(http.server.BaseHTTPRequestHandler):
             [
                 {"type": "response.created", "response": {"id": response}},
                 {"type": "response.output_item.done", "output_index": 0, "item": item},
-                {"type": "response.completed", "response": {"id": response, "output": [item], "usage": usage}},
+                {
+                    "type": "response.completed",
+                    "response": {"id": response, "output": [item], "usage": usage},
+                },
             ],
             named=True,
         )
 
     def answer_chat(self, body: Json) -> None:
         """https://platform.openai.com/docs/api-reference/chat/streaming"""
-        results = [_words(m["content"]) for m in body.get("messages", []) if m.get("role") == "tool"]
+        results = [
+            _words(m["content"]) for m in body.get("messages", []) if m.get("role") == "tool"
+        ]
         if played := self.model.step(body.get("tools") or [], results):
             _, arguments, names = played
             function = {"name": names["name"], "arguments": json.dumps(arguments)}
-            call = {"index": 0, "id": f"call_{len(results)}", "type": "function", "function": function}
+            call = {
+                "index": 0,
+                "id": f"call_{len(results)}",
+                "type": "function",
+                "function": function,
+            }
             delta, reason = {"role": "assistant", "tool_calls": [call]}, "tool_calls"
         else:
             delta, reason = {"role": "assistant", "content": "DONE"}, "stop"
@@ -205,7 +253,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_events(
             [
                 {**base, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
-                {**base, "choices": [{"index": 0, "delta": {}, "finish_reason": reason}], "usage": usage},
+                {
+                    **base,
+                    "choices": [{"index": 0, "delta": {}, "finish_reason": reason}],
+                    "usage": usage,
+                },
                 "[DONE]",
             ],
             named=False,

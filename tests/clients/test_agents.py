@@ -1,4 +1,5 @@
-"""Claude Code, Codex and OpenCode as they come from npm, each led through the whole loop by a scripted model.
+"""Claude Code, Codex and OpenCode as they come from npm, each led through the whole loop by a
+scripted model.
 
 What is asserted is what the model was shown: that is all that an agent knows of a server.
 """
@@ -16,10 +17,20 @@ from typing import Any
 
 import pytest
 
-from flash_mcp.serving import Server
-from flash_mcp.store import open_store
-from flash_mcp.tools import RESULT_CHARACTERS
-from tests.clients.helpers import PROGRAMS, ROOT, SERVE, each, inspect, needs, node_path, run, server_environment
+from flash_mcp.state.store import open_store
+from flash_mcp.supervisor.model_servers import Server
+from flash_mcp.tools.shared.fitting import RESULT_CHARACTERS
+from tests.clients.helpers import (
+    PROGRAMS,
+    ROOT,
+    SERVE,
+    each,
+    inspect,
+    needs,
+    node_path,
+    run,
+    server_environment,
+)
 from tests.clients.scripted_model import Json, Model, Step, serving
 
 VOWELS = ROOT / "tests" / "environments" / "vowels"
@@ -36,7 +47,9 @@ def run_id_in(results: Sequence[str]) -> str:
 
 
 def loop(model: Path) -> list[Step]:
-    """Push, a mistake, train, status until it has ended, rollouts, deploy until it is ready, chat, undeploy."""
+    """Push, a mistake, train, status until it has ended, rollouts, deploy until it is ready, chat,
+    undeploy.
+    """
     given: Json = {"environment": "vowels", "model": str(model), **QUICK}
 
     def always(arguments: Json) -> Callable[[Sequence[str]], Json]:
@@ -75,7 +88,9 @@ def environment_of(folder: Path, **variables: str) -> dict[str, str]:
 
 
 def check(model: Model, output: str) -> None:
-    """The loop was played to its end, and every result said what it had to, compactly, with what to do next."""
+    """The loop was played to its end, and every result said what it had to, compactly, with what to
+    do next.
+    """
     ends = model.played()
     assert len(ends) == len(model.script), f"{output}\n{model.results}"
     pushed, refused, started, status, rollouts, deployed, chat, stopped = ends
@@ -101,8 +116,17 @@ def test_claude_code_plays_the_loop(tiny_model: Path, tmp_path: Path):
     config.write_text(json.dumps({"mcpServers": {"flash": server}}))
     model = Model(loop(tiny_model), prefix="mcp__flash__")
     with serving(model) as address:
-        quiet = {"DISABLE_AUTOUPDATER": "1", "DISABLE_TELEMETRY": "1", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
-        variables = {**quiet, "ANTHROPIC_BASE_URL": address, "ANTHROPIC_API_KEY": "none", "IS_SANDBOX": "1"}
+        quiet = {
+            "DISABLE_AUTOUPDATER": "1",
+            "DISABLE_TELEMETRY": "1",
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        }
+        variables = {
+            **quiet,
+            "ANTHROPIC_BASE_URL": address,
+            "ANTHROPIC_API_KEY": "none",
+            "IS_SANDBOX": "1",
+        }
         ended = run(
             [PROGRAMS / "claude", "-p", "go", "--mcp-config", config, "--strict-mcp-config", "--allowedTools",
              "mcp__flash", "--output-format", "json"],
@@ -130,7 +154,8 @@ def test_codex_plays_the_loop(tiny_model: Path, tmp_path: Path):
             f"args = {json.dumps(SERVE[1:])}",
             f"cwd = {json.dumps(str(ROOT))}",
             "tool_timeout_sec = 60",
-            "required = true",  # the first turn waits for its tools: a scripted model calls what it was not shown yet
+            # the first turn waits for its tools: a scripted model calls what it was not shown yet
+            "required = true",
             'default_tools_approval_mode = "approve"',
             "[mcp_servers.flash.env]",
             *(f"{name} = {json.dumps(value)}" for name, value in server_environment().items()),
@@ -176,8 +201,12 @@ def test_the_inspector_plays_the_loop(tiny_model: Path):
     model = Model(loop(tiny_model))
     while (played := len(model.played())) < len(model.script) and len(model.results) < MAX_CALLS:
         step = model.script[played]
-        arguments = [f"{name}={_text(value)}" for name, value in step.arguments(model.results).items()]
-        ended = inspect("--method", "tools/call", "--tool-name", step.tool, *each("--tool-arg", arguments))
+        arguments = [
+            f"{name}={_text(value)}" for name, value in step.arguments(model.results).items()
+        ]
+        ended = inspect(
+            "--method", "tools/call", "--tool-name", step.tool, *each("--tool-arg", arguments)
+        )
         model.results.append(ended.stdout)
     check(model, "\n".join(model.results))
 

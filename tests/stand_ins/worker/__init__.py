@@ -1,4 +1,6 @@
-"""`worker` without torch and vLLM, for a PYTHONPATH before the real one: `run` and `serving` stand in for its own."""
+"""`worker` without torch and vLLM, for a PYTHONPATH before the real one: `train` and `engine.serve` stand
+in for its own.
+"""
 
 from pathlib import Path
 

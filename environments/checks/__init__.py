@@ -1,0 +1,1 @@
+"""Checks of an environment before it is trained on."""

@@ -1,0 +1,1 @@
+"""Two environments to start from."""

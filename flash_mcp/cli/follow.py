@@ -1,0 +1,117 @@
+"""Staying with a run from a terminal until it has ended: a line at every change, or the curve drawn
+over itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from flash_mcp.cli.output import visible
+from flash_mcp.state.store import open_store
+
+if TYPE_CHECKING:
+    from flash_mcp.tools.status import Status
+
+Found = TypeVar("Found")
+ENDED = {"succeeded": 0, "failed": 3, "cancelled": 4}
+"""Exit codes by how a run ended."""
+TIMED_OUT = 5
+INTERRUPTED = 130
+WAIT_S = 30.0
+
+
+def run(function: Callable[..., Awaitable[Found]], *arguments: Any) -> Found:
+    """What the coroutine function returns. Raises KeyboardInterrupt on Ctrl-C, whenever it comes."""
+    import anyio  # noqa: PLC0415
+
+    try:
+        return anyio.run(function, *arguments)
+    except (
+        asyncio.CancelledError
+    ) as error:  # asyncio forgets a signal that comes in the moment in which it starts
+        raise KeyboardInterrupt from error
+
+
+def until_ended(
+    run_id: str, *, timeout_s: float | None = None, quiet: bool = False
+) -> tuple[int, Status | None]:
+    """(exit code, the run's last report) once it has ended, `timeout_s` has passed, or on Ctrl-C,
+    which only detaches.
+
+    Progress goes to stderr. FlashError(unknown_run).
+    """
+    from flash_mcp.tools.status import status  # noqa: PLC0415
+
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    show = Screen() if sys.stderr.isatty() else Lines()
+    wait_s = 0.0
+    try:
+        while True:
+            report = run(status, run_id, wait_s)
+            view = cast("dict[str, Any]", report.model_dump(mode="json")["run"])
+            if not quiet:
+                show(view)
+            if view["state"] in ENDED:
+                return ENDED[view["state"]], report
+            left = WAIT_S if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                return TIMED_OUT, report
+            wait_s = min(WAIT_S, left)
+    except KeyboardInterrupt:
+        sys.stderr.write(
+            f"\ndetached; the run goes on. Come back: flash-mcp status {run_id} --follow\n"
+        )
+        sys.stderr.write(f"End it: flash-mcp cancel {run_id}\n")
+        return INTERRUPTED, None
+
+
+class Lines:
+    """A line at every change, for logs and pipes."""
+
+    def __init__(self) -> None:
+        self._seen = ""
+
+    def __call__(self, view: dict[str, Any]) -> None:
+        if (line := progress_line(view)) != self._seen:
+            sys.stderr.write(f"{visible(line)}\n")
+            self._seen = line
+
+
+class Screen:
+    """The curve with the newest line below it, each drawn over the one before."""
+
+    def __init__(self) -> None:
+        self._height = 0
+
+    def __call__(self, view: dict[str, Any]) -> None:
+        from flash_mcp.judgement import curve  # noqa: PLC0415
+
+        columns, rows = shutil.get_terminal_size()
+        points = curve.of_run(open_store(), view["run_id"])
+        lines = curve.terminal(
+            points, min(columns - 1, 100), max(8, min(rows - 4, 18))
+        ).splitlines()
+        lines.append(progress_line(view)[: columns - 1])
+        up = f"\033[{self._height}F\033[J" if self._height else ""
+        sys.stderr.write(up + visible("\n".join(lines)) + "\n")
+        sys.stderr.flush()
+        self._height = len(lines)
+
+
+def progress_line(view: dict[str, Any]) -> str:
+    """State, step, trends and the time left, of a run as status reports it."""
+    steps = f"/{view['steps']}" if view.get("steps") else ""
+    parts = [view["state"], f"step {view['step']}{steps}"]
+    if not view["step"] and view.get("phase"):
+        parts.append(view["phase"])
+    for name in ("reward", "success", "loss"):
+        if name in view:
+            parts.append(f"{name} {view[name]['last']:.3f} {view[name]['spark']}")
+    if "eta_s" in view:
+        parts.append(f"{view['eta_s'] // 60} min {view['eta_s'] % 60:02} s left")
+    return "  ".join(parts)

@@ -1,0 +1,126 @@
+"""Why a rollout did not succeed, as one word: what to count before transcripts are read.
+
+    error      environment code failed; says nothing of the model
+    empty      the model wrote nothing
+    looping    it said the same again and again
+    truncated  it was cut off at max_tokens or max_length
+    wrapped    the answer stands in a code fence, \\boxed{}, quotes or bold, which no success of the sample does
+    unparsed   the scorer's own words, or a part of the reward named like a format, say that it found no answer
+    wrong      none of these: as a rule an answer that is not right
+
+Read from what any environment reports, so the last three are guesses: a scorer that gives no reason
+and has no part for the format leaves `wrong`."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, cast
+
+Row = Mapping[str, Any]
+"""A line of rollouts/STEP.jsonl."""
+
+FailureMode = Literal["error", "empty", "looping", "truncated", "wrapped", "unparsed", "wrong"]
+
+SAMPLE_ROLLOUTS = 256
+"""Of a step with more, so many are drawn at random and looked at."""
+LOOP_CHARACTERS = 40
+"""Shorter repetitions at the end of a text are no loop."""
+LOOP_PERIOD = 120
+"""Characters of the longest unit that is looked for."""
+LOOP_TURNS = 3
+WRAPPERS = {
+    "fence": re.compile(r"```"),
+    "boxed": re.compile(r"\\boxed\s*\{"),
+    "bold": re.compile(r"\*\*[^*\n]+\*\*"),
+    "quotes": re.compile(r"""\A\s*(["'“`]).+["'”`]\s*\Z""", re.DOTALL),
+}
+BAD_PART = re.compile(r"invalid|malformed|unpars|untagged|penalty|error", re.IGNORECASE)
+FORMAT_PART = re.compile(
+    r"format|parse|tagged|valid|well_?formed|syntax|answered|schema", re.IGNORECASE
+)
+NO_ANSWER = re.compile(
+    r"\bno (final |valid )?(answer|tags?|number|match|json|code)\b|not (be )?pars|unpars|malformed|not valid|invalid|"
+    r"missing|wrong format|not found",
+    re.IGNORECASE,
+)
+
+
+def failure_modes(
+    rows: Sequence[Row], sample: Sequence[Row] | None = None
+) -> list[FailureMode | None]:
+    """The mode of each rollout, None for a success. What successes look like is taken from
+    `sample`, or these rows.
+    """
+    successes = [row for row in (rows if sample is None else sample) if row["success"]]
+    accepted = {name for row in successes for text in answers(row)[-1:] for name in _wrappers(text)}
+    return [_mode(row, accepted) for row in rows]
+
+
+def failure_counts(rows: Sequence[Row]) -> dict[str, int]:
+    """{mode: rollouts}, the most frequent first; empty where all succeeded."""
+    return dict(Counter(mode for mode in failure_modes(rows) if mode).most_common())
+
+
+def answers(row: Row) -> list[str]:
+    """What the model wrote, turn by turn. Assistant messages of the prompt are examples, and come
+    first.
+    """
+    said = [message for message in row["messages"] if message["role"] == "assistant"]
+    return [
+        str(message.get("content") or "")
+        for message in said[len(said) - min(row["turns"], len(said)) :]
+    ]
+
+
+def _mode(row: Row, accepted: set[str]) -> FailureMode | None:
+    if row.get("error"):
+        return "error"
+    if row["success"]:
+        return None
+    turns = answers(row)
+    if not any(text.strip() for text in turns):
+        return "empty"
+    if _loops(turns):
+        return "looping"
+    if row.get("truncated") or row["finish"] == "length":
+        return "truncated"
+    parsed = _is_parsed(row)
+    if not parsed and _wrappers(turns[-1]) - accepted:
+        return "wrapped"
+    return "unparsed" if parsed is False else "wrong"
+
+
+def _loops(turns: Sequence[str]) -> bool:
+    """Whether a turn ends in a repetition of one unit, or the last turns are the same."""
+    if len(turns) >= LOOP_TURNS and len(set(turns[-LOOP_TURNS:])) == 1:
+        return True
+    return any(_ends_in_a_loop(text.rstrip()) for text in turns)
+
+
+def _ends_in_a_loop(text: str) -> bool:
+    # The last unit may be cut off, so the text is compared with itself, one period further on.
+    for period in range(1, min(LOOP_PERIOD, len(text) // 3) + 1):
+        tail = text[-max(4 * period, LOOP_CHARACTERS) :]
+        if len(tail) >= max(3 * period, LOOP_CHARACTERS) and tail[period:] == tail[:-period]:
+            return True
+    return False
+
+
+def _is_parsed(row: Row) -> bool | None:
+    """Whether the scorer found an answer; None where it does not say."""
+    metrics, reason = (
+        cast("Mapping[str, float]", row.get("metrics") or {}),
+        str(row.get("reason") or ""),
+    )
+    named = {name: value for name, value in metrics.items() if FORMAT_PART.search(name)}
+    if parts := [
+        value == 0 if BAD_PART.search(name) else value > 0 for name, value in named.items()
+    ]:
+        return all(parts)
+    return False if NO_ANSWER.search(reason) else None
+
+
+def _wrappers(text: str) -> set[str]:
+    return {name for name, pattern in WRAPPERS.items() if pattern.search(text)}

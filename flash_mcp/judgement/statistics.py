@@ -1,0 +1,122 @@
+"""Statistics of evaluations: intervals, pass@k, and whether two sets of tasks differ. Pure
+functions of numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import variance
+
+Z95 = 1.959963984540054
+"""Two-sided 95 % quantile of the normal distribution."""
+Z80 = 0.8416212335729143
+"""One-sided 80 % quantile: the usual power of a study."""
+RESAMPLES = 5000
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Where the true value lies 95 times of 100."""
+
+    low: float
+    high: float
+
+    def excludes_zero(self) -> bool:
+        return self.low > 0 or self.high < 0
+
+    def within(self, bound: float) -> bool:
+        """Whether all of it lies between -bound and bound."""
+        return -bound <= self.low and self.high <= bound
+
+
+def wilson(successes: float, count: float) -> Interval:
+    """Wilson's score interval of a share (Wilson 1927). `count` may be an effective size, so
+    neither has to be whole.
+
+    Unlike the normal interval it has a width at 0 and at 1, and stays between them. No trials: 0 to
+    1."""
+    if count <= 0:
+        return Interval(0.0, 1.0)
+    share, z2 = successes / count, Z95**2
+    middle = (share + z2 / (2 * count)) / (1 + z2 / count)
+    half = Z95 * math.sqrt(share * (1 - share) / count + z2 / (4 * count**2)) / (1 + z2 / count)
+    return Interval(max(0.0, middle - half), min(1.0, middle + half))
+
+
+def success_interval(outcomes: Sequence[Sequence[bool]]) -> Interval:
+    """Wilson's interval of the success rate of tasks that were each attempted once or several
+    times.
+
+    `outcomes[t]` are the attempts of task t. Attempts of one task are alike, so they count as
+    fewer: as the size that a sample of independent attempts with the same standard error would
+    have, never less than the number of tasks."""
+    tasks = [task for task in outcomes if task]
+    count = sum(map(len, tasks))
+    if not tasks:
+        return wilson(0, 0)
+    share = sum(map(sum, tasks)) / count
+    if count > len(tasks):
+        # Variance of a ratio estimator: tasks are the sampling unit, and may have lost attempts to
+        # errors.
+        squares = sum((sum(task) - share * len(task)) ** 2 for task in tasks)
+        error2 = squares * len(tasks) / max(len(tasks) - 1, 1) / count**2
+        independent = share * (1 - share) / error2 if error2 > 0 else 0.0
+        count = min(max(independent, float(len(tasks))), float(count))
+    return wilson(share * count, count)
+
+
+def pass_at_k(attempts: int, correct: int, k: int) -> float:
+    """The chance that one of k attempts succeeds: 1 - C(n-c, k) / C(n, k), unbiased (Chen et al.
+    2021).
+
+    ValueError unless 1 <= k <= attempts.
+    """
+    if not 1 <= k <= attempts:
+        raise ValueError(f"pass@{k} cannot be told from {attempts} attempts")
+    return 1.0 - math.comb(attempts - correct, k) / math.comb(attempts, k)
+
+
+def mcnemar(won: int, lost: int) -> float:
+    """Two-sided p of McNemar's exact test: only pairs that changed count, and either way is as
+    likely under no change.
+
+    `won` pairs went from failure to success, `lost` the other way.
+    """
+    changed = won + lost
+    tail = sum(math.comb(changed, n) for n in range(min(won, lost) + 1)) / 2**changed
+    return min(1.0, 2 * tail)
+
+
+def bootstrap_mean(values: Sequence[float], *, seed: int = 0) -> Interval:
+    """Percentile bootstrap interval of a mean, the same for the same values and seed. ValueError
+    for no values.
+    """
+    if not values:
+        raise ValueError("there is nothing to resample")
+    rng, count = random.Random(seed), len(values)
+    means = sorted(sum(rng.choices(values, k=count)) / count for _ in range(RESAMPLES))
+    return Interval(_quantile(means, 0.025), _quantile(means, 0.975))
+
+
+def needed(spread: float, change: float) -> int:
+    """Observations that tell a `change` from none at the 5 % level 80 times of 100.
+
+    `spread` is the variance of one observation: of a pair's difference, or of the sum of both
+    sides' where unpaired."""
+    return math.ceil((Z95 + Z80) ** 2 * spread / change**2)
+
+
+def spread(values: Sequence[float]) -> float:
+    """Sample variance; 0 for fewer than two values."""
+    return variance(values) if len(values) > 1 else 0.0
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    """Linear interpolation between order statistics, as numpy's default."""
+    place = share * (len(ordered) - 1)
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)

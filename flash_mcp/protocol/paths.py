@@ -1,0 +1,36 @@
+"""Where state lives: FLASH_HOME, by default ~/.flash-mcp."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def home() -> Path:
+    """The state directory, made if missing, readable by its owner alone."""
+    path = Path(os.environ.get("FLASH_HOME") or Path.home() / ".flash-mcp").expanduser().absolute()
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return path
+
+
+def environments_dir(base: Path | None = None) -> Path:
+    """NAME/DIGEST/ of every pushed environment."""
+    return (base or home()) / "environments"
+
+
+def runs_dir(base: Path | None = None) -> Path:
+    """RUN_ID/, a run folder each."""
+    return (base or home()) / "runs"
+
+
+def datasets_dir(base: Path | None = None) -> Path:
+    """NAME/DIGEST/ of every curated dataset."""
+    return (base or home()) / "datasets"
+
+
+def models_dir(base: Path | None = None) -> Path:
+    """Base models made ready for use; may be shared by several state directories through
+    FLASH_MODELS.
+    """
+    shared = os.environ.get("FLASH_MODELS")
+    return Path(shared).expanduser().absolute() if shared else (base or home()) / "models"

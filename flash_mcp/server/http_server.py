@@ -1,0 +1,287 @@
+"""Streamable HTTP for teams: MCP at /mcp behind tokens, uploads, health and metrics.
+
+    serve(server, "0.0.0.0", 8765, authenticate=True)
+
+Whatever comes in passes the `Gate` first: it may be meant for this host, has a token, and is not
+one too many. From there on it is handled on behalf of the token's owner, whom the store knows (see
+`flash_mcp.state.owners`)."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import socket
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import uvicorn
+from mcp.server import MCPServer
+from mcp.server.auth.middleware.bearer_auth import AuthenticatedUser
+from mcp.server.auth.provider import AccessToken
+from mcp.server.transport_security import (
+    DEFAULT_MAX_REQUEST_BODY_SIZE,
+    TransportSecurityMiddleware,
+    TransportSecuritySettings,
+)
+from sse_starlette.sse import AppStatus
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.server.uploads import Uploads, refusal_response
+from flash_mcp.state import tokens
+from flash_mcp.state.owners import LOCAL, NOBODY, Caller, Limits, acting_as, caller
+from flash_mcp.state.store import open_store
+
+MCP_PATH = "/mcp"
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+SHUTDOWN_S = 50
+"""More than the 45 s that a call may take."""
+
+
+class Gate:
+    """An ASGI middleware: admits requests and makes their sender the caller. Refusals are errors as
+    tools word them.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, authenticate: bool, hosts: Iterable[str], limits: Limits
+    ) -> None:
+        self.app, self.authenticate, self.limits = app, authenticate, limits
+        self.security = TransportSecurityMiddleware(security_of(hosts))
+        self.rate = Rate(limits.requests_per_minute)
+        self.closing = anyio.Event()
+        self.threads = anyio.CapacityLimiter(
+            4
+        )  # its own: calls that hang must not keep others from being let in
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        request = Request(scope)
+        try:
+            who = await self._admit(request)
+        except FlashError as error:
+            await refusal_response(error)(scope, receive, send)
+            return
+        scope.setdefault("state", {})["caller"] = who
+        if who.token_id is not None:  # to this the SDK binds a session
+            access = AccessToken(token="", client_id=who.token_id, scopes=[], subject=who.owner)
+            scope["user"] = AuthenticatedUser(access)
+        with acting_as(who):
+            listens = (
+                request.method == "GET"
+                or request.headers.get("mcp-method") == "subscriptions/listen"
+            )
+            if listens and request.url.path == MCP_PATH:
+                await self._until_closing(scope, receive, send)
+            else:
+                await self.app(scope, receive, send)
+
+    async def _admit(self, request: Request) -> Caller:
+        path = request.url.path
+        if path == "/healthz":  # probes know neither a token nor a name of this host
+            return NOBODY
+        if refused := await self.security.validate_request(request):
+            fix = "reach it under a name that it knows, or start it with --allow-host NAME"
+            raise FlashError("host_refused", bytes(refused.body).decode(), fix=fix)
+        authorization = request.headers.get("authorization", "")
+        who = await anyio.to_thread.run_sync(self._caller_of, authorization, limiter=self.threads)
+        if wait_s := self.rate.wait_s(who):
+            fix = f"try again in {wait_s} s"
+            what = f"more than {self.limits.requests_per_minute} requests a minute"
+            raise FlashError("rate_limited", what, retry_after_s=wait_s, fix=fix)
+        if who.access == "metrics" and path != "/metrics":
+            raise FlashError(
+                "not_permitted", "this token opens /metrics only", fix="use another token"
+            )
+        length, limit = request.headers.get("content-length", ""), DEFAULT_MAX_REQUEST_BODY_SIZE
+        too_large = length.isdecimal() and (len(length) > 12 or int(length) > limit)
+        if too_large and not path.startswith("/environments/"):
+            fix = "send large environments as a tar.gz: PUT /environments/NAME"
+            raise FlashError(
+                "too_large", f"the body has more than {limit:,} bytes", bytes=length, fix=fix
+            )
+        return who
+
+    def _caller_of(self, authorization: str) -> Caller:
+        if not self.authenticate:
+            return LOCAL
+        kind, _, text = authorization.partition(" ")
+        with acting_as(LOCAL):
+            token = tokens.find(open_store(), text.strip()) if kind.lower() == "bearer" else None
+        if token is None:
+            fix = "send `Authorization: Bearer TOKEN`; `flash-mcp token create NAME` on the server's machine makes one"
+            raise FlashError(
+                "unauthenticated", "there is no valid bearer token in the request", fix=fix
+            )
+        return Caller(
+            token["owner"], token["access"], frozenset(token["secrets"]), self.limits, token["id"]
+        )
+
+    async def _until_closing(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a stream that a client keeps open to hear of things; it ends with the server."""
+        unfinished = False
+
+        async def note(message: Message) -> None:
+            nonlocal unfinished
+            unfinished = bool(message.get("more_body")) or message["type"] == "http.response.start"
+            await send(message)
+
+        async def end() -> None:
+            await self.closing.wait()
+            group.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(end)
+            await self.app(scope, receive, note)
+            group.cancel_scope.cancel()
+        if unfinished:
+            with contextlib.suppress(Exception):
+                await send({"type": "http.response.body", "body": b""})
+
+
+class Rate:
+    """So many requests a minute for each token: a bucket that holds a minute's worth and fills
+    evenly.
+    """
+
+    def __init__(self, per_minute: int) -> None:
+        self.per_minute = per_minute
+        self._buckets: dict[str | None, tuple[float, float]] = {}
+
+    def wait_s(self, who: Caller) -> int:
+        """0, and one request is counted; or the whole seconds until one is allowed."""
+        if who.is_local:
+            return 0
+        now = time.monotonic()
+        left, then = self._buckets.get(who.token_id, (self.per_minute, now))
+        left = min(self.per_minute, left + (now - then) * self.per_minute / 60)
+        if left < 1:
+            return math.ceil((1 - left) * 60 / self.per_minute)
+        self._buckets[who.token_id] = (left - 1, now)
+        return 0
+
+
+def security_of(hosts: Iterable[str]) -> TransportSecuritySettings:
+    """Host and Origin headers that are let in: these names, with and without a port."""
+    allowed = [f"{name}{port}" for name in hosts for port in ("", ":*")]
+    origins = [f"{scheme}://{name}" for scheme in ("http", "https") for name in allowed]
+    return TransportSecuritySettings(allowed_hosts=allowed, allowed_origins=origins)
+
+
+def names_of(host: str) -> list[str]:
+    """The names under which a server that listens on `host` is reached."""
+    names = {*LOOPBACK, socket.gethostname(), f"[{host}]" if ":" in host else host}
+    if host in ("0.0.0.0", "::"):
+        with contextlib.suppress(OSError):
+            found = {str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None)}
+            names |= {f"[{address}]" if ":" in address else address for address in found}
+    return sorted(names)
+
+
+# -- routes beside MCP -----------------------------------------------------------------------------
+
+
+async def healthz(request: Request) -> Response:
+    """200 while the database can be read, 503 otherwise; nothing else."""
+    try:
+        with anyio.fail_after(5):
+            await anyio.to_thread.run_sync(open_store().query, "SELECT 1", abandon_on_cancel=True)
+    except Exception:
+        return PlainTextResponse("unavailable\n", 503)
+    return PlainTextResponse("ok\n")
+
+
+async def metrics(request: Request) -> Response:
+    """Counts for Prometheus: the caller's own; with a token for metrics the whole machine's."""
+    with acting_as(LOCAL if caller().access == "metrics" else caller()):
+        return PlainTextResponse(
+            await anyio.to_thread.run_sync(_counts), media_type="text/plain; version=0.0.4"
+        )
+
+
+def _counts() -> str:
+    store = open_store()
+    lines: list[str] = []
+    for table in ("runs", "deployments"):
+        lines.append(f"# TYPE flash_{table} gauge")
+        rows = store.query(
+            f"SELECT state, count(*) AS n FROM {table} GROUP BY state ORDER BY state"
+        )
+        lines += [f'flash_{table}{{state="{row["state"]}"}} {row["n"]}' for row in rows]
+    stored = store.query(
+        "SELECT count(*) AS n, coalesce(sum(size_bytes), 0) AS bytes FROM environments"
+    )[0]
+    lines += [
+        "# TYPE flash_environment_versions gauge",
+        f"flash_environment_versions {stored['n']}",
+    ]
+    lines += ["# TYPE flash_environment_bytes gauge", f"flash_environment_bytes {stored['bytes']}"]
+    return "\n".join([*lines, ""])
+
+
+# -- the server ------------------------------------------------------------------------------------
+
+
+def application(
+    server: MCPServer[Any], *, authenticate: bool, hosts: Sequence[str], limits: Limits
+) -> Gate:
+    """The whole as an ASGI application."""
+    app: Starlette = server.streamable_http_app(
+        streamable_http_path=MCP_PATH, transport_security=security_of(hosts), host=hosts[0]
+    )
+    app.router.routes += [
+        Route("/healthz", healthz),
+        Route("/metrics", metrics),
+        Route("/environments/{name}", Uploads().put, methods=["PUT"]),
+    ]
+    return Gate(app, authenticate=authenticate, hosts=hosts, limits=limits)
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn that, told to end, closes the streams that would stay open, and lets the calls under
+    way finish.
+    """
+
+    def __init__(self, gate: Gate, host: str, port: int) -> None:
+        self.gate = gate
+        # it would cut off the streams in which calls are answered
+        AppStatus.disable_automatic_graceful_drain()
+        config = uvicorn.Config(
+            gate,
+            host,
+            port,
+            log_level="warning",
+            server_header=False,
+            timeout_graceful_shutdown=SHUTDOWN_S,
+        )
+        super().__init__(config)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.gate.closing.set()
+        await super().shutdown(sockets)
+
+
+def serve(
+    server: MCPServer[Any],
+    host: str,
+    port: int,
+    *,
+    authenticate: bool,
+    allow_hosts: Sequence[str] = (),
+    limits: Limits = Limits(),  # noqa: B008  frozen
+) -> None:
+    """Serve until SIGTERM or SIGINT; calls under way then have SHUTDOWN_S to end."""
+    gate = application(
+        server, authenticate=authenticate, hosts=[*names_of(host), *allow_hosts], limits=limits
+    )
+    with acting_as(NOBODY if authenticate else LOCAL):
+        HttpServer(gate, host, port).run()

@@ -1,0 +1,424 @@
+"""The MCP server: the tools, the playbook, the loop as a prompt, and what runs left behind as
+resources.
+
+`server` is the module-level object that `mcp dev flash_mcp/server/mcp_server.py` runs; `flash-mcp serve` runs
+the same one. It keeps no state of its own: everything is in the store, so it may die with its
+client at any moment."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import json
+import re
+import time
+from base64 import b64encode
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, cast
+
+import anyio
+import anyio.to_thread
+from mcp.server import MCPServer
+from mcp.server.context import CallNext, HandlerResult, ServerRequestContext
+from mcp.server.extension import Extension
+from mcp.server.mcpserver.context import Context
+from mcp.server.mcpserver.exceptions import ResourceError, ResourceNotFoundError, ToolError
+from mcp_types import (
+    CallToolResult,
+    Completion,
+    CompletionArgument,
+    CompletionContext,
+    ImageContent,
+    InputRequiredResult,
+    PromptReference,
+    ResourceTemplateReference,
+    TextContent,
+    ToolAnnotations,
+)
+from mcp_types import Tool as WireTool
+from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from flash_mcp import __version__
+from flash_mcp.judgement.curve import Curve, of_run, png
+from flash_mcp.protocol.errors import FlashError, as_flash_error, nearest
+from flash_mcp.protocol.run_folder import Json, RunFolder
+from flash_mcp.protocol.spec import explain
+from flash_mcp.server.tasks import Deployments, Jobs, Runs, Tasks
+from flash_mcp.state.owners import acting_as, caller, refuse_reader, refuse_server_side
+from flash_mcp.state.store import open_store
+from flash_mcp.tools.registry import TOOLS
+from flash_mcp.tools.shared import playbook
+from flash_mcp.tools.shared.fitting import RESULT_CHARACTERS, fit, to_text, unwrapped
+from flash_mcp.tools.shared.frame import (
+    CALL_TIMEOUT_S,
+    Tool,
+    check_arguments,
+    illustrations,
+    listen,
+)
+
+INSTRUCTIONS = """\
+Trains language models (LoRA; GRPO or SFT) on this machine, on tasks that you write as a Python environment.
+Order of work: catalog -> env_setup (or an existing folder) -> env_test -> env_push -> train -> status with wait_s
+until the run has ended -> rollouts, to see what the reward really pays -> evaluate and compare -> deploy -> chat.
+train returns a run id at once; runs go on when this server or the client ends. Every result ends with `next`. An error
+reads `[code key=value] what happened. Fix: what to do`. The resource flash://playbook teaches the environment
+contract, reward design and how to read a run."""
+
+
+SERVER_SIDE = re.compile(r"(\w+_)?(folder|dir|directory|path|file|config|port)")
+"""Arguments that mean something on the server's machine, in any tool. Values are looked at where
+they are read.
+"""
+
+MOST_COMPLETIONS = 100
+"""The most that the protocol allows in one answer."""
+
+
+class FlashServer(MCPServer[Any]):
+    """MCPServer that refuses unknown arguments, words every failure, and says the same as text and
+    as structure.
+    """
+
+    def __init__(self, tools: dict[str, Tool], extensions: Sequence[Extension] = ()) -> None:
+        super().__init__(
+            "flash-mcp",
+            title="Flash: train language models",
+            instructions=INSTRUCTIONS,
+            version=__version__,
+            log_level="WARNING",
+            middleware=[_as_its_caller],
+            extensions=extensions,
+        )
+        self.known = tools
+        self.contributed = {
+            binding.fn.__name__ for extension in extensions for binding in extension.tools()
+        }
+        for tool in tools.values():
+            self.add_tool(
+                _never_blocking(tool.function),
+                name=tool.name,
+                title=tool.title,
+                description=tool.description,
+                annotations=ToolAnnotations(
+                    title=tool.title,
+                    read_only_hint=tool.read_only,
+                    destructive_hint=tool.destructive,
+                    idempotent_hint=tool.idempotent or tool.read_only,
+                    open_world_hint=tool.open_world,
+                ),
+                structured_output=True,
+            )
+
+    async def list_tools(self) -> list[WireTool]:
+        """The tools, their schemas without what pydantic adds and clients stumble over."""
+        tools = await super().list_tools()
+        for tool in tools:
+            tool.input_schema = {
+                **cast("dict[str, Any]", plain(tool.input_schema)),
+                "additionalProperties": False,
+            }
+            tool.output_schema = cast("dict[str, Any]", plain(tool.output_schema))
+        return tools
+
+    async def call_tool(
+        self, name: str, arguments: dict[str, Any], context: Context[Any, Any] | None = None
+    ) -> CallToolResult | InputRequiredResult:
+        """Run a tool. Whatever goes wrong is a ToolError whose text is a FlashError's."""
+        if context is not None:
+            listen(_progress_of(context))
+        curves = illustrations()
+        try:
+            self._check(name, arguments)
+            with anyio.move_on_after(CALL_TIMEOUT_S):
+                return await _illustrated(
+                    compact(await super().call_tool(name, arguments, context)), curves
+                )
+            raise FlashError(
+                "not_ready",
+                f"{name} took longer than {CALL_TIMEOUT_S:.0f} s; the call was left, the machine may be overloaded",
+                fix="call status or catalog to see how things stand, and then call again",
+            )
+        except FlashError as error:
+            raise ToolError(str(error)) from error
+        except ToolError as error:
+            raise ToolError(_words_of(name, error)) from error.__cause__
+
+    def streamable_http_app(self, **options: Any) -> Starlette:
+        """The SDK's app, told of header values without the blanks around them: not every HTTP
+        parser takes them off.
+        """
+        app = super().streamable_http_app(**options)
+        app.add_middleware(TrimmedHeaders)
+        return app
+
+    def _check(self, name: str, arguments: dict[str, Any]) -> None:
+        if name in self.contributed:
+            return
+        tool = self.known.get(name)
+        if tool is None:
+            near = nearest(name, self.known)
+            guess = f"; did you mean {near[0]!r}?" if near else ""
+            fix = f"call one of: {', '.join(self.known)}"
+            raise FlashError(
+                "invalid_argument", f"there is no tool {name!r}{guess}", tool=name, fix=fix
+            )
+        check_arguments(tool, arguments)
+        if not tool.read_only:
+            refuse_reader(name, tool=name)
+        for argument, value in arguments.items():
+            if value is not None and SERVER_SIDE.fullmatch(argument):
+                refuse_server_side(f"a {argument}", argument=argument)
+
+
+def compact(result: CallToolResult | InputRequiredResult) -> CallToolResult | InputRequiredResult:
+    """The result with its text rewritten as compact JSON of the structured content, both within the
+    limit.
+    """
+    if not isinstance(result, CallToolResult) or result.structured_content is None:
+        return result
+    body = fit(result.structured_content, RESULT_CHARACTERS)
+    kept = [block for block in result.content if not isinstance(block, TextContent)]
+    return CallToolResult(
+        content=[TextContent(type="text", text=to_text(body)), *kept], structured_content=body
+    )
+
+
+async def _illustrated(
+    result: CallToolResult | InputRequiredResult, curves: list[Curve]
+) -> CallToolResult | InputRequiredResult:
+    """The result with its curves as pictures after the text."""
+    if isinstance(result, CallToolResult) and curves:
+        pictures = [
+            await anyio.to_thread.run_sync(png, curve, abandon_on_cancel=True) for curve in curves
+        ]
+        shown = [
+            ImageContent(type="image", data=b64encode(data).decode(), mime_type="image/png")
+            for data in pictures
+        ]
+        return result.model_copy(update={"content": [*result.content, *shown]})
+    return result
+
+
+def plain(schema: Any, definitions: dict[str, Any] | None = None) -> Any:
+    """A JSON schema as the strictest clients take it: no references, no generated titles, and `X or
+    null` is X.
+    """
+    if isinstance(schema, list):
+        return [plain(item, definitions) for item in cast("list[Any]", schema)]
+    if not isinstance(schema, dict):
+        return schema
+    fields = dict(cast("dict[str, Any]", schema))
+    definitions = fields.pop("$defs", definitions)
+    if definitions and "$ref" in fields:
+        fields = definitions[fields.pop("$ref").rpartition("/")[2]] | fields
+    options = cast("list[Any]", fields.get("anyOf", []))
+    kept = [option for option in options if option != {"type": "null"}]
+    if len(kept) == 1 < len(options):
+        del fields["anyOf"]
+        return plain(kept[0] | fields, definitions)
+    generated = [
+        name for name in ("title", "default") if isinstance(fields.get(name, ...), str | None)
+    ]
+    noise = [name for name in generated if name == "title" or fields[name] is None]
+    if isinstance(description := fields.get("description"), str):
+        fields["description"] = unwrapped(description)
+    return {name: plain(value, definitions) for name, value in fields.items() if name not in noise}
+
+
+def _words_of(name: str, error: ToolError) -> str:
+    cause = error.__cause__
+    if isinstance(cause, FlashError):
+        return str(cause)
+    if isinstance(cause, ValidationError) and cause.title == f"{name}Arguments":
+        fix = "correct the arguments named and call again"
+        return str(FlashError("invalid_argument", explain(cause), tool=name, fix=fix))
+    return str(as_flash_error(name, cause or error))
+
+
+async def _as_its_caller(ctx: ServerRequestContext[Any, Any], call_next: CallNext) -> HandlerResult:
+    """Handle each message as its own sender's: the task of a session has the context of the one
+    that opened it.
+    """
+    state = getattr(ctx.request, "state", None)
+    with acting_as(getattr(state, "caller", caller())):
+        return await call_next(ctx)
+
+
+def _never_blocking(function: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
+    """`function` on a thread that is left to itself when the call is cancelled, unless it is async
+    already.
+    """
+    if inspect.iscoroutinefunction(function):
+        return function
+
+    @functools.wraps(function)
+    async def call(**arguments: Any) -> Any:
+        return await anyio.to_thread.run_sync(
+            functools.partial(function, **arguments), abandon_on_cancel=True
+        )
+
+    return call
+
+
+def _progress_of(context: Context[Any, Any]) -> Callable[[str, float | None], Awaitable[None]]:
+    """Progress notifications must rise: calls without a share count up by a little, and at most
+    once a second.
+    """
+    told, told_at = 0.0, float("-inf")
+
+    async def tell(message: str, share: float | None) -> None:
+        nonlocal told, told_at
+        if share is None and time.monotonic() - told_at < 1:
+            return
+        told, told_at = max(told + 1e-6, share or 0.0), time.monotonic()
+        await context.report_progress(told, 1.0, message)
+
+    return tell
+
+
+# -- resources and the prompt ----------------------------------------------------------------------
+
+
+def _add_resources(server: FlashServer) -> None:
+    @server.resource(
+        "flash://playbook",
+        name="playbook",
+        title="How to train with flash-mcp",
+        mime_type="text/markdown",
+    )
+    def read_playbook() -> str:  # pyright: ignore[reportUnusedFunction]
+        """The environment contract, reward design, the knobs, and how to read a run."""
+        return playbook.text()
+
+    @server.resource(
+        "flash://runs/{run_id}/metrics", name="run_metrics", mime_type="application/json"
+    )
+    @_as_resource
+    def read_metrics(run_id: str) -> str:  # pyright: ignore[reportUnusedFunction]
+        """Every metric of every step of a run."""
+        run = open_store().run(run_id)
+        return to_text(
+            [{"step": row["step"], **row["metrics"]} for row in open_store().metrics(run["id"])]
+        )
+
+    @server.resource("flash://runs/{run_id}/log", name="run_log", mime_type="text/plain")
+    @_as_resource
+    def read_log(run_id: str) -> str:  # pyright: ignore[reportUnusedFunction]
+        """The end of what the run's newest attempt printed."""
+        run = open_store().run(run_id)
+        return RunFolder(run["folder"]).log_tail(run["attempt"], 200_000)
+
+    @server.resource(
+        "flash://runs/{run_id}/rollouts/{step}",
+        name="run_rollouts",
+        mime_type="application/x-ndjson",
+    )
+    @_as_resource
+    def read_rollouts(run_id: str, step: int) -> str:  # pyright: ignore[reportUnusedFunction]
+        """Every training transcript of one step, whole, one a line."""
+        run = open_store().run(run_id)
+        return _lines(RunFolder(run["folder"]).rollouts(step), run_id, step)
+
+    @server.resource(
+        "flash://runs/{run_id}/evaluations/{step}",
+        name="run_evaluation",
+        mime_type="application/x-ndjson",
+    )
+    @_as_resource
+    def read_evaluation(run_id: str, step: int) -> str:  # pyright: ignore[reportUnusedFunction]
+        """Every transcript of the evaluation at one step, whole, one a line."""
+        run = open_store().run(run_id)
+        found = RunFolder(run["folder"]).evaluation(step)
+        return _lines(found["rollouts"] if found else [], run_id, step)
+
+    @server.resource("flash://runs/{run_id}/curve.png", name="run_curve", mime_type="image/png")
+    @_as_resource
+    def read_curve(run_id: str) -> bytes:  # pyright: ignore[reportUnusedFunction]
+        """The run's reward curve as a picture."""
+        return png(of_run(open_store(), run_id))
+
+    @server.prompt(name="train_a_model", title="Train a model on a task")
+    def train_a_model(goal: str) -> str:  # pyright: ignore[reportUnusedFunction]
+        """The training loop, from a goal in words to a judged adapter."""
+        return playbook.loop(goal)
+
+
+def _lines(rows: Sequence[Json], run_id: str, step: int) -> str:
+    if not rows:
+        raise ResourceNotFoundError(
+            f"{run_id} has none at step {step}; the tool rollouts names the steps that it has"
+        )
+    return "\n".join(map(json.dumps, rows))
+
+
+def _as_resource(read: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(read)
+    def guarded(**arguments: Any) -> Any:
+        try:
+            return read(**arguments)
+        except FlashError as error:
+            kind = ResourceNotFoundError if error.code.startswith("unknown_") else ResourceError
+            raise kind(str(error)) from error
+
+    return guarded
+
+
+def build_server(*extensions: Extension, jobs: Sequence[Jobs] = ()) -> FlashServer:
+    """The product's server, with `extensions` beside its own, and more kinds of `jobs` that may be
+    tasks.
+    """
+    built = FlashServer(TOOLS, [*extensions, Tasks(Runs(), Deployments(), *jobs)])
+    _add_resources(built)
+    add_completion(built)
+    return built
+
+
+class TrimmedHeaders:
+    """Takes the blanks around header values off, as RFC 9110 section 5.5 asks: httptools leaves
+    those at the end.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope = {
+                **scope,
+                "headers": [(name, value.strip(b" \t")) for name, value in scope["headers"]],
+            }
+        await self.app(scope, receive, send)
+
+
+def add_completion(server: MCPServer) -> None:
+    @server.completion()
+    async def complete(  # pyright: ignore[reportUnusedFunction]
+        ref: PromptReference | ResourceTemplateReference,
+        argument: CompletionArgument,
+        context: CompletionContext | None,
+    ) -> Completion:
+        run_id = ((context.arguments if context else None) or {}).get("run_id", "")
+        found = await anyio.to_thread.run_sync(_values, argument.name, run_id)
+        matching = [value for value in found if value.startswith(argument.value)]
+        return Completion(
+            values=matching[:MOST_COMPLETIONS],
+            total=len(matching),
+            has_more=len(matching) > MOST_COMPLETIONS,
+        )
+
+
+def _values(name: str, run_id: str) -> list[str]:
+    store = open_store()
+    if name == "run_id":
+        return [run["id"] for run in store.runs(limit=1000)]
+    if name == "step":
+        with contextlib.suppress(FlashError):  # a run that does not exist has no steps
+            return [str(step) for step in store.rollout_steps(store.run(run_id)["id"])]
+    return []
+
+
+server = build_server()

@@ -1,0 +1,319 @@
+"""The tasks extension, io.modelcontextprotocol/tasks: calls whose work outlives them are answered
+with a task to poll.
+
+A task is no thing of its own. Its id is the id of a run or of a deployment, its state is read from
+the store, and so it survives the server. Clients that do not declare the extension get the plain
+results. Protocol: https://modelcontextprotocol.io/extensions/tasks/overview"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Literal, Protocol
+
+import anyio.to_thread
+from mcp.server.context import CallNext, HandlerResult, ServerRequestContext
+from mcp.server.extension import Extension, MethodBinding
+from mcp.server.mcpserver.server import require_client_extension
+from mcp.shared.exceptions import MCPError
+from mcp_types import (
+    HEADER_MISMATCH,
+    INVALID_PARAMS,
+    CallToolRequestParams,
+    CallToolResult,
+    RequestParams,
+    TextContent,
+)
+from mcp_types.version import MODERN_PROTOCOL_VERSIONS
+
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.state import queue
+from flash_mcp.state.owners import refuse_reader
+from flash_mcp.state.schema import ACTIVE, DeploymentRow, RunRow
+from flash_mcp.state.serving import request_stop
+from flash_mcp.state.store import open_store
+from flash_mcp.supervisor.process import ensure_supervisor
+from flash_mcp.tools.deploy import Deployment, describe, failure
+from flash_mcp.tools.shared.fitting import RESULT_CHARACTERS, fit, to_text
+from flash_mcp.tools.shared.next_steps import after_evaluation
+from flash_mcp.tools.shared.scores import scores
+from flash_mcp.tools.shared.waiting import obstacles
+from flash_mcp.tools.status import status
+
+Json = dict[str, Any]
+IDENTIFIER = "io.modelcontextprotocol/tasks"
+POLL_INTERVAL_MS = 5_000
+
+
+@dataclass(frozen=True)
+class Job:
+    """What has become of a call. `created` and `updated` are unix seconds; `result` is there once
+    it is completed.
+    """
+
+    status: Literal["working", "completed", "cancelled"]
+    created: float
+    updated: float
+    message: str | None = None
+    result: CallToolResult | None = None
+
+
+class Jobs(Protocol):
+    """One kind of work that task ids stand for. `look` and `cancel` raise FlashError where no task
+    has that id.
+    """
+
+    tools: frozenset[str]
+
+    async def begin(self, tool: str, result: Json) -> str | None:
+        """The id of the unfinished work that a tool's result speaks of, durable by now; None where
+        all is done.
+        """
+        ...
+
+    async def look(self, task_id: str) -> Job: ...
+
+    async def cancel(self, task_id: str) -> None: ...
+
+
+class TaskParams(RequestParams):
+    task_id: str
+
+
+class Tasks(Extension):
+    """tasks/get, tasks/cancel and tasks/update over several kinds of jobs; the first that knows an
+    id answers.
+    """
+
+    identifier = IDENTIFIER
+
+    def __init__(self, *jobs: Jobs) -> None:
+        self.jobs = jobs
+
+    def methods(self) -> Sequence[MethodBinding]:
+        handlers = {"tasks/get": self.get, "tasks/cancel": self.cancel, "tasks/update": self.update}
+        versions = frozenset(MODERN_PROTOCOL_VERSIONS)
+        return [
+            MethodBinding(name, TaskParams, handler, versions) for name, handler in handlers.items()
+        ]
+
+    async def intercept_tool_call(
+        self,
+        params: CallToolRequestParams,
+        ctx: ServerRequestContext[Any, Any],
+        call_next: CallNext,
+    ) -> HandlerResult:
+        """Run the tool; where it left work behind, and the client knows tasks, answer with the task
+        instead.
+        """
+        result = await call_next(ctx)
+        if not (
+            isinstance(result, CallToolResult) and result.structured_content and _understands(ctx)
+        ):
+            return result
+        for jobs in self.jobs:
+            if params.name in jobs.tools and (
+                task_id := await jobs.begin(params.name, result.structured_content)
+            ):
+                return {**_wire(task_id, await jobs.look(task_id)), "resultType": "task"}
+        return result
+
+    async def get(self, ctx: ServerRequestContext[Any, Any], params: TaskParams) -> HandlerResult:
+        _, job = await self._find(ctx, params.task_id)
+        found = _wire(params.task_id, job)
+        if job.result is not None:
+            found["result"] = job.result.model_dump(mode="json", by_alias=True, exclude_none=True)
+        return found
+
+    async def cancel(
+        self, ctx: ServerRequestContext[Any, Any], params: TaskParams
+    ) -> HandlerResult:
+        jobs, job = await self._find(ctx, params.task_id)
+        try:
+            refuse_reader("tasks/cancel")
+        except FlashError as error:
+            raise MCPError(code=INVALID_PARAMS, message=str(error)) from error
+        if job.status == "working":
+            await jobs.cancel(params.task_id)
+        return {"resultType": "complete"}
+
+    async def update(
+        self, ctx: ServerRequestContext[Any, Any], params: TaskParams
+    ) -> HandlerResult:
+        """Answers to questions of a task. None of ours asks any, and unasked answers are ignored."""
+        await self._find(ctx, params.task_id)
+        return {"resultType": "complete"}
+
+    async def _find(self, ctx: ServerRequestContext[Any, Any], task_id: str) -> tuple[Jobs, Job]:
+        require_client_extension(ctx, IDENTIFIER)
+        if (
+            ctx.request is not None and ctx.request.headers.get("mcp-name") != task_id
+        ):  # over HTTP alone
+            raise MCPError(
+                code=HEADER_MISMATCH,
+                message="Mcp-Name header does not match the request body's taskId",
+            )
+        for jobs in self.jobs:
+            try:
+                return jobs, await jobs.look(task_id)
+            except FlashError as error:
+                if not error.code.startswith("unknown_"):
+                    raise
+        raise MCPError(code=INVALID_PARAMS, message=f"There is no task {task_id!r}")
+
+
+def _understands(ctx: ServerRequestContext[Any, Any]) -> bool:
+    capabilities = ctx.session.client_capabilities
+    declared = (capabilities.extensions if capabilities else None) or {}
+    return IDENTIFIER in declared and ctx.protocol_version in MODERN_PROTOCOL_VERSIONS
+
+
+def _wire(task_id: str, job: Job) -> Json:
+    task = {
+        "resultType": "complete",
+        "taskId": task_id,
+        "status": job.status,
+        "statusMessage": job.message,
+        "createdAt": _iso(job.created),
+        "lastUpdatedAt": _iso(job.updated),
+        "pollIntervalMs": POLL_INTERVAL_MS,
+    }
+    return {name: value for name, value in task.items() if value is not None} | {"ttlMs": None}
+
+
+def _iso(seconds: float) -> str:
+    return (
+        datetime.fromtimestamp(seconds, UTC)
+        .isoformat(timespec="milliseconds")
+        .replace("+00:00", "Z")
+    )
+
+
+def completed(body: Json) -> CallToolResult:
+    """A result whose text and structure say the same."""
+    body = fit(body, RESULT_CHARACTERS)
+    return CallToolResult(
+        content=[TextContent(type="text", text=to_text(body))], structured_content=body
+    )
+
+
+def failed(error: FlashError) -> CallToolResult:
+    return CallToolResult(content=[TextContent(type="text", text=str(error))], is_error=True)
+
+
+# -- what our tasks stand for ----------------------------------------------------------------------
+
+
+def _obstacle() -> str | None:
+    """Why nothing moves. A supervisor that was killed is started anew: a client may do nothing but
+    poll its task.
+    """
+    try:
+        ensure_supervisor(open_store().base)
+    except FlashError as error:
+        return str(error)
+    return None
+
+
+async def _how_it_went(run: RunRow) -> Json:
+    end = (await status(run["id"])).model_dump(mode="json")
+    return {"run": end["run"], "next": end["next"]}
+
+
+async def _what_was_found(run: RunRow) -> Json:
+    store = open_store()
+    found = await anyio.to_thread.run_sync(scores, store, run)
+    following = await anyio.to_thread.run_sync(after_evaluation, store, run)
+    shown = {} if found is None else {"scores": found.model_dump(mode="json")}
+    return {"done": run["step"], **shown, "next": following}
+
+
+ENDINGS: dict[str, Callable[[RunRow], Awaitable[Json]]] = {
+    "train": _how_it_went,
+    "evaluate": _what_was_found,
+}
+"""Tools that start runs, and what their results gain, or have replaced, when the run has succeeded.
+"""
+
+
+class Runs:
+    """Runs that were started by a call. What the call returned is kept with the run, and completed
+    by how it ended.
+    """
+
+    tools = frozenset(ENDINGS)
+
+    async def begin(self, tool: str, result: Json) -> str | None:
+        run_id = result.get("run_id")
+        return (
+            run_id
+            if run_id and await anyio.to_thread.run_sync(self._begin, tool, run_id, result)
+            else None
+        )
+
+    def _begin(self, tool: str, run_id: str, result: Json) -> bool:
+        store = open_store()
+        kept = {"time": time.time(), "epoch": 0, "kind": "task", "message": tool, "result": result}
+        store.put_event(run_id, "task", kept)
+        return store.run(run_id)["state"] in ACTIVE
+
+    async def look(self, task_id: str) -> Job:
+        run, tool, result = await anyio.to_thread.run_sync(self._read, task_id)
+        job = functools.partial(Job, created=run["created"], updated=run["updated"])
+        if run["state"] in ACTIVE:
+            held_up = await anyio.to_thread.run_sync(obstacles, open_store(), run)
+            at = f"{run['state']}, step {run['step']} of {run['steps'] or '?'}"
+            return job("working", message=held_up[0] if held_up else at)
+        if run["state"] == "cancelled":
+            return job("cancelled", message=run["cancel_reason"] or None)
+        if run["state"] == "failed" and run["error"]:
+            return job("completed", result=failed(FlashError.from_dict(run["error"])))
+        return job(
+            "completed",
+            result=completed({**result, "state": run["state"], **await ENDINGS[tool](run)}),
+        )
+
+    def _read(self, task_id: str) -> tuple[RunRow, str, Json]:
+        store = open_store()
+        run = store.run(task_id)
+        kept = store.events(task_id, 1, ["task"])
+        if not kept:
+            raise FlashError("unknown_run", "the run was not started as a task", run_id=task_id)
+        return run, kept[0]["message"], kept[0]["data"]["result"]
+
+    async def cancel(self, task_id: str) -> None:
+        await anyio.to_thread.run_sync(queue.request_cancel, open_store(), task_id)
+
+
+class Deployments:
+    """Deployments that were not ready when `deploy` had to return."""
+
+    tools = frozenset({"deploy"})
+
+    async def begin(self, tool: str, result: Json) -> str | None:
+        return result["deployment"] if result["state"] == "starting" else None
+
+    async def look(self, task_id: str) -> Job:
+        row, found = await anyio.to_thread.run_sync(self._read, task_id)
+        job = functools.partial(Job, created=row["created"], updated=row["updated"])
+        match row["state"]:
+            case "starting":
+                obstacle = await anyio.to_thread.run_sync(_obstacle)
+                return job("working", message=obstacle or f"starting {row['model']}")
+            case "ready":
+                return job("completed", result=completed(found.model_dump(mode="json")))
+            case "failed":
+                return job("completed", result=failed(failure(row)))
+            case _:
+                return job("cancelled")
+
+    def _read(self, task_id: str) -> tuple[DeploymentRow, Deployment]:
+        store = open_store()
+        row = store.deployment(task_id)
+        return row, describe(store, row)
+
+    async def cancel(self, task_id: str) -> None:
+        await anyio.to_thread.run_sync(request_stop, open_store(), task_id)

@@ -1,0 +1,1 @@
+"""Everything that is stored: all SQL, and every file of FLASH_HOME."""

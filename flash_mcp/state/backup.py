@@ -1,0 +1,214 @@
+"""Backup and restore of a state directory, while it is in use.
+
+The database is copied by SQLite's online backup, the folders after it: by then they hold all that
+the copy names, and what they hold beyond it is read in again. Models, logs and what belongs to
+running processes are left out."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tarfile
+import tempfile
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from gzip import BadGzipFile
+from pathlib import Path
+from typing import IO
+
+from flash_mcp import __version__
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.run_folder import Json, RunFolder, disk_error
+from flash_mcp.state.schema import JSON_COLUMNS
+from flash_mcp.state.store import Store
+
+FOLDERS = ("environments", "datasets", "runs")
+LABEL = "backup.json"
+PATHS = {
+    "runs": ("folder", "environment_path", "init_adapter", "dataset", "spec"),
+    "checkpoints": ("path",),
+    "environments": ("path",),
+    "deployments": ("adapter_path",),
+}
+"""Columns that name files of the state directory."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a backup holds. `damaged` are checkpoints that do not match their checksums, as
+    RUN_ID/STEP.
+    """
+
+    file: str
+    size_bytes: int
+    runs: int
+    environments: int
+    saved: str
+    damaged: list[str]
+
+
+def backup(base: Path, file: Path) -> Summary:
+    """Write the state directory to a tar archive (compressed where the name ends with gz), whole or
+    not at all.
+
+    FlashError(invalid_argument) where `file` exists, FlashError(disk_full | state_corrupt |
+    state_busy)."""
+    if file.exists():
+        raise FlashError(
+            "invalid_argument", "that file exists already", file=file, fix="choose another name"
+        )
+    part = file.with_name(f".{file.name}.part")
+    try:
+        with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
+            copy = Path(scratch, "flash.db")
+            Store(base).copy_to(copy)
+            now = time.time()
+            part.unlink(missing_ok=True)
+            part.touch(
+                mode=0o600, exist_ok=False
+            )  # it holds what is private, and so is the state directory
+            with tarfile.open(part, "w:gz" if file.name.endswith("gz") else "w") as archive:
+                label = json.dumps(
+                    {"version": __version__, "home": str(base), "time": now}
+                ).encode()
+                _add(archive, LABEL, io.BytesIO(label), len(label), now)
+                _add(archive, "flash.db", copy.open("rb"), copy.stat().st_size, now)
+                for path in _files(base):
+                    with (
+                        suppress(FileNotFoundError),
+                        path.open("rb") as stream,
+                    ):  # replaced or swept meanwhile
+                        _add_file(archive, str(path.relative_to(base)), stream)
+        part.replace(file)
+    except FileNotFoundError as error:
+        raise FlashError(
+            "invalid_argument", f"cannot write there: {error.strerror}", file=file
+        ) from error
+    except OSError as error:
+        raise disk_error(error, file) from error
+    finally:
+        part.unlink(missing_ok=True)
+    return _summary(base, file, now, damaged=[])
+
+
+def restore(base: Path, file: Path) -> Summary:
+    """Bring a backup into the state directory `base`, which has to be empty of runs and
+    environments.
+
+    Runs that had not ended go on, each with its next attempt, once a supervisor is there. Nothing
+    is left in `base` where it fails: FlashError(invalid_argument | upload_invalid | state_corrupt |
+    disk_full)."""
+    taken = [name for name in ("flash.db", *FOLDERS) if (base / name).exists()]
+    if taken:
+        fix = "set FLASH_HOME to a new folder, or move these away"
+        raise FlashError(
+            "invalid_argument",
+            f"the state directory holds {', '.join(taken)} already",
+            home=base,
+            fix=fix,
+        )
+    try:
+        with tempfile.TemporaryDirectory(dir=base, prefix=".restore-") as scratch:
+            staged = Path(scratch)
+            label = _extract(file, staged)
+            store = Store(staged)
+            store.check()
+            _move_paths(store, str(label["home"]), str(base))
+            store.close()
+            for name in (*FOLDERS, "flash.db"):  # the database last: with it the state is whole
+                if (staged / name).exists():
+                    (staged / name).rename(base / name)
+    except OSError as error:
+        raise disk_error(error, base) from error
+    return _summary(base, file, label["time"], _damaged(base))
+
+
+def _files(base: Path) -> Iterator[Path]:
+    """What there is to save. Folders that are removed meanwhile are passed over, as os.walk does."""
+    for folder in FOLDERS:
+        for parent, below, names in os.walk(base / folder):
+            # Names with a leading dot are being written: anywhere in a run, elsewhere where
+            # versions' names stand.
+            above = Path(parent).relative_to(base / folder).parts
+            if folder == "runs" or all(name.startswith("@") for name in above):
+                below[:], names = (
+                    [name for name in part if not name.startswith(".")] for part in (below, names)
+                )
+            below.sort()
+            for path in (Path(parent, name) for name in sorted(names)):
+                if path.is_file() and not path.is_symlink():
+                    yield path
+
+
+def _add(
+    archive: tarfile.TarFile, name: str, stream: IO[bytes], size: int, modified: float
+) -> None:
+    info = tarfile.TarInfo(name)
+    info.size, info.mtime, info.mode = size, int(modified), 0o600
+    with stream:
+        archive.addfile(info, stream)
+
+
+def _add_file(archive: tarfile.TarFile, name: str, stream: IO[bytes]) -> None:
+    """By its descriptor: whoever replaces the file meanwhile does not change what is read."""
+    info = archive.gettarinfo(arcname=name, fileobj=stream)
+    info.uid = info.gid = 0
+    info.uname = info.gname = ""
+    info.type = tarfile.REGTYPE  # not a link to another of the same inode
+    archive.addfile(info, stream)
+
+
+def _extract(file: Path, into: Path) -> Json:
+    try:
+        with tarfile.open(file) as archive:
+            archive.extractall(into, filter="data")
+        label = json.loads((into / LABEL).read_text())
+        (into / LABEL).unlink()
+        if not (into / "flash.db").exists():
+            raise FileNotFoundError("it holds no flash.db")
+    except (
+        tarfile.TarError,
+        zlib.error,
+        BadGzipFile,
+        EOFError,
+        FileNotFoundError,
+        ValueError,
+    ) as error:
+        fix = "name a file that `flash-mcp backup` wrote; a damaged one cannot be used"
+        raise FlashError(
+            "upload_invalid", f"that is no whole backup: {error}", file=file, fix=fix
+        ) from error
+    return label
+
+
+def _move_paths(store: Store, old: str, new: str) -> None:
+    with store.transaction():
+        for table, columns in PATHS.items():
+            for column in columns:
+                # Only where a path begins: in JSON anywhere after a quote.
+                quote, place = ('"', "> 0") if column in JSON_COLUMNS else ("", "= 1")
+                sql = f"UPDATE {table} SET {column} = replace({column}, ?1, ?2) WHERE instr({column}, ?1) {place}"
+                store.execute(sql, [f"{quote}{old}/", f"{quote}{new}/"])
+
+
+def _summary(base: Path, file: Path, saved: float, damaged: list[str]) -> Summary:
+    store = Store(base)
+    when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(saved))
+    runs, environments = sum(store.run_counts().values()), len(store.environments())
+    return Summary(str(file), file.stat().st_size, runs, environments, when, damaged)
+
+
+def _damaged(base: Path) -> list[str]:
+    found: list[str] = []
+    for path in sorted((base / "runs").glob("*")):
+        folder = RunFolder(path)
+        for step in folder.checkpoint_steps():
+            try:
+                folder.verify_checkpoint(step)
+            except FlashError:
+                found.append(f"{path.name}/{step}")
+    return found

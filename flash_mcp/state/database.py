@@ -1,0 +1,189 @@
+"""The store: what runs, environments and deployments there are, in one SQLite file.
+
+Every process may read and enqueue; the supervisor is the only one that writes all the time. All SQL
+goes through `Store.query` (reads) and `Store.transaction` (writes); queue.py holds the transitions
+of a run's state.
+
+Owners are kept apart here and nowhere else. A caller who is not the local owner gets a connection
+on which every table is hidden behind a temporary view of the same name with the rows that are
+theirs; SQL need not know. Writes name the table as main.TABLE, since a view takes none, and pick
+their rows through the view."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import threading
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.run_folder import Json
+from flash_mcp.state.owners import caller
+from flash_mcp.state.schema import JSON_COLUMNS, execute, migrations
+from flash_mcp.state.sqlite import Database, sqlite3  # pyright: ignore[reportPrivateImportUsage]
+
+BUSY_TIMEOUT_S = 10
+
+
+class Connection:
+    """The database at BASE/flash.db, made and migrated if need be. Any thread may use it; each has
+    its connection.
+    """
+
+    def __init__(self, base: Path) -> None:
+        self.base = base
+        self.path = base / "flash.db"
+        self._local = threading.local()
+        base.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # Two processes that turn WAL on at once fail whatever their busy time-out.
+        with (base / "flash.db.lock").open("a") as lock, _named_errors(self.path):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            execute(self._db, "PRAGMA journal_mode=WAL")
+            with self.transaction():
+                migrations.apply(self._db)
+
+    @property
+    def _db(self) -> Database:
+        """This thread's connection: to everything for the local owner, to what is theirs for all
+        other callers.
+        """
+        kind = "all" if caller().is_local else "own"
+        db: Database | None = getattr(self._local, kind, None)
+        if db is None:
+            db = Database(self.path)
+            db.conn.isolation_level = None
+            execute(db, f"PRAGMA busy_timeout={BUSY_TIMEOUT_S * 1000}")
+            execute(db, "PRAGMA synchronous=FULL")
+            if kind == "own":
+                _hide_what_is_not_the_callers(db)
+            setattr(self._local, kind, db)
+        return db
+
+    def close(self) -> None:
+        """Close this thread's connections; the next use opens others."""
+        for db in vars(self._local).values():
+            cast(Database, db).close()
+        vars(self._local).clear()
+
+    def copy_to(self, path: Path) -> None:
+        """A consistent, checked copy of the database, while others write. FlashError(state_corrupt
+        | state_busy).
+        """
+        with _named_errors(self.path), closing(sqlite3.connect(path)) as copy:
+            self._db.conn.backup(copy)
+            _check(copy)
+
+    def check(self) -> None:
+        """FlashError(state_corrupt) where a page of the database is damaged. Reads all of it."""
+        with _named_errors(self.path):
+            _check(self._db.conn)
+
+    @contextmanager
+    def transaction(self) -> Generator[None, None, None]:
+        """What `execute` and `query` do within is all or nothing, as the only writer. One within
+        another joins it.
+
+        BEGIN IMMEDIATE: a plain BEGIN that reads and then writes fails at once when another process
+        wrote in between."""
+        db = self._db
+        if db.conn.in_transaction:
+            yield
+            return
+        with _named_errors(self.path):
+            execute(db, "BEGIN IMMEDIATE")
+            try:
+                yield
+                execute(db, "COMMIT")
+            except BaseException:
+                db.rollback()
+                raise
+
+    def execute(self, sql: str, values: Sequence[Any] = ()) -> int:
+        """One write; the number of rows that it changed."""
+        with self.transaction():
+            return execute(self._db, sql, values)
+
+    def query(self, sql: str, values: Sequence[Any] = ()) -> list[dict[str, Any]]:
+        """Rows as dicts, JSON columns decoded."""
+        with _named_errors(self.path):
+            found = cast("Iterable[Json]", self._db.query(sql, tuple(values)))  # pyright: ignore[reportUnknownMemberType]
+            return [{name: decode(name, value) for name, value in row.items()} for row in found]
+
+    def insert(self, table: str, row: Mapping[str, Any]) -> None:
+        """A new row; a repeated key is an error."""
+        self._put(table, row, "INSERT")
+
+    def _put(self, table: str, row: Mapping[str, Any], verb: str = "INSERT OR REPLACE") -> None:
+        sql = f"{verb} INTO main.{table} ({', '.join(row)}) VALUES ({marks(row)})"
+        self.execute(sql, [encode(value) for value in row.values()])
+
+
+def _hide_what_is_not_the_callers(db: Database) -> None:
+    """Put a view of the caller's rows before every table, also before those that later versions
+    will add.
+    """
+    db.conn.create_function("caller", 0, lambda: caller().owner, deterministic=True)
+    for table in db.table_names():
+        if table.startswith("sqlite_"):  # SQLite's own notes, which take no view
+            continue
+        columns = db[table].columns_dict
+        if "owner" in columns:
+            theirs = "owner = caller()"
+        elif "run_id" in columns:
+            theirs = "run_id IN (SELECT id FROM main.runs WHERE owner = caller())"
+        else:
+            theirs = "false"
+        execute(db, f"CREATE TEMP VIEW [{table}] AS SELECT * FROM main.[{table}] WHERE {theirs}")
+
+
+def _check(connection: Any) -> None:
+    (found,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
+    if found != "ok":
+        raise sqlite3.DatabaseError(f"malformed: {found}")
+
+
+@contextmanager
+def _named_errors(path: Path) -> Generator[None, None, None]:
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        if "disk is full" in str(error):
+            fix = "free space there, or set FLASH_HOME to a folder on another disk"
+            raise FlashError(
+                "disk_full", "no space is left on the disk", path=path, fix=fix
+            ) from error
+        if "locked" in str(error):
+            fix = "try again; if it stays so, find the program that holds the file open"
+            raise FlashError(
+                "state_busy", "another program keeps the database locked", path=path, fix=fix
+            ) from error
+        raise
+    except sqlite3.DatabaseError as error:
+        if "malformed" not in str(error) and "not a database" not in str(error):
+            raise
+        fix = "bring back a backup with `flash-mcp restore`; what runs reported stays in their folders"
+        raise FlashError(
+            "state_corrupt", f"the database is damaged: {error}", path=path, fix=fix
+        ) from error
+
+
+def pick(row: Mapping[str, Any], *names: str) -> Json:
+    return {name: row[name] for name in names}
+
+
+def marks(values: Iterable[Any]) -> str:
+    return ", ".join("?" for _ in values)
+
+
+def encode(value: Any) -> Any:
+    if isinstance(value, (dict, list, tuple)):
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
+    return os.fspath(value) if isinstance(value, Path) else value
+
+
+def decode(name: str, value: Any) -> Any:
+    return json.loads(value) if name in JSON_COLUMNS and value is not None else value

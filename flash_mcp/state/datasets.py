@@ -1,0 +1,160 @@
+"""Curated datasets: DATASETS_DIR/NAME/DIGEST/{train.jsonl, holdout.jsonl, manifest.json}, never
+changed once there.
+
+Those of an owner over HTTP lie in a folder of their own (`owner_dir`).
+
+A line is {"messages": [...], "prompt_messages": N, "provenance": {...}}: the first N messages are
+the task's, and all assistant messages after them are learnt. DIGEST covers the manifest as well, so
+that NAME@DIGEST in a run's spec names the rows and where they came from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.paths import datasets_dir
+from flash_mcp.protocol.run_folder import Json
+from flash_mcp.state.owners import LOCAL_OWNER
+from flash_mcp.state.versions import Version, digest_of, owner_dir, staged
+
+TRAIN, HOLDOUT, MANIFEST = "train.jsonl", "holdout.jsonl", "manifest.json"
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A dataset as `find` found it, its files as they were made."""
+
+    name: str
+    digest: str
+    path: Path
+    manifest: Json
+
+    @property
+    def reference(self) -> str:
+        return f"{self.name}@{self.digest}"
+
+    @property
+    def made(self) -> float:
+        """When, as of time.time()."""
+        return self.path.stat().st_mtime
+
+    def rows(self, file: str = TRAIN) -> list[Json]:
+        path = self.path / file
+        return list(load_rows(path.read_bytes())) if path.is_file() else []
+
+    def pinned(self) -> Json:
+        """What job.json says of it: where it is, and the checksums of its rows."""
+        return {
+            "name": self.name,
+            "digest": self.digest,
+            "path": str(self.path),
+            "files": self.manifest["files"],
+        }
+
+
+def register(
+    name: str,
+    train: Sequence[Json],
+    holdout: Sequence[Json],
+    manifest: Json,
+    base: Path | None = None,
+) -> Version:
+    """Keep rows and manifest for good; the same ones under the same name are the dataset that is
+    there already.
+
+    Raises FlashError(invalid_argument | disk_full).
+    """
+    files = {TRAIN: dump_rows(train)} | ({HOLDOUT: dump_rows(holdout)} if holdout else {})
+    checksums = {file: hashlib.sha256(content).hexdigest() for file, content in files.items()}
+    body = json.dumps({**manifest, "name": name, "files": checksums}, indent=1, sort_keys=True)
+    with staged(name, {**files, MANIFEST: body.encode()}, root=datasets_dir(base)) as stage:
+        return stage.commit()
+
+
+def find(reference: str, base: Path | None = None) -> Dataset:
+    """In NAME@DIGEST six characters of the digest do; NAME alone where there is one version.
+
+    Raises FlashError(unknown_dataset | dataset_invalid).
+    """
+    path = locate(reference, base)
+    if digest_of(path) != path.name:
+        fix = "curate it again; a run would not learn what its manifest says"
+        raise FlashError(
+            "dataset_invalid",
+            "its files were changed since it was made",
+            dataset=reference,
+            fix=fix,
+        )
+    return _read(path)
+
+
+def locate(reference: str, base: Path | None = None) -> Path:
+    """Where the dataset is that `find` returns, whether its files are as they were made or not."""
+    name, _, digest = reference.partition("@")
+    known = _known(base)
+    versions = known.get(name, [])
+    found = [
+        path
+        for path in versions
+        if path.name.startswith(digest) and (not digest or len(digest) >= 6)
+    ]
+    if len(found) != 1:
+        raise _unknown(reference, versions, sorted(known))
+    return found[0]
+
+
+def newest_first(base: Path | None = None) -> list[Dataset]:
+    """Every version of every dataset of the caller's."""
+    found = [_read(path) for versions in _known(base).values() for path in versions]
+    return sorted(found, key=lambda dataset: dataset.made, reverse=True)
+
+
+def everyones(base: Path | None = None) -> list[tuple[str, Path]]:
+    """(owner, version) of every dataset of every owner's, whoever asks."""
+    root, there = datasets_dir(base), f"[!.@]*/*/{MANIFEST}"
+    owners = [
+        (LOCAL_OWNER, root),
+        *((folder.name[1:], folder) for folder in sorted(root.glob("@*"))),
+    ]
+    return [
+        (owner, manifest.parent)
+        for owner, folder in owners
+        for manifest in sorted(folder.glob(there))
+    ]
+
+
+def _read(path: Path) -> Dataset:
+    return Dataset(path.parent.name, path.name, path, json.loads((path / MANIFEST).read_text()))
+
+
+def _known(base: Path | None) -> dict[str, list[Path]]:
+    known: dict[str, list[Path]] = {}
+    for manifest in sorted(owner_dir(datasets_dir(base)).glob(f"[!.]*/*/{MANIFEST}")):
+        known.setdefault(manifest.parent.parent.name, []).append(manifest.parent)
+    return known
+
+
+def _unknown(reference: str, versions: list[Path], names: list[str]) -> FlashError:
+    if versions:
+        fix = f"use one of: {', '.join(f'{path.parent.name}@{path.name}' for path in versions[:5])}"
+        return FlashError(
+            "unknown_dataset", "that is not one version of it", dataset=reference, fix=fix
+        )
+    fix = f"use one of: {', '.join(names[:20])}" if names else "make one with curate"
+    return FlashError(
+        "unknown_dataset", "there is no dataset of that name", dataset=reference, fix=fix
+    )
+
+
+def dump_rows(rows: Iterable[Json]) -> bytes:
+    """JSON lines, in plain ASCII: no line separator within a text can be taken for a line's end."""
+    return "".join(json.dumps(row, sort_keys=True) + "\n" for row in rows).encode()
+
+
+def load_rows(content: bytes) -> Iterator[Json]:
+    """The inverse of `dump_rows`."""
+    return (json.loads(line) for line in content.decode().split("\n") if line)

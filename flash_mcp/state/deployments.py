@@ -1,0 +1,59 @@
+"""Deployments."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from flash_mcp.protocol.errors import FlashError, did_you_mean
+from flash_mcp.state.database import Connection, encode, marks
+from flash_mcp.state.schema import LIVE_DEPLOYMENT, DeploymentRow
+
+
+class DeploymentTable(Connection):
+    """Deployments."""
+
+    def add_deployment(self, row: Mapping[str, Any]) -> DeploymentRow:
+        """`row` holds id, owner, name and model at least; state is starting unless given."""
+        now = time.time()
+        blank = dict.fromkeys(("run_id", "step", "adapter_path", "error", "base_url", "pid"))
+        self.insert(
+            "deployments",
+            {**blank, "state": "starting", "data": {}, "created": now, "updated": now, **row},
+        )
+        return self.deployment(str(row["id"]))
+
+    def deployments(self, states: Sequence[str] = ()) -> list[DeploymentRow]:
+        """Of these states, or all; oldest first."""
+        only = f"WHERE state IN ({marks(states)})" if states else ""
+        return cast(
+            "list[DeploymentRow]",
+            self.query(f"SELECT * FROM deployments {only} ORDER BY created, id", states),
+        )
+
+    def deployment(self, deployment_id: str) -> DeploymentRow:
+        """FlashError(unknown_deployment) where there is none of that id."""
+        rows = self.query("SELECT * FROM deployments WHERE id = ?", [deployment_id])
+        if rows:
+            return cast(DeploymentRow, rows[0])
+        live = [row["id"] for row in self.deployments(LIVE_DEPLOYMENT)]
+        raise FlashError(
+            "unknown_deployment",
+            f"there is no deployment {deployment_id!r}{did_you_mean(deployment_id, live)}",
+            deployment_id=deployment_id,
+            fix=f"use one of: {', '.join(live)}" if live else "start one with deploy",
+        )
+
+    def update_deployment(
+        self, deployment_id: str, *, expected_states: Sequence[str] = (), **values: Any
+    ) -> bool:
+        """Set columns, if the caller sees it and its state is one of `expected_states`, where
+        given; whether it was.
+        """
+        only = f"AND state IN ({marks(expected_states)})" if expected_states else ""
+        values["updated"] = time.time()
+        assignments = ", ".join(f"{name} = ?" for name in values)
+        sql = f"UPDATE main.deployments SET {assignments} WHERE id = (SELECT id FROM deployments WHERE id = ?) {only}"
+        encoded = [encode(value) for value in values.values()]
+        return self.execute(sql, [*encoded, deployment_id, *expected_states]) == 1

@@ -1,0 +1,96 @@
+"""Published versions of environments."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, cast
+
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.run_folder import Json
+from flash_mcp.state.owners import caller
+
+if TYPE_CHECKING:
+    from flash_mcp.state.versions import Stage, Version
+from flash_mcp.protocol.errors import did_you_mean
+from flash_mcp.state.database import Connection
+from flash_mcp.state.schema import EnvironmentRow
+
+
+class EnvironmentTable(Connection):
+    """Published versions of environments."""
+
+    def add_environment(
+        self, *, name: str, digest: str, path: str, size_bytes: int, data: Json | None = None
+    ) -> EnvironmentRow:
+        """Record a version as the caller's; it becomes the newest of its name, also when it had
+        been pushed before.
+
+        FlashError(quota_exceeded) where a caller who is not the local owner would have too much
+        stored."""
+        row = EnvironmentRow(
+            owner=caller().owner,
+            name=name,
+            digest=digest,
+            path=path,
+            size_bytes=size_bytes,
+            pushed=time.time(),
+            data=data or {},
+        )
+        with self.transaction():
+            self._check_room(row)
+            self._put("environments", row)
+        return row
+
+    def publish(self, stage: Stage, data: Json | None = None) -> tuple[EnvironmentRow, Version]:
+        """Row and files of a version together: a refused row leaves no files. Raises as
+        `add_environment` does.
+        """
+        path, size = str(stage.parent / stage.digest), stage.size_bytes
+        with self.transaction():
+            row = self.add_environment(
+                name=stage.parent.name, digest=stage.digest, path=path, size_bytes=size, data=data
+            )
+            return row, stage.commit()
+
+    def _check_room(self, row: EnvironmentRow) -> None:
+        others = "SELECT coalesce(sum(size_bytes), 0) AS n FROM environments WHERE (name, digest) != (?, ?)"
+        stored, limit = (
+            self.query(others, [row["name"], row["digest"]])[0]["n"],
+            caller().limits.environment_bytes,
+        )
+        if not caller().is_local and stored + row["size_bytes"] > limit:
+            what = f"your environments take {stored:,} of {limit:,} bytes, and this one {row['size_bytes']:,} more"
+            fix = "push fewer or smaller files; whoever runs the server can remove versions or raise the limit"
+            raise FlashError("quota_exceeded", what, stored=stored, limit=limit, fix=fix)
+
+    def environments(self) -> list[EnvironmentRow]:
+        """All versions, the caller's own first, by name, the newest of a name first."""
+        sql = "SELECT * FROM environments ORDER BY owner != ?, owner, name, pushed DESC"
+        return cast("list[EnvironmentRow]", self.query(sql, [caller().owner]))
+
+    def environment(self, reference: str) -> EnvironmentRow:
+        """NAME is its newest version; in NAME@DIGEST six characters of the digest do. The caller's
+        own come first.
+
+        Raises FlashError(unknown_environment).
+        """
+        name, _, digest = reference.partition("@")
+        sql = "SELECT * FROM environments WHERE name = ? ORDER BY owner != ?, pushed DESC"
+        versions = cast("list[EnvironmentRow]", self.query(sql, [name, caller().owner]))
+        if versions and not digest:
+            return versions[0]
+        found = [row for row in versions if len(digest) >= 6 and row["digest"].startswith(digest)]
+        if len({row["digest"] for row in found}) == 1:
+            return found[0]
+        if versions:
+            what = f"{name!r} has no version {digest!r}"
+            fix = f"use {name!r} or one of: {', '.join(row['digest'] for row in versions[:5])}"
+        else:
+            names = [row["name"] for row in self.query("SELECT DISTINCT name FROM environments")]
+            what = f"no environment {name!r} was pushed{did_you_mean(name, names)}"
+            fix = (
+                "publish it with env_push"
+                if names
+                else "publish one with env_push; env_setup writes a starter"
+            )
+        raise FlashError("unknown_environment", what, environment=reference, fix=fix)

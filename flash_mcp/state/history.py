@@ -1,0 +1,221 @@
+"""What runs reported: metrics, rollouts, evaluations, events, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.run_folder import Json
+from flash_mcp.state.database import marks, pick
+from flash_mcp.state.runs import RunTable
+from flash_mcp.state.schema import (
+    ACTIVE,
+    CheckpointRow,
+    EvalRow,
+    EventRow,
+    MetricRow,
+    RolloutOrder,
+    RolloutRow,
+)
+
+
+class HistoryTables(RunTable):
+    """What runs reported: metrics, rollouts, evaluations, events, checkpoints."""
+
+    def metrics(self, run_id: str, since: int = -1, limit: int | None = None) -> list[MetricRow]:
+        """Steps after `since`, in order; with `limit` only the last so many of them."""
+        sql = "SELECT step, epoch, time, metrics FROM metrics WHERE run_id = ? AND step > ? ORDER BY step DESC LIMIT ?"
+        rows = self.query(sql, [run_id, since, -1 if limit is None else limit])
+        return cast("list[MetricRow]", rows[::-1])
+
+    def outline(self, run_id: str, every: int, after: int) -> list[MetricRow]:
+        """Every `every`-th step from the first on, those with a held-out loss, and all after
+        `after`, in order.
+        """
+        sql = """SELECT step, epoch, time, metrics FROM metrics WHERE run_id = ? AND ((step - 1) % ? = 0 OR step > ?
+                 OR json_extract(metrics, '$.eval_loss') IS NOT NULL) ORDER BY step"""
+        return cast("list[MetricRow]", self.query(sql, [run_id, every, after]))
+
+    def last_metrics(self, run_id: str) -> MetricRow | None:
+        rows = self.metrics(run_id, limit=1)
+        return rows[0] if rows else None
+
+    def values(self, run_id: str, name: str) -> list[float]:
+        """One metric at each step that has it, in order. `name` is one of ours: a quotation mark
+        would end it.
+        """
+        sql = """SELECT json_extract(metrics, ?) AS value FROM metrics
+                 WHERE run_id = ? AND value IS NOT NULL ORDER BY step"""
+        return [row["value"] for row in self.query(sql, [f'$."{name}"', run_id])]
+
+    def series(self, run_id: str, name: str, points: int = 64) -> list[tuple[int, float]]:
+        """One metric over the run as at most `points` (first step, mean) of equal stretches; nulls
+        are left out.
+        """
+        sql = """
+            SELECT min(step) AS step, avg(value) AS mean FROM (
+                SELECT step, value, ntile(?) OVER (ORDER BY step) AS stretch FROM (
+                    SELECT step, (SELECT value FROM json_each(metrics) WHERE key = ?) AS value FROM metrics
+                    WHERE run_id = ?)
+                WHERE value IS NOT NULL)
+            GROUP BY stretch ORDER BY stretch"""
+        rows = self.query(sql, [points, name, run_id])
+        return [(row["step"], row["mean"]) for row in rows]
+
+    def rollouts(
+        self,
+        run_id: str,
+        split: str = "train",
+        step: int | None = None,
+        order: RolloutOrder = "worst",
+        contains: str | None = None,
+        success: bool | None = None,
+        limit: int = 10,
+        offset: int = 0,
+        seed: int = 0,
+    ) -> list[RolloutRow]:
+        """Transcripts of one step, or of all. `contains` looks into the messages' text, ignoring
+        ASCII case.
+
+        `random` is an order of its own for each seed, so that pages of it fit together.
+        """
+        where, values = _rollout_filter(run_id, split, step, contains, success)
+        orders = {
+            "worst": "reward, step DESC, position",
+            "best": "reward DESC, step DESC, position",
+            "random": f"((step + {int(seed)}) * 48271 + position * 69621 + 11) * 16807 % 2147483647",
+            "index": "step, position",
+        }
+        sql = f"SELECT step, position, body FROM rollouts WHERE {where} ORDER BY {orders[order]} LIMIT ? OFFSET ?"
+        rows = self.query(sql, [*values, limit, offset])
+        return [
+            cast(RolloutRow, {**row["body"], "step": row["step"], "index": row["position"]})
+            for row in rows
+        ]
+
+    def rollout_count(
+        self,
+        run_id: str,
+        split: str = "train",
+        step: int | None = None,
+        contains: str | None = None,
+        success: bool | None = None,
+    ) -> int:
+        where, values = _rollout_filter(run_id, split, step, contains, success)
+        return int(self.query(f"SELECT count(*) AS n FROM rollouts WHERE {where}", values)[0]["n"])
+
+    def rollout_steps(self, run_id: str, split: str = "train") -> list[int]:
+        """Steps that have rollouts, in order."""
+        sql = "SELECT DISTINCT step FROM rollouts WHERE run_id = ? AND split = ? ORDER BY step"
+        return [row["step"] for row in self.query(sql, [run_id, split])]
+
+    def evals(self, run_id: str) -> list[EvalRow]:
+        """In order of steps; step 0 is the untrained model."""
+        sql = "SELECT step, epoch, time, summary FROM evals WHERE run_id = ? ORDER BY step"
+        return cast("list[EvalRow]", self.query(sql, [run_id]))
+
+    def events(self, run_id: str, limit: int = 20, kinds: Sequence[str] = ()) -> list[EventRow]:
+        """The last `limit` events, oldest first."""
+        only = f"AND kind IN ({marks(kinds)})" if kinds else ""
+        sql = f"""SELECT name, time, epoch, kind, message, data FROM events
+                  WHERE run_id = ? {only} ORDER BY time DESC, name DESC LIMIT ?"""
+        return cast("list[EventRow]", self.query(sql, [run_id, *kinds, limit])[::-1])
+
+    def checkpoints(self, run_id: str) -> list[CheckpointRow]:
+        """In order of steps."""
+        sql = """SELECT step, epoch, time, digest, size_bytes, path, metrics FROM checkpoints
+                 WHERE run_id = ? ORDER BY step"""
+        return cast("list[CheckpointRow]", self.query(sql, [run_id]))
+
+    def checkpoint(self, run_id: str, step: int | None = None) -> CheckpointRow:
+        """The one at `step`, or the newest. FlashError(unknown_run | unknown_checkpoint)."""
+        run, rows = self.run(run_id), self.checkpoints(run_id)
+        found = [row for row in rows if step is None or row["step"] == step]
+        if found:
+            return found[-1]
+        wait = (
+            "wait for the first one: status shows the run's progress"
+            if run["state"] in ACTIVE
+            else "use another run"
+        )
+        raise FlashError(
+            "unknown_checkpoint",
+            f"run {run_id} has no checkpoint" + (f" at step {step}" if step is not None else ""),
+            run_id=run_id,
+            step=step,
+            fix=f"use one of the steps {[row['step'] for row in rows]}" if rows else wait,
+        )
+
+    def _is_stale(self, table: str, run_id: str, row: Json) -> bool:
+        """Whether a newer attempt reported that step: an attempt that was replaced, and woke,
+        changes nothing.
+        """
+        sql = f"SELECT 1 FROM {table} WHERE run_id = ? AND step = ? AND epoch > ?"
+        return bool(self.query(sql, [run_id, row["step"], row["epoch"]]))
+
+    def put_metrics(self, run_id: str, row: Json) -> None:
+        if self._is_stale("metrics", run_id, row):
+            return
+        self._put("metrics", {"run_id": run_id, **pick(row, "step", "epoch", "time", "metrics")})
+
+    def put_rollouts(self, run_id: str, split: str, step: int, rollouts: Iterable[Json]) -> None:
+        """All rollouts of a step: those of an attempt that wrote it before are gone."""
+        rows = [
+            {
+                "run_id": run_id,
+                "split": split,
+                "step": step,
+                "position": rollout.get("index", position),
+                "reward": float(rollout["reward"]),
+                "success": int(rollout["success"]),
+                "body": rollout,
+            }
+            for position, rollout in enumerate(rollouts)
+        ]
+        with self.transaction():
+            self.execute(
+                "DELETE FROM main.rollouts WHERE run_id = ? AND split = ? AND step = ?",
+                [run_id, split, step],
+            )
+            for row in rows:
+                self._put("rollouts", row)
+
+    def put_evaluation(self, run_id: str, evaluation: Json) -> None:
+        row: Json = {"run_id": run_id, **pick(evaluation, "step", "epoch", "time", "summary")}
+        if self._is_stale("evals", run_id, row):
+            return
+        with self.transaction():
+            self.put_rollouts(run_id, "eval", row["step"], evaluation["rollouts"])
+            self._put("evals", row)
+
+    def put_event(self, run_id: str, name: str, row: Json) -> None:
+        """An event never changes: the first of its name stays."""
+        known = pick(row, "time", "epoch", "kind", "message")
+        data = {key: value for key, value in row.items() if key not in known}
+        self._put(
+            "events", {"run_id": run_id, "name": name, **known, "data": data}, "INSERT OR IGNORE"
+        )
+
+    def put_checkpoint(self, run_id: str, manifest: Json, path: str) -> None:
+        if self._is_stale("checkpoints", run_id, manifest):
+            return
+        known = pick(manifest, "step", "epoch", "time", "digest", "size_bytes", "metrics")
+        self._put("checkpoints", {"run_id": run_id, **known, "path": path})
+
+
+def _rollout_filter(
+    run_id: str, split: str, step: int | None, contains: str | None, success: bool | None
+) -> tuple[str, list[Any]]:
+    where, values = ["run_id = ?", "split = ?"], list[Any]([run_id, split])
+    if step is not None:
+        where.append("step = ?")
+        values.append(step)
+    if success is not None:
+        where.append("success = ?")
+        values.append(int(success))
+    if contains:
+        where.append("""EXISTS (SELECT 1 FROM json_each(body, '$.messages')
+                        WHERE instr(lower(json_extract(value, '$.content')), lower(?)))""")
+        values.append(contains)
+    return " AND ".join(where), values

@@ -1,0 +1,323 @@
+"""The state machine of a run. Each transition is one guarded UPDATE whose row count decides.
+
+    queued -> starting -> running -> succeeded | failed | cancelled
+       ^---------'-----------'   requeue: the attempt was lost and another one is allowed
+
+`attempt` is the fencing token: it is counted up by `claim`, and a transition that names an older
+one changes nothing. Once a cancel is requested a run can only end as cancelled."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import subprocess
+import time
+from collections.abc import Collection
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from flash_mcp import __version__
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.paths import runs_dir
+from flash_mcp.protocol.run_folder import Json, RunFolder
+from flash_mcp.protocol.spec import ResolvedEval, ResolvedSpec
+from flash_mcp.state.owners import caller
+from flash_mcp.state.schema import ACTIVE, EnvironmentRow, RunRow
+from flash_mcp.state.store import Store
+
+EndState = Literal["succeeded", "failed", "cancelled"]
+MAX_DELAY_S = 60.0
+"""The longest that `requeue` lets a run wait."""
+ROOT = Path(__file__).parents[2]
+ID_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
+
+
+def enqueue(
+    store: Store,
+    resolved: ResolvedSpec | ResolvedEval,
+    environment: EnvironmentRow,
+    init_adapter: Json | None = None,
+    idempotency_key: str | None = None,
+    dataset: Json | None = None,
+    lineage: Json | None = None,
+) -> tuple[RunRow, bool]:
+    """The new run, and True; or, where the key was used before by the same spec, that run, and
+    False.
+
+    The stored spec names the environment as NAME@DIGEST; the run is the caller's. `lineage` is kept
+    with the run beside the code's version. FlashError(idempotency_conflict) where the key belongs
+    to another spec of theirs, FlashError(quota_exceeded) where too many of their runs wait. Nothing
+    but a row is made: the supervisor writes the run folder. What it would be made from has to be
+    there still: FlashError(unknown_environment | unknown_checkpoint | unknown_dataset)."""
+    spec = resolved.spec.model_dump()
+    with store.transaction():
+        if first := asked_before(store, resolved, idempotency_key):
+            return first, False
+        _check_quota(store)
+        _check_still_there(store, environment, init_adapter, dataset)
+        run_id, now = _new_id(store), time.time()
+        store.insert(
+            "runs",
+            {
+                "id": run_id,
+                "owner": caller().owner,
+                "state": "queued",
+                "algorithm": spec["algorithm"],
+                "model": spec["model"],
+                "environment": environment["name"],
+                "environment_digest": environment["digest"],
+                "environment_path": environment["path"],
+                "spec": {**spec, "environment": f"{environment['name']}@{environment['digest']}"},
+                "sources": resolved.sources,
+                "init_adapter": init_adapter,
+                "dataset": dataset,
+                "lineage": {"code": code_version(), **(lineage or {})},
+                "idempotency_key": idempotency_key,
+                "request_digest": _request_digest(resolved),
+                "folder": str(runs_dir(store.base) / run_id),
+                "max_attempts": spec["max_attempts"],
+                "steps": spec["steps"],
+                "created": now,
+                "updated": now,
+            },
+        )
+    return store.run(run_id), True
+
+
+def job(run: RunRow) -> Json:
+    """What job.json of a run holds."""
+    return {
+        "run_id": run["id"],
+        "spec": run["spec"],
+        "sources": run["sources"],
+        "environment": {
+            "name": run["environment"],
+            "digest": run["environment_digest"],
+            "path": run["environment_path"],
+        },
+        "model": run["model"],
+        "init_adapter": run["init_adapter"],
+        "dataset": run["dataset"],
+        "lineage": run["lineage"],
+        "created": run["created"],
+    }
+
+
+def claim(store: Store, waiting: Collection[str] = ()) -> RunRow | None:
+    """Take the oldest run that may start: it is now `starting`, with the next attempt. None where
+    there is none.
+
+    `waiting` are ids of runs that cannot start yet.
+    """
+    now = time.time()
+    with store.transaction():
+        rows = store.query(
+            """UPDATE runs SET state = 'starting', attempt = attempt + 1, started = coalesce(started, ?), updated = ?
+               WHERE state = 'queued' AND id = (
+                   SELECT id FROM runs WHERE state = 'queued' AND (not_before <= ? OR not_before > ?)
+                   AND id NOT IN (SELECT value FROM json_each(?)) ORDER BY created, id LIMIT 1)
+               RETURNING *""",
+            # Nobody waits longer than the longest delay: then the clock was set back.
+            [now, now, now, now + MAX_DELAY_S, json.dumps(list(waiting))],
+        )
+    return cast(RunRow, rows[0]) if rows else None
+
+
+def mark_running(store: Store, run_id: str, attempt: int) -> bool:
+    """The attempt has shown its first beat."""
+    return _update(store, "state = 'running'", [], run_id, attempt, ("starting",))
+
+
+def record_beat(store: Store, run_id: str, attempt: int, beat: Json, *, progressed: bool) -> bool:
+    """The attempt lives: its beat.json; `progressed` where its step or phase is another than
+    before.
+
+    Step 0 is an attempt that has not come to the first step: the run's step stays where an earlier
+    attempt was."""
+    now = time.time()
+    assignments = """step = coalesce(nullif(?, 0), step), steps = coalesce(steps, ?), phase = ?, beat = ?,
+        progress = CASE WHEN ? THEN ? ELSE progress END"""
+    values = [beat["step"], beat.get("steps"), beat["phase"], now, progressed, now]
+    return _update(store, assignments, values, run_id, attempt, ("starting", "running"))
+
+
+def requeue(
+    store: Store, run_id: str, attempt: int, error: FlashError, *, delay_s: float = 0.0
+) -> bool:
+    """The attempt was lost: let another start after `delay_s`, at most MAX_DELAY_S.
+
+    False where none is left, or a cancel is wanted.
+    """
+    return _update(
+        store,
+        "state = 'queued', phase = NULL, beat = NULL, error = ?, not_before = ?",
+        [json.dumps(error.to_dict(), default=str), time.time() + min(delay_s, MAX_DELAY_S)],
+        run_id,
+        attempt,
+        ("starting", "running"),
+        "AND attempt < max_attempts AND cancel_requested IS NULL",
+    )
+
+
+def finish(
+    store: Store,
+    run_id: str,
+    attempt: int,
+    state: EndState,
+    *,
+    step: int = 0,
+    error: Json | None = None,
+) -> bool:
+    """End the run. It ends as cancelled whatever `state` is, once that was requested."""
+    assignments = """state = CASE WHEN cancel_requested IS NULL THEN ? ELSE 'cancelled' END,
+        error = CASE WHEN cancel_requested IS NULL THEN ? END, step = max(step, ?), phase = NULL, ended = ?"""
+    encoded = None if error is None else json.dumps(error, default=str)
+    values = [state, encoded, step, time.time()]
+    return _update(store, assignments, values, run_id, attempt, ACTIVE)
+
+
+def request_cancel(store: Store, run_id: str, reason: str = "") -> RunRow:
+    """A queued run ends as cancelled at once; one that has started is told to save and end, and
+    will.
+
+    Asking again changes nothing. Raises FlashError(unknown_run | run_finished).
+    """
+    now = time.time()
+    with store.transaction():
+        run = store.run(run_id)
+        if run["state"] in ("succeeded", "failed"):
+            raise FlashError(
+                "run_finished",
+                f"the run ended before as {run['state']}",
+                run_id=run_id,
+                fix="nothing is left to cancel; its checkpoints and rollouts stay",
+            )
+        wanted = "cancel_requested = coalesce(cancel_requested, ?), cancel_reason = coalesce(cancel_reason, ?)"
+        if not _update(
+            store,
+            f"{wanted}, state = 'cancelled', error = NULL, ended = ?",
+            [now, reason, now],
+            run_id,
+            None,
+            ("queued",),
+        ):
+            _update(store, wanted, [now, reason], run_id, None, ("starting", "running"))
+    if run["state"] != "cancelled" and run["attempt"]:
+        RunFolder(run["folder"]).request_cancel(reason)
+    return store.run(run_id)
+
+
+def _update(
+    store: Store,
+    assignments: str,
+    values: list[Any],
+    run_id: str,
+    attempt: int | None,
+    states: tuple[str, ...],
+    guard: str = "",
+) -> bool:
+    marks = ", ".join("?" for _ in states)
+    sql = f"""UPDATE main.runs SET {assignments}, updated = ?
+              WHERE id = (SELECT id FROM runs WHERE id = ?)
+              AND attempt = coalesce(?, attempt) AND state IN ({marks}) {guard}"""
+    return store.execute(sql, [*values, time.time(), run_id, attempt, *states]) == 1
+
+
+def asked_before(
+    store: Store, resolved: ResolvedSpec | ResolvedEval, idempotency_key: str | None
+) -> RunRow | None:
+    """The caller's run that the key was used for; FlashError(idempotency_conflict) where that was
+    another request.
+    """
+    if idempotency_key is None:
+        return None
+    sql = "SELECT * FROM runs WHERE idempotency_key = ? AND owner = ?"
+    rows = store.query(sql, [idempotency_key, caller().owner])
+    if rows and rows[0]["request_digest"] != _request_digest(resolved):
+        raise FlashError(
+            "idempotency_conflict",
+            f"the key was used for run {rows[0]['id']}, which asked for something else",
+            idempotency_key=idempotency_key,
+            fix="use a new key for a new run, or repeat the first call's arguments to get that run",
+        )
+    return cast(RunRow, rows[0]) if rows else None
+
+
+def _request_digest(resolved: ResolvedSpec | ResolvedEval) -> str:
+    return hashlib.sha256(
+        json.dumps(resolved.spec.model_dump(), sort_keys=True).encode()
+    ).hexdigest()
+
+
+def _check_still_there(
+    store: Store, environment: EnvironmentRow, adapter: Json | None, dataset: Json | None
+) -> None:
+    """Loading an environment takes a while, in which somebody may remove what a run is to be made
+    from.
+    """
+    made_from = [
+        (
+            "unknown_environment",
+            f"{environment['name']}@{environment['digest']}",
+            environment["path"],
+        )
+    ]
+    if adapter:
+        made_from.append(("unknown_checkpoint", str(adapter["run_id"]), adapter["path"]))
+    if dataset:
+        made_from.append(
+            ("unknown_dataset", f"{dataset['name']}@{dataset['digest']}", dataset["path"])
+        )
+    for code, name, path in made_from:
+        if Path(path).is_relative_to(store.base) and not Path(path).exists():
+            raise FlashError(
+                code, f"{name} has just been removed", fix="name another one, or make it again"
+            )
+
+
+def _check_quota(store: Store) -> None:
+    waiting = store.query("SELECT id FROM runs WHERE state = 'queued' ORDER BY created")
+    limit = caller().limits.queued_runs
+    if not caller().is_local and len(waiting) >= limit:
+        first = waiting[0]["id"] if waiting else None
+        fix = f"try again once {first} has started, which status(run_id={first!r}, wait_s=40) waits for, or cancel one"
+        raise FlashError(
+            "quota_exceeded", f"{len(waiting)} runs of yours are queued", limit=limit, fix=fix
+        )
+
+
+def _new_id(store: Store) -> str:
+    while True:
+        run_id = "run-" + "".join(secrets.choice(ID_ALPHABET) for _ in range(8))
+        if not store.query("SELECT 1 FROM main.runs WHERE id = ?", [run_id]):
+            return run_id
+
+
+@cache
+def code_version() -> str:
+    """The package's version; in a git checkout VERSION+gCOMMIT, with .dirty where files differ from
+    the commit.
+
+    That of this process: later commits do not change the code that it runs.
+    """
+    if not (ROOT / ".git").exists():  # an installed package may lie in somebody else's checkout
+        return __version__
+    command = [
+        "git",
+        "-C",
+        str(ROOT),
+        "describe",
+        "--always",
+        "--abbrev=12",
+        "--exclude=*",
+        "--dirty=.dirty",
+    ]
+    try:
+        found = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=5
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return __version__
+    return f"{__version__}+g{found}"

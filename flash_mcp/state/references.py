@@ -1,0 +1,177 @@
+"""Environments by name: `reasoning-gym:chain_sum`, wherever an environment is named.
+
+The name stands for a folder of two files: an environment.py that calls the adapter with the
+dataset's name, and a requirements.txt that pins the package. A run needs a version that never
+changes, so `train` publishes the folder, under `reasoning-gym-chain_sum`, the first time. What
+configures a dataset goes through environment_args."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from flash_mcp.protocol import base_models
+from flash_mcp.protocol.base_models import ModelCard
+from flash_mcp.protocol.errors import FlashError, nearest
+from flash_mcp.protocol.run_folder import Json, RunFolder
+from flash_mcp.state.owners import refuse_server_side
+from flash_mcp.state.schema import LIVE_DEPLOYMENT, EnvironmentRow, RunRow
+from flash_mcp.state.serving import find_deployment
+from flash_mcp.state.store import Store
+from flash_mcp.state.versions import Files, inline_files, staged
+
+SOURCE = "reasoning-gym"
+REQUIREMENT = "reasoning-gym==0.1.25"
+DATASETS = """
+ab acre advanced_geometry aiw arc_1d arc_agi base_conversion basic_arithmetic bf binary_alternation
+binary_matrix bitwise_arithmetic boxnet caesar_cipher calendar_arithmetic chain_sum circuit_logic codeio
+coin_flip color_cube_rotation complex_arithmetic count_bits count_primes countdown course_schedule cryptarithm
+decimal_arithmetic decimal_chain_sum dice emoji_mystery family_relationships figlet_font
+fraction_simplification futoshiki game_of_life game_of_life_halting gcd graph_color group_anagrams
+gsm_symbolic intermediate_integration isomorphic_strings jugs kakurasu knight_swap knights_knaves
+largest_island lcm leg_counting letter_counting letter_jumble list_functions mahjong_puzzle manipulate_matrix
+maze mini_sudoku modulo_grid n_queens needle_haystack number_filtering number_format number_sequence
+number_sorting palindrome_generation palindrome_partitioning path_star polynomial_equations
+polynomial_multiplication pool_matrix power_function prime_factorization products propositional_logic puzzle24
+quantum_lock ransom_note rearc rectangle_count rotate_matrix rotten_oranges rubiks_cube rush_hour
+self_reference sentence_reordering shortest_path simple_equations simple_geometry simple_integration sokoban
+spell_backward spiral_matrix string_insertion string_manipulation string_splitting string_synthesis sudoku
+survo syllogism time_intervals tower_of_hanoi tsumego word_ladder word_sequence_reversal word_sorting
+zebra_puzzles
+""".split()  # noqa: SIM905
+"""All of that version but `composite`, which mixes others."""
+ENVIRONMENT = '''"""The reasoning-gym dataset {dataset}; its arguments are those of the adapter's `load`."""
+
+from environments.adapters import reasoning_gym
+
+
+def load_environment(**kwargs):
+    return reasoning_gym.load("{dataset}", **kwargs)
+'''
+
+
+def files_of(reference: str) -> Files | None:
+    """The files that `reasoning-gym:DATASET` stands for; None for a reference of another kind.
+
+    FlashError(unknown_environment) where there is no such dataset.
+    """
+    source, colon, dataset = reference.partition(":")
+    if source != SOURCE or not colon:
+        return None
+    if dataset not in DATASETS:
+        near = ", ".join(f"{SOURCE}:{name}" for name in nearest(dataset, DATASETS))
+        fix = f"use {near}" if near else f"the datasets are: {', '.join(DATASETS)}"
+        raise FlashError(
+            "unknown_environment", f"{SOURCE} has no dataset {dataset!r:.100}", fix=fix
+        )
+    source_text = ENVIRONMENT.format(dataset=dataset)
+    return inline_files({"environment.py": source_text, "requirements.txt": f"{REQUIREMENT}\n"})
+
+
+def published_name(reference: str) -> str:
+    """The name under which `reasoning-gym:DATASET` is published."""
+    return reference.replace(":", "-")
+
+
+def environment(store: Store, reference: str) -> EnvironmentRow:
+    """The version that a reference of any kind means; `reasoning-gym:DATASET` is published if it
+    was not yet.
+
+    FlashError(unknown_environment).
+    """
+    files = files_of(reference)
+    if files is None:
+        return store.environment(reference)
+    with staged(published_name(reference), files, base=store.base) as stage:
+        known = [
+            row for row in store.environments() if row["path"] == str(stage.parent / stage.digest)
+        ]
+        if known:
+            return known[0]
+        return store.publish(stage)[0]
+
+
+RUN = re.compile(r"(?P<run>run-[0-9a-z]+)(?:@(?P<step>\d+))?")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to evaluate: base model `model`, with the adapter of `run` at `step` on it where
+    there is one.
+    """
+
+    model: str
+    context: int | None = None
+    step: int = 0
+    run: RunRow | None = None
+    adapter: Json | None = None
+    deployment: str | None = None
+
+    @property
+    def checkpoint(self) -> str | None:
+        return f"{self.run['id']}@{self.step}" if self.run else None
+
+    @property
+    def name(self) -> str:
+        """For people: what was evaluated."""
+        if self.run is None:
+            return self.model
+        served = f", which {self.deployment} serves" if self.deployment else ""
+        start = ", before its training" if self.step == 0 else ""
+        return f"{self.model} with {self.checkpoint}{served}{start}"
+
+
+def base_model(name: str) -> ModelCard:
+    """The card of a base model that the caller may name.
+
+    Raises FlashError(unknown_model), and FlashError(local_only) for a folder where the caller is on
+    another machine."""
+    if base_models.is_folder(name):
+        refuse_server_side("a model folder", model=name)
+    return base_models.find(name)
+
+
+def find_subject(store: Store, reference: str) -> Subject:
+    """A base model, RUN, RUN@STEP (0: as before training), or a deployment by id, or, while it is
+    served, by name.
+
+    Raises FlashError(unknown_model | unknown_run | unknown_checkpoint | unknown_deployment |
+    invalid_argument)."""
+    if named := RUN.fullmatch(reference):
+        return _checkpoint(store, named["run"], int(named["step"]) if named["step"] else None)
+    if not base_models.is_named(reference):  # nobody's deployment stands in a model's place
+        live = [
+            row
+            for row in store.deployments(LIVE_DEPLOYMENT)
+            if reference in (row["id"], row["name"])
+        ]
+        if live or reference.startswith("dep-"):
+            row = find_deployment(store, reference)
+            served = row["id"] if live else None
+            return replace(_checkpoint(store, str(row["run_id"]), row["step"]), deployment=served)
+    card = base_model(reference)
+    return Subject(card.name, card.context)
+
+
+def _checkpoint(store: Store, run_id: str, step: int | None) -> Subject:
+    run = store.run(run_id)
+    if run["algorithm"] == "eval":
+        fix = f"name the model that it evaluated: {run['spec']['checkpoint'] or run['model']!r}"
+        raise FlashError(
+            "invalid_argument", f"{run_id} is an evaluation and has no model of its own", fix=fix
+        )
+    card = base_model(run["model"])
+    if step == 0:
+        return Subject(card.name, card.context, 0, run, run["init_adapter"])
+    found = store.checkpoint(run_id, step)
+    folder = RunFolder(run["folder"])
+    path = folder.fetch_checkpoint(
+        found["step"], store.base / "adapters" / f"{run_id}-{found['step']}"
+    )
+    adapter = {
+        "path": str(path),
+        "run_id": run_id,
+        "step": found["step"],
+        "digest": found["digest"],
+    }
+    return Subject(card.name, card.context, found["step"], run, adapter)

@@ -1,0 +1,195 @@
+"""Take away runs, versions of environments and datasets that nobody wants any more, and nothing
+that others stand on.
+
+    remove(store, "run-2f9k1c8d")            # Removed("run", "run-2f9k1c8d", "local", 12_345_678)
+    remove(store, "calculator@3f2a9c")       # a version of an environment, or of a dataset
+    remove(store, "alice/calculator@3f2a9c") # another owner's
+
+Rows and files go together: the files are moved away in the transaction that deletes the rows.
+Whoever is killed in between has lost nothing of another's, and calls again. For the machine's own
+user, who sees everything."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from uuid import uuid4
+
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.run_folder import disk_error
+from flash_mcp.state import datasets
+from flash_mcp.state.owners import LOCAL_OWNER
+from flash_mcp.state.schema import ACTIVE, LIVE_DEPLOYMENT
+from flash_mcp.state.store import Store
+
+OF_A_RUN = ("metrics", "rollouts", "evals", "events", "checkpoints", "deployments")
+"""Tables whose rows name their run in run_id."""
+
+
+@dataclass(frozen=True)
+class Removed:
+    """What is gone, or would be."""
+
+    kind: Literal["run", "environment", "dataset"]
+    reference: str
+    owner: str
+    freed_bytes: int
+
+
+@dataclass(frozen=True)
+class _Found:
+    kind: Literal["run", "environment", "dataset"]
+    reference: str
+    owner: str
+    folders: list[Path]
+    deletions: list[tuple[str, list[Any]]]
+
+
+@dataclass(frozen=True)
+class _Version:
+    kind: Literal["environment", "dataset"]
+    owner: str
+    name: str
+    digest: str
+    path: Path
+
+    @property
+    def reference(self) -> str:
+        """Under which `remove` takes it."""
+        return (
+            "" if self.owner == LOCAL_OWNER else f"{self.owner}/"
+        ) + f"{self.name}@{self.digest}"
+
+
+def remove(store: Store, reference: str, *, dry_run: bool = False) -> Removed:
+    """Remove a run (RUN_ID), or a version of an environment or dataset; with `dry_run`, only look.
+
+    A version is the local owner's as NAME@DIGEST, another's as OWNER/NAME@DIGEST; six characters of
+    the digest do. FlashError(in_use | unknown_run | unknown_environment | unknown_dataset |
+    disk_full)."""
+    away = store.base / "removed"
+    with store.transaction():
+        found = _find(store, reference)
+        freed = sum(
+            file.stat().st_size
+            for folder in found.folders
+            for file in folder.rglob("*")
+            if file.is_file()
+        )
+        if not dry_run:
+            for sql, values in found.deletions:
+                store.execute(sql, values)
+            _move(found.folders, away)
+    if not dry_run:
+        shutil.rmtree(away, ignore_errors=True)  # what one that was killed left there too
+    return Removed(found.kind, found.reference, found.owner, freed)
+
+
+def _move(folders: Iterable[Path], away: Path) -> None:
+    try:
+        away.mkdir(exist_ok=True)
+        for folder in folders:
+            folder.rename(away / uuid4().hex)
+    except OSError as error:
+        raise disk_error(error, away) from error
+
+
+def _find(store: Store, reference: str) -> _Found:
+    owner, _, version = reference.rpartition("/")
+    name, at, digest = version.partition("@")
+    versions = _versions(store, name)
+    if not at and not versions:
+        return _run(store, reference)
+    if not versions:
+        store.environment(version)  # there is none: what it raises names the nearest
+    mine = [each for each in versions if each.owner == (owner or LOCAL_OWNER)]
+    found = [each for each in mine if len(digest) >= 6 and each.digest.startswith(digest)]
+    if len(found) != 1:
+        code = f"unknown_{(mine or versions)[0].kind}"
+        known = ", ".join(each.reference for each in (mine or versions)[:5])
+        raise FlashError(
+            code, f"{reference!r} is not one version", fix=f"name the version: {known}"
+        )
+    return (
+        _environment(store, found[0])
+        if found[0].kind == "environment"
+        else _dataset(store, found[0])
+    )
+
+
+def _versions(store: Store, name: str) -> list[_Version]:
+    """Those of every owner, the local one's first."""
+    rows = [row for row in store.environments() if row["name"] == name]
+    found = [
+        _Version("environment", row["owner"], name, row["digest"], Path(row["path"]))
+        for row in rows
+    ]
+    kept = [
+        (owner, path) for owner, path in datasets.everyones(store.base) if path.parent.name == name
+    ]
+    found += [_Version("dataset", owner, name, path.name, path) for owner, path in kept]
+    return sorted(found, key=lambda version: version.owner != LOCAL_OWNER)
+
+
+def _run(store: Store, run_id: str) -> _Found:
+    run = store.run(run_id)
+    if run["state"] in ACTIVE:
+        raise _in_use(run_id, f"it is {run['state']}", f"flash-mcp cancel {run_id} ends it")
+    if served := [
+        row["id"] for row in store.deployments(LIVE_DEPLOYMENT) if row["run_id"] == run_id
+    ]:
+        raise _in_use(run_id, f"{served[0]} serves it", f"flash-mcp undeploy {served[0]} ends that")
+    starts = [
+        row["id"]
+        for row in store.active_runs()
+        if (row["init_adapter"] or {}).get("run_id") == run_id
+    ]
+    if starts:
+        raise _in_use(
+            run_id, f"{starts[0]} starts from its adapter", "wait for its end, or cancel it"
+        )
+    folders = [Path(run["folder"]), *(store.base / "attempts").glob(f"{run_id}-*")]
+    deletions = [(f"DELETE FROM {table} WHERE run_id = ?", [run_id]) for table in OF_A_RUN]
+    deletions.append(("DELETE FROM runs WHERE id = ?", [run_id]))
+    return _Found("run", run_id, run["owner"], _own(store, folders), deletions)
+
+
+def _environment(store: Store, found: _Version) -> _Found:
+    whole, path = found.reference, found.path
+    _check_unused(whole, store.query("SELECT id FROM runs WHERE environment_path = ?", [str(path)]))
+    values = [found.owner, found.name, found.digest]
+    sql = "DELETE FROM environments WHERE owner = ? AND name = ? AND digest = ?"
+    return _Found("environment", whole, found.owner, _own(store, [path]), [(sql, values)])
+
+
+def _dataset(store: Store, found: _Version) -> _Found:
+    whole, path = found.reference, found.path
+    _check_unused(
+        whole,
+        store.query("SELECT id FROM runs WHERE json_extract(dataset, '$.path') = ?", [str(path)]),
+    )
+    return _Found("dataset", whole, found.owner, [path], [])
+
+
+def _own(store: Store, folders: Iterable[Path]) -> list[Path]:
+    """Those that lie in the state directory: whatever a row names, nothing else is removed."""
+    return [folder for folder in folders if folder.is_relative_to(store.base) and folder.exists()]
+
+
+def _check_unused(reference: str, runs: Iterable[dict[str, Any]]) -> None:
+    """A run says what it was made from as long as it is there."""
+    ids = [str(row["id"]) for row in runs]
+    if ids:
+        more = f" and {len(ids) - 5} more" if len(ids) > 5 else ""
+        raise _in_use(
+            reference,
+            f"{len(ids)} runs were made from it",
+            f"remove {' '.join(ids[:5])}{more} before",
+        )
+
+
+def _in_use(reference: str, why: str, fix: str) -> FlashError:
+    return FlashError("in_use", f"{reference} was not removed: {why}", fix=fix)

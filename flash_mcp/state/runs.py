@@ -1,0 +1,63 @@
+"""Runs: one row each."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from flash_mcp.protocol.errors import FlashError, did_you_mean
+from flash_mcp.protocol.run_folder import Json
+from flash_mcp.state.database import Connection, marks
+from flash_mcp.state.schema import ACTIVE, RunRow
+
+
+class RunTable(Connection):
+    """Runs: one row each."""
+
+    def run(self, run_id: str) -> RunRow:
+        """FlashError(unknown_run) where there is none of that id."""
+        rows = self.query("SELECT * FROM runs WHERE id = ?", [run_id])
+        if rows:
+            return cast(RunRow, rows[0])
+        recent = [
+            row["id"] for row in self.query("SELECT id FROM runs ORDER BY created DESC LIMIT 1000")
+        ]
+        raise FlashError(
+            "unknown_run",
+            f"there is no run {run_id!r}{did_you_mean(run_id, recent)}",
+            run_id=run_id,
+            fix="call status without run_id for the list of runs",
+        )
+
+    def runs(
+        self, state: str | None = None, limit: int = 20, cursor: str | None = None
+    ) -> list[RunRow]:
+        """The newest runs first. `cursor` is the id of the last run of the page before."""
+        where, values = ["1"], list[Any]()
+        if state is not None:
+            where, values = ["state = ?"], [state]
+        if cursor is not None:
+            where.append("(created, id) < (?, ?)")
+            values += [self.run(cursor)["created"], cursor]
+        sql = (
+            f"SELECT * FROM runs WHERE {' AND '.join(where)} ORDER BY created DESC, id DESC LIMIT ?"
+        )
+        return cast("list[RunRow]", self.query(sql, [*values, limit]))
+
+    def active_runs(self) -> list[RunRow]:
+        """Runs that have not ended, oldest first."""
+        sql = f"SELECT * FROM runs WHERE state IN ({marks(ACTIVE)}) ORDER BY created, id"
+        return cast("list[RunRow]", self.query(sql, ACTIVE))
+
+    def overlap(self, run: RunRow) -> Json | None:
+        """What the splits of a run's environment version share, as a run that trained on it
+        recorded; None: nothing.
+        """
+        sql = """SELECT lineage FROM runs WHERE environment = ? AND environment_digest = ?
+                 AND json_extract(lineage, '$.overlap') IS NOT NULL ORDER BY created DESC LIMIT 1"""
+        rows = self.query(sql, [run["environment"], run["environment_digest"]])
+        return rows[0]["lineage"]["overlap"] if rows else None
+
+    def run_counts(self) -> dict[str, int]:
+        """{state: number of runs}"""
+        rows = self.query("SELECT state, count(*) AS n FROM runs GROUP BY state")
+        return {row["state"]: row["n"] for row in rows}

@@ -1,0 +1,285 @@
+"""The tables, their rows, and the migrations that lead to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, TypedDict, cast
+
+from flash_mcp.protocol.run_folder import Json
+from flash_mcp.state.owners import LOCAL_OWNER
+from flash_mcp.state.sqlite import Database, Migrations
+
+RunState = Literal["queued", "starting", "running", "succeeded", "failed", "cancelled"]
+
+
+DeploymentState = Literal["starting", "ready", "failed", "stopping", "stopped"]
+
+
+RolloutOrder = Literal["worst", "best", "random", "index"]
+
+
+ACTIVE: tuple[RunState, ...] = ("queued", "starting", "running")
+
+
+LIVE_DEPLOYMENT: tuple[DeploymentState, ...] = ("starting", "ready", "stopping")
+
+
+class RunRow(TypedDict):
+    """A run. Times are unix seconds; `attempt` counts from 1 once claimed; `steps` is None where
+    epochs decide.
+    """
+
+    id: str
+    owner: str
+    state: RunState
+    algorithm: str
+    """grpo, sft, or eval for an evaluation, whose steps are attempts at tasks."""
+    model: str
+    environment: str
+    environment_digest: str
+    environment_path: str
+    spec: Json
+    sources: Json
+    init_adapter: Json | None
+    dataset: Json | None
+    """Of an sft run on curated rows: {"name", "digest", "path", "files": {file: sha256}}."""
+    lineage: Json
+    """`code` is the version that made it; `overlap`, where splits share tasks, {"shared",
+    "eval_tasks", "evidence"}.
+    """
+    idempotency_key: str | None
+    folder: str
+    attempt: int
+    max_attempts: int
+    steps: int | None
+    step: int
+    phase: str | None
+    beat: float | None
+    """When the worker last wrote beat.json, by the supervisor's clock."""
+    progress: float | None
+    """When the step or phase last changed."""
+    cancel_requested: float | None
+    cancel_reason: str | None
+    not_before: float
+    error: Json | None
+    """FlashError.to_dict() of a failed run, and of the last lost attempt while the run waits for
+    the next.
+    """
+    created: float
+    started: float | None
+    ended: float | None
+    updated: float
+
+
+class MetricRow(TypedDict):
+    step: int
+    epoch: int
+    time: float
+    metrics: dict[str, float | None]
+
+
+class RolloutRow(TypedDict, total=False):
+    """One line of rollouts/STEP.jsonl or one rollout of evals/STEP.json."""
+
+    step: int
+    index: int
+    group: int
+    task_id: str
+    split: str
+    attempt: int
+    messages: list[Json]
+    reward: float
+    success: bool
+    advantage: float | None
+    metrics: dict[str, float]
+    reason: str | None
+    error: Json | None
+    turns: int
+    prompt_tokens: int
+    completion_tokens: int
+    env_tokens: int
+    truncated: bool
+    finish: str
+    seconds: float
+
+
+class EvalRow(TypedDict):
+    step: int
+    epoch: int
+    time: float
+    summary: dict[str, float]
+
+
+class EventRow(TypedDict):
+    """`kind`: phase, warning, checkpoint, error (from the worker), attempt (from the supervisor)."""
+
+    name: str
+    time: float
+    epoch: int
+    kind: str
+    message: str
+    data: Json
+
+
+class CheckpointRow(TypedDict):
+    step: int
+    epoch: int
+    time: float
+    digest: str
+    size_bytes: int
+    path: str
+    metrics: dict[str, float | None]
+
+
+class EnvironmentRow(TypedDict):
+    """`data` is whatever the pusher recorded beside it (splits, kind, files)."""
+
+    owner: str
+    name: str
+    digest: str
+    path: str
+    size_bytes: int
+    pushed: float
+    data: Json
+
+
+class DeploymentRow(TypedDict):
+    """`data` is the deployment manager's own. The owner is that of the run."""
+
+    id: str
+    owner: str
+    name: str
+    model: str
+    run_id: str | None
+    step: int | None
+    adapter_path: str | None
+    state: DeploymentState
+    error: Json | None
+    base_url: str | None
+    pid: int | None
+    data: Json
+    created: float
+    updated: float
+
+
+JSON_COLUMNS = frozenset(
+    {
+        "spec",
+        "sources",
+        "init_adapter",
+        "dataset",
+        "lineage",
+        "error",
+        "metrics",
+        "summary",
+        "data",
+        "body",
+        "secrets",
+    }
+)
+
+
+migrations = Migrations("flash_mcp")
+
+
+@migrations(name="0001_initial")
+def _initial(db: Database) -> None:  # pyright: ignore[reportUnusedFunction]
+    for statement in _SCHEMA_1.split(";\n"):
+        execute(db, statement)
+
+
+@migrations(name="0002_dataset")
+def _dataset(db: Database) -> None:  # pyright: ignore[reportUnusedFunction]
+    execute(db, "ALTER TABLE runs ADD COLUMN dataset TEXT")
+
+
+@migrations(name="0003_lineage")
+def _lineage(db: Database) -> None:  # pyright: ignore[reportUnusedFunction]
+    execute(db, "ALTER TABLE runs ADD COLUMN lineage TEXT NOT NULL DEFAULT '{}'")
+
+
+_SCHEMA_1 = """
+CREATE TABLE runs (
+    id TEXT PRIMARY KEY, state TEXT NOT NULL, algorithm TEXT NOT NULL, model TEXT NOT NULL,
+    environment TEXT NOT NULL, environment_digest TEXT NOT NULL, environment_path TEXT NOT NULL,
+    spec TEXT NOT NULL, sources TEXT NOT NULL, init_adapter TEXT,
+    idempotency_key TEXT UNIQUE, request_digest TEXT NOT NULL, folder TEXT NOT NULL,
+    attempt INTEGER NOT NULL DEFAULT 0, max_attempts INTEGER NOT NULL,
+    steps INTEGER, step INTEGER NOT NULL DEFAULT 0, phase TEXT, beat REAL, progress REAL,
+    cancel_requested REAL, cancel_reason TEXT, not_before REAL NOT NULL DEFAULT 0, error TEXT,
+    created REAL NOT NULL, started REAL, ended REAL, updated REAL NOT NULL);
+CREATE INDEX runs_by_state ON runs (state, created, id);
+CREATE INDEX runs_by_age ON runs (created, id);
+CREATE TABLE metrics (
+    run_id TEXT NOT NULL, step INTEGER NOT NULL, epoch INTEGER NOT NULL, time REAL NOT NULL, metrics TEXT NOT NULL,
+    PRIMARY KEY (run_id, step)) WITHOUT ROWID;
+CREATE TABLE rollouts (
+    run_id TEXT NOT NULL, split TEXT NOT NULL, step INTEGER NOT NULL, position INTEGER NOT NULL,
+    reward REAL NOT NULL, success INTEGER NOT NULL, body TEXT NOT NULL,
+    PRIMARY KEY (run_id, split, step, position));
+CREATE INDEX rollouts_by_reward ON rollouts (run_id, split, reward);
+CREATE TABLE evals (
+    run_id TEXT NOT NULL, step INTEGER NOT NULL, epoch INTEGER NOT NULL, time REAL NOT NULL, summary TEXT NOT NULL,
+    PRIMARY KEY (run_id, step));
+CREATE TABLE events (
+    run_id TEXT NOT NULL, name TEXT NOT NULL, time REAL NOT NULL, epoch INTEGER NOT NULL,
+    kind TEXT NOT NULL, message TEXT NOT NULL, data TEXT NOT NULL,
+    PRIMARY KEY (run_id, name));
+CREATE TABLE checkpoints (
+    run_id TEXT NOT NULL, step INTEGER NOT NULL, epoch INTEGER NOT NULL, time REAL NOT NULL, digest TEXT NOT NULL,
+    size_bytes INTEGER NOT NULL, path TEXT NOT NULL, metrics TEXT NOT NULL,
+    PRIMARY KEY (run_id, step));
+CREATE TABLE environments (
+    name TEXT NOT NULL, digest TEXT NOT NULL, path TEXT NOT NULL, size_bytes INTEGER NOT NULL, pushed REAL NOT NULL,
+    data TEXT NOT NULL, PRIMARY KEY (name, digest));
+CREATE TABLE deployments (
+    id TEXT PRIMARY KEY, name TEXT NOT NULL, model TEXT NOT NULL, run_id TEXT, step INTEGER, adapter_path TEXT,
+    state TEXT NOT NULL, error TEXT, base_url TEXT, pid INTEGER, data TEXT NOT NULL,
+    created REAL NOT NULL, updated REAL NOT NULL)
+"""
+
+
+@migrations(name="owners")
+def _owners(db: Database) -> None:  # pyright: ignore[reportUnusedFunction]
+    """Give all there is to the local owner. Names and idempotency keys are each owner's own from
+    now on.
+    """
+    column = f"owner TEXT NOT NULL DEFAULT '{LOCAL_OWNER}'"
+    execute(db, f"ALTER TABLE deployments ADD COLUMN {column}")
+    _rebuild(
+        db,
+        "environments",
+        "PRIMARY KEY (name, digest)",
+        f"{column}, PRIMARY KEY (owner, name, digest)",
+    )
+    _rebuild(db, "runs", "idempotency_key TEXT UNIQUE", f"{column}, idempotency_key TEXT")
+    execute(db, "CREATE UNIQUE INDEX runs_by_key ON runs (owner, idempotency_key)")
+    execute(
+        db,
+        """CREATE TABLE tokens (
+        id TEXT PRIMARY KEY, owner TEXT NOT NULL, hash TEXT NOT NULL UNIQUE, access TEXT NOT NULL,
+        secrets TEXT NOT NULL, created REAL NOT NULL, expires REAL, used REAL, revoked REAL)""",
+    )
+
+
+def _rebuild(db: Database, table: str, old: str, new: str) -> None:
+    """Make a table anew with `new` for `old` in its definition, rows, indexes and later columns
+    kept.
+    """
+    sql = "SELECT sql FROM sqlite_master WHERE tbl_name = ? AND sql > ''"
+    rows = cast("Iterable[Json]", db.query(sql, [table]))  # pyright: ignore[reportUnknownMemberType]
+    schema = [str(row["sql"]) for row in rows]
+    columns = ", ".join(db[table].columns_dict)
+    definition = next(sql for sql in schema if sql.startswith("CREATE TABLE"))
+    assert old in definition
+    execute(db, f"ALTER TABLE {table} RENAME TO {table}_before")
+    execute(db, definition.replace(old, new))
+    execute(db, f"INSERT INTO {table} ({columns}) SELECT {columns} FROM {table}_before")
+    execute(db, f"DROP TABLE {table}_before")
+    for sql in schema:
+        if sql != definition:
+            execute(db, sql)
+
+
+def execute(db: Database, sql: str, values: Sequence[Any] = ()) -> int:
+    return int(db.execute(sql, values).rowcount)  # pyright: ignore[reportUnknownMemberType]

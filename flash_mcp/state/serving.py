@@ -1,0 +1,141 @@
+"""Requests to serve a checkpoint, and to end that: rows that the supervisor acts on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from flash_mcp.protocol.base_models import is_named
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.state.owners import caller
+from flash_mcp.state.schema import LIVE_DEPLOYMENT, DeploymentRow
+from flash_mcp.state.store import Store
+
+_BASE32 = "0123456789abcdefghjkmnpqrstvwxyz"
+
+
+def request(
+    store: Store,
+    run_id: str,
+    *,
+    step: int | None = None,
+    name: str | None = None,
+    port: int | None = None,
+) -> DeploymentRow:
+    """Ask for a run's checkpoint (by default the newest good one) to be served. Asking again finds
+    the first.
+
+    FlashError(unknown_run | unknown_checkpoint | checkpoint_corrupt | invalid_argument |
+    port_taken)."""
+    run = store.run(run_id)
+    folder = RunFolder(run["folder"])
+    step = _good_step(folder, run_id, step)
+    if name and is_named(name):
+        raise FlashError(
+            "invalid_argument",
+            f"{name!r} is a base model's name",
+            name=name,
+            fix="choose another name",
+        )
+    name = name or f"{run_id}-{step}"
+    deployment_id = _deployment_id(run_id, step, name)
+    live = store.deployments(LIVE_DEPLOYMENT)
+    for row in live:
+        if row["id"] == deployment_id and row["state"] != "stopping":
+            return row
+        if (row["name"], row["owner"]) == (name, run["owner"]) and row["id"] != deployment_id:
+            fix = f"choose another name, or undeploy({row['id']!r}) first"
+            raise FlashError(
+                "invalid_argument", f"the name {name!r} is taken by {row['id']}", name=name, fix=fix
+            )
+    adapter = folder.fetch_checkpoint(step, store.base / "adapters" / f"{run_id}-{step}")
+    data = {"rank": _rank(adapter), "port": port, "thinking": bool(run["spec"].get("thinking"))}
+    values = {
+        "owner": run["owner"],
+        "name": name,
+        "model": run["model"],
+        "run_id": run_id,
+        "step": step,
+        "adapter_path": str(adapter),
+    }
+    with store.transaction():
+        if not any(row["id"] == deployment_id for row in store.deployments()):
+            return store.add_deployment({"id": deployment_id, **values, "data": data})
+        blank: dict[str, Any] = {
+            "error": None,
+            "base_url": None,
+            "pid": None,
+            "created": time.time(),
+        }
+        store.update_deployment(deployment_id, state="starting", data=data, **values, **blank)
+        return store.deployment(deployment_id)
+
+
+def request_stop(store: Store, deployment_id: str) -> DeploymentRow:
+    """Ask for a deployment to end. One that has ended or failed is `stopped` at once."""
+    store.update_deployment(deployment_id, expected_states=("starting", "ready"), state="stopping")
+    store.update_deployment(deployment_id, expected_states=("failed",), state="stopped")
+    return store.deployment(deployment_id)
+
+
+def find_deployment(store: Store, reference: str | None) -> DeploymentRow:
+    """By id or name; None is the only one there is. FlashError(unknown_deployment)."""
+    live = store.deployments(LIVE_DEPLOYMENT)
+    if reference is None:
+        if len(live) == 1:
+            return live[0]
+        fix = (
+            f"name one of: {', '.join(row['id'] for row in live)}"
+            if live
+            else "start one with deploy"
+        )
+        what = f"{len(live)} deployments are there" if live else "nothing is deployed"
+        raise FlashError("unknown_deployment", what, fix=fix)
+    found = [row for row in store.deployments() if reference in (row["id"], row["name"])]
+    return (
+        min(found, key=lambda row: _rank_of(row, reference))
+        if found
+        else store.deployment(reference)
+    )
+
+
+def _rank_of(row: DeploymentRow, reference: str) -> tuple[bool, ...]:
+    """An id before any name, what is served before what was, the caller's own before others'."""
+    return (
+        row["id"] != reference,
+        row["state"] not in LIVE_DEPLOYMENT,
+        row["owner"] != caller().owner,
+    )
+
+
+def _good_step(folder: RunFolder, run_id: str, step: int | None) -> int:
+    if step is not None and folder.manifest(step) is not None:
+        return step
+    newest = folder.newest_good_checkpoint() if step is None else None
+    if newest is not None:
+        return newest
+    steps = folder.checkpoint_steps()
+    what = f"run {run_id} has no checkpoint" + ("" if step is None else f" at step {step}")
+    wait = "wait for the first one: status shows the run's progress; a run that ended without one cannot be deployed"
+    fix = f"use one of the steps {steps}" if steps else wait
+    raise FlashError("unknown_checkpoint", what, run_id=run_id, step=step, fix=fix)
+
+
+def _deployment_id(*parts: object) -> str:
+    """The same for the same request, so that asking twice at once makes one row."""
+    digest = hashlib.sha256(repr(parts).encode()).digest()
+    return "dep-" + "".join(_BASE32[byte % 32] for byte in digest[:8])
+
+
+def _rank(adapter: Path) -> int:
+    try:
+        return int(json.loads((adapter / "adapter_config.json").read_text())["r"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        fix = "use another checkpoint"
+        raise FlashError(
+            "checkpoint_corrupt", f"no adapter: {error}", folder=adapter, fix=fix
+        ) from error

@@ -1,0 +1,118 @@
+"""Bearer tokens: made and revoked on the server's machine, shown once, kept as a hash.
+
+A token belongs to an owner, and an owner may have several: what they made outlives a token that
+expired or was lost."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TypedDict, cast
+
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.state.owners import LOCAL_OWNER, Access
+from flash_mcp.state.store import Store
+from flash_mcp.state.versions import NAME, NAME_RULE
+
+PREFIX = "flash_"
+"""So that scanners for leaked secrets can know one when they see it."""
+USED_EVERY_S = 60.0
+
+
+class Token(TypedDict):
+    """What is kept of a token. Times are unix seconds; `used` is exact to a minute."""
+
+    id: str
+    owner: str
+    access: Access
+    secrets: list[str]
+    created: float
+    expires: float | None
+    used: float | None
+    revoked: float | None
+
+
+_COLUMNS = ", ".join(Token.__annotations__)
+
+
+def create(
+    store: Store,
+    owner: str,
+    access: Access = "write",
+    *,
+    expires_days: float | None = None,
+    secret_names: Sequence[str] = (),
+) -> tuple[Token, str]:
+    """A new token of `owner`, and its text, which nobody can be told again.
+    FlashError(invalid_argument).
+    """
+    if not NAME.fullmatch(owner) or owner == LOCAL_OWNER:
+        fix = f"an owner is {NAME_RULE}, and not {LOCAL_OWNER!r}, which is the machine's own user"
+        raise FlashError("invalid_argument", f"a token cannot be for {owner!r:.100}", fix=fix)
+    if expires_days is not None and not 0 < expires_days <= 36_500:
+        raise FlashError(
+            "invalid_argument",
+            "a token lives for more than 0 and at most 36500 days",
+            days=expires_days,
+        )
+    text, now = PREFIX + secrets.token_urlsafe(32), time.time()
+    token = Token(
+        id=f"tok-{secrets.token_hex(4)}",
+        owner=owner,
+        access=access,
+        secrets=list(secret_names),
+        created=now,
+        expires=now + expires_days * 86_400 if expires_days is not None else None,
+        used=None,
+        revoked=None,
+    )
+    store.insert("tokens", {**token, "hash": _hash(text)})
+    return token, text
+
+
+def made(store: Store) -> list[Token]:
+    """Every token that was ever made, oldest first."""
+    return cast("list[Token]", store.query(f"SELECT {_COLUMNS} FROM tokens ORDER BY created"))
+
+
+def revoke(store: Store, reference: str) -> list[Token]:
+    """End a token by its id, or all of an owner by their name, at once.
+    FlashError(invalid_argument) if none is.
+    """
+    now = time.time()
+    valid = "(id = ? OR owner = ?) AND revoked IS NULL AND (expires IS NULL OR expires > ?)"
+    with store.transaction():
+        found = store.query(
+            f"SELECT {_COLUMNS} FROM tokens WHERE {valid}", [reference, reference, now]
+        )
+        store.execute(
+            f"UPDATE main.tokens SET revoked = ? WHERE {valid}", [now, reference, reference, now]
+        )
+    if not found:
+        fix = "flash-mcp token list shows ids and owners"
+        raise FlashError(
+            "invalid_argument",
+            f"no valid token has the id or the owner {reference!r:.100}",
+            fix=fix,
+        )
+    return cast("list[Token]", found)
+
+
+def find(store: Store, text: str) -> Token | None:
+    """The token whose text this is, unless it was revoked or has expired."""
+    now = time.time()
+    # 256 random bits need no slow hash; looking the hash up tells a timer nothing about the text.
+    sql = f"""SELECT {_COLUMNS} FROM tokens
+              WHERE hash = ? AND revoked IS NULL AND (expires IS NULL OR expires > ?)"""
+    rows = cast("list[Token]", store.query(sql, [_hash(text), now]))
+    if rows and (rows[0]["used"] or 0.0) < now - USED_EVERY_S:
+        with suppress(FlashError):  # a full disk or a locked database lets reads through
+            store.execute("UPDATE main.tokens SET used = ? WHERE id = ?", [now, rows[0]["id"]])
+    return rows[0] if rows else None
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

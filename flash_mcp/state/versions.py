@@ -1,0 +1,270 @@
+"""Pushed environments: a folder's files under environments_dir()/NAME/DIGEST, never changed once
+they are there.
+
+Those of another than the local owner lie under environments_dir()/@OWNER/NAME/DIGEST.
+
+    with staged("calculator", folder_files(Path("calculator"))) as stage:
+        ...                        # look at stage.folder, load it
+        version = stage.commit()   # atomic; left out, nothing remains
+
+DIGEST is made from the paths and contents, so that the same files are the same version wherever
+they are pushed."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import os
+import re
+import stat
+import tempfile
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.paths import environments_dir
+from flash_mcp.protocol.run_folder import disk_error
+from flash_mcp.state.owners import caller
+
+Files = Mapping[str, Path | bytes]
+"""{relative posix path: file to read, or content}"""
+
+NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
+NAME_RULE = "up to 64 lowercase letters, digits, - and _, beginning with a letter or a digit"
+ENTRY_POINT = "environment.py"
+DIGEST_LENGTH = 16
+MAX_FILES = 1000
+MAX_FILE_BYTES = 64 << 20
+MAX_TOTAL_BYTES = 256 << 20
+MAX_PATH_BYTES = 240
+IGNORED_FOLDERS = re.compile(
+    r"__pycache__|\.git|\.hg|\.svn|\.?venv|node_modules|\.(mypy|pytest|ruff|hypothesis|ipynb)_?(cache|checkpoints)?|"
+    r"\.(idea|vscode|tox|nox)|.+\.egg-info"
+)
+IGNORED_FILES = re.compile(r".+\.py[co]|\.DS_Store|Thumbs\.db|.+~|\..+\.swp")
+SECRET_FILES = re.compile(
+    r"\.env(\..+)?|\.envrc|.+\.(pem|key|p12|pfx|jks|kdbx)|id_(rsa|dsa|ecdsa|ed25519)|\.netrc|\.npmrc|\.pypirc|"
+    r"\.git-credentials|\.htpasswd|(aws_)?credentials(\.json)?|client_secret.*\.json|service_account.*\.json",
+    re.IGNORECASE,
+)
+SECRET_EXAMPLES = re.compile(r".+\.(example|sample|template|dist)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Version:
+    """A pushed environment. `created` is False where the same files had been pushed under that name
+    before.
+    """
+
+    name: str
+    digest: str
+    path: Path
+    files: int
+    size_bytes: int
+    created: bool
+
+
+def check_name(name: str) -> str:
+    """The name itself; FlashError(invalid_argument) for one that breaks NAME_RULE."""
+    if not NAME.fullmatch(name):
+        near = re.sub(r"[^a-z0-9_-]+", "-", name.lower()).strip("-_")[:64]
+        fix = f"a name is {NAME_RULE}" + (f"; {near!r} would do" if NAME.fullmatch(near) else "")
+        raise FlashError("invalid_argument", f"{name!r:.100} cannot be a name", fix=fix)
+    return name
+
+
+def folder_files(folder: Path) -> Files:
+    """What a push of `folder` consists of: all of it but caches, repositories, virtual
+    environments.
+
+    FlashError(upload_invalid) for links, devices, files that look like secrets, and where a limit
+    is passed."""
+    folder = folder.expanduser()
+    if not folder.is_dir():
+        fix = "pass the folder that holds environment.py as an absolute path; env_setup writes one to start from"
+        raise FlashError(
+            "upload_invalid", f"there is no folder {str(folder)!r} on the server", fix=fix
+        )
+    # One more than may be: a push of the wrong folder ends before all of it was looked at.
+    found = itertools.islice(_walk(folder), MAX_FILES + 1)
+    files = {path.relative_to(folder).as_posix(): path for path in found}
+    _check(files)
+    return files
+
+
+def inline_files(texts: Mapping[str, str]) -> Files:
+    """What a push of files given as text consists of; FlashError(upload_invalid) as `folder_files`."""
+    files = {path: text.encode(errors="surrogatepass") for path, text in texts.items()}
+    _check(files)
+    folders = {parent.as_posix() for path in files for parent in PurePosixPath(path).parents}
+    if clash := next((path for path in files if path in folders), None):
+        raise refusal(clash, "is given both as a file and as a folder", "rename one of them")
+    return files
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Files written out, not published yet. `parent` is where the versions of that name are."""
+
+    parent: Path
+    folder: Path
+    digest: str
+    files: int
+    size_bytes: int
+
+    def commit(self) -> Version:
+        """Publish. The same files under the same name are the version that is there already."""
+        target, created = self.parent / self.digest, True
+        self.parent.mkdir(exist_ok=True)
+        try:
+            self.folder.rename(target)
+        except OSError as error:
+            if not target.is_dir():
+                raise disk_error(error, target) from error
+            _check_intact(target, self.digest)
+            created = False
+        return Version(self.parent.name, self.digest, target, self.files, self.size_bytes, created)
+
+
+@contextlib.contextmanager
+def staged(
+    name: str, files: Files, base: Path | None = None, *, root: Path | None = None
+) -> Generator[Stage, None, None]:
+    """Write files beside where they are to be published; what was not committed is gone at the end.
+
+    `root` is the folder of all names, by default that of environments.
+    FlashError(invalid_argument | upload_invalid | disk_full).
+    """
+    root = owner_dir(root or environments_dir(base))
+    target = root / check_name(name)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(
+            prefix=".staged-", dir=root, ignore_cleanup_errors=True
+        ) as folder:
+            size_bytes = sum(_write(Path(folder, path), source) for path, source in files.items())
+            yield Stage(target, Path(folder), digest_of(Path(folder)), len(files), size_bytes)
+    except OSError as error:
+        raise disk_error(error, root) from error
+
+
+def owner_dir(root: Path) -> Path:
+    """Where below `root` the caller's versions lie. Each owner has a folder: equal files tell
+    nobody of another's.
+    """
+    return root if caller().is_local else root / f"@{caller().owner}"
+
+
+def digest_of(folder: Path) -> str:
+    """The digest of a folder's files: sha256 over their sorted paths and contents, shortened."""
+    whole = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        content = hashlib.sha256(path.read_bytes()).hexdigest()
+        whole.update(f"{path.relative_to(folder).as_posix()}\0{content}\n".encode())
+    return whole.hexdigest()[:DIGEST_LENGTH]
+
+
+def _check_intact(target: Path, digest: str) -> None:
+    if digest_of(target) != digest:
+        fix = (
+            f"remove {target} and push again; runs pinned to it would not have got what was pushed"
+        )
+        raise FlashError(
+            "upload_invalid",
+            "the stored files of this version were changed since",
+            path=target,
+            fix=fix,
+        )
+
+
+# -- what may be pushed ----------------------------------------------------------------------------
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """Regular files below `folder`, sorted. Links are refused, not followed: a push holds what the
+    folder holds.
+    """
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        mode = entry.stat(follow_symlinks=False).st_mode
+        if stat.S_ISDIR(mode):
+            if not IGNORED_FOLDERS.fullmatch(entry.name):
+                yield from _walk(Path(entry.path))
+            continue
+        if IGNORED_FILES.fullmatch(entry.name) or (
+            stat.S_ISLNK(mode) and IGNORED_FOLDERS.fullmatch(entry.name)
+        ):
+            continue
+        if not stat.S_ISREG(mode):
+            kind = "a link" if stat.S_ISLNK(mode) else "no regular file"
+            raise refusal(
+                entry.path,
+                f"is {kind}",
+                "replace it by the file itself, or move it out of the folder",
+            )
+        yield Path(entry.path)
+
+
+def _check(files: Files) -> None:
+    for path in files:
+        check_path(path)
+        _check_no_secret(path)
+    if ENTRY_POINT not in files:
+        shown = ", ".join(sorted(files)[:8]) or "nothing"
+        fix = "put environment.py, which defines load_environment, at the top of what is pushed; env_setup writes one"
+        raise FlashError(
+            "upload_invalid", f"there is no {ENTRY_POINT} among the files: {shown}", fix=fix
+        )
+    if len(files) > MAX_FILES:
+        fix = "leave out what the environment does not read, or pack many small files into one JSONL file"
+        raise FlashError("upload_invalid", f"there are more than {MAX_FILES} files", fix=fix)
+    sizes = {
+        path: len(source) if isinstance(source, bytes) else source.stat().st_size
+        for path, source in files.items()
+    }
+    largest = max(sizes, key=lambda path: sizes[path])
+    if sizes[largest] > MAX_FILE_BYTES or sum(sizes.values()) > MAX_TOTAL_BYTES:
+        fix = f"keep each file within {MAX_FILE_BYTES >> 20} MiB and all within {MAX_TOTAL_BYTES >> 20} MiB"
+        what = f"the files are too large: {sum(sizes.values()):,} bytes, of which {largest} {sizes[largest]:,}"
+        raise FlashError("upload_invalid", what, fix=fix)
+
+
+def check_path(path: str) -> None:
+    """FlashError(upload_invalid) for a path that would leave the folder, or that others could not
+    read or write.
+    """
+    parts = path.split("/")
+    if not path.isprintable() or "\\" in path or len(path.encode()) > MAX_PATH_BYTES:
+        what = f"has a control character or a backslash in its path, or more than {MAX_PATH_BYTES} bytes"
+        raise refusal(path, what, "rename it")
+    if path.startswith("/") or any(part in ("", ".", "..") for part in parts):
+        raise refusal(
+            path,
+            "would not lie inside the environment's folder",
+            "use a plain relative path like datasets/train.jsonl",
+        )
+
+
+def _check_no_secret(path: str) -> None:
+    name = path.rpartition("/")[2]
+    if SECRET_FILES.fullmatch(name) and not SECRET_EXAMPLES.fullmatch(name):
+        fix = "move it out; environment code gets secrets as environment variables, named by train(secrets=[...])"
+        raise refusal(path, "looks like a secret, and what is pushed is kept and copied", fix)
+
+
+def refusal(path: str, what: str, fix: str) -> FlashError:
+    """Why a file cannot be pushed."""
+    return FlashError("upload_invalid", f"{path!r:.200} {what}; nothing was pushed", fix=fix)
+
+
+def _write(path: Path, source: Path | bytes) -> int:
+    """Write one file for good, read-only; returns its size."""
+    content = source if isinstance(source, bytes) else source.read_bytes()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("xb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    path.chmod(0o444)
+    return len(content)

@@ -1,0 +1,1 @@
+"""What lives on when a client leaves: the supervisor, its launchers, the model servers."""

@@ -1,0 +1,91 @@
+"""What run folders say, read into the store."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from flash_mcp.protocol.run_folder import Json, RunFolder
+from flash_mcp.state.store import Store
+
+log = logging.getLogger(__name__)
+
+Name = TypeVar("Name", int, str)
+
+
+FILES_PER_COMMIT = 64  # few enough to let other writers in between
+
+
+class Reader:
+    """Reads a run folder into the store, each version of a file once. Reading it again changes
+    nothing.
+    """
+
+    def __init__(self, store: Store, run_id: str, folder: RunFolder) -> None:
+        self.store, self.run_id, self.folder = store, run_id, folder
+        self._seen: dict[tuple[str, int | str], str] = {}
+        self._next_at = 0.0
+
+    def read(self, *, now: bool = False) -> None:
+        """Take in what is new. Unless `now`, looking costs at most a twentieth of the time: folders
+        may be large.
+        """
+        started = time.monotonic()
+        if not now and started < self._next_at:
+            return
+        folder, store, run_id = self.folder, self.store, self.run_id
+        self._take(
+            "metrics",
+            folder.metric_steps(),
+            lambda step: store.put_metrics(run_id, _found(folder.metrics(step))),
+        )
+        self._take(
+            "rollouts",
+            folder.rollout_steps(),
+            lambda step: store.put_rollouts(run_id, "train", step, folder.rollouts(step)),
+        )
+        self._take(
+            "evals",
+            folder.eval_steps(),
+            lambda step: store.put_evaluation(run_id, _found(folder.evaluation(step))),
+        )
+        events = dict.fromkeys(folder.event_names(), "")
+        self._take(
+            "events", events, lambda name: store.put_event(run_id, name, _found(folder.event(name)))
+        )
+        manifests = {step: _found(folder.manifest(step)) for step in folder.checkpoint_steps()}
+        self._take(
+            "checkpoints",
+            {step: str(manifest["time"]) for step, manifest in manifests.items()},
+            lambda step: store.put_checkpoint(
+                run_id, manifests[step], folder.path("checkpoints", str(step))
+            ),
+        )
+        ended = time.monotonic()
+        self._next_at = ended + 20 * (ended - started)
+
+    def _take(self, kind: str, versions: Mapping[Name, str], put: Callable[[Name], None]) -> None:
+        news = [
+            name for name, version in versions.items() if self._seen.get((kind, name)) != version
+        ]
+        for start in range(0, len(news), FILES_PER_COMMIT):
+            names = news[start : start + FILES_PER_COMMIT]
+            with self.store.transaction():
+                for name in names:
+                    try:
+                        put(name)
+                    except (
+                        KeyError,
+                        TypeError,
+                        ValueError,
+                    ):  # a damaged file must not keep the run from ending
+                        log.exception("%s: %s %s cannot be read", self.run_id, kind, name)
+            self._seen.update({(kind, name): versions[name] for name in names})
+
+
+def _found(body: Json | None) -> Json:
+    if body is None:
+        raise ValueError("the file is gone")
+    return body

@@ -1,0 +1,87 @@
+"""The launcher seam: three methods, and an in-memory twin that documents them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One attempt of one run: what to execute, with which environment variables, and where its
+    output goes.
+    """
+
+    run_id: str
+    attempt: int
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    log: Path
+
+    @property
+    def key(self) -> str:
+        return f"{self.run_id}-{self.attempt}"
+
+
+@dataclass(frozen=True)
+class Handle:
+    """A submitted attempt. `id` is the engine's own name for it (a pid, a job number)."""
+
+    key: str
+    id: str
+
+
+@dataclass(frozen=True)
+class Hint:
+    """What the engine believes. It may be wrong; the run folder decides. `detail` says how a gone
+    attempt ended.
+    """
+
+    state: Literal["alive", "gone", "unknown"]
+    detail: str = ""
+
+
+class Launcher(ABC):
+    """Gives attempts a machine. `capacity` attempts may be under way at once."""
+
+    capacity: int = 1
+
+    @abstractmethod
+    def submit(self, launch: Launch) -> Handle:
+        """Start the attempt, or find it where its key was submitted before, by whichever process,
+        even if it ended.
+        """
+
+    @abstractmethod
+    def poll(self, handles: Sequence[Handle]) -> dict[str, Hint]:
+        """{key: hint} of each; an attempt that the engine never heard of is gone, one it cannot ask
+        about unknown.
+        """
+
+    @abstractmethod
+    def cancel(self, handle: Handle) -> None:
+        """End the attempt and all its processes at once, without asking it. Nothing happens where
+        it has ended.
+        """
+
+
+@dataclass
+class MemoryLauncher(Launcher):
+    """The twin: attempts are entries of `hints`, shared by all launchers that are given the same
+    dict.
+    """
+
+    hints: dict[str, Hint] = field(default_factory=dict[str, Hint])
+
+    def submit(self, launch: Launch) -> Handle:
+        self.hints.setdefault(launch.key, Hint("alive"))
+        return Handle(launch.key, launch.key)
+
+    def poll(self, handles: Sequence[Handle]) -> dict[str, Hint]:
+        return {handle.key: self.hints.get(handle.key, Hint("gone")) for handle in handles}
+
+    def cancel(self, handle: Handle) -> None:
+        self.hints[handle.key] = Hint("gone", "cancelled")

@@ -1,0 +1,89 @@
+"""What this machine has to train with. Asked of the system, never of torch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+QUERY = "name,memory.total,memory.free,utilization.gpu"
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU, or the machine's processor. Sizes in GiB; `busy` is the share in use."""
+
+    kind: str
+    name: str
+    memory_gib: float
+    free_gib: float
+    busy: float | None = None
+    cores: int | None = None
+
+
+def devices() -> list[Device]:
+    """The GPUs, if any, and then the processor."""
+    return [*gpus(), processor()]
+
+
+def processor() -> Device:
+    memory = psutil.virtual_memory()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return Device("cpu", _processor_name(), _gib(memory.total), _gib(memory.available), cores=cores)
+
+
+def gpus(timeout_s: float = 10.0) -> list[Device]:
+    """NVIDIA GPUs as nvidia-smi tells; none where it is missing or fails."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return []
+    arguments = [command, f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(
+            arguments, capture_output=True, text=True, timeout=timeout_s, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [_gpu(line) for line in done.stdout.splitlines() if line.count(",") >= 3]
+
+
+def installed(package: str) -> str | None:
+    """Its version; None where it is missing."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _gpu(line: str) -> Device:
+    name, total, free, busy = (part.strip() for part in line.rsplit(",", 3))
+    return Device(
+        "gpu",
+        name,
+        _from_mib(total),
+        _from_mib(free),
+        busy=float(busy) / 100 if busy.isdigit() else None,
+    )
+
+
+def _from_mib(text: str) -> float:
+    return round(float(text) / 1024, 1) if text.replace(".", "").isdigit() else 0.0
+
+
+def _gib(size_bytes: int) -> float:
+    return round(size_bytes / 2**30, 1)
+
+
+def _processor_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return "cpu"
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "cpu"
+    )

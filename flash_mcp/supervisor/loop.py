@@ -1,0 +1,443 @@
+"""The supervisor: gives queued runs to workers, reads what they say into the store, replaces them
+when they are lost.
+
+    python -m flash_mcp.supervisor --home DIR
+
+One per state directory: an operating-system lock on DIR/supervisor.lock decides. It keeps nothing
+that it could not find again in the store, the run folders and the launcher, so it may be killed at
+any point; the workers go on."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.paths import home
+from flash_mcp.protocol.run_folder import Json, RunFolder
+from flash_mcp.state import queue
+from flash_mcp.state.schema import LIVE_DEPLOYMENT, RunRow
+from flash_mcp.state.store import Store
+from flash_mcp.supervisor.ingest import Reader
+from flash_mcp.supervisor.launch.base import Handle, Hint, Launch, Launcher
+from flash_mcp.supervisor.launch.local import LocalLauncher
+from flash_mcp.supervisor.process import PYTHON, take_lock, wait_for
+from flash_mcp.supervisor.secrets import Vault
+
+if TYPE_CHECKING:
+    from flash_mcp.supervisor.model_servers import Deployments
+
+log = logging.getLogger(__name__)
+
+WORKER = (*PYTHON, "worker.main")
+PROBE_TIMEOUT_S = 1.0
+LOG_TAIL_BYTES = 4000
+SHORT_OF_MEMORY = 0.05
+"""Of what an attempt held and the machine had left: with less than this left, memory is what ended
+it.
+"""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long the supervisor waits for what, in seconds."""
+
+    poll_s: float = 0.5
+    beat_stale_s: float = 10.0
+    """Without a new beat for so long, an attempt that the launcher calls gone is."""
+    beat_silent_s: float = 120.0
+    """Without a new beat for so long, an attempt hangs, even though the launcher calls it alive."""
+    cancel_grace_s: float = 120.0
+    """What a worker has to save and end, before it is killed."""
+    leave_s: float = 10.0
+    """What a worker has to leave after its result, before it is killed."""
+    retry_delay_s: float = 1.0
+    """Before the second attempt; doubled before each further one, up to a minute."""
+    idle_exit_s: float = 60.0
+
+
+@dataclass
+class Attempt:
+    """What is known of an attempt beyond its row. Clocks are this process's own: machines disagree
+    about the time.
+    """
+
+    run_id: str
+    number: int
+    folder: RunFolder
+    handle: Handle
+    reader: Reader
+    has_beat: bool = False
+    beat: Json = field(default_factory=dict[str, object])
+    beat_at: float = field(default_factory=time.monotonic)
+    progress_at: float = field(default_factory=time.monotonic)
+    cancelled_at: float | None = None
+    result_at: float | None = None
+
+    def observe(self, beat: Json | None) -> tuple[bool, bool]:
+        """Take in beat.json as it is now: (it is a new one of this attempt, something moved)."""
+        if beat is None or beat["epoch"] != self.number or beat == self.beat:
+            return False, False
+        moved = any(beat.get(name) != self.beat.get(name) for name in ("step", "phase", "progress"))
+        self.has_beat, self.beat, self.beat_at = True, beat, time.monotonic()
+        if moved:
+            self.progress_at = self.beat_at
+        return True, moved
+
+
+class Supervisor:
+    """`tick` does whatever is due and returns; `run` ticks until nothing is left to do."""
+
+    def __init__(
+        self,
+        base: Path,
+        *,
+        launcher: Launcher | None = None,
+        worker: Sequence[str] = WORKER,
+        patience: Patience | None = None,
+    ) -> None:
+        self.base, self.worker = base, tuple(worker)
+        self.patience = patience or Patience()
+        self.store = Store(base)
+        self.launcher = launcher or LocalLauncher(base / "attempts")
+        self.vault = Vault(base)
+        self._attempts: dict[str, Attempt] = {}
+        self._troubles: dict[str, str] = {}
+        self._serving: Deployments | None = None
+
+    def run(self) -> None:
+        """Tick until there was nothing to do for `idle_exit_s`."""
+        busy_at = time.monotonic()
+        while True:
+            if self._tick_unless_held_up():
+                busy_at = time.monotonic()
+            elif time.monotonic() - busy_at >= self.patience.idle_exit_s:
+                return
+            time.sleep(self.patience.poll_s)
+
+    def _tick_unless_held_up(self) -> bool:
+        """As `tick`. A database that another program locks, or a full disk, is waited out: the
+        folders keep all.
+        """
+        try:
+            return self.tick()
+        except FlashError as error:
+            if error.code not in ("state_busy", "disk_full"):
+                raise
+            log.warning("%s", error)
+            return True
+
+    def tick(self) -> bool:
+        """Whether there is anything to look after."""
+        known = self.vault.run_ids()  # first: a run has its row before its secrets are given
+        active = self.store.active_runs()
+        for ended in known - {run["id"] for run in active}:
+            self.vault.forget(ended)
+        taken = [run for run in active if run["state"] != "queued"]
+        for run in taken:
+            self._guarded(run, self._attach)
+        handles = [attempt.handle for attempt in self._attempts.values()]
+        hints = self.launcher.poll(handles) if handles else {}
+        for run in taken:
+            self._guarded(run, lambda run: self._advance(run, hints))
+        for _ in range(self.launcher.capacity - len(taken)):
+            claimed = self._claim()
+            if claimed is None:
+                break
+            self._guarded(claimed, self._attach)
+        return self._serve() or bool(active)
+
+    def _claim(self) -> RunRow | None:
+        """The oldest run whose secrets are known."""
+        with self.store.transaction():  # a run that is enqueued after the look cannot be claimed
+            runs = self.store.active_runs()
+            waiting = [
+                run["id"] for run in runs if self.vault.lacking(run["id"], run["spec"]["secrets"])
+            ]
+            return queue.claim(self.store, waiting)
+
+    def _guarded(self, run: RunRow, act: Callable[[RunRow], None]) -> None:
+        # One run's trouble (a full disk, a damaged file) is not another's. It is logged once, and
+        # tried again.
+        try:
+            act(run)
+        except Exception as error:
+            is_new = self._troubles.get(run["id"]) != repr(error)
+            self._troubles[run["id"]] = repr(error)
+            if is_new:
+                log.exception("%s: trouble with attempt %s", run["id"], run["attempt"])
+            if is_new and not isinstance(error, FlashError):  # those come by themselves, and go
+                what = f"the supervisor had trouble with attempt {run['attempt']}, and tried again: {error!r}"
+                with suppress(FlashError):  # a full disk, which others may not mind
+                    self._note(run, "trouble", what, kind="warning")
+
+    def _attach(self, run: RunRow) -> None:
+        """Start the run's attempt, or find it where another supervisor had started it."""
+        known = self._attempts.get(run["id"])
+        if known and known.number == run["attempt"]:
+            return
+        folder, key = RunFolder(run["folder"]), f"{run['id']}-{run['attempt']}"
+        # Without its secrets an attempt cannot be started: one that an earlier supervisor started
+        # is found, another is gone, and the run waits in the queue.
+        is_lacking = bool(self.vault.lacking(run["id"], run["spec"]["secrets"]))
+        handle = (
+            Handle(key, "") if is_lacking or final_result(folder) else self._submit(run, folder)
+        )
+        reader = known.reader if known else Reader(self.store, run["id"], folder)
+        self._attempts[run["id"]] = Attempt(run["id"], run["attempt"], folder, handle, reader)
+
+    def _submit(self, run: RunRow, folder: RunFolder) -> Handle:
+        folder.create(queue.job(run))
+        launch = Launch(
+            run["id"],
+            run["attempt"],
+            [*self.worker, run["folder"], "--attempt", str(run["attempt"])],
+            {
+                **os.environ,
+                **self.vault.values(run["id"], run["spec"]["secrets"]),
+                "FLASH_HOME": str(self.base),
+            },
+            Path(run["folder"]) / f"log.{run['attempt']}",
+        )
+        handle = self.launcher.submit(launch)
+        self._note(run, "launched", f"attempt {run['attempt']} of {run['max_attempts']} started")
+        return handle
+
+    def _advance(self, run: RunRow, hints: dict[str, Hint]) -> None:
+        """Resolve the run's state from its folder. The hints are older: who was gone has written
+        its last word.
+        """
+        attempt = self._attempts.get(run["id"])
+        if attempt is None or attempt.number != run["attempt"]:
+            return
+        if run["cancel_requested"]:
+            attempt.cancelled_at = attempt.cancelled_at or time.monotonic()
+            if not attempt.folder.is_cancelled():
+                attempt.folder.request_cancel(run["cancel_reason"] or "")
+        is_new, moved = attempt.observe(attempt.folder.beat())
+        if is_new:
+            self._record_beat(attempt, moved)
+        attempt.reader.read()
+        hint = hints.get(attempt.handle.key, Hint("unknown"))
+        if result := final_result(attempt.folder):
+            self._settle(run, attempt, result, hint)
+        elif error := self._retryable_error(run, attempt) or self._diagnose(run, attempt, hint):
+            self._replace(run, attempt, error)
+
+    def _record_beat(self, attempt: Attempt, moved: bool) -> None:
+        queue.mark_running(self.store, attempt.run_id, attempt.number)
+        queue.record_beat(
+            self.store, attempt.run_id, attempt.number, attempt.beat, progressed=moved
+        )
+
+    def _retryable_error(self, run: RunRow, attempt: Attempt) -> FlashError | None:
+        """The error of an attempt that gave up in a way that another attempt may cure."""
+        result = attempt.folder.result()
+        if result is None or result["epoch"] != attempt.number:
+            return None
+        default = FlashError("worker_failed", f"attempt {attempt.number} gave up", run_id=run["id"])
+        return FlashError.from_dict(result["error"]) if result["error"] else default
+
+    def _diagnose(self, run: RunRow, attempt: Attempt, hint: Hint) -> FlashError | None:
+        """Why the attempt has to be given up, if it has."""
+        now, patience = time.monotonic(), self.patience
+        silent_s, still_s = now - attempt.beat_at, now - attempt.progress_at
+        if hint.state == "gone" and (
+            not attempt.has_beat or run["cancel_requested"] or silent_s > patience.beat_stale_s
+        ):
+            how = f" ({hint.detail})" if hint.detail else ""
+            what = f"attempt {attempt.number} ended without a result{how}"
+            if shortage := _memory_shortage(attempt.beat):
+                return self._error("out_of_memory", f"{what}; {shortage}", run, attempt)
+            return self._error("worker_failed", what, run, attempt)
+        if attempt.cancelled_at and now - attempt.cancelled_at > patience.cancel_grace_s:
+            return self._error(
+                "stalled", f"attempt {attempt.number} did not end when asked to", run, attempt
+            )
+        if hint.state != "alive":
+            return None
+        if attempt.has_beat and silent_s > patience.beat_silent_s:
+            return self._error(
+                "stalled",
+                f"attempt {attempt.number} gave no sign for {silent_s:.0f} s",
+                run,
+                attempt,
+            )
+        if still_s > run["spec"]["stall_timeout_s"]:
+            what = f"attempt {attempt.number} made no progress for {still_s:.0f} s"
+            return self._error("stalled", what, run, attempt)
+        return None
+
+    def _error(self, code: str, what: str, run: RunRow, attempt: Attempt) -> FlashError:
+        return FlashError(
+            code,
+            what,
+            fix=f"read the end of its log, and the whole of it in {run['folder']}/log.{attempt.number}",
+            run_id=run["id"],
+            attempt=attempt.number,
+            phase=attempt.beat.get("phase"),
+            step=attempt.beat.get("step"),
+            log=attempt.folder.log_tail(attempt.number, LOG_TAIL_BYTES),
+        )
+
+    def _replace(self, run: RunRow, attempt: Attempt, error: FlashError) -> None:
+        """Kill the attempt and let another one start, or end the run where none is left or a cancel
+        is wanted.
+        """
+        self.launcher.cancel(attempt.handle)
+        attempt.reader.read(now=True)
+        if result := final_result(attempt.folder):
+            self._finish(run, result)
+            return
+        self._note(run, "lost", error.what, error=error.to_dict())
+        log.warning("%s: %s", run["id"], error.what)
+        delay_s = self.patience.retry_delay_s * 2 ** (attempt.number - 1)
+        if queue.requeue(self.store, run["id"], attempt.number, error, delay_s=delay_s):
+            return
+        # Asked anew: a cancel may have come since the row was read.
+        cancelled = self.store.run(run["id"])["cancel_requested"] is not None
+        self._end(
+            run,
+            attempt.folder,
+            "cancelled" if cancelled else "failed",
+            step=int(attempt.beat.get("step", run["step"])),
+            error=None if cancelled else error.to_dict(),
+        )
+
+    def _settle(self, run: RunRow, attempt: Attempt, result: Json, hint: Hint) -> None:
+        """The folder's result ends the run, once the attempt has left or had the time to."""
+        attempt.result_at = attempt.result_at or time.monotonic()
+        if hint.state == "alive" and time.monotonic() - attempt.result_at < self.patience.leave_s:
+            return
+        self.launcher.cancel(attempt.handle)
+        attempt.reader.read(now=True)
+        self._finish(run, result)
+
+    def _end(
+        self,
+        run: RunRow,
+        folder: RunFolder,
+        state: queue.EndState,
+        *,
+        step: int = 0,
+        error: Json | None = None,
+    ) -> None:
+        """Write the result in the worker's stead, as an owner of the folder's own: no attempt can
+        write any more.
+        """
+        folder.create(queue.job(run))
+        writer = folder.claim(folder.newest_epoch() + 1)
+        writer.commit_result(
+            state, step, FlashError.from_dict(error) if error else None, retryable=False
+        )
+        self._finish(run, {"state": state, "step": step, "error": error})
+
+    def _finish(self, run: RunRow, result: Json) -> None:
+        queue.finish(
+            self.store,
+            run["id"],
+            run["attempt"],
+            result["state"],
+            step=int(result["step"]),
+            error=result["error"],
+        )
+        self._attempts.pop(run["id"], None)
+        log.info("%s: %s", run["id"], self.store.run(run["id"])["state"])
+
+    def _note(self, run: RunRow, what: str, message: str, **values: object) -> None:
+        row: Json = {
+            "time": time.time(),
+            "epoch": run["attempt"],
+            "kind": "attempt",
+            "message": message,
+            **values,
+        }
+        self.store.put_event(run["id"], f"{run['attempt']:04d}-{what}", row)
+
+    def _serve(self) -> bool:
+        """Look after deployments; whether there are any."""
+        live = bool(self.store.deployments(LIVE_DEPLOYMENT))
+        if not live and self._serving is None:
+            return False
+        try:
+            if self._serving is None:
+                from flash_mcp.supervisor.model_servers import Deployments  # noqa: PLC0415  only where there is something to serve
+
+                self._serving = Deployments(self.store, self.base)
+            self._serving.tick()
+            return live or self._serving.busy()
+        except Exception:
+            log.exception("trouble with deployments")
+            return live
+
+
+def final_result(folder: RunFolder) -> Json | None:
+    """What ends the run, if it is there: not an error that another attempt may cure."""
+    result = folder.result()
+    if result is None or result.get("retryable"):
+        return None
+    return result if result["state"] in ("succeeded", "failed", "cancelled") else None
+
+
+def _memory_shortage(beat: Json) -> str | None:
+    """What the last beat said, where so little memory was left that the kernel may have ended the
+    attempt.
+    """
+    held, left = beat.get("held_bytes", 0), beat.get("available_bytes", 1)
+    if left > SHORT_OF_MEMORY * (held + left):
+        return None
+    return f"its last beat held {held / 2**30:.1f} GiB and {left / 2**30:.1f} GiB of the machine's memory were left"
+
+
+# -- one per state directory -----------------------------------------------------------------------
+
+
+def supervise(base: Path, make: Callable[[Path], Supervisor] = Supervisor) -> bool:
+    """Be the state directory's supervisor until idle; False where another one is already."""
+    while True:
+        # Whoever only asks holds the lock for an instant.
+        lock = wait_for(lambda: take_lock(base), PROBE_TIMEOUT_S)
+        if lock is None:
+            return False
+        with lock:
+            lock.truncate(0)
+            lock.write(f"{os.getpid()}\n")
+            lock.flush()
+            supervisor = make(base)
+            supervisor.vault.open()
+            try:
+                supervisor.run()
+            finally:
+                supervisor.vault.close()
+        # Whoever enqueued while the lock was held saw it held and started no other.
+        if not supervisor.store.active_runs() and not supervisor.store.deployments(LIVE_DEPLOYMENT):
+            return True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m flash_mcp.supervisor",
+        description="Looks after the runs of a state directory.",
+    )
+    parser.add_argument(
+        "--home", type=Path, default=None, help="state directory (default: FLASH_HOME)"
+    )
+    parser.add_argument(
+        "--idle-exit-s", type=float, default=Patience.idle_exit_s, help="leave after so long idle"
+    )
+    arguments = parser.parse_args()
+    logging.basicConfig(
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+        stream=sys.stderr,
+    )
+    patience = Patience(idle_exit_s=arguments.idle_exit_s)
+    supervise(arguments.home or home(), lambda base: Supervisor(base, patience=patience))

@@ -1,0 +1,465 @@
+"""Deployments: adapters served by vLLM's OpenAI server, one server for each base model.
+
+The tools write rows (`request`, `request_stop`); the supervisor ticks `Deployments`, which makes
+the world follow them. A server is a process group of its own on loopback. It outlives the
+supervisor: whoever comes later finds it through SERVERS/NAME/server.json and the identity that its
+shell wrote beside it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import psutil
+
+from flash_mcp.protocol.errors import CODES, FlashError
+from flash_mcp.protocol.run_folder import Json, disk_error
+from flash_mcp.state.schema import LIVE_DEPLOYMENT, DeploymentRow
+from flash_mcp.state.store import Store
+from flash_mcp.supervisor.launch.local import REGISTER_AND_EXEC, Record
+
+log = logging.getLogger(__name__)
+
+SERVER = (sys.executable, "-m", "worker.engine.serve")
+NO_MEMORY = (
+    "out of memory|not enough memory|no available memory|available KV cache memory"
+    "|desired GPU memory|MemoryError"
+)
+START_TIMEOUT_S = 1800.0  # the model may have to be fetched first
+ANSWER_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 5.0
+LOG_TAIL_CHARACTERS = 1500
+STARTED = "Application startup complete"
+"""What uvicorn logs when a server begins to answer."""
+
+
+# -- what the tools ask for ------------------------------------------------------------------------
+
+
+def check_port(store: Store, run_id: str, port: int) -> None:
+    """FlashError(unknown_run | invalid_argument | port_taken) unless the run's base model can be
+    served on `port`.
+    """
+    model = store.run(run_id)["model"]
+    server = Server.find(store.base, model)
+    if server and server.is_alive():
+        if server.port != port:
+            fix = "leave port out: all adapters of a base model share its server"
+            raise FlashError(
+                "invalid_argument",
+                f"{model} is served on port {server.port} already",
+                port=port,
+                fix=fix,
+            )
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise _port_taken(port) from error
+
+
+def _port_taken(port: int) -> FlashError:
+    fix = "choose another port, or leave port out for a free one"
+    return FlashError("port_taken", f"port {port} cannot be listened on", port=port, fix=fix)
+
+
+# -- a server --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Server:
+    """vLLM's OpenAI server of one base model. What is here stands in its server.json, which only
+    its owner can read.
+    """
+
+    folder: str
+    model: str
+    port: int
+    lora_rank: int
+    log: str
+    api_key: str
+    scratch: str = ""
+    """Where its sockets lie: short, as their paths must be."""
+
+    @classmethod
+    def find(cls, base: Path, model: str) -> Server | None:
+        """The server that was started last for `model`, running or not."""
+        return cls.read(_server_folder(base, model))
+
+    @classmethod
+    def read(cls, folder: Path) -> Server | None:
+        try:
+            return cls(**json.loads((folder / "server.json").read_text()))
+        except (FileNotFoundError, ValueError, TypeError):  # none, or what a power cut left of one
+            return None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    @property
+    def file(self) -> str:
+        """Where its API key stands."""
+        return f"{self.folder}/server.json"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.api_key}"}
+
+    @property
+    def _record(self) -> Record | None:
+        return Record.read(Path(self.folder, "identity"))
+
+    @property
+    def pid(self) -> int | None:
+        return self._record.pid if self._record else None
+
+    def is_alive(self) -> bool:
+        record = self._record
+        return record is not None and record.is_alive()
+
+    def log_text(self) -> str:
+        with suppress(FileNotFoundError):
+            return Path(self.log).read_text(errors="replace")
+        return ""
+
+    def call(
+        self, path: str, body: Json | None = None, *, timeout_s: float = 5.0
+    ) -> httpx.Response:
+        """GET, or POST where there is a body. Raises httpx.TransportError while nobody answers."""
+        # Not through a proxy of the environment: the server is on loopback.
+        with httpx.Client(
+            base_url=self.url, headers=self.headers, timeout=timeout_s, trust_env=False
+        ) as client:
+            return client.get(path) if body is None else client.post(path, json=body)
+
+    def is_answering(self) -> bool:
+        with suppress(httpx.TransportError):
+            return self.call("/models", timeout_s=2.0).is_success
+        return False
+
+    def load(self, row: DeploymentRow) -> None:
+        """Load the adapter and have it say something. FlashError(deployment_failed) where it does
+        not.
+        """
+        known = [entry["id"] for entry in self.call("/models").json()["data"]]
+        if row["id"] not in known:
+            body = {"lora_name": row["id"], "lora_path": row["adapter_path"]}
+            _expect_ok(self.call("/load_lora_adapter", body, timeout_s=ANSWER_TIMEOUT_S))
+        greeting = {
+            "model": row["id"],
+            "max_tokens": 4,
+            "messages": [{"role": "user", "content": "Hello"}],
+        }
+        _expect_ok(self.call("/chat/completions", greeting, timeout_s=ANSWER_TIMEOUT_S))
+
+    def unload(self, deployment_id: str) -> None:
+        with suppress(httpx.TransportError):
+            self.call("/unload_lora_adapter", {"lora_name": deployment_id})
+
+    def stop(self) -> None:
+        """End the server, and what is left of its process group: a killed server's engine outlives
+        it.
+
+        The server alone is asked: it ends its engine, which leaves its shared memory behind when it
+        is told as well."""
+        record = self._record
+        if record is None or not record.owns_its_group():
+            return
+        if record.is_alive():
+            with suppress(ProcessLookupError):
+                os.kill(record.pid, signal.SIGTERM)
+            _wait_for_group(record.pid)
+        with suppress(ProcessLookupError):
+            os.killpg(record.pid, signal.SIGKILL)
+        _wait_for_group(record.pid)
+
+
+def _wait_for_group(group: int) -> None:
+    """Until none of its processes runs, or STOP_TIMEOUT_S have passed."""
+
+    def runs(process: psutil.Process) -> bool:
+        with suppress(ProcessLookupError):
+            return (
+                os.getpgid(process.pid) == group and process.info["status"] != psutil.STATUS_ZOMBIE
+            )
+        return False
+
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    while any(map(runs, psutil.process_iter(["status"]))) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _server_folder(base: Path, model: str) -> Path:
+    slug = re.sub(r"[^\w.-]+", "-", model).strip("-.")[-60:]
+    return base / "servers" / f"{slug}-{hashlib.sha256(model.encode()).hexdigest()[:8]}"
+
+
+def _expect_ok(response: httpx.Response) -> None:
+    if not response.is_success:
+        raise FlashError("deployment_failed", f"the server refused: {error_message(response.text)}")
+
+
+def error_message(body: str) -> str:
+    """The message of an OpenAI error body, or the body itself."""
+    with suppress(ValueError, KeyError, TypeError):
+        return str(json.loads(body)["error"]["message"])
+    return body[:500]
+
+
+# -- the supervisor's side -------------------------------------------------------------------------
+
+
+class Deployments:
+    """Makes the servers follow the rows. `tick` returns at once: each base model is looked after on
+    a thread.
+    """
+
+    def __init__(self, store: Store, home: Path, *, command: Sequence[str] = SERVER) -> None:
+        self.store, self.home, self.command = store, home, tuple(command)
+        self._pool = ThreadPoolExecutor(4, thread_name_prefix="serving")
+        self._under_way: dict[str, Future[None]] = {}
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+
+    def tick(self) -> None:
+        """Look after every base model that is not being looked after."""
+        for model in {
+            row["model"] for row in self.store.deployments(LIVE_DEPLOYMENT)
+        } | self._served():
+            under_way = self._under_way.get(model)
+            if under_way is None or under_way.done():
+                self._under_way[model] = self._pool.submit(self._guarded, model)
+
+    def busy(self) -> bool:
+        """Whether there are deployments, or servers that still have to end."""
+        if any(not future.done() for future in self._under_way.values()):
+            return True
+        return bool(self.store.deployments(LIVE_DEPLOYMENT) or self._served())
+
+    def _servers(self) -> list[Server]:
+        found = (Server.read(path.parent) for path in self.home.glob("servers/*/server.json"))
+        return [server for server in found if server]
+
+    def _served(self) -> set[str]:
+        return {server.model for server in self._servers() if server.is_alive()}
+
+    def _guarded(self, model: str) -> None:
+        try:
+            self._look_after(model)
+        except Exception as error:
+            log.exception("trouble with the server of %s", model)
+            if isinstance(error, OSError):  # of the disk, as a rule: nobody would be told otherwise
+                known = disk_error(error, self.home)
+                what, fix = (
+                    f"its server cannot be started: {error}",
+                    "mend that and call deploy again",
+                )
+                known = (
+                    known
+                    if isinstance(known, FlashError)
+                    else FlashError("deployment_failed", what, fix=fix)
+                )
+                rows = [
+                    row for row in self.store.deployments(("starting",)) if row["model"] == model
+                ]
+                self._fail([row for row in rows if row["pid"] is None], known)
+
+    def _look_after(self, model: str) -> None:
+        rows = [row for row in self.store.deployments(LIVE_DEPLOYMENT) if row["model"] == model]
+        wanted = [row for row in rows if row["state"] != "stopping"]
+        server = Server.find(self.home, model)
+        for row in rows:
+            if row["state"] == "stopping":
+                if wanted and server and server.is_alive():
+                    server.unload(row["id"])
+                self._update(row, "stopping", state="stopped", pid=None)
+        if not wanted:
+            if server:
+                self._stop(server)
+            return
+        if server is None or not server.is_alive():
+            self._replace(server, wanted)
+        elif any(row["data"]["rank"] > server.lora_rank for row in wanted):
+            self._stop(server)
+            self._start(model, wanted)
+        else:
+            self._advance(server, wanted)
+
+    def _replace(self, dead: Server | None, wanted: list[DeploymentRow]) -> None:
+        """Fail the rows whose server died; start one for those that have had none."""
+        lost = [row for row in wanted if row["pid"] is not None]
+        if dead and lost:
+            error = diagnose(dead)
+            self._stop(dead)
+            self._fail(lost, error)
+        # One without a server.json was ended, and its successor not started: whoever was about to
+        # do so died.
+        if fresh := [row for row in wanted if row["pid"] is None or dead is None]:
+            self._start(fresh[0]["model"], fresh)
+
+    def _advance(self, server: Server, wanted: list[DeploymentRow]) -> None:
+        """Bring starting rows nearer to being ready."""
+        starting = [row for row in wanted if row["state"] == "starting"]
+        if not starting:
+            return
+        if not server.is_answering():
+            if time.time() - min(row["updated"] for row in starting) > START_TIMEOUT_S:
+                self._stop(server)
+                self._fail(
+                    wanted,
+                    diagnose(server, f"the server did not answer within {START_TIMEOUT_S:.0f} s"),
+                )
+            return
+        for row in starting:
+            try:
+                server.load(row)
+            except FlashError as error:
+                server.unload(row["id"])
+                self._fail([row], diagnose(server, error.what))
+            except httpx.TransportError as error:
+                if not server.is_alive():
+                    return  # the next tick tells why
+                self._fail(
+                    [row],
+                    diagnose(
+                        server, f"the adapter did not answer: {type(error).__name__}: {error}"
+                    ),
+                )
+            else:
+                self._update(
+                    row, "starting", state="ready", base_url=server.url, pid=server.pid, error=None
+                )
+                log.info("%s answers on %s", row["id"], server.url)
+
+    def _start(self, model: str, wanted: list[DeploymentRow]) -> None:
+        server = self._prepare(model, wanted)
+        command = [
+            *self.command,
+            "--model",
+            model,
+            "--port",
+            str(server.port),
+            "--max-lora-rank",
+            str(server.lora_rank),
+        ]
+        identity = Path(server.folder, "identity")
+        identity.unlink(missing_ok=True)
+        log.info("starting the server of %s on port %s", model, server.port)
+        with Path(server.log).open("ab") as stream:
+            child = self._children[model] = subprocess.Popen(
+                ["/bin/sh", "-c", REGISTER_AND_EXEC, str(identity), "0", *command],
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                env={
+                    **os.environ,
+                    "FLASH_HOME": str(self.home),
+                    "VLLM_API_KEY": server.api_key,
+                    "VLLM_RPC_BASE_PATH": server.scratch,
+                },
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        while not identity.exists() and child.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for row in wanted:
+            self._update(row, row["state"], state="starting", pid=child.pid)
+
+    def _prepare(self, model: str, wanted: list[DeploymentRow]) -> Server:
+        """Write server.json for a new server."""
+        folder, logs = _server_folder(self.home, model), self.home / "logs"
+        for path in (folder, logs):
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        asked = [row["data"]["port"] for row in wanted if row["data"]["port"]]
+        server = Server(
+            folder=str(folder),
+            model=model,
+            port=asked[0] if asked else _free_port(),
+            lora_rank=max(
+                row["data"]["rank"] for row in wanted
+            ),  # no more: the CPU is slower for every rank
+            log=str(logs / f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}.log"),
+            api_key=secrets.token_urlsafe(24),
+            scratch=tempfile.mkdtemp(prefix="flash-server-"),
+        )
+        part = folder / f".server.{secrets.token_hex(4)}"
+        part.touch(mode=0o600)
+        part.write_text(json.dumps(asdict(server)))
+        part.replace(folder / "server.json")
+        return server
+
+    def _stop(self, server: Server) -> None:
+        server.stop()
+        if child := self._children.pop(server.model, None):
+            child.poll()
+        for folder in filter(None, (server.scratch, server.folder)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _fail(self, rows: list[DeploymentRow], error: FlashError) -> None:
+        for row in rows:
+            self._update(row, row["state"], state="failed", error=error.to_dict(), pid=None)
+            log.warning("%s failed: %s", row["id"], error.what)
+
+    def _update(self, row: DeploymentRow, expected: str, **values: Any) -> None:
+        # A row that was asked to stop meanwhile stays so.
+        self.store.update_deployment(row["id"], expected_states=(expected,), **values)
+
+
+def diagnose(server: Server, what: str | None = None) -> FlashError:
+    """Why the server failed, from its log: its own FlashError, a known cause, or the first
+    exception that it names.
+    """
+    text = server.log_text()
+    tail = text[-LOG_TAIL_CHARACTERS:]
+    if told := _told_error(text):
+        return told
+    if (
+        STARTED in text
+    ):  # what ends a server that has answered stands at the end: before are requests, whoever's
+        text = tail
+    if re.search(r"address already in use", text, re.IGNORECASE):
+        return _port_taken(server.port)
+    cause = re.search(
+        r"(?<!`)\b(?:\w+Error|\w+Exception): .+", text
+    )  # vLLM quotes some in its warnings
+    what = what or f"the server ended: {cause[0][:400] if cause else 'its log does not say why'}"
+    if re.search(NO_MEMORY, text, re.IGNORECASE):
+        fix = "wait for the run that trains on this machine, or undeploy another model, and call deploy again"
+        return FlashError("out_of_memory", what, fix=fix, log=server.log, tail=tail)
+    fix = "read the log, mend the cause and call deploy again"
+    return FlashError("deployment_failed", what, fix=fix, log=server.log, tail=tail)
+
+
+def _told_error(text: str) -> FlashError | None:
+    for line in reversed(text.splitlines()[-5:]):
+        with suppress(ValueError, KeyError, TypeError):
+            told = cast(Json, json.loads(line))
+            if told["code"] in CODES:
+                return FlashError.from_dict(told)
+    return None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

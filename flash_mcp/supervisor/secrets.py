@@ -1,0 +1,185 @@
+"""Values of secrets, from the server that took a `train` call to the supervisor, and never by way
+of a disk.
+
+    vault = Vault(base); vault.open()             # the supervisor: keeps {run: {name: value}} in memory
+    give(base, run_id, values)                    # any server of the same user, once the run is there
+    lacking(base, run_id, names)                  # which of them the supervisor does not have
+
+They talk through a Unix socket in the state directory, and each makes sure that the other is the
+same user's. Values go in and do not come out: the supervisor hands them to the run's attempts. When
+it ends they are gone, and have to be given again; a run that needs them waits. Names that it finds
+in its own environment count as given."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flash_mcp.protocol.errors import FlashError
+
+log = logging.getLogger(__name__)
+NAME = "supervisor.sock"
+TIMEOUT_S = 5.0
+MAX_REQUEST_BYTES = 1 << 20
+
+
+class Vault:
+    """The supervisor's side. Every method may be called from any thread."""
+
+    def __init__(self, base: Path) -> None:
+        self.base = base
+        self._values: dict[str, dict[str, str]] = {}
+        self._lock = threading.Lock()
+        self._listener: socket.socket | None = None
+
+    def open(self) -> None:
+        """Take what servers give, in a thread of its own, until `close`. The caller holds the
+        supervisor's lock.
+        """
+        listener = socket.socket(socket.AF_UNIX)
+        try:
+            (self.base / NAME).unlink(missing_ok=True)  # a supervisor's that was killed
+            with _address(self.base) as address:
+                listener.bind(address)
+            (self.base / NAME).chmod(0o600)
+            listener.listen()
+        except OSError:  # a full disk: runs without secrets go on
+            log.exception("no secrets can be taken")
+            listener.close()
+            return
+        self._listener = listener
+        threading.Thread(target=self._serve, args=(listener,), name="vault", daemon=True).start()
+
+    def close(self) -> None:
+        if self._listener:
+            (self.base / NAME).unlink(missing_ok=True)
+            self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
+
+    def values(self, run_id: str, names: Sequence[str]) -> dict[str, str]:
+        """What is known of these; what is not is left out."""
+        with self._lock:
+            given = self._values.get(run_id, {})
+        return {
+            name: value
+            for name in names
+            if (value := given.get(name, os.environ.get(name))) is not None
+        }
+
+    def lacking(self, run_id: str, names: Sequence[str]) -> list[str]:
+        known = self.values(run_id, names)
+        return [name for name in names if name not in known]
+
+    def run_ids(self) -> set[str]:
+        """The runs that values were given for."""
+        with self._lock:
+            return set(self._values)
+
+    def forget(self, run_id: str) -> None:
+        """The run has ended."""
+        with self._lock:
+            self._values.pop(run_id, None)
+
+    def _serve(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:  # closed
+                return
+            with connection, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                connection.settimeout(TIMEOUT_S)
+                _check_peer(connection)
+                request = _receive(connection)
+                if "values" in request:
+                    with self._lock:
+                        self._values.setdefault(request["run_id"], {}).update(request["values"])
+                _send(connection, {"lacking": self.lacking(request["run_id"], request["names"])})
+
+
+def give(base: Path, run_id: str, values: Mapping[str, str]) -> bool:
+    """Whether the supervisor has them now. One that has just been started is waited for."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while (
+        absent := _ask(base, {"run_id": run_id, "names": list(values), "values": dict(values)})
+    ) is None:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return not absent
+
+
+def hand_over(base: Path, run_id: str, names: Sequence[str]) -> list[str]:
+    """Give what the supervisor lacks for the run and this process's environment has; returns what
+    is lacking still.
+    """
+    found = {name: os.environ[name] for name in lacking(base, run_id, names) if name in os.environ}
+    if found:
+        give(base, run_id, found)
+    return lacking(base, run_id, names)
+
+
+def lacking(base: Path, run_id: str, names: Sequence[str]) -> list[str]:
+    """Which of `names` the supervisor does not have for the run; all, where none answers."""
+    found = _ask(base, {"run_id": run_id, "names": list(names)}) if names else []
+    return list(names) if found is None else found
+
+
+def missing(run_id: str, names: Sequence[str]) -> FlashError:
+    """What a run that waits for secrets is told to say."""
+    return FlashError(
+        "secret_missing",
+        f"the run waits for the secrets {', '.join(names)}: only memory holds them, and the supervisor that had them "
+        "ended",
+        run_id=run_id,
+        fix="start this server with them in its environment and ask for the run's status, or cancel the run",
+    )
+
+
+def _ask(base: Path, request: dict[str, Any]) -> list[str] | None:
+    try:
+        with socket.socket(socket.AF_UNIX) as connection, _address(base) as address:
+            connection.settimeout(TIMEOUT_S)
+            connection.connect(address)
+            _check_peer(connection)
+            _send(connection, request)
+            return _receive(connection)["lacking"]
+    except (OSError, ValueError, KeyError):
+        log.info("no supervisor takes secrets at %s", base / NAME)
+        return None
+
+
+@contextlib.contextmanager
+def _address(base: Path) -> Generator[str, None, None]:
+    """The socket's path, short: the kernel takes 107 bytes, and a state directory may lie deep."""
+    folder = os.open(base, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{folder}/{NAME}"
+    finally:
+        os.close(folder)
+
+
+def _check_peer(connection: socket.socket) -> None:
+    """PermissionError unless the same user is at the other end."""
+    credentials = connection.getsockopt(
+        socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
+    )
+    if struct.unpack("3i", credentials)[1] != os.getuid():
+        raise PermissionError("another user's process is at the other end")
+
+
+def _send(connection: socket.socket, body: dict[str, Any]) -> None:
+    connection.sendall(json.dumps(body).encode() + b"\n")
+
+
+def _receive(connection: socket.socket) -> dict[str, Any]:
+    with connection.makefile("rb") as stream:
+        return json.loads(stream.readline(MAX_REQUEST_BYTES))

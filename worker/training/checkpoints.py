@@ -1,0 +1,187 @@
+"""What happens between two steps: metrics and rollouts are reported, checkpoints are committed, a
+cancel is heeded.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.run_folder import Json, RunWriter
+from worker.settings import Settings
+
+log = logging.getLogger("worker")
+
+REPORTED = (
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "entropy",
+    "kl",
+    "is_ratio/mean",
+    "is_ratio/clipped_share",
+    "sampling_kl",
+    "sampling_logp_difference/mean",
+)
+"""What is kept of a trainer's metrics."""
+CHECKPOINT_FILES = {
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "optimizer.pt",
+    "scheduler.pt",
+    "rng_state.pth",
+    "trainer_state.json",
+}
+
+
+def trainer_arguments(spec: Settings, policy: PeftModel, output_dir: str) -> Json:
+    """What the trainers of GRPO and SFT are told alike; when to save, and what to show, is
+    Reporter's.
+    """
+    return {
+        "output_dir": output_dir,
+        "learning_rate": spec.learning_rate,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": spec.max_grad_norm,
+        "router_aux_loss_coef": 0.0,  # of experts: no adapter is on their router
+        "seed": spec.seed,
+        "bf16": policy.dtype == torch.bfloat16,
+        "use_cpu": not torch.cuda.is_available(),
+        "gradient_checkpointing": False,  # they decide for each group or batch
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+
+
+class Finished(Exception):
+    """An attempt that resumed finds every step made: transformers would make one more."""
+
+
+class Reporter(TrainerCallback):
+    """Writes a step's metrics once it is done, and a checkpoint when one is due.
+
+    `pending` holds the metrics that the rollouts of the current step gave; the trainer's own are
+    added to them, and what `held_out` measures after the last step and every `eval_every` (else
+    `save_every`) steps. `advance` is called for each part of a step that is done.
+    FlashError(diverged) where a gradient is no number."""
+
+    def __init__(
+        self,
+        writer: RunWriter,
+        spec: Settings,
+        cancelled: threading.Event,
+        *,
+        before_step: Callable[[int, int], None] = lambda step, steps: None,
+        advance: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.writer, self.spec, self.cancelled = writer, spec, cancelled
+        self.before_step, self.advance = before_step, advance
+        self.pending: Json = {}
+        self.held_out: Callable[[], Json] = dict
+        self.step_started = time.monotonic()
+        self.saved_step = -1
+        self._last: Json = {}
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if state.global_step >= state.max_steps:
+            raise Finished
+        self.before_step(state.global_step, state.max_steps)
+        self.step_started = time.monotonic()
+
+    def on_substep_end(self, *_: Any, **__: Any) -> None:
+        self.advance()
+
+    on_prediction_step = on_substep_end
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        last = state.global_step >= state.max_steps
+        if last or state.global_step % (self.spec.eval_every or self.spec.save_every) == 0:
+            self.pending |= (
+                self.held_out()
+            )  # first: an evaluation within a step takes back what `control` asks for
+        control.should_log = True
+        control.should_training_stop |= self.cancelled.is_set()
+        control.should_save = (
+            state.global_step % self.spec.save_every == 0 or last or control.should_training_stop
+        )
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not logs or "loss" not in logs:  # the summary that follows the last step
+            return
+        state.log_history.clear()  # every checkpoint would hold all of it
+        if not math.isfinite(logs.get("grad_norm", 0.0)):
+            raise FlashError(
+                "diverged",
+                f"the gradient of step {state.global_step} is {logs['grad_norm']}: the adapter is lost from there on",
+                step=state.global_step,
+                fix="lower learning_rate (and kl_penalty_coef), and start from this run's last checkpoint",
+            )
+        step_s = time.monotonic() - self.step_started
+        reported = {name: value for name, value in logs.items() if name in REPORTED}
+        beside = ("time/rollout_s", "time/sync_s", "time/held_out_s")
+        train_s = step_s - sum(self.pending.get(name, 0.0) for name in beside)
+        self._last = clean(
+            {**self.pending, **reported, "time/step_s": step_s, "time/train_s": train_s}
+        )
+        self.pending = {}
+        self.writer.metrics(state.global_step, self._last)
+        shown = ("reward/mean", "success/rate", "loss", "time/step_s")
+        values = "  ".join(
+            f"{name} {self._last[name]:.3g}" for name in shown if self._last.get(name) is not None
+        )
+        log.info("step %s/%s: %s", state.global_step, state.max_steps, values)
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.commit(Path(args.output_dir or "."), state.global_step)
+
+    def commit(self, output_dir: Path, step: int) -> None:
+        """Move the trainer's checkpoint of `step` into the run folder."""
+        source = output_dir / f"checkpoint-{step}"
+        for path in source.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif (
+                path.name not in CHECKPOINT_FILES
+            ):  # the tokenizer and the like: the base model has them
+                path.unlink()
+        manifest = self.writer.commit_checkpoint(step, source, self._last)
+        shutil.rmtree(source)
+        self.saved_step = step
+        self.writer.event(
+            "checkpoint", f"checkpoint {step}", step=step, size_bytes=manifest["size_bytes"]
+        )
+
+
+def clean(metrics: Json) -> Json:
+    """Finite numbers as they are, anything else as null: JSON has no NaN."""
+    return {
+        name: float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+        for name, value in metrics.items()
+    }
