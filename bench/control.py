@@ -27,9 +27,9 @@ from typing import Any
 import httpx
 from mcp import Client, StdioServerParameters
 
+from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state import queue
-from flash_mcp.state.schema import RunRow
 from flash_mcp.state.store import Store
 from flash_mcp.tools import status
 
@@ -110,11 +110,11 @@ def fill(store: Store, runs: int) -> list[str]:
     assert first
     template = store.query("SELECT * FROM runs")[0]
     noise = random.Random(0)
-    ids = [f"run-{number:08d}" for number in range(runs - 1)] + [first["id"]]
+    ids = [f"run-{number:08d}" for number in range(runs - 1)] + [first.id]
     for start in range(0, len(ids), 500):
         with store.transaction():
             for number, run_id in enumerate(ids[start : start + 500], start):
-                if run_id != first["id"]:
+                if run_id != first.id:
                     values = {"id": run_id, "state": "succeeded", "created": template["created"] - runs + number,
                               "started": 1.0, "ended": 2.0, "idempotency_key": None}  # fmt: skip
                     store.insert("runs", {**template, **values})
@@ -287,12 +287,12 @@ def _our_claims(folder: Path, count: int) -> dict[str, float]:
     with store.transaction():
         for _ in range(count):
             queue.enqueue(store, resolved, environment)
-    started, taken = time.perf_counter(), list[RunRow]()
+    started, taken = time.perf_counter(), list[Run]()
     while claimed := queue.claim(store):
         taken.append(claimed)
     claimed_at = time.perf_counter()
     for row in taken:
-        queue.finish(store, row["id"], row["attempt"], "succeeded")
+        queue.finish(store, row.id, row.attempt, "succeeded")
     ended = time.perf_counter()
     assert store.run_counts() == {"succeeded": count}
     return {

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from flash_mcp.cli.demo import Session, connected, told, watch
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.state.schema import ACTIVE
+from flash_mcp.protocol.records import ACTIVE
 
 Json = dict[str, Any]
 

@@ -39,8 +39,8 @@ from rich.console import Console
 from rich.table import Table
 
 from flash_mcp.protocol.errors import CODES
+from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.run_folder import RunFolder
-from flash_mcp.state.schema import RunRow
 from flash_mcp.state.store import Store
 from tests.stand_ins.worker.train import state_after
 
@@ -287,7 +287,7 @@ async def _live(base: Path, chaos: Chaos, outcome: Outcome, model: Path | None) 
             await _serve(agent, chaos, run_id)
         store = Store(base)
         run = store.run(run_id)
-        outcome.attempts = run["attempt"]
+        outcome.attempts = run.attempt
         before = _everything(store, run)
         check(store, run, fields["steps"], outcome)
         for zombie in chaos.sleeping:
@@ -334,44 +334,44 @@ async def _serve(agent: Agent, chaos: Chaos, run_id: str) -> None:
     await _until_fine(agent, "undeploy", deployment=deployed["deployment"])
 
 
-def check(store: Store, run: RunRow, steps: int, outcome: Outcome) -> None:
+def check(store: Store, run: Run, steps: int, outcome: Outcome) -> None:
     """What has to be true of every run, whatever happened to it."""
 
     def expect(what: str, found: object, wanted: object) -> None:
         if found != wanted:
             outcome.defects.append(f"{what}: {found!r} instead of {wanted!r}")
 
-    folder, every = RunFolder(run["folder"]), list(range(1, steps + 1))
+    folder, every = RunFolder(run.folder), list(range(1, steps + 1))
     expect("runs", len(store.runs()), 1)
-    expect("state and step", (run["state"], run["step"]), ("succeeded", steps))
+    expect("state and step", (run.state, run.step), ("succeeded", steps))
     expect("result", (folder.result() or {}).get("state"), "succeeded")
-    expect("steps with metrics", [row["step"] for row in store.metrics(run["id"])], every)
+    expect("steps with metrics", [row.step for row in store.metrics(run.id)], every)
     expect("files of metrics", list(folder.metric_steps()), every)
-    expect("steps with rollouts", store.rollout_steps(run["id"]), every)
+    expect("steps with rollouts", store.rollout_steps(run.id), every)
     for step in every:
-        rows = store.rollouts(run["id"], step=step, order="index", limit=999)
-        expect(f"rollouts of step {step}", [row["index"] for row in rows], list(range(len(rows))))
-    expect("steps with checkpoints", [row["step"] for row in store.checkpoints(run["id"])], every)
+        rows = store.rollouts(run.id, step=step, order="index", limit=999)
+        expect(f"rollouts of step {step}", [row.index for row in rows], list(range(len(rows))))
+    expect("steps with checkpoints", [row.step for row in store.checkpoints(run.id)], every)
     for step in folder.checkpoint_steps():
         folder.verify_checkpoint(step)
         if outcome.flavour == "quick":
             state = Path(folder.path("checkpoints", str(step), "state")).read_text()
             expect(f"state after step {step}", state, state_after(step))
-    prefix = f"flash-{hashlib.sha256(run['folder'].encode()).hexdigest()[:12]}-"
+    prefix = f"flash-{hashlib.sha256(run.folder.encode()).hexdigest()[:12]}-"
     expect("scratch folders", list(Path(tempfile.gettempdir()).glob(f"{prefix}*")), [])
     expect("integrity", store.query("PRAGMA integrity_check"), [{"integrity_check": "ok"}])
 
 
-def _everything(store: Store, run: RunRow) -> dict[str, Any]:
+def _everything(store: Store, run: Run) -> dict[str, Any]:
     """All that the run left behind, but for what its attempts printed, and hidden files: those are
     being written.
     """
     kept = {
-        table: store.query(f"SELECT * FROM {table} WHERE run_id = ?", [run["id"]])
+        table: store.query(f"SELECT * FROM {table} WHERE run_id = ?", [run.id])
         for table in ("metrics", "rollouts", "evals", "events", "checkpoints")
     }
-    for path in Path(run["folder"]).rglob("*"):
-        name = path.relative_to(run["folder"])
+    for path in Path(run.folder).rglob("*"):
+        name = path.relative_to(run.folder)
         if path.is_file() and not any(part.startswith((".", "log.")) for part in name.parts):
             kept[str(name)] = path.read_bytes()
     return {"run": run, **kept}

@@ -163,35 +163,35 @@ def fill_store(folder: Path, names: Names) -> None:
     """Runs that ended in every way, and one that is running. Queued ones come later: the oldest
     would start first.
     """
-    names.give("run-improved", finished_run(folder / "improved")["id"])
-    names.give("run-no-better", finished_run(folder / "no-better", solved=25)["id"])
-    names.give("run-failed", failed_run(folder)["id"])
-    names.give("run-cancelled", cancelled_run(folder)["id"])
-    names.give("run-sft", sft_run(folder)["id"])
+    names.give("run-improved", finished_run(folder / "improved").id)
+    names.give("run-no-better", finished_run(folder / "no-better", solved=25).id)
+    names.give("run-failed", failed_run(folder).id)
+    names.give("run-cancelled", cancelled_run(folder).id)
+    names.give("run-sft", sft_run(folder).id)
     for trouble, metrics in TROUBLES.items():
-        names.give(f"run-{trouble}", troubled_run(folder, metrics)["id"])
+        names.give(f"run-{trouble}", troubled_run(folder, metrics).id)
     running, writer = started_run(folder / "environment", steps=30, group_size=4)
     learn(writer, range(1, 6), of=30)
     writer.event("warning", "2 of 8 rollouts of step 3 failed in environment code")
-    read_in(open_store(), running["id"])
-    names.give("run-running", running["id"])
+    read_in(open_store(), running.id)
+    names.give("run-running", running.id)
 
 
 def failed_run(folder: Path) -> Any:
     run, writer = started_run(folder / "environment")
-    Path(run["folder"], "log.1").write_text("loading the model\nKeyError: 'answer'\n")
+    Path(run.folder, "log.1").write_text("loading the model\nKeyError: 'answer'\n")
     learn(writer, range(1, 4))
     failure = FlashError(
         "environment_error", "70 % of the rollouts failed", fix="correct the scorer"
     )
-    return end(writer, run["id"], 3, "failed", failure)
+    return end(writer, run.id, 3, "failed", failure)
 
 
 def cancelled_run(folder: Path) -> Any:
     run, writer = started_run(folder / "environment", lora_rank=8, lora_alpha=16, max_tokens=64)
     learn(writer, range(1, 7))
     save_adapter(writer, 6, folder / "cancelled", rank=8, alpha=16)
-    return end(writer, run["id"], 6, "cancelled")
+    return end(writer, run.id, 6, "cancelled")
 
 
 def sft_run(folder: Path) -> Any:
@@ -206,7 +206,7 @@ def sft_run(folder: Path) -> Any:
         held_out = {"eval_loss": 0.1 + 2 / (step + 1)} if step % 5 == 0 else {}
         writer.metrics(step, losses | held_out)
     save_adapter(writer, 20, folder / "sft")
-    return end(writer, run["id"], 20)
+    return end(writer, run.id, 20)
 
 
 def troubled_run(folder: Path, troubles: Mapping[str, Metric]) -> Any:
@@ -224,14 +224,14 @@ def troubled_run(folder: Path, troubles: Mapping[str, Metric]) -> Any:
         writer.metrics(
             step, {name: each(step) if callable(each) else each for name, each in metrics.items()}
         )
-    return end(writer, run["id"], 20)
+    return end(writer, run.id, 20)
 
 
 def play_evaluation(run_id: str, solved: int, tasks: int = 60) -> None:
     """Be the worker of an evaluation: the first `solved` tasks succeed, the last one fails in
     environment code.
     """
-    writer, step = start(run_id), open_store().run(run_id)["spec"]["step"]
+    writer, step = start(run_id), open_store().run(run_id).spec["step"]
     rows = [
         {**sample_rollout(step, index, float(index < solved)), "task_id": f"eval-{index}"}
         for index in range(tasks)
@@ -400,7 +400,7 @@ async def training(call: Calls, folder: Path) -> None:
     await call("cancel-again", "cancel", run_id="run-queued")
     await call("cancel-running", "cancel", run_id="run-running", wait_s=0)
     await call("cancel-finished", "cancel", run_id="run-improved")
-    call.names.give("run-waiting", queued_run(folder / "environment")["id"])
+    call.names.give("run-waiting", queued_run(folder / "environment").id)
 
 
 async def serving(call: Calls) -> None:

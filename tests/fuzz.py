@@ -144,8 +144,8 @@ def fuzz(cases: int, folder: Path, *, seed: int | None = None) -> Outcomes:
     home, work = Path(os.environ["FLASH_HOME"]), folder / "work"
     work.mkdir()
     known = [
-        finished_run(folder)["id"],
-        queued_run(folder / "environment")["id"],
+        finished_run(folder).id,
+        queued_run(folder / "environment").id,
         "echo",
         str(folder / "environment"),
     ]

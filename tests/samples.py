@@ -13,10 +13,10 @@ from typing import Any
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import home
+from flash_mcp.protocol.records import EnvironmentVersion, Run
 from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from flash_mcp.protocol.spec import resolve, validate
 from flash_mcp.state import queue
-from flash_mcp.state.schema import EnvironmentRow, RunRow
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.supervisor.ingest import Reader
 from flash_mcp.supervisor.process import take_lock
@@ -56,7 +56,7 @@ def supervised() -> Generator[None, None, None]:
         yield
 
 
-def push_echo(folder: Path, code: str = ENVIRONMENT, name: str = "echo") -> EnvironmentRow:
+def push_echo(folder: Path, code: str = ENVIRONMENT, name: str = "echo") -> EnvironmentVersion:
     """A published environment with 40 train and 60 eval rows."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "environment.py").write_text(code)
@@ -65,20 +65,20 @@ def push_echo(folder: Path, code: str = ENVIRONMENT, name: str = "echo") -> Envi
     )
 
 
-def queued_run(folder: Path, **fields: Any) -> RunRow:
+def queued_run(folder: Path, **fields: Any) -> Run:
     """A run in state queued."""
     store, environment = open_store(), push_echo(folder)
     resolved = resolve(validate({"environment": "echo", "steps": 20, **fields}))
     return queue.enqueue(store, resolved, environment)[0]
 
 
-def started_run(folder: Path, **fields: Any) -> tuple[RunRow, RunWriter]:
+def started_run(folder: Path, **fields: Any) -> tuple[Run, RunWriter]:
     """A run in state running, and its worker's side of the folder."""
     store = open_store()
     with store.transaction():  # a supervisor of the test's would claim it first
         run = queued_run(folder, **fields)
-        writer = start(run["id"])
-    return store.run(run["id"]), writer
+        writer = start(run.id)
+    return store.run(run.id), writer
 
 
 def start(run_id: str) -> RunWriter:
@@ -87,12 +87,12 @@ def start(run_id: str) -> RunWriter:
     """
     store = open_store()
     run = queue.claim(store)
-    assert run is not None and run["id"] == run_id
-    run_folder = RunFolder(run["folder"])
+    assert run is not None and run.id == run_id
+    run_folder = RunFolder(run.folder)
     run_folder.create(queue.job(run))
-    writer = run_folder.claim(run["attempt"])
+    writer = run_folder.claim(run.attempt)
     writer.beat(0, "model")
-    queue.mark_running(store, run_id, run["attempt"])
+    queue.mark_running(store, run_id, run.attempt)
     return writer
 
 
@@ -102,7 +102,7 @@ def end(
     step: int,
     state: Any = "succeeded",
     error: FlashError | None = None,
-) -> RunRow:
+) -> Run:
     """The run as it is once its worker and the supervisor have ended it."""
     store = open_store()
     writer.commit_result(state, step, error)
@@ -113,7 +113,7 @@ def end(
 
 def read_in(store: Store, run_id: str) -> None:
     """What the supervisor does with a run's folder."""
-    Reader(store, run_id, RunFolder(store.run(run_id)["folder"])).read(now=True)
+    Reader(store, run_id, RunFolder(store.run(run_id).folder)).read(now=True)
 
 
 def learn(writer: RunWriter, steps: Iterable[int], of: int = 20, **metrics: float) -> None:
@@ -199,7 +199,7 @@ def save_adapter(
     writer.commit_checkpoint(step, folder, {"reward/mean": 0.5, "success/rate": 0.4})
 
 
-def finished_run(folder: Path, *, solved: int = 90) -> RunRow:
+def finished_run(folder: Path, *, solved: int = 90) -> Run:
     """A run of 20 steps that went from 20 to `solved` percent on held-out examples, with two
     checkpoints.
     """
@@ -209,4 +209,4 @@ def finished_run(folder: Path, *, solved: int = 90) -> RunRow:
     save_adapter(writer, 10, folder)
     save_adapter(writer, 20, folder)
     evaluate(writer, 20, solved)
-    return end(writer, run["id"], 20)
+    return end(writer, run.id, 20)

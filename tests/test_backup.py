@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import stat
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,23 +47,23 @@ def test_a_backup_taken_while_a_supervisor_writes_goes_on_elsewhere(
         summary = backup.restore(elsewhere, archive)
         assert (summary.runs, summary.environments, summary.damaged) == (2, 1, [])
         second = Bench(elsewhere)
-        there = second.store.run(run["id"])
-        assert there["folder"] == str(elsewhere / "runs" / run["id"]) and there["state"] in (
+        there = second.store.run(run.id)
+        assert there.folder == str(elsewhere / "runs" / run.id) and there.state in (
             "starting",
             "running",
         )
-        steps = [row["step"] for row in second.store.metrics(run["id"])]
+        steps = [row.step for row in second.store.metrics(run.id)]
         assert steps == list(range(1, len(steps) + 1)) and all(
-            RunFolder(there["folder"]).metrics(step) for step in steps
+            RunFolder(there.folder).metrics(step) for step in steps
         )
-        for row in second.store.checkpoints(run["id"]):
-            assert Path(row["path"], "adapter.bin").is_file() and str(elsewhere) in row["path"]
-        assert len(second.store.metrics(ended["id"])) == 3
+        for row in second.store.checkpoints(run.id):
+            assert Path(row.path, "adapter.bin").is_file() and str(elsewhere) in row.path
+        assert len(second.store.metrics(ended.id)) == 3
         if number == 3:  # and it ends there as it would have here
-            Path(there["folder"], "go").touch()
+            Path(there.folder, "go").touch()
             done = second.finish(there)
-            assert (done["state"], done["step"]) == ("succeeded", 40)
-            assert [row["step"] for row in second.store.metrics(run["id"])] == list(range(1, 41))
+            assert (done.state, done.step) == ("succeeded", 40)
+            assert [row.step for row in second.store.metrics(run.id)] == list(range(1, 41))
             second.clean_up()
     bench.clean_up()
     assert not is_running(bench.pid(run))
@@ -92,8 +93,8 @@ def test_backup_and_restore_as_commands(
     assert json.loads(capsys.readouterr().out)["runs"] == 1
     assert "runs: 1" in out.out and "exists already" in out.err and "already" in out.err
     store = Store(tmp_path / "elsewhere")
-    assert store.run(run["id"])["state"] == "succeeded" and len(store.metrics(run["id"])) == 20
-    assert RunFolder(store.run(run["id"])["folder"]).newest_good_checkpoint() == 20
+    assert store.run(run.id).state == "succeeded" and len(store.metrics(run.id)) == 20
+    assert RunFolder(store.run(run.id).folder).newest_good_checkpoint() == 20
     assert sorted(flash_home.rglob("*")) == before
 
 
@@ -134,15 +135,15 @@ def test_only_paths_of_the_state_directory_move(flash_home: Path, tmp_path: Path
     spec = resolve(
         RunSpec(environment="e", environment_args={"rows": f"{flash_home}/rows", "base": beside})
     )
-    run_id = queue.enqueue(store, spec, {**environment, "path": beside})[0]["id"]
+    run_id = queue.enqueue(store, spec, replace(environment, path=beside))[0].id
     backup.backup(flash_home, tmp_path / "b.tar")
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     backup.restore(elsewhere, tmp_path / "b.tar")
     run = Store(elsewhere).run(run_id)
-    assert run["environment_path"] == beside and run["folder"] == f"{elsewhere}/runs/{run_id}"
-    assert run["spec"]["environment_args"] == {"rows": f"{elsewhere}/rows", "base": beside}
-    assert Store(elsewhere).environments()[0]["path"] == f"{elsewhere}/environments/e"
+    assert run.environment_path == beside and run.folder == f"{elsewhere}/runs/{run_id}"
+    assert run.spec["environment_args"] == {"rows": f"{elsewhere}/rows", "base": beside}
+    assert Store(elsewhere).environments()[0].path == f"{elsewhere}/environments/e"
 
 
 def test_a_damaged_backup_leaves_nothing_behind(flash_home: Path, tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_a_config_file_and_settings_start_a_run(run: Run, tmp_path: Path):
         "--json",
     )
     assert (code, err) == (0, "")
-    spec = open_store().run(json.loads(out)["run_id"])["spec"]
+    spec = open_store().run(json.loads(out)["run_id"]).spec
     assert (spec["steps"], spec["temperature"], spec["group_size"]) == (3, 0.8, 4)
 
 
@@ -120,7 +120,7 @@ def test_no_command_is_wrong_usage(run: Run):
 
 def test_json_is_what_the_tool_returns(run: Run, tmp_path: Path):
     finished = finished_run(tmp_path)
-    code, out, _ = run("status", finished["id"], "--json")
+    code, out, _ = run("status", finished.id, "--json")
     assert code == 0
     assert json.loads(out)["run"]["verdict"]["outcome"] == "improved"
 
@@ -130,15 +130,14 @@ def test_people_get_lines_and_tables(run: Run, tmp_path: Path):
     _, out, _ = run("status")
     heads = [line.split() for line in out.splitlines() if "run_id" in line]
     assert heads[0][:3] == ["run_id", "state", "algorithm"]
-    _, out, _ = run("rollouts", finished["id"], "--which", "best", "--limit", "1")
+    _, out, _ = run("rollouts", finished.id, "--which", "best", "--limit", "1")
     assert "- assistant: The answer is 84." in out
 
 
 def test_the_best_and_the_worst_rollouts_are_a_word_away(run: Run, tmp_path: Path):
     finished = finished_run(tmp_path)
     found = [
-        run("rollouts", finished["id"], f"--{which}", "2", "--json")[1]
-        for which in ("best", "worst")
+        run("rollouts", finished.id, f"--{which}", "2", "--json")[1] for which in ("best", "worst")
     ]
     best, worst = (json.loads(text)["rollouts"] for text in found)
     assert [rollout["index"] for rollout in best] == [7, 6]
@@ -152,10 +151,10 @@ def test_no_control_character_of_others_reaches_the_terminal(
     started, writer = started_run(tmp_path)
     writer.rollouts(1, [sample_rollout(1, 0, 0.0, f"{hostile}said\n\tand more")])
     writer.event("warning", hostile)
-    read_in(open_store(), started["id"])
+    read_in(open_store(), started.id)
     (tmp_path / "environment.py").write_text(f"raise RuntimeError({hostile!r})")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    rollouts, status = run("rollouts", started["id"]), run("status", started["id"])
+    rollouts, status = run("rollouts", started.id), run("status", started.id)
     push = run("env-push", str(tmp_path), "--name", "e")
     assert "said\n" in rollouts[1] and "\tand more" in rollouts[1]
     assert "␛]0;owned␇␛[2J\ufffd31m␡" in rollouts[1] and "owned" in status[1] and "owned" in push[2]
@@ -163,7 +162,7 @@ def test_no_control_character_of_others_reaches_the_terminal(
     for text in (*rollouts[1:], *status[1:], *push[1:]):
         rest = "".join(text.split(own[0]))
         assert not [sign for sign in rest if unicodedata.category(sign) == "Cc" and sign not in own]
-    _, out, _ = run("rollouts", started["id"], "--json")
+    _, out, _ = run("rollouts", started.id, "--json")
     assert "\x9b" not in out and "\x7f" not in out
     assert json.loads(out)["rollouts"][0]["messages"][-1]["content"] == f"{hostile}said\n\tand more"
 
@@ -173,9 +172,9 @@ def test_following_ends_with_the_runs_own_exit_code(
     run: Run, tmp_path: Path, state: str, code: int
 ):
     if state == "succeeded":
-        run_id = finished_run(tmp_path)["id"]
+        run_id = finished_run(tmp_path).id
     else:
-        run_id = queued_run(tmp_path)["id"]
+        run_id = queued_run(tmp_path).id
         run("cancel", run_id)
     found, out, err = run("status", run_id, "--follow")
     assert found == code
@@ -187,40 +186,40 @@ def test_ctrl_c_while_following_only_detaches(tmp_path: Path):
     with supervised():
         started, writer = started_run(tmp_path)
         learn(writer, [1, 2])
-        read_in(open_store(), started["id"])
-        command = [sys.executable, "-m", "flash_mcp.cli", "status", started["id"], "--follow"]
+        read_in(open_store(), started.id)
+        command = [sys.executable, "-m", "flash_mcp.cli", "status", started.id, "--follow"]
         with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
             assert process.stderr is not None
             assert "step 2/20" in process.stderr.readline()
             process.send_signal(signal.SIGINT)
             rest = process.stderr.read()
             assert process.wait(30) == 130, rest
-        assert f"flash-mcp status {started['id']} --follow" in rest
-        assert open_store().run(started["id"])["state"] == "running"
+        assert f"flash-mcp status {started.id} --follow" in rest
+        assert open_store().run(started.id).state == "running"
 
 
 def test_status_draws_the_curve_where_it_is_asked_to(run: Run, tmp_path: Path):
     finished = finished_run(tmp_path)
-    assert "held-out success" in run("status", finished["id"], "--curve")[1]
+    assert "held-out success" in run("status", finished.id, "--curve")[1]
     assert (
-        json.loads(run("status", finished["id"], "--curve", "--json")[1])["run"]["run_id"]
-        == finished["id"]
+        json.loads(run("status", finished.id, "--curve", "--json")[1])["run"]["run_id"]
+        == finished.id
     )
 
 
 def test_the_curve_is_drawn_and_written(run: Run, tmp_path: Path):
     finished = finished_run(tmp_path)
-    assert "held-out success" in run("curve", finished["id"])[1]
+    assert "held-out success" in run("curve", finished.id)[1]
     picture = tmp_path / "curve.png"
-    assert run("curve", finished["id"], "--png", str(picture))[0] == 0
+    assert run("curve", finished.id, "--png", str(picture))[0] == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
-    code, _, said = run("curve", finished["id"], "--png", str(tmp_path / "none" / "curve.png"))
+    code, _, said = run("curve", finished.id, "--png", str(tmp_path / "none" / "curve.png"))
     assert code == 2 and "choose a file that you may write with --png" in said
 
 
 def test_a_list_may_be_given_by_its_flag_or_left_out(run: Run, tmp_path: Path):
     finished = finished_run(tmp_path)
-    for words in (["--runs", finished["id"]], [finished["id"]]):
+    for words in (["--runs", finished.id], [finished.id]):
         assert json.loads(run("curate", *words, "--dry-run", "--json")[1])["counts"]
     code, _, said = run("curate", "--dry-run")
     assert code == 2 and "SUPPRESS" not in said
@@ -229,14 +228,14 @@ def test_a_list_may_be_given_by_its_flag_or_left_out(run: Run, tmp_path: Path):
 def test_a_text_may_come_from_a_file(run: Run, tmp_path: Path):
     queued = queued_run(tmp_path / "environment")
     (tmp_path / "reason.txt").write_text("wrong data")
-    assert run("cancel", queued["id"], "--reason", f"@{tmp_path / 'reason.txt'}")[0] == 0
-    assert open_store().run(queued["id"])["cancel_reason"] == "wrong data"
+    assert run("cancel", queued.id, "--reason", f"@{tmp_path / 'reason.txt'}")[0] == 0
+    assert open_store().run(queued.id).cancel_reason == "wrong data"
 
 
 def test_a_text_may_begin_with_an_at_sign(run: Run, tmp_path: Path):
     queued = queued_run(tmp_path)
-    assert run("cancel", queued["id"], "--reason", "@@bob: wrong @@data")[0] == 0
-    assert open_store().run(queued["id"])["cancel_reason"] == "@bob: wrong @@data"
+    assert run("cancel", queued.id, "--reason", "@@bob: wrong @@data")[0] == 0
+    assert open_store().run(queued.id).cancel_reason == "@bob: wrong @@data"
 
 
 @pytest.mark.parametrize(
@@ -305,7 +304,7 @@ def supervise_while_another_does() -> int:
 
 
 def test_a_reader_that_stops_early_is_no_failure(tmp_path: Path):
-    command = [sys.executable, "-m", "flash_mcp.cli", "rollouts", finished_run(tmp_path)["id"]]
+    command = [sys.executable, "-m", "flash_mcp.cli", "rollouts", finished_run(tmp_path).id]
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

@@ -16,7 +16,7 @@ ROLLOUTS = ResourceTemplateReference(uri="flash://runs/{run_id}/rollouts/{step}"
 
 @pytest.mark.parametrize("mode", ["auto", "legacy"])
 async def test_run_ids_and_steps_with_rollouts_are_completed(mode: str, tmp_path: Path):
-    finished, queued = finished_run(tmp_path)["id"], queued_run(tmp_path / "other")["id"]
+    finished, queued = finished_run(tmp_path).id, queued_run(tmp_path / "other").id
 
     async def complete(name: str, value: str, **known: str) -> list[str]:
         answer = await client.complete(ROLLOUTS, {"name": name, "value": value}, known or None)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.records import EnvironmentVersion
 from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from flash_mcp.protocol.spec import EvalSpec
 from flash_mcp.state.references import Subject
-from flash_mcp.state.schema import EnvironmentRow
 from flash_mcp.tools.shared import resolve
 from tests.attempts import VOWELS, Attempt
 from worker.evaluate import Recorder
@@ -32,7 +32,7 @@ def make_evaluation(
     """A run folder with an evaluation of the first five eval tasks, or of `tasks`."""
     step = 7 if adapter else 0
     subject = Subject(str(model), 4096, step, adapter={"path": str(adapter)} if adapter else None)
-    row = EnvironmentRow(
+    row = EnvironmentVersion(
         name="vowels", digest="0", path=str(environment), size_bytes=1, pushed=0.0, data={}
     )
     tasks, attempts = fields.pop("tasks", range(5)), fields.pop("attempts", 1)
@@ -45,7 +45,7 @@ def make_evaluation(
         {
             "run_id": folder.name,
             "spec": spec.model_dump(),
-            "environment": dict(row),
+            "environment": vars(row),
             "init_adapter": subject.adapter,
         }
     )

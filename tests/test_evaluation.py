@@ -59,7 +59,7 @@ def supervisor(flash_home: Path) -> Generator[None]:
         thread.start()
         yield
         for run in open_store().active_runs():
-            let_go(run["id"])
+            let_go(run.id)
         deadline = time.monotonic() + 20
         while open_store().active_runs() and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -93,7 +93,7 @@ async def evaluated(client: Client, *, solved: int = 0, **arguments: Any) -> dic
 
 def let_go(run_id: str) -> None:
     """Have a worker that holds go on."""
-    folder = Path(open_store().run(run_id)["folder"])
+    folder = Path(open_store().run(run_id).folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "go").touch()
 
@@ -124,7 +124,7 @@ async def test_an_evaluation_is_a_run_whose_scores_come_with_their_interval(clie
     assert "pass_at" not in scores
     assert body["values"]["temperature"] == 0.0  # one attempt is greedy
     run = open_store().run(body["run_id"])
-    assert (run["algorithm"], run["state"], run["steps"]) == ("eval", "succeeded", 60)
+    assert (run.algorithm, run.state, run.steps) == ("eval", "succeeded", 60)
     status = await call(client, "status", run_id=body["run_id"])
     assert status["run"]["scores"] == scores
     assert f"<td>low</td><td>{scores['low']}</td>" in html(open_store(), body["run_id"])
@@ -146,7 +146,7 @@ async def test_an_evaluation_that_nobody_looks_after_yet_is_no_error(
     sample = (await sampled(client, {"often": list(range(40))}))["sample"]
     assert "did not start" in sample["error"]
     for made in (body, sample):
-        assert open_store().run(made["run_id"])["algorithm"] == "eval"
+        assert open_store().run(made["run_id"]).algorithm == "eval"
 
 
 async def test_status_wakes_when_a_tenth_of_the_attempts_was_made(client: Client):
@@ -212,23 +212,23 @@ async def test_a_runs_checkpoint_is_evaluated_as_the_run_was_trained(
 ):
     run = finished_run(tmp_path / "run", solved=90)
     push_echo(tmp_path / "echo", ECHO)
-    body = await call(client, "evaluate", model=run["id"], max_tokens=33)
-    spec = open_store().run(body["run_id"])["spec"]
+    body = await call(client, "evaluate", model=run.id, max_tokens=33)
+    spec = open_store().run(body["run_id"]).spec
     assert (spec["checkpoint"], spec["step"], spec["lora_rank"], spec["max_tokens"]) == (
-        f"{run['id']}@20",
+        f"{run.id}@20",
         20,
         32,
         33,
     )
     assert body["environment"] == "echo@0123456789abcdef"
-    assert [row["step"] for row in open_store().evals(body["run_id"])] == [20]
-    assert open_store().run(body["run_id"])["init_adapter"]["step"] == 20
-    earlier = await call(client, "evaluate", model=f"{run['id']}@10")
-    assert f"{run['id']}@10" in earlier["of"]
-    start = await call(client, "evaluate", model=f"{run['id']}@0")
+    assert [row.step for row in open_store().evals(body["run_id"])] == [20]
+    assert open_store().run(body["run_id"]).init_adapter["step"] == 20
+    earlier = await call(client, "evaluate", model=f"{run.id}@10")
+    assert f"{run.id}@10" in earlier["of"]
+    start = await call(client, "evaluate", model=f"{run.id}@0")
     assert "before its training" in start["of"]
-    assert open_store().run(start["run_id"])["init_adapter"] is None
-    assert "unknown_checkpoint" in await refusal(client, "evaluate", model=f"{run['id']}@7")
+    assert open_store().run(start["run_id"]).init_adapter is None
+    assert "unknown_checkpoint" in await refusal(client, "evaluate", model=f"{run.id}@7")
     assert "is an evaluation" in await refusal(client, "evaluate", model=body["run_id"])
 
 
@@ -236,13 +236,13 @@ async def test_a_runs_arguments_go_with_its_environment_alone(client: Client, tm
     run, writer = started_run(tmp_path / "run", environment_args={"solved": [0]})
     save_adapter(writer, 10, tmp_path)
     writer.commit_result("succeeded", 10)
-    read_in(open_store(), run["id"])
+    read_in(open_store(), run.id)
     push_echo(tmp_path / "echo", ECHO)
-    assert (await call(client, "evaluate", model=run["id"], limit=2))["scores"]["success"] == 0.5
+    assert (await call(client, "evaluate", model=run.id, limit=2))["scores"]["success"] == 0.5
     push_echo(tmp_path / "another", ENVIRONMENT, name="another")  # takes no such argument
-    assert (await call(client, "evaluate", model=run["id"], environment="another", limit=2))[
-        "scores"
-    ]["success"] == 0.0
+    assert (await call(client, "evaluate", model=run.id, environment="another", limit=2))["scores"][
+        "success"
+    ] == 0.0
 
 
 async def test_a_deployment_stands_for_the_adapter_that_it_serves(client: Client, tmp_path: Path):
@@ -251,14 +251,14 @@ async def test_a_deployment_stands_for_the_adapter_that_it_serves(client: Client
     served = {
         "id": "dep-1",
         "name": "mine",
-        "model": run["model"],
-        "run_id": run["id"],
+        "model": run.model,
+        "run_id": run.id,
         "step": 10,
         "state": "ready",
     }
     open_store().add_deployment(served)
     body = await call(client, "evaluate", model="mine")
-    assert open_store().run(body["run_id"])["spec"]["checkpoint"] == f"{run['id']}@10"
+    assert open_store().run(body["run_id"]).spec["checkpoint"] == f"{run.id}@10"
     assert any("what dep-1 serves" in note for note in body["notes"])
     open_store().update_deployment("dep-1", state="stopped")
 
@@ -372,9 +372,9 @@ async def test_too_few_tasks_are_called_so_with_the_number_that_would_decide(cli
     sizes = {"tasks": {"train": 40, "eval": 60}}
     open_store().add_environment(
         name="echo",
-        digest=pushed["digest"],
-        path=pushed["path"],
-        size_bytes=pushed["size_bytes"],
+        digest=pushed.digest,
+        path=pushed.path,
+        size_bytes=pushed.size_bytes,
         data=sizes,
     )
     capped = await call(client, "compare", base=base["run_id"], other=other["run_id"])
@@ -417,7 +417,7 @@ async def test_two_models_that_were_sampled_differently_are_not_judged(
     push_echo(tmp_path / "echo", ECHO)
     asked = {"temperature": 1.0, "attempts": 4, "max_tokens": 16}
     base = await call(client, "evaluate", environment="echo", **asked)
-    body = await call(client, "compare", base=base["run_id"], other=run["id"])
+    body = await call(client, "compare", base=base["run_id"], other=run.id)
     assert (body["verdict"], body["success"]["outcome"]) == ("confounded", "improved")
     assert "differ in temperature, max_tokens" in body["success"]["explanation"]
     assert "deploy(" not in body["next"]
@@ -426,13 +426,11 @@ async def test_two_models_that_were_sampled_differently_are_not_judged(
     assert named
     again = await call(client, "evaluate", **eval(f"dict({named[1]})"))
     assert (again["of"], again["attempts"], again["values"]["max_tokens"]) == (base["of"], 1, 512)
-    body = await call(client, "compare", base=again["run_id"], other=run["id"])
-    assert (
-        body["verdict"] == "improved" and f"deploy(run_id='{run['id']}', step=20)" in body["next"]
-    )
+    body = await call(client, "compare", base=again["run_id"], other=run.id)
+    assert body["verdict"] == "improved" and f"deploy(run_id='{run.id}', step=20)" in body["next"]
     # More attempts at the same temperature are less noise, and no other thing that is measured.
     more = await call(client, "evaluate", environment="echo", attempts=2, temperature=0)
-    assert (await call(client, "compare", base=more["run_id"], other=run["id"]))[
+    assert (await call(client, "compare", base=more["run_id"], other=run.id))[
         "verdict"
     ] == "improved"
 
@@ -454,7 +452,7 @@ async def test_whatever_changes_what_is_measured_confounds(
     run = finished_run(tmp_path / "run", solved=90)
     push_echo(tmp_path / "echo", ECHO)
     base = await call(client, "evaluate", environment="echo", limit=20, **given)
-    body = await call(client, "compare", base=base["run_id"], other=run["id"], flips=0)
+    body = await call(client, "compare", base=base["run_id"], other=run.id, flips=0)
     assert body["verdict"] == "confounded"
     assert f"differ in {next(iter(given))}:" in body["success"]["explanation"]
 
@@ -465,7 +463,7 @@ async def test_a_nucleus_counts_where_something_is_sampled(client: Client, tmp_p
     for temperature, verdict in ((0.0, "no_change"), (1.0, "confounded")):
         common = {"environment": "echo", "temperature": temperature}
         base = await call(client, "evaluate", **common, top_p=0.5)
-        other = await call(client, "evaluate", **common, model=run["id"])
+        other = await call(client, "evaluate", **common, model=run.id)
         body = await call(client, "compare", base=base["run_id"], other=other["run_id"])
         assert body["verdict"] == verdict
 
@@ -475,7 +473,7 @@ async def test_only_an_evaluation_of_another_model_made_alike_is_proposed_as_the
 ):
     run = finished_run(tmp_path / "run", solved=90)
     push_echo(tmp_path / "echo", ECHO)
-    trained = await call(client, "evaluate", model=run["id"])
+    trained = await call(client, "evaluate", model=run.id)
     assert (
         "compare("
         not in (await call(client, "evaluate", environment="echo", temperature=1))["next"]
@@ -486,17 +484,17 @@ async def test_only_an_evaluation_of_another_model_made_alike_is_proposed_as_the
         "compare("
         not in (await call(client, "evaluate", environment="echo", max_tokens=16))["next"]
     )
-    later = await call(client, "evaluate", model=f"{run['id']}@10")
+    later = await call(client, "evaluate", model=f"{run.id}@10")
     assert f"compare(base={start['run_id']!r}, other={later['run_id']!r})" in later["next"]
 
 
 async def test_a_training_run_alone_is_compared_with_its_own_start(client: Client, tmp_path: Path):
     run = finished_run(tmp_path / "run", solved=90)
-    body = await call(client, "compare", base=run["id"])
+    body = await call(client, "compare", base=run.id)
     assert body["verdict"] == "improved"
     assert (body["base"]["step"], body["other"]["step"]) == (0, 20)
     assert "deploy" in body["next"]
-    named = await call(client, "compare", base=f"{run['id']}@0", other=f"{run['id']}@20")
+    named = await call(client, "compare", base=f"{run.id}@0", other=f"{run.id}@20")
     assert named["success"] == body["success"]
 
 
@@ -504,7 +502,7 @@ async def test_two_training_runs_are_compared_by_their_newest_evaluations(
     client: Client, tmp_path: Path
 ):
     one, two = finished_run(tmp_path / "one", solved=90), finished_run(tmp_path / "two", solved=90)
-    body = await call(client, "compare", base=one["id"], other=two["id"])
+    body = await call(client, "compare", base=one.id, other=two.id)
     assert (body["base"]["step"], body["other"]["step"], body["verdict"]) == (20, 20, "no_change")
     assert "flips" not in body and "other_index" not in body["next"]
 
@@ -514,8 +512,8 @@ async def test_what_cannot_be_compared_is_refused(client: Client, tmp_path: Path
     push_echo(tmp_path / "another", ECHO, name="another")
     another = await evaluated(client, environment="another")
     running, writer = started_run(tmp_path / "run", eval_before=True, eval_after=True)
-    early = await refusal(client, "compare", base=running["id"])
-    assert "[not_ready" in early and f"status(run_id={running['id']!r}, wait_s=40)" in early
+    early = await refusal(client, "compare", base=running.id)
+    assert "[not_ready" in early and f"status(run_id={running.id!r}, wait_s=40)" in early
     assert "different environments" in await refusal(
         client, "compare", base=body["run_id"], other=another["run_id"]
     )
@@ -523,7 +521,7 @@ async def test_what_cannot_be_compared_is_refused(client: Client, tmp_path: Path
     assert "same evaluation" in await refusal(
         client, "compare", base=body["run_id"], other=body["run_id"]
     )
-    assert "not_ready" in await refusal(client, "compare", base=body["run_id"], other=running["id"])
+    assert "not_ready" in await refusal(client, "compare", base=body["run_id"], other=running.id)
     assert "unknown_run" in await refusal(
         client, "compare", base=body["run_id"], other="run-00000000"
     )
@@ -568,10 +566,10 @@ async def test_a_sample_says_whether_there_is_something_to_learn_and_what_it_tak
     assert expected["cost"] == pytest.approx(expected["seconds"] / 1800, abs=1e-3)
     assert "guess" in expected["basis"]
     run = open_store().run(sample["run_id"])
-    assert (run["spec"]["split"], run["spec"]["temperature"]) == ("train", 1.0)
+    assert (run.spec["split"], run.spec["temperature"]) == ("train", 1.0)
     again = await sampled(client, {"often": list(range(40))})
     assert again["sample"]["run_id"] == sample["run_id"]
-    assert [row["algorithm"] for row in open_store().runs()] == ["eval"]
+    assert [row.algorithm for row in open_store().runs()] == ["eval"]
 
 
 async def test_the_time_takes_its_share_of_training_from_an_earlier_run_of_the_model(
@@ -581,15 +579,15 @@ async def test_the_time_takes_its_share_of_training_from_an_earlier_run_of_the_m
     for step in (1, 2):
         metrics = {"time/train_s": 9.0, "time/rollout_s": 3.0}
         open_store().put_metrics(
-            earlier["id"], {"step": step, "epoch": 1, "time": 0.0, "metrics": metrics}
+            earlier.id, {"step": step, "epoch": 1, "time": 0.0, "metrics": metrics}
         )
     open_store().execute(
-        "UPDATE runs SET state = 'succeeded', ended = 1 WHERE id = ?", [earlier["id"]]
+        "UPDATE runs SET state = 'succeeded', ended = 1 WHERE id = ?", [earlier.id]
     )
     push_echo(tmp_path / "echo", ECHO)
     expected = (await sampled(client, {"often": list(range(40))}))["estimate"]["time"]
     assert expected["seconds"] == 320 * 20 / 100 * 4
-    assert earlier["id"] in expected["basis"]
+    assert earlier.id in expected["basis"]
 
 
 @pytest.mark.parametrize(
@@ -643,7 +641,7 @@ async def test_env_test_samples_a_model_on_a_folder_that_was_never_pushed(
     assert body["passed"] is True
     assert (body["sample"]["groups"], body["sample"]["outlook"]) == (6, "hopeless")
     assert "do not start" in body["next"]
-    assert [row["name"] for row in open_store().environments()] == ["echo"]
+    assert [row.name for row in open_store().environments()] == ["echo"]
 
 
 async def test_env_test_samples_nothing_where_a_check_failed(client: Client, tmp_path: Path):

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flash_mcp.judgement.failures import failure_counts, failure_modes
+from flash_mcp.protocol.records import Rollout
 from tests.samples import sample_rollout
 
 MESSAGES = [
@@ -16,7 +17,7 @@ MESSAGES = [
 ]
 
 
-def row(*turns: str, success: bool = False, **values: Any) -> dict[str, Any]:
+def row(*turns: str, success: bool = False, **values: Any) -> Rollout:
     said: list[dict[str, Any]] = list(MESSAGES)
     for turn in turns:
         said += [{"role": "user", "content": "go on"}, {"role": "assistant", "content": turn}]
@@ -27,7 +28,7 @@ def row(*turns: str, success: bool = False, **values: Any) -> dict[str, Any]:
         "messages": said,
         "turns": len(turns),
     }
-    return {**base, **values}
+    return Rollout.of({**base, **values})
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def row(*turns: str, success: bool = False, **values: Any) -> dict[str, Any]:
         (row("5, and that is 5 because 5 is 5"), "wrong"),
     ],
 )
-def test_a_rollout_fails_in_one_of_seven_ways(rollout: dict[str, Any], mode: str | None):
+def test_a_rollout_fails_in_one_of_seven_ways(rollout: Rollout, mode: str | None):
     assert failure_modes([rollout]) == [mode]
 
 

@@ -29,9 +29,9 @@ def test_wait_ends_with_the_runs_own_exit_code(
     with supervised():
         run, writer = started_run(tmp_path)
         learn(writer, [1])
-        read_in(open_store(), run["id"])
-        queue.finish(open_store(), run["id"], run["attempt"], state)
-        assert main.main(["wait", run["id"], "--json"]) == code
+        read_in(open_store(), run.id)
+        queue.finish(open_store(), run.id, run.attempt, state)
+        assert main.main(["wait", run.id, "--json"]) == code
     captured = capsys.readouterr()
     assert json.loads(captured.out)["run"]["state"] == state
     assert captured.err == ""
@@ -40,7 +40,7 @@ def test_wait_ends_with_the_runs_own_exit_code(
 def test_ctrl_c_while_a_deployment_starts_says_that_it_goes_on(tmp_path: Path):
     with supervised():
         run, store = finished_run(tmp_path), open_store()
-        command = [*FLASH, "deploy", run["id"]]
+        command = [*FLASH, "deploy", run.id]
         with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as waiting:
             deadline = time.monotonic() + 30
             while not store.deployments():
@@ -49,12 +49,12 @@ def test_ctrl_c_while_a_deployment_starts_says_that_it_goes_on(tmp_path: Path):
             waiting.send_signal(signal.SIGINT)
             assert "goes on" in waiting.communicate(timeout=20)[1]
             assert waiting.returncode == 130
-        assert store.deployments()[0]["state"] == "starting"
+        assert store.deployments()[0].state == "starting"
 
 
 def test_wait_gives_up_after_its_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with supervised():
-        assert main.main(["wait", queued_run(tmp_path)["id"], "--timeout-s", "0.3"]) == 5
+        assert main.main(["wait", queued_run(tmp_path).id, "--timeout-s", "0.3"]) == 5
     assert "state: queued" in capsys.readouterr().out
 
 
@@ -62,11 +62,11 @@ def test_wait_returns_when_the_run_ends(tmp_path: Path):
     with supervised():
         run, _ = started_run(tmp_path)
         with subprocess.Popen(
-            [*FLASH, "wait", run["id"]], cwd=ROOT, stdout=subprocess.PIPE, text=True
+            [*FLASH, "wait", run.id], cwd=ROOT, stdout=subprocess.PIPE, text=True
         ) as waiting:
             with pytest.raises(subprocess.TimeoutExpired):
                 waiting.wait(2)
-            queue.finish(open_store(), run["id"], run["attempt"], "succeeded")
+            queue.finish(open_store(), run.id, run.attempt, "succeeded")
             assert waiting.wait(20) == 0
 
 
@@ -78,7 +78,7 @@ def test_errors_are_json_where_results_are(capsys: pytest.CaptureFixture[str]):
 
 
 def test_the_curve_is_json_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert main.main(["curve", finished_run(tmp_path)["id"], "--json"]) == 0
+    assert main.main(["curve", finished_run(tmp_path).id, "--json"]) == 0
     points = json.loads(capsys.readouterr().out)
     assert [step for step, _ in points["lines"]["reward"]] == list(range(1, 21))
     assert [point["step"] for point in points["held_out"]] == [0, 20]
@@ -88,9 +88,9 @@ def test_a_terminal_shows_the_curve_and_ctrl_c_only_detaches(tmp_path: Path):
     with supervised():
         run, writer = started_run(tmp_path)
         learn(writer, range(1, 6))
-        read_in(open_store(), run["id"])
+        read_in(open_store(), run.id)
         ours, theirs = pty.openpty()
-        command = [*FLASH, "status", run["id"], "--follow"]
+        command = [*FLASH, "status", run.id, "--follow"]
         with subprocess.Popen(
             command, cwd=ROOT, stderr=theirs, stdout=subprocess.DEVNULL
         ) as process:
@@ -98,15 +98,15 @@ def test_a_terminal_shows_the_curve_and_ctrl_c_only_detaches(tmp_path: Path):
             first = _read_until(ours, b"step 5/20")
             assert b"reward" in first
             learn(writer, [6])
-            read_in(open_store(), run["id"])
+            read_in(open_store(), run.id)
             drawn_over = _read_until(ours, b"step 6/20")
             assert b"F\x1b[J" in drawn_over
             process.send_signal(signal.SIGINT)
             rest = _read_until(ours, b"flash-mcp cancel")
             assert process.wait(30) == 130
         os.close(ours)
-        assert f"flash-mcp status {run['id']} --follow".encode() in rest
-        assert open_store().run(run["id"])["state"] == "running"
+        assert f"flash-mcp status {run.id} --follow".encode() in rest
+        assert open_store().run(run.id).state == "running"
 
 
 def _read_until(terminal: int, wanted: bytes, timeout_s: float = 30) -> bytes:

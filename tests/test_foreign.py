@@ -206,9 +206,7 @@ async def test_a_dataset_by_name_passes_the_gate_and_can_be_trained_on(flash_hom
         planned = await call(client, "train", **fields)
         again = await call(client, "train", **fields)
     [row] = open_store().environments()
-    assert (
-        planned["environment"] == again["environment"] == f"reasoning-gym-chain_sum@{row['digest']}"
-    )
+    assert planned["environment"] == again["environment"] == f"reasoning-gym-chain_sum@{row.digest}"
     assert planned["estimate"]["train_tasks"] == 40
 
 

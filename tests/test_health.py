@@ -58,11 +58,11 @@ def work_on(run_id: str) -> RunWriter:
     """Be the worker of a queued run."""
     store = open_store()
     run = queue.claim(store)
-    assert run is not None and run["id"] == run_id
-    folder = RunFolder(run["folder"])
+    assert run is not None and run.id == run_id
+    folder = RunFolder(run.folder)
     folder.create(queue.job(run))
-    queue.mark_running(store, run_id, run["attempt"])
-    return folder.claim(run["attempt"])
+    queue.mark_running(store, run_id, run.attempt)
+    return folder.claim(run.attempt)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ async def test_a_clean_split_is_not_spoken_of(tmp_path: Path):
     assert "contaminated" not in await call("env_push", name="echo", folder=str(folder))
     started = await call("train", environment="echo", steps=20, eval_before=True, eval_after=True)
     assert "notes" not in started
-    assert "overlap" not in open_store().run(started["run_id"])["lineage"]
+    assert "overlap" not in open_store().run(started["run_id"]).lineage
 
 
 async def test_failure_modes_are_counted_by_status_and_named_by_rollouts(tmp_path: Path):
@@ -169,16 +169,14 @@ async def test_failure_modes_are_counted_by_status_and_named_by_rollouts(tmp_pat
         for index, text in enumerate(texts)
     ]
     writer.rollouts(1, rows)
-    read_in(open_store(), run["id"])
+    read_in(open_store(), run.id)
     expected = {"empty": 1, "looping": 1, "wrong": 1}
-    assert (await call("status", run_id=run["id"], detail="detailed"))["run"][
-        "failures"
-    ] == expected
-    assert "failures" not in (await call("status", run_id=run["id"]))["run"]
-    page = await call("rollouts", run_id=run["id"], which="index", limit=4)
+    assert (await call("status", run_id=run.id, detail="detailed"))["run"]["failures"] == expected
+    assert "failures" not in (await call("status", run_id=run.id))["run"]
+    page = await call("rollouts", run_id=run.id, which="index", limit=4)
     assert page["failures"] == expected
     assert [each.get("failure") for each in page["rollouts"]] == ["empty", "looping", "wrong", None]
-    everywhere = await call("rollouts", run_id=run["id"], step=-1, which="index", limit=4)
+    everywhere = await call("rollouts", run_id=run.id, step=-1, which="index", limit=4)
     assert [each.get("failure") for each in everywhere["rollouts"]] == [
         "empty",
         "looping",
@@ -190,7 +188,7 @@ async def test_failure_modes_are_counted_by_status_and_named_by_rollouts(tmp_pat
 
 async def test_the_detailed_form_has_every_metric_and_where_the_run_comes_from(tmp_path: Path):
     earlier = finished_run(tmp_path)
-    started = await call("train", environment="echo", init_from_adapter=f"{earlier['id']}@10")
+    started = await call("train", environment="echo", init_from_adapter=f"{earlier.id}@10")
     learn(work_on(started["run_id"]), range(1, 21))
     read_in(open_store(), started["run_id"])
     view = (await call("status", run_id=started["run_id"], detail="detailed"))["run"]
@@ -199,10 +197,10 @@ async def test_the_detailed_form_has_every_metric_and_where_the_run_comes_from(t
     assert view["sources"] == {"argument": ["environment", "init_from_adapter"]}
     lineage = view["lineage"]
     assert (lineage["parent"], lineage["environment"]) == (
-        f"{earlier['id']}@10",
+        f"{earlier.id}@10",
         "echo@0123456789abcdef",
     )
-    assert lineage["parent_digest"] == open_store().checkpoint(earlier["id"], 10)["digest"]
+    assert lineage["parent_digest"] == open_store().checkpoint(earlier.id, 10).digest
     assert lineage["code"] == code_version()
     concise = (await call("status", run_id=started["run_id"]))["run"]
     assert not {"metrics", "lineage", "failures", "sources"} & set(concise)
@@ -217,11 +215,11 @@ async def test_the_code_version_names_the_commit_of_a_checkout_and_reaches_the_w
     if (root / ".git").exists() and described:
         assert "+g" in code_version()
     run, writer = started_run(tmp_path)
-    assert writer.folder.job()["lineage"] == run["lineage"] == {"code": code_version()}
+    assert writer.folder.job()["lineage"] == run.lineage == {"code": code_version()}
 
 
 async def test_a_store_made_before_lineage_was_kept_is_read(tmp_path: Path):
     run = finished_run(tmp_path)
-    open_store().execute("UPDATE runs SET lineage = '{}' WHERE id = ?", [run["id"]])
-    view = (await call("status", run_id=run["id"], detail="detailed"))["run"]
+    open_store().execute("UPDATE runs SET lineage = '{}' WHERE id = ?", [run.id])
+    view = (await call("status", run_id=run.id, detail="detailed"))["run"]
     assert "code" not in view["lineage"] and view["verdict"]["outcome"] == "improved"

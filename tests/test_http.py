@@ -24,9 +24,9 @@ from mcp import Client
 from flash_mcp.cli import main
 from flash_mcp.protocol.errors import CODES, FlashError
 from flash_mcp.protocol.paths import environments_dir
+from flash_mcp.protocol.records import Run
 from flash_mcp.state import tokens
 from flash_mcp.state.owners import Caller, Limits, acting_as
-from flash_mcp.state.schema import RunRow
 from flash_mcp.state.store import open_store
 from flash_mcp.state.versions import inline_files
 from flash_mcp.tools.environments import publish
@@ -80,13 +80,13 @@ def furnish(owner: str, folder: Path) -> dict[str, str]:
         "id": deployment,
         "owner": "local",
         "name": f"{owner}-chat",
-        "model": run["model"],
-        "run_id": run["id"],
+        "model": run.model,
+        "run_id": run.id,
     }
     open_store().add_deployment({**values, "step": 20, "state": "starting"})
     give(owner, name)
     return {
-        "run_id": run["id"],
+        "run_id": run.id,
         "environment": name,
         "version": f"{name}@0123456789abcdef",
         "deployment": deployment,
@@ -100,7 +100,7 @@ def things(team: Team, tmp_path: Path) -> dict[str, dict[str, str]]:
     alices = furnish("alice", tmp_path / "alice")
     mark = f"UPDATE rollouts SET body = replace(body, 'The answer', '{MARK}') WHERE run_id = ?"
     open_store().execute(mark, [alices["run_id"]])
-    for path in Path(open_store().run(alices["run_id"])["folder"], "rollouts").iterdir():
+    for path in Path(open_store().run(alices["run_id"]).folder, "rollouts").iterdir():
         path.write_text(path.read_text().replace("The answer", MARK))
     return {"alice": alices, "bob": furnish("bob", tmp_path / "bob")}
 
@@ -283,19 +283,19 @@ async def test_two_owners_may_use_the_same_names_keys_and_files(team: Team, mode
             assert runs[owner]["created"]
             again = body_of(await client.call_tool("train", train))
             assert (again["run_id"], again["created"]) == (runs[owner]["run_id"], False)
-    rows = {row["id"]: row for row in open_store().runs()}
+    rows = {row.id: row for row in open_store().runs()}
     for owner, body in runs.items():
-        assert rows[body["run_id"]]["owner"] == owner
-        assert f"@{owner}" in rows[body["run_id"]]["environment_path"]
+        assert rows[body["run_id"]].owner == owner
+        assert f"@{owner}" in rows[body["run_id"]].environment_path
 
 
 async def test_the_local_owner_deploys_for_the_owner_of_the_run(things: dict[str, dict[str, str]]):
     from flash_mcp.state.serving import request  # noqa: PLC0415
 
     row = request(open_store(), things["alice"]["run_id"], step=10)
-    assert row["owner"] == "alice"
+    assert row.owner == "alice"
     with acting_as(Caller("alice")):
-        assert request(open_store(), things["alice"]["run_id"], step=10)["id"] == row["id"]
+        assert request(open_store(), things["alice"]["run_id"], step=10).id == row.id
 
 
 def test_a_caller_who_is_not_local_can_neither_read_nor_write_past_their_rows(
@@ -660,7 +660,7 @@ def test_what_holds_the_state_up_is_told_over_http(flash_home: Path) -> None:
 
 
 async def test_a_server_that_is_told_to_end_lets_calls_end_first(flash_home: Path, tmp_path: Path):
-    run: RunRow = queued_run(tmp_path / "environment")
+    run: Run = queued_run(tmp_path / "environment")
     text = tokens.create(open_store(), "alice")[1]
     give("alice", "echo")
     port, results, begun = free_port(), list[str](), anyio.Event()
@@ -673,7 +673,7 @@ async def test_a_server_that_is_told_to_end_lets_calls_end_first(flash_home: Pat
                 begun.set()
 
             async def wait() -> None:
-                arguments = {"run_id": run["id"], "wait_s": 3}
+                arguments = {"run_id": run.id, "wait_s": 3}
                 results.append(
                     text_of(await client.call_tool("status", arguments, progress_callback=hear))
                 )

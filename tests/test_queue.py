@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.records import EnvironmentVersion, Run
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state import queue
-from flash_mcp.state.schema import EnvironmentRow, RunRow
 from flash_mcp.state.store import Store
 
 LOST = FlashError("worker_failed", "gone")
@@ -28,18 +28,18 @@ def store(tmp_path: Path) -> Store:
     return Store(tmp_path)
 
 
-def environment(store: Store, digest: str = "abcdef123456") -> EnvironmentRow:
+def environment(store: Store, digest: str = "abcdef123456") -> EnvironmentVersion:
     return store.add_environment(
         name="calc", digest=digest, path=f"/environments/calc/{digest}", size_bytes=1
     )
 
 
-def enqueue(store: Store, key: str | None = None, **fields: object) -> tuple[RunRow, bool]:
+def enqueue(store: Store, key: str | None = None, **fields: object) -> tuple[Run, bool]:
     spec = resolve(RunSpec.model_validate({"environment": "calc", **fields}))
     return queue.enqueue(store, spec, environment(store), idempotency_key=key)
 
 
-def claim(store: Store) -> RunRow:
+def claim(store: Store) -> Run:
     run = queue.claim(store)
     assert run is not None
     return run
@@ -48,17 +48,17 @@ def claim(store: Store) -> RunRow:
 def test_a_new_run_is_queued_with_its_environment_pinned_and_no_folder_made(store: Store) -> None:
     run, created = enqueue(store, steps=7)
     assert created
-    assert run["id"].startswith("run-") and len(run["id"]) == 12
-    assert (run["state"], run["attempt"], run["max_attempts"], run["steps"], run["step"]) == (
+    assert run.id.startswith("run-") and len(run.id) == 12
+    assert (run.state, run.attempt, run.max_attempts, run.steps, run.step) == (
         "queued",
         0,
         3,
         7,
         0,
     )
-    assert run["spec"]["environment"] == "calc@abcdef123456"
-    assert run["sources"]["steps"] == "argument" and run["sources"]["group_size"] == "recipe"
-    assert not Path(run["folder"]).exists()
+    assert run.spec["environment"] == "calc@abcdef123456"
+    assert run.sources["steps"] == "argument" and run.sources["group_size"] == "recipe"
+    assert not Path(run.folder).exists()
 
 
 def test_the_job_holds_what_a_worker_needs(store: Store) -> None:
@@ -75,7 +75,7 @@ def test_the_job_holds_what_a_worker_needs(store: Store) -> None:
         "digest": "abcdef123456",
         "path": "/environments/calc/abcdef123456",
     }
-    assert (job["run_id"], job["init_adapter"]) == (run["id"], adapter)
+    assert (job["run_id"], job["init_adapter"]) == (run.id, adapter)
 
 
 def test_the_same_key_and_request_give_the_first_run(store: Store) -> None:
@@ -83,12 +83,12 @@ def test_the_same_key_and_request_give_the_first_run(store: Store) -> None:
     environment(store, "ffffff000000")  # pushed in between: the request is the same all the same
     again, created_again = enqueue(store, key="k", steps=5)
     assert (created, created_again) == (True, False)
-    assert again["id"] == first["id"]
+    assert again.id == first.id
 
 
 def test_the_same_key_with_another_request_is_a_conflict_and_makes_nothing(store: Store) -> None:
     first, _ = enqueue(store, key="k", steps=5)
-    with pytest.raises(FlashError, match=first["id"]) as error:
+    with pytest.raises(FlashError, match=first.id) as error:
         enqueue(store, key="k", steps=6)
     assert error.value.code == "idempotency_conflict"
     assert len(store.runs()) == 1
@@ -97,43 +97,43 @@ def test_the_same_key_with_another_request_is_a_conflict_and_makes_nothing(store
 def test_one_key_used_by_eight_threads_at_once_makes_one_run(store: Store) -> None:
     with ThreadPoolExecutor(8) as pool:
         runs = list(pool.map(lambda _: enqueue(store, key="k"), range(16)))
-    assert len({run["id"] for run, _ in runs}) == 1
+    assert len({run.id for run, _ in runs}) == 1
     assert sum(created for _, created in runs) == 1
 
 
 def test_the_oldest_run_is_claimed_first_and_once(store: Store) -> None:
-    ids = [enqueue(store)[0]["id"] for _ in range(3)]
-    assert [claim(store)["id"] for _ in ids] == ids
+    ids = [enqueue(store)[0].id for _ in range(3)]
+    assert [claim(store).id for _ in ids] == ids
     assert queue.claim(store) is None
 
 
 def test_a_requeued_run_waits_for_its_delay_and_then_goes_before_newer_ones(store: Store) -> None:
     first, newer = enqueue(store)[0], enqueue(store)[0]
     claim(store)
-    assert queue.requeue(store, first["id"], 1, LOST, delay_s=30)
-    assert store.run(first["id"])["error"] == LOST.to_dict()
-    assert claim(store)["id"] == newer["id"]
+    assert queue.requeue(store, first.id, 1, LOST, delay_s=30)
+    assert store.run(first.id).error == LOST.to_dict()
+    assert claim(store).id == newer.id
     third = enqueue(store)[0]
-    store.execute("UPDATE runs SET not_before = 0 WHERE id = ?", [first["id"]])
+    store.execute("UPDATE runs SET not_before = 0 WHERE id = ?", [first.id])
     run = claim(store)
-    assert (run["id"], run["attempt"]) == (first["id"], 2)
-    assert claim(store)["id"] == third["id"]
+    assert (run.id, run.attempt) == (first.id, 2)
+    assert claim(store).id == third.id
 
 
 def test_no_attempt_is_made_beyond_the_last(store: Store) -> None:
     run, _ = enqueue(store, max_attempts=2)
     claim(store)
-    assert queue.requeue(store, run["id"], 1, LOST)
+    assert queue.requeue(store, run.id, 1, LOST)
     claim(store)
-    assert not queue.requeue(store, run["id"], 2, LOST)
-    assert queue.finish(store, run["id"], 2, "failed", error=LOST.to_dict())
-    assert store.run(run["id"])["state"] == "failed"
+    assert not queue.requeue(store, run.id, 2, LOST)
+    assert queue.finish(store, run.id, 2, "failed", error=LOST.to_dict())
+    assert store.run(run.id).state == "failed"
 
 
 def test_what_epochs_come_to_is_heard_from_the_worker_once(store: Store) -> None:
     run, _ = enqueue(store, algorithm="sft", epochs=2)
     claim(store)
-    assert store.run(run["id"])["steps"] is None
+    assert store.run(run.id).steps is None
     for beat, expected in (
         ({}, None),
         ({"steps": None}, None),
@@ -141,83 +141,81 @@ def test_what_epochs_come_to_is_heard_from_the_worker_once(store: Store) -> None
         ({"steps": 13}, 12),
     ):
         assert queue.record_beat(
-            store, run["id"], 1, {"step": 1, "phase": "train", **beat}, progressed=True
+            store, run.id, 1, {"step": 1, "phase": "train", **beat}, progressed=True
         )
-        assert store.run(run["id"])["steps"] == expected
+        assert store.run(run.id).steps == expected
 
 
 def test_a_word_about_an_older_attempt_changes_nothing(store: Store) -> None:
     run, _ = enqueue(store)
     claim(store)
-    queue.requeue(store, run["id"], 1, LOST)
+    queue.requeue(store, run.id, 1, LOST)
     before = claim(store)
-    assert not queue.mark_running(store, run["id"], 1)
-    assert not queue.record_beat(
-        store, run["id"], 1, {"step": 9, "phase": "train"}, progressed=True
-    )
-    assert not queue.requeue(store, run["id"], 1, LOST)
-    assert not queue.finish(store, run["id"], 1, "succeeded", step=9)
-    assert store.run(run["id"]) == before
+    assert not queue.mark_running(store, run.id, 1)
+    assert not queue.record_beat(store, run.id, 1, {"step": 9, "phase": "train"}, progressed=True)
+    assert not queue.requeue(store, run.id, 1, LOST)
+    assert not queue.finish(store, run.id, 1, "succeeded", step=9)
+    assert store.run(run.id) == before
 
 
 def test_a_success_clears_the_error_of_a_lost_attempt(store: Store) -> None:
     run, _ = enqueue(store)
     claim(store)
-    queue.requeue(store, run["id"], 1, LOST)
+    queue.requeue(store, run.id, 1, LOST)
     claim(store)
-    queue.mark_running(store, run["id"], 2)
-    assert queue.finish(store, run["id"], 2, "succeeded", step=5)
-    ended = store.run(run["id"])
-    assert (ended["state"], ended["error"], ended["step"]) == ("succeeded", None, 5)
+    queue.mark_running(store, run.id, 2)
+    assert queue.finish(store, run.id, 2, "succeeded", step=5)
+    ended = store.run(run.id)
+    assert (ended.state, ended.error, ended.step) == ("succeeded", None, 5)
 
 
 def test_a_queued_run_is_cancelled_at_once(store: Store) -> None:
     run, _ = enqueue(store)
-    cancelled = queue.request_cancel(store, run["id"], "changed my mind")
-    assert (cancelled["state"], cancelled["cancel_reason"]) == ("cancelled", "changed my mind")
-    assert cancelled["ended"] is not None
+    cancelled = queue.request_cancel(store, run.id, "changed my mind")
+    assert (cancelled.state, cancelled.cancel_reason) == ("cancelled", "changed my mind")
+    assert cancelled.ended is not None
     assert queue.claim(store) is None
-    assert queue.request_cancel(store, run["id"], "again") == cancelled
+    assert queue.request_cancel(store, run.id, "again") == cancelled
 
 
 def test_a_started_run_is_told_and_ends_as_cancelled_whatever_it_answers(store: Store) -> None:
     run, _ = enqueue(store)
     claim(store)
-    told = queue.request_cancel(store, run["id"])
-    assert (told["state"], told["cancel_requested"] is not None) == ("starting", True)
-    assert RunFolder(run["folder"]).is_cancelled()
-    assert not queue.requeue(store, run["id"], 1, LOST)
-    assert queue.finish(store, run["id"], 1, "failed", error=LOST.to_dict())
-    ended = store.run(run["id"])
-    assert (ended["state"], ended["error"]) == ("cancelled", None)
+    told = queue.request_cancel(store, run.id)
+    assert (told.state, told.cancel_requested is not None) == ("starting", True)
+    assert RunFolder(run.folder).is_cancelled()
+    assert not queue.requeue(store, run.id, 1, LOST)
+    assert queue.finish(store, run.id, 1, "failed", error=LOST.to_dict())
+    ended = store.run(run.id)
+    assert (ended.state, ended.error) == ("cancelled", None)
 
 
 def test_a_run_that_has_ended_cannot_be_cancelled(store: Store) -> None:
     run, _ = enqueue(store)
     claim(store)
-    queue.finish(store, run["id"], 1, "succeeded")
+    queue.finish(store, run.id, 1, "succeeded")
     with pytest.raises(FlashError, match="run_finished"):
-        queue.request_cancel(store, run["id"])
+        queue.request_cancel(store, run.id)
     with pytest.raises(FlashError, match="unknown_run"):
         queue.request_cancel(store, "run-00000000")
 
 
 def test_eight_threads_claim_every_run_once(store: Store) -> None:
-    ids = {enqueue(store)[0]["id"] for _ in range(60)}
+    ids = {enqueue(store)[0].id for _ in range(60)}
     with ThreadPoolExecutor(8) as pool:
         claimed = [
-            run["id"] for runs in pool.map(lambda _: claim_all(store), range(8)) for run in runs
+            run.id for runs in pool.map(lambda _: claim_all(store), range(8)) for run in runs
         ]
     assert len(claimed) == 60
     assert set(claimed) == ids
 
 
-def claim_all(store: Store) -> list[RunRow]:
+def claim_all(store: Store) -> list[Run]:
     return list(iter(lambda: queue.claim(store), None))
 
 
 def test_eight_processes_claim_every_run_once(store: Store) -> None:
-    ids = {enqueue(store)[0]["id"] for _ in range(120)}
+    ids = {enqueue(store)[0].id for _ in range(120)}
     code = """
 import pathlib, sys
 import flash_mcp.state.store
@@ -227,8 +225,8 @@ store = flash_mcp.state.store.Store(pathlib.Path(sys.argv[1]))
 print("ready", flush=True)
 sys.stdin.read()
 for run in iter(lambda: queue.claim(store), None):
-    assert run["attempt"] == 1
-    print(run["id"])
+    assert run.attempt == 1
+    print(run.id)
 """
     children = [
         subprocess.Popen(
@@ -260,9 +258,9 @@ class RunLife(RuleBasedStateMachine):
         super().__init__()
         self.scratch = tempfile.TemporaryDirectory()
         self.store = Store(Path(self.scratch.name))
-        self.run_id = enqueue(self.store, max_attempts=3)[0]["id"]
+        self.run_id = enqueue(self.store, max_attempts=3)[0].id
         self.state, self.attempt, self.cancel_wanted = "queued", 0, False
-        self.last_words: RunRow | None = None
+        self.last_words: Run | None = None
 
     def teardown(self) -> None:
         self.store.close()
@@ -274,7 +272,7 @@ class RunLife(RuleBasedStateMachine):
         assert (run is not None) == (self.state == "queued")
         if run:
             self.state, self.attempt = "starting", self.attempt + 1
-            assert run["attempt"] == self.attempt
+            assert run.attempt == self.attempt
 
     @rule(attempt=st.integers(0, 4))
     def mark_running(self, attempt: int) -> None:
@@ -324,11 +322,11 @@ class RunLife(RuleBasedStateMachine):
     @invariant()
     def the_store_agrees_and_the_end_is_the_end(self) -> None:
         run = self.store.run(self.run_id)
-        assert (run["state"], run["attempt"]) == (self.state, self.attempt)
-        assert self.attempt <= run["max_attempts"]
-        assert (run["ended"] is not None) == (self.state in ("succeeded", "failed", "cancelled"))
+        assert (run.state, run.attempt) == (self.state, self.attempt)
+        assert self.attempt <= run.max_attempts
+        assert (run.ended is not None) == (self.state in ("succeeded", "failed", "cancelled"))
         assert self.last_words in (None, run)
-        if run["ended"] is not None:
+        if run.ended is not None:
             self.last_words = run
 
 

@@ -11,12 +11,12 @@ import pytest
 
 from flash_mcp.cli import main
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.run_folder import Json, RunFolder
+from flash_mcp.protocol.records import EnvironmentVersion, Json, Run
+from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state import datasets, queue, removal
 from flash_mcp.state.owners import Caller, acting_as
 from flash_mcp.state.removal import OF_A_RUN, remove
-from flash_mcp.state.schema import EnvironmentRow, RunRow
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.state.versions import staged
 from tests.samples import evaluate, learn, read_in, save_adapter
@@ -27,44 +27,49 @@ def store(flash_home: Path) -> Store:
     return open_store()
 
 
-def published(store: Store, text: str = "def load_environment(): ...") -> EnvironmentRow:
+def published(store: Store, text: str = "def load_environment(): ...") -> EnvironmentVersion:
     with staged("calc", {"environment.py": text.encode()}, store.base) as stage:
         return store.publish(stage)[0]
 
 
 def made(
-    store: Store, environment: EnvironmentRow, scratch: Path, *, end: bool = True, **pinned: Json
-) -> RunRow:
+    store: Store,
+    environment: EnvironmentVersion,
+    scratch: Path,
+    *,
+    end: bool = True,
+    **pinned: Json,
+) -> Run:
     """A run with a row in every table of its own."""
     run, _ = queue.enqueue(
         store, resolve(RunSpec(environment="calc", steps=3)), environment, **pinned
     )
     assert queue.claim(store)
-    folder = RunFolder(run["folder"])
+    folder = RunFolder(run.folder)
     folder.create(queue.job(run))
     writer = folder.claim(1)
     writer.event("phase", "hello")
     evaluate(writer, 0, 3)
     learn(writer, range(1, 4))
-    save_adapter(writer, 3, scratch / run["id"])
-    read_in(store, run["id"])
+    save_adapter(writer, 3, scratch / run.id)
+    read_in(store, run.id)
     values = {
-        "id": f"dep-{run['id']}",
+        "id": f"dep-{run.id}",
         "owner": "local",
-        "name": run["id"],
-        "model": run["model"],
-        "run_id": run["id"],
+        "name": run.id,
+        "model": run.model,
+        "run_id": run.id,
     }
     store.add_deployment({**values, "step": 3, "state": "stopped"})
     if end:
-        assert queue.finish(store, run["id"], 1, "succeeded", step=3)
-    return store.run(run["id"])
+        assert queue.finish(store, run.id, 1, "succeeded", step=3)
+    return store.run(run.id)
 
 
-def rows_of(store: Store, run: RunRow) -> dict[str, int]:
+def rows_of(store: Store, run: Run) -> dict[str, int]:
     counts = {table: f"SELECT count(*) AS n FROM {table} WHERE run_id = ?" for table in OF_A_RUN}
     counts["runs"] = "SELECT count(*) AS n FROM runs WHERE id = ?"
-    return {table: store.query(sql, [run["id"]])[0]["n"] for table, sql in counts.items()}
+    return {table: store.query(sql, [run.id])[0]["n"] for table, sql in counts.items()}
 
 
 def refused(store: Store, reference: str, code: str = "in_use") -> str:
@@ -78,17 +83,15 @@ def test_a_run_goes_whole_and_another_stays_whole(store: Store, tmp_path: Path) 
     environment = published(store)
     gone, kept = (made(store, environment, tmp_path) for _ in range(2))
     before = rows_of(store, kept)
-    record = store.base / "attempts" / f"{gone['id']}-1"
+    record = store.base / "attempts" / f"{gone.id}-1"
     record.mkdir(parents=True)
-    looked = remove(store, gone["id"], dry_run=True)
+    looked = remove(store, gone.id, dry_run=True)
     assert looked.freed_bytes > 1000 and rows_of(store, gone) == before and min(before.values()) > 0
-    assert remove(store, gone["id"]) == looked
+    assert remove(store, gone.id) == looked
     assert set(rows_of(store, gone).values()) == {0} and rows_of(store, kept) == before
-    assert (
-        not Path(gone["folder"]).exists() and not record.exists() and Path(kept["folder"]).is_dir()
-    )
+    assert not Path(gone.folder).exists() and not record.exists() and Path(kept.folder).is_dir()
     assert not (store.base / "removed").exists()
-    refused(store, gone["id"], "unknown_run")
+    refused(store, gone.id, "unknown_run")
     tables = {row["name"] for row in store.query("SELECT m.name FROM sqlite_master m, pragma_table_info(m.name) c "
                                                  "WHERE m.type = 'table' AND c.name = 'run_id'")}  # fmt: skip
     assert tables == set(OF_A_RUN), "a table that names runs"
@@ -97,16 +100,16 @@ def test_a_run_goes_whole_and_another_stays_whole(store: Store, tmp_path: Path) 
 def test_a_run_that_something_stands_on_stays(store: Store, tmp_path: Path) -> None:
     environment = published(store)
     base = made(store, environment, tmp_path)
-    start: Json = {"path": base["folder"], "run_id": base["id"], "step": 3, "digest": "0"}
+    start: Json = {"path": base.folder, "run_id": base.id, "step": 3, "digest": "0"}
     active = made(store, environment, tmp_path, end=False, init_adapter=start)
-    assert "cancel" in refused(store, active["id"])
-    assert active["id"] in refused(store, base["id"])
-    queue.finish(store, active["id"], 1, "succeeded", step=3)
-    store.update_deployment(f"dep-{base['id']}", state="ready")
-    assert "undeploy" in refused(store, base["id"])
-    store.update_deployment(f"dep-{base['id']}", state="stopped")
-    remove(store, base["id"])
-    assert store.run(active["id"])["init_adapter"] == start, "where it came from stays known"
+    assert "cancel" in refused(store, active.id)
+    assert active.id in refused(store, base.id)
+    queue.finish(store, active.id, 1, "succeeded", step=3)
+    store.update_deployment(f"dep-{base.id}", state="ready")
+    assert "undeploy" in refused(store, base.id)
+    store.update_deployment(f"dep-{base.id}", state="stopped")
+    remove(store, base.id)
+    assert store.run(active.id).init_adapter == start, "where it came from stays known"
 
 
 def test_nothing_is_queued_that_would_be_made_from_what_was_removed_meanwhile(
@@ -115,8 +118,8 @@ def test_nothing_is_queued_that_would_be_made_from_what_was_removed_meanwhile(
     environment = published(store)
     base = made(store, environment, tmp_path)
     start: Json = {
-        "path": store.checkpoint(base["id"])["path"],
-        "run_id": base["id"],
+        "path": store.checkpoint(base.id).path,
+        "run_id": base.id,
         "step": 3,
         "digest": "0",
     }
@@ -128,9 +131,9 @@ def test_nothing_is_queued_that_would_be_made_from_what_was_removed_meanwhile(
     }
     spec = resolve(RunSpec(environment="calc"))
     for reference, code, stands_on in (
-        (base["id"], "unknown_checkpoint", {"init_adapter": start}),
+        (base.id, "unknown_checkpoint", {"init_adapter": start}),
         (f"rows@{dataset.digest}", "unknown_dataset", {"dataset": pinned}),
-        (f"calc@{environment['digest']}", "unknown_environment", {}),
+        (f"calc@{environment.digest}", "unknown_environment", {}),
     ):
         remove(store, reference)
         with pytest.raises(FlashError) as caught:
@@ -149,20 +152,18 @@ def test_a_version_goes_after_the_runs_that_were_made_from_it(store: Store, tmp_
         tmp_path,
         dataset={"name": "rows", "digest": dataset.digest, "path": str(pinned)},
     )
-    references = [f"calc@{old['digest'][:6]}", f"rows@{dataset.digest}"]
+    references = [f"calc@{old.digest[:6]}", f"rows@{dataset.digest}"]
     for reference in references:
-        assert run["id"] in refused(store, reference)
+        assert run.id in refused(store, reference)
     (pinned / "train.jsonl").chmod(0o644)
     (pinned / "train.jsonl").write_text("damaged")
-    remove(store, run["id"])
+    remove(store, run.id)
     assert [remove(store, reference).kind for reference in references] == ["environment", "dataset"]
-    assert not Path(old["path"]).exists() and not pinned.exists()
-    assert [row["digest"] for row in store.environments()] == [new["digest"]] and Path(
-        new["path"]
-    ).is_dir()
+    assert not Path(old.path).exists() and not pinned.exists()
+    assert [row.digest for row in store.environments()] == [new.digest] and Path(new.path).is_dir()
     for reference in references:
         refused(store, reference, "unknown_environment")
-    assert published(store)["digest"] == old["digest"], "and can be published again"
+    assert published(store).digest == old.digest, "and can be published again"
 
 
 def test_another_owners_version_goes_only_where_the_owner_is_named(
@@ -174,17 +175,15 @@ def test_another_owners_version_goes_only_where_the_owner_is_named(
         digest = datasets.register(
             "rows", [{"messages": []}], [], {"counts": {}}, store.base
         ).digest
-    reference = f"calc@{ours['digest']}"
-    assert theirs["digest"] == ours["digest"] and remove(store, reference).owner == "local"
+    reference = f"calc@{ours.digest}"
+    assert theirs.digest == ours.digest and remove(store, reference).owner == "local"
     assert f"name the version: alice/{reference}" in refused(
         store, reference, "unknown_environment"
     )
     assert f"name the version: alice/rows@{digest}" in refused(
         store, f"rows@{digest}", "unknown_dataset"
     )
-    assert [row["owner"] for row in store.environments()] == ["alice"] and Path(
-        theirs["path"]
-    ).is_dir()
+    assert [row.owner for row in store.environments()] == ["alice"] and Path(theirs.path).is_dir()
     assert main.main(["remove", f"alice/{reference}"]) == 0
     assert main.main(["remove", f"alice/rows@{digest[:6]}", "--json"]) == 0
     told, gone = capsys.readouterr().out.splitlines()
@@ -195,16 +194,14 @@ def test_another_owners_version_goes_only_where_the_owner_is_named(
     )
     assert (
         not store.environments()
-        and not Path(theirs["path"]).exists()
+        and not Path(theirs.path).exists()
         and not datasets.everyones(store.base)
     )
 
 
 def test_a_name_without_a_digest_is_told_its_versions(store: Store) -> None:
     row = published(store)
-    assert f"name the version: calc@{row['digest']}" in refused(
-        store, "calc", "unknown_environment"
-    )
+    assert f"name the version: calc@{row.digest}" in refused(store, "calc", "unknown_environment")
     refused(store, "cal", "unknown_run")
     assert "did you mean 'calc'" in refused(store, "cal@3f2a9c", "unknown_environment")
 
@@ -222,10 +219,10 @@ def test_whoever_is_stopped_in_between_can_call_again(
 
     monkeypatch.setattr(removal, "_move", die_after)
     with pytest.raises(KeyboardInterrupt):
-        remove(store, run["id"])
+        remove(store, run.id)
     assert rows_of(store, run) == before
     monkeypatch.undo()
-    assert remove(store, run["id"]).freed_bytes == 0
+    assert remove(store, run.id).freed_bytes == 0
     assert set(rows_of(store, run).values()) == {0} and not (store.base / "removed").exists()
 
 
@@ -235,7 +232,7 @@ def test_files_outside_of_the_state_directory_are_never_removed(
     outside = tmp_path / "mine"
     outside.mkdir()
     row = store.add_environment(name="calc", digest="0123456789ab", path=str(outside), size_bytes=1)
-    assert remove(store, f"calc@{row['digest']}").freed_bytes == 0
+    assert remove(store, f"calc@{row.digest}").freed_bytes == 0
     assert outside.is_dir() and not store.environments()
 
 
@@ -243,12 +240,12 @@ def test_remove_as_a_command(
     store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     environment = published(store)
-    run, reference = made(store, environment, tmp_path), f"calc@{environment['digest']}"
-    assert main.main(["remove", run["id"], "--dry-run"]) == 0
-    assert f"would remove run {run['id']}" in capsys.readouterr().out
-    assert main.main(["remove", reference, run["id"]]) != 0
-    assert "in_use" in capsys.readouterr().err and store.run(run["id"])
-    assert main.main(["remove", run["id"], reference, "--json"]) == 0
+    run, reference = made(store, environment, tmp_path), f"calc@{environment.digest}"
+    assert main.main(["remove", run.id, "--dry-run"]) == 0
+    assert f"would remove run {run.id}" in capsys.readouterr().out
+    assert main.main(["remove", reference, run.id]) != 0
+    assert "in_use" in capsys.readouterr().err and store.run(run.id)
+    assert main.main(["remove", run.id, reference, "--json"]) == 0
     gone = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [each["reference"] for each in gone] == [run["id"], reference]
+    assert [each["reference"] for each in gone] == [run.id, reference]
     assert not store.runs() and not store.environments()

@@ -15,8 +15,8 @@ import pytest
 
 from flash_mcp.cli import main
 from flash_mcp.cli.report import html
+from flash_mcp.protocol.records import Run
 from flash_mcp.state import queue
-from flash_mcp.state.schema import RunRow
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.shared.run_view import view_of
 from tests.samples import (
@@ -84,7 +84,7 @@ def no_supervisor(flash_home: Path) -> Generator[None, None, None]:
         yield
 
 
-def hostile_run(folder: Path) -> RunRow:
+def hostile_run(folder: Path) -> Run:
     """A run of 20 steps in which every text that a model, an environment or a user can write is
     hostile.
     """
@@ -117,17 +117,17 @@ def hostile_run(folder: Path) -> RunRow:
     evaluate(writer, 20, 60)
     Path(writer.folder.path("log.1")).write_bytes(HOSTILE.encode(errors="replace"))
     writer.commit_result("failed", 20)
-    read_in(open_store(), run["id"])
+    read_in(open_store(), run.id)
     error = {"code": "environment_error", "what": HOSTILE, "fix": HOSTILE, "values": {}}
-    queue.finish(open_store(), run["id"], 1, "failed", step=20, error=error)
-    return open_store().run(run["id"])
+    queue.finish(open_store(), run.id, 1, "failed", step=20, error=error)
+    return open_store().run(run.id)
 
 
 def test_the_page_has_the_figures_of_status(tmp_path: Path):
     run = finished_run(tmp_path, solved=90)
     page, (view, _) = (
-        Tags(html(open_store(), run["id"])),
-        view_of(open_store(), run["id"], detailed=True),
+        Tags(html(open_store(), run.id)),
+        view_of(open_store(), run.id, detailed=True),
     )
     assert view.verdict is not None and view.outlook is not None and view.lineage is not None
     for text in (
@@ -153,8 +153,8 @@ def test_the_page_has_the_figures_of_status(tmp_path: Path):
 def test_flags_and_failure_modes_stand_on_the_page_with_evidence_and_remedy(tmp_path: Path):
     run, writer = started_run(tmp_path)
     learn(writer, range(1, 12), **{"rollouts/truncated_share": 0.6})
-    read_in(open_store(), run["id"])
-    text = Tags(html(open_store(), run["id"])).text
+    read_in(open_store(), run.id)
+    text = Tags(html(open_store(), run.id)).text
     assert (
         "truncation" in text
         and "60% of the rollouts of steps 2 to 11" in text
@@ -168,8 +168,8 @@ def test_a_large_evaluation_is_not_judged_by_its_best_part(tmp_path: Path):
     writer.evaluation(
         0, {"n": 1000, "success": 0.25, "reward_mean": 0.25, "error_share": 0.0}, rollouts
     )
-    read_in(open_store(), run["id"])
-    text = Tags(html(open_store(), run["id"])).text
+    read_in(open_store(), run.id)
+    text = Tags(html(open_store(), run.id)).text
     assert (
         "Held out, step 0: 1000 rollouts, success 25%; failures of 256 drawn at random: wrong 1"
         in text
@@ -178,7 +178,7 @@ def test_a_large_evaluation_is_not_judged_by_its_best_part(tmp_path: Path):
 
 
 def test_nothing_that_a_run_wrote_becomes_part_of_the_page(tmp_path: Path):
-    page = Tags(html(open_store(), hostile_run(tmp_path)["id"]))
+    page = Tags(html(open_store(), hostile_run(tmp_path).id))
     tags = {tag for tag, _ in page.found}
     assert not tags & {"script", "img", "a", "iframe", "object", "embed", "link", "form", "base"}
     assert not {name for _, attributes in page.found for name in attributes} & {
@@ -201,15 +201,15 @@ def test_nothing_that_a_run_wrote_becomes_part_of_the_page(tmp_path: Path):
 def test_a_run_that_has_hardly_begun_has_a_page(tmp_path: Path, steps: int):
     run, writer = started_run(tmp_path)
     learn(writer, range(1, steps + 1))
-    read_in(open_store(), run["id"])
-    text = Tags(html(open_store(), run["id"])).text
+    read_in(open_store(), run.id)
+    text = Tags(html(open_store(), run.id)).text
     assert ("No steps yet." in text) == (steps == 0)
 
 
 def test_the_command_writes_the_page_and_says_where(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    run_id = finished_run(tmp_path)["id"]
+    run_id = finished_run(tmp_path).id
     monkeypatch.chdir(tmp_path)
     assert main.main(["report", run_id]) == 0
     assert capsys.readouterr().out.strip() == f"{run_id}.html"
@@ -236,7 +236,7 @@ def browser() -> Generator[Any, None, None]:
 
 def test_in_a_browser_the_page_is_legible_and_nothing_in_it_acts(tmp_path: Path, browser: Any):
     file = tmp_path / "report.html"
-    file.write_text(html(open_store(), hostile_run(tmp_path)["id"]), encoding="utf-8")
+    file.write_text(html(open_store(), hostile_run(tmp_path).id), encoding="utf-8")
     for scheme, width in (("light", 1100), ("dark", 1100), ("light", 360)):
         page = browser.new_page(color_scheme=scheme, viewport={"width": width, "height": 900})
         said: list[str] = []

@@ -165,7 +165,7 @@ async def test_a_planted_secret_is_nowhere_in_what_a_run_leaves_behind(
         (await call(client, tool, **args))[1] for tool, args in (("status", {}), ("catalog", {}))
     ]
 
-    rows = RunFolder(open_store().run(run_id)["folder"]).rollouts(1)
+    rows = RunFolder(open_store().run(run_id).folder).rollouts(1)
     assert len(rows) == 30
     for row in rows:  # every way of telling it was tried, and noticed
         assert "[secret]" in json.dumps([row["messages"], row["reason"], row["error"]]), row
@@ -192,10 +192,10 @@ async def test_a_run_whose_secret_was_lost_says_so_and_goes_on_when_a_server_has
         name="e", digest="0123456789abcdef", path=str(folder), size_bytes=1
     )
     resolved = resolve(validate({"environment": "e", "steps": 1, "secrets": ["PLANTED_KEY"]}))
-    run_id = queue.enqueue(open_store(), resolved, environment)[0]["id"]
+    run_id = queue.enqueue(open_store(), resolved, environment)[0].id
     other_id = queue.enqueue(
         open_store(), resolve(validate({"environment": "e", "steps": 1})), environment
-    )[0]["id"]
+    )[0].id
     assert (await ended(client, other_id))[0]["run"][
         "state"
     ] == "succeeded"  # nobody waits behind it

@@ -314,7 +314,7 @@ async def test_the_playbook_is_a_resource_and_the_loop_a_prompt(client: Client):
 
 async def test_what_a_run_left_behind_can_be_read_as_resources(client: Client, tmp_path: Path):
     run = finished_run(tmp_path)
-    base = f"flash://runs/{run['id']}"
+    base = f"flash://runs/{run.id}"
     metrics = json.loads((await client.read_resource(f"{base}/metrics")).contents[0].text)
     assert [row["step"] for row in metrics] == list(range(1, 21))
     rows = (await client.read_resource(f"{base}/rollouts/3")).contents[0].text.splitlines()
@@ -331,7 +331,7 @@ async def test_what_a_run_left_behind_can_be_read_as_resources(client: Client, t
 async def test_the_curve_comes_beside_the_report_and_changes_none_of_its_words(
     client: Client, tmp_path: Path
 ):
-    run_id = finished_run(tmp_path)["id"]
+    run_id = finished_run(tmp_path).id
     plain_report = await client.call_tool("status", {"run_id": run_id})
     report, picture = (await client.call_tool("status", {"run_id": run_id, "curve": True})).content
     assert report.type == "text"
@@ -399,7 +399,7 @@ async def test_a_session_over_stdio(mode: str, tmp_path: Path, flash_home: Path)
     )
     with anyio.fail_after(START_TIMEOUT_S):
         async with Client(command, mode=mode) as client:
-            await drive(client, run["id"])
+            await drive(client, run.id)
 
 
 async def test_the_module_runs_under_the_sdks_own_command(flash_home: Path):
@@ -453,4 +453,4 @@ async def test_a_session_over_http(tmp_path: Path):
         for mode in ("auto", "legacy"):
             with anyio.fail_after(START_TIMEOUT_S):
                 async with Client(f"http://127.0.0.1:{port}/mcp", mode=mode) as client:
-                    await drive(client, run["id"])
+                    await drive(client, run.id)

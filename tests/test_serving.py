@@ -21,11 +21,11 @@ import psutil
 import pytest
 
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Deployment
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state import queue
 from flash_mcp.state.owners import Caller, acting_as
-from flash_mcp.state.schema import LIVE_DEPLOYMENT, DeploymentRow
 from flash_mcp.state.serving import find_deployment, request, request_stop
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.supervisor import model_servers
@@ -47,13 +47,13 @@ def make_run(store: Store, model: str, checkpoints: dict[int, Path]) -> str:
     """A run of `model` that has saved these adapters by step."""
     environment = store.add_environment(name="sums", digest="0" * 16, path="/nowhere", size_bytes=1)
     run, _ = queue.enqueue(store, resolve(RunSpec(environment="sums", model=model)), environment)
-    folder = RunFolder(run["folder"])
+    folder = RunFolder(run.folder)
     folder.create(queue.job(run))
     writer = folder.claim(1)
     for step, adapter in checkpoints.items():
         writer.commit_checkpoint(step, adapter, {})
-    queue.request_cancel(store, run["id"])  # no supervisor shall train it
-    return run["id"]
+    queue.request_cancel(store, run.id)  # no supervisor shall train it
+    return run.id
 
 
 def wait_for(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
@@ -82,20 +82,20 @@ def deployments(store: Store) -> Iterator[Deployments]:
 def stop_all(manager: Deployments) -> None:
     for row in manager.store.deployments(LIVE_DEPLOYMENT):
         manager.store.update_deployment(
-            row["id"], expected_states=LIVE_DEPLOYMENT, state="stopped", pid=None
+            row.id, expected_states=LIVE_DEPLOYMENT, state="stopped", pid=None
         )
     manager._pool.shutdown(wait=True)
     for server in manager._servers():
         manager._stop(server)
 
 
-def settle(manager: Deployments, deployment_id: str, state: str) -> DeploymentRow:
+def settle(manager: Deployments, deployment_id: str, state: str) -> Deployment:
     """Tick until the deployment is in `state`."""
 
-    def look() -> DeploymentRow | None:
+    def look() -> Deployment | None:
         manager.tick()
         row = manager.store.deployment(deployment_id)
-        return row if row["state"] == state else None
+        return row if row.state == state else None
 
     return wait_for(look)
 
@@ -109,11 +109,11 @@ def test_a_deployment_is_ready_once_its_adapter_has_answered(
 ) -> None:
     run_id = make_run(store, "toy", {3: make_adapter(tmp_path / "a")})
     row = request(store, run_id)
-    assert (row["state"], row["step"], row["base_url"]) == ("starting", 3, None)
-    ready = settle(deployments, row["id"], "ready")
+    assert (row.state, row.step, row.base_url) == ("starting", 3, None)
+    ready = settle(deployments, row.id, "ready")
     server = Server.find(store.base, "toy")
-    assert server and ready["base_url"] == server.url and ready["pid"] == server.pid
-    assert [entry["id"] for entry in server.call("/models").json()["data"]] == [row["id"]]
+    assert server and ready.base_url == server.url and ready.pid == server.pid
+    assert [entry["id"] for entry in server.call("/models").json()["data"]] == [row.id]
 
 
 def test_asking_again_finds_the_deployment_and_another_step_joins_its_server(
@@ -122,10 +122,10 @@ def test_asking_again_finds_the_deployment_and_another_step_joins_its_server(
     run_id = make_run(
         store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")}
     )
-    newest = settle(deployments, request(store, run_id)["id"], "ready")
+    newest = settle(deployments, request(store, run_id).id, "ready")
     assert request(store, run_id, step=2) == newest
-    older = settle(deployments, request(store, run_id, step=1)["id"], "ready")
-    assert older["id"] != newest["id"] and older["pid"] == newest["pid"]
+    older = settle(deployments, request(store, run_id, step=1).id, "ready")
+    assert older.id != newest.id and older.pid == newest.pid
 
 
 def test_a_later_supervisor_finds_the_server_where_it_runs(
@@ -134,10 +134,10 @@ def test_a_later_supervisor_finds_the_server_where_it_runs(
     run_id = make_run(
         store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")}
     )
-    first = settle(deployments, request(store, run_id, step=1)["id"], "ready")
+    first = settle(deployments, request(store, run_id, step=1).id, "ready")
     later = Deployments(store, store.base, command=("/bin/false",))
-    assert settle(later, request(store, run_id, step=2)["id"], "ready")["pid"] == first["pid"]
-    assert store.deployment(first["id"])["state"] == "ready"
+    assert settle(later, request(store, run_id, step=2).id, "ready").pid == first.pid
+    assert store.deployment(first.id).state == "ready"
 
 
 def test_the_server_ends_with_its_last_deployment_and_leaves_no_process(
@@ -146,10 +146,7 @@ def test_the_server_ends_with_its_last_deployment_and_leaves_no_process(
     run_id = make_run(
         store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")}
     )
-    ids = [
-        settle(deployments, request(store, run_id, step=step)["id"], "ready")["id"]
-        for step in (1, 2)
-    ]
+    ids = [settle(deployments, request(store, run_id, step=step).id, "ready").id for step in (1, 2)]
     server = Server.find(store.base, "toy")
     assert server
     engine = engine_pid(server)
@@ -168,24 +165,24 @@ def test_a_server_that_dies_fails_its_deployments_and_asking_again_starts_anothe
     store: Store, deployments: Deployments, tmp_path: Path
 ) -> None:
     run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a")})
-    row = settle(deployments, request(store, run_id)["id"], "ready")
+    row = settle(deployments, request(store, run_id).id, "ready")
     server = Server.find(store.base, "toy")
-    assert server and row["pid"]
+    assert server and row.pid
     engine = engine_pid(server)
-    os.kill(row["pid"], signal.SIGKILL)
-    failed = settle(deployments, row["id"], "failed")
-    assert failed["error"] and failed["error"]["code"] == "deployment_failed"
-    assert "engine=" in failed["error"]["values"]["tail"]
+    os.kill(row.pid, signal.SIGKILL)
+    failed = settle(deployments, row.id, "failed")
+    assert failed.error and failed.error["code"] == "deployment_failed"
+    assert "engine=" in failed.error.values.tail
     wait_for(lambda: not is_running(engine))  # the processes of a dead server are ended
-    assert request(store, run_id)["id"] == row["id"]
-    assert settle(deployments, row["id"], "ready")["pid"] != row["pid"]
+    assert request(store, run_id).id == row.id
+    assert settle(deployments, row.id, "ready").pid != row.pid
 
 
 def test_a_server_that_was_ended_by_a_supervisor_that_died_before_it_noted_so_is_started_again(
     store: Store, deployments: Deployments, tmp_path: Path
 ) -> None:
     run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a")})
-    row = settle(deployments, request(store, run_id)["id"], "ready")
+    row = settle(deployments, request(store, run_id).id, "ready")
     server = Server.find(store.base, "toy")
     assert server
     deployments._pool.shutdown(
@@ -193,8 +190,8 @@ def test_a_server_that_was_ended_by_a_supervisor_that_died_before_it_noted_so_is
     )  # a thread of the last tick would see the server gone, and say so
     deployments._stop(server)
     later = Deployments(store, store.base, command=SCRIPTED)
-    wait_for(lambda: later.tick() or store.deployment(row["id"])["pid"] != row["pid"])
-    assert settle(later, row["id"], "ready")["pid"] != row["pid"]
+    wait_for(lambda: later.tick() or store.deployment(row.id).pid != row.pid)
+    assert settle(later, row.id, "ready").pid != row.pid
     stop_all(later)
 
 
@@ -202,8 +199,8 @@ def test_a_server_that_ends_at_once_fails_with_the_cause_from_its_log(
     store: Store, deployments: Deployments, tmp_path: Path
 ) -> None:
     run_id = make_run(store, "crash", {1: make_adapter(tmp_path / "a")})
-    failed = settle(deployments, request(store, run_id)["id"], "failed")
-    assert failed["error"] and "the weights are of another model" in failed["error"]["what"]
+    failed = settle(deployments, request(store, run_id).id, "failed")
+    assert failed.error and "the weights are of another model" in failed.error["what"]
 
 
 @pytest.mark.parametrize(
@@ -228,7 +225,7 @@ def test_what_a_power_cut_left_of_another_models_server_holds_no_deployment_up(
         (store.base / place).mkdir(parents=True)
         (store.base / place / "server.json").write_text(left)
     run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a")})
-    settle(deployments, request(store, run_id)["id"], "ready")
+    settle(deployments, request(store, run_id).id, "ready")
 
 
 def test_a_server_that_never_answers_fails_in_the_end(
@@ -236,8 +233,8 @@ def test_a_server_that_never_answers_fails_in_the_end(
 ) -> None:
     monkeypatch.setattr(model_servers, "START_TIMEOUT_S", 0.5)
     run_id = make_run(store, "silent", {1: make_adapter(tmp_path / "a")})
-    failed = settle(deployments, request(store, run_id)["id"], "failed")
-    assert failed["error"] and "did not answer within" in failed["error"]["what"]
+    failed = settle(deployments, request(store, run_id).id, "failed")
+    assert failed.error and "did not answer within" in failed.error["what"]
     wait_for(lambda: not deployments.busy())
 
 
@@ -247,10 +244,10 @@ def test_an_adapter_that_the_server_refuses_fails_alone(
     broken = make_adapter(tmp_path / "broken")
     (broken / "broken").touch()
     run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a"), 2: broken})
-    good = settle(deployments, request(store, run_id, step=1)["id"], "ready")
-    bad = settle(deployments, request(store, run_id, step=2)["id"], "failed")
-    assert bad["error"] and "shapes do not fit" in bad["error"]["what"]
-    assert store.deployment(good["id"])["state"] == "ready"
+    good = settle(deployments, request(store, run_id, step=1).id, "ready")
+    bad = settle(deployments, request(store, run_id, step=2).id, "failed")
+    assert bad.error and "shapes do not fit" in bad.error["what"]
+    assert store.deployment(good.id).state == "ready"
 
 
 def test_an_adapter_of_higher_rank_restarts_the_server_for_all(
@@ -259,10 +256,10 @@ def test_an_adapter_of_higher_rank_restarts_the_server_for_all(
     run_id = make_run(
         store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b", rank=128)}
     )
-    small = settle(deployments, request(store, run_id, step=1)["id"], "ready")
-    large = settle(deployments, request(store, run_id, step=2)["id"], "ready")
-    again = settle(deployments, small["id"], "ready")
-    assert again["pid"] == large["pid"] != small["pid"]
+    small = settle(deployments, request(store, run_id, step=1).id, "ready")
+    large = settle(deployments, request(store, run_id, step=2).id, "ready")
+    again = settle(deployments, small.id, "ready")
+    assert again.pid == large.pid != small.pid
 
 
 def test_a_model_that_cannot_be_found_fails_with_the_worker_s_own_error(
@@ -270,9 +267,9 @@ def test_a_model_that_cannot_be_found_fails_with_the_worker_s_own_error(
 ) -> None:
     manager = Deployments(store, store.base)
     run_id = make_run(store, str(tmp_path / "gone"), {1: make_adapter(tmp_path / "a")})
-    failed = settle(manager, request(store, run_id)["id"], "failed")
-    assert failed["error"] and failed["error"]["code"] == "unknown_model"
-    assert str(tmp_path / "gone") in failed["error"]["values"]["folder"]
+    failed = settle(manager, request(store, run_id).id, "failed")
+    assert failed.error and failed.error["code"] == "unknown_model"
+    assert str(tmp_path / "gone") in failed.error.values.folder
     stop_all(manager)
 
 
@@ -295,8 +292,8 @@ def test_a_port_that_was_taken_meanwhile_fails_as_such(
         port = probe.getsockname()[1]
     row = request(store, run_id, port=port)
     with socket.create_server(("127.0.0.1", port)):
-        failed = settle(deployments, row["id"], "failed")
-    assert failed["error"] and failed["error"]["code"] == "port_taken"
+        failed = settle(deployments, row.id, "failed")
+    assert failed.error and failed.error["code"] == "port_taken"
 
 
 def test_another_port_for_a_model_that_is_served_is_refused(
@@ -305,7 +302,7 @@ def test_another_port_for_a_model_that_is_served_is_refused(
     run_id = make_run(
         store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")}
     )
-    settle(deployments, request(store, run_id, step=1)["id"], "ready")
+    settle(deployments, request(store, run_id, step=1).id, "ready")
     with pytest.raises(FlashError, match="is served on port"):
         request(store, run_id, step=2, port=1)
 
@@ -317,7 +314,7 @@ def test_a_name_stands_for_one_deployment(store: Store, tmp_path: Path) -> None:
     row = request(store, run_id, step=1, name="best")
     assert (
         find_deployment(store, "best")
-        == find_deployment(store, row["id"])
+        == find_deployment(store, row.id)
         == find_deployment(store, None)
         == row
     )
@@ -335,10 +332,10 @@ def test_an_id_is_nobody_elses_name_and_a_deployment_that_failed_is_found_by_its
         request(store, run_id, step=1, name="best"),
         request(store, run_id, step=2, name="posing"),
     )
-    store.update_deployment(posing["id"], name=row["id"])
-    assert find_deployment(store, row["id"])["id"] == row["id"]
-    store.update_deployment(row["id"], state="failed")
-    assert find_deployment(store, "best")["state"] == "failed"
+    store.update_deployment(posing.id, name=row.id)
+    assert find_deployment(store, row.id).id == row.id
+    store.update_deployment(row.id, state="failed")
+    assert find_deployment(store, "best").state == "failed"
 
 
 def test_a_server_that_cannot_even_be_prepared_fails_its_deployments(
@@ -346,10 +343,10 @@ def test_a_server_that_cannot_even_be_prepared_fails_its_deployments(
 ):
     run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a")})
     (store.base / "servers").write_text("no folder")
-    failed = settle(deployments, request(store, run_id)["id"], "failed")
+    failed = settle(deployments, request(store, run_id).id, "failed")
     (store.base / "servers").unlink()
-    assert failed["error"] and "cannot be started" in failed["error"]["what"]
-    settle(deployments, request(store, run_id)["id"], "ready")
+    assert failed.error and "cannot be started" in failed.error["what"]
+    settle(deployments, request(store, run_id).id, "ready")
 
 
 @pytest.mark.parametrize(
@@ -398,10 +395,8 @@ def test_a_run_without_a_checkpoint_or_with_a_damaged_one_is_refused(
     run_id = make_run(
         store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")}
     )
-    Path(store.run(run_id)["folder"], "checkpoints", "2", "adapter_model.safetensors").write_bytes(
-        b""
-    )
-    assert request(store, run_id)["step"] == 1, "the newest good one"
+    Path(store.run(run_id).folder, "checkpoints", "2", "adapter_model.safetensors").write_bytes(b"")
+    assert request(store, run_id).step == 1, "the newest good one"
     with pytest.raises(FlashError) as caught:
         request(store, run_id, step=2)
     assert caught.value.code == "checkpoint_corrupt"
@@ -413,11 +408,11 @@ def test_the_api_key_is_readable_by_its_owner_alone_and_in_no_command_line(
     store: Store, deployments: Deployments, tmp_path: Path
 ) -> None:
     run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a")})
-    row = settle(deployments, request(store, run_id)["id"], "ready")
+    row = settle(deployments, request(store, run_id).id, "ready")
     server = Server.find(store.base, "toy")
-    assert server and row["pid"]
+    assert server and row.pid
     assert Path(server.file).stat().st_mode & 0o077 == 0
-    assert server.api_key not in " ".join(psutil.Process(row["pid"]).cmdline())
+    assert server.api_key not in " ".join(psutil.Process(row.pid).cmdline())
     assert server.api_key not in json.dumps(row)
 
 
@@ -525,9 +520,9 @@ async def test_a_checkpoint_is_deployed_talked_to_and_undeployed(
     # Another supervisor finds the server; a second adapter joins it and one that does not fit is
     # told.
     _end_supervisor(vllm_store.base)
-    pid = vllm_store.deployment(first.deployment)["pid"]
+    pid = vllm_store.deployment(first.deployment).pid
     second = await ready(run_id, step=6)
-    assert vllm_store.deployment(second.deployment)["pid"] == pid
+    assert vllm_store.deployment(second.deployment).pid == pid
     with pytest.raises(FlashError) as caught:
         await ready(run_id, step=7)
     assert caught.value.code == "deployment_failed" and "DoRA" in str(caught.value)

@@ -34,7 +34,7 @@ def new_run(store: Store) -> str:
         name="calc", digest="abcdef123456", path="/environments/calc", size_bytes=9
     )
     run, _ = queue.enqueue(store, resolve(RunSpec(environment="calc")), environment)
-    return run["id"]
+    return run.id
 
 
 def rollout(step: int, index: int, text: str = "hello", **values: Any) -> dict[str, Any]:
@@ -121,30 +121,30 @@ def test_an_unknown_run_names_the_nearest(store: Store, run_id: str) -> None:
 def test_runs_are_listed_newest_first_in_pages_and_by_state(store: Store) -> None:
     ids = [new_run(store) for _ in range(7)][::-1]
     first = store.runs(limit=3)
-    second = store.runs(limit=3, cursor=first[-1]["id"])
-    third = store.runs(limit=3, cursor=second[-1]["id"])
-    assert [run["id"] for run in (*first, *second, *third)] == ids
+    second = store.runs(limit=3, cursor=first[-1].id)
+    third = store.runs(limit=3, cursor=second[-1].id)
+    assert [run.id for run in (*first, *second, *third)] == ids
     queue.claim(store)
-    assert [run["id"] for run in store.runs(state="starting")] == [ids[-1]]
+    assert [run.id for run in store.runs(state="starting")] == [ids[-1]]
     assert store.run_counts() == {"queued": 6, "starting": 1}
-    assert [run["id"] for run in store.active_runs()] == ids[::-1]
+    assert [run.id for run in store.active_runs()] == ids[::-1]
 
 
 def test_metrics_come_in_order_and_the_last_ones_alone(store: Store, run_id: str) -> None:
     for step in (1, 3, 2, 10):
         put_metrics(store, run_id, step, loss=step / 2, kl=None)
-    assert [row["step"] for row in store.metrics(run_id)] == [1, 2, 3, 10]
-    assert [row["step"] for row in store.metrics(run_id, since=2)] == [3, 10]
-    assert [row["step"] for row in store.metrics(run_id, limit=2)] == [3, 10]
+    assert [row.step for row in store.metrics(run_id)] == [1, 2, 3, 10]
+    assert [row.step for row in store.metrics(run_id, since=2)] == [3, 10]
+    assert [row.step for row in store.metrics(run_id, limit=2)] == [3, 10]
     last = store.last_metrics(run_id)
-    assert last and last["metrics"] == {"loss": 5.0, "kl": None}
+    assert last and last.metrics == {"loss": 5.0, "kl": None}
     assert store.last_metrics("run-other") is None
 
 
 def test_a_step_reported_again_replaces_the_first_report(store: Store, run_id: str) -> None:
     put_metrics(store, run_id, 1, loss=1.0)
     put_metrics(store, run_id, 1, epoch=2, loss=2.0)
-    assert [(row["epoch"], row["metrics"]["loss"]) for row in store.metrics(run_id)] == [(2, 2.0)]
+    assert [(row.epoch, row.metrics["loss"]) for row in store.metrics(run_id)] == [(2, 2.0)]
 
 
 def test_a_series_is_averaged_over_equal_stretches_without_the_nulls(
@@ -170,7 +170,7 @@ def test_rollouts_are_found_by_order_step_success_and_text(store: Store, run_id:
             run_id,
             **{key: filters[key] for key in ("step", "contains", "success") if key in filters},
         ) >= len(rows)
-        return [(row["step"], row["index"]) for row in rows]
+        return [(row.step, row.index) for row in rows]
 
     assert found(order="worst", limit=2) == [(2, 0), (1, 0)]
     assert found(order="best", limit=2) == [(1, 3), (1, 2)]
@@ -188,7 +188,7 @@ def test_pages_of_a_random_order_fit_together_and_seeds_differ(store: Store, run
 
     def page(seed: int, offset: int) -> list[int]:
         return [
-            row["index"]
+            row.index
             for row in store.rollouts(run_id, order="random", seed=seed, limit=20, offset=offset)
         ]
 
@@ -214,7 +214,7 @@ def test_evaluations_keep_their_rollouts_apart_from_training(store: Store, run_i
         "rollouts": [rollout(0, 0)],
     }
     store.put_evaluation(run_id, row)
-    assert [(row["step"], row["summary"]["success"]) for row in store.evals(run_id)] == [(0, 0.5)]
+    assert [(row.step, row.summary["success"]) for row in store.evals(run_id)] == [(0, 0.5)]
     assert store.rollout_count(run_id, split="eval") == 1
     assert store.rollout_count(run_id) == 0
 
@@ -233,7 +233,7 @@ def test_the_last_events_come_oldest_first_and_never_change(store: Store, run_id
         run_id, "0001-4", {"time": 99.0, "epoch": 1, "kind": "phase", "message": "another"}
     )
     events = store.events(run_id, limit=2)
-    assert [(event["message"], event["data"]) for event in events] == [
+    assert [(event.message, event.data) for event in events] == [
         ("m3", {"seconds": 3}),
         ("m4", {"seconds": 4}),
     ]
@@ -254,8 +254,8 @@ def test_a_checkpoint_is_found_by_step_or_is_the_newest(store: Store, run_id: st
             "files": {},
         }
         store.put_checkpoint(run_id, manifest, f"/runs/{step}")
-    assert store.checkpoint(run_id)["step"] == 20
-    assert store.checkpoint(run_id, 10)["path"] == "/runs/10"
+    assert store.checkpoint(run_id).step == 20
+    assert store.checkpoint(run_id, 10).path == "/runs/10"
     with pytest.raises(FlashError, match=r"use one of the steps \[10, 20\]"):
         store.checkpoint(run_id, 15)
 
@@ -265,9 +265,9 @@ def test_an_environment_is_found_by_name_digest_or_the_start_of_one(store: Store
         store.add_environment(
             name="calc", digest=digest, path=f"/e/{digest}", size_bytes=1, data={"splits": {}}
         )
-    assert store.environment("calc")["digest"] == "aaaaaa1111"
-    assert store.environment("calc@bbbbbb2222")["path"] == "/e/bbbbbb2222"
-    assert store.environment("calc@aaaaaa")["digest"] == "aaaaaa1111"
+    assert store.environment("calc").digest == "aaaaaa1111"
+    assert store.environment("calc@bbbbbb2222").path == "/e/bbbbbb2222"
+    assert store.environment("calc@aaaaaa").digest == "aaaaaa1111"
     assert len(store.environments()) == 3
     for reference, hint in [
         ("calc@bbbbbb", "one of"),
@@ -286,7 +286,7 @@ def test_a_deployment_changes_only_from_an_expected_state(store: Store) -> None:
         "dep-1", expected_states=["starting"], state="ready", base_url="http://x", pid=7
     )
     row = store.deployment("dep-1")
-    assert (row["state"], row["base_url"], row["pid"], row["step"], row["run_id"]) == (
+    assert (row.state, row.base_url, row.pid, row.step, row.run_id) == (
         "ready",
         "http://x",
         7,
@@ -398,17 +398,18 @@ def test_a_database_without_owners_goes_on_working_as_the_local_owners(tmp_path:
 
     store = Store(tmp_path)
     migrated = store.run("run-1")
-    assert migrated | run | {"spec": {"steps": 3}, "sources": {}} == migrated
-    assert (migrated["owner"], migrated["attempt"], migrated["added_by_a_later_version"]) == (
-        "local",
-        0,
-        "kept",
-    )
-    assert store.metrics("run-1")[0]["metrics"] == {"loss": 0.5}
-    assert store.environment("calc@abcdef") | environment | {"data": {}} == store.environment(
-        "calc"
-    )
-    assert store.deployment("dep-1")["owner"] == "local"
+    kept = run | {"spec": {"steps": 3}, "sources": {}}
+    assert vars(migrated) | kept == vars(migrated) | {
+        name: run[name] for name in kept if name not in vars(migrated)
+    }
+    assert (migrated.owner, migrated.attempt) == ("local", 0)
+    row = store.query("SELECT added_by_a_later_version FROM runs")[0]
+    assert row["added_by_a_later_version"] == "kept"
+    assert store.metrics("run-1")[0].metrics == {"loss": 0.5}
+    newest = store.environment("calc")
+    assert vars(newest) | environment | {"data": {}} == vars(newest)
+    assert store.environment("calc@abcdef") == newest
+    assert store.deployment("dep-1").owner == "local"
     found = store.query("SELECT name FROM sqlite_master WHERE type = 'index' AND sql > ''")
     assert {row["name"] for row in found} == {*indexes, "runs_by_key"}
     assert Store(tmp_path).run("run-1") == migrated
@@ -418,7 +419,7 @@ def test_a_database_without_owners_goes_on_working_as_the_local_owners(tmp_path:
     store.execute(
         f"INSERT INTO runs ({', '.join(old)}) VALUES ({', '.join('?' * len(old))})", [*old.values()]
     )
-    assert store.run("run-2")["owner"] == "local"
+    assert store.run("run-2").owner == "local"
     with pytest.raises(Exception, match="UNIQUE"):
         store.insert("runs", {**old, "id": "run-3"})
     store.insert("runs", {**old, "id": "run-3", "owner": "alice"})

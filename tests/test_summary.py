@@ -169,8 +169,8 @@ def trained(
         groups, _ = run_virtually(one_step(step, Writer(length=length), host))
         writer.rollouts(step, [rollout.row(step) for group in groups for rollout in group])
         writer.metrics(step, summarize(groups))
-    read_in(open_store(), run["id"])
-    return run["id"]
+    read_in(open_store(), run.id)
+    return run.id
 
 
 async def report(run_id: str) -> dict[str, Any]:

@@ -17,10 +17,10 @@ import psutil
 import pytest
 
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state import queue
-from flash_mcp.state.schema import RunRow
 from flash_mcp.state.store import Store
 from flash_mcp.supervisor.ingest import Reader
 from flash_mcp.supervisor.launch.base import Handle, Hint
@@ -60,7 +60,7 @@ class Bench:
         launcher = launcher or LocalLauncher(self.base / "attempts", gpus=[])
         return Supervisor(self.base, launcher=launcher, worker=WORKER, patience=timing)
 
-    def train(self, script: dict[str, Any] | None = None, **fields: Any) -> RunRow:
+    def train(self, script: dict[str, Any] | None = None, **fields: Any) -> Run:
         environment = self.store.add_environment(
             name="calc", digest="abcdef123456", path="/e", size_bytes=1
         )
@@ -76,31 +76,30 @@ class Bench:
         deadline = time.monotonic() + TIMEOUT_S
         while not condition():
             assert time.monotonic() < deadline, (
-                f"not in time; runs: {[dict(run) for run in self.store.runs()]}"
+                f"not in time; runs: {[vars(run) for run in self.store.runs()]}"
             )
             (supervisor or self.supervisor).tick()
             time.sleep(0.01)
         (supervisor or self.supervisor).tick()
 
-    def finish(self, run: RunRow, *, supervisor: Supervisor | None = None) -> RunRow:
-        self.until(lambda: self.store.run(run["id"])["ended"], supervisor=supervisor)
-        return self.store.run(run["id"])
+    def finish(self, run: Run, *, supervisor: Supervisor | None = None) -> Run:
+        self.until(lambda: self.store.run(run.id).ended, supervisor=supervisor)
+        return self.store.run(run.id)
 
-    def pid(self, run: RunRow, attempt: int = 1) -> int:
-        record = Record.read(self.base / "attempts" / f"{run['id']}-{attempt}")
+    def pid(self, run: Run, attempt: int = 1) -> int:
+        record = Record.read(self.base / "attempts" / f"{run.id}-{attempt}")
         assert record
         return record.pid
 
-    def step(self, run: RunRow, attempt: int = 1) -> int:
+    def step(self, run: Run, attempt: int = 1) -> int:
         """The step of the attempt's last beat; 0 before."""
-        beat = RunFolder(run["folder"]).beat()
+        beat = RunFolder(run.folder).beat()
         return beat["step"] if beat and beat["epoch"] == attempt else 0
 
-    def told(self, run: RunRow) -> list[tuple[int, str]]:
+    def told(self, run: Run) -> list[tuple[int, str]]:
         """(attempt, what) of what the supervisor noted."""
         return [
-            (event["epoch"], event["name"][5:])
-            for event in self.store.events(run["id"], 99, ["attempt"])
+            (event.epoch, event.name[5:]) for event in self.store.events(run.id, 99, ["attempt"])
         ]
 
     def clean_up(self) -> None:
@@ -136,27 +135,25 @@ def test_a_run_goes_from_queued_to_succeeded_and_all_that_it_said_is_in_the_stor
     bench: Bench,
 ) -> None:
     run = bench.train({"steps": 5, "1": {"at": 3, "do": "hold"}})
-    bench.until(
-        lambda: bench.store.run(run["id"])["step"] == 3 and len(bench.store.metrics(run["id"])) == 2
-    )
-    live = bench.store.run(run["id"])
-    assert (live["state"], live["attempt"], live["phase"]) == ("running", 1, "train")
-    assert live["beat"] and live["progress"] and live["beat"] >= live["progress"]
-    assert [row["step"] for row in bench.store.metrics(run["id"])] == [1, 2]
-    Path(run["folder"], "go").touch()
+    bench.until(lambda: bench.store.run(run.id).step == 3 and len(bench.store.metrics(run.id)) == 2)
+    live = bench.store.run(run.id)
+    assert (live.state, live.attempt, live.phase) == ("running", 1, "train")
+    assert live.beat and live.progress and live.beat >= live.progress
+    assert [row.step for row in bench.store.metrics(run.id)] == [1, 2]
+    Path(run.folder, "go").touch()
     ended = bench.finish(run)
-    assert (ended["state"], ended["step"], ended["error"], ended["attempt"]) == (
+    assert (ended.state, ended.step, ended.error, ended.attempt) == (
         "succeeded",
         5,
         None,
         1,
     )
-    assert [row["step"] for row in bench.store.metrics(run["id"])] == [1, 2, 3, 4, 5]
-    assert bench.store.rollout_count(run["id"]) == 15
-    assert bench.store.rollout_count(run["id"], split="eval") == 1
-    assert [row["step"] for row in bench.store.checkpoints(run["id"])] == [1, 2, 3, 4, 5]
-    assert Path(bench.store.checkpoint(run["id"])["path"], "adapter.bin").exists()
-    assert bench.store.events(run["id"], kinds=["phase"])[0]["data"] == {"resumed": 0}
+    assert [row.step for row in bench.store.metrics(run.id)] == [1, 2, 3, 4, 5]
+    assert bench.store.rollout_count(run.id) == 15
+    assert bench.store.rollout_count(run.id, split="eval") == 1
+    assert [row.step for row in bench.store.checkpoints(run.id)] == [1, 2, 3, 4, 5]
+    assert Path(bench.store.checkpoint(run.id).path, "adapter.bin").exists()
+    assert bench.store.events(run.id, kinds=["phase"])[0].data == {"resumed": 0}
     assert bench.told(run) == [(1, "launched")]
     assert not is_running(bench.pid(run))
 
@@ -167,21 +164,21 @@ def test_runs_share_one_slot_oldest_first(bench: Bench) -> None:
     bench.until(lambda: bench.step(first) == 1)
     for _ in range(5):
         bench.supervisor.tick()
-    assert bench.store.run(second["id"])["state"] == "queued"
+    assert bench.store.run(second.id).state == "queued"
     for run in (first, second):
-        Path(run["folder"]).mkdir(exist_ok=True)
-        Path(run["folder"], "go").touch()
-    assert bench.finish(first)["state"] == bench.finish(second)["state"] == "succeeded"
+        Path(run.folder).mkdir(exist_ok=True)
+        Path(run.folder, "go").touch()
+    assert bench.finish(first).state == bench.finish(second).state == "succeeded"
 
 
 def test_reading_a_folder_twice_gives_the_same_rows(bench: Bench) -> None:
     run = bench.train({"steps": 4})
     bench.finish(run)
-    before = all_rows(bench.store, run["id"])
+    before = all_rows(bench.store, run.id)
     assert before[0] and before[1][0] and before[2] and before[3] and before[4]
     for _ in range(2):
-        Reader(bench.store, run["id"], RunFolder(run["folder"])).read(now=True)
-    assert all_rows(bench.store, run["id"]) == before
+        Reader(bench.store, run.id, RunFolder(run.folder)).read(now=True)
+    assert all_rows(bench.store, run.id) == before
 
 
 def test_a_damaged_file_does_not_keep_the_rest_from_being_read_nor_the_run_from_ending(
@@ -189,16 +186,16 @@ def test_a_damaged_file_does_not_keep_the_rest_from_being_read_nor_the_run_from_
 ) -> None:
     run = bench.train({"steps": 3, "1": {"at": 2, "do": "hold"}})
     bench.until(lambda: bench.step(run) == 2)
-    Path(run["folder"], "metrics", "2.json").write_text('{"step": 2, "epo')
-    Path(run["folder"], "rollouts", "9.jsonl").write_text(
+    Path(run.folder, "metrics", "2.json").write_text('{"step": 2, "epo')
+    Path(run.folder, "rollouts", "9.jsonl").write_text(
         '{"index": 0, "reward": null, "success": true}\n'
     )
     for _ in range(3):
         bench.supervisor.tick()
-    Path(run["folder"], "go").touch()
-    assert bench.finish(run)["state"] == "succeeded"
-    assert [row["step"] for row in bench.store.metrics(run["id"])] == [1, 2, 3]
-    assert bench.store.rollout_steps(run["id"]) == [1, 2, 3]
+    Path(run.folder, "go").touch()
+    assert bench.finish(run).state == "succeeded"
+    assert [row.step for row in bench.store.metrics(run.id)] == [1, 2, 3]
+    assert bench.store.rollout_steps(run.id) == [1, 2, 3]
 
 
 # -- attempts that die, hang or give up ------------------------------------------------------------
@@ -209,32 +206,33 @@ def test_a_killed_worker_is_replaced_and_goes_on_from_its_last_checkpoint(bench:
     bench.until(lambda: bench.step(run) == 3)
     os.kill(bench.pid(run), signal.SIGKILL)
     ended = bench.finish(run)
-    assert (ended["state"], ended["attempt"], ended["step"], ended["error"]) == (
+    assert (ended.state, ended.attempt, ended.step, ended.error) == (
         "succeeded",
         2,
         5,
         None,
     )
     assert bench.told(run) == [(1, "launched"), (1, "lost"), (2, "launched")]
-    lost = bench.store.events(run["id"], kinds=["attempt"])[1]
-    assert "killed by signal SIGKILL" in lost["message"]
-    assert lost["data"]["error"]["values"]["step"] == 3
-    assert [
-        event["data"]["resumed"] for event in bench.store.events(run["id"], kinds=["phase"])
-    ] == [0, 2]
-    assert [row["epoch"] for row in bench.store.metrics(run["id"])] == [1, 1, 2, 2, 2]
+    lost = bench.store.events(run.id, kinds=["attempt"])[1]
+    assert "killed by signal SIGKILL" in lost.message
+    assert lost.data["error"].values.step == 3
+    assert [event.data["resumed"] for event in bench.store.events(run.id, kinds=["phase"])] == [
+        0,
+        2,
+    ]
+    assert [row.epoch for row in bench.store.metrics(run.id)] == [1, 1, 2, 2, 2]
 
 
 def test_a_run_whose_attempts_all_die_fails_with_the_log_as_evidence(bench: Bench) -> None:
     cue = {"do": "die_at_start"}
     run = bench.train({"1": cue, "2": cue}, max_attempts=2)
     ended = bench.finish(run)
-    assert (ended["state"], ended["attempt"]) == ("failed", 2)
-    assert ended["error"] and ended["error"]["code"] == "worker_failed"
-    assert "no such module: torch" in ended["error"]["values"]["log"]
-    assert "exit code 1" in ended["error"]["what"]
+    assert (ended.state, ended.attempt) == ("failed", 2)
+    assert ended.error and ended.error["code"] == "worker_failed"
+    assert "no such module: torch" in ended.error.values.log
+    assert "exit code 1" in ended.error["what"]
     assert bench.told(run) == [(1, "launched"), (1, "lost"), (2, "launched"), (2, "lost")]
-    result = RunFolder(run["folder"]).result()
+    result = RunFolder(run.folder).result()
     assert result and (result["state"], result["error"]["code"]) == ("failed", "worker_failed")
 
 
@@ -249,41 +247,41 @@ def test_a_worker_killed_while_memory_was_short_is_told_so(
             {"steps": 4, **{str(attempt): {"at": 2, "do": "kill"} for attempt in (1, 2, 3)}}
         )
     )
-    assert (run["state"], run["error"]["code"]) == ("failed", "out_of_memory")
+    assert (run.state, run.error["code"]) == ("failed", "out_of_memory")
     assert (
-        "SIGKILL" in run["error"]["what"]
-        and "GiB of the machine's memory were left" in run["error"]["what"]
+        "SIGKILL" in run.error["what"]
+        and "GiB of the machine's memory were left" in run.error["what"]
     )
 
 
 def test_an_error_that_no_retry_can_cure_ends_the_run_at_once(bench: Bench) -> None:
     run = bench.train({"1": {"at": 2, "do": "fail"}})
     ended = bench.finish(run)
-    assert (ended["state"], ended["attempt"], ended["step"]) == ("failed", 1, 2)
-    assert ended["error"] and ended["error"]["code"] == "environment_error"
+    assert (ended.state, ended.attempt, ended.step) == ("failed", 1, 2)
+    assert ended.error and ended.error["code"] == "environment_error"
 
 
 def test_an_error_that_a_retry_may_cure_is_retried_and_kept_when_it_stays(bench: Bench) -> None:
     cured = bench.train({"1": {"at": 2, "do": "give_up"}})
-    assert (bench.finish(cured)["state"], bench.store.run(cured["id"])["attempt"]) == (
+    assert (bench.finish(cured).state, bench.store.run(cured.id).attempt) == (
         "succeeded",
         2,
     )
     cue = {"at": 1, "do": "give_up"}
     stays = bench.train({"1": cue, "2": cue}, max_attempts=2)
     ended = bench.finish(stays)
-    assert (ended["state"], ended["attempt"]) == ("failed", 2)
-    assert ended["error"] and ended["error"]["code"] == "out_of_memory"
+    assert (ended.state, ended.attempt) == ("failed", 2)
+    assert ended.error and ended.error["code"] == "out_of_memory"
 
 
 def test_a_worker_that_beats_but_does_not_move_is_replaced(bench: Bench) -> None:
     run = bench.train({"1": {"at": 2, "do": "stall"}}, stall_timeout_s=60.0)
     bench.until(lambda: bench.step(run) == 2)
     stalled = bench.pid(run)
-    bench.supervisor._attempts[run["id"]].progress_at -= 61
+    bench.supervisor._attempts[run.id].progress_at -= 61
     ended = bench.finish(run)
-    assert (ended["state"], ended["attempt"]) == ("succeeded", 2)
-    lost = bench.store.events(run["id"], kinds=["attempt"])[1]["data"]["error"]
+    assert (ended.state, ended.attempt) == ("succeeded", 2)
+    lost = bench.store.events(run.id, kinds=["attempt"])[1].data["error"]
     assert (lost["code"], lost["values"]["step"], lost["values"]["phase"]) == (
         "stalled",
         2,
@@ -298,16 +296,16 @@ def test_a_worker_that_is_stopped_is_replaced(bench: Bench) -> None:
     os.kill(bench.pid(run), signal.SIGSTOP)
     wait_for(lambda: psutil.Process(bench.pid(run)).status() == psutil.STATUS_STOPPED)
     bench.supervisor.tick()  # which takes in the last beat
-    bench.supervisor._attempts[run["id"]].beat_at -= 31
+    bench.supervisor._attempts[run.id].beat_at -= 31
     ended = bench.finish(run)
-    assert (ended["state"], ended["attempt"]) == ("succeeded", 2)
-    assert "gave no sign" in bench.store.events(run["id"], kinds=["attempt"])[1]["message"]
+    assert (ended.state, ended.attempt) == ("succeeded", 2)
+    assert "gave no sign" in bench.store.events(run.id, kinds=["attempt"])[1].message
     assert not is_running(bench.pid(run))
 
 
 def test_a_worker_that_does_not_leave_after_its_result_is_ended(bench: Bench) -> None:
     run = bench.train({"1": {"at": 2, "do": "linger"}})
-    assert bench.finish(run)["state"] == "succeeded"
+    assert bench.finish(run).state == "succeeded"
     assert not is_running(bench.pid(run))
 
 
@@ -335,16 +333,16 @@ def test_a_worker_that_beats_is_believed_over_a_launcher_that_calls_it_gone(benc
     launcher = Slanderer(bench.base)
     supervisor = bench.new_supervisor(launcher, beat_stale_s=60.0)
     run = bench.train({"steps": 4, "1": {"at": 2, "do": "hold"}})
-    bench.until(lambda: bench.store.run(run["id"])["step"] == 2, supervisor=supervisor)
-    launcher.slandered = {f"{run['id']}-1"}
-    attempt, folder = supervisor._attempts[run["id"]], RunFolder(run["folder"])
+    bench.until(lambda: bench.store.run(run.id).step == 2, supervisor=supervisor)
+    launcher.slandered = {f"{run.id}-1"}
+    attempt, folder = supervisor._attempts[run.id], RunFolder(run.folder)
     for _ in range(5):
         attempt.beat_at -= 100
         wait_for(lambda: folder.beat() != attempt.beat)
         supervisor.tick()
-    Path(run["folder"], "go").touch()
+    Path(run.folder, "go").touch()
     ended = bench.finish(run, supervisor=supervisor)
-    assert (ended["state"], ended["attempt"]) == ("succeeded", 1)
+    assert (ended.state, ended.attempt) == ("succeeded", 1)
 
 
 def test_a_zombie_that_wakes_after_its_replacement_changes_nothing(bench: Bench) -> None:
@@ -353,41 +351,41 @@ def test_a_zombie_that_wakes_after_its_replacement_changes_nothing(bench: Bench)
     run = bench.train({"steps": 5, "1": {"at": 3, "do": "hold"}, "2": {"at": 4, "do": "hold"}})
     bench.until(lambda: bench.step(run) == 3, supervisor=supervisor)
     zombie = bench.pid(run)
-    launcher.slandered = {f"{run['id']}-1"}
+    launcher.slandered = {f"{run.id}-1"}
     os.kill(zombie, signal.SIGSTOP)
     bench.until(
-        lambda: bench.step(run, attempt=2) == 4 and len(bench.store.checkpoints(run["id"])) == 3,
+        lambda: bench.step(run, attempt=2) == 4 and len(bench.store.checkpoints(run.id)) == 3,
         supervisor=supervisor,
     )
-    supervisor._attempts[run["id"]].reader.read(now=True)
+    supervisor._attempts[run.id].reader.read(now=True)
     before, checkpoints = (
-        all_rows(bench.store, run["id"]),
-        RunFolder(run["folder"]).checkpoint_steps(),
+        all_rows(bench.store, run.id),
+        RunFolder(run.folder).checkpoint_steps(),
     )
     os.kill(zombie, signal.SIGCONT)
     bench.until(lambda: not is_running(zombie), supervisor=supervisor)
-    assert "[fenced epoch=1 newest=2]" in RunFolder(run["folder"]).log_tail(1)
+    assert "[fenced epoch=1 newest=2]" in RunFolder(run.folder).log_tail(1)
     for _ in range(10):
         supervisor.tick()
-    assert all_rows(bench.store, run["id"]) == before
-    assert RunFolder(run["folder"]).checkpoint_steps() == checkpoints == [1, 2, 3]
-    assert bench.store.run(run["id"])["state"] == "running"
-    Path(run["folder"], "go").touch()
+    assert all_rows(bench.store, run.id) == before
+    assert RunFolder(run.folder).checkpoint_steps() == checkpoints == [1, 2, 3]
+    assert bench.store.run(run.id).state == "running"
+    Path(run.folder, "go").touch()
     ended = bench.finish(run, supervisor=supervisor)
-    assert (ended["state"], ended["attempt"], ended["step"]) == ("succeeded", 2, 5)
+    assert (ended.state, ended.attempt, ended.step) == ("succeeded", 2, 5)
 
 
 def test_a_run_whose_secret_is_missing_waits_and_lets_others_pass(bench: Bench) -> None:
     run = bench.train(secrets=["CALC_KEY_THAT_NOBODY_SET"])
-    assert bench.finish(bench.train())["state"] == "succeeded"
-    assert (bench.store.run(run["id"])["state"], bench.store.run(run["id"])["attempt"]) == (
+    assert bench.finish(bench.train()).state == "succeeded"
+    assert (bench.store.run(run.id).state, bench.store.run(run.id).attempt) == (
         "queued",
         0,
     )
     bench.supervisor.vault.open()
     try:
-        assert give(bench.base, run["id"], {"CALC_KEY_THAT_NOBODY_SET": "42"})
-        assert bench.finish(run)["state"] == "succeeded"
+        assert give(bench.base, run.id, {"CALC_KEY_THAT_NOBODY_SET": "42"})
+        assert bench.finish(run).state == "succeeded"
     finally:
         bench.supervisor.vault.close()
 
@@ -408,24 +406,24 @@ def test_a_run_whose_secret_was_lost_while_it_ran_is_found_or_waits_without_its_
         os.kill(bench.pid(run), signal.SIGKILL)
     later = bench.new_supervisor()
     if was_killed:
-        assert bench.finish(other, supervisor=later)["state"] == "succeeded"
-        assert bench.store.run(run["id"])["state"] == "queued"
-        assert queue.request_cancel(bench.store, run["id"])["state"] == "cancelled"
+        assert bench.finish(other, supervisor=later).state == "succeeded"
+        assert bench.store.run(run.id).state == "queued"
+        assert queue.request_cancel(bench.store, run.id).state == "cancelled"
     else:
         later.tick()
-        Path(run["folder"], "go").touch()
+        Path(run.folder, "go").touch()
         ended = bench.finish(run, supervisor=later)
-        assert (ended["state"], ended["attempt"]) == ("succeeded", 1)
+        assert (ended.state, ended.attempt) == ("succeeded", 1)
 
 
 def test_secrets_are_forgotten_when_a_run_ends_in_the_queue(bench: Bench) -> None:
     run = bench.train(secrets=["CALC_KEY_THAT_NOBODY_SET", "ANOTHER"])
     bench.supervisor.vault.open()
     try:
-        assert give(bench.base, run["id"], {"ANOTHER": "42"})
+        assert give(bench.base, run.id, {"ANOTHER": "42"})
         bench.supervisor.tick()
-        assert bench.supervisor.vault.run_ids() == {run["id"]}
-        queue.request_cancel(bench.store, run["id"])
+        assert bench.supervisor.vault.run_ids() == {run.id}
+        queue.request_cancel(bench.store, run.id)
         bench.supervisor.tick()
         assert not bench.supervisor.vault.run_ids()
     finally:
@@ -437,10 +435,10 @@ def test_what_a_power_cut_left_of_an_attempts_record_holds_nobody_up(
     bench: Bench, left: str
 ) -> None:
     run = bench.train()
-    for name in ("run-before00-1", f"{run['id']}-1"):
+    for name in ("run-before00-1", f"{run.id}-1"):
         (bench.base / "attempts" / name).write_text(left)
     ended = bench.finish(run)
-    assert (ended["state"], ended["attempt"]) == ("succeeded", 2)
+    assert (ended.state, ended.attempt) == ("succeeded", 2)
 
 
 def test_trouble_that_keeps_an_attempt_from_starting_is_said(
@@ -451,9 +449,9 @@ def test_trouble_that_keeps_an_attempt_from_starting_is_said(
         broken.setattr(bench.supervisor.launcher, "submit", lambda _: 1 / 0)
         for _ in range(3):
             bench.supervisor.tick()
-    (event,) = bench.store.events(run["id"], 9, ["warning"])
-    assert "trouble with attempt 1, and tried again: ZeroDivisionError" in event["message"]
-    assert bench.finish(run)["state"] == "succeeded"
+    (event,) = bench.store.events(run.id, 9, ["warning"])
+    assert "trouble with attempt 1, and tried again: ZeroDivisionError" in event.message
+    assert bench.finish(run).state == "succeeded"
 
 
 # -- cancelling ------------------------------------------------------------------------------------
@@ -461,36 +459,36 @@ def test_trouble_that_keeps_an_attempt_from_starting_is_said(
 
 def test_a_queued_run_is_cancelled_without_ever_starting(bench: Bench) -> None:
     run = bench.train()
-    assert queue.request_cancel(bench.store, run["id"])["state"] == "cancelled"
+    assert queue.request_cancel(bench.store, run.id).state == "cancelled"
     assert not bench.supervisor.tick()
-    assert not Path(run["folder"]).exists()
+    assert not Path(run.folder).exists()
 
 
 def test_a_running_run_saves_and_ends_as_cancelled(bench: Bench) -> None:
     supervisor = bench.new_supervisor(cancel_grace_s=30.0)
     run = bench.train({"1": {"at": 2, "do": "hold"}})
     bench.until(lambda: bench.step(run) == 2, supervisor=supervisor)
-    queue.request_cancel(bench.store, run["id"], "enough")
+    queue.request_cancel(bench.store, run.id, "enough")
     ended = bench.finish(run, supervisor=supervisor)
-    assert (ended["state"], ended["step"], ended["error"]) == ("cancelled", 2, None)
-    assert bench.store.checkpoint(run["id"])["step"] == 2
+    assert (ended.state, ended.step, ended.error) == ("cancelled", 2, None)
+    assert bench.store.checkpoint(run.id).step == 2
     assert not is_running(bench.pid(run))
 
 
 def test_a_hung_run_is_killed_after_its_grace_and_ends_as_cancelled(bench: Bench) -> None:
     run = bench.train({"1": {"at": 2, "do": "stall"}})
     bench.until(lambda: bench.step(run) == 2)
-    requested = queue.request_cancel(bench.store, run["id"])["cancel_requested"]
+    requested = queue.request_cancel(bench.store, run.id).cancel_requested
     ended = bench.finish(run)
-    assert (ended["state"], ended["step"], ended["attempt"], ended["error"]) == (
+    assert (ended.state, ended.step, ended.attempt, ended.error) == (
         "cancelled",
         2,
         1,
         None,
     )
-    assert requested and ended["ended"] and ended["ended"] - requested > HASTE.cancel_grace_s
+    assert requested and ended.ended and ended.ended - requested > HASTE.cancel_grace_s
     assert not is_running(bench.pid(run))
-    result = RunFolder(run["folder"]).result()
+    result = RunFolder(run.folder).result()
     assert result and result["state"] == "cancelled"
 
 
@@ -499,17 +497,17 @@ def test_a_run_that_dies_while_cancelling_ends_as_cancelled_and_is_not_retried(
 ) -> None:
     run = bench.train({"1": {"at": 2, "do": "stall"}})
     bench.until(lambda: bench.step(run) == 2)
-    queue.request_cancel(bench.store, run["id"])
+    queue.request_cancel(bench.store, run.id)
     os.kill(bench.pid(run), signal.SIGKILL)
     ended = bench.finish(run)
-    assert (ended["state"], ended["attempt"]) == ("cancelled", 1)
+    assert (ended.state, ended.attempt) == ("cancelled", 1)
 
 
 def test_a_run_that_waits_for_its_next_attempt_is_cancelled_at_once(bench: Bench) -> None:
     supervisor = bench.new_supervisor(retry_delay_s=600.0)
     run = bench.train({"1": {"do": "die_at_start"}})
-    bench.until(lambda: bench.store.run(run["id"])["error"], supervisor=supervisor)
-    assert queue.request_cancel(bench.store, run["id"])["state"] == "cancelled"
+    bench.until(lambda: bench.store.run(run.id).error, supervisor=supervisor)
+    assert queue.request_cancel(bench.store, run.id).state == "cancelled"
 
 
 # -- supervisors that die --------------------------------------------------------------------------
@@ -553,11 +551,11 @@ def test_a_new_supervisor_goes_on_where_a_killed_one_was(bench: Bench) -> None:
     worker = bench.pid(run)
     assert is_running(worker)
     second = start_supervisor(bench)
-    Path(run["folder"], "go").touch()
-    wait_for(lambda: bench.store.run(run["id"])["ended"])
-    ended = bench.store.run(run["id"])
-    assert (ended["state"], ended["attempt"], ended["step"]) == ("succeeded", 1, 5)
-    assert [row["step"] for row in bench.store.metrics(run["id"])] == [1, 2, 3, 4, 5]
+    Path(run.folder, "go").touch()
+    wait_for(lambda: bench.store.run(run.id).ended)
+    ended = bench.store.run(run.id)
+    assert (ended.state, ended.attempt, ended.step) == ("succeeded", 1, 5)
+    assert [row.step for row in bench.store.metrics(run.id)] == [1, 2, 3, 4, 5]
     assert bench.pid(run) == worker
     assert second.wait(timeout=TIMEOUT_S) == 0  # it leaves when idle
 
@@ -570,7 +568,7 @@ def test_a_worker_that_died_with_its_supervisor_is_replaced_by_the_next(bench: B
     first.wait()
     os.kill(bench.pid(run), signal.SIGKILL)
     ended = bench.finish(run)
-    assert (ended["state"], ended["attempt"]) == ("succeeded", 2)
+    assert (ended.state, ended.attempt) == ("succeeded", 2)
 
 
 def test_a_result_written_while_nobody_watched_is_found(bench: Bench) -> None:
@@ -579,12 +577,12 @@ def test_a_result_written_while_nobody_watched_is_found(bench: Bench) -> None:
     wait_for(lambda: bench.step(run) == 2)
     first.kill()
     first.wait()
-    Path(run["folder"], "go").touch()
+    Path(run.folder, "go").touch()
     wait_for(lambda: not is_running(bench.pid(run)))
-    assert bench.store.run(run["id"])["state"] in ("starting", "running")
+    assert bench.store.run(run.id).state in ("starting", "running")
     ended = bench.finish(run)
-    assert (ended["state"], ended["attempt"]) == ("succeeded", 1)
-    assert len(bench.store.metrics(run["id"])) == 4
+    assert (ended.state, ended.attempt) == ("succeeded", 1)
+    assert len(bench.store.metrics(run.id)) == 4
 
 
 def test_supervisors_killed_at_any_point_lose_and_repeat_nothing(bench: Bench) -> None:
@@ -607,9 +605,9 @@ def test_supervisors_killed_at_any_point_lose_and_repeat_nothing(bench: Bench) -
         delay_s = 0.5 + (kills * 0.137) % 0.8
     for number, run in enumerate(runs):
         ended = bench.finish(run)
-        assert (ended["state"], ended["step"], ended["attempt"]) == ("succeeded", 3, 1 + number % 2)
-        assert [row["step"] for row in bench.store.metrics(run["id"])] == [1, 2, 3]
-        assert bench.store.rollout_count(run["id"]) == 9
+        assert (ended.state, ended.step, ended.attempt) == ("succeeded", 3, 1 + number % 2)
+        assert [row.step for row in bench.store.metrics(run.id)] == [1, 2, 3]
+        assert bench.store.rollout_count(run.id) == 9
         assert not is_running(bench.pid(run))
     assert kills >= 3
 
@@ -637,10 +635,10 @@ def test_a_supervisor_that_dies_between_two_writes_is_made_up_for_by_the_next(
         patch.setattr(*cut)
         with pytest.raises(Death):
             bench.finish(run)
-    assert bench.store.run(run["id"])["ended"] is None
+    assert bench.store.run(run.id).ended is None
     ended = bench.finish(run, supervisor=bench.new_supervisor())
     expected = {"requeue": ("succeeded", 2), "end": ("failed", 1)}.get(point, ("succeeded", 1))
-    assert (ended["state"], ended["attempt"]) == expected
+    assert (ended.state, ended.attempt) == expected
 
 
 # -- alone per state directory ---------------------------------------------------------------------
@@ -653,7 +651,7 @@ def test_a_second_supervisor_leaves_at_once(bench: Bench) -> None:
     assert is_supervised(bench.base)
     assert supervise(bench.base, lambda base: pytest.fail("two supervisors")) is False
     assert not ensure_supervisor(bench.base)
-    Path(run["folder"], "go").touch()
+    Path(run.folder, "go").touch()
     assert first.wait(timeout=TIMEOUT_S) == 0
     assert not is_supervised(bench.base)
 
@@ -676,7 +674,7 @@ def test_a_run_enqueued_while_the_supervisor_was_leaving_is_not_forgotten(bench:
         return made[-1]
 
     assert supervise(bench.base, make)
-    assert [run["state"] for run in bench.store.runs()] == ["succeeded"]
+    assert [run.state for run in bench.store.runs()] == ["succeeded"]
     assert len(made) == 2
 
 

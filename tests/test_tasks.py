@@ -13,11 +13,11 @@ from mcp.shared.exceptions import MCPError
 from mcp_types import CallToolResult, Request, RequestParams, Result
 
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from flash_mcp.server.mcp_server import server
 from flash_mcp.server.tasks import IDENTIFIER
 from flash_mcp.state import queue
-from flash_mcp.state.schema import RunRow
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.shared import waiting
 from tests.samples import (
@@ -113,7 +113,7 @@ async def test_a_run_is_a_task_under_its_own_id(client: Client, tmp_path: Path):
         got = await ask(client, "tasks/get", created.task_id)
     assert created.status == "working"
     assert created.ttl_ms is None
-    assert open_store().run(created.task_id)["state"] == "queued"
+    assert open_store().run(created.task_id).state == "queued"
     assert (got.task_id, got.status) == (created.task_id, "working")
     assert got.status_message == "queued, step 0 of 20"
 
@@ -149,22 +149,22 @@ async def test_a_handshake_client_knows_no_tasks(tmp_path: Path):
         assert refused.value.error.code == METHOD_NOT_FOUND
 
 
-def claimed(task_id: str) -> tuple[RunRow, RunWriter]:
+def claimed(task_id: str) -> tuple[Run, RunWriter]:
     """The task's run as a supervisor takes it from the queue, and its worker's side of the folder."""
     store = open_store()
     run = queue.claim(store)
     assert run is not None
-    assert run["id"] == task_id
-    folder = RunFolder(run["folder"])
+    assert run.id == task_id
+    folder = RunFolder(run.folder)
     folder.create(queue.job(run))
-    writer = folder.claim(run["attempt"])
-    queue.mark_running(store, task_id, run["attempt"])
+    writer = folder.claim(run.attempt)
+    queue.mark_running(store, task_id, run.attempt)
     return run, writer
 
 
-def succeeded(run: RunRow, step: int) -> None:
-    read_in(open_store(), run["id"])
-    queue.finish(open_store(), run["id"], run["attempt"], "succeeded", step=step)
+def succeeded(run: Run, step: int) -> None:
+    read_in(open_store(), run.id)
+    queue.finish(open_store(), run.id, run.attempt, "succeeded", step=step)
 
 
 async def result_of(client: Client, tool: str, task_id: str) -> dict[str, Any]:
@@ -211,7 +211,7 @@ async def test_a_failed_run_is_a_completed_task_with_an_error(client: Client, tm
         run = queue.claim(open_store())
         assert run is not None
         error = FlashError("environment_error", "the scorer raised", fix="mend it")
-        queue.finish(open_store(), task_id, run["attempt"], "failed", error=error.to_dict())
+        queue.finish(open_store(), task_id, run.attempt, "failed", error=error.to_dict())
         got = await ask(client, "tasks/get", task_id)
     assert got.status == "completed"
     assert got.result == {
@@ -231,7 +231,7 @@ async def test_cancelling_a_task_cancels_the_run_and_twice_is_as_good_as_once(
         for _ in range(2):
             assert (await ask(client, "tasks/cancel", task_id)).status is None
         assert (await ask(client, "tasks/get", task_id)).status == "cancelled"
-    assert open_store().run(task_id)["state"] == "cancelled"
+    assert open_store().run(task_id).state == "cancelled"
 
 
 async def test_polling_a_task_sees_to_it_that_somebody_looks_after_the_run(
@@ -255,7 +255,7 @@ async def test_polling_a_task_sees_to_it_that_somebody_looks_after_the_run(
 async def test_an_unknown_task_is_invalid_params_also_where_the_run_exists(
     client: Client, method: str, tmp_path: Path
 ):
-    run_id = finished_run(tmp_path)["id"]
+    run_id = finished_run(tmp_path).id
     for task_id in ("task-none", "dep-none", run_id):
         with pytest.raises(MCPError) as refused:
             await ask(client, method, task_id)
@@ -266,8 +266,8 @@ async def test_a_deployment_that_is_not_ready_in_time_is_a_task(client: Client, 
     run = finished_run(tmp_path)
     store = open_store()
     with supervised():
-        task_id = (await call(client, "deploy", run_id=run["id"], wait_s=0)).task_id
-        assert task_id == store.deployments()[0]["id"]
+        task_id = (await call(client, "deploy", run_id=run.id, wait_s=0)).task_id
+        assert task_id == store.deployments()[0].id
         assert (await ask(client, "tasks/get", task_id)).status == "working"
         store.update_deployment(task_id, state="ready", base_url="http://127.0.0.1:1/v1")
         ready = await ask(client, "tasks/get", task_id)

@@ -14,12 +14,12 @@ from mcp import Client
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import datasets_dir
+from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import resolve, validate
 from flash_mcp.server import mcp_server as server_module
 from flash_mcp.server.mcp_server import server
 from flash_mcp.state import datasets, queue
-from flash_mcp.state.schema import RunRow
 from flash_mcp.state.store import open_store
 from tests.attempts import Attempt
 from tests.samples import push_echo, supervised
@@ -94,13 +94,13 @@ def recorded(
     *,
     environment: str = "numbers",
     **fields: Any,
-) -> RunRow:
+) -> Run:
     """A run whose worker left these rollouts of step 1 and this evaluation of step 0."""
     store = open_store()
     resolved = resolve(validate({"environment": environment, "steps": 1, **fields}))
     run, _ = queue.enqueue(store, resolved, store.environment(environment))
     assert queue.claim(store) is not None
-    folder = RunFolder(run["folder"])
+    folder = RunFolder(run.folder)
     folder.create(queue.job(run))
     writer = folder.claim(1)
     if rollouts:
@@ -108,8 +108,8 @@ def recorded(
     if evaluation:
         writer.evaluation(0, {"n": len(evaluation), "success": 0.5}, evaluation)
     writer.commit_result("succeeded", 1)
-    queue.finish(store, run["id"], 1, "succeeded", step=1)
-    return store.run(run["id"])
+    queue.finish(store, run.id, 1, "succeeded", step=1)
+    return store.run(run.id)
 
 
 def solved(count: int = 8) -> list[Any]:
@@ -133,7 +133,7 @@ async def refused(client: Client, tool: str = "curate", **arguments: Any) -> tup
 
 async def test_a_dry_run_shows_counts_and_examples_and_writes_nothing(client: Client):
     run = recorded(solved())
-    body = await curated(client, runs=[run["id"]], filter="solved and pass@2 > 0", dry_run=True)
+    body = await curated(client, runs=[run.id], filter="solved and pass@2 > 0", dry_run=True)
     counts = body["counts"]
     assert (
         counts["attempts"],
@@ -149,7 +149,7 @@ async def test_a_dry_run_shows_counts_and_examples_and_writes_nothing(client: Cl
 
 async def test_a_dataset_is_kept_under_its_content_with_where_it_came_from(client: Client):
     run = recorded(solved())
-    arguments = {"runs": [run["id"]], "name": "right", "filter": "pass@1 < 1", "holdout": 0.4}
+    arguments = {"runs": [run.id], "name": "right", "filter": "pass@1 < 1", "holdout": 0.4}
     body = await curated(client, **arguments)
     kept = datasets.find(body["dataset"])
     assert body["created"] is True
@@ -163,7 +163,7 @@ async def test_a_dataset_is_kept_under_its_content_with_where_it_came_from(clien
     assert held_back
     assert len(rows) + len(held_back) == 8
     assert all(
-        row["prompt_messages"] == 3 and row["provenance"]["run_id"] == run["id"] for row in rows
+        row["prompt_messages"] == 3 and row["provenance"]["run_id"] == run.id for row in rows
     )
     manifest = kept.manifest
     assert manifest["environment"] == {"name": "numbers", "digest": "0123456789abcdef", "args": {}}
@@ -173,7 +173,7 @@ async def test_a_dataset_is_kept_under_its_content_with_where_it_came_from(clien
         0.4,
     )
     assert [(each["run_id"], each["model"], each["rows"]) for each in manifest["runs"]] == [
-        (run["id"], run["model"], 8)
+        (run.id, run.model, 8)
     ]
     assert manifest["counts"] == body["counts"]
     again = await curated(client, **arguments)
@@ -200,9 +200,7 @@ async def test_training_is_given_what_the_runs_had(
 ):
     for name in ("KEY", "ID"):
         monkeypatch.setenv(name, "planted-secret-value")
-    runs = [
-        recorded(solved(), environment_args={"low": 1}, secrets=names)["id"] for names in secrets
-    ]
+    runs = [recorded(solved(), environment_args={"low": 1}, secrets=names).id for names in secrets]
     body = await curated(client, runs=runs, name="right")
     assert body["next"].endswith(f"dataset={body['dataset']!r}, validate_only=true{carried}")
 
@@ -211,7 +209,7 @@ async def test_runs_and_evaluations_are_pooled_and_no_attempt_counts_twice(clien
     first = recorded(solved(), [answered(0, "t0", "0!!", split="train", attempt=0)])
     second = recorded([answered(n, "t0", f"0! {n}") for n in range(2)])
     body = await curated(
-        client, runs=[first["id"], second["id"], first["id"]], filter="n == 5", dry_run=True
+        client, runs=[first.id, second.id, first.id], filter="n == 5", dry_run=True
     )
     counts = body["counts"]
     assert (counts["attempts"], counts["repeated"], counts["train_rows"], counts["filtered"]) == (
@@ -220,7 +218,7 @@ async def test_runs_and_evaluations_are_pooled_and_no_attempt_counts_twice(clien
         4,
         7,
     )
-    only = await curated(client, runs=[first["id"]], source="evaluations", dry_run=True)
+    only = await curated(client, runs=[first.id], source="evaluations", dry_run=True)
     assert only["counts"]["attempts"] == 1
 
 
@@ -229,7 +227,7 @@ async def test_what_the_environment_failed_is_left_out_and_counted(client: Clien
     run = recorded(
         [*solved(2), answered(4, "t3", "", right=False, messages=[], turns=0, error=error)]
     )
-    counts = (await curated(client, runs=[run["id"]], dry_run=True))["counts"]
+    counts = (await curated(client, runs=[run.id], dry_run=True))["counts"]
     assert (counts["errors"], counts["tasks"], counts["train_rows"]) == (1, 2, 2)
 
 
@@ -239,14 +237,14 @@ async def test_tasks_of_the_eval_split_are_kept_out_however_they_are_named(clien
         answered(21, "t41", "101!", asked="Say 101"),
     ]
     run = recorded([*solved(), *planted], [answered(0, "e102", "102!", split="eval", attempt=0)])
-    body = await curated(client, runs=[run["id"]], name="clean")
+    body = await curated(client, runs=[run.id], name="clean")
     counts = body["counts"]
     assert (counts["eval_tasks"], counts["eval_attempts"], counts["train_rows"]) == (3, 3, 8)
     assert "3 tasks of the eval split were left out" in body["notes"][0]
     learnt = {row["provenance"]["task_id"] for row in datasets.find(body["dataset"]).rows()}
     assert learnt == {f"t{n}" for n in range(8)}
 
-    spoilt = await curated(client, runs=[run["id"]], name="spoilt", allow_eval_tasks=True)
+    spoilt = await curated(client, runs=[run.id], name="spoilt", allow_eval_tasks=True)
     assert spoilt["counts"]["train_rows"] == 11
     assert "no longer tell" in spoilt["notes"][0]
     checked = body_of(
@@ -265,12 +263,12 @@ async def test_tasks_of_the_eval_split_are_kept_out_however_they_are_named(clien
 
 async def test_an_evaluation_of_the_eval_split_alone_gives_no_dataset(client: Client):
     run = recorded(evaluation=[answered(n, f"e{100 + n}", "!") for n in range(5)])
-    code, text = await refused(client, runs=[run["id"]], name="x")
+    code, text = await refused(client, runs=[run.id], name="x")
     assert code == "dataset_invalid"
     assert "eval_attempts 5" in text
     assert "train tasks" in text
     assert not datasets_dir().exists()
-    assert (await curated(client, runs=[run["id"]], dry_run=True))["counts"]["train_rows"] == 0
+    assert (await curated(client, runs=[run.id], dry_run=True))["counts"]["train_rows"] == 0
 
 
 @pytest.mark.parametrize(
@@ -293,7 +291,7 @@ async def test_what_cannot_be_curated_is_refused_and_leaves_nothing(
     client: Client, arguments: dict[str, Any], code: str, expected: str
 ):
     run = recorded(solved())
-    given = {"runs": [run["id"]], "name": "x"} | arguments
+    given = {"runs": [run.id], "name": "x"} | arguments
     got, text = await refused(
         client, **{name: value for name, value in given.items() if value is not None}
     )
@@ -313,14 +311,14 @@ async def test_attempts_in_different_environments_are_not_pooled(
         second = recorded(solved())
     else:
         second = recorded(solved(), environment_args={"low": 1})
-    code, text = await refused(client, runs=[first["id"], second["id"]], name="x")
+    code, text = await refused(client, runs=[first.id, second.id], name="x")
     assert code == "invalid_argument"
-    assert f"{second['id']}: numbers@" in text
+    assert f"{second.id}: numbers@" in text
 
 
 async def test_train_refuses_a_dataset_that_does_not_fit(client: Client, tmp_path: Path):
     run = recorded(solved())
-    kept = (await curated(client, runs=[run["id"]], name="right"))["dataset"]
+    kept = (await curated(client, runs=[run.id], name="right"))["dataset"]
     sft = {"environment": "numbers", "algorithm": "sft"}
     code, text = await refused(client, "train", environment="numbers", dataset=kept)
     assert (code, "algorithm='sft'" in text) == ("invalid_argument", True)
@@ -347,7 +345,7 @@ async def test_train_refuses_a_dataset_that_does_not_fit(client: Client, tmp_pat
 
 async def test_a_run_is_pinned_to_its_dataset_and_as_long_as_its_rows(client: Client):
     run = recorded(solved())
-    kept = (await curated(client, runs=[run["id"]], name="right"))["dataset"]
+    kept = (await curated(client, runs=[run.id], name="right"))["dataset"]
     fields = {
         "environment": "numbers",
         "algorithm": "sft",
@@ -360,7 +358,7 @@ async def test_a_run_is_pinned_to_its_dataset_and_as_long_as_its_rows(client: Cl
     assert started["values"]["dataset"] == kept
     row = open_store().run(started["run_id"])
     job = queue.job(row)
-    assert row["spec"]["dataset"] == kept
+    assert row.spec["dataset"] == kept
     assert job["dataset"] == datasets.find(kept).pinned()
     assert f"{job['dataset']['name']}@{job['dataset']['digest']}" == kept
 
@@ -382,7 +380,7 @@ async def test_every_token_of_the_models_own_answers_is_learnt_and_no_other(
     ]
     run = recorded([turns, answered(1, "t2", "2!")])
     async with Client(server) as client:
-        kept = datasets.find((await curated(client, runs=[run["id"]], name="turns"))["dataset"])
+        kept = datasets.find((await curated(client, runs=[run.id], name="turns"))["dataset"])
     template = ChatTemplate(make_tokenizer())
     decode = template.tokenizer.decode
     rows = dataset_rows(kept.pinned(), template)["train"]
@@ -417,13 +415,13 @@ async def test_a_call_whose_reading_takes_too_long_is_left(
     numbers: None, monkeypatch: pytest.MonkeyPatch
 ):
     run = recorded(solved())
-    release = hold_up(Path(run["folder"], "rollouts", "1.jsonl"))
+    release = hold_up(Path(run.folder, "rollouts", "1.jsonl"))
     late = threading.Timer(120, release)
     late.start()
     monkeypatch.setattr(server_module, "CALL_TIMEOUT_S", 3.0)
     started = time.monotonic()
     async with Client(server) as client:
-        code, _ = await refused(client, runs=[run["id"]], dry_run=True)
+        code, _ = await refused(client, runs=[run.id], dry_run=True)
     assert code == "not_ready" and time.monotonic() - started < 60
     late.cancel()
     release()
@@ -433,7 +431,7 @@ async def test_a_model_is_fine_tuned_on_a_curated_dataset(numbers: None, tiny_mo
     run = recorded([answered(n, f"t{n}", f"{n}!") for n in range(40)])
     store = open_store()
     async with Client(server) as client:
-        body = await curated(client, runs=[run["id"]], name="right", holdout=0.2)
+        body = await curated(client, runs=[run.id], name="right", holdout=0.2)
         fields = {
             "environment": "numbers", "algorithm": "sft", "dataset": body["dataset"], "model": str(tiny_model),
             "steps": 6, "save_every": 4, "learning_rate": 0.01, "lora_rank": 8, "lora_alpha": 16,
@@ -441,8 +439,8 @@ async def test_a_model_is_fine_tuned_on_a_curated_dataset(numbers: None, tiny_mo
         started = body_of(await client.call_tool("train", fields))
     row = queue.claim(store)
     assert row is not None
-    assert row["id"] == started["run_id"]
-    folder = RunFolder(row["folder"])
+    assert row.id == started["run_id"]
+    folder = RunFolder(row.folder)
     folder.create(queue.job(row))
     with Attempt(folder) as attempt:
         assert attempt.wait() == 0, attempt.log_path.read_text()

@@ -81,8 +81,8 @@ async def test_a_starter_is_complete_passes_its_test_and_can_be_pushed(
         7,
     )
     row = open_store().environment("my-task")
-    assert f"my-task@{row['digest']}" == pushed["environment"]
-    assert files_in(Path(row["path"])) == STARTER
+    assert f"my-task@{row.digest}" == pushed["environment"]
+    assert files_in(Path(row.path)) == STARTER
     assert (await call(client, "env_test", environment=pushed["environment"]))["passed"]
 
 
@@ -125,8 +125,8 @@ async def test_files_can_be_pushed_as_text(client: Client, tmp_path: Path) -> No
     files["data/rows.jsonl"] = ""
     newer = await call(client, "env_push", name="inline", files=files)
     assert newer["created"]
-    assert f"inline@{open_store().environment('inline')['digest']}" == newer["environment"]
-    assert open_store().environment(pushed["environment"])["digest"] in pushed["environment"]
+    assert f"inline@{open_store().environment('inline').digest}" == newer["environment"]
+    assert open_store().environment(pushed["environment"]).digest in pushed["environment"]
 
 
 async def test_an_older_version_pushed_again_is_the_newest_again(client: Client) -> None:
@@ -134,7 +134,7 @@ async def test_an_older_version_pushed_again_is_the_newest_again(client: Client)
     first = await call(client, "env_push", name="e", files={"environment.py": source}, load=False)
     await call(client, "env_push", name="e", files={"environment.py": f"{source}#"}, load=False)
     await call(client, "env_push", name="e", files={"environment.py": source}, load=False)
-    assert f"e@{open_store().environment('e')['digest']}" == first["environment"]
+    assert f"e@{open_store().environment('e').digest}" == first["environment"]
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state import queue
 from flash_mcp.state.references import find_subject
-from flash_mcp.state.schema import RunRow
 from flash_mcp.state.serving import request
 from flash_mcp.state.store import open_store
 from flash_mcp.tools import train
@@ -69,8 +69,8 @@ def is_file(*parts: str) -> bool:
     return Path(*parts).is_file()
 
 
-def write_log(run: RunRow, text: str) -> None:
-    Path(run["folder"], f"log.{run['attempt']}").write_text(text)
+def write_log(run: Run, text: str) -> None:
+    Path(run.folder, f"log.{run.attempt}").write_text(text)
 
 
 # -- train -----------------------------------------------------------------------------------------
@@ -80,8 +80,8 @@ async def test_train_queues_a_run_that_is_pinned_to_the_newest_version(tmp_path:
     push_echo(tmp_path)
     started = await call("train", environment="echo", steps=7, learning_rate=2e-4)
     run = open_store().run(started["run_id"])
-    assert (run["state"], run["spec"]["steps"]) == ("queued", 7)
-    assert run["spec"]["environment"] == started["environment"] == "echo@0123456789abcdef"
+    assert (run.state, run.spec["steps"]) == ("queued", 7)
+    assert run.spec["environment"] == started["environment"] == "echo@0123456789abcdef"
     assert started["created"] is True
     assert started["run_id"] in started["next"]
 
@@ -282,12 +282,12 @@ async def test_a_prompt_that_cannot_fit_is_refused(tmp_path: Path):
 
 async def test_a_warm_start_takes_the_adapter_of_a_run(tmp_path: Path):
     earlier = finished_run(tmp_path)
-    started = await call("train", environment="echo", init_from_adapter=f"{earlier['id']}@10")
-    adapter = open_store().run(started["run_id"])["init_adapter"]
+    started = await call("train", environment="echo", init_from_adapter=f"{earlier.id}@10")
+    adapter = open_store().run(started["run_id"]).init_adapter
     assert adapter is not None
-    assert (adapter["run_id"], adapter["step"]) == (earlier["id"], 10)
+    assert (adapter["run_id"], adapter["step"]) == (earlier.id, 10)
     assert is_file(adapter["path"], "adapter_config.json")
-    assert started["warm_start"] == f"{earlier['id']}@10"
+    assert started["warm_start"] == f"{earlier.id}@10"
 
 
 def damage(file: Path) -> None:
@@ -296,20 +296,20 @@ def damage(file: Path) -> None:
 
 async def test_a_warm_start_takes_no_damaged_checkpoint(tmp_path: Path):
     earlier = finished_run(tmp_path)
-    damage(Path(earlier["folder"], "checkpoints", "20", "adapter_model.safetensors"))
-    error = await refused("train", environment="echo", init_from_adapter=f"{earlier['id']}@20")
+    damage(Path(earlier.folder, "checkpoints", "20", "adapter_model.safetensors"))
+    error = await refused("train", environment="echo", init_from_adapter=f"{earlier.id}@20")
     assert error.code == "checkpoint_corrupt" and "adapter_model.safetensors" in error.what
-    started = await call("train", environment="echo", init_from_adapter=earlier["id"])
-    assert started["warm_start"] == f"{earlier['id']}@10", "the newest whose files are whole"
+    started = await call("train", environment="echo", init_from_adapter=earlier.id)
+    assert started["warm_start"] == f"{earlier.id}@10", "the newest whose files are whole"
 
 
 async def test_a_run_that_learnt_nothing_is_not_offered_for_deployment(tmp_path: Path):
     run, writer = started_run(tmp_path, steps=5)
     learn(writer, range(1, 6), grad_norm=0.0, **{"groups/uniform_share": 1.0})
     save_adapter(writer, 5, tmp_path / "saved")
-    read_in(open_store(), run["id"])
-    queue.finish(open_store(), run["id"], 1, "succeeded", step=5)
-    body = await call("status", run_id=run["id"])
+    read_in(open_store(), run.id)
+    queue.finish(open_store(), run.id, 1, "succeeded", step=5)
+    body = await call("status", run_id=run.id)
     assert body["run"]["outlook"].startswith("no: ") and "deploy" not in body["next"]
     assert body["next"].endswith("train again with its remedy")
 
@@ -326,7 +326,7 @@ async def test_a_warm_start_that_does_not_fit_is_refused(
     tmp_path: Path, fields: dict[str, Any], named: str
 ):
     earlier = finished_run(tmp_path)
-    error = await refused("train", environment="echo", init_from_adapter=earlier["id"], **fields)
+    error = await refused("train", environment="echo", init_from_adapter=earlier.id, **fields)
     assert error.code == "adapter_mismatch"
     assert named in error.what
     assert "lora_rank=32" in error.fix
@@ -339,7 +339,7 @@ def scaled_by_the_root_of_its_rank(adapter: Path) -> Path:
 
 
 async def test_a_warm_start_from_an_adapter_that_is_no_plain_one_is_refused(tmp_path: Path):
-    adapter = Path(open_store().checkpoint(finished_run(tmp_path)["id"], None)["path"])
+    adapter = Path(open_store().checkpoint(finished_run(tmp_path).id, None).path)
     folder = str(scaled_by_the_root_of_its_rank(adapter))
     error = await refused("train", environment="echo", init_from_adapter=folder)
     assert (error.code, error.what) == ("adapter_mismatch", "the adapter has use_rslora=True")
@@ -348,7 +348,7 @@ async def test_a_warm_start_from_an_adapter_that_is_no_plain_one_is_refused(tmp_
 async def test_a_warm_start_without_a_checkpoint_is_refused(tmp_path: Path):
     earlier = queued_run(tmp_path)
     assert (
-        await refused("train", environment="echo", init_from_adapter=earlier["id"])
+        await refused("train", environment="echo", init_from_adapter=earlier.id)
     ).code == "unknown_checkpoint"
 
 
@@ -359,7 +359,7 @@ async def test_the_estimate_takes_its_speed_from_an_earlier_run_of_the_kind(tmp_
     )["estimate"]
     assert (estimate["seconds_about"], estimate["seconds_from"]) == (
         40,
-        earlier["id"],
+        earlier.id,
     )  # 2 s a step, twice the prompts
 
 
@@ -368,7 +368,7 @@ async def test_the_estimate_takes_its_speed_from_an_earlier_run_of_the_kind(tmp_
 
 async def test_a_finished_run_is_judged_on_the_same_held_out_examples(tmp_path: Path):
     run = finished_run(tmp_path, solved=90)
-    body = await call("status", run_id=run["id"])
+    body = await call("status", run_id=run.id)
     view = body["run"]
     assert (view["state"], view["step"], view["steps"], view["checkpoint"]) == (
         "succeeded",
@@ -395,8 +395,8 @@ async def test_one_example_that_the_environment_failed_does_not_cost_the_pairs(t
     writer.evaluation(
         20, {"n": 99, "success": 52 / 99, "reward_mean": 52 / 99, "error_share": 0.01}, rollouts
     )
-    read_in(open_store(), run["id"])
-    verdict = (await call("status", run_id=run["id"]))["run"]["verdict"]
+    read_in(open_store(), run.id)
+    verdict = (await call("status", run_id=run.id))["run"]["verdict"]
     assert (
         verdict["outcome"] == "improved"
         and "the same 99 tasks (12 newly solved" in verdict["explanation"]
@@ -409,9 +409,9 @@ async def test_a_trend_counts_steps_however_long_the_run(tmp_path: Path):
         for step in range(1, 2001):
             metrics = {"reward/mean": 0.9 if step == 777 else step / 1e4}
             open_store().put_metrics(
-                run["id"], {"step": step, "epoch": 1, "time": 1.0, "metrics": metrics}
+                run.id, {"step": step, "epoch": 1, "time": 1.0, "metrics": metrics}
             )
-    trend = (await call("status", run_id=run["id"]))["run"]["reward"]
+    trend = (await call("status", run_id=run.id))["run"]["reward"]
     assert (trend["best"], trend["over_steps"], trend["first"], trend["last"]) == (
         0.9,
         10,
@@ -421,10 +421,10 @@ async def test_a_trend_counts_steps_however_long_the_run(tmp_path: Path):
 
 
 async def test_a_run_within_the_noise_is_not_called_better(tmp_path: Path):
-    body = await call("status", run_id=finished_run(tmp_path, solved=21)["id"])
+    body = await call("status", run_id=finished_run(tmp_path, solved=21).id)
     assert body["run"]["verdict"]["outcome"] == "no_change"
     assert "rollouts" in body["next"]
-    body = await call("status", run_id=finished_run(tmp_path / "other", solved=25)["id"])
+    body = await call("status", run_id=finished_run(tmp_path / "other", solved=25).id)
     assert body["run"]["verdict"]["outcome"] == "underpowered"
     assert "eval tasks would decide: evaluate(" in body["next"] and body["next"].endswith(
         "then compare"
@@ -434,16 +434,16 @@ async def test_a_run_within_the_noise_is_not_called_better(tmp_path: Path):
 async def test_a_running_run_has_a_speed_and_a_time_left(tmp_path: Path):
     run, writer = started_run(tmp_path)
     learn(writer, range(1, 6))
-    read_in(open_store(), run["id"])
-    view = (await call("status", run_id=run["id"]))["run"]
+    read_in(open_store(), run.id)
+    view = (await call("status", run_id=run.id))["run"]
     assert (view["state"], view["step"], view["step_s"], view["eta_s"]) == ("running", 5, 2.0, 30)
 
 
 async def test_a_run_in_trouble_is_flagged_with_a_remedy_and_a_next_step(tmp_path: Path):
     run, writer = started_run(tmp_path)
     learn(writer, range(1, 6), **{"groups/uniform_share": 0.95})
-    read_in(open_store(), run["id"])
-    body = await call("status", run_id=run["id"])
+    read_in(open_store(), run.id)
+    body = await call("status", run_id=run.id)
     assert [flag["name"] for flag in body["run"]["flags"]] == ["uniform_groups"]
     assert "rollouts" in body["next"]
 
@@ -453,8 +453,8 @@ async def test_a_failed_run_shows_its_error_and_the_end_of_its_log(tmp_path: Pat
     write_log(run, "loading\n" * 500 + "KeyError: 'answer'\n")
     error = FlashError("environment_error", "70 % of the rollouts failed", fix="mend the scorer")
     writer.commit_result("failed", 3, error)
-    queue.finish(open_store(), run["id"], 1, "failed", step=3, error=error.to_dict())
-    body = await call("status", run_id=run["id"])
+    queue.finish(open_store(), run.id, 1, "failed", step=3, error=error.to_dict())
+    body = await call("status", run_id=run.id)
     failure = body["run"]["error"]
     assert (failure["code"], failure["fix"]) == ("environment_error", "mend the scorer")
     assert failure["log_tail"].endswith("KeyError: 'answer'")
@@ -474,14 +474,14 @@ async def test_waiting_ends_when_a_step_arrives(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(waiting, "_fingerprint", look)
 
     async def wait() -> None:
-        found.append(await call("status", run_id=run["id"], wait_s=30))
+        found.append(await call("status", run_id=run.id, wait_s=30))
 
     started = time.monotonic()
     async with anyio.create_task_group() as group:
         group.start_soon(wait)
         assert await anyio.to_thread.run_sync(looked.wait, 20)
         learn(writer, [1])
-        read_in(open_store(), run["id"])
+        read_in(open_store(), run.id)
     assert found[0]["changed"] is True
     assert found[0]["run"]["step"] == 1
     assert time.monotonic() - started < 20
@@ -490,17 +490,17 @@ async def test_waiting_ends_when_a_step_arrives(tmp_path: Path, monkeypatch: pyt
 async def test_waiting_for_a_run_that_has_ended_returns_at_once(tmp_path: Path):
     run = finished_run(tmp_path)
     with anyio.fail_after(30):
-        assert (await call("status", run_id=run["id"], wait_s=45))["changed"] is False
+        assert (await call("status", run_id=run.id, wait_s=45))["changed"] is False
 
 
 async def test_waiting_in_vain_ends_in_time(tmp_path: Path):
     run = queued_run(tmp_path)
     with anyio.fail_after(30):
-        assert (await call("status", run_id=run["id"], wait_s=0.5))["changed"] is False
+        assert (await call("status", run_id=run.id, wait_s=0.5))["changed"] is False
 
 
 async def test_the_list_of_runs_comes_in_pages_without_gaps(tmp_path: Path):
-    ids = [queued_run(tmp_path)["id"] for _ in range(7)]
+    ids = [queued_run(tmp_path).id for _ in range(7)]
     first = await call("status", limit=5)
     second = await call("status", limit=5, cursor=first["cursor"])
     assert [line["run_id"] for line in (*first["runs"], *second["runs"])] == ids[::-1]
@@ -517,16 +517,16 @@ async def test_a_full_page_of_runs_fits(tmp_path: Path):
 async def test_the_detailed_form_adds_every_value_and_the_log(tmp_path: Path):
     run, _ = started_run(tmp_path)
     write_log(run, "loading the model\n")
-    view = (await call("status", run_id=run["id"], detail="detailed"))["run"]
+    view = (await call("status", run_id=run.id, detail="detailed"))["run"]
     assert view["values"]["group_size"] == 8
     assert view["log_tail"] == "loading the model"
 
 
 async def test_an_unknown_run_is_refused_with_the_nearest_ids(tmp_path: Path):
     run = queued_run(tmp_path)
-    wrong = run["id"][:-1] + ("0" if run["id"][-1] != "0" else "1")
+    wrong = run.id[:-1] + ("0" if run.id[-1] != "0" else "1")
     error = await refused("status", run_id=wrong)
-    assert (error.code, run["id"] in error.what) == ("unknown_run", True)
+    assert (error.code, run.id in error.what) == ("unknown_run", True)
 
 
 # -- cancel ----------------------------------------------------------------------------------------
@@ -534,29 +534,29 @@ async def test_an_unknown_run_is_refused_with_the_nearest_ids(tmp_path: Path):
 
 async def test_a_queued_run_is_cancelled_at_once(tmp_path: Path):
     run = queued_run(tmp_path)
-    body = await call("cancel", run_id=run["id"], reason="wrong data")
+    body = await call("cancel", run_id=run.id, reason="wrong data")
     assert body["state"] == "cancelled"
-    assert open_store().run(run["id"])["cancel_reason"] == "wrong data"
-    assert (await call("cancel", run_id=run["id"]))["state"] == "cancelled"
+    assert open_store().run(run.id).cancel_reason == "wrong data"
+    assert (await call("cancel", run_id=run.id))["state"] == "cancelled"
 
 
 async def test_a_running_run_is_told_to_save_and_end(tmp_path: Path):
     run, _ = started_run(tmp_path)
-    body = await call("cancel", run_id=run["id"], wait_s=0)
+    body = await call("cancel", run_id=run.id, wait_s=0)
     assert body["state"] == "running"
     assert "status" in body["next"]
-    assert RunFolder(run["folder"]).is_cancelled()
+    assert RunFolder(run.folder).is_cancelled()
 
 
 async def test_a_run_that_has_ended_cannot_be_cancelled(tmp_path: Path):
-    assert (await refused("cancel", run_id=finished_run(tmp_path)["id"])).code == "run_finished"
+    assert (await refused("cancel", run_id=finished_run(tmp_path).id)).code == "run_finished"
 
 
 # -- rollouts --------------------------------------------------------------------------------------
 
 
 async def test_the_worst_rollouts_of_the_newest_step_come_first(tmp_path: Path):
-    body = await call("rollouts", run_id=finished_run(tmp_path)["id"])
+    body = await call("rollouts", run_id=finished_run(tmp_path).id)
     assert [(row["step"], row["index"]) for row in body["rollouts"]] == [(20, 0), (20, 1), (20, 2)]
     assert (body["total"], body["has_more"]) == (8, True)
 
@@ -568,7 +568,7 @@ async def test_pages_of_every_order_cover_each_rollout_once(tmp_path: Path):
         cursor = None
         while True:
             body = await call(
-                "rollouts", run_id=run["id"], step=5, which=which, limit=3, cursor=cursor
+                "rollouts", run_id=run.id, step=5, which=which, limit=3, cursor=cursor
             )
             seen += [row["index"] for row in body["rollouts"]]
             if not body["has_more"]:
@@ -578,7 +578,7 @@ async def test_pages_of_every_order_cover_each_rollout_once(tmp_path: Path):
 
 
 async def test_text_is_searched_over_all_steps(tmp_path: Path):
-    body = await call("rollouts", run_id=finished_run(tmp_path)["id"], contains="what is 7 * 3")
+    body = await call("rollouts", run_id=finished_run(tmp_path).id, contains="what is 7 * 3")
     assert [(row["step"], row["index"]) for row in body["rollouts"]] == [(7, 3)]
     assert (await call("rollouts", run_id=body["run_id"], contains="nowhere"))["rollouts"] == []
 
@@ -587,8 +587,8 @@ async def test_long_transcripts_are_cut_in_the_middle_and_the_match_is_kept(tmp_
     run, writer = started_run(tmp_path)
     long = "start " + "blah " * 4000 + "NEEDLE " + "blah " * 4000 + "end"
     writer.rollouts(1, [sample_rollout(1, index, 0.5, long) for index in range(8)])
-    read_in(open_store(), run["id"])
-    body = await call("rollouts", run_id=run["id"], limit=10, max_characters=7000)
+    read_in(open_store(), run.id)
+    body = await call("rollouts", run_id=run.id, limit=10, max_characters=7000)
     answers = [row["messages"][-1]["content"] for row in body["rollouts"]]
     assert len(answers) == 8
     assert all(
@@ -597,9 +597,9 @@ async def test_long_transcripts_are_cut_in_the_middle_and_the_match_is_kept(tmp_
     )
     assert "index=0" in body["next"]
     assert body["cut"]
-    found = await call("rollouts", run_id=run["id"], contains="needle", limit=2)
+    found = await call("rollouts", run_id=run.id, contains="needle", limit=2)
     assert all("NEEDLE" in row["messages"][-1]["content"] for row in found["rollouts"])
-    one = await call("rollouts", run_id=run["id"], step=1, index=3, max_characters=7000)
+    one = await call("rollouts", run_id=run.id, step=1, index=3, max_characters=7000)
     assert one["rollouts"][0]["index"] == 3
     assert len(one["rollouts"][0]["messages"][-1]["content"]) > 5000
 
@@ -611,10 +611,10 @@ async def test_a_conversation_of_very_many_turns_fits_and_can_be_paged_through(t
         {"role": "assistant", "content": f"turn {number} " + "x" * 300} for number in range(120)
     ]
     writer.rollouts(1, [row])
-    read_in(open_store(), run["id"])
+    read_in(open_store(), run.id)
     seen: list[str] = []
     while len(seen) < 120:
-        body = await call("rollouts", run_id=run["id"], step=1, index=0, from_message=len(seen))
+        body = await call("rollouts", run_id=run.id, step=1, index=0, from_message=len(seen))
         shown = body["rollouts"][0]["messages"]
         assert shown
         seen += [message["content"].split(" x")[0] for message in shown]
@@ -632,8 +632,8 @@ async def test_what_all_prompts_begin_with_is_shown_once(tmp_path: Path):
     for row in rows:
         row["messages"][1:1] = example
     writer.rollouts(1, rows)
-    read_in(open_store(), run["id"])
-    body = await call("rollouts", run_id=run["id"])
+    read_in(open_store(), run.id)
+    body = await call("rollouts", run_id=run.id)
     assert [message["content"] for message in body["opening"]] == [
         "Use <calc> to calculate.",
         "What is 3 + 4?",
@@ -643,7 +643,7 @@ async def test_what_all_prompts_begin_with_is_shown_once(tmp_path: Path):
         "What is 1 * 1?",
         "The answer is 84.",
     ]
-    alone = await call("rollouts", run_id=run["id"], step=1, index=1)
+    alone = await call("rollouts", run_id=run.id, step=1, index=1)
     assert len(alone["rollouts"][0]["messages"]) == 5
 
 
@@ -651,8 +651,8 @@ async def test_the_models_own_turn_is_never_part_of_the_opening(tmp_path: Path):
     run, writer = started_run(tmp_path)
     rows = [{**sample_rollout(1, 0, 0.5), "index": index} for index in range(3)]
     writer.rollouts(1, rows)
-    read_in(open_store(), run["id"])
-    body = await call("rollouts", run_id=run["id"])
+    read_in(open_store(), run.id)
+    body = await call("rollouts", run_id=run.id)
     assert [len(row["messages"]) for row in body["rollouts"]] == [1, 1, 1]
     assert [message["role"] for message in body["opening"]] == ["system", "user"]
 
@@ -665,14 +665,14 @@ async def test_failed_rollouts_show_what_failed(tmp_path: Path):
         "finish": "error",
     }
     writer.rollouts(1, [row])
-    read_in(open_store(), run["id"])
-    shown = (await call("rollouts", run_id=run["id"]))["rollouts"][0]
+    read_in(open_store(), run.id)
+    shown = (await call("rollouts", run_id=run.id))["rollouts"][0]
     assert shown["error"] == "[environment_error] ZeroDivisionError"
 
 
 async def test_evaluation_transcripts_are_kept_apart(tmp_path: Path):
     body = await call(
-        "rollouts", run_id=finished_run(tmp_path)["id"], split="eval", step=0, success=False
+        "rollouts", run_id=finished_run(tmp_path).id, split="eval", step=0, success=False
     )
     assert body["total"] == 80
     assert not any(row["success"] for row in body["rollouts"])
@@ -685,8 +685,8 @@ async def test_where_there_are_no_rollouts_the_result_says_why(
     run, writer = started_run(tmp_path)
     if arguments.get("step"):
         learn(writer, [1, 2])
-        read_in(open_store(), run["id"])
-    body = await call("rollouts", run_id=run["id"], **arguments)
+        read_in(open_store(), run.id)
+    body = await call("rollouts", run_id=run.id, **arguments)
     assert body["rollouts"] == []
     assert body["next"]
 
@@ -704,7 +704,7 @@ def test_room_is_shared_fairly(total: int, wanted: list[int]):
 
 
 async def test_checkpoints_are_listed_newest_first_with_what_was_measured(tmp_path: Path):
-    body = await call("checkpoints", run_id=finished_run(tmp_path)["id"])
+    body = await call("checkpoints", run_id=finished_run(tmp_path).id)
     assert [row["step"] for row in body["checkpoints"]] == [20, 10]
     newest = body["checkpoints"][0]
     assert (newest["reward"], newest["success"], newest["eval_success"]) == (0.5, 0.4, 0.9)
@@ -714,8 +714,8 @@ async def test_checkpoints_are_listed_newest_first_with_what_was_measured(tmp_pa
 
 async def test_checkpoints_come_in_pages(tmp_path: Path):
     run = finished_run(tmp_path)
-    first = await call("checkpoints", run_id=run["id"], limit=1)
-    second = await call("checkpoints", run_id=run["id"], limit=1, cursor=first["cursor"])
+    first = await call("checkpoints", run_id=run.id, limit=1)
+    second = await call("checkpoints", run_id=run.id, limit=1, cursor=first["cursor"])
     assert [body["checkpoints"][0]["step"] for body in (first, second)] == [20, 10]
     assert (first["has_more"], second["has_more"]) == (True, False)
 
@@ -725,13 +725,13 @@ async def test_a_full_page_of_checkpoints_fits(tmp_path: Path):
     for step in range(1, 31):
         save_adapter(writer, step, tmp_path)
     evaluate(writer, 0, 10)
-    read_in(open_store(), run["id"])
-    shown = (await call("checkpoints", run_id=run["id"], limit=30))["checkpoints"]
+    read_in(open_store(), run.id)
+    shown = (await call("checkpoints", run_id=run.id, limit=30))["checkpoints"]
     assert shown[0]["step"] == 30
 
 
 async def test_a_run_without_checkpoints_says_when_there_will_be_one(tmp_path: Path):
-    body = await call("checkpoints", run_id=queued_run(tmp_path)["id"])
+    body = await call("checkpoints", run_id=queued_run(tmp_path).id)
     assert body["checkpoints"] == []
     assert "save_every=10" in body["next"]
 
@@ -764,7 +764,7 @@ async def test_no_deployment_stands_in_a_base_models_place(tmp_path: Path):
         "owner": "alice",
         "name": model,
         "model": model,
-        "run_id": run["id"],
+        "run_id": run.id,
         "step": 20,
         "state": "ready",
     }
@@ -772,7 +772,7 @@ async def test_no_deployment_stands_in_a_base_models_place(tmp_path: Path):
     assert find_subject(open_store(), model).run is None
     for name in (model, model.upper()):
         with pytest.raises(FlashError, match="base model"):
-            request(open_store(), run["id"], name=name)
+            request(open_store(), run.id, name=name)
     open_store().update_deployment("dep-1", name="mine")
     assert find_subject(open_store(), "mine").deployment == "dep-1"
     open_store().update_deployment("dep-1", state="stopped")
@@ -810,22 +810,22 @@ async def test_what_is_said_next_of_an_evaluation_leads_to_its_own_transcripts(t
     learn(writer, [1])
     rollouts = [sample_rollout(1, index, 0.0, "held out " * 2000) for index in range(3)]
     writer.evaluation(1, {"n": 3, "success": 0.0, "reward_mean": 0.0, "error_share": 0.0}, rollouts)
-    read_in(open_store(), run["id"])
-    said = (await call("rollouts", run_id=run["id"], split="eval"))["next"]
-    assert f"rollouts(run_id={run['id']!r}, split='eval', step=1, index=0)" in said
-    longer = await call("rollouts", run_id=run["id"], split="eval", step=1, index=0)
-    assert f"flash://runs/{run['id']}/evaluations/1" in longer["next"]
-    beyond = await call("rollouts", run_id=run["id"], split="eval", step=1, index=99)
+    read_in(open_store(), run.id)
+    said = (await call("rollouts", run_id=run.id, split="eval"))["next"]
+    assert f"rollouts(run_id={run.id!r}, split='eval', step=1, index=0)" in said
+    longer = await call("rollouts", run_id=run.id, split="eval", step=1, index=0)
+    assert f"flash://runs/{run.id}/evaluations/1" in longer["next"]
+    beyond = await call("rollouts", run_id=run.id, split="eval", step=1, index=99)
     assert beyond["next"] == "this step has 3 eval rollouts: index is 0 to 2"
 
 
 async def test_a_fine_tuned_run_is_not_sent_for_transcripts_that_it_does_not_have(tmp_path: Path):
     run, writer = started_run(tmp_path, algorithm="sft")
     evaluate(writer, 20, 30)
-    read_in(open_store(), run["id"])
-    queue.finish(open_store(), run["id"], 1, "succeeded", step=20)
-    assert f"evaluate(model={run['id']!r})" in (await call("status", run_id=run["id"]))["next"]
-    assert "split='eval' has the others" in (await call("rollouts", run_id=run["id"]))["next"]
+    read_in(open_store(), run.id)
+    queue.finish(open_store(), run.id, 1, "succeeded", step=20)
+    assert f"evaluate(model={run.id!r})" in (await call("status", run_id=run.id))["next"]
+    assert "split='eval' has the others" in (await call("rollouts", run_id=run.id))["next"]
 
 
 @pytest.mark.parametrize(
@@ -849,12 +849,12 @@ async def test_going_on_from_a_run_is_a_call_that_works(
         rank=fields.get("lora_rank", 32),
         alpha=fields.get("lora_alpha", 64),
     )
-    read_in(open_store(), run["id"])
-    said = (await call("checkpoints", run_id=run["id"]))["next"]
-    made = f"train(environment='echo', init_from_adapter='{run['id']}@5'{more})"
+    read_in(open_store(), run.id)
+    said = (await call("checkpoints", run_id=run.id))["next"]
+    made = f"train(environment='echo', init_from_adapter='{run.id}@5'{more})"
     assert made in said
-    arguments = {"environment": "echo", "init_from_adapter": f"{run['id']}@5", **fields}
-    assert (await call("train", **arguments, validate_only=True))["warm_start"] == f"{run['id']}@5"
+    arguments = {"environment": "echo", "init_from_adapter": f"{run.id}@5", **fields}
+    assert (await call("train", **arguments, validate_only=True))["warm_start"] == f"{run.id}@5"
 
 
 async def test_a_list_of_runs_of_one_state_does_not_say_that_there_are_none(tmp_path: Path):
@@ -871,9 +871,9 @@ async def test_a_long_run_keeps_its_held_out_losses(tmp_path: Path):
             held_out = {"eval_loss": 1.0 + step / 1000} if step % 50 == 0 else {}
             metrics = {"loss": 2.0 - step / 1000, **held_out}
             open_store().put_metrics(
-                run["id"], {"step": step, "epoch": 1, "time": 1.0, "metrics": metrics}
+                run.id, {"step": step, "epoch": 1, "time": 1.0, "metrics": metrics}
             )
-    view = (await call("status", run_id=run["id"], detail="detailed"))["run"]
+    view = (await call("status", run_id=run.id, detail="detailed"))["run"]
     assert [flag["name"] for flag in view["flags"]] == ["overfitting"] and "eval_loss" in view[
         "metrics"
     ]
@@ -886,8 +886,8 @@ async def test_a_long_run_is_judged_on_all_of_it(tmp_path: Path):
             share = min(0.75, 0.1 + step / 600)
             metrics = {"reward/mean": share, "success/rate": share, "entropy": 1.0}
             open_store().put_metrics(
-                run["id"], {"step": step, "epoch": 1, "time": 1.0, "metrics": metrics}
+                run.id, {"step": step, "epoch": 1, "time": 1.0, "metrics": metrics}
             )
-    view = (await call("status", run_id=run["id"]))["run"]
+    view = (await call("status", run_id=run.id))["run"]
     assert "flags" not in view and view["outlook"].startswith("yes: reward went from 0.1")
     assert "over steps 1 to 1000" in view["outlook"]

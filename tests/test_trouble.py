@@ -57,11 +57,11 @@ sys.stdin.read()"""
     with pytest.raises(FlashError, match="state_busy"):
         Store(bench.base).add_environment(name="other", digest="0", path="/", size_bytes=0)
     other.communicate()
-    Path(run["folder"], "go").touch()
+    Path(run.folder, "go").touch()
     thread.join(40)
-    ended = bench.store.run(run["id"])
-    assert (ended["state"], ended["attempt"]) == ("succeeded", 1)
-    assert [row["step"] for row in bench.store.metrics(run["id"])] == list(range(1, 13))
+    ended = bench.store.run(run.id)
+    assert (ended.state, ended.attempt) == ("succeeded", 1)
+    assert [row.step for row in bench.store.metrics(run.id)] == list(range(1, 13))
 
 
 # -- a clock that jumps ----------------------------------------------------------------------------
@@ -77,15 +77,15 @@ def test_a_clock_that_jumps_neither_ends_nor_delays_a_run(
     monkeypatch.setattr(time, "time", lambda: real() + jump_s)
     for _ in range(10):
         bench.supervisor.tick()
-    assert bench.store.run(run["id"])["attempt"] == 1 and is_running(bench.pid(run))
+    assert bench.store.run(run.id).attempt == 1 and is_running(bench.pid(run))
     monkeypatch.undo()  # and back, while the run waits for its second attempt
-    bench.supervisor.launcher.cancel(bench.supervisor._attempts[run["id"]].handle)
+    bench.supervisor.launcher.cancel(bench.supervisor._attempts[run.id].handle)
     monkeypatch.setattr(time, "time", lambda: real() - jump_s)
     bench.until(lambda: bench.step(run, attempt=2) == 3)
-    Path(run["folder"], "go").touch()
+    Path(run.folder, "go").touch()
     ended = bench.finish(run)
-    assert (ended["state"], ended["attempt"]) == ("succeeded", 2)
-    assert [row["step"] for row in bench.store.metrics(run["id"])] == [1, 2, 3, 4]
+    assert (ended.state, ended.attempt) == ("succeeded", 2)
+    assert [row.step for row in bench.store.metrics(run.id)] == [1, 2, 3, 4]
 
 
 def test_a_retry_is_not_put_off_by_a_clock_that_was_set_back(
@@ -94,13 +94,13 @@ def test_a_retry_is_not_put_off_by_a_clock_that_was_set_back(
     run = bench.train()
     claimed = queue.claim(bench.store)
     assert claimed and queue.requeue(
-        bench.store, run["id"], 1, FlashError("worker_failed", "lost"), delay_s=30
+        bench.store, run.id, 1, FlashError("worker_failed", "lost"), delay_s=30
     )
     assert queue.claim(bench.store) is None
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() - DAY_S)
     again = queue.claim(bench.store)
-    assert again and again["attempt"] == 2
+    assert again and again.attempt == 2
 
 
 @pytest.mark.parametrize("jump_s", [-DAY_S, DAY_S])
@@ -109,10 +109,10 @@ def test_a_cancelled_run_has_its_grace_whatever_the_clock_says(
 ) -> None:
     run = bench.train({"1": {"at": 2, "do": "stall"}})
     bench.until(lambda: bench.step(run) == 2)
-    queue.request_cancel(bench.store, run["id"])
+    queue.request_cancel(bench.store, run.id)
     real, began = time.time, time.monotonic()
     monkeypatch.setattr(time, "time", lambda: real() + jump_s)
-    assert bench.finish(run)["state"] == "cancelled"
+    assert bench.finish(run).state == "cancelled"
     assert HASTE.cancel_grace_s < time.monotonic() - began < 60 * HASTE.cancel_grace_s
 
 
@@ -134,16 +134,17 @@ def test_a_damaged_database_is_named_and_the_runs_can_be_read_from_their_folders
     damaged = Store.__new__(Store)
     with pytest.raises(FlashError, match="state_corrupt") as caught:
         damaged.__init__(flash_home)
-        status._view(damaged, run["id"], False)
+        status._view(damaged, run.id, False)
     assert "flash-mcp restore" in caught.value.fix
     with pytest.raises(FlashError, match="state_corrupt"):
         store.check()
     # The folders hold it all: a new database takes it in.
     fresh = Store(tmp_path / "fresh")
-    Reader(fresh, run["id"], RunFolder(run["folder"])).read(now=True)
-    assert len(fresh.metrics(run["id"])) == 20 and [
-        row["step"] for row in fresh.checkpoints(run["id"])
-    ] == [10, 20]
+    Reader(fresh, run.id, RunFolder(run.folder)).read(now=True)
+    assert len(fresh.metrics(run.id)) == 20 and [row.step for row in fresh.checkpoints(run.id)] == [
+        10,
+        20,
+    ]
 
 
 def test_a_damaged_checkpoint_is_passed_over_by_the_next_attempt_and_refused_by_deploy(
@@ -152,22 +153,20 @@ def test_a_damaged_checkpoint_is_passed_over_by_the_next_attempt_and_refused_by_
     from flash_mcp.state.serving import request  # noqa: PLC0415
 
     run = bench.train({"steps": 6, "1": {"at": 5, "do": "hold"}, "2": {"at": 5, "do": "hold"}})
-    bench.until(lambda: bench.step(run) == 5 and len(bench.store.checkpoints(run["id"])) == 4)
-    folder = RunFolder(run["folder"])
+    bench.until(lambda: bench.step(run) == 5 and len(bench.store.checkpoints(run.id)) == 4)
+    folder = RunFolder(run.folder)
     Path(folder.path("checkpoints", "4", "adapter.bin")).write_bytes(b"\0" * 64)
     with pytest.raises(FlashError, match="checkpoint_corrupt"):
-        request(bench.store, run["id"], step=4)
-    bench.supervisor.launcher.cancel(bench.supervisor._attempts[run["id"]].handle)
+        request(bench.store, run.id, step=4)
+    bench.supervisor.launcher.cancel(bench.supervisor._attempts[run.id].handle)
 
     def resumed() -> list[int]:  # a beat is seen before what was written ahead of it is read in
-        return [
-            event["data"]["resumed"] for event in bench.store.events(run["id"], kinds=["phase"])
-        ]
+        return [event.data["resumed"] for event in bench.store.events(run.id, kinds=["phase"])]
 
     bench.until(lambda: bench.step(run, attempt=2) == 5 and len(resumed()) == 2)
     assert resumed() == [0, 3]
-    Path(run["folder"], "go").touch()
-    assert bench.finish(run)["state"] == "succeeded"
+    Path(run.folder, "go").touch()
+    assert bench.finish(run).state == "succeeded"
     assert [folder.verify_checkpoint(step)["step"] for step in range(1, 7)] == list(range(1, 7))
 
 
@@ -197,4 +196,4 @@ def test_train_returns_its_run_even_where_no_supervisor_can_be_started(
     answer = asyncio.run(TOOLS["train"].function(environment="echo"))
     assert (answer.state, answer.created) == ("queued", True)
     assert "supervisor.log" in answer.next and answer.run_id in answer.next
-    assert [run["id"] for run in open_store().runs()] == [answer.run_id]
+    assert [run.id for run in open_store().runs()] == [answer.run_id]

@@ -72,9 +72,9 @@ def test_a_large_environment_arrives_as_it_was_packed(team: Team, tmp_path: Path
     pushed = answer.json()
     assert (pushed["train_tasks"], pushed["eval_tasks"], pushed["files"]) == (40, 60, 2)
     row = open_store().environment(pushed["environment"])
-    assert row["owner"] == "alice"
-    assert digest_of(Path(row["path"])) == row["digest"]
-    assert (Path(row["path"]) / "datasets" / "noise.bin").stat().st_size == 6 << 20
+    assert row.owner == "alice"
+    assert digest_of(Path(row.path)) == row.digest
+    assert (Path(row.path) / "datasets" / "noise.bin").stat().st_size == 6 << 20
     assert len(left_behind()) == 2
 
 

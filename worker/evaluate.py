@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from flash_mcp.protocol.run_folder import Json, RunWriter
+from flash_mcp.protocol.records import Json
+from flash_mcp.protocol.run_folder import RunWriter
 from worker.heartbeat import Pulse
 from worker.rollouts.metrics import summarize_evaluation
 from worker.rollouts.scheduler import Limits, Rollout, Task

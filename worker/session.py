@@ -22,7 +22,8 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from environments.process.host import EnvironmentHost
 from environments.process.sandbox import describe
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.run_folder import Json, RunWriter
+from flash_mcp.protocol.records import Json
+from flash_mcp.protocol.run_folder import RunWriter
 from worker.engine.fetch import ensure, log_progress
 from worker.engine.vllm import VllmEngine, default_sync
 from worker.event_loop import AsyncRunner

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 from peft import PeftModel
 
-from flash_mcp.protocol.run_folder import Json, RunWriter
+from flash_mcp.protocol.records import Json
+from flash_mcp.protocol.run_folder import RunWriter
 from worker.heartbeat import Cancelled, Pulse
 from worker.session import Session, opened
 from worker.settings import Settings

@@ -41,7 +41,7 @@ from flash_mcp.cli import follow
 from flash_mcp.cli.output import visible
 from flash_mcp.judgement import curve
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.state.schema import ACTIVE
+from flash_mcp.protocol.records import ACTIVE
 from flash_mcp.state.store import open_store
 
 Json = dict[str, Any]

@@ -12,14 +12,13 @@ import json
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
 from flash_mcp.cli.output import visible
 from flash_mcp.judgement.failures import SAMPLE_ROLLOUTS, failure_counts, failure_modes
-from flash_mcp.protocol.run_folder import Json
-from flash_mcp.state.schema import RunRow
+from flash_mcp.protocol.records import Json, Rollout, Run
 from flash_mcp.state.store import Store
 from flash_mcp.tools.shared.fitting import shorten, utc
 from flash_mcp.tools.shared.run_view import HeldOut, RunView, view_of
@@ -165,7 +164,7 @@ def _append(node: Element, child: Child) -> None:
 # -- what stands above the curves ------------------------------------------------------------------
 
 
-def _head(run: RunRow, view: RunView, next_step: str) -> list[Child]:
+def _head(run: Run, view: RunView, next_step: str) -> list[Child]:
     steps = f"{view.step} of {view.steps} steps" if view.steps else f"{view.step} steps"
     took = f", {view.elapsed_s} s" if view.elapsed_s is not None else ""
     return [
@@ -179,7 +178,7 @@ def _head(run: RunRow, view: RunView, next_step: str) -> list[Child]:
         el("p", "Worth continuing? ", view.outlook, class_="outlook") if view.outlook else None,
         el(
             "p",
-            f"Created {utc(run['created'])} UTC; this page shows it as of {utc(time.time())} UTC. Next: {next_step}",
+            f"Created {utc(run.created)} UTC; this page shows it as of {utc(time.time())} UTC. Next: {next_step}",
             class_="dim",
         ),
         *_failure(view),
@@ -449,15 +448,12 @@ def _step(store: Store, run_id: str, split: str, step: int) -> Element:
     total, solved = (
         store.rollout_count(run_id, split, step, success=success) for success in (None, True)
     )
-    sample = cast(
-        "list[Json]", store.rollouts(run_id, split, step, "random", limit=SAMPLE_ROLLOUTS)
-    )
+    sample = store.rollouts(run_id, split, step, "random", limit=SAMPLE_ROLLOUTS)
     of = f" of {len(sample)} drawn at random" if len(sample) < total else ""
     failed = ", ".join(f"{mode} {count}" for mode, count in failure_counts(sample).items())
     places = _spread(range(total), SHOWN_ROLLOUTS)
     shown = [
-        cast(Json, store.rollouts(run_id, split, step, "best", limit=1, offset=place)[0])
-        for place in places
+        store.rollouts(run_id, split, step, "best", limit=1, offset=place)[0] for place in places
     ]
     name = f"Step {step}" if split == "train" else f"Held out, step {step}"
     summary = f"{name}: {total} rollouts, success {solved / total:.0%}" + (
@@ -468,23 +464,20 @@ def _step(store: Store, run_id: str, split: str, step: int) -> Element:
     )
 
 
-def _rollout(row: Json, mode: str | None) -> Element:
+def _rollout(row: Rollout, mode: str | None) -> Element:
     said = [
-        f"reward {row['reward']:.4g}",
-        "success" if row["success"] else f"no success ({mode})",
-        row["finish"],
+        f"reward {row.reward:.4g}",
+        "success" if row.success else f"no success ({mode})",
+        row.finish,
     ]
-    said += [
-        f"{name} {value:.3g}"
-        for name, value in cast("dict[str, float]", row.get("metrics") or {}).items()
-    ]
-    error: Json = row.get("error") or {}
-    messages: list[Json] = row["messages"]
+    said += [f"{name} {value:.3g}" for name, value in row.metrics.items()]
+    error: Json = row.error or {}
+    messages: list[Json] = row.messages
     left_out = max(0, len(messages) - MESSAGES)
     return el(
         "article",
-        el("p", el("b", f"{row['task_id']} #{row['index']}"), f": {', '.join(said)}"),
-        el("p", f"The scorer: {row['reason']}", class_="dim") if row.get("reason") else None,
+        el("p", el("b", f"{row.task_id} #{row.index}"), f": {', '.join(said)}"),
+        el("p", f"The scorer: {row.reason}", class_="dim") if row.reason else None,
         el("p", f"[{error.get('code')}] {error.get('what')}", class_="bad") if error else None,
         el("p", f"{left_out} messages left out", class_="dim") if left_out else None,
         *(item for message in messages[left_out:] for item in _message(message)),
@@ -505,7 +498,7 @@ def _message(message: Json) -> list[Child]:
 # -- what stands below -----------------------------------------------------------------------------
 
 
-def _lineage(run: RunRow, view: RunView) -> list[Child]:
+def _lineage(run: Run, view: RunView) -> list[Child]:
     lineage = view.lineage
     if lineage is None:
         return []
@@ -522,7 +515,7 @@ def _lineage(run: RunRow, view: RunView) -> list[Child]:
             f"step {step}: {digest}" for step, digest in (lineage.checkpoints or {}).items()
         )
         or None,
-        "run folder": run["folder"],
+        "run folder": run.folder,
     }
     return [
         el("h2", "Lineage"),
@@ -530,14 +523,14 @@ def _lineage(run: RunRow, view: RunView) -> list[Child]:
     ]
 
 
-def _config(run: RunRow) -> list[Child]:
+def _config(run: Run) -> list[Child]:
     rows = [
         [
             name,
             el("td", json.dumps(value, ensure_ascii=False, default=str), class_="mono break"),
-            run["sources"].get(name, "-"),
+            run.sources.get(name, "-"),
         ]
-        for name, value in run["spec"].items()
+        for name, value in run.spec.items()
         if value is not None
     ]
     return [el("h2", "Configuration"), _table(("field", "value", "from"), rows)]
@@ -546,10 +539,10 @@ def _config(run: RunRow) -> list[Child]:
 def _events(store: Store, run_id: str, view: RunView) -> list[Child]:
     rows = [
         [
-            time.strftime("%H:%M:%S", time.gmtime(event["time"])),
-            f"{event['epoch']}",
-            event["kind"],
-            event["message"],
+            time.strftime("%H:%M:%S", time.gmtime(event.time)),
+            f"{event.epoch}",
+            event.kind,
+            event.message,
         ]
         for event in store.events(run_id, limit=30)
     ]

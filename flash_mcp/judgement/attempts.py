@@ -14,8 +14,7 @@ from typing import Any
 from flash_mcp.judgement import statistics
 from flash_mcp.protocol import base_models
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.run_folder import Json
-from flash_mcp.state.schema import EvalRow, RunRow
+from flash_mcp.protocol.records import Evaluation, Rollout, Run
 from flash_mcp.state.store import Store
 
 DEFAULT_MAX_LENGTH = 4096
@@ -67,19 +66,19 @@ def tries(store: Store, run_id: str, step: int) -> list[Try]:
     ]
 
 
-def transcript(store: Store, run_id: str, step: int, index: int) -> Json:
+def transcript(store: Store, run_id: str, step: int, index: int) -> Rollout:
     """One attempt with its messages."""
     sql = "SELECT body FROM rollouts WHERE run_id = ? AND split = 'eval' AND step = ? AND position = ?"
-    return store.query(sql, [run_id, step, index])[0]["body"]
+    return Rollout.of(store.query(sql, [run_id, step, index])[0]["body"])
 
 
-def prompt_length(row: Json) -> int:
+def prompt_length(row: Rollout) -> int:
     """Messages before the model's first turn; examples within the prompt are assistant messages
     too.
     """
-    messages: list[Json] = row["messages"]
+    messages = row.messages
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    turns = min(int(row["turns"]), len(answers))
+    turns = min(row.turns, len(answers))
     return answers[-turns] if turns else len(messages) - 1
 
 
@@ -129,21 +128,21 @@ def uniform_share(tasks: Mapping[str, Sequence[Try]]) -> float | None:
     return fmean(len(rewards) == 1 for rewards in groups) if groups else None
 
 
-def evaluation_at(store: Store, run: RunRow, step: int | None) -> EvalRow:
+def evaluation_at(store: Store, run: Run, step: int | None) -> Evaluation:
     """The run's evaluation at `step`, or its newest. FlashError where it has none (yet) that can be
     judged.
     """
-    rows = store.evals(run["id"])
-    found = [row for row in rows if step is None or row["step"] == step]
-    if found and found[-1]["summary"]["n"]:
+    rows = store.evals(run.id)
+    found = [row for row in rows if step is None or row.step == step]
+    if found and found[-1].summary["n"]:
         return found[-1]
-    run_id = run["id"]
+    run_id = run.id
     if found:
-        fix = f"rollouts(run_id={run_id!r}, split='eval', step={found[-1]['step']}) shows why; mend the environment"
+        fix = f"rollouts(run_id={run_id!r}, split='eval', step={found[-1].step}) shows why; mend the environment"
         raise FlashError(
             "environment_error", f"every attempt of {run_id} failed in environment code", fix=fix
         )
-    if run["ended"] is None:
+    if run.ended is None:
         fix = f"status(run_id={run_id!r}, wait_s=40) waits for it"
         raise FlashError(
             "not_ready",
@@ -152,32 +151,30 @@ def evaluation_at(store: Store, run: RunRow, step: int | None) -> EvalRow:
             step=step,
             fix=fix,
         )
-    if run["algorithm"] == "eval":
+    if run.algorithm == "eval":
         fix = f"status(run_id={run_id!r}) says why; call evaluate again"
         raise FlashError(
-            "not_ready", f"the evaluation {run_id} {run['state']} without a result", fix=fix
+            "not_ready", f"the evaluation {run_id} {run.state} without a result", fix=fix
         )
-    made = (
-        f"it has those of the steps {', '.join(str(row['step']) for row in rows)}; " if rows else ""
-    )
+    made = f"it has those of the steps {', '.join(str(row.step) for row in rows)}; " if rows else ""
     fix = f"{made}evaluate(model='{run_id}{'' if step is None else f'@{step}'}') makes one"
     raise FlashError(
         "invalid_argument", f"{run_id} has no such evaluation", run_id=run_id, step=step, fix=fix
     )
 
 
-def settings(run: RunRow) -> dict[str, Any]:
+def settings(run: Run) -> dict[str, Any]:
     """What decides an evaluation's outcome beside model and tasks. Those within a training run are
     greedy.
     """
-    spec, is_eval = run["spec"], run["algorithm"] == "eval"
+    spec, is_eval = run.spec, run.algorithm == "eval"
     temperature = spec["temperature"] if is_eval else 0.0
     return {
         "attempts": spec["attempts"] if is_eval else 1,
         "temperature": temperature,
         "top_p": spec["top_p"] if temperature else 1.0,  # no nucleus matters to greedy decoding
         "max_tokens": spec["max_tokens"],
-        "max_length": spec["max_length"] or _default_length(run["model"]),
+        "max_length": spec["max_length"] or _default_length(run.model),
         "stop_sequences": spec["stop_sequences"],
         "thinking": spec["thinking"],
         "environment_args": spec["environment_args"],
@@ -192,7 +189,7 @@ def _default_length(model: str) -> int:
         return DEFAULT_MAX_LENGTH
 
 
-def differing(base: RunRow, other: RunRow) -> list[str]:
+def differing(base: Run, other: Run) -> list[str]:
     """Names of the settings that differ and change what is measured: attempts change only the
     noise.
     """
@@ -200,9 +197,9 @@ def differing(base: RunRow, other: RunRow) -> list[str]:
     return [name for name in ours if name != "attempts" and ours[name] != theirs[name]]
 
 
-def weights(run: RunRow, step: int) -> tuple[str, str | None, int | None]:
+def weights(run: Run, step: int) -> tuple[str, str | None, int | None]:
     """The model that an evaluation is of: base model, and run and step of the adapter on it."""
-    if run["algorithm"] != "eval" and step:
-        return run["model"], run["id"], step
-    adapter = run["init_adapter"] or {}
-    return run["model"], adapter.get("run_id"), adapter.get("step")
+    if run.algorithm != "eval" and step:
+        return run.model, run.id, step
+    adapter = run.init_adapter or {}
+    return run.model, adapter.get("run_id"), adapter.get("step")

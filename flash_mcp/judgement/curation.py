@@ -24,7 +24,7 @@ from pydantic import BaseModel, Field
 
 from environments.process.host import EnvironmentFault, EnvironmentHost
 from flash_mcp.judgement.task_filter import TaskFilter, TaskScores
-from flash_mcp.protocol.run_folder import Json
+from flash_mcp.protocol.records import Json
 
 Select = Literal["correct", "best", "best-n", "shortest", "all"]
 Source = Literal["rollouts", "evaluations"]

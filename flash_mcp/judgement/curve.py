@@ -48,18 +48,18 @@ def of_run(store: Store, run_id: str, points: int = 400) -> Curve:
     run = store.run(run_id)
     measured = {
         name: store.series(run_id, metric, points)
-        for name, metric in METRICS[run["algorithm"]].items()
+        for name, metric in METRICS[run.algorithm].items()
     }
     held_out = [
         Point(
-            row["step"],
-            row["summary"]["success"],
-            health.noise_band(row["summary"]["success"], int(row["summary"]["n"])),
+            row.step,
+            row.summary["success"],
+            health.noise_band(row.summary["success"], int(row.summary["n"])),
         )
         for row in store.evals(run_id)
-        if row["summary"]["n"]  # none, and no rate, where environment code failed every attempt
+        if row.summary["n"]  # none, and no rate, where environment code failed every attempt
     ]
-    title = f"{run_id}: {run['model']} on {run['environment']}"
+    title = f"{run_id}: {run.model} on {run.environment}"
     return Curve(title, {name: line for name, line in measured.items() if line}, held_out)
 
 

@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, cast
+from collections.abc import Sequence
+from typing import Literal
 
-Row = Mapping[str, Any]
-"""A line of rollouts/STEP.jsonl."""
+from flash_mcp.protocol.records import Rollout
 
 FailureMode = Literal["error", "empty", "looping", "truncated", "wrapped", "unparsed", "wrong"]
 
@@ -48,43 +47,43 @@ NO_ANSWER = re.compile(
 
 
 def failure_modes(
-    rows: Sequence[Row], sample: Sequence[Row] | None = None
+    rows: Sequence[Rollout], sample: Sequence[Rollout] | None = None
 ) -> list[FailureMode | None]:
     """The mode of each rollout, None for a success. What successes look like is taken from
     `sample`, or these rows.
     """
-    successes = [row for row in (rows if sample is None else sample) if row["success"]]
+    successes = [row for row in (rows if sample is None else sample) if row.success]
     accepted = {name for row in successes for text in answers(row)[-1:] for name in _wrappers(text)}
     return [_mode(row, accepted) for row in rows]
 
 
-def failure_counts(rows: Sequence[Row]) -> dict[str, int]:
+def failure_counts(rows: Sequence[Rollout]) -> dict[str, int]:
     """{mode: rollouts}, the most frequent first; empty where all succeeded."""
     return dict(Counter(mode for mode in failure_modes(rows) if mode).most_common())
 
 
-def answers(row: Row) -> list[str]:
+def answers(row: Rollout) -> list[str]:
     """What the model wrote, turn by turn. Assistant messages of the prompt are examples, and come
     first.
     """
-    said = [message for message in row["messages"] if message["role"] == "assistant"]
+    said = [message for message in row.messages if message["role"] == "assistant"]
     return [
         str(message.get("content") or "")
-        for message in said[len(said) - min(row["turns"], len(said)) :]
+        for message in said[len(said) - min(row.turns, len(said)) :]
     ]
 
 
-def _mode(row: Row, accepted: set[str]) -> FailureMode | None:
-    if row.get("error"):
+def _mode(row: Rollout, accepted: set[str]) -> FailureMode | None:
+    if row.error:
         return "error"
-    if row["success"]:
+    if row.success:
         return None
     turns = answers(row)
     if not any(text.strip() for text in turns):
         return "empty"
     if _loops(turns):
         return "looping"
-    if row.get("truncated") or row["finish"] == "length":
+    if row.truncated or row.finish == "length":
         return "truncated"
     parsed = _is_parsed(row)
     if not parsed and _wrappers(turns[-1]) - accepted:
@@ -108,18 +107,14 @@ def _ends_in_a_loop(text: str) -> bool:
     return False
 
 
-def _is_parsed(row: Row) -> bool | None:
+def _is_parsed(row: Rollout) -> bool | None:
     """Whether the scorer found an answer; None where it does not say."""
-    metrics, reason = (
-        cast("Mapping[str, float]", row.get("metrics") or {}),
-        str(row.get("reason") or ""),
-    )
-    named = {name: value for name, value in metrics.items() if FORMAT_PART.search(name)}
+    named = {name: value for name, value in row.metrics.items() if FORMAT_PART.search(name)}
     if parts := [
         value == 0 if BAD_PART.search(name) else value > 0 for name, value in named.items()
     ]:
         return all(parts)
-    return False if NO_ANSWER.search(reason) else None
+    return False if NO_ANSWER.search(row.reason or "") else None
 
 
 def _wrappers(text: str) -> set[str]:

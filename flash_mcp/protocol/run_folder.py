@@ -43,8 +43,8 @@ import fsspec  # pyright: ignore[reportMissingTypeStubs]
 import psutil
 
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.records import Json
 
-Json = dict[str, Any]
 log = logging.getLogger(__name__)
 PATIENCE_S = 600.0
 RETRY_DELAY_S = (0.1, 15.0)

@@ -44,7 +44,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from flash_mcp import __version__
 from flash_mcp.judgement.curve import Curve, of_run, png
 from flash_mcp.protocol.errors import FlashError, as_flash_error, nearest
-from flash_mcp.protocol.run_folder import Json, RunFolder
+from flash_mcp.protocol.records import Json
+from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import explain
 from flash_mcp.server.tasks import Deployments, Jobs, Runs, Tasks
 from flash_mcp.state.owners import acting_as, caller, refuse_reader, refuse_server_side
@@ -301,16 +302,14 @@ def _add_resources(server: FlashServer) -> None:
     def read_metrics(run_id: str) -> str:  # pyright: ignore[reportUnusedFunction]
         """Every metric of every step of a run."""
         run = open_store().run(run_id)
-        return to_text(
-            [{"step": row["step"], **row["metrics"]} for row in open_store().metrics(run["id"])]
-        )
+        return to_text([{"step": row.step, **row.metrics} for row in open_store().metrics(run.id)])
 
     @server.resource("flash://runs/{run_id}/log", name="run_log", mime_type="text/plain")
     @_as_resource
     def read_log(run_id: str) -> str:  # pyright: ignore[reportUnusedFunction]
         """The end of what the run's newest attempt printed."""
         run = open_store().run(run_id)
-        return RunFolder(run["folder"]).log_tail(run["attempt"], 200_000)
+        return RunFolder(run.folder).log_tail(run.attempt, 200_000)
 
     @server.resource(
         "flash://runs/{run_id}/rollouts/{step}",
@@ -321,7 +320,7 @@ def _add_resources(server: FlashServer) -> None:
     def read_rollouts(run_id: str, step: int) -> str:  # pyright: ignore[reportUnusedFunction]
         """Every training transcript of one step, whole, one a line."""
         run = open_store().run(run_id)
-        return _lines(RunFolder(run["folder"]).rollouts(step), run_id, step)
+        return _lines(RunFolder(run.folder).rollouts(step), run_id, step)
 
     @server.resource(
         "flash://runs/{run_id}/evaluations/{step}",
@@ -332,7 +331,7 @@ def _add_resources(server: FlashServer) -> None:
     def read_evaluation(run_id: str, step: int) -> str:  # pyright: ignore[reportUnusedFunction]
         """Every transcript of the evaluation at one step, whole, one a line."""
         run = open_store().run(run_id)
-        found = RunFolder(run["folder"]).evaluation(step)
+        found = RunFolder(run.folder).evaluation(step)
         return _lines(found["rollouts"] if found else [], run_id, step)
 
     @server.resource("flash://runs/{run_id}/curve.png", name="run_curve", mime_type="image/png")
@@ -414,10 +413,10 @@ def add_completion(server: MCPServer) -> None:
 def _values(name: str, run_id: str) -> list[str]:
     store = open_store()
     if name == "run_id":
-        return [run["id"] for run in store.runs(limit=1000)]
+        return [run.id for run in store.runs(limit=1000)]
     if name == "step":
         with contextlib.suppress(FlashError):  # a run that does not exist has no steps
-            return [str(step) for step in store.rollout_steps(store.run(run_id)["id"])]
+            return [str(step) for step in store.rollout_steps(store.run(run_id).id)]
     return []
 
 

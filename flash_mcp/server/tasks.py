@@ -30,13 +30,13 @@ from mcp_types import (
 from mcp_types.version import MODERN_PROTOCOL_VERSIONS
 
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.records import ACTIVE, Deployment, Run
 from flash_mcp.state import queue
 from flash_mcp.state.owners import refuse_reader
-from flash_mcp.state.schema import ACTIVE, DeploymentRow, RunRow
 from flash_mcp.state.serving import request_stop
 from flash_mcp.state.store import open_store
 from flash_mcp.supervisor.process import ensure_supervisor
-from flash_mcp.tools.deploy import Deployment, describe, failure
+from flash_mcp.tools.deploy import Deployed, describe, failure
 from flash_mcp.tools.shared.fitting import RESULT_CHARACTERS, fit, to_text
 from flash_mcp.tools.shared.next_steps import after_evaluation
 from flash_mcp.tools.shared.scores import scores
@@ -218,20 +218,20 @@ def _obstacle() -> str | None:
     return None
 
 
-async def _how_it_went(run: RunRow) -> Json:
-    end = (await status(run["id"])).model_dump(mode="json")
+async def _how_it_went(run: Run) -> Json:
+    end = (await status(run.id)).model_dump(mode="json")
     return {"run": end["run"], "next": end["next"]}
 
 
-async def _what_was_found(run: RunRow) -> Json:
+async def _what_was_found(run: Run) -> Json:
     store = open_store()
     found = await anyio.to_thread.run_sync(scores, store, run)
     following = await anyio.to_thread.run_sync(after_evaluation, store, run)
     shown = {} if found is None else {"scores": found.model_dump(mode="json")}
-    return {"done": run["step"], **shown, "next": following}
+    return {"done": run.step, **shown, "next": following}
 
 
-ENDINGS: dict[str, Callable[[RunRow], Awaitable[Json]]] = {
+ENDINGS: dict[str, Callable[[Run], Awaitable[Json]]] = {
     "train": _how_it_went,
     "evaluate": _what_was_found,
 }
@@ -258,31 +258,31 @@ class Runs:
         store = open_store()
         kept = {"time": time.time(), "epoch": 0, "kind": "task", "message": tool, "result": result}
         store.put_event(run_id, "task", kept)
-        return store.run(run_id)["state"] in ACTIVE
+        return store.run(run_id).state in ACTIVE
 
     async def look(self, task_id: str) -> Job:
         run, tool, result = await anyio.to_thread.run_sync(self._read, task_id)
-        job = functools.partial(Job, created=run["created"], updated=run["updated"])
-        if run["state"] in ACTIVE:
+        job = functools.partial(Job, created=run.created, updated=run.updated)
+        if run.state in ACTIVE:
             held_up = await anyio.to_thread.run_sync(obstacles, open_store(), run)
-            at = f"{run['state']}, step {run['step']} of {run['steps'] or '?'}"
+            at = f"{run.state}, step {run.step} of {run.steps or '?'}"
             return job("working", message=held_up[0] if held_up else at)
-        if run["state"] == "cancelled":
-            return job("cancelled", message=run["cancel_reason"] or None)
-        if run["state"] == "failed" and run["error"]:
-            return job("completed", result=failed(FlashError.from_dict(run["error"])))
+        if run.state == "cancelled":
+            return job("cancelled", message=run.cancel_reason or None)
+        if run.state == "failed" and run.error:
+            return job("completed", result=failed(FlashError.from_dict(run.error)))
         return job(
             "completed",
-            result=completed({**result, "state": run["state"], **await ENDINGS[tool](run)}),
+            result=completed({**result, "state": run.state, **await ENDINGS[tool](run)}),
         )
 
-    def _read(self, task_id: str) -> tuple[RunRow, str, Json]:
+    def _read(self, task_id: str) -> tuple[Run, str, Json]:
         store = open_store()
         run = store.run(task_id)
         kept = store.events(task_id, 1, ["task"])
         if not kept:
             raise FlashError("unknown_run", "the run was not started as a task", run_id=task_id)
-        return run, kept[0]["message"], kept[0]["data"]["result"]
+        return run, kept[0].message, kept[0].data["result"]
 
     async def cancel(self, task_id: str) -> None:
         await anyio.to_thread.run_sync(queue.request_cancel, open_store(), task_id)
@@ -298,11 +298,11 @@ class Deployments:
 
     async def look(self, task_id: str) -> Job:
         row, found = await anyio.to_thread.run_sync(self._read, task_id)
-        job = functools.partial(Job, created=row["created"], updated=row["updated"])
-        match row["state"]:
+        job = functools.partial(Job, created=row.created, updated=row.updated)
+        match row.state:
             case "starting":
                 obstacle = await anyio.to_thread.run_sync(_obstacle)
-                return job("working", message=obstacle or f"starting {row['model']}")
+                return job("working", message=obstacle or f"starting {row.model}")
             case "ready":
                 return job("completed", result=completed(found.model_dump(mode="json")))
             case "failed":
@@ -310,7 +310,7 @@ class Deployments:
             case _:
                 return job("cancelled")
 
-    def _read(self, task_id: str) -> tuple[DeploymentRow, Deployment]:
+    def _read(self, task_id: str) -> tuple[Deployment, Deployed]:
         store = open_store()
         row = store.deployment(task_id)
         return row, describe(store, row)

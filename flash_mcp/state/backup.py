@@ -22,7 +22,8 @@ from typing import IO
 
 from flash_mcp import __version__
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.run_folder import Json, RunFolder, disk_error
+from flash_mcp.protocol.records import Json
+from flash_mcp.protocol.run_folder import RunFolder, disk_error
 from flash_mcp.state.schema import JSON_COLUMNS
 from flash_mcp.state.store import Store
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.run_folder import Json
+from flash_mcp.protocol.records import Json
 from flash_mcp.state.owners import caller
 from flash_mcp.state.schema import JSON_COLUMNS, execute, migrations
 from flash_mcp.state.sqlite import Database, sqlite3  # pyright: ignore[reportPrivateImportUsage]

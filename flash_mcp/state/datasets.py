@@ -17,7 +17,7 @@ from pathlib import Path
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import datasets_dir
-from flash_mcp.protocol.run_folder import Json
+from flash_mcp.protocol.records import Json
 from flash_mcp.state.owners import LOCAL_OWNER
 from flash_mcp.state.versions import Version, digest_of, owner_dir, staged
 

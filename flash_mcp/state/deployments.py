@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from flash_mcp.protocol.errors import FlashError, did_you_mean
+from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Deployment
 from flash_mcp.state.database import Connection, encode, marks
-from flash_mcp.state.schema import LIVE_DEPLOYMENT, DeploymentRow
 
 
 class DeploymentTable(Connection):
     """Deployments."""
 
-    def add_deployment(self, row: Mapping[str, Any]) -> DeploymentRow:
+    def add_deployment(self, row: Mapping[str, Any]) -> Deployment:
         """`row` holds id, owner, name and model at least; state is starting unless given."""
         now = time.time()
         blank = dict.fromkeys(("run_id", "step", "adapter_path", "error", "base_url", "pid"))
@@ -24,20 +24,18 @@ class DeploymentTable(Connection):
         )
         return self.deployment(str(row["id"]))
 
-    def deployments(self, states: Sequence[str] = ()) -> list[DeploymentRow]:
+    def deployments(self, states: Sequence[str] = ()) -> list[Deployment]:
         """Of these states, or all; oldest first."""
         only = f"WHERE state IN ({marks(states)})" if states else ""
-        return cast(
-            "list[DeploymentRow]",
-            self.query(f"SELECT * FROM deployments {only} ORDER BY created, id", states),
-        )
+        sql = f"SELECT * FROM deployments {only} ORDER BY created, id"
+        return [Deployment.of(row) for row in self.query(sql, states)]
 
-    def deployment(self, deployment_id: str) -> DeploymentRow:
+    def deployment(self, deployment_id: str) -> Deployment:
         """FlashError(unknown_deployment) where there is none of that id."""
         rows = self.query("SELECT * FROM deployments WHERE id = ?", [deployment_id])
         if rows:
-            return cast(DeploymentRow, rows[0])
-        live = [row["id"] for row in self.deployments(LIVE_DEPLOYMENT)]
+            return Deployment.of(rows[0])
+        live = [row.id for row in self.deployments(LIVE_DEPLOYMENT)]
         raise FlashError(
             "unknown_deployment",
             f"there is no deployment {deployment_id!r}{did_you_mean(deployment_id, live)}",

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.run_folder import Json
+from flash_mcp.protocol.records import Json
 from flash_mcp.state.owners import caller
 
 if TYPE_CHECKING:
     from flash_mcp.state.versions import Stage, Version
 from flash_mcp.protocol.errors import did_you_mean
+from flash_mcp.protocol.records import EnvironmentVersion
 from flash_mcp.state.database import Connection
-from flash_mcp.state.schema import EnvironmentRow
 
 
 class EnvironmentTable(Connection):
@@ -21,13 +21,13 @@ class EnvironmentTable(Connection):
 
     def add_environment(
         self, *, name: str, digest: str, path: str, size_bytes: int, data: Json | None = None
-    ) -> EnvironmentRow:
+    ) -> EnvironmentVersion:
         """Record a version as the caller's; it becomes the newest of its name, also when it had
         been pushed before.
 
         FlashError(quota_exceeded) where a caller who is not the local owner would have too much
         stored."""
-        row = EnvironmentRow(
+        row = EnvironmentVersion(
             owner=caller().owner,
             name=name,
             digest=digest,
@@ -38,10 +38,10 @@ class EnvironmentTable(Connection):
         )
         with self.transaction():
             self._check_room(row)
-            self._put("environments", row)
+            self._put("environments", vars(row))
         return row
 
-    def publish(self, stage: Stage, data: Json | None = None) -> tuple[EnvironmentRow, Version]:
+    def publish(self, stage: Stage, data: Json | None = None) -> tuple[EnvironmentVersion, Version]:
         """Row and files of a version together: a refused row leaves no files. Raises as
         `add_environment` does.
         """
@@ -52,23 +52,23 @@ class EnvironmentTable(Connection):
             )
             return row, stage.commit()
 
-    def _check_room(self, row: EnvironmentRow) -> None:
+    def _check_room(self, row: EnvironmentVersion) -> None:
         others = "SELECT coalesce(sum(size_bytes), 0) AS n FROM environments WHERE (name, digest) != (?, ?)"
         stored, limit = (
-            self.query(others, [row["name"], row["digest"]])[0]["n"],
+            self.query(others, [row.name, row.digest])[0]["n"],
             caller().limits.environment_bytes,
         )
-        if not caller().is_local and stored + row["size_bytes"] > limit:
-            what = f"your environments take {stored:,} of {limit:,} bytes, and this one {row['size_bytes']:,} more"
+        if not caller().is_local and stored + row.size_bytes > limit:
+            what = f"your environments take {stored:,} of {limit:,} bytes, and this one {row.size_bytes:,} more"
             fix = "push fewer or smaller files; whoever runs the server can remove versions or raise the limit"
             raise FlashError("quota_exceeded", what, stored=stored, limit=limit, fix=fix)
 
-    def environments(self) -> list[EnvironmentRow]:
+    def environments(self) -> list[EnvironmentVersion]:
         """All versions, the caller's own first, by name, the newest of a name first."""
         sql = "SELECT * FROM environments ORDER BY owner != ?, owner, name, pushed DESC"
-        return cast("list[EnvironmentRow]", self.query(sql, [caller().owner]))
+        return [EnvironmentVersion.of(row) for row in self.query(sql, [caller().owner])]
 
-    def environment(self, reference: str) -> EnvironmentRow:
+    def environment(self, reference: str) -> EnvironmentVersion:
         """NAME is its newest version; in NAME@DIGEST six characters of the digest do. The caller's
         own come first.
 
@@ -76,15 +76,15 @@ class EnvironmentTable(Connection):
         """
         name, _, digest = reference.partition("@")
         sql = "SELECT * FROM environments WHERE name = ? ORDER BY owner != ?, pushed DESC"
-        versions = cast("list[EnvironmentRow]", self.query(sql, [name, caller().owner]))
+        versions = [EnvironmentVersion.of(row) for row in self.query(sql, [name, caller().owner])]
         if versions and not digest:
             return versions[0]
-        found = [row for row in versions if len(digest) >= 6 and row["digest"].startswith(digest)]
-        if len({row["digest"] for row in found}) == 1:
+        found = [row for row in versions if len(digest) >= 6 and row.digest.startswith(digest)]
+        if len({row.digest for row in found}) == 1:
             return found[0]
         if versions:
             what = f"{name!r} has no version {digest!r}"
-            fix = f"use {name!r} or one of: {', '.join(row['digest'] for row in versions[:5])}"
+            fix = f"use {name!r} or one of: {', '.join(row.digest for row in versions[:5])}"
         else:
             names = [row["name"] for row in self.query("SELECT DISTINCT name FROM environments")]
             what = f"no environment {name!r} was pushed{did_you_mean(name, names)}"

@@ -3,41 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any
 
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.run_folder import Json
+from flash_mcp.protocol.records import (
+    ACTIVE,
+    Checkpoint,
+    Evaluation,
+    Event,
+    Json,
+    Rollout,
+    StepMetrics,
+)
 from flash_mcp.state.database import marks, pick
 from flash_mcp.state.runs import RunTable
-from flash_mcp.state.schema import (
-    ACTIVE,
-    CheckpointRow,
-    EvalRow,
-    EventRow,
-    MetricRow,
-    RolloutOrder,
-    RolloutRow,
-)
+from flash_mcp.state.schema import RolloutOrder
 
 
 class HistoryTables(RunTable):
     """What runs reported: metrics, rollouts, evaluations, events, checkpoints."""
 
-    def metrics(self, run_id: str, since: int = -1, limit: int | None = None) -> list[MetricRow]:
+    def metrics(self, run_id: str, since: int = -1, limit: int | None = None) -> list[StepMetrics]:
         """Steps after `since`, in order; with `limit` only the last so many of them."""
         sql = "SELECT step, epoch, time, metrics FROM metrics WHERE run_id = ? AND step > ? ORDER BY step DESC LIMIT ?"
         rows = self.query(sql, [run_id, since, -1 if limit is None else limit])
-        return cast("list[MetricRow]", rows[::-1])
+        return [StepMetrics.of(row) for row in rows[::-1]]
 
-    def outline(self, run_id: str, every: int, after: int) -> list[MetricRow]:
+    def outline(self, run_id: str, every: int, after: int) -> list[StepMetrics]:
         """Every `every`-th step from the first on, those with a held-out loss, and all after
         `after`, in order.
         """
         sql = """SELECT step, epoch, time, metrics FROM metrics WHERE run_id = ? AND ((step - 1) % ? = 0 OR step > ?
                  OR json_extract(metrics, '$.eval_loss') IS NOT NULL) ORDER BY step"""
-        return cast("list[MetricRow]", self.query(sql, [run_id, every, after]))
+        return [StepMetrics.of(row) for row in self.query(sql, [run_id, every, after])]
 
-    def last_metrics(self, run_id: str) -> MetricRow | None:
+    def last_metrics(self, run_id: str) -> StepMetrics | None:
         rows = self.metrics(run_id, limit=1)
         return rows[0] if rows else None
 
@@ -74,7 +74,7 @@ class HistoryTables(RunTable):
         limit: int = 10,
         offset: int = 0,
         seed: int = 0,
-    ) -> list[RolloutRow]:
+    ) -> list[Rollout]:
         """Transcripts of one step, or of all. `contains` looks into the messages' text, ignoring
         ASCII case.
 
@@ -90,7 +90,7 @@ class HistoryTables(RunTable):
         sql = f"SELECT step, position, body FROM rollouts WHERE {where} ORDER BY {orders[order]} LIMIT ? OFFSET ?"
         rows = self.query(sql, [*values, limit, offset])
         return [
-            cast(RolloutRow, {**row["body"], "step": row["step"], "index": row["position"]})
+            Rollout.of({**row["body"], "step": row["step"], "index": row["position"]})
             for row in rows
         ]
 
@@ -110,33 +110,33 @@ class HistoryTables(RunTable):
         sql = "SELECT DISTINCT step FROM rollouts WHERE run_id = ? AND split = ? ORDER BY step"
         return [row["step"] for row in self.query(sql, [run_id, split])]
 
-    def evals(self, run_id: str) -> list[EvalRow]:
+    def evals(self, run_id: str) -> list[Evaluation]:
         """In order of steps; step 0 is the untrained model."""
         sql = "SELECT step, epoch, time, summary FROM evals WHERE run_id = ? ORDER BY step"
-        return cast("list[EvalRow]", self.query(sql, [run_id]))
+        return [Evaluation.of(row) for row in self.query(sql, [run_id])]
 
-    def events(self, run_id: str, limit: int = 20, kinds: Sequence[str] = ()) -> list[EventRow]:
+    def events(self, run_id: str, limit: int = 20, kinds: Sequence[str] = ()) -> list[Event]:
         """The last `limit` events, oldest first."""
         only = f"AND kind IN ({marks(kinds)})" if kinds else ""
         sql = f"""SELECT name, time, epoch, kind, message, data FROM events
                   WHERE run_id = ? {only} ORDER BY time DESC, name DESC LIMIT ?"""
-        return cast("list[EventRow]", self.query(sql, [run_id, *kinds, limit])[::-1])
+        return [Event.of(row) for row in self.query(sql, [run_id, *kinds, limit])[::-1]]
 
-    def checkpoints(self, run_id: str) -> list[CheckpointRow]:
+    def checkpoints(self, run_id: str) -> list[Checkpoint]:
         """In order of steps."""
         sql = """SELECT step, epoch, time, digest, size_bytes, path, metrics FROM checkpoints
                  WHERE run_id = ? ORDER BY step"""
-        return cast("list[CheckpointRow]", self.query(sql, [run_id]))
+        return [Checkpoint.of(row) for row in self.query(sql, [run_id])]
 
-    def checkpoint(self, run_id: str, step: int | None = None) -> CheckpointRow:
+    def checkpoint(self, run_id: str, step: int | None = None) -> Checkpoint:
         """The one at `step`, or the newest. FlashError(unknown_run | unknown_checkpoint)."""
         run, rows = self.run(run_id), self.checkpoints(run_id)
-        found = [row for row in rows if step is None or row["step"] == step]
+        found = [row for row in rows if step is None or row.step == step]
         if found:
             return found[-1]
         wait = (
             "wait for the first one: status shows the run's progress"
-            if run["state"] in ACTIVE
+            if run.state in ACTIVE
             else "use another run"
         )
         raise FlashError(
@@ -144,7 +144,7 @@ class HistoryTables(RunTable):
             f"run {run_id} has no checkpoint" + (f" at step {step}" if step is not None else ""),
             run_id=run_id,
             step=step,
-            fix=f"use one of the steps {[row['step'] for row in rows]}" if rows else wait,
+            fix=f"use one of the steps {[row.step for row in rows]}" if rows else wait,
         )
 
     def _is_stale(self, table: str, run_id: str, row: Json) -> bool:

@@ -16,15 +16,15 @@ import time
 from collections.abc import Collection
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from flash_mcp import __version__
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import runs_dir
-from flash_mcp.protocol.run_folder import Json, RunFolder
+from flash_mcp.protocol.records import ACTIVE, EnvironmentVersion, Json, Run
+from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import ResolvedEval, ResolvedSpec
 from flash_mcp.state.owners import caller
-from flash_mcp.state.schema import ACTIVE, EnvironmentRow, RunRow
 from flash_mcp.state.store import Store
 
 EndState = Literal["succeeded", "failed", "cancelled"]
@@ -37,12 +37,12 @@ ID_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 def enqueue(
     store: Store,
     resolved: ResolvedSpec | ResolvedEval,
-    environment: EnvironmentRow,
+    environment: EnvironmentVersion,
     init_adapter: Json | None = None,
     idempotency_key: str | None = None,
     dataset: Json | None = None,
     lineage: Json | None = None,
-) -> tuple[RunRow, bool]:
+) -> tuple[Run, bool]:
     """The new run, and True; or, where the key was used before by the same spec, that run, and
     False.
 
@@ -66,10 +66,10 @@ def enqueue(
                 "state": "queued",
                 "algorithm": spec["algorithm"],
                 "model": spec["model"],
-                "environment": environment["name"],
-                "environment_digest": environment["digest"],
-                "environment_path": environment["path"],
-                "spec": {**spec, "environment": f"{environment['name']}@{environment['digest']}"},
+                "environment": environment.name,
+                "environment_digest": environment.digest,
+                "environment_path": environment.path,
+                "spec": {**spec, "environment": f"{environment.name}@{environment.digest}"},
                 "sources": resolved.sources,
                 "init_adapter": init_adapter,
                 "dataset": dataset,
@@ -86,26 +86,26 @@ def enqueue(
     return store.run(run_id), True
 
 
-def job(run: RunRow) -> Json:
+def job(run: Run) -> Json:
     """What job.json of a run holds."""
     return {
-        "run_id": run["id"],
-        "spec": run["spec"],
-        "sources": run["sources"],
+        "run_id": run.id,
+        "spec": run.spec,
+        "sources": run.sources,
         "environment": {
-            "name": run["environment"],
-            "digest": run["environment_digest"],
-            "path": run["environment_path"],
+            "name": run.environment,
+            "digest": run.environment_digest,
+            "path": run.environment_path,
         },
-        "model": run["model"],
-        "init_adapter": run["init_adapter"],
-        "dataset": run["dataset"],
-        "lineage": run["lineage"],
-        "created": run["created"],
+        "model": run.model,
+        "init_adapter": run.init_adapter,
+        "dataset": run.dataset,
+        "lineage": run.lineage,
+        "created": run.created,
     }
 
 
-def claim(store: Store, waiting: Collection[str] = ()) -> RunRow | None:
+def claim(store: Store, waiting: Collection[str] = ()) -> Run | None:
     """Take the oldest run that may start: it is now `starting`, with the next attempt. None where
     there is none.
 
@@ -122,7 +122,7 @@ def claim(store: Store, waiting: Collection[str] = ()) -> RunRow | None:
             # Nobody waits longer than the longest delay: then the clock was set back.
             [now, now, now, now + MAX_DELAY_S, json.dumps(list(waiting))],
         )
-    return cast(RunRow, rows[0]) if rows else None
+    return Run.of(rows[0]) if rows else None
 
 
 def mark_running(store: Store, run_id: str, attempt: int) -> bool:
@@ -178,7 +178,7 @@ def finish(
     return _update(store, assignments, values, run_id, attempt, ACTIVE)
 
 
-def request_cancel(store: Store, run_id: str, reason: str = "") -> RunRow:
+def request_cancel(store: Store, run_id: str, reason: str = "") -> Run:
     """A queued run ends as cancelled at once; one that has started is told to save and end, and
     will.
 
@@ -187,10 +187,10 @@ def request_cancel(store: Store, run_id: str, reason: str = "") -> RunRow:
     now = time.time()
     with store.transaction():
         run = store.run(run_id)
-        if run["state"] in ("succeeded", "failed"):
+        if run.state in ("succeeded", "failed"):
             raise FlashError(
                 "run_finished",
-                f"the run ended before as {run['state']}",
+                f"the run ended before as {run.state}",
                 run_id=run_id,
                 fix="nothing is left to cancel; its checkpoints and rollouts stay",
             )
@@ -204,8 +204,8 @@ def request_cancel(store: Store, run_id: str, reason: str = "") -> RunRow:
             ("queued",),
         ):
             _update(store, wanted, [now, reason], run_id, None, ("starting", "running"))
-    if run["state"] != "cancelled" and run["attempt"]:
-        RunFolder(run["folder"]).request_cancel(reason)
+    if run.state != "cancelled" and run.attempt:
+        RunFolder(run.folder).request_cancel(reason)
     return store.run(run_id)
 
 
@@ -227,7 +227,7 @@ def _update(
 
 def asked_before(
     store: Store, resolved: ResolvedSpec | ResolvedEval, idempotency_key: str | None
-) -> RunRow | None:
+) -> Run | None:
     """The caller's run that the key was used for; FlashError(idempotency_conflict) where that was
     another request.
     """
@@ -242,7 +242,7 @@ def asked_before(
             idempotency_key=idempotency_key,
             fix="use a new key for a new run, or repeat the first call's arguments to get that run",
         )
-    return cast(RunRow, rows[0]) if rows else None
+    return Run.of(rows[0]) if rows else None
 
 
 def _request_digest(resolved: ResolvedSpec | ResolvedEval) -> str:
@@ -252,7 +252,7 @@ def _request_digest(resolved: ResolvedSpec | ResolvedEval) -> str:
 
 
 def _check_still_there(
-    store: Store, environment: EnvironmentRow, adapter: Json | None, dataset: Json | None
+    store: Store, environment: EnvironmentVersion, adapter: Json | None, dataset: Json | None
 ) -> None:
     """Loading an environment takes a while, in which somebody may remove what a run is to be made
     from.
@@ -260,8 +260,8 @@ def _check_still_there(
     made_from = [
         (
             "unknown_environment",
-            f"{environment['name']}@{environment['digest']}",
-            environment["path"],
+            f"{environment.name}@{environment.digest}",
+            environment.path,
         )
     ]
     if adapter:

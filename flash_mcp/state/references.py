@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from flash_mcp.protocol import base_models
 from flash_mcp.protocol.base_models import ModelCard
 from flash_mcp.protocol.errors import FlashError, nearest
-from flash_mcp.protocol.run_folder import Json, RunFolder
+from flash_mcp.protocol.records import LIVE_DEPLOYMENT, EnvironmentVersion, Json, Run
+from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state.owners import refuse_server_side
-from flash_mcp.state.schema import LIVE_DEPLOYMENT, EnvironmentRow, RunRow
 from flash_mcp.state.serving import find_deployment
 from flash_mcp.state.store import Store
 from flash_mcp.state.versions import Files, inline_files, staged
@@ -73,7 +73,7 @@ def published_name(reference: str) -> str:
     return reference.replace(":", "-")
 
 
-def environment(store: Store, reference: str) -> EnvironmentRow:
+def environment(store: Store, reference: str) -> EnvironmentVersion:
     """The version that a reference of any kind means; `reasoning-gym:DATASET` is published if it
     was not yet.
 
@@ -84,7 +84,7 @@ def environment(store: Store, reference: str) -> EnvironmentRow:
         return store.environment(reference)
     with staged(published_name(reference), files, base=store.base) as stage:
         known = [
-            row for row in store.environments() if row["path"] == str(stage.parent / stage.digest)
+            row for row in store.environments() if row.path == str(stage.parent / stage.digest)
         ]
         if known:
             return known[0]
@@ -103,13 +103,13 @@ class Subject:
     model: str
     context: int | None = None
     step: int = 0
-    run: RunRow | None = None
+    run: Run | None = None
     adapter: Json | None = None
     deployment: str | None = None
 
     @property
     def checkpoint(self) -> str | None:
-        return f"{self.run['id']}@{self.step}" if self.run else None
+        return f"{self.run.id}@{self.step}" if self.run else None
 
     @property
     def name(self) -> str:
@@ -141,37 +141,33 @@ def find_subject(store: Store, reference: str) -> Subject:
         return _checkpoint(store, named["run"], int(named["step"]) if named["step"] else None)
     if not base_models.is_named(reference):  # nobody's deployment stands in a model's place
         live = [
-            row
-            for row in store.deployments(LIVE_DEPLOYMENT)
-            if reference in (row["id"], row["name"])
+            row for row in store.deployments(LIVE_DEPLOYMENT) if reference in (row.id, row.name)
         ]
         if live or reference.startswith("dep-"):
             row = find_deployment(store, reference)
-            served = row["id"] if live else None
-            return replace(_checkpoint(store, str(row["run_id"]), row["step"]), deployment=served)
+            served = row.id if live else None
+            return replace(_checkpoint(store, str(row.run_id), row.step), deployment=served)
     card = base_model(reference)
     return Subject(card.name, card.context)
 
 
 def _checkpoint(store: Store, run_id: str, step: int | None) -> Subject:
     run = store.run(run_id)
-    if run["algorithm"] == "eval":
-        fix = f"name the model that it evaluated: {run['spec']['checkpoint'] or run['model']!r}"
+    if run.algorithm == "eval":
+        fix = f"name the model that it evaluated: {run.spec['checkpoint'] or run.model!r}"
         raise FlashError(
             "invalid_argument", f"{run_id} is an evaluation and has no model of its own", fix=fix
         )
-    card = base_model(run["model"])
+    card = base_model(run.model)
     if step == 0:
-        return Subject(card.name, card.context, 0, run, run["init_adapter"])
+        return Subject(card.name, card.context, 0, run, run.init_adapter)
     found = store.checkpoint(run_id, step)
-    folder = RunFolder(run["folder"])
-    path = folder.fetch_checkpoint(
-        found["step"], store.base / "adapters" / f"{run_id}-{found['step']}"
-    )
+    folder = RunFolder(run.folder)
+    path = folder.fetch_checkpoint(found.step, store.base / "adapters" / f"{run_id}-{found.step}")
     adapter = {
         "path": str(path),
         "run_id": run_id,
-        "step": found["step"],
-        "digest": found["digest"],
+        "step": found.step,
+        "digest": found.digest,
     }
-    return Subject(card.name, card.context, found["step"], run, adapter)
+    return Subject(card.name, card.context, found.step, run, adapter)

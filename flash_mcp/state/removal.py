@@ -19,10 +19,10 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.records import ACTIVE, LIVE_DEPLOYMENT
 from flash_mcp.protocol.run_folder import disk_error
 from flash_mcp.state import datasets
 from flash_mcp.state.owners import LOCAL_OWNER
-from flash_mcp.state.schema import ACTIVE, LIVE_DEPLOYMENT
 from flash_mcp.state.store import Store
 
 OF_A_RUN = ("metrics", "rollouts", "evals", "events", "checkpoints", "deployments")
@@ -122,11 +122,8 @@ def _find(store: Store, reference: str) -> _Found:
 
 def _versions(store: Store, name: str) -> list[_Version]:
     """Those of every owner, the local one's first."""
-    rows = [row for row in store.environments() if row["name"] == name]
-    found = [
-        _Version("environment", row["owner"], name, row["digest"], Path(row["path"]))
-        for row in rows
-    ]
+    rows = [row for row in store.environments() if row.name == name]
+    found = [_Version("environment", row.owner, name, row.digest, Path(row.path)) for row in rows]
     kept = [
         (owner, path) for owner, path in datasets.everyones(store.base) if path.parent.name == name
     ]
@@ -136,25 +133,21 @@ def _versions(store: Store, name: str) -> list[_Version]:
 
 def _run(store: Store, run_id: str) -> _Found:
     run = store.run(run_id)
-    if run["state"] in ACTIVE:
-        raise _in_use(run_id, f"it is {run['state']}", f"flash-mcp cancel {run_id} ends it")
-    if served := [
-        row["id"] for row in store.deployments(LIVE_DEPLOYMENT) if row["run_id"] == run_id
-    ]:
+    if run.state in ACTIVE:
+        raise _in_use(run_id, f"it is {run.state}", f"flash-mcp cancel {run_id} ends it")
+    if served := [row.id for row in store.deployments(LIVE_DEPLOYMENT) if row.run_id == run_id]:
         raise _in_use(run_id, f"{served[0]} serves it", f"flash-mcp undeploy {served[0]} ends that")
     starts = [
-        row["id"]
-        for row in store.active_runs()
-        if (row["init_adapter"] or {}).get("run_id") == run_id
+        row.id for row in store.active_runs() if (row.init_adapter or {}).get("run_id") == run_id
     ]
     if starts:
         raise _in_use(
             run_id, f"{starts[0]} starts from its adapter", "wait for its end, or cancel it"
         )
-    folders = [Path(run["folder"]), *(store.base / "attempts").glob(f"{run_id}-*")]
+    folders = [Path(run.folder), *(store.base / "attempts").glob(f"{run_id}-*")]
     deletions = [(f"DELETE FROM {table} WHERE run_id = ?", [run_id]) for table in OF_A_RUN]
     deletions.append(("DELETE FROM runs WHERE id = ?", [run_id]))
-    return _Found("run", run_id, run["owner"], _own(store, folders), deletions)
+    return _Found("run", run_id, run.owner, _own(store, folders), deletions)
 
 
 def _environment(store: Store, found: _Version) -> _Found:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 from flash_mcp.protocol.errors import FlashError, did_you_mean
-from flash_mcp.protocol.run_folder import Json
+from flash_mcp.protocol.records import ACTIVE, Json, Run
 from flash_mcp.state.database import Connection, marks
-from flash_mcp.state.schema import ACTIVE, RunRow
 
 
 class RunTable(Connection):
     """Runs: one row each."""
 
-    def run(self, run_id: str) -> RunRow:
+    def run(self, run_id: str) -> Run:
         """FlashError(unknown_run) where there is none of that id."""
         rows = self.query("SELECT * FROM runs WHERE id = ?", [run_id])
         if rows:
-            return cast(RunRow, rows[0])
+            return Run.of(rows[0])
         recent = [
             row["id"] for row in self.query("SELECT id FROM runs ORDER BY created DESC LIMIT 1000")
         ]
@@ -30,31 +29,31 @@ class RunTable(Connection):
 
     def runs(
         self, state: str | None = None, limit: int = 20, cursor: str | None = None
-    ) -> list[RunRow]:
+    ) -> list[Run]:
         """The newest runs first. `cursor` is the id of the last run of the page before."""
         where, values = ["1"], list[Any]()
         if state is not None:
             where, values = ["state = ?"], [state]
         if cursor is not None:
             where.append("(created, id) < (?, ?)")
-            values += [self.run(cursor)["created"], cursor]
+            values += [self.run(cursor).created, cursor]
         sql = (
             f"SELECT * FROM runs WHERE {' AND '.join(where)} ORDER BY created DESC, id DESC LIMIT ?"
         )
-        return cast("list[RunRow]", self.query(sql, [*values, limit]))
+        return [Run.of(row) for row in self.query(sql, [*values, limit])]
 
-    def active_runs(self) -> list[RunRow]:
+    def active_runs(self) -> list[Run]:
         """Runs that have not ended, oldest first."""
         sql = f"SELECT * FROM runs WHERE state IN ({marks(ACTIVE)}) ORDER BY created, id"
-        return cast("list[RunRow]", self.query(sql, ACTIVE))
+        return [Run.of(row) for row in self.query(sql, ACTIVE)]
 
-    def overlap(self, run: RunRow) -> Json | None:
+    def overlap(self, run: Run) -> Json | None:
         """What the splits of a run's environment version share, as a run that trained on it
         recorded; None: nothing.
         """
         sql = """SELECT lineage FROM runs WHERE environment = ? AND environment_digest = ?
                  AND json_extract(lineage, '$.overlap') IS NOT NULL ORDER BY created DESC LIMIT 1"""
-        rows = self.query(sql, [run["environment"], run["environment_digest"]])
+        rows = self.query(sql, [run.environment, run.environment_digest])
         return rows[0]["lineage"]["overlap"] if rows else None
 
     def run_counts(self) -> dict[str, int]:

@@ -10,9 +10,9 @@ from typing import Any
 
 from flash_mcp.protocol.base_models import is_named
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Deployment
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state.owners import caller
-from flash_mcp.state.schema import LIVE_DEPLOYMENT, DeploymentRow
 from flash_mcp.state.store import Store
 
 _BASE32 = "0123456789abcdefghjkmnpqrstvwxyz"
@@ -25,14 +25,14 @@ def request(
     step: int | None = None,
     name: str | None = None,
     port: int | None = None,
-) -> DeploymentRow:
+) -> Deployment:
     """Ask for a run's checkpoint (by default the newest good one) to be served. Asking again finds
     the first.
 
     FlashError(unknown_run | unknown_checkpoint | checkpoint_corrupt | invalid_argument |
     port_taken)."""
     run = store.run(run_id)
-    folder = RunFolder(run["folder"])
+    folder = RunFolder(run.folder)
     step = _good_step(folder, run_id, step)
     if name and is_named(name):
         raise FlashError(
@@ -45,25 +45,25 @@ def request(
     deployment_id = _deployment_id(run_id, step, name)
     live = store.deployments(LIVE_DEPLOYMENT)
     for row in live:
-        if row["id"] == deployment_id and row["state"] != "stopping":
+        if row.id == deployment_id and row.state != "stopping":
             return row
-        if (row["name"], row["owner"]) == (name, run["owner"]) and row["id"] != deployment_id:
-            fix = f"choose another name, or undeploy({row['id']!r}) first"
+        if (row.name, row.owner) == (name, run.owner) and row.id != deployment_id:
+            fix = f"choose another name, or undeploy({row.id!r}) first"
             raise FlashError(
-                "invalid_argument", f"the name {name!r} is taken by {row['id']}", name=name, fix=fix
+                "invalid_argument", f"the name {name!r} is taken by {row.id}", name=name, fix=fix
             )
     adapter = folder.fetch_checkpoint(step, store.base / "adapters" / f"{run_id}-{step}")
-    data = {"rank": _rank(adapter), "port": port, "thinking": bool(run["spec"].get("thinking"))}
+    data = {"rank": _rank(adapter), "port": port, "thinking": bool(run.spec.get("thinking"))}
     values = {
-        "owner": run["owner"],
+        "owner": run.owner,
         "name": name,
-        "model": run["model"],
+        "model": run.model,
         "run_id": run_id,
         "step": step,
         "adapter_path": str(adapter),
     }
     with store.transaction():
-        if not any(row["id"] == deployment_id for row in store.deployments()):
+        if not any(row.id == deployment_id for row in store.deployments()):
             return store.add_deployment({"id": deployment_id, **values, "data": data})
         blank: dict[str, Any] = {
             "error": None,
@@ -75,27 +75,25 @@ def request(
         return store.deployment(deployment_id)
 
 
-def request_stop(store: Store, deployment_id: str) -> DeploymentRow:
+def request_stop(store: Store, deployment_id: str) -> Deployment:
     """Ask for a deployment to end. One that has ended or failed is `stopped` at once."""
     store.update_deployment(deployment_id, expected_states=("starting", "ready"), state="stopping")
     store.update_deployment(deployment_id, expected_states=("failed",), state="stopped")
     return store.deployment(deployment_id)
 
 
-def find_deployment(store: Store, reference: str | None) -> DeploymentRow:
+def find_deployment(store: Store, reference: str | None) -> Deployment:
     """By id or name; None is the only one there is. FlashError(unknown_deployment)."""
     live = store.deployments(LIVE_DEPLOYMENT)
     if reference is None:
         if len(live) == 1:
             return live[0]
         fix = (
-            f"name one of: {', '.join(row['id'] for row in live)}"
-            if live
-            else "start one with deploy"
+            f"name one of: {', '.join(row.id for row in live)}" if live else "start one with deploy"
         )
         what = f"{len(live)} deployments are there" if live else "nothing is deployed"
         raise FlashError("unknown_deployment", what, fix=fix)
-    found = [row for row in store.deployments() if reference in (row["id"], row["name"])]
+    found = [row for row in store.deployments() if reference in (row.id, row.name)]
     return (
         min(found, key=lambda row: _rank_of(row, reference))
         if found
@@ -103,12 +101,12 @@ def find_deployment(store: Store, reference: str | None) -> DeploymentRow:
     )
 
 
-def _rank_of(row: DeploymentRow, reference: str) -> tuple[bool, ...]:
+def _rank_of(row: Deployment, reference: str) -> tuple[bool, ...]:
     """An id before any name, what is served before what was, the caller's own before others'."""
     return (
-        row["id"] != reference,
-        row["state"] not in LIVE_DEPLOYMENT,
-        row["owner"] != caller().owner,
+        row.id != reference,
+        row.state not in LIVE_DEPLOYMENT,
+        row.owner != caller().owner,
     )
 
 

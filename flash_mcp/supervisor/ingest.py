@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from flash_mcp.protocol.run_folder import Json, RunFolder
+from flash_mcp.protocol.records import Json
+from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state.store import Store
 
 log = logging.getLogger(__name__)

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import home
-from flash_mcp.protocol.run_folder import Json, RunFolder
+from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Json, Run
+from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state import queue
-from flash_mcp.state.schema import LIVE_DEPLOYMENT, RunRow
 from flash_mcp.state.store import Store
 from flash_mcp.supervisor.ingest import Reader
 from flash_mcp.supervisor.launch.base import Handle, Hint, Launch, Launcher
@@ -139,9 +139,9 @@ class Supervisor:
         """Whether there is anything to look after."""
         known = self.vault.run_ids()  # first: a run has its row before its secrets are given
         active = self.store.active_runs()
-        for ended in known - {run["id"] for run in active}:
+        for ended in known - {run.id for run in active}:
             self.vault.forget(ended)
-        taken = [run for run in active if run["state"] != "queued"]
+        taken = [run for run in active if run.state != "queued"]
         for run in taken:
             self._guarded(run, self._attach)
         handles = [attempt.handle for attempt in self._attempts.values()]
@@ -155,73 +155,71 @@ class Supervisor:
             self._guarded(claimed, self._attach)
         return self._serve() or bool(active)
 
-    def _claim(self) -> RunRow | None:
+    def _claim(self) -> Run | None:
         """The oldest run whose secrets are known."""
         with self.store.transaction():  # a run that is enqueued after the look cannot be claimed
             runs = self.store.active_runs()
-            waiting = [
-                run["id"] for run in runs if self.vault.lacking(run["id"], run["spec"]["secrets"])
-            ]
+            waiting = [run.id for run in runs if self.vault.lacking(run.id, run.spec["secrets"])]
             return queue.claim(self.store, waiting)
 
-    def _guarded(self, run: RunRow, act: Callable[[RunRow], None]) -> None:
+    def _guarded(self, run: Run, act: Callable[[Run], None]) -> None:
         # One run's trouble (a full disk, a damaged file) is not another's. It is logged once, and
         # tried again.
         try:
             act(run)
         except Exception as error:
-            is_new = self._troubles.get(run["id"]) != repr(error)
-            self._troubles[run["id"]] = repr(error)
+            is_new = self._troubles.get(run.id) != repr(error)
+            self._troubles[run.id] = repr(error)
             if is_new:
-                log.exception("%s: trouble with attempt %s", run["id"], run["attempt"])
+                log.exception("%s: trouble with attempt %s", run.id, run.attempt)
             if is_new and not isinstance(error, FlashError):  # those come by themselves, and go
-                what = f"the supervisor had trouble with attempt {run['attempt']}, and tried again: {error!r}"
+                what = f"the supervisor had trouble with attempt {run.attempt}, and tried again: {error!r}"
                 with suppress(FlashError):  # a full disk, which others may not mind
                     self._note(run, "trouble", what, kind="warning")
 
-    def _attach(self, run: RunRow) -> None:
+    def _attach(self, run: Run) -> None:
         """Start the run's attempt, or find it where another supervisor had started it."""
-        known = self._attempts.get(run["id"])
-        if known and known.number == run["attempt"]:
+        known = self._attempts.get(run.id)
+        if known and known.number == run.attempt:
             return
-        folder, key = RunFolder(run["folder"]), f"{run['id']}-{run['attempt']}"
+        folder, key = RunFolder(run.folder), f"{run.id}-{run.attempt}"
         # Without its secrets an attempt cannot be started: one that an earlier supervisor started
         # is found, another is gone, and the run waits in the queue.
-        is_lacking = bool(self.vault.lacking(run["id"], run["spec"]["secrets"]))
+        is_lacking = bool(self.vault.lacking(run.id, run.spec["secrets"]))
         handle = (
             Handle(key, "") if is_lacking or final_result(folder) else self._submit(run, folder)
         )
-        reader = known.reader if known else Reader(self.store, run["id"], folder)
-        self._attempts[run["id"]] = Attempt(run["id"], run["attempt"], folder, handle, reader)
+        reader = known.reader if known else Reader(self.store, run.id, folder)
+        self._attempts[run.id] = Attempt(run.id, run.attempt, folder, handle, reader)
 
-    def _submit(self, run: RunRow, folder: RunFolder) -> Handle:
+    def _submit(self, run: Run, folder: RunFolder) -> Handle:
         folder.create(queue.job(run))
         launch = Launch(
-            run["id"],
-            run["attempt"],
-            [*self.worker, run["folder"], "--attempt", str(run["attempt"])],
+            run.id,
+            run.attempt,
+            [*self.worker, run.folder, "--attempt", str(run.attempt)],
             {
                 **os.environ,
-                **self.vault.values(run["id"], run["spec"]["secrets"]),
+                **self.vault.values(run.id, run.spec["secrets"]),
                 "FLASH_HOME": str(self.base),
             },
-            Path(run["folder"]) / f"log.{run['attempt']}",
+            Path(run.folder) / f"log.{run.attempt}",
         )
         handle = self.launcher.submit(launch)
-        self._note(run, "launched", f"attempt {run['attempt']} of {run['max_attempts']} started")
+        self._note(run, "launched", f"attempt {run.attempt} of {run.max_attempts} started")
         return handle
 
-    def _advance(self, run: RunRow, hints: dict[str, Hint]) -> None:
+    def _advance(self, run: Run, hints: dict[str, Hint]) -> None:
         """Resolve the run's state from its folder. The hints are older: who was gone has written
         its last word.
         """
-        attempt = self._attempts.get(run["id"])
-        if attempt is None or attempt.number != run["attempt"]:
+        attempt = self._attempts.get(run.id)
+        if attempt is None or attempt.number != run.attempt:
             return
-        if run["cancel_requested"]:
+        if run.cancel_requested:
             attempt.cancelled_at = attempt.cancelled_at or time.monotonic()
             if not attempt.folder.is_cancelled():
-                attempt.folder.request_cancel(run["cancel_reason"] or "")
+                attempt.folder.request_cancel(run.cancel_reason or "")
         is_new, moved = attempt.observe(attempt.folder.beat())
         if is_new:
             self._record_beat(attempt, moved)
@@ -238,20 +236,20 @@ class Supervisor:
             self.store, attempt.run_id, attempt.number, attempt.beat, progressed=moved
         )
 
-    def _retryable_error(self, run: RunRow, attempt: Attempt) -> FlashError | None:
+    def _retryable_error(self, run: Run, attempt: Attempt) -> FlashError | None:
         """The error of an attempt that gave up in a way that another attempt may cure."""
         result = attempt.folder.result()
         if result is None or result["epoch"] != attempt.number:
             return None
-        default = FlashError("worker_failed", f"attempt {attempt.number} gave up", run_id=run["id"])
+        default = FlashError("worker_failed", f"attempt {attempt.number} gave up", run_id=run.id)
         return FlashError.from_dict(result["error"]) if result["error"] else default
 
-    def _diagnose(self, run: RunRow, attempt: Attempt, hint: Hint) -> FlashError | None:
+    def _diagnose(self, run: Run, attempt: Attempt, hint: Hint) -> FlashError | None:
         """Why the attempt has to be given up, if it has."""
         now, patience = time.monotonic(), self.patience
         silent_s, still_s = now - attempt.beat_at, now - attempt.progress_at
         if hint.state == "gone" and (
-            not attempt.has_beat or run["cancel_requested"] or silent_s > patience.beat_stale_s
+            not attempt.has_beat or run.cancel_requested or silent_s > patience.beat_stale_s
         ):
             how = f" ({hint.detail})" if hint.detail else ""
             what = f"attempt {attempt.number} ended without a result{how}"
@@ -271,24 +269,24 @@ class Supervisor:
                 run,
                 attempt,
             )
-        if still_s > run["spec"]["stall_timeout_s"]:
+        if still_s > run.spec["stall_timeout_s"]:
             what = f"attempt {attempt.number} made no progress for {still_s:.0f} s"
             return self._error("stalled", what, run, attempt)
         return None
 
-    def _error(self, code: str, what: str, run: RunRow, attempt: Attempt) -> FlashError:
+    def _error(self, code: str, what: str, run: Run, attempt: Attempt) -> FlashError:
         return FlashError(
             code,
             what,
-            fix=f"read the end of its log, and the whole of it in {run['folder']}/log.{attempt.number}",
-            run_id=run["id"],
+            fix=f"read the end of its log, and the whole of it in {run.folder}/log.{attempt.number}",
+            run_id=run.id,
             attempt=attempt.number,
             phase=attempt.beat.get("phase"),
             step=attempt.beat.get("step"),
             log=attempt.folder.log_tail(attempt.number, LOG_TAIL_BYTES),
         )
 
-    def _replace(self, run: RunRow, attempt: Attempt, error: FlashError) -> None:
+    def _replace(self, run: Run, attempt: Attempt, error: FlashError) -> None:
         """Kill the attempt and let another one start, or end the run where none is left or a cancel
         is wanted.
         """
@@ -298,21 +296,21 @@ class Supervisor:
             self._finish(run, result)
             return
         self._note(run, "lost", error.what, error=error.to_dict())
-        log.warning("%s: %s", run["id"], error.what)
+        log.warning("%s: %s", run.id, error.what)
         delay_s = self.patience.retry_delay_s * 2 ** (attempt.number - 1)
-        if queue.requeue(self.store, run["id"], attempt.number, error, delay_s=delay_s):
+        if queue.requeue(self.store, run.id, attempt.number, error, delay_s=delay_s):
             return
         # Asked anew: a cancel may have come since the row was read.
-        cancelled = self.store.run(run["id"])["cancel_requested"] is not None
+        cancelled = self.store.run(run.id).cancel_requested is not None
         self._end(
             run,
             attempt.folder,
             "cancelled" if cancelled else "failed",
-            step=int(attempt.beat.get("step", run["step"])),
+            step=int(attempt.beat.get("step", run.step)),
             error=None if cancelled else error.to_dict(),
         )
 
-    def _settle(self, run: RunRow, attempt: Attempt, result: Json, hint: Hint) -> None:
+    def _settle(self, run: Run, attempt: Attempt, result: Json, hint: Hint) -> None:
         """The folder's result ends the run, once the attempt has left or had the time to."""
         attempt.result_at = attempt.result_at or time.monotonic()
         if hint.state == "alive" and time.monotonic() - attempt.result_at < self.patience.leave_s:
@@ -323,7 +321,7 @@ class Supervisor:
 
     def _end(
         self,
-        run: RunRow,
+        run: Run,
         folder: RunFolder,
         state: queue.EndState,
         *,
@@ -340,27 +338,27 @@ class Supervisor:
         )
         self._finish(run, {"state": state, "step": step, "error": error})
 
-    def _finish(self, run: RunRow, result: Json) -> None:
+    def _finish(self, run: Run, result: Json) -> None:
         queue.finish(
             self.store,
-            run["id"],
-            run["attempt"],
+            run.id,
+            run.attempt,
             result["state"],
             step=int(result["step"]),
             error=result["error"],
         )
-        self._attempts.pop(run["id"], None)
-        log.info("%s: %s", run["id"], self.store.run(run["id"])["state"])
+        self._attempts.pop(run.id, None)
+        log.info("%s: %s", run.id, self.store.run(run.id).state)
 
-    def _note(self, run: RunRow, what: str, message: str, **values: object) -> None:
+    def _note(self, run: Run, what: str, message: str, **values: object) -> None:
         row: Json = {
             "time": time.time(),
-            "epoch": run["attempt"],
+            "epoch": run.attempt,
             "kind": "attempt",
             "message": message,
             **values,
         }
-        self.store.put_event(run["id"], f"{run['attempt']:04d}-{what}", row)
+        self.store.put_event(run.id, f"{run.attempt:04d}-{what}", row)
 
     def _serve(self) -> bool:
         """Look after deployments; whether there are any."""

@@ -31,8 +31,8 @@ import httpx
 import psutil
 
 from flash_mcp.protocol.errors import CODES, FlashError
-from flash_mcp.protocol.run_folder import Json, disk_error
-from flash_mcp.state.schema import LIVE_DEPLOYMENT, DeploymentRow
+from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Deployment, Json
+from flash_mcp.protocol.run_folder import disk_error
 from flash_mcp.state.store import Store
 from flash_mcp.supervisor.launch.local import REGISTER_AND_EXEC, Record
 
@@ -58,7 +58,7 @@ def check_port(store: Store, run_id: str, port: int) -> None:
     """FlashError(unknown_run | invalid_argument | port_taken) unless the run's base model can be
     served on `port`.
     """
-    model = store.run(run_id)["model"]
+    model = store.run(run_id).model
     server = Server.find(store.base, model)
     if server and server.is_alive():
         if server.port != port:
@@ -158,16 +158,16 @@ class Server:
             return self.call("/models", timeout_s=2.0).is_success
         return False
 
-    def load(self, row: DeploymentRow) -> None:
+    def load(self, row: Deployment) -> None:
         """Load the adapter and have it say something. FlashError(deployment_failed) where it does
         not.
         """
         known = [entry["id"] for entry in self.call("/models").json()["data"]]
-        if row["id"] not in known:
-            body = {"lora_name": row["id"], "lora_path": row["adapter_path"]}
+        if row.id not in known:
+            body = {"lora_name": row.id, "lora_path": row.adapter_path}
             _expect_ok(self.call("/load_lora_adapter", body, timeout_s=ANSWER_TIMEOUT_S))
         greeting = {
-            "model": row["id"],
+            "model": row.id,
             "max_tokens": 4,
             "messages": [{"role": "user", "content": "Hello"}],
         }
@@ -244,7 +244,7 @@ class Deployments:
     def tick(self) -> None:
         """Look after every base model that is not being looked after."""
         for model in {
-            row["model"] for row in self.store.deployments(LIVE_DEPLOYMENT)
+            row.model for row in self.store.deployments(LIVE_DEPLOYMENT)
         } | self._served():
             under_way = self._under_way.get(model)
             if under_way is None or under_way.done():
@@ -279,19 +279,17 @@ class Deployments:
                     if isinstance(known, FlashError)
                     else FlashError("deployment_failed", what, fix=fix)
                 )
-                rows = [
-                    row for row in self.store.deployments(("starting",)) if row["model"] == model
-                ]
-                self._fail([row for row in rows if row["pid"] is None], known)
+                rows = [row for row in self.store.deployments(("starting",)) if row.model == model]
+                self._fail([row for row in rows if row.pid is None], known)
 
     def _look_after(self, model: str) -> None:
-        rows = [row for row in self.store.deployments(LIVE_DEPLOYMENT) if row["model"] == model]
-        wanted = [row for row in rows if row["state"] != "stopping"]
+        rows = [row for row in self.store.deployments(LIVE_DEPLOYMENT) if row.model == model]
+        wanted = [row for row in rows if row.state != "stopping"]
         server = Server.find(self.home, model)
         for row in rows:
-            if row["state"] == "stopping":
+            if row.state == "stopping":
                 if wanted and server and server.is_alive():
-                    server.unload(row["id"])
+                    server.unload(row.id)
                 self._update(row, "stopping", state="stopped", pid=None)
         if not wanted:
             if server:
@@ -299,31 +297,31 @@ class Deployments:
             return
         if server is None or not server.is_alive():
             self._replace(server, wanted)
-        elif any(row["data"]["rank"] > server.lora_rank for row in wanted):
+        elif any(row.data["rank"] > server.lora_rank for row in wanted):
             self._stop(server)
             self._start(model, wanted)
         else:
             self._advance(server, wanted)
 
-    def _replace(self, dead: Server | None, wanted: list[DeploymentRow]) -> None:
+    def _replace(self, dead: Server | None, wanted: list[Deployment]) -> None:
         """Fail the rows whose server died; start one for those that have had none."""
-        lost = [row for row in wanted if row["pid"] is not None]
+        lost = [row for row in wanted if row.pid is not None]
         if dead and lost:
             error = diagnose(dead)
             self._stop(dead)
             self._fail(lost, error)
         # One without a server.json was ended, and its successor not started: whoever was about to
         # do so died.
-        if fresh := [row for row in wanted if row["pid"] is None or dead is None]:
-            self._start(fresh[0]["model"], fresh)
+        if fresh := [row for row in wanted if row.pid is None or dead is None]:
+            self._start(fresh[0].model, fresh)
 
-    def _advance(self, server: Server, wanted: list[DeploymentRow]) -> None:
+    def _advance(self, server: Server, wanted: list[Deployment]) -> None:
         """Bring starting rows nearer to being ready."""
-        starting = [row for row in wanted if row["state"] == "starting"]
+        starting = [row for row in wanted if row.state == "starting"]
         if not starting:
             return
         if not server.is_answering():
-            if time.time() - min(row["updated"] for row in starting) > START_TIMEOUT_S:
+            if time.time() - min(row.updated for row in starting) > START_TIMEOUT_S:
                 self._stop(server)
                 self._fail(
                     wanted,
@@ -334,7 +332,7 @@ class Deployments:
             try:
                 server.load(row)
             except FlashError as error:
-                server.unload(row["id"])
+                server.unload(row.id)
                 self._fail([row], diagnose(server, error.what))
             except httpx.TransportError as error:
                 if not server.is_alive():
@@ -349,9 +347,9 @@ class Deployments:
                 self._update(
                     row, "starting", state="ready", base_url=server.url, pid=server.pid, error=None
                 )
-                log.info("%s answers on %s", row["id"], server.url)
+                log.info("%s answers on %s", row.id, server.url)
 
-    def _start(self, model: str, wanted: list[DeploymentRow]) -> None:
+    def _start(self, model: str, wanted: list[Deployment]) -> None:
         server = self._prepare(model, wanted)
         command = [
             *self.command,
@@ -383,20 +381,20 @@ class Deployments:
         while not identity.exists() and child.poll() is None and time.monotonic() < deadline:
             time.sleep(0.01)
         for row in wanted:
-            self._update(row, row["state"], state="starting", pid=child.pid)
+            self._update(row, row.state, state="starting", pid=child.pid)
 
-    def _prepare(self, model: str, wanted: list[DeploymentRow]) -> Server:
+    def _prepare(self, model: str, wanted: list[Deployment]) -> Server:
         """Write server.json for a new server."""
         folder, logs = _server_folder(self.home, model), self.home / "logs"
         for path in (folder, logs):
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        asked = [row["data"]["port"] for row in wanted if row["data"]["port"]]
+        asked = [row.data["port"] for row in wanted if row.data["port"]]
         server = Server(
             folder=str(folder),
             model=model,
             port=asked[0] if asked else _free_port(),
             lora_rank=max(
-                row["data"]["rank"] for row in wanted
+                row.data["rank"] for row in wanted
             ),  # no more: the CPU is slower for every rank
             log=str(logs / f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}.log"),
             api_key=secrets.token_urlsafe(24),
@@ -415,14 +413,14 @@ class Deployments:
         for folder in filter(None, (server.scratch, server.folder)):
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _fail(self, rows: list[DeploymentRow], error: FlashError) -> None:
+    def _fail(self, rows: list[Deployment], error: FlashError) -> None:
         for row in rows:
-            self._update(row, row["state"], state="failed", error=error.to_dict(), pid=None)
-            log.warning("%s failed: %s", row["id"], error.what)
+            self._update(row, row.state, state="failed", error=error.to_dict(), pid=None)
+            log.warning("%s failed: %s", row.id, error.what)
 
-    def _update(self, row: DeploymentRow, expected: str, **values: Any) -> None:
+    def _update(self, row: Deployment, expected: str, **values: Any) -> None:
         # A row that was asked to stop meanwhile stays so.
-        self.store.update_deployment(row["id"], expected_states=(expected,), **values)
+        self.store.update_deployment(row.id, expected_states=(expected,), **values)
 
 
 def diagnose(server: Server, what: str | None = None) -> FlashError:

@@ -9,10 +9,10 @@ from pydantic import Field
 
 from flash_mcp.protocol.base_models import MODELS
 from flash_mcp.protocol.paths import models_dir
+from flash_mcp.protocol.records import LIVE_DEPLOYMENT, EnvironmentVersion
 from flash_mcp.protocol.spec import DEFAULT_MODEL
 from flash_mcp.state import datasets
 from flash_mcp.state.owners import caller
-from flash_mcp.state.schema import LIVE_DEPLOYMENT, EnvironmentRow
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.supervisor.launch import devices as machine
 from flash_mcp.tools.shared.fitting import utc
@@ -172,19 +172,19 @@ def _models() -> list[Model]:
 
 
 def _environments(store: Store) -> list[Environment]:
-    versions: dict[tuple[str, str], list[EnvironmentRow]] = {}
+    versions: dict[tuple[str, str], list[EnvironmentVersion]] = {}
     for row in store.environments():
-        versions.setdefault((row["owner"], row["name"]), []).append(row)
+        versions.setdefault((row.owner, row.name), []).append(row)
     return [
         Environment(
             name=name,
             owner=owner if owner != caller().owner else None,
-            digest=rows[0]["digest"],
+            digest=rows[0].digest,
             versions=len(rows),
-            pushed=utc(rows[0]["pushed"]),
+            pushed=utc(rows[0].pushed),
             about={
                 key: value
-                for key, value in rows[0]["data"].items()
+                for key, value in rows[0].data.items()
                 if isinstance(value, (str, int, float, dict))
             }
             or None,
@@ -209,13 +209,13 @@ def _datasets(store: Store) -> list[Dataset]:
 def _deployments(store: Store) -> list[Deployment]:
     return [
         Deployment(
-            deployment=row["id"],
-            owner=row["owner"] if row["owner"] != caller().owner else None,
-            state=row["state"],
-            model=row["model"],
-            run_id=row["run_id"],
-            step=row["step"],
-            base_url=row["base_url"] if row["state"] == "ready" and caller().is_local else None,
+            deployment=row.id,
+            owner=row.owner if row.owner != caller().owner else None,
+            state=row.state,
+            model=row.model,
+            run_id=row.run_id,
+            step=row.step,
+            base_url=row.base_url if row.state == "ready" and caller().is_local else None,
         )
         for row in store.deployments(LIVE_DEPLOYMENT)
     ]

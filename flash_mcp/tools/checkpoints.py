@@ -10,8 +10,8 @@ import anyio.to_thread
 from pydantic import Field
 
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.records import Run
 from flash_mcp.state import queue
-from flash_mcp.state.schema import RunRow
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.shared.frame import Part, Result, RunId, report
 from flash_mcp.tools.shared.next_steps import after_evaluation, going_on
@@ -69,27 +69,27 @@ async def cancel(
     store = open_store()
     run = await anyio.to_thread.run_sync(queue.request_cancel, store, run_id, reason)
     deadline = time.monotonic() + min(wait_s, 43.0)
-    while run["state"] != "cancelled" and time.monotonic() < deadline:
-        await report(f"{run_id}: {run['state']}, asked to save and end")
+    while run.state != "cancelled" and time.monotonic() < deadline:
+        await report(f"{run_id}: {run.state}, asked to save and end")
         await anyio.sleep(0.2)
         run = await anyio.to_thread.run_sync(store.run, run_id)
     saved = await anyio.to_thread.run_sync(store.checkpoints, run_id)
     return Cancel(
         run_id=run_id,
-        state=run["state"],
-        step=run["step"],
-        checkpoint=saved[-1]["step"] if saved else None,
+        state=run.state,
+        step=run.step,
+        checkpoint=saved[-1].step if saved else None,
         next=_after_cancel(run, bool(saved)),
     )
 
 
-def _after_cancel(run: RunRow, has_checkpoint: bool) -> str:
-    if run["algorithm"] == "eval" and run["state"] == "cancelled":
+def _after_cancel(run: Run, has_checkpoint: bool) -> str:
+    if run.algorithm == "eval" and run.state == "cancelled":
         return after_evaluation(open_store(), run)
-    if run["state"] != "cancelled":
-        return f"it is saving; status(run_id={run['id']!r}, wait_s=40) returns when it has ended"
+    if run.state != "cancelled":
+        return f"it is saving; status(run_id={run.id!r}, wait_s=40) returns when it has ended"
     if has_checkpoint:
-        return f"deploy(run_id={run['id']!r}) serves its newest checkpoint; {going_on(run)} goes on from it"
+        return f"deploy(run_id={run.id!r}) serves its newest checkpoint; {going_on(run)} goes on from it"
     return "it had no checkpoint yet; train starts another run"
 
 
@@ -114,31 +114,31 @@ def checkpoints(
             cursor=cursor,
             fix="pass it unchanged",
         )
-    rows = [
-        row for row in store.checkpoints(run_id) if cursor is None or row["step"] < int(cursor)
-    ][::-1]
-    evaluated = {row["step"]: row["summary"]["success"] for row in store.evals(run_id)}
+    rows = [row for row in store.checkpoints(run_id) if cursor is None or row.step < int(cursor)][
+        ::-1
+    ]
+    evaluated = {row.step: row.summary["success"] for row in store.evals(run_id)}
     found = [
         Checkpoint(
-            step=row["step"],
-            reward=_rounded(row["metrics"].get("reward/mean")),
-            success=_rounded(row["metrics"].get("success/rate")),
-            eval_success=_rounded(evaluated.get(row["step"])),
-            loss=_rounded(row["metrics"].get("loss")) if run["algorithm"] == "sft" else None,
-            size_bytes=row["size_bytes"],
-            digest=row["digest"],
-            path=row["path"],
-            saved=time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(row["time"])),
+            step=row.step,
+            reward=_rounded(row.metrics.get("reward/mean")),
+            success=_rounded(row.metrics.get("success/rate")),
+            eval_success=_rounded(evaluated.get(row.step)),
+            loss=_rounded(row.metrics.get("loss")) if run.algorithm == "sft" else None,
+            size_bytes=row.size_bytes,
+            digest=row.digest,
+            path=row.path,
+            saved=time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(row.time)),
         )
         for row in rows[:limit]
     ]
     if found:
         step = found[0].step
         next_step = f"deploy(run_id={run_id!r}, step={step}) serves the first; {going_on(run, step)} goes on from it"
-    elif run["algorithm"] == "eval":
+    elif run.algorithm == "eval":
         next_step = f"an evaluation saves none; status(run_id={run_id!r}) has its scores"
     else:
-        every = run["spec"]["save_every"]
+        every = run.spec["save_every"]
         next_step = (
             f"none yet: one is saved every save_every={every} steps; status shows the progress"
         )
@@ -146,7 +146,7 @@ def checkpoints(
     more = str(found[-1].step) if has_more else None
     return Checkpoints(
         run_id=run_id,
-        state=run["state"],
+        state=run.state,
         checkpoints=found,
         has_more=has_more,
         cursor=more,

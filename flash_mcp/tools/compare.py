@@ -11,9 +11,8 @@ from flash_mcp.judgement import attempts as evaluations
 from flash_mcp.judgement import comparison, health
 from flash_mcp.judgement.attempts import Try
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.run_folder import Json
+from flash_mcp.protocol.records import Evaluation, Json, Run
 from flash_mcp.state import references
-from flash_mcp.state.schema import EvalRow, RunRow
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.shared.fitting import shorten, to_text
 from flash_mcp.tools.shared.frame import Part, Result
@@ -116,13 +115,15 @@ def compare(
     """
     store = open_store()
     (base_run, base_eval), (other_run, other_eval) = _sides(store, base, other)
-    if base_run["environment"] != other_run["environment"]:
-        fix = f"evaluate both on one of them: evaluate(environment={base_run['environment']!r}, model=...)"
-        what = f"{base_run['id']} is of {base_run['environment']}, {other_run['id']} of {other_run['environment']}"
+    if base_run.environment != other_run.environment:
+        fix = f"evaluate both on one of them: evaluate(environment={base_run.environment!r}, model=...)"
+        what = (
+            f"{base_run.id} is of {base_run.environment}, {other_run.id} of {other_run.environment}"
+        )
         raise FlashError(
             "invalid_argument", f"different environments cannot be compared: {what}", fix=fix
         )
-    places = (base_run["id"], base_eval["step"]), (other_run["id"], other_eval["step"])
+    places = (base_run.id, base_eval.step), (other_run.id, other_eval.step)
     tries = [evaluations.tries(store, *place) for place in places]
     tasks = [evaluations.by_task(side) for side in tries]
     both = comparison.shared(*(evaluations.means(side, "success") for side in tasks))
@@ -147,7 +148,7 @@ def compare(
         *[task for task in moved if moved[task] < 0][:flips],
     ]
     each = FLIP_CHARACTERS // max(len(shown), 1)
-    on_eval = all(run["spec"].get("split", "eval") == "eval" for run in (base_run, other_run))
+    on_eval = all(run.spec.get("split", "eval") == "eval" for run in (base_run, other_run))
     trained = _is_trained(base_run, base_eval) or _is_trained(other_run, other_eval)
     overlap = store.overlap(other_run) if on_eval and trained else None
     memory = health.contaminated(**overlap) if overlap else None
@@ -155,7 +156,9 @@ def compare(
         *([f"CONTAMINATED: {memory.evidence}"] if memory else []),
         *_limits(base_run, other_run, tasks, both),
     ]
-    more = f"rollouts(run_id={other_run['id']!r}, split='eval', step={places[1][1]}, index=other_index)"
+    more = (
+        f"rollouts(run_id={other_run.id!r}, split='eval', step={places[1][1]}, index=other_index)"
+    )
     following = [
         repeated(base_run, places[0][1], other_run, differing) if confounded
         else after_comparison(store, changes[metric], other_run, places[1][1], differing),
@@ -184,16 +187,14 @@ def compare(
 
 def _sides(
     store: Store, base: str, other: str | None
-) -> tuple[tuple[RunRow, EvalRow], tuple[RunRow, EvalRow]]:
+) -> tuple[tuple[Run, Evaluation], tuple[Run, Evaluation]]:
     if other is None:
         run, step = _reference(store, base)
-        steps = [row["step"] for row in store.evals(run["id"])]
+        steps = [row.step for row in store.evals(run.id)]
         if step is not None or len(steps) < 2:
             made = f"; it has evaluations of the steps {steps}" if steps else ""
             asked = [
-                name
-                for name in ("eval_before", "eval_after", "eval_every")
-                if run["spec"].get(name)
+                name for name in ("eval_before", "eval_after", "eval_every") if run.spec.get(name)
             ]
             code, what = "invalid_argument", f"{base} alone has no before and after{made}"
             fix = (
@@ -201,10 +202,10 @@ def _sides(
                 if steps
                 else "train with eval_before and eval_after"
             )
-            if step is None and run["ended"] is None and asked and asked != ["eval_before"]:
+            if step is None and run.ended is None and asked and asked != ["eval_before"]:
                 code, what = (
                     "not_ready",
-                    f"{base} is {run['state']} and has no before and after yet{made}",
+                    f"{base} is {run.state} and has no before and after yet{made}",
                 )
                 fix = f"status(run_id={base!r}, wait_s=40) waits for it; compare again once it has ended"
             raise FlashError(code, what, base=base, fix=fix)
@@ -213,7 +214,7 @@ def _sides(
     first, second = ((run, evaluations.evaluation_at(store, run, step)) for run, step in (
         _reference(store, reference) for reference in (base, other)
     ))  # fmt: skip
-    if (first[0]["id"], first[1]["step"]) == (second[0]["id"], second[1]["step"]):
+    if (first[0].id, first[1].step) == (second[0].id, second[1].step):
         raise FlashError(
             "invalid_argument",
             "both are the same evaluation",
@@ -224,7 +225,7 @@ def _sides(
     return first, second
 
 
-def _reference(store: Store, text: str) -> tuple[RunRow, int | None]:
+def _reference(store: Store, text: str) -> tuple[Run, int | None]:
     named = references.RUN.fullmatch(text)
     if named is None:
         fix = "name a run as RUN or RUN@STEP; evaluate makes an evaluation of any model and returns its run_id"
@@ -232,9 +233,9 @@ def _reference(store: Store, text: str) -> tuple[RunRow, int | None]:
     return store.run(named["run"]), int(named["step"]) if named["step"] else None
 
 
-def _is_trained(run: RunRow, row: EvalRow) -> bool:
+def _is_trained(run: Run, row: Evaluation) -> bool:
     """Whether the model had learnt here: a base model remembers no task, whatever the splits share."""
-    return bool(run["init_adapter"]) or (run["algorithm"] != "eval" and row["step"] > 0)
+    return bool(run.init_adapter) or (run.algorithm != "eval" and row.step > 0)
 
 
 def _change(
@@ -259,16 +260,16 @@ def _change(
     )
 
 
-def _side(run: RunRow, row: EvalRow, found: list[Try]) -> Side:
+def _side(run: Run, row: Evaluation, found: list[Try]) -> Side:
     tasks = evaluations.by_task(found)
     success, reward = (
         fmean(evaluations.means(tasks, metric).values()) for metric in ("success", "reward")
     )
     return Side(
-        run_id=run["id"],
-        step=row["step"],
-        of=_name(run, row["step"]),
-        environment=f"{run['environment']}@{run['environment_digest']}",
+        run_id=run.id,
+        step=row.step,
+        of=_name(run, row.step),
+        environment=f"{run.environment}@{run.environment_digest}",
         tasks=len(tasks),
         attempts=evaluations.settings(run)["attempts"],
         success=round(success, 4),
@@ -278,14 +279,14 @@ def _side(run: RunRow, row: EvalRow, found: list[Try]) -> Side:
     )
 
 
-def _name(run: RunRow, step: int) -> str:
-    if run["algorithm"] == "eval":
-        checkpoint = run["spec"]["checkpoint"]
-        return f"{run['model']} with {checkpoint}" if checkpoint else run["model"]
+def _name(run: Run, step: int) -> str:
+    if run.algorithm == "eval":
+        checkpoint = run.spec["checkpoint"]
+        return f"{run.model} with {checkpoint}" if checkpoint else run.model
     return (
-        f"{run['model']} with {run['id']}@{step}"
+        f"{run.model} with {run.id}@{step}"
         if step
-        else f"{run['model']} before the training of {run['id']}"
+        else f"{run.model} before the training of {run.id}"
     )
 
 
@@ -317,10 +318,8 @@ def _flip(
         for place, index in zip(places, indices, strict=True)
     ]
     prompts = [evaluations.prompt_length(row) for row in rows]
-    first: list[Json] = rows[0]["messages"][: prompts[0]]
-    texts = [
-        _conversation(row["messages"][start:]) for row, start in zip(rows, prompts, strict=True)
-    ]
+    first: list[Json] = rows[0].messages[: prompts[0]]
+    texts = [_conversation(row.messages[start:]) for row, start in zip(rows, prompts, strict=True)]
     return Flip(
         task_id=task,
         base=round(shares[0], 4),
@@ -345,11 +344,9 @@ def _conversation(messages: list[Json]) -> str:
     return "\n".join(text if mine else f"[{text}]" for mine, text in texts)
 
 
-def _limits(
-    base: RunRow, other: RunRow, tasks: list[dict[str, list[Try]]], both: list[str]
-) -> list[str]:
+def _limits(base: Run, other: Run, tasks: list[dict[str, list[Try]]], both: list[str]) -> list[str]:
     notes: list[str] = []
-    if base["environment_digest"] != other["environment_digest"]:
+    if base.environment_digest != other.environment_digest:
         notes.append(
             "the two are of different versions of the environment: tasks and scorer may differ"
         )

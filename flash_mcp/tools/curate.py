@@ -13,9 +13,9 @@ from flash_mcp.judgement.attempts import prompt_length
 from flash_mcp.judgement.curation import Attempt, Counts, Curated, HeldOut, Plan, Select, Source
 from flash_mcp.judgement.task_filter import compile_filter
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.run_folder import Json, RunFolder
+from flash_mcp.protocol.records import Json, Rollout, Run
+from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state import datasets
-from flash_mcp.state.schema import RunRow
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.shared.fitting import shorten
 from flash_mcp.tools.shared.frame import Part, Result, report
@@ -161,7 +161,7 @@ async def curate(
     )
     result = Curate(
         environment=_environment_of(rows[0]),
-        models=sorted({row["model"] for row in rows}),
+        models=sorted({row.model for row in rows}),
         counts=curated.counts,
         notes=_notes(curated, plan, held_out) or None,
         examples=_examples(curated),
@@ -185,7 +185,7 @@ async def curate(
     )
     result.next = (
         f"train(environment={result.environment!r}, algorithm='sft', dataset={result.dataset!r}, validate_only=true"
-        f"{passed_on(_secrets_of(rows), rows[0]['spec'].get('environment_args'))})"
+        f"{passed_on(_secrets_of(rows), rows[0].spec.get('environment_args'))})"
     )
     return result
 
@@ -203,7 +203,7 @@ def _check(name: str | None, plan: Plan, dry_run: bool) -> None:
         )
 
 
-def _pooled(store: Store, run_ids: Sequence[str]) -> list[RunRow]:
+def _pooled(store: Store, run_ids: Sequence[str]) -> list[Run]:
     """The runs, each once. FlashError(invalid_argument) where their environment's version or
     arguments differ.
     """
@@ -211,7 +211,7 @@ def _pooled(store: Store, run_ids: Sequence[str]) -> list[RunRow]:
     kinds = {(_environment_of(row), _arguments_of(row)) for row in rows}
     if len(kinds) > 1:
         told = "; ".join(
-            f"{row['id']}: {_environment_of(row)} {_arguments_of(row)}" for row in rows[:8]
+            f"{row.id}: {_environment_of(row)} {_arguments_of(row)}" for row in rows[:8]
         )
         raise FlashError(
             "invalid_argument",
@@ -221,23 +221,23 @@ def _pooled(store: Store, run_ids: Sequence[str]) -> list[RunRow]:
     return rows
 
 
-def _environment_of(row: RunRow) -> str:
-    return f"{row['environment']}@{row['environment_digest']}"
+def _environment_of(row: Run) -> str:
+    return f"{row.environment}@{row.environment_digest}"
 
 
-def _arguments_of(row: RunRow) -> str:
-    arguments = cast("Json", row["spec"].get("environment_args") or {})
+def _arguments_of(row: Run) -> str:
+    arguments = cast("Json", row.spec.get("environment_args") or {})
     return ", ".join(f"{name}={value!r}" for name, value in sorted(arguments.items()))
 
 
-def _secrets_of(rows: Sequence[RunRow]) -> list[str]:
+def _secrets_of(rows: Sequence[Run]) -> list[str]:
     """Names of the secrets of the runs that have any; none where these differ."""
-    named = {tuple(sorted(row["spec"].get("secrets") or ())) for row in rows} - {()}
+    named = {tuple(sorted(row.spec.get("secrets") or ())) for row in rows} - {()}
     return list(named.pop()) if len(named) == 1 else []
 
 
-async def _held_out(store: Store, row: RunRow) -> HeldOut:
-    spec = row["spec"]
+async def _held_out(store: Store, row: Run) -> HeldOut:
+    spec = row.spec
     environment = await anyio.to_thread.run_sync(
         store.environment, _environment_of(row), abandon_on_cancel=True
     )
@@ -253,7 +253,7 @@ async def _held_out(store: Store, row: RunRow) -> HeldOut:
 
 
 def _curated(
-    rows: Sequence[RunRow], source: Source | None, since_step: int, plan: Plan, held_out: HeldOut
+    rows: Sequence[Run], source: Source | None, since_step: int, plan: Plan, held_out: HeldOut
 ) -> Curated:
     attempts = (
         attempt
@@ -264,56 +264,56 @@ def _curated(
     return curation.curate(attempts, plan, held_out)
 
 
-def read_attempts(run: RunRow, source: Source | None = None) -> Iterator[Attempt]:
+def read_attempts(run: Run, source: Source | None = None) -> Iterator[Attempt]:
     """Every attempt that a run has left in its folder so far."""
-    folder = RunFolder(run["folder"])
+    folder = RunFolder(run.folder)
     if source != "evaluations":
         for step in folder.rollout_steps():
             for row in folder.rollouts(step):
-                yield _attempt(run["id"], "rollouts", step, row)
+                yield _attempt(run.id, "rollouts", step, Rollout.of(row))
     if source != "rollouts":
         for step in folder.eval_steps():
             for row in cast("list[Json]", (folder.evaluation(step) or {}).get("rollouts", [])):
-                yield _attempt(run["id"], "evaluations", step, row)
+                yield _attempt(run.id, "evaluations", step, Rollout.of({"split": "eval", **row}))
 
 
-def _attempt(run_id: str, source: Source, step: int, row: Json) -> Attempt:
+def _attempt(run_id: str, source: Source, step: int, row: Rollout) -> Attempt:
     return Attempt(
         run_id=run_id,
         source=source,
         step=step,
-        index=row["index"],
-        task_id=row["task_id"],
-        split=row.get("split", "train" if source == "rollouts" else "eval"),
-        reward=row["reward"],
-        success=row["success"],
-        messages=row["messages"],
+        index=row.index,
+        task_id=row.task_id,
+        split=row.split,
+        reward=row.reward,
+        success=row.success,
+        messages=row.messages,
         prompt_messages=prompt_length(row),
-        truncated=row["truncated"],
-        failed=bool(row["error"]),
+        truncated=row.truncated,
+        failed=bool(row.error),
     )
 
 
 def _manifest(
-    rows: Sequence[RunRow], source: Source | None, since_step: int, plan: Plan, curated: Curated
+    rows: Sequence[Run], source: Source | None, since_step: int, plan: Plan, curated: Curated
 ) -> Json:
     """Where a dataset came from. Nothing in it depends on when it is made."""
     used = curated.train + curated.holdout
     runs = [
         {
-            "run_id": row["id"],
-            "algorithm": row["algorithm"],
-            "model": row["model"],
-            "init_adapter": row["init_adapter"],
-            "rows": sum(attempt.run_id == row["id"] for attempt in used),
-            "steps": sorted({attempt.step for attempt in used if attempt.run_id == row["id"]}),
+            "run_id": row.id,
+            "algorithm": row.algorithm,
+            "model": row.model,
+            "init_adapter": row.init_adapter,
+            "rows": sum(attempt.run_id == row.id for attempt in used),
+            "steps": sorted({attempt.step for attempt in used if attempt.run_id == row.id}),
         }
-        for row in sorted(rows, key=lambda row: row["id"])
+        for row in sorted(rows, key=lambda row: row.id)
     ]
     environment: Json = {
-        "name": rows[0]["environment"],
-        "digest": rows[0]["environment_digest"],
-        "args": rows[0]["spec"].get("environment_args") or {},
+        "name": rows[0].environment,
+        "digest": rows[0].environment_digest,
+        "args": rows[0].spec.get("environment_args") or {},
     }
     chosen = {"source": source, "since_step": since_step, **plan.to_dict()}
     return {

@@ -12,9 +12,8 @@ import httpx
 from pydantic import BaseModel, ConfigDict, Field
 
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.run_folder import Json
+from flash_mcp.protocol.records import Deployment, Json
 from flash_mcp.state.owners import caller
-from flash_mcp.state.schema import DeploymentRow
 from flash_mcp.state.serving import find_deployment, request, request_stop
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.supervisor.model_servers import Server, check_port, error_message
@@ -28,7 +27,7 @@ CHAT_LIMIT_S = 40.0
 ANSWER_CHARACTERS = 3000
 
 
-class Deployment(Result):
+class Deployed(Result):
     """A served adapter."""
 
     deployment: str = Field(description="Pass to chat and undeploy.")
@@ -115,7 +114,7 @@ async def deploy(
         ),
     ] = None,
     wait_s: Wait = 40.0,
-) -> Deployment:
+) -> Deployed:
     """Serve a run's checkpoint with vLLM's OpenAI server, base model and adapter side by side.
 
     `ready` means that the adapter has answered a chat request. The first deployment of a base model
@@ -129,8 +128,8 @@ async def deploy(
         lambda: request(store, run_id, step=step, name=name, port=port)
     )
     await anyio.to_thread.run_sync(ensure_supervisor, store.base)
-    row = await _settled(store, row["id"], ("ready", "failed", "stopped"), deadline)
-    if row["state"] == "failed":
+    row = await _settled(store, row.id, ("ready", "failed", "stopped"), deadline)
+    if row.state == "failed":
         raise failure(row)
     return describe(store, row)
 
@@ -140,7 +139,7 @@ async def undeploy(
     wait_s: Annotated[
         float, Field(ge=0, le=45, description="Seconds to wait for its end; default 20.")
     ] = 20.0,
-) -> Deployment:
+) -> Deployed:
     """Stop serving an adapter. The server of its base model ends with its last one. The checkpoint
     stays.
 
@@ -148,10 +147,10 @@ async def undeploy(
     """
     store, deadline = open_store(), _deadline(wait_s)
     row = await anyio.to_thread.run_sync(find_deployment, store, deployment)
-    row = await anyio.to_thread.run_sync(request_stop, store, row["id"])
-    if row["state"] == "stopping":
+    row = await anyio.to_thread.run_sync(request_stop, store, row.id)
+    if row.state == "stopping":
         await anyio.to_thread.run_sync(ensure_supervisor, store.base)
-    return describe(store, await _settled(store, row["id"], ("stopped",), deadline))
+    return describe(store, await _settled(store, row.id, ("stopped",), deadline))
 
 
 async def chat(
@@ -202,9 +201,9 @@ async def chat(
         "top_p": top_p,
         "stop": stop,
         "seed": seed,
-        "chat_template_kwargs": {"enable_thinking": row["data"].get("thinking", False)},
+        "chat_template_kwargs": {"enable_thinking": row.data.get("thinking", False)},
     }
-    names = [row["id"], row["model"]] if side_by_side else [row["id"]]
+    names = [row.id, row.model] if side_by_side else [row.id]
     answers: dict[str, Answer | FlashError] = {}
 
     async def ask(name: str) -> None:
@@ -216,10 +215,10 @@ async def chat(
     async with anyio.create_task_group() as group:
         for name in names:
             group.start_soon(ask, name)
-    adapter, base = (_or_raise(answers.get(name)) for name in (row["id"], row["model"]))
+    adapter, base = (_or_raise(answers.get(name)) for name in (row.id, row.model))
     assert adapter is not None
     return Chat(
-        deployment=row["id"],
+        deployment=row.id,
         adapter=adapter,
         base=base,
         next=_after_chat(row, adapter, side_by_side),
@@ -239,24 +238,24 @@ def _conversation(message: str | None, messages: list[Message] | None) -> list[J
     return [turn.model_dump() for turn in conversation]
 
 
-def _ready_server(store: Store, row: DeploymentRow) -> Server:
-    if row["state"] == "failed":
+def _ready_server(store: Store, row: Deployment) -> Server:
+    if row.state == "failed":
         raise failure(row)
-    if row["state"] in ("stopping", "stopped"):
-        fix = f"deploy(run_id={row['run_id']!r}, step={row['step']}) serves it again"
+    if row.state in ("stopping", "stopped"):
+        fix = f"deploy(run_id={row.run_id!r}, step={row.step}) serves it again"
         raise FlashError(
-            "unknown_deployment", f"{row['id']} has been stopped", deployment=row["id"], fix=fix
+            "unknown_deployment", f"{row.id} has been stopped", deployment=row.id, fix=fix
         )
-    if row["state"] == "starting":
-        fix = f"deploy(run_id={row['run_id']!r}, step={row['step']}, name={row['name']!r}) waits for it"
+    if row.state == "starting":
+        fix = f"deploy(run_id={row.run_id!r}, step={row.step}, name={row.name!r}) waits for it"
         raise FlashError(
             "not_ready",
             "the deployment is still starting",
-            deployment=row["id"],
+            deployment=row.id,
             seconds=_age_s(row),
             fix=fix,
         )
-    server = Server.find(store.base, row["model"])
+    server = Server.find(store.base, row.model)
     if server is None or not server.is_alive():
         ensure_supervisor(store.base)  # it will say in the row what became of it
         raise _gone(row)
@@ -338,71 +337,69 @@ def _deadline(wait_s: float) -> float:
 
 async def _settled(
     store: Store, deployment_id: str, states: tuple[str, ...], deadline: float
-) -> DeploymentRow:
+) -> Deployment:
     """The row once it is in one of `states`, or as it is at `deadline`."""
     told = time.monotonic()
     while True:
         row = await anyio.to_thread.run_sync(store.deployment, deployment_id)
-        if row["state"] in states or time.monotonic() >= deadline:
+        if row.state in states or time.monotonic() >= deadline:
             return row
         if time.monotonic() - told > 5:
             told = time.monotonic()
-            await report(f"{row['state']} for {_age_s(row):.0f} s")
+            await report(f"{row.state} for {_age_s(row):.0f} s")
         await anyio.sleep(POLL_S)
 
 
-def failure(row: DeploymentRow) -> FlashError:
+def failure(row: Deployment) -> FlashError:
     """Why a deployment failed."""
-    if not row["error"]:
+    if not row.error:
         return _gone(row)
-    error = FlashError.from_dict(row["error"])
+    error = FlashError.from_dict(row.error)
     if not caller().is_local:  # the end of a log that others' deployments share
         error.values.clear()
     return error
 
 
-def _gone(row: DeploymentRow) -> FlashError:
-    fix = (
-        f"deploy(run_id={row['run_id']!r}, step={row['step']}) tells its state and starts it again"
-    )
-    return FlashError("deployment_failed", "its server has ended", deployment=row["id"], fix=fix)
+def _gone(row: Deployment) -> FlashError:
+    fix = f"deploy(run_id={row.run_id!r}, step={row.step}) tells its state and starts it again"
+    return FlashError("deployment_failed", "its server has ended", deployment=row.id, fix=fix)
 
 
-def _age_s(row: DeploymentRow) -> float:
-    return round(time.time() - row["created"], 1)
+def _age_s(row: Deployment) -> float:
+    return round(time.time() - row.created, 1)
 
 
-def describe(store: Store, row: DeploymentRow) -> Deployment:
+def describe(store: Store, row: Deployment) -> Deployed:
     """A deployment as the tools return it."""
-    is_reachable = row["state"] == "ready" and caller().is_local
-    server = Server.find(store.base, row["model"]) if is_reachable else None
-    return Deployment(
-        deployment=row["id"],
-        name=row["name"],
-        state=row["state"],
-        run_id=row["run_id"],
-        step=row["step"],
-        model=row["model"],
-        base_url=row["base_url"] if server else None,
+    is_reachable = row.state == "ready" and caller().is_local
+    server = Server.find(store.base, row.model) if is_reachable else None
+    return Deployed(
+        deployment=row.id,
+        name=row.name,
+        state=row.state,
+        run_id=row.run_id,
+        step=row.step,
+        model=row.model,
+        base_url=row.base_url if server else None,
         api_key_file=server.file if server else None,
         seconds=_age_s(row),
         next=_next_step(row),
     )
 
 
-def _next_step(row: DeploymentRow) -> str:
-    match row["state"]:
+def _next_step(row: Deployment) -> str:
+    match row.state:
         case "ready":
-            return f"chat(deployment={row['id']!r}, message='...', side_by_side=true) compares it with the base model"
+            return f"chat(deployment={row.id!r}, message='...', side_by_side=true) compares it with the base model"
         case "starting":
             return "the server is starting, which takes a minute or more on a CPU; call deploy again to wait for it"
         case "stopping":
             return "it is ending; undeploy again waits for it"
         case _:
-            return f"deploy(run_id={row['run_id']!r}, step={row['step']}) serves it again"
+            return f"deploy(run_id={row.run_id!r}, step={row.step}) serves it again"
 
 
-def _after_chat(row: DeploymentRow, adapter: Answer, side_by_side: bool) -> str:
+def _after_chat(row: Deployment, adapter: Answer, side_by_side: bool) -> str:
     if adapter.finish == "timeout":
         beside = ", or use the endpoint that deploy returns" if caller().is_local else ""
         return f"the answer was cut off after 40 s: lower max_tokens{beside}"
@@ -410,4 +407,4 @@ def _after_chat(row: DeploymentRow, adapter: Answer, side_by_side: bool) -> str:
         return "the answer reached max_tokens: raise it for the whole of it"
     if not side_by_side:
         return "side_by_side=true shows the base model's answer too; undeploy when done"
-    return f"one answer proves little: status(run_id={row['run_id']!r}) compares on held-out tasks; undeploy when done"
+    return f"one answer proves little: status(run_id={row.run_id!r}) compares on held-out tasks; undeploy when done"

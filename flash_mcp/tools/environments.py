@@ -19,11 +19,11 @@ from environments.checks.splits import Overlap, overlap
 from environments.process.host import EnvironmentFault
 from environments.process.sandbox import Needs
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.records import EnvironmentVersion
 from flash_mcp.protocol.run_folder import disk_error
 from flash_mcp.state import references
 from flash_mcp.state.owners import caller
 from flash_mcp.state.references import find_subject
-from flash_mcp.state.schema import EnvironmentRow
 from flash_mcp.state.store import open_store
 from flash_mcp.state.versions import (
     NAME,
@@ -424,7 +424,7 @@ def _locate(
         ).folder
     if environment is not None:
         row = open_store().environment(environment)
-        return f"{row['name']}@{row['digest']}", Path(row["path"])
+        return f"{row.name}@{row.digest}", Path(row.path)
     path = Path(folder or "").expanduser().absolute()
     if not path.is_dir():
         fix = "pass the folder that holds environment.py; env_setup writes one to start from"
@@ -434,14 +434,14 @@ def _locate(
     return str(path), path
 
 
-def _version(environment: str | None, path: Path) -> EnvironmentRow:
+def _version(environment: str | None, path: Path) -> EnvironmentVersion:
     """What a worker loads. A folder is copied as it is now, under no name that others would find."""
     if environment is not None and references.files_of(environment) is None:
         return open_store().environment(environment)
     name = path.name if NAME.fullmatch(path.name) else "unpublished"
     with staged(name, folder_files(path)) as stage:
         version = stage.commit()
-    return EnvironmentRow(
+    return EnvironmentVersion(
         owner=caller().owner,
         name=name,
         digest=version.digest,

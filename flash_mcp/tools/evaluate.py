@@ -15,11 +15,10 @@ from pydantic import Field
 
 from flash_mcp.judgement import health
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.run_folder import Json
+from flash_mcp.protocol.records import EnvironmentVersion, Json, Run
 from flash_mcp.protocol.spec import DEFAULT_MODEL
 from flash_mcp.state import references
 from flash_mcp.state.references import Subject
-from flash_mcp.state.schema import EnvironmentRow, RunRow
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.shared import resolve
 from flash_mcp.tools.shared.fitting import shorten
@@ -157,10 +156,10 @@ async def evaluate(
     )
     run, created, trouble = await submit(store, resolved, row, subject, idempotency_key)
     if trouble is None:
-        run = await ended(store, run["id"], started + min(wait_s, WAIT_LIMIT_S))
+        run = await ended(store, run.id, started + min(wait_s, WAIT_LIMIT_S))
     result = await anyio.to_thread.run_sync(_describe, store, run, subject, len(known), created)
     if trouble:
-        again = f"status(run_id={run['id']!r}) tries to start the supervisor again"
+        again = f"status(run_id={run.id!r}) tries to start the supervisor again"
         result.next = f"{trouble} The evaluation is queued; {again}"
     return result
 
@@ -173,11 +172,11 @@ def _environment_of(environment: str | None, subject: Subject) -> str:
         raise FlashError(
             "invalid_argument", "a base model says nothing of the environment to use", fix=fix
         )
-    return f"{subject.run['environment']}@{subject.run['environment_digest']}"
+    return f"{subject.run.environment}@{subject.run.environment_digest}"
 
 
 async def task_names(
-    environment: EnvironmentRow, split: str, args: Json, secrets: Sequence[str]
+    environment: EnvironmentVersion, split: str, args: Json, secrets: Sequence[str]
 ) -> list[str]:
     """The ids of a split's tasks, in order, by loading the environment. FlashError(dataset_invalid)
     for none.
@@ -191,7 +190,7 @@ async def task_names(
         fix="mend the folder, env_test it, env_push it, and call again",
     ) as host:
         tasks = await host.tasks(split) if host.splits.get(split) else []
-    reference = f"{environment['name']}@{environment['digest']}"
+    reference = f"{environment.name}@{environment.digest}"
     if not tasks:
         fix = "add rows to that split (env.eval_dataset is the eval split), or name the other one"
         raise FlashError(
@@ -221,8 +220,8 @@ def _chosen(
     return tasks
 
 
-def _describe(store: Store, run: RunRow, subject: Subject, known: int, created: bool) -> Evaluate:
-    spec, found = run["spec"], scores(store, run)
+def _describe(store: Store, run: Run, subject: Subject, known: int, created: bool) -> Evaluate:
+    spec, found = run.spec, scores(store, run)
     shown = (
         "temperature",
         "top_p",
@@ -242,20 +241,18 @@ def _describe(store: Store, run: RunRow, subject: Subject, known: int, created: 
     if subject.adapter and spec["split"] == "eval" and (overlap := store.overlap(run)):
         notes.append(f"CONTAMINATED: {health.contaminated(**overlap).evidence}")
     return Evaluate(
-        run_id=run["id"],
-        state=run["state"],
+        run_id=run.id,
+        state=run.state,
         created=created,
         environment=spec["environment"],
         of=subject.name,
         split=spec["split"],
         tasks=len(spec["tasks"]),
         attempts=spec["attempts"],
-        done=run["step"],
+        done=run.step,
         values={name: spec[name] for name in shown if spec[name] is not None and spec[name] != []},
         scores=found,
-        error=shorten(f"[{run['error']['code']}] {run['error']['what']}", 1500)
-        if run["error"]
-        else None,
+        error=shorten(f"[{run.error['code']}] {run.error['what']}", 1500) if run.error else None,
         notes=[*notes, *(thoughts(found) if found else ())] or None,
         next=after_evaluation(store, run),
     )

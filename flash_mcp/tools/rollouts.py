@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import takewhile
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from flash_mcp.judgement.attempts import prompt_length
 from flash_mcp.judgement.failures import SAMPLE_ROLLOUTS, FailureMode, failure_counts, failure_modes
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.run_folder import Json
-from flash_mcp.state.schema import ACTIVE, RunRow
+from flash_mcp.protocol.records import ACTIVE, Json, Rollout, Run
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.shared.fitting import RESULT_CHARACTERS, shorten, to_text
 from flash_mcp.tools.shared.frame import Part, Result, RunId
@@ -37,7 +37,7 @@ class Message(Part):
     )
 
 
-class Rollout(Part):
+class RolloutView(Part):
     """One conversation with its reward."""
 
     step: int = Field(description="Training step, or step of the evaluation.")
@@ -65,6 +65,19 @@ class Rollout(Part):
     )
 
 
+@dataclass(frozen=True)
+class _Shown:
+    """A rollout on its way into the result; its first `opening` messages are shown once for all."""
+
+    rollout: Rollout
+    failure: FailureMode | None
+    opening: int
+
+    @property
+    def messages(self) -> list[Json]:
+        return self.rollout.messages[self.opening :]
+
+
 class Rollouts(Result):
     """Transcripts of a run."""
 
@@ -79,7 +92,7 @@ class Rollouts(Result):
         default=None,
         description="The first messages of every transcript shown, left out of each of them.",
     )
-    rollouts: list[Rollout]
+    rollouts: list[RolloutView]
     has_more: bool
     cursor: str | None = Field(default=None, description="Pass as `cursor` for the next page.")
 
@@ -151,7 +164,7 @@ def rollouts(
     store = open_store()
     run = store.run(run_id)
     # What an evaluation sampled stands under "eval", whichever split's tasks they are.
-    split = "eval" if run["algorithm"] == "eval" else split or "train"
+    split = "eval" if run.algorithm == "eval" else split or "train"
     steps = store.rollout_steps(run_id, split)
     at = _step(step, steps, search=contains is not None)
     offset = _offset(cursor) if index is None else index
@@ -169,17 +182,15 @@ def rollouts(
             store.rollout_count(run_id, split, at, contains, success),
             len(page) > limit,
         )
-    rows = cast("list[Json]", page[:limit])
-    drawn = (
-        store.rollouts(run_id, split, at, "random", limit=SAMPLE_ROLLOUTS) if at is not None else []
-    )
-    sample = cast("list[Json]", drawn) or rows
-    for row, mode in zip(rows, failure_modes(rows, sample), strict=True):
-        row["failure"] = mode
+    rows = page[:limit]
+    drawn: list[Rollout] = []
+    if at is not None:
+        drawn = store.rollouts(run_id, split, at, "random", limit=SAMPLE_ROLLOUTS)
+    sample = drawn or rows
     opening = _opening(rows)
     rest = [
-        {**row, "opening": len(opening), "messages": row["messages"][len(opening) :]}
-        for row in rows
+        _Shown(row, mode, len(opening))
+        for row, mode in zip(rows, failure_modes(rows, sample), strict=True)
     ]
     taken = sum(_cost(message.content) + MESSAGE_FRAME for message in opening) + sum(
         map(_frame_size, rows)
@@ -201,9 +212,9 @@ def rollouts(
     )
 
 
-def _opening(rows: list[Json]) -> list[Message]:
+def _opening(rows: list[Rollout]) -> list[Message]:
     """What all prompts begin with, as a rule instructions and examples; nothing for a single row."""
-    prompts = [row["messages"][: prompt_length(row)] for row in rows] if len(rows) > 1 else []
+    prompts = [row.messages[: prompt_length(row)] for row in rows] if len(rows) > 1 else []
     columns = takewhile(
         lambda column: all(each == column[0] for each in column), zip(*prompts, strict=False)
     )
@@ -234,15 +245,15 @@ def _offset(cursor: str | None) -> int:
     return int(cursor or 0)
 
 
-def _nothing(run: RunRow, step: int | None, steps: list[int], split: str, others: bool) -> Rollouts:
-    run_id, state = run["id"], run["state"]
+def _nothing(run: Run, step: int | None, steps: list[int], split: str, others: bool) -> Rollouts:
+    run_id, state = run.id, run.state
     if steps:
         next_step = f"there are {split} rollouts of the steps {_ranges(steps)}, none of step {step}"
     elif others:
         next_step = f"it has none of these: split={'eval' if split == 'train' else 'train'!r} has the others"
-    elif split == "eval" and run["algorithm"] != "eval":
+    elif split == "eval" and run.algorithm != "eval":
         next_step = f"no evaluation was made: evaluate(model={run_id!r}) makes one, as eval_before and eval_after do"
-    elif state in ACTIVE and run["algorithm"] != "sft":
+    elif state in ACTIVE and run.algorithm != "sft":
         next_step = f"the run is {state} and has none yet: status(run_id={run_id!r}, wait_s=40) waits for the first"
     else:
         next_step = f"the run is {state} and has none; status(run_id={run_id!r}) has what there is"
@@ -254,10 +265,10 @@ def _ranges(steps: list[int]) -> str:
 
 
 def _within(
-    rows: list[Json], characters: int, around: str, from_message: int | None
-) -> tuple[list[Rollout], str | None]:
+    rows: list[_Shown], characters: int, around: str, from_message: int | None
+) -> tuple[list[RolloutView], str | None]:
     """The rows with their texts cut to `characters` in all, and a note on what was left out."""
-    texts = [[_text(message.get("content")) for message in row["messages"]] for row in rows]
+    texts = [[_text(message.get("content")) for message in row.messages] for row in rows]
     if from_message is not None:
         numbers = [_from(each, from_message, characters) for each in texts]
     else:
@@ -324,44 +335,40 @@ def _text(content: Any) -> str:
     return content if isinstance(content, str) else to_text(content)
 
 
-def _frame_size(row: Json) -> int:
+def _frame_size(row: Rollout) -> int:
     """Characters that a row takes beside its messages."""
-    return 290 + sum(
-        min(len(to_text(row.get(name))), 700) for name in ("metrics", "reason", "error")
-    )
+    return 290 + sum(min(len(to_text(part)), 700) for part in (row.metrics, row.reason, row.error))
 
 
-def _rollout(row: Json, excerpts: dict[int, str]) -> Rollout:
+def _rollout(shown: _Shown, excerpts: dict[int, str]) -> RolloutView:
     """`excerpts`: the text of each message that is shown, by its number."""
-    messages: list[Json] = row["messages"]
+    row, messages = shown.rollout, shown.messages
     is_whole = len(excerpts) == len(messages)
-    error = row.get("error")
-    return Rollout(
-        step=row["step"],
-        index=row["index"],
-        task_id=row["task_id"],
-        reward=round(row["reward"], 4),
-        success=row["success"],
-        advantage=None if (advantage := row.get("advantage")) is None else round(advantage, 4),
-        failure=row["failure"],
-        finish=row["finish"],
-        turns=row["turns"],
-        completion_tokens=row["completion_tokens"],
-        metrics={
-            name: round(value, 4) for name, value in cast("Json", row.get("metrics") or {}).items()
-        }
-        or None,
-        reason=shorten(row.get("reason") or "", 300) or None,
+    parts = {name: round(value, 4) for name, value in row.metrics.items()}
+    error = row.error
+    return RolloutView(
+        step=row.step,
+        index=row.index,
+        task_id=row.task_id,
+        reward=round(row.reward, 4),
+        success=row.success,
+        advantage=None if row.advantage is None else round(row.advantage, 4),
+        failure=shown.failure,
+        finish=row.finish,
+        turns=row.turns,
+        completion_tokens=row.completion_tokens,
+        metrics=parts or None,
+        reason=shorten(row.reason or "", 300) or None,
         error=shorten(f"[{error['code']}] {error['what']}", 600) if error else None,
         messages=[
             Message(
                 role=messages[number]["role"],
                 content=text,
-                number=None if is_whole else row["opening"] + number,
+                number=None if is_whole else shown.opening + number,
             )
             for number, text in excerpts.items()
         ],
-        messages_in_all=None if is_whole else row["opening"] + len(messages),
+        messages_in_all=None if is_whole else shown.opening + len(messages),
     )
 
 
@@ -384,7 +391,7 @@ def _next_step(
     run_id: str,
     split: str,
     step: int | None,
-    shown: list[Rollout],
+    shown: list[RolloutView],
     index: int | None,
     was_cut: bool,
     has_more: bool,

@@ -9,8 +9,8 @@ import anyio.to_thread
 from pydantic import Field
 
 from flash_mcp.judgement.curve import of_run
+from flash_mcp.protocol.records import Run, RunState
 from flash_mcp.state.owners import caller
-from flash_mcp.state.schema import RunRow, RunState
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.shared.fitting import utc
 from flash_mcp.tools.shared.frame import Part, Result, illustrate
@@ -131,18 +131,18 @@ def _list(store: Store, state: str | None, limit: int, cursor: str | None) -> St
     )
 
 
-def _line(store: Store, run: RunRow) -> RunLine:
-    rewards = [row["metrics"] for row in store.metrics(run["id"], limit=SPEED_STEPS)]
+def _line(store: Store, run: Run) -> RunLine:
+    rewards = [row.metrics for row in store.metrics(run.id, limit=SPEED_STEPS)]
     return RunLine(
-        run_id=run["id"],
-        owner=run["owner"] if run["owner"] != caller().owner else None,
-        state=run["state"],
-        algorithm=run["algorithm"],
-        model=run["model"],
-        environment=run["environment"],
-        step=run["step"],
-        steps=run["steps"],
+        run_id=run.id,
+        owner=run.owner if run.owner != caller().owner else None,
+        state=run.state,
+        algorithm=run.algorithm,
+        model=run.model,
+        environment=run.environment,
+        step=run.step,
+        steps=run.steps,
         reward=rounded(mean(rewards, "reward/mean"), 3),
-        created=utc(run["created"]),
-        error=run["error"]["code"] if run["error"] and run["state"] == "failed" else None,
+        created=utc(run.created),
+        error=run.error["code"] if run.error and run.state == "failed" else None,
     )

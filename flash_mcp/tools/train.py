@@ -22,11 +22,11 @@ from flash_mcp.judgement.attempts import DEFAULT_MAX_LENGTH
 from flash_mcp.judgement.curation import prompt_digest, read_held_out
 from flash_mcp.protocol.base_models import ModelCard
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.records import EnvironmentVersion
 from flash_mcp.protocol.spec import RunSpec
 from flash_mcp.state import queue, references
 from flash_mcp.state.datasets import Dataset
 from flash_mcp.state.references import Subject
-from flash_mcp.state.schema import EnvironmentRow
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.shared.fitting import to_text
 from flash_mcp.tools.shared.frame import Part, Result, report
@@ -212,12 +212,10 @@ async def start(
             "invalid_argument", "sample says whether there is something for grpo to learn", fix=fix
         )
     first = await anyio.to_thread.run_sync(queue.asked_before, store, resolved, idempotency_key)
-    reference = (
-        f"{first['environment']}@{first['environment_digest']}" if first else spec.environment
-    )
+    reference = f"{first.environment}@{first.environment_digest}" if first else spec.environment
     environment = await anyio.to_thread.run_sync(references.environment, store, reference)
     adapter = (
-        first["init_adapter"]
+        first.init_adapter
         if first
         else await anyio.to_thread.run_sync(init_adapter, store, spec, card)
     )
@@ -243,7 +241,7 @@ async def start(
         )
     result = functools.partial(
         Train,
-        environment=f"{environment['name']}@{environment['digest']}",
+        environment=f"{environment.name}@{environment.digest}",
         model=spec.model,
         warm_start=adapter_name(adapter),
         estimate=estimate,
@@ -297,10 +295,10 @@ async def start(
         pinned,
         lineage if shared.shared else None,
     )
-    next_step = f"status(run_id={run['id']!r}, wait_s=40) follows it; cancel ends it"
+    next_step = f"status(run_id={run.id!r}, wait_s=40) follows it; cancel ends it"
     if trouble := await look_after(store, run):
-        next_step = f"{trouble} The run is queued; status(run_id={run['id']!r}) tries to start the supervisor again"
-    return result(run_id=run["id"], state=run["state"], created=created, next=next_step)
+        next_step = f"{trouble} The run is queued; status(run_id={run.id!r}) tries to start the supervisor again"
+    return result(run_id=run.id, state=run.state, created=created, next=next_step)
 
 
 def _time(
@@ -310,7 +308,7 @@ def _time(
 
 
 async def _probe(
-    spec: RunSpec, environment: EnvironmentRow, dataset: Dataset | None
+    spec: RunSpec, environment: EnvironmentVersion, dataset: Dataset | None
 ) -> tuple[dict[str, int], int, Overlap]:
     """The environment's split sizes, the tokens of its longest prompt among a few, and the tasks
     that its splits share, by loading it for real.
@@ -360,21 +358,21 @@ async def _longest_prompt(host: EnvironmentHost, *, gold: bool) -> int:
     return longest
 
 
-def _asks(environment: EnvironmentRow) -> list[str]:
-    asked = Needs.of(Path(environment["path"])).asked()
+def _asks(environment: EnvironmentVersion) -> list[str]:
+    asked = Needs.of(Path(environment.path)).asked()
     return [f"the environment's {sandbox.FILE} asks for {to_text(asked)}"] if asked else []
 
 
 async def _check_contamination(
-    host: EnvironmentHost, spec: RunSpec, environment: EnvironmentRow, dataset: Dataset
+    host: EnvironmentHost, spec: RunSpec, environment: EnvironmentVersion, dataset: Dataset
 ) -> None:
     """FlashError(dataset_invalid) where the dataset shows eval prompts of an environment it was not
     curated with.
     """
     made_with = dataset.manifest["environment"]
     here = {
-        "name": environment["name"],
-        "digest": environment["digest"],
+        "name": environment.name,
+        "digest": environment.digest,
         "args": spec.environment_args or {},
     }
     if made_with == here or dataset.manifest["allow_eval_tasks"]:
@@ -425,7 +423,7 @@ def _check_lengths(spec: RunSpec, card: ModelCard, prompt_tokens: int) -> list[s
 def _estimate(
     store: Store,
     spec: RunSpec,
-    environment: EnvironmentRow,
+    environment: EnvironmentVersion,
     splits: dict[str, int],
     prompt_tokens: int,
     dataset_rows: int | None,
@@ -450,23 +448,21 @@ def _estimate(
 
 
 def _speed(
-    store: Store, spec: RunSpec, environment: EnvironmentRow
+    store: Store, spec: RunSpec, environment: EnvironmentVersion
 ) -> tuple[float | None, str | None]:
     """Seconds a step will about take, from the newest run of the same kind, scaled by the rollouts
     of a step.
     """
     for run in store.runs(limit=50):
-        same = (run["model"], run["algorithm"], run["environment"]) == (
+        same = (run.model, run.algorithm, run.environment) == (
             spec.model,
             spec.algorithm,
-            environment["name"],
+            environment.name,
         )
-        points = store.series(run["id"], "time/step_s", points=1) if same else []
+        points = store.series(run.id, "time/step_s", points=1) if same else []
         if points:
-            earlier = run["spec"]["batch_size"] * (run["spec"]["group_size"] or 1)
-            return points[0][1] * (spec.batch_size or 1) * (spec.group_size or 1) / earlier, run[
-                "id"
-            ]
+            earlier = run.spec["batch_size"] * (run.spec["group_size"] or 1)
+            return points[0][1] * (spec.batch_size or 1) * (spec.group_size or 1) / earlier, run.id
     return None, None
 
 

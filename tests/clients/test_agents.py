@@ -106,7 +106,7 @@ def check(model: Model, output: str) -> None:
     for text in (pushed, started, status, rollouts, deployed, chat, stopped):
         assert '"next":"' in text
         assert len(text) <= RESULT_CHARACTERS + 500  # a client may put a few words around it
-    assert open_store().run(run_id_in(ends))["step"] == QUICK["steps"]
+    assert open_store().run(run_id_in(ends)).step == QUICK["steps"]
 
 
 @needs(PROGRAMS / "claude")

@@ -121,7 +121,7 @@ def test_the_strictest_check_of_schemas_finds_nothing(era: str):
 
 @needs(INSPECTOR)
 def test_the_inspector_sees_results_and_errors(tmp_path: Path):
-    run_id = finished_run(tmp_path)["id"]
+    run_id = finished_run(tmp_path).id
     with supervised():
         status = inspect(
             "--method", "tools/call", "--tool-name", "status", "--tool-arg", f"run_id={run_id}"

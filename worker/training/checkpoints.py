@@ -18,7 +18,8 @@ from peft import PeftModel
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.run_folder import Json, RunWriter
+from flash_mcp.protocol.records import Json
+from flash_mcp.protocol.run_folder import RunWriter
 from worker.settings import Settings
 
 log = logging.getLogger("worker")

@@ -25,7 +25,8 @@ from trl.trainer.sft_trainer import SFTTrainer
 from environments.base import ChatMessage
 from environments.process.host import EnvironmentHost
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.run_folder import Json, RunWriter
+from flash_mcp.protocol.records import Json
+from flash_mcp.protocol.run_folder import RunWriter
 from worker.rollouts.transcript import ChatTemplate, Transcript
 from worker.settings import Settings
 from worker.survey import survey

@@ -15,8 +15,8 @@ from environments.checks.splits import Overlap
 from environments.process.faults import remedy
 from environments.process.host import EnvironmentFault, EnvironmentHost
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.records import EnvironmentVersion
 from flash_mcp.state.owners import caller
-from flash_mcp.state.schema import EnvironmentRow
 from flash_mcp.tools.shared.frame import report
 
 EVIDENCE_CHARACTERS = 900
@@ -99,11 +99,11 @@ async def hosted(
 
 
 def loaded(
-    environment: EnvironmentRow, *, secrets: Sequence[str] | None, **options: Any
+    environment: EnvironmentVersion, *, secrets: Sequence[str] | None, **options: Any
 ) -> AbstractAsyncContextManager[EnvironmentHost]:
     """A published environment, `hosted` with these options; `secrets` are names."""
-    name = f"{environment['name']}@{environment['digest']}"
-    return hosted(Path(environment["path"]), name, secrets=secret_values(secrets), **options)
+    name = f"{environment.name}@{environment.digest}"
+    return hosted(Path(environment.path), name, secrets=secret_values(secrets), **options)
 
 
 def contamination_note(shared: Overlap) -> str | None:

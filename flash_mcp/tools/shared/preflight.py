@@ -21,10 +21,9 @@ from flash_mcp.judgement import attempts as evaluations
 from flash_mcp.judgement import statistics
 from flash_mcp.judgement.attempts import Try
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.run_folder import Json
+from flash_mcp.protocol.records import EnvironmentVersion, Json, Run
 from flash_mcp.protocol.spec import RunSpec
 from flash_mcp.state.references import Subject
-from flash_mcp.state.schema import EnvironmentRow, RunRow
 from flash_mcp.state.store import Store
 from flash_mcp.tools.shared import resolve
 from flash_mcp.tools.shared.fitting import shorten
@@ -88,7 +87,7 @@ class RunTime(Part):
 
 async def sample_groups(
     store: Store,
-    environment: EnvironmentRow,
+    environment: EnvironmentVersion,
     subject: Subject,
     *,
     tasks: int,
@@ -102,35 +101,35 @@ async def sample_groups(
         subject, environment, split="train", tasks=chosen, attempts=group_size, given=given
     )
     asked = json.dumps(
-        [environment["digest"], subject.adapter, resolved.spec.model_dump()], sort_keys=True
+        [environment.digest, subject.adapter, resolved.spec.model_dump()], sort_keys=True
     )
     digest = hashlib.sha256(asked.encode()).hexdigest()[:16]
     number = 1
     run, created, trouble = await submit(
         store, resolved, environment, subject, f"preflight-{digest}-1"
     )
-    while not created and run["state"] in ("failed", "cancelled"):  # that one has no answer
+    while not created and run.state in ("failed", "cancelled"):  # that one has no answer
         number += 1
         run, created, trouble = await submit(
             store, resolved, environment, subject, f"preflight-{digest}-{number}"
         )
     if trouble is None:
-        run = await ended(store, run["id"], deadline)
+        run = await ended(store, run.id, deadline)
     return await anyio.to_thread.run_sync(_describe, store, run, trouble)
 
 
-def _describe(store: Store, run: RunRow, trouble: FlashError | None) -> Sample:
+def _describe(store: Store, run: Run, trouble: FlashError | None) -> Sample:
     spec, error = (
-        run["spec"],
-        run["error"] if run["state"] == "failed" else trouble and trouble.to_dict(),
+        run.spec,
+        run.error if run.state == "failed" else trouble and trouble.to_dict(),
     )
-    found = scores(store, run) if run["ended"] else None
-    findings = judge_groups(evaluations.tries(store, run["id"], spec["step"])) if found else []
+    found = scores(store, run) if run.ended else None
+    findings = judge_groups(evaluations.tries(store, run.id, spec["step"])) if found else []
     outlook = "hopeless" if any(each.severity == "hopeless" for each in findings) else "doubtful"
     return Sample(
-        run_id=run["id"],
-        state=run["state"],
-        done=run["step"],
+        run_id=run.id,
+        state=run.state,
+        done=run.step,
         of=spec["steps"],
         groups=len(spec["tasks"]),
         group_size=spec["attempts"],
@@ -238,7 +237,7 @@ def run_time(
     The band holds the scatter of the tokens over tasks, and what is not known of the optimizer's
     share."""
     run = store.run(found.run_id)
-    attempts = evaluations.tries(store, run["id"], run["spec"]["step"])
+    attempts = evaluations.tries(store, run.id, run.spec["step"])
     groups = [
         fmean(each.tokens for each in group) for group in evaluations.by_task(attempts).values()
     ]
@@ -282,14 +281,14 @@ def _training_share(store: Store, spec: RunSpec) -> tuple[float, float, str]:
     from)
     """
     for run in store.runs(limit=50):
-        if (run["model"], run["algorithm"]) != (spec.model, spec.algorithm):
+        if (run.model, run.algorithm) != (spec.model, spec.algorithm):
             continue
         train, rollout = (
-            store.series(run["id"], name, points=1) for name in ("time/train_s", "time/rollout_s")
+            store.series(run.id, name, points=1) for name in ("time/train_s", "time/rollout_s")
         )
         if train and rollout and rollout[0][1]:
             share = train[0][1] / rollout[0][1]
-            return share, 1.4, f"{share:.2g} s of training for each of generation as in {run['id']}"
+            return share, 1.4, f"{share:.2g} s of training for each of generation as in {run.id}"
     return (
         TRAINING_SHARE,
         2.0,

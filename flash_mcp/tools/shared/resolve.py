@@ -11,7 +11,8 @@ from typing import Any, cast
 from flash_mcp.judgement.attempts import DEFAULT_MAX_LENGTH
 from flash_mcp.protocol.base_models import ModelCard
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.run_folder import Json, RunFolder
+from flash_mcp.protocol.records import EnvironmentVersion, Json
+from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import (
     COMMON_RECIPE,
     EvalSpec,
@@ -28,7 +29,6 @@ from flash_mcp.state import datasets
 from flash_mcp.state.datasets import Dataset
 from flash_mcp.state.owners import caller
 from flash_mcp.state.references import Subject, base_model
-from flash_mcp.state.schema import EnvironmentRow
 from flash_mcp.state.store import Store
 
 TAKEN_FROM_RUN = (
@@ -47,7 +47,7 @@ TAKEN_FROM_RUN = (
 
 def resolve_eval(
     subject: Subject,
-    environment: EnvironmentRow,
+    environment: EnvironmentVersion,
     *,
     split: str,
     tasks: Sequence[int],
@@ -59,8 +59,8 @@ def resolve_eval(
 
     Without a temperature one attempt a task is greedy, and several are sampled at 1.
     """
-    run = dict(subject.run["spec"]) if subject.run else {}
-    if subject.run and subject.run["environment"] != environment["name"]:
+    run = dict(subject.run.spec) if subject.run else {}
+    if subject.run and subject.run.environment != environment.name:
         del run["environment_args"], run["secrets"]  # of another environment
     names = [
         name
@@ -91,7 +91,7 @@ def resolve_eval(
     if subject.adapter:
         values |= _shape(Path(subject.adapter["path"]))
     spec = EvalSpec(
-        environment=environment["name"],
+        environment=environment.name,
         model=subject.model,
         checkpoint=subject.checkpoint,
         step=subject.step,
@@ -157,13 +157,13 @@ def init_adapter(store: Store, spec: RunSpec, card: ModelCard) -> Json | None:
             )
         checkpoint, files = (
             store.checkpoint(run_id, int(at) if at else None),
-            RunFolder(store.run(run_id)["folder"]),
+            RunFolder(store.run(run_id).folder),
         )
         if not at and (whole := files.newest_good_checkpoint()) is not None:
             checkpoint = store.checkpoint(run_id, whole)
-        step, digest = checkpoint["step"], checkpoint["digest"]
+        step, digest = checkpoint.step, checkpoint.digest
         folder = files.fetch_checkpoint(step, store.base / "adapters" / f"{run_id}-{step}")
-    _check_adapter(folder, spec, card, base=store.run(run_id)["model"] if run_id else None)
+    _check_adapter(folder, spec, card, base=store.run(run_id).model if run_id else None)
     if digest is None:
         digest = hashlib.sha256((folder / "adapter_model.safetensors").read_bytes()).hexdigest()[
             :16

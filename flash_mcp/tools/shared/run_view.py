@@ -12,8 +12,8 @@ from pydantic import Field
 from flash_mcp.judgement import comparison, health
 from flash_mcp.judgement.comparison import Comparison
 from flash_mcp.judgement.failures import SAMPLE_ROLLOUTS, failure_counts
-from flash_mcp.protocol.run_folder import Json, RunFolder
-from flash_mcp.state.schema import ACTIVE, CheckpointRow, EvalRow, RunRow, RunState
+from flash_mcp.protocol.records import ACTIVE, Checkpoint, Evaluation, Json, Run, RunState
+from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state.store import Store
 from flash_mcp.tools.shared.fitting import shorten
 from flash_mcp.tools.shared.frame import Part
@@ -176,19 +176,19 @@ def view_of(store: Store, run_id: str, detailed: bool) -> tuple[RunView, str]:
     """A run's report, and what to do next. FlashError(unknown_run)."""
     run = store.run(run_id)
     held_up = obstacles(store, run)
-    warnings = [*held_up, *(event["message"] for event in store.events(run_id, 3, ["warning"]))]
-    recent = [row["metrics"] for row in store.metrics(run_id, limit=SPEED_STEPS)]
+    warnings = [*held_up, *(event.message for event in store.events(run_id, 3, ["warning"]))]
+    recent = [row.metrics for row in store.metrics(run_id, limit=SPEED_STEPS)]
     newest = store.last_metrics(run_id)
-    is_eval, saved = run["algorithm"] == "eval", store.checkpoints(run_id)
-    evals = [] if is_eval else [row for row in store.evals(run_id) if row["summary"]["n"]]
-    step = max(run["step"], newest["step"] if newest else 0)
+    is_eval, saved = run.algorithm == "eval", store.checkpoints(run_id)
+    evals = [] if is_eval else [row for row in store.evals(run_id) if row.summary["n"]]
+    step = max(run.step, newest.step if newest else 0)
     step_s = _attempt_s(store, run) if is_eval else mean(recent, "time/step_s")
-    left = run["steps"] - step if run["steps"] and run["state"] in ACTIVE else None
-    is_grpo = run["algorithm"] == "grpo"
-    last = newest["step"] if newest else 0
+    left = run.steps - step if run.steps and run.state in ACTIVE else None
+    is_grpo = run.algorithm == "grpo"
+    last = newest.step if newest else 0
     outline = store.outline(run_id, max(1, last // FLAG_STEPS), last - health.WINDOW)
-    history = [{**row["metrics"], "step": row["step"]} for row in outline]
-    overlap = run["lineage"].get("overlap")
+    history = [{**row.metrics, "step": row.step} for row in outline]
+    overlap = run.lineage.get("overlap")
     verdict = _verdict(store, run_id, evals)
     trusted = None if overlap else verdict
     flags = health.flags(history)
@@ -196,15 +196,15 @@ def view_of(store: Store, run_id: str, detailed: bool) -> tuple[RunView, str]:
         flags = [health.contaminated(**overlap), *flags]
     view = RunView(
         run_id=run_id,
-        state=run["state"],
-        algorithm=run["algorithm"],
-        model=run["model"],
-        environment=f"{run['environment']}@{run['environment_digest']}",
+        state=run.state,
+        algorithm=run.algorithm,
+        model=run.model,
+        environment=f"{run.environment}@{run.environment_digest}",
         step=step,
-        steps=run["steps"],
-        phase=run["phase"],
-        attempt=f"{run['attempt']} of {run['max_attempts']}" if run["attempt"] > 1 else None,
-        elapsed_s=round((run["ended"] or time.time()) - run["started"]) if run["started"] else None,
+        steps=run.steps,
+        phase=run.phase,
+        attempt=f"{run.attempt} of {run.max_attempts}" if run.attempt > 1 else None,
+        elapsed_s=round((run.ended or time.time()) - run.started) if run.started else None,
         eta_s=round(left * step_s) if left is not None and step_s else None,
         step_s=rounded(step_s, 2),
         tokens_per_s=rounded(mean(recent, "engine/tokens_per_s"), 0),
@@ -214,8 +214,8 @@ def view_of(store: Store, run_id: str, detailed: bool) -> tuple[RunView, str]:
         held_out=[_held_out(row) for row in (evals if len(evals) <= 5 else [evals[0], *evals[-4:]])]
         or None,
         verdict=_told(verdict, overlap),
-        newest=_others(newest["metrics"]) if newest else None,
-        checkpoint=saved[-1]["step"] if saved else None,
+        newest=_others(newest.metrics) if newest else None,
+        checkpoint=saved[-1].step if saved else None,
         outlook=health.outlook(history, flags, trusted and trusted.outcome) if history else None,
         flags=[Flag(**vars(flag)) for flag in flags] or None,
         warnings=[shorten(warning, 300) for warning in warnings] or None,
@@ -225,7 +225,7 @@ def view_of(store: Store, run_id: str, detailed: bool) -> tuple[RunView, str]:
         metrics=(_metrics(history) or None) if detailed else None,
         lineage=_lineage(run, saved) if detailed else None,
         values=_given(run) if detailed else None,
-        sources=by_source(run["sources"]) if detailed else None,
+        sources=by_source(run.sources) if detailed else None,
         log_tail=_log_tail(run, 2500) or None if detailed else None,
     )
     if held_up:
@@ -235,14 +235,14 @@ def view_of(store: Store, run_id: str, detailed: bool) -> tuple[RunView, str]:
     )
 
 
-def _attempt_s(store: Store, run: RunRow) -> float | None:
+def _attempt_s(store: Store, run: Run) -> float | None:
     """Seconds an attempt of an evaluation that goes on takes, since the worker began to sample;
     many run at once.
     """
-    began = store.events(run["id"], 1, ["sampling"])
-    if run["state"] not in ACTIVE or not began or run["step"] <= began[0]["data"]["step"]:
+    began = store.events(run.id, 1, ["sampling"])
+    if run.state not in ACTIVE or not began or run.step <= began[0].data["step"]:
         return None
-    return (time.time() - began[0]["time"]) / (run["step"] - began[0]["data"]["step"])
+    return (time.time() - began[0].time) / (run.step - began[0].data["step"])
 
 
 def _trend(store: Store, run_id: str, name: str, *, lower_is_better: bool = False) -> Trend | None:
@@ -259,11 +259,11 @@ def _trend(store: Store, run_id: str, name: str, *, lower_is_better: bool = Fals
     )
 
 
-def _held_out(row: EvalRow) -> HeldOut:
-    summary = row["summary"]
+def _held_out(row: Evaluation) -> HeldOut:
+    summary = row.summary
     success, count = summary["success"], int(summary["n"])
     return HeldOut(
-        step=row["step"],
+        step=row.step,
         n=count,
         success=round(success, 4),
         band=round(health.noise_band(success, count), 4),
@@ -273,20 +273,20 @@ def _held_out(row: EvalRow) -> HeldOut:
     )
 
 
-def _verdict(store: Store, run_id: str, evals: list[EvalRow]) -> Comparison | None:
+def _verdict(store: Store, run_id: str, evals: list[Evaluation]) -> Comparison | None:
     """Paired by example, those left out that environment code failed on either side."""
-    if len(evals) < 2 or evals[0]["step"] != 0:
+    if len(evals) < 2 or evals[0].step != 0:
         return None
     base, trained = evals[0], evals[-1]
     sql = """SELECT a.success AS base, b.success AS trained FROM rollouts a JOIN rollouts b
              ON a.run_id = b.run_id AND a.split = b.split AND a.position = b.position
              WHERE a.run_id = ? AND a.split = 'eval' AND a.step = ? AND b.step = ?
              AND json_extract(a.body, '$.error') IS NULL AND json_extract(b.body, '$.error') IS NULL"""
-    pairs = store.query(sql, [run_id, base["step"], trained["step"]])
+    pairs = store.query(sql, [run_id, base.step, trained.step])
     if pairs:  # none where their files were lost
         sides = ([float(row[side]) for row in pairs] for side in ("base", "trained"))
         return comparison.compare_paired(*sides, effect=comparison.MIN_CHANGE)
-    sides = (_successes(row["summary"]) for row in (base, trained))
+    sides = (_successes(row.summary) for row in (base, trained))
     return comparison.compare_unpaired(*sides, effect=comparison.MIN_CHANGE)
 
 
@@ -339,12 +339,12 @@ def _metrics(history: Sequence[health.Metrics]) -> dict[str, str]:
     }
 
 
-def _lineage(run: RunRow, saved: list[CheckpointRow]) -> Lineage:
-    parent, dataset = run["init_adapter"], run["dataset"]
+def _lineage(run: Run, saved: list[Checkpoint]) -> Lineage:
+    parent, dataset = run.init_adapter, run.dataset
     from_run = parent and parent.get("run_id")
     return Lineage(
-        code=run["lineage"].get("code"),
-        environment=f"{run['environment']}@{run['environment_digest']}",
+        code=run.lineage.get("code"),
+        environment=f"{run.environment}@{run.environment_digest}",
         parent=None
         if not parent
         else f"{from_run}@{parent['step']}"
@@ -352,7 +352,7 @@ def _lineage(run: RunRow, saved: list[CheckpointRow]) -> Lineage:
         else parent["path"],
         parent_digest=parent["digest"] if parent else None,
         dataset=f"{dataset['name']}@{dataset['digest']}" if dataset else None,
-        checkpoints={row["step"]: row["digest"] for row in saved[-3:]} or None,
+        checkpoints={row.step: row.digest for row in saved[-3:]} or None,
     )
 
 
@@ -387,8 +387,8 @@ def _others(metrics: dict[str, float | None]) -> dict[str, float] | None:
     return found or None
 
 
-def _failure(run: RunRow) -> Failure | None:
-    error = run["error"]
+def _failure(run: Run) -> Failure | None:
+    error = run.error
     if not error:
         return None
     values = cast("dict[str, Any]", error.get("values") or {})
@@ -401,13 +401,13 @@ def _failure(run: RunRow) -> Failure | None:
     )
 
 
-def _log_tail(run: RunRow, characters: int) -> str:
-    text = RunFolder(run["folder"]).log_tail(run["attempt"]).strip()
+def _log_tail(run: Run, characters: int) -> str:
+    text = RunFolder(run.folder).log_tail(run.attempt).strip()
     return text if len(text) <= characters else f"…{text[-characters:]}"
 
 
-def _given(run: RunRow) -> dict[str, Any]:
-    return {name: value for name, value in run["spec"].items() if value not in (None, [], {})}
+def _given(run: Run) -> dict[str, Any]:
+    return {name: value for name, value in run.spec.items() if value not in (None, [], {})}
 
 
 def mean(rows: Sequence[dict[str, float | None]], name: str) -> float | None:

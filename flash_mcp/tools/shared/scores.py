@@ -9,7 +9,7 @@ from pydantic import Field
 
 from flash_mcp.judgement import attempts as evaluations
 from flash_mcp.judgement import comparison, statistics
-from flash_mcp.state.schema import RunRow
+from flash_mcp.protocol.records import Run
 from flash_mcp.state.store import Store
 from flash_mcp.tools.shared.frame import Part
 
@@ -76,12 +76,12 @@ class Change(Part):
     explanation: str
 
 
-def scores(store: Store, run: RunRow) -> Scores | None:
+def scores(store: Store, run: Run) -> Scores | None:
     """What the newest evaluation of a run found; None before there is one."""
-    rows = store.evals(run["id"])
+    rows = store.evals(run.id)
     if not rows:
         return None
-    found = evaluations.tries(store, run["id"], rows[-1]["step"])
+    found = evaluations.tries(store, run.id, rows[-1].step)
     valid = [attempt for attempt in found if attempt.error is None]
     errors = Counter(attempt.error for attempt in found if attempt.error is not None)
     tasks = evaluations.by_task(found)
@@ -92,7 +92,7 @@ def scores(store: Store, run: RunRow) -> Scores | None:
     )
     several = len(valid) > len(tasks)
     solved = [{each.success for each in attempts} for attempts in tasks.values()]
-    speed = rows[-1]["summary"].get("tokens_per_s")
+    speed = rows[-1].summary.get("tokens_per_s")
     return Scores(
         tasks=len(tasks),
         n=len(valid),

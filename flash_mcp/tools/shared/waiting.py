@@ -9,10 +9,10 @@ import anyio
 import anyio.to_thread
 
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.records import ACTIVE, EnvironmentVersion, Run
 from flash_mcp.protocol.spec import ResolvedEval
 from flash_mcp.state import queue
 from flash_mcp.state.references import Subject
-from flash_mcp.state.schema import ACTIVE, EnvironmentRow, RunRow
 from flash_mcp.state.store import Store
 from flash_mcp.supervisor import secrets
 from flash_mcp.supervisor.process import ensure_supervisor
@@ -28,10 +28,10 @@ WAIT_LIMIT_S = 42.0
 async def submit(
     store: Store,
     resolved: ResolvedEval,
-    environment: EnvironmentRow,
+    environment: EnvironmentVersion,
     subject: Subject,
     key: str | None,
-) -> tuple[RunRow, bool, FlashError | None]:
+) -> tuple[Run, bool, FlashError | None]:
     """Put an evaluation into the queue, and see that somebody looks after it; last, why nobody
     does.
     """
@@ -41,33 +41,33 @@ async def submit(
     return run, created, await look_after(store, run)
 
 
-async def look_after(store: Store, run: RunRow) -> FlashError | None:
+async def look_after(store: Store, run: Run) -> FlashError | None:
     """See that a supervisor looks after a run that was queued, with its secrets; why none does,
     where that is so.
 
     It is not raised: the run is there, and an error alone would have it asked for again.
     """
     try:
-        if run["ended"] is None:
+        if run.ended is None:
             await anyio.to_thread.run_sync(ensure_supervisor, store.base)
-            if names := run["spec"]["secrets"]:
+            if names := run.spec["secrets"]:
                 await anyio.to_thread.run_sync(
-                    secrets.give, store.base, run["id"], secret_values(names)
+                    secrets.give, store.base, run.id, secret_values(names)
                 )
     except FlashError as error:
         return error
     return None
 
 
-async def ended(store: Store, run_id: str, deadline: float) -> RunRow:
+async def ended(store: Store, run_id: str, deadline: float) -> Run:
     """The run as soon as it has ended, or as it is at `deadline` (of time.monotonic)."""
     run = await anyio.to_thread.run_sync(store.run, run_id)
-    while run["ended"] is None and time.monotonic() < deadline:
+    while run.ended is None and time.monotonic() < deadline:
         await anyio.sleep(POLL_S)
         run = await anyio.to_thread.run_sync(store.run, run_id)
-        share = run["step"] / run["steps"] if run["steps"] else 0.0
+        share = run.step / run.steps if run.steps else 0.0
         await report(
-            f"{run_id}: {run['phase'] or run['state']}, {run['step']} of {run['steps']} attempts",
+            f"{run_id}: {run.phase or run.state}, {run.step} of {run.steps} attempts",
             share,
         )
     return run
@@ -101,24 +101,24 @@ def _fingerprint(store: Store, run_id: str) -> tuple[str, int, int, int, int, st
     """
     run = store.run(run_id)
     newest = store.last_metrics(run_id)
-    step = newest["step"] if newest else 0
-    if run["algorithm"] == "eval" and run["steps"]:
-        step = run["step"] - run["step"] % max(1, run["steps"] // 10)
+    step = newest.step if newest else 0
+    if run.algorithm == "eval" and run.steps:
+        step = run.step - run.step % max(1, run.steps // 10)
     return (
-        run["state"],
+        run.state,
         step,
-        run["attempt"],
+        run.attempt,
         len(store.evals(run_id)),
         len(store.checkpoints(run_id)),
-        run["phase"] if not step else None,
+        run.phase if not step else None,
     )
 
 
-def obstacles(store: Store, run: RunRow) -> list[str]:
+def obstacles(store: Store, run: Run) -> list[str]:
     """What keeps an active run from going on. A supervisor that was killed is started anew: nothing
     moves without.
     """
-    if run["state"] not in ACTIVE:
+    if run.state not in ACTIVE:
         return []
     free = shutil.disk_usage(store.base).free
     if free < LEAST_FREE_BYTES:
@@ -139,5 +139,5 @@ def obstacles(store: Store, run: RunRow) -> list[str]:
     except FlashError as error:
         return [str(error)]
     # A supervisor that was started anew has no secrets; this server may.
-    absent = secrets.hand_over(store.base, run["id"], run["spec"]["secrets"])
-    return [str(secrets.missing(run["id"], absent))] if absent and run["state"] != "running" else []
+    absent = secrets.hand_over(store.base, run.id, run.spec["secrets"])
+    return [str(secrets.missing(run.id, absent))] if absent and run.state != "running" else []

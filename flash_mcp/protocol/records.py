@@ -1,0 +1,187 @@
+"""One record each for a run, a step's metrics, a rollout, an evaluation, an event, a checkpoint, an
+environment version and a deployment, from the place where it is made to the tool that shows it.
+
+Times are Unix seconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
+
+Json = dict[str, Any]
+RunState = Literal["queued", "starting", "running", "succeeded", "failed", "cancelled"]
+DeploymentState = Literal["starting", "ready", "failed", "stopping", "stopped"]
+ACTIVE: tuple[RunState, ...] = ("queued", "starting", "running")
+LIVE_DEPLOYMENT: tuple[DeploymentState, ...] = ("starting", "ready", "stopping")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What every record can do."""
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Self:
+        """The record with these fields; names that this version does not know are left out."""
+        names = (known.name for known in dataclasses.fields(cls))
+        return cls(**{name: fields[name] for name in names if name in fields})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Record):
+    """A run of training, or an evaluation."""
+
+    id: str
+    owner: str
+    state: RunState
+    algorithm: str
+    """grpo, sft, or eval for an evaluation, whose steps are attempts at tasks."""
+    model: str
+    environment: str
+    environment_digest: str
+    environment_path: str
+    spec: Json
+    sources: Json
+    init_adapter: Json | None
+    dataset: Json | None
+    """The curated rows of an sft run: {"name", "digest", "path", "files": {file: sha256}}."""
+    lineage: Json
+    """`code` is the version that made the run; `overlap` is {"shared", "eval_tasks", "evidence"},
+    present if the splits share tasks."""
+    idempotency_key: str | None
+    folder: str
+    attempt: int
+    """Counts from 1 once the run is claimed."""
+    max_attempts: int
+    steps: int | None
+    """None until the worker has counted the steps of `epochs`."""
+    step: int
+    phase: str | None
+    beat: float | None
+    """When the worker last wrote beat.json, by the supervisor's clock."""
+    progress: float | None
+    """When the step or phase last changed."""
+    cancel_requested: float | None
+    cancel_reason: str | None
+    not_before: float
+    error: Json | None
+    """FlashError.to_dict() of a failed run, and of the last lost attempt while the run waits for
+    the next."""
+    created: float
+    started: float | None
+    ended: float | None
+    updated: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics(Record):
+    """The metrics of one training step: metrics/STEP.json."""
+
+    step: int
+    epoch: int
+    time: float
+    metrics: dict[str, float | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout(Record):
+    """One finished conversation: a line of rollouts/STEP.jsonl, or one attempt of evals/STEP.json."""
+
+    step: int = 0
+    index: int = 0
+    group: int = 0
+    task_id: str = ""
+    split: str = "train"
+    attempt: int = 0
+    messages: list[Json] = field(default_factory=list[Json])
+    reward: float = 0.0
+    success: bool = False
+    advantage: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
+    reason: str | None = None
+    error: Json | None = None
+    turns: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    env_tokens: int = 0
+    truncated: bool = False
+    finish: str = "done"
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation(Record):
+    """An evaluation's summary: evals/STEP.json without its rollouts."""
+
+    step: int
+    """The step that the evaluated policy comes from; 0 is the untrained model."""
+    epoch: int
+    time: float
+    summary: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event(Record):
+    """`kind`: phase, warning, checkpoint, error (from the worker), attempt (from the supervisor)."""
+
+    name: str
+    time: float
+    epoch: int
+    kind: str
+    message: str
+    data: Json
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint(Record):
+    """A saved adapter."""
+
+    step: int
+    epoch: int
+    time: float
+    digest: str
+    size_bytes: int
+    path: str
+    metrics: dict[str, float | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentVersion(Record):
+    """A published version of an environment."""
+
+    owner: str
+    name: str
+    digest: str
+    path: str
+    size_bytes: int
+    pushed: float
+    data: Json
+    """What the pusher recorded: splits, kind, files."""
+
+    @property
+    def reference(self) -> str:
+        """NAME@DIGEST."""
+        return f"{self.name}@{self.digest}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployment(Record):
+    """A checkpoint that is served. Its owner is the run's."""
+
+    id: str
+    owner: str
+    name: str
+    model: str
+    run_id: str | None
+    step: int | None
+    adapter_path: str | None
+    state: DeploymentState
+    error: Json | None
+    base_url: str | None
+    pid: int | None
+    data: Json
+    """What the deployment manager keeps."""
+    created: float
+    updated: float
