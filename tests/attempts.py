@@ -12,8 +12,7 @@ from typing import Any
 
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import RunSpec, resolve
-
-VOWELS = Path(__file__).parent / "environments" / "vowels"
+from tests.places import VOWELS
 
 
 def make_run(

@@ -42,11 +42,11 @@ from flash_mcp.protocol.errors import CODES
 from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state.store import Store
+from tests.places import VOWELS
 from tests.stand_ins.worker.train import state_after
 
 ROOT = Path(__file__).parents[1]
 STAND_INS = Path(__file__).with_name("stand_ins")
-VOWELS = Path(__file__).parent / "environments" / "vowels"
 KINDS = ("server", "supervisor", "worker", "host", "zombie", "serving", "engine")
 STEPS = {"quick": 12, "real": 4}
 SPAN_S = {"quick": 5.0, "real": 30.0}

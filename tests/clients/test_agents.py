@@ -32,8 +32,8 @@ from tests.clients.helpers import (
     server_environment,
 )
 from tests.clients.scripted_model import Json, Model, Step, serving
+from tests.places import VOWELS
 
-VOWELS = ROOT / "tests" / "environments" / "vowels"
 LOOP_TIMEOUT_S = 280
 MAX_CALLS = 40
 QUICK = {"steps": 2, "batch_size": 2, "group_size": 2, "max_tokens": 8, "max_length": 256, "lora_rank": 8,

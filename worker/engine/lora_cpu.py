@@ -3,7 +3,7 @@ adapter for every token.
 
 An engine that is started with the worker class `worker.engine.lora_cpu.LoraWorker` uses it; so it
 also gets into the engine process of the OpenAI server. Every private vLLM name of the LoRA path is
-in this file; tests/test_engine.py is their contract test.
+in this file; tests/worker/test_engine.py is their contract test.
 
 It also mends a fault: in a batch with and without adapters, vLLM's index -1 for "none" picks the
 last adapter."""

@@ -1,7 +1,7 @@
 """RolloutEngine: where tokens come from. vLLM in process, stepped by whoever owns it.
 
 Every private vLLM name that the worker touches is here or in worker/lora_cpu.py;
-tests/test_engine.py is their contract test."""
+tests/worker/test_engine.py is their contract test."""
 
 from __future__ import annotations
 

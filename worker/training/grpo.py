@@ -212,7 +212,7 @@ class Trainer(GRPOTrainer):
     def _importance_ratio(self, logps: Tensor, inputs: dict[str, Any]) -> Tensor:
         """exp(trainer - engine), (G, C) or (G, 1), truncated or masked as the mode says.
 
-        As TRL computes it in `_generate_and_score_completions`; tests/test_grpo.py compares the
+        As TRL computes it in `_generate_and_score_completions`; tests/worker/test_grpo.py compares the
         two."""
         mask = inputs["tool_mask"]
         difference = (logps - inputs["sampling_per_token_logps"]) * mask

@@ -1,7 +1,7 @@
 """The two places where a training step on PyTorch's own operations moves more memory than it
 computes.
 
-Both are exact, and have one gradient written by hand; tests/test_kernels.py compares them with
+Both are exact, and have one gradient written by hand; tests/worker/test_kernels.py compares them with
 plain PyTorch and PEFT."""
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The training pass is not a formula: it runs on tensors without storage, and the bytes that would be
 alive are counted. That follows every architecture and every change of worker/packing.py. It runs
 through a few layers, and what a layer adds is counted for the others: through all of them it took
-ten seconds. tests/test_memory.py compares it with measured peaks."""
+ten seconds. tests/worker/test_memory.py compares it with measured peaks."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,12 @@ from flash_mcp.state.owners import Caller, acting_as
 from flash_mcp.state.serving import find_deployment, request, request_stop
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.supervisor import model_servers
-from flash_mcp.supervisor.model_servers import Deployments, Server
+from flash_mcp.supervisor.model_servers import Deployments, Server, check_port
 from flash_mcp.tools.deploy import Message, _answer, chat, deploy, describe, undeploy
+from tests.places import TESTS
 from tests.watch import is_running
 
-SCRIPTED = (sys.executable, str(Path(__file__).with_name("scripted_server.py")))
+SCRIPTED = (sys.executable, str(TESTS / "scripted_server.py"))
 
 
 def make_adapter(folder: Path, rank: int = 8) -> Path:
@@ -172,7 +174,7 @@ def test_a_server_that_dies_fails_its_deployments_and_asking_again_starts_anothe
     os.kill(row.pid, signal.SIGKILL)
     failed = settle(deployments, row.id, "failed")
     assert failed.error and failed.error["code"] == "deployment_failed"
-    assert "engine=" in failed.error.values.tail
+    assert "engine=" in failed.error["values"]["tail"]
     wait_for(lambda: not is_running(engine))  # the processes of a dead server are ended
     assert request(store, run_id).id == row.id
     assert settle(deployments, row.id, "ready").pid != row.pid
@@ -269,7 +271,7 @@ def test_a_model_that_cannot_be_found_fails_with_the_worker_s_own_error(
     run_id = make_run(store, str(tmp_path / "gone"), {1: make_adapter(tmp_path / "a")})
     failed = settle(manager, request(store, run_id).id, "failed")
     assert failed.error and failed.error["code"] == "unknown_model"
-    assert str(tmp_path / "gone") in failed.error.values.folder
+    assert str(tmp_path / "gone") in failed.error["values"]["folder"]
     stop_all(manager)
 
 
@@ -278,7 +280,7 @@ def test_a_port_that_is_taken_is_refused_before_anything_is_made(
 ) -> None:
     run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a")})
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(FlashError) as caught:
-        request(store, run_id, port=taken.getsockname()[1])
+        anyio.run(partial(deploy, run_id, port=taken.getsockname()[1], wait_s=0.0))
     assert caught.value.code == "port_taken"
     assert store.deployments() == []
 
@@ -304,7 +306,7 @@ def test_another_port_for_a_model_that_is_served_is_refused(
     )
     settle(deployments, request(store, run_id, step=1).id, "ready")
     with pytest.raises(FlashError, match="is served on port"):
-        request(store, run_id, step=2, port=1)
+        check_port(store, run_id, 1)
 
 
 def test_a_name_stands_for_one_deployment(store: Store, tmp_path: Path) -> None:
@@ -413,7 +415,7 @@ def test_the_api_key_is_readable_by_its_owner_alone_and_in_no_command_line(
     assert server and row.pid
     assert Path(server.file).stat().st_mode & 0o077 == 0
     assert server.api_key not in " ".join(psutil.Process(row.pid).cmdline())
-    assert server.api_key not in json.dumps(row)
+    assert server.api_key not in json.dumps(vars(row))
 
 
 # -- the whole, on vLLM ----------------------------------------------------------------------------

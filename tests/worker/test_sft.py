@@ -17,6 +17,7 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import RunSpec, resolve
 from tests.attempts import Attempt, make_run
+from tests.places import CALCULATOR
 from tests.tiny import make_tokenizer
 from worker.heartbeat import Pulse
 from worker.rollouts.transcript import ChatTemplate
@@ -29,7 +30,6 @@ from worker.training.sft import IGNORED, Tuner, dataset_rows, gold_rows, make_sf
 SPEC = Settings(
     **resolve(RunSpec(environment="e", algorithm="sft", steps=1, batch_size=5)).spec.model_dump()
 )
-CALCULATOR = Path(__file__).parent.parent / "environments" / "examples" / "calculator"
 
 
 @pytest.mark.anyio

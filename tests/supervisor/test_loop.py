@@ -28,9 +28,10 @@ from flash_mcp.supervisor.launch.local import LocalLauncher, Record
 from flash_mcp.supervisor.loop import Patience, Supervisor, supervise
 from flash_mcp.supervisor.process import PYTHON, ensure_supervisor, is_supervised
 from flash_mcp.supervisor.secrets import give
+from tests.places import TESTS
 from tests.watch import is_running
 
-WORKER = (sys.executable, str(Path(__file__).with_name("scripted_worker.py")))
+WORKER = (sys.executable, str(TESTS / "scripted_worker.py"))
 HASTE = Patience(
     poll_s=0.02,
     beat_stale_s=0.3,
@@ -215,7 +216,7 @@ def test_a_killed_worker_is_replaced_and_goes_on_from_its_last_checkpoint(bench:
     assert bench.told(run) == [(1, "launched"), (1, "lost"), (2, "launched")]
     lost = bench.store.events(run.id, kinds=["attempt"])[1]
     assert "killed by signal SIGKILL" in lost.message
-    assert lost.data["error"].values.step == 3
+    assert lost.data["error"]["values"]["step"] == 3
     assert [event.data["resumed"] for event in bench.store.events(run.id, kinds=["phase"])] == [
         0,
         2,
@@ -229,7 +230,7 @@ def test_a_run_whose_attempts_all_die_fails_with_the_log_as_evidence(bench: Benc
     ended = bench.finish(run)
     assert (ended.state, ended.attempt) == ("failed", 2)
     assert ended.error and ended.error["code"] == "worker_failed"
-    assert "no such module: torch" in ended.error.values.log
+    assert "no such module: torch" in ended.error["values"]["log"]
     assert "exit code 1" in ended.error["what"]
     assert bench.told(run) == [(1, "launched"), (1, "lost"), (2, "launched"), (2, "lost")]
     result = RunFolder(run.folder).result()

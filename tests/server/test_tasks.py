@@ -20,6 +20,7 @@ from flash_mcp.server.tasks import IDENTIFIER
 from flash_mcp.state import queue
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.shared import waiting
+from tests.places import ROOT
 from tests.samples import (
     evaluate,
     finished_run,
@@ -30,7 +31,6 @@ from tests.samples import (
     supervised,
 )
 
-ROOT = Path(__file__).parent.parent
 MISSING_CAPABILITY, INVALID_PARAMS, METHOD_NOT_FOUND = -32021, -32602, -32601
 
 pytestmark = pytest.mark.anyio

@@ -17,6 +17,7 @@ from flash_mcp.state.queue import code_version
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.shared.fitting import RESULT_CHARACTERS, to_text
+from tests.places import ROOT
 from tests.samples import (
     ENVIRONMENT,
     evaluate,
@@ -210,7 +211,7 @@ async def test_the_code_version_names_the_commit_of_a_checkout_and_reaches_the_w
     tmp_path: Path,
 ):
     assert code_version().startswith(__version__)
-    root = Path(__file__).parent.parent
+    root = ROOT
     described = os.system(f"git -C '{root}' rev-parse HEAD >/dev/null 2>&1") == 0  # noqa: ASYNC221
     if (root / ".git").exists() and described:
         assert "+g" in code_version()

@@ -24,6 +24,7 @@ from environments.process.sandbox import Needs, describe
 from flash_mcp.protocol.paths import environments_dir
 from flash_mcp.state.store import open_store
 from tests.folders import environment_folder
+from tests.places import CALCULATOR
 from tests.watch import is_running
 
 pytestmark = [
@@ -33,7 +34,6 @@ pytestmark = [
     ),
 ]
 
-CALCULATOR = Path(__file__).parent.parent / "environments" / "examples" / "calculator"
 ATTACKER = """
 class Sample(Echo):
     def step_episode(self, example, messages, assistant_response):

@@ -20,8 +20,9 @@ import pytest
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.run_folder import RunFolder
+from tests.places import TESTS
 
-WORKER = Path(__file__).with_name("scripted_worker.py")
+WORKER = TESTS / "scripted_worker.py"
 SECRET_KEY = "s3cret-key-that-nobody-must-see"
 BUCKET = "runs"
 

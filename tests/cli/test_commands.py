@@ -16,6 +16,7 @@ from flash_mcp.cli.doctor import examine
 from flash_mcp.state.store import open_store
 from flash_mcp.supervisor.process import is_supervised
 from flash_mcp.tools.registry import TOOLS
+from tests.places import ROOT
 from tests.samples import (
     finished_run,
     learn,
@@ -27,7 +28,6 @@ from tests.samples import (
     supervised,
 )
 
-ROOT = Path(__file__).parent.parent
 Run = Callable[..., tuple[int, str, str]]
 
 

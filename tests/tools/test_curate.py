@@ -23,7 +23,7 @@ from flash_mcp.state import datasets, queue
 from flash_mcp.state.store import open_store
 from tests.attempts import Attempt
 from tests.samples import push_echo, supervised
-from tests.test_server import body_of, code_of, text_of
+from tests.server.test_mcp_server import body_of, code_of, text_of
 
 pytestmark = pytest.mark.anyio
 

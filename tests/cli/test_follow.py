@@ -16,9 +16,9 @@ import pytest
 from flash_mcp.cli import follow, main
 from flash_mcp.state import queue
 from flash_mcp.state.store import open_store
+from tests.places import ROOT
 from tests.samples import finished_run, learn, queued_run, read_in, started_run, supervised
 
-ROOT = Path(__file__).parent.parent
 FLASH = [sys.executable, "-m", "flash_mcp.cli"]
 
 

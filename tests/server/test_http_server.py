@@ -31,11 +31,11 @@ from flash_mcp.state.store import open_store
 from flash_mcp.state.versions import inline_files
 from flash_mcp.tools.environments import publish
 from flash_mcp.tools.registry import TOOLS
+from tests.places import ROOT
 from tests.samples import ENVIRONMENT, finished_run, queued_run, supervised
+from tests.server.test_mcp_server import body_of, free_port
 from tests.teams import Team, code_of, team_server, text_of
-from tests.test_server import body_of, free_port
 
-ROOT = Path(__file__).parent.parent
 MARK = "only-alice-knows"
 TABLES = (
     "runs",

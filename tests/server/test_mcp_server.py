@@ -24,9 +24,9 @@ from flash_mcp.server.mcp_server import FlashServer, plain, server
 from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.shared.fitting import RESULT_CHARACTERS, fit, to_text
 from flash_mcp.tools.shared.frame import Result, Tool, report
+from tests.places import ROOT
 from tests.samples import finished_run, supervised
 
-ROOT = Path(__file__).parent.parent
 START_TIMEOUT_S = 60
 
 pytestmark = pytest.mark.anyio

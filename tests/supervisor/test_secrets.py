@@ -27,6 +27,7 @@ from flash_mcp.state.store import open_store
 from flash_mcp.supervisor import secrets
 from flash_mcp.supervisor.process import is_supervised
 from tests.folders import environment_folder
+from tests.places import ROOT, TESTS
 
 pytestmark = pytest.mark.anyio
 SECRET = 'pl4nted/"sécret"+value=42'
@@ -79,11 +80,11 @@ def supervisor(flash_home: Path) -> Iterator[Path]:
     """A supervisor that was started before any secret was set; the path of its log."""
     flash_home.mkdir(mode=0o700)
     log = flash_home / "supervisor.log"
-    worker = str(Path(__file__).with_name("environment_worker.py"))
+    worker = str(TESTS / "environment_worker.py")
     with log.open("wb") as stream:
         process = subprocess.Popen(
             [sys.executable, "-c", SUPERVISE, str(flash_home), worker], stdout=stream, stderr=stream,
-            cwd=Path(__file__).parent.parent, env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
+            cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
         )  # fmt: skip
     until(lambda: is_supervised(flash_home) and (flash_home / secrets.NAME).exists())
     yield log

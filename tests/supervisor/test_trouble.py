@@ -24,7 +24,7 @@ from flash_mcp.supervisor.process import ensure_supervisor
 from flash_mcp.tools import status
 from flash_mcp.tools.registry import TOOLS
 from tests.samples import finished_run, push_echo
-from tests.test_supervisor import HASTE, Bench, bench, wait_for
+from tests.supervisor.test_loop import HASTE, Bench, bench, wait_for
 from tests.watch import is_running
 
 __all__ = ["bench"]

@@ -27,6 +27,7 @@ from flash_mcp.tools.shared import preflight, waiting
 from flash_mcp.tools.shared.fitting import RESULT_CHARACTERS, to_text
 from tests.calls import refusal
 from tests.folders import environment_folder
+from tests.places import TESTS
 from tests.samples import (
     ENVIRONMENT,
     finished_run,
@@ -38,7 +39,7 @@ from tests.samples import (
 )
 
 pytestmark = pytest.mark.anyio
-WORKER = (sys.executable, str(Path(__file__).with_name("scripted_worker.py")))
+WORKER = (sys.executable, str(TESTS / "scripted_worker.py"))
 ECHO = ENVIRONMENT.replace("self, fail=False", "self, fail=False, **script")
 
 
