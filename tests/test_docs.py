@@ -18,6 +18,7 @@ from flash_mcp.server.mcp_server import INSTRUCTIONS
 from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.shared import playbook
 from tests.docs import PLAYBOOK, filled
+from tests.places import ROOT
 
 PROSE = re.compile(r"<!-- (fields|codes|tools) -->.*?<!-- /\1 -->|```.*?```", re.DOTALL)
 NAME = re.compile(r"`([a-z][a-z0-9_]*)(?:=[^`]*|\([^`]*\))?`")
@@ -136,3 +137,24 @@ def test_the_playbooks_example_config_is_complete(tmp_path: Path):
     spec = RunSpec(**tomllib.loads(config.read_text()))
     assert (spec.environment, spec.algorithm, spec.steps) == ("sums", "grpo", 20)
     assert spec.eval_before and spec.eval_after
+
+
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+
+
+def test_every_place_that_the_architecture_names_exists():
+    named = set(re.findall(r"`((?:[a-z_]+/)+(?:[a-z_]+\.py)?)`", ARCHITECTURE))
+    assert len(named) > 30
+    roots = (ROOT, ROOT / "flash_mcp")
+    assert {place for place in named if not any((root / place).exists() for root in roots)} == set()
+
+
+def test_the_architecture_names_every_room():
+    rooms: set[str] = set()
+    for package in ("flash_mcp", "environments", "worker"):
+        for path in (ROOT / package).rglob("*.py"):
+            rooms.add(str(path.parent.relative_to(ROOT)))
+    unnamed = {room for room in rooms if f"`{room}/`" not in ARCHITECTURE}
+    unnamed = {room for room in unnamed if not room.startswith("environments/examples")}
+    # The first is named by its rooms, the second within the line of another room.
+    assert unnamed == {"flash_mcp", "flash_mcp/supervisor/launch"}
