@@ -7,11 +7,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from flash_mcp.protocol.errors import CODES
-from flash_mcp.protocol.spec import RECIPES, RunSpec
+from flash_mcp.protocol.spec import RECIPES, RunSpec, default_of
 from flash_mcp.tools.registry import TOOLS
 
 PLAYBOOK = Path(__file__).parent.parent / "TRAINING.md"
-DERIVED = {"environment", "model", "algorithm", "max_length", "init_from_adapter"}
 
 
 def tables() -> dict[str, str]:
@@ -21,19 +20,10 @@ def tables() -> dict[str, str]:
 def fields() -> str:
     rows = []
     for name, info in RunSpec.model_fields.items():
-        values = [RECIPES[algorithm].get(name) for algorithm in ("grpo", "sft")]
-        shown = (
-            [info.default if info.default else "-"] * 2
-            if name in DERIVED and name != "environment"
-            else values
-        )
-        rows.append(
-            (
-                f"`{name}`",
-                *("-" if value in (None, [], {}) else f"{value}" for value in shown),
-                info.description,
-            )
-        )
+        common = default_of(name)
+        values = [recipe.get(name, common) for recipe in RECIPES.values()]
+        shown = ["-" if value in (None, [], {}) else f"{value}" for value in values]
+        rows.append((f"`{name}`", *shown, " ".join(str(info.description).split())))
     return table(("field", "grpo", "sft", "what it is"), rows)
 
 

@@ -13,7 +13,7 @@ import environments.base
 from environments.process.host import EnvironmentHost
 from flash_mcp.judgement import health
 from flash_mcp.protocol.errors import CODES
-from flash_mcp.protocol.spec import RECIPES, RunSpec
+from flash_mcp.protocol.spec import RECIPES, RunSpec, default_of
 from flash_mcp.server.mcp_server import INSTRUCTIONS
 from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.shared import playbook
@@ -89,19 +89,17 @@ def test_the_playbook_names_every_tool():
     assert [name for name in TOOLS if f"`{name}`" not in PLAYBOOK.read_text()] == []
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "sft"])
-def test_defaults_in_descriptions_are_the_recipes(algorithm: str):
-    stated = {
-        "steps": "150",
-        "group_size": "8",
-        "lora_rank": "32",
-        "lora_alpha": "64",
-        "max_tokens": "512",
-    }
-    for name, value in stated.items():
-        if name in RECIPES[algorithm]:
-            assert str(RECIPES[algorithm][name]) == value
-            assert value in str(RunSpec.model_fields[name].description)
+def test_the_schema_of_train_shows_every_default_and_its_text_repeats_none():
+    """The defaults that depend on the algorithm are in the text, from the recipes."""
+    properties = TOOLS["train"].arguments.model_json_schema()["properties"]
+    for name in RunSpec.model_fields:
+        stated = [f"{recipe[name]:g} ({by})" for by, recipe in RECIPES.items() if name in recipe]
+        if stated:
+            assert properties[name]["description"].endswith(f"Default: {', '.join(stated)}.")
+        else:
+            default = default_of(name)
+            assert properties[name]["default"] == (None if default in ([], {}) else default)
+            assert "efault:" not in properties[name]["description"] or name == "max_length"
 
 
 def example_files(folder: Path) -> Path:

@@ -124,7 +124,11 @@ def _add_argument(parser: argparse.ArgumentParser, tool: str, parameter: inspect
 
 def _description(annotation: Any) -> str:
     fields = [item for item in get_args(annotation)[1:] if getattr(item, "description", None)]
-    return str(fields[0].description) if fields else ""
+    if not fields:
+        return ""
+    text = str(fields[0].description)
+    shown: Any = fields[0].json_schema_extra  # of an argument that itself has no default
+    return f"{text} Default: {json.dumps(shown['default'])}." if shown else text
 
 
 def _bare(annotation: Any) -> Any:

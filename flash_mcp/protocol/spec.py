@@ -1,14 +1,14 @@
-"""RunSpec: what a training run is asked to do.
+"""RunSpec: the fields of a training run, each with its default.
 
-One flat model is the `train` tool's schema, the TOML file, the docs table and job.json. A field
-left out (None) takes the recipe's value; `resolve` fills it in and records where every value came
-from."""
+This one flat model is the `train` tool's schema, the TOML file, the table in TRAINING.md and
+job.json. `resolve` records where every value came from."""
 
 from __future__ import annotations
 
 import difflib
+import math
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
@@ -24,242 +24,104 @@ ImportanceSampling = Literal[
 Source = Literal["argument", "file", "run", "recipe", "default"]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+RECIPES: dict[str, dict[str, Any]] = {
+    "grpo": {"steps": 150, "batch_size": 4, "group_size": 8, "learning_rate": 1e-5},
+    "sft": {"epochs": 2.0, "batch_size": 8, "learning_rate": 1e-4},
+}
+"""The defaults that depend on the algorithm."""
+
+
+def _of_recipe(name: str) -> Callable[[dict[str, Any]], Any]:
+    """A default factory: the value of field `name` in the recipe of the spec's algorithm."""
+    return lambda data: RECIPES[data.get("algorithm", "grpo")].get(name)
 
 
 class RunSpec(BaseModel):
-    """A run as asked for. Every field that is None is filled in by `resolve` from the algorithm's
-    recipe.
-    """
+    """A training run. `model_fields_set` says which values the caller gave."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    environment: Annotated[
-        str,
-        Field(
-            min_length=1,
-            description="Environment to train on: NAME (pinned to its newest "
-            "version when the run is created) or NAME@DIGEST, as returned by env_push; or reasoning-gym:DATASET.",
-        ),
-    ]
-    model: Annotated[
-        str,
-        Field(min_length=1, description="Base model: a catalog name, a hub id or a local folder."),
-    ] = DEFAULT_MODEL
-    algorithm: Annotated[
-        Algorithm,
-        Field(
-            description="grpo: reinforcement learning from the environment's reward. "
-            "sft: supervised fine-tuning on the environment's gold answers, or on a dataset."
-        ),
-    ] = "grpo"
-    dataset: Annotated[
-        str | None,
-        Field(
-            min_length=1,
-            description="Conversations to learn from, as returned by curate (NAME@DIGEST), "
-            "sft only; default: the environment's gold answers.",
-        ),
-    ] = None
+    environment: Annotated[str, Field(min_length=1)]
+    """Environment to train on: NAME (pinned to its newest version) or NAME@DIGEST, as returned by
+    env_push; or reasoning-gym:DATASET."""
+    model: Annotated[str, Field(min_length=1)] = DEFAULT_MODEL
+    """Base model: a catalog name, a hub id or a local folder."""
+    algorithm: Algorithm = "grpo"
+    """grpo: reinforcement learning from the environment's reward. sft: supervised fine-tuning on
+    the environment's gold answers, or on a dataset."""
+    dataset: Annotated[str | None, Field(min_length=1)] = None
+    """Conversations to learn from, as returned by curate (NAME@DIGEST), sft only; without it, the
+    environment's gold answers."""
 
-    steps: Annotated[
-        int | None,
-        Field(
-            ge=1,
-            le=100_000,
-            description="Optimizer steps. grpo: default 150. sft: overrides epochs.",
-        ),
-    ] = None
-    epochs: Annotated[
-        float | None,
-        Field(gt=0, le=1000, description="Passes over the dataset, sft only; default 2."),
-    ] = None
-    batch_size: Annotated[
-        int | None,
-        Field(
-            ge=1,
-            le=4096,
-            description="Prompts per step (grpo) or examples per step (sft); default 4 (grpo), 8 (sft).",
-        ),
-    ] = None
-    group_size: Annotated[
-        int | None,
-        Field(
-            ge=2,
-            le=256,
-            description="Rollouts per prompt, grpo only; default 8. At "
-            "least 2: the advantage of a rollout is relative to its group.",
-        ),
-    ] = None
-    learning_rate: Annotated[
-        float | None,
-        Field(gt=0, le=1, description="Peak learning rate; default 1e-5 (grpo), 1e-4 (sft)."),
-    ] = None
-    lora_rank: Annotated[
-        int | None, Field(ge=1, le=512, description="Rank of the LoRA adapter; default 32.")
-    ] = None
-    lora_alpha: Annotated[
-        int | None, Field(ge=1, le=1024, description="Scale numerator of the adapter; default 64.")
-    ] = None
-    max_tokens: Annotated[
-        int | None,
-        Field(ge=1, le=131_072, description="Tokens the model may write in one turn; default 512."),
-    ] = None
-    max_length: Annotated[
-        int | None,
-        Field(
-            ge=16,
-            le=1_048_576,
-            description="Tokens of a whole conversation, prompt "
-            "and environment turns included; default: the model's context, at most 4096.",
-        ),
-    ] = None
-    # vLLM takes at most 2, and what is below 0.01 for 0.01, by which the trainer would not divide.
-    temperature: Annotated[
-        float | None,
-        Field(ge=0.01, le=2, description="Sampling temperature, 0.01 to 2; default 1.0."),
-    ] = None
-    top_p: Annotated[
-        float | None, Field(gt=0, le=1, description="Nucleus sampling mass; default 1.0.")
-    ] = None
-    stop_sequences: Annotated[
-        list[Annotated[str, Field(min_length=1)]] | None,
-        Field(
-            max_length=16, description="Strings that end a turn; they are kept in the transcript."
-        ),
-    ] = None
-    thinking: Annotated[
-        bool | None,
-        Field(
-            description="Render the chat template with thinking enabled, where the model supports it; default false."
-        ),
-    ] = None
-    kl_penalty_coef: Annotated[
-        float | None,
-        Field(
-            ge=0,
-            le=10,
-            description="Weight of the KL penalty to the policy that the run starts from; default 0.",
-        ),
-    ] = None
-    loss_type: Annotated[
-        LossType | None, Field(description="Normalisation of the GRPO loss; default dr_grpo.")
-    ] = None
-    importance_sampling: Annotated[
-        ImportanceSampling | None,
-        Field(
-            description="Correction of the mismatch between the "
-            "engine's and the trainer's log-probabilities; default token_truncate."
-        ),
-    ] = None
-    importance_sampling_clip: Annotated[
-        float | None,
-        Field(gt=1, le=100, description="Upper bound of the correction ratio; default 2.0."),
-    ] = None
-    max_grad_norm: Annotated[
-        float | None,
-        Field(
-            gt=0,
-            le=1000,
-            description="Gradient norm above which gradients are scaled down; default 1.0.",
-        ),
-    ] = None
-    seed: Annotated[
-        int | None,
-        Field(
-            ge=0,
-            le=2**31 - 1,
-            description="Seed of data order, initial adapter and sampling; default 0.",
-        ),
-    ] = None
-    save_every: Annotated[
-        int | None,
-        Field(
-            ge=1,
-            le=100_000,
-            description="Steps between checkpoints; default 10. The last step is always saved.",
-        ),
-    ] = None
-    eval_every: Annotated[
-        int | None,
-        Field(
-            ge=0,
-            le=100_000,
-            description="Steps between evaluations on the "
-            "environment's eval split; 0 (default): only where eval_before or eval_after asks for one.",
-        ),
-    ] = None
-    eval_before: Annotated[
-        bool | None,
-        Field(description="Evaluate the untrained model on the eval split first; default false."),
-    ] = None
-    eval_after: Annotated[
-        bool | None,
-        Field(description="Evaluate the trained model on the eval split last; default false."),
-    ] = None
-    eval_examples: Annotated[
-        int | None,
-        Field(
-            ge=1,
-            le=100_000,
-            description="Rows of the eval split used, from the start; default 200.",
-        ),
-    ] = None
-    init_from_adapter: Annotated[
-        str | None,
-        Field(
-            description="Warm start: RUN_ID, RUN_ID@STEP or a folder with a plain PEFT "
-            "LoRA of every linear layer and of the same base model, rank and alpha."
-        ),
-    ] = None
-    environment_args: Annotated[
-        dict[str, Any] | None,
-        Field(description="Keyword arguments of the environment's load_environment."),
-    ] = None
-    secrets: Annotated[
-        list[str] | None,
-        Field(
-            max_length=64,
-            description="Names of environment variables of the "
-            "server that the environment's process may see. Values are never stored.",
-        ),
-    ] = None
-    env_timeout_s: Annotated[
-        float | None,
-        Field(
-            gt=0,
-            le=3600,
-            description="Deadline of one call into environment code, in seconds; default 30.",
-        ),
-    ] = None
-    env_concurrency: Annotated[
-        int | None,
-        Field(ge=1, le=4096, description="Environment calls under way at once; default 32."),
-    ] = None
-    max_error_share: Annotated[
-        float | None,
-        Field(
-            ge=0,
-            le=1,
-            description="Share of a step's rollouts, and of the tasks looked at before the first step, that may fail "
-            "in environment code before the run fails with the evidence; of gold answers at most 0.05; default 0.5.",
-        ),
-    ] = None
-    max_attempts: Annotated[
-        int | None,
-        Field(
-            ge=1,
-            le=100,
-            description="Attempts before a run whose worker died or stalled is given up; default 3.",
-        ),
-    ] = None
-    stall_timeout_s: Annotated[
-        float | None,
-        Field(
-            gt=0,
-            le=86_400,
-            description="Seconds without progress after which an attempt is restarted; default 900.",
-        ),
-    ] = None
+    steps: Annotated[int | None, Field(ge=1, le=100_000, default_factory=_of_recipe("steps"))]
+    """Optimizer steps; with sft, overrides epochs."""
+    epochs: Annotated[float | None, Field(gt=0, le=1000, default_factory=_of_recipe("epochs"))]
+    """Passes over the dataset, sft only."""
+    batch_size: Annotated[int, Field(ge=1, le=4096, default_factory=_of_recipe("batch_size"))]
+    """Prompts per step (grpo) or examples per step (sft)."""
+    group_size: Annotated[int | None, Field(ge=2, le=256, default_factory=_of_recipe("group_size"))]
+    """Rollouts per prompt, grpo only. A rollout's advantage is relative to its group."""
+    learning_rate: Annotated[float, Field(gt=0, le=1, default_factory=_of_recipe("learning_rate"))]
+    """Peak learning rate."""
+    lora_rank: Annotated[int, Field(ge=1, le=512)] = 32
+    """Rank of the LoRA adapter."""
+    lora_alpha: Annotated[int, Field(ge=1, le=1024)] = 64
+    """Scale numerator of the adapter."""
+    max_tokens: Annotated[int, Field(ge=1, le=131_072)] = 512
+    """Tokens the model may write in one turn."""
+    max_length: Annotated[int | None, Field(ge=16, le=1_048_576)] = None
+    """Tokens of a whole conversation, prompt and environment turns included; default: the model's
+    context, at most 4096."""
+    # vLLM takes at most 2, and treats values below 0.01 as 0.01. The trainer divides by it.
+    temperature: Annotated[float, Field(ge=0.01, le=2)] = 1.0
+    """Sampling temperature."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling mass."""
+    stop_sequences: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)] = []
+    """Strings that end a turn; they are kept in the transcript."""
+    thinking: bool = False
+    """Enable thinking in the chat template, if the model supports it."""
+    kl_penalty_coef: Annotated[float, Field(ge=0, le=10)] = 0.0
+    """Weight of the KL penalty to the starting policy."""
+    loss_type: LossType = "dr_grpo"
+    """Normalisation of the GRPO loss."""
+    importance_sampling: ImportanceSampling = "token_truncate"
+    """Correction of the mismatch between the engine's and the trainer's log-probabilities."""
+    importance_sampling_clip: Annotated[float, Field(gt=1, le=100)] = 2.0
+    """Upper bound of the correction ratio."""
+    max_grad_norm: Annotated[float, Field(gt=0, le=1000)] = 1.0
+    """Gradients are scaled down to this norm."""
+    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
+    """Seed of data order, initial adapter and sampling."""
+    save_every: Annotated[int, Field(ge=1, le=100_000)] = 10
+    """Steps between checkpoints. The last step is always saved."""
+    eval_every: Annotated[int, Field(ge=0, le=100_000)] = 0
+    """Steps between evaluations on the eval split; 0: only eval_before and eval_after."""
+    eval_before: bool = False
+    """Evaluate the untrained model on the eval split first."""
+    eval_after: bool = False
+    """Evaluate the trained model on the eval split last."""
+    eval_examples: Annotated[int, Field(ge=1, le=100_000)] = 200
+    """Rows of the eval split used, from the start."""
+    init_from_adapter: str | None = None
+    """Warm start: RUN_ID, RUN_ID@STEP or a folder with a plain PEFT LoRA of every linear layer and
+    of the same base model, rank and alpha."""
+    environment_args: dict[str, Any] = {}
+    """Keyword arguments of the environment's load_environment."""
+    secrets: Annotated[list[str], Field(max_length=64)] = []
+    """Names of the server's environment variables that the environment may see. Values are never
+    stored."""
+    env_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
+    """Deadline of one call into environment code, in seconds."""
+    env_concurrency: Annotated[int, Field(ge=1, le=4096)] = 32
+    """Concurrent environment calls."""
+    max_error_share: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Share of a step's rollouts, and of the tasks read before the first step, that may fail in
+    environment code before the run fails; of gold answers at most 0.05."""
+    max_attempts: Annotated[int, Field(ge=1, le=100)] = 3
+    """Attempts before a run whose worker died or stalled is given up."""
+    stall_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 900.0
+    """Seconds without progress before an attempt is restarted."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> RunSpec:
@@ -269,62 +131,28 @@ class RunSpec(BaseModel):
             raise ValueError("dataset is for algorithm='sft'")
         if self.algorithm == "sft" and self.group_size is not None:
             raise ValueError("group_size is for algorithm='grpo'")
-        if (
-            self.max_tokens is not None
-            and self.max_length is not None
-            and self.max_tokens > self.max_length
-        ):
-            raise ValueError(
-                f"max_tokens={self.max_tokens} does not fit in max_length={self.max_length}"
-            )
+        room = self.max_length
+        if "max_tokens" in self.model_fields_set and room is not None and self.max_tokens > room:
+            raise ValueError(f"max_tokens={self.max_tokens} does not fit in max_length={room}")
         return self
 
+    @property
+    def conversations_per_step(self) -> int:
+        """Rollouts of a grpo step, examples of an sft step."""
+        return self.batch_size if self.group_size is None else self.batch_size * self.group_size
 
-COMMON_RECIPE: dict[str, Any] = {
-    "lora_rank": 32,
-    "lora_alpha": 64,
-    "max_tokens": 512,
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "stop_sequences": [],
-    "thinking": False,
-    "kl_penalty_coef": 0.0,
-    "loss_type": "dr_grpo",
-    "importance_sampling": "token_truncate",
-    "importance_sampling_clip": 2.0,
-    "max_grad_norm": 1.0,
-    "seed": 0,
-    "save_every": 10,
-    "eval_every": 0,
-    "eval_before": False,
-    "eval_after": False,
-    "eval_examples": 200,
-    "environment_args": {},
-    "secrets": [],
-    "env_timeout_s": 30.0,
-    "env_concurrency": 32,
-    "max_error_share": 0.5,
-    "max_attempts": 3,
-    "stall_timeout_s": 900.0,
-}
-RECIPES: dict[str, dict[str, Any]] = {
-    "grpo": {
-        **COMMON_RECIPE,
-        "steps": 150,
-        "batch_size": 4,
-        "group_size": 8,
-        "learning_rate": 1e-5,
-    },
-    "sft": {**COMMON_RECIPE, "epochs": 2.0, "batch_size": 8, "learning_rate": 1e-4},
-}
+    def steps_of(self, rows: int) -> int:
+        """Optimizer steps of the run, with `rows` rows to learn from."""
+        if self.steps is not None:
+            return self.steps
+        assert self.epochs is not None
+        return math.ceil(rows * self.epochs / self.batch_size)
 
 
 class ResolvedSpec(BaseModel):
-    """What job.json holds: the spec with every value filled in, and `sources[field]` = where that
-    value came from.
+    """What job.json holds: the spec, and `sources[field]` = where that value came from.
 
-    `max_length`, `init_from_adapter` and `dataset` may still be None: the model's context decides
-    the first, a cold start and gold answers are what the others mean."""
+    `max_length` may still be None: then the model's context decides."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -333,12 +161,12 @@ class ResolvedSpec(BaseModel):
 
 
 class EvalSpec(BaseModel):
-    """What job.json holds of an evaluation: a run of `algorithm` eval. The evaluate tool fills in
+    """What job.json holds of an evaluation: a run of `algorithm` eval. The evaluate tool gives
     every value.
 
-    `checkpoint` (RUN@STEP) only says where the adapter came from; `step` is that step, 0 for a
-    model that was not trained, and what the result is filed under. `tasks` are places within the
-    split. `steps` is how many attempts there are in all: an evaluation's step is one attempt."""
+    `checkpoint` (RUN@STEP) only says where the adapter came from. `step` is that step, 0 for a
+    model that was not trained; the result is filed under it. `tasks` are indices within the split.
+    `steps` is the total number of attempts: an evaluation's step is one attempt."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -370,8 +198,8 @@ class EvalSpec(BaseModel):
 
 
 class ResolvedEval(BaseModel):
-    """An evaluation with every value filled in, and where each is from: "run" is the run whose
-    checkpoint it is of.
+    """An evaluation with every value, and where each came from: "run" is the run whose checkpoint
+    is evaluated.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -380,25 +208,41 @@ class ResolvedEval(BaseModel):
     sources: dict[str, Source]
 
 
-def resolve(spec: RunSpec, *, file_fields: frozenset[str] = frozenset()) -> ResolvedSpec:
-    """Fill every unset field from the algorithm's recipe.
+def default_of(name: str) -> Any:
+    """The default of a field of RunSpec that does not depend on the algorithm; None without one."""
+    field = RunSpec.model_fields[name]
+    return None if field.is_required() or field.default_factory else field.get_default()
 
-    `file_fields` names the fields that came from a TOML file; other set fields count as arguments.
-    """
-    recipe = RECIPES[spec.algorithm]
-    given = spec.model_fields_set
-    values: dict[str, Any] = spec.model_dump()
+
+def resolve(spec: RunSpec, *, file_fields: frozenset[str] = frozenset()) -> ResolvedSpec:
+    """The spec with the source of every value.
+
+    `file_fields` names the fields that came from a TOML file; other given fields count as
+    arguments. An unset `max_tokens` is at most `max_length`."""
     sources: dict[str, Source] = {}
-    for name, value in values.items():
-        if name in given and value is not None:
-            sources[name] = "file" if name in file_fields else "argument"
-        elif name in recipe:
-            values[name], sources[name] = recipe[name], "recipe"
-        else:
+    for name, value in spec:
+        if value is None:
             sources[name] = "default"
+        elif name in spec.model_fields_set:
+            sources[name] = "file" if name in file_fields else "argument"
+        else:
+            sources[name] = "default" if name in ("model", "algorithm") else "recipe"
     if spec.max_length and sources["max_tokens"] == "recipe":
-        values["max_tokens"] = min(values["max_tokens"], spec.max_length)
-    return ResolvedSpec(spec=RunSpec.model_construct(**values), sources=sources)
+        room = {"max_tokens": min(spec.max_tokens, spec.max_length)}
+        spec = spec.model_copy(update=room)
+    return ResolvedSpec(spec=spec, sources=sources)
+
+
+def stored_spec(fields: dict[str, Any]) -> RunSpec | EvalSpec:
+    """The spec of a stored run or of a job.json.
+
+    It was checked when the run was created, so it is not checked again. A field that is newer than
+    the run has its default; a field that exists no more is left out."""
+    if fields["algorithm"] != "eval":
+        return RunSpec.model_construct(**fields)
+    newer = [name for name in EvalSpec.model_fields if name not in fields]
+    defaults = {name: default_of(name) for name in newer if name in RunSpec.model_fields}
+    return EvalSpec.model_construct(**defaults, **fields)
 
 
 ADAPTER_EXTRAS = (
@@ -418,7 +262,7 @@ ADAPTER_EXTRAS = (
     "kasa_config",
     "monteclora_config",
 )
-"""Of an adapter_config.json: with any of these an adapter computes something else than W +
+"""Settings of an adapter_config.json with which an adapter computes something other than W +
 alpha/rank BA.
 """
 BASE_KEEPING = (True, False, "gaussian", "orthogonal", "eva")
@@ -426,51 +270,46 @@ BASE_KEEPING = (True, False, "gaussian", "orthogonal", "eva")
 
 
 def check_adapter(
-    config: dict[str, Any], *, rank: int | None, alpha: int | None, wrong: Sequence[str] = ()
+    config: dict[str, Any], *, rank: int, alpha: int, wrong: Sequence[str] = ()
 ) -> None:
-    """FlashError(adapter_mismatch) unless a run can start from an adapter with this
-    adapter_config.json as it is.
+    """FlashError(adapter_mismatch) unless a run with this rank and alpha can start from an adapter
+    with this adapter_config.json.
 
-    `wrong` says what else of it is known not to fit.
+    `wrong` lists what the caller has already found not to fit.
     """
-    shape = {
-        "rank": (config.get("r"), "lora_rank", rank),
-        "alpha": (config.get("lora_alpha"), "lora_alpha", alpha),
-    }
-    wrong = [
-        *wrong,
-        *(
-            f"{name} {its} (the run: {field}={our})"
-            for name, (its, field, our) in shape.items()
-            if its != our
-        ),
-    ]
+    its_rank, its_alpha = config.get("r"), config.get("lora_alpha")
+    wrong = list(wrong)
+    if its_rank != rank:
+        wrong.append(f"rank {its_rank} (the run: lora_rank={rank})")
+    if its_alpha != alpha:
+        wrong.append(f"alpha {its_alpha} (the run: lora_alpha={alpha})")
     plain = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": BASE_KEEPING}
     extras = [name for name in ADAPTER_EXTRAS if config.get(name)]
     extras += [name for name, values in plain.items() if config.get(name, values[0]) not in values]
-    if wrong or extras:
-        raise FlashError(
-            "adapter_mismatch",
-            f"the adapter has {', '.join([*wrong, *(f'{name}={config[name]}' for name in extras)])}",
-            fix="merge it into its base model and train that, or start from a plain LoRA adapter"
-            if extras
-            else f"use lora_rank={config.get('r')}, lora_alpha={config.get('lora_alpha')} and its base model",
-        )
+    if not wrong and not extras:
+        return
+    fix = f"use lora_rank={its_rank}, lora_alpha={its_alpha} and its base model"
+    if extras:
+        fix = "merge it into its base model and train that, or start from a plain LoRA adapter"
+    found = ", ".join([*wrong, *(f"{name}={config[name]}" for name in extras)])
+    raise FlashError("adapter_mismatch", f"the adapter has {found}", fix=fix)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Fields of a run's TOML file. Tables only group fields for the reader: `[train] steps = 3` is
     `steps = 3`.
 
-    Raises FlashError(invalid_argument) for a missing or malformed file, an unknown field or one
+    Raises FlashError(invalid_argument) for a missing or malformed file, an unknown field or a field
     given twice."""
+
+    def refused(what: str, fix: str) -> FlashError:
+        return FlashError("invalid_argument", f"the config file {what}", path=path, fix=fix)
+
     try:
         document = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         fix = "name a TOML file on the server; env_setup writes one under configs/"
-        raise FlashError(
-            "invalid_argument", f"the config file cannot be read: {error}", path=path, fix=fix
-        ) from error
+        raise refused(f"cannot be read: {error}", fix) from error
     fields: dict[str, Any] = {}
     for name, value in document.items():
         is_table = isinstance(value, dict) and name not in RunSpec.model_fields
@@ -479,17 +318,10 @@ def read_toml(path: Path) -> dict[str, Any]:
             if field not in RunSpec.model_fields:
                 near = difflib.get_close_matches(field, RunSpec.model_fields, n=1, cutoff=0.5)
                 guess = f" (did you mean {near[0]!r}?)" if near else ""
-                raise FlashError(
-                    "invalid_argument",
-                    f"the config file has an unknown field {field!r}{guess}",
-                    path=path,
-                    fix=f"use fields of: {', '.join(RunSpec.model_fields)}",
-                )
+                fix = f"use fields of: {', '.join(RunSpec.model_fields)}"
+                raise refused(f"has an unknown field {field!r}{guess}", fix)
             if field in fields:
-                fix = "keep one of the two"
-                raise FlashError(
-                    "invalid_argument", f"the config file gives {field!r} twice", path=path, fix=fix
-                )
+                raise refused(f"gives {field!r} twice", "keep one of the two")
             fields[field] = inner
     return fields
 
@@ -508,10 +340,11 @@ def explain(error: ValidationError) -> str:
     """A validation error, one line per field: `field: what is wrong (got value)`."""
     lines: list[str] = []
     for item in error.errors(include_url=False):
+        if item["type"] == "default_factory_not_called":  # a consequence of another error
+            continue
         field = ".".join(str(part) for part in item["loc"]) or "arguments"
         message = item["msg"].removeprefix("Value error, ")
-        got = (
-            "" if not item["loc"] or item["type"] == "missing" else f" (got {item['input']!r:.100})"
-        )
+        has_value = item["loc"] and item["type"] != "missing"
+        got = f" (got {item['input']!r:.100})" if has_value else ""
         lines.append(f"{field}: {message}{got}")
-    return "; ".join(lines) if len(lines) == 1 else "\n" + "\n".join(lines)
+    return lines[0] if len(lines) == 1 else "\n" + "\n".join(lines)

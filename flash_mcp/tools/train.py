@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import anyio
 import anyio.to_thread
 from pydantic import Field
+from pydantic.fields import FieldInfo
 
 from environments.checks.splits import Overlap, overlap
 from environments.process import sandbox
@@ -23,13 +24,13 @@ from flash_mcp.judgement.curation import prompt_digest, read_held_out
 from flash_mcp.protocol.base_models import ModelCard
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import EnvironmentVersion
-from flash_mcp.protocol.spec import RunSpec
+from flash_mcp.protocol.spec import RECIPES, RunSpec, default_of
 from flash_mcp.state import queue, references
 from flash_mcp.state.datasets import Dataset
 from flash_mcp.state.references import Subject
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.shared.fitting import to_text
-from flash_mcp.tools.shared.frame import Part, Result, report
+from flash_mcp.tools.shared.frame import Part, Result, report, unwrapped
 from flash_mcp.tools.shared.loading import check_machine, contamination_note, loaded
 from flash_mcp.tools.shared.preflight import (
     GROUP_SIZE,
@@ -112,28 +113,34 @@ class Train(Result):
 def _with_fields_of_run_spec(
     function: Callable[..., Awaitable[Train]],
 ) -> Callable[..., Awaitable[Train]]:
-    """Put RunSpec's fields, each optional, before the function's own arguments: they are written
-    down only once.
-    """
-    own = [
-        p
-        for p in inspect.signature(function, eval_str=True).parameters.values()
-        if p.kind is not p.VAR_KEYWORD
-    ]
+    """Put RunSpec's fields, each optional, before the function's own arguments.
+
+    An argument's own default is None, so that `resolve` can tell which ones were given; the schema
+    shows the field's default."""
+    signature = inspect.signature(function, eval_str=True)
+    own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    keyword = inspect.Parameter.KEYWORD_ONLY
     fields = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[
-                (info.annotation | None, Field(description=info.description), *info.metadata)
-            ],  # pyright: ignore
-        )
+        inspect.Parameter(name, keyword, default=None, annotation=_argument(name, info))
         for name, info in RunSpec.model_fields.items()
     ]
     function.__signature__ = inspect.Signature([*fields, *own], return_annotation=Train)  # pyright: ignore[reportFunctionMemberAccess]
     function.__annotations__ = {p.name: p.annotation for p in (*fields, *own)} | {"return": Train}
     return function
+
+
+def _argument(name: str, info: FieldInfo) -> Any:
+    """The annotation of the argument that gives this field of RunSpec."""
+    text = unwrapped(info.description or "")
+    given = [
+        f"{recipe[name]:g} ({algorithm})" for algorithm, recipe in RECIPES.items() if name in recipe
+    ]
+    if given:
+        text += f" Default: {', '.join(given)}."
+    default = default_of(name)
+    shown: Any = None if default in (None, [], {}) else {"default": default}
+    field = Field(description=text, json_schema_extra=shown)
+    return Annotated[(info.annotation | None, field, *info.metadata)]  # pyright: ignore
 
 
 @_with_fields_of_run_spec
@@ -317,7 +324,7 @@ async def _probe(
         environment,
         args=spec.environment_args,
         secrets=spec.secrets,
-        call_timeout_s=min(spec.env_timeout_s or PROBE_TIMEOUT_S, PROBE_TIMEOUT_S),
+        call_timeout_s=min(spec.env_timeout_s, PROBE_TIMEOUT_S),
         start_timeout_s=PROBE_TIMEOUT_S,
         fix="mend the folder, env_test it, env_push it, and train again",
     ) as host:
@@ -373,7 +380,7 @@ async def _check_contamination(
     here = {
         "name": environment.name,
         "digest": environment.digest,
-        "args": spec.environment_args or {},
+        "args": spec.environment_args,
     }
     if made_with == here or dataset.manifest["allow_eval_tasks"]:
         return
@@ -412,7 +419,7 @@ def _check_lengths(spec: RunSpec, card: ModelCard, prompt_tokens: int) -> list[s
             f"a prompt of about {prompt_tokens} tokens does not fit into {room}",
             fix="shorten the prompts, raise max_length, or choose a model with a longer context",
         )
-    if spec.algorithm == "grpo" and prompt_tokens + (spec.max_tokens or 0) > room:
+    if spec.algorithm == "grpo" and prompt_tokens + spec.max_tokens > room:
         return [
             f"a prompt of about {prompt_tokens} tokens and max_tokens={spec.max_tokens} exceed the {room} tokens of a "
             "conversation: answers will be cut off"
@@ -428,20 +435,21 @@ def _estimate(
     prompt_tokens: int,
     dataset_rows: int | None,
 ) -> Estimate:
-    tasks, batch = dataset_rows or splits["train"], spec.batch_size or 1
-    steps = spec.steps or math.ceil(tasks * (spec.epochs or 1.0) / batch)
-    rollouts = steps * batch * (spec.group_size or 1) if spec.algorithm == "grpo" else None
+    tasks = dataset_rows or splits["train"]
+    steps = spec.steps_of(tasks)
+    conversations = steps * spec.conversations_per_step
+    rollouts = conversations if spec.algorithm == "grpo" else None
     seconds, basis = _speed(store, spec, environment)
     return Estimate(
         steps=steps,
         rollouts=rollouts,
-        examples=steps * batch if rollouts is None else None,
+        examples=conversations if rollouts is None else None,
         train_tasks=splits["train"],
         eval_tasks=splits.get("eval", 0),
         dataset_rows=dataset_rows,
-        passes=round(steps * batch / tasks, 2),
+        passes=round(steps * spec.batch_size / tasks, 2),
         prompt_tokens_about=prompt_tokens,
-        tokens_at_most=rollouts * (spec.max_tokens or 0) if rollouts else None,
+        tokens_at_most=rollouts * spec.max_tokens if rollouts else None,
         seconds_about=round(seconds * steps) if seconds else None,
         seconds_from=basis,
     )
@@ -462,7 +470,7 @@ def _speed(
         points = store.series(run.id, "time/step_s", points=1) if same else []
         if points:
             earlier = run.spec["batch_size"] * (run.spec["group_size"] or 1)
-            return points[0][1] * (spec.batch_size or 1) * (spec.group_size or 1) / earlier, run.id
+            return points[0][1] * spec.conversations_per_step / earlier, run.id
     return None, None
 
 
@@ -484,7 +492,7 @@ def _advice(spec: RunSpec, estimate: Estimate) -> list[str]:
         notes.append(
             "without eval_before and eval_after nothing will tell whether held-out success changed"
         )
-    rows = min(estimate.eval_tasks, spec.eval_examples or estimate.eval_tasks)
+    rows = min(estimate.eval_tasks, spec.eval_examples)
     if (spec.eval_before or spec.eval_after) and rows < 50:
         notes.append(f"{rows} eval rows give a noise band of up to ±{0.98 / math.sqrt(rows):.2f}")
     return notes

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 
 import pytest
@@ -7,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flash_mcp.protocol.errors import CODES, FlashError
-from flash_mcp.protocol.spec import RECIPES, RunSpec, read_toml, resolve, validate
+from flash_mcp.protocol.spec import (
+    RECIPES,
+    EvalSpec,
+    RunSpec,
+    read_toml,
+    resolve,
+    stored_spec,
+    validate,
+)
 
 
 def test_unset_fields_take_the_recipes_value_and_say_so():
@@ -16,6 +26,42 @@ def test_unset_fields_take_the_recipes_value_and_say_so():
     assert (resolved.spec.lora_rank, resolved.sources["lora_rank"]) == (32, "recipe")
     assert (resolved.spec.learning_rate, resolved.sources["learning_rate"]) == (1e-5, "recipe")
     assert resolved.sources["init_from_adapter"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("fields", "digest"),
+    [
+        ({}, "11717a00284c6926696646f33c9fe09b595122a7440104451dc9303a4e65b663"),
+        (
+            {"steps": 7, "temperature": 1, "max_length": 256, "secrets": ["A"]},
+            "2e4d9ac2754c4f63ad37a43765b69a413ae7b007cbb1d1201883728fadc5ad55",
+        ),
+        (
+            {"algorithm": "sft", "dataset": "d@1", "epochs": 1, "kl_penalty_coef": 0},
+            "7b38b294ac301542916c7b4a78fa5fe843b5de86f0e5689b142382dbb86a9494",
+        ),
+    ],
+)
+def test_an_idempotency_key_of_an_earlier_version_still_fits(
+    fields: dict[str, object], digest: str
+):
+    """The digests were computed when unset fields were still None before `resolve`."""
+    environment = "calculator@0123" if "steps" in fields else "calculator"
+    spec = resolve(validate({"environment": environment, **fields})).spec
+    dumped = json.dumps(spec.model_dump(), sort_keys=True)
+    assert hashlib.sha256(dumped.encode()).hexdigest() == digest
+
+
+def test_a_stored_spec_lacks_fields_that_are_newer_and_has_some_that_exist_no_more():
+    # Valid when the run was created: the model's context decided max_length afterwards.
+    fields = {"environment": "e@1", "algorithm": "sft", "max_tokens": 512, "max_length": 128}
+    spec = stored_spec({**fields, "batch_size": 3, "gone": 1})
+    assert isinstance(spec, RunSpec)
+    given = (spec.max_tokens, spec.max_length, spec.batch_size)
+    assert (*given, spec.epochs, spec.lora_rank) == (512, 128, 3, 2.0, 32)
+    evaluation = stored_spec({"algorithm": "eval", "tasks": [3], "temperature": 0.0})
+    assert isinstance(evaluation, EvalSpec)
+    assert (evaluation.tasks, evaluation.temperature, evaluation.top_p) == ([3], 0.0, 1.0)
 
 
 @pytest.mark.parametrize("algorithm", RECIPES)
@@ -63,6 +109,12 @@ def test_several_wrong_fields_are_explained_one_a_line():
     lines = caught.value.what.strip().splitlines()
     assert [line.partition(":")[0] for line in lines] == ["steps", "group_size"]
     assert "got 0" in lines[0]
+
+
+def test_a_wrong_algorithm_is_the_only_error_that_it_causes():
+    with pytest.raises(FlashError) as caught:
+        validate({"environment": "e", "algorithm": "ppo"})
+    assert caught.value.what.startswith("algorithm: ")
 
 
 def test_tables_of_a_toml_file_only_group_fields(tmp_path: Path):

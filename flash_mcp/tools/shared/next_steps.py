@@ -12,7 +12,7 @@ from flash_mcp.judgement import health
 from flash_mcp.judgement.comparison import Comparison
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Run
-from flash_mcp.protocol.spec import RECIPES, RunSpec
+from flash_mcp.protocol.spec import default_of
 from flash_mcp.state.store import Store
 from flash_mcp.tools.shared.scores import Change
 
@@ -147,14 +147,13 @@ def going_on(run: Run, step: int | None = None) -> str:
     spec = run.spec
     start = run.id if step is None else f"{run.id}@{step}"
     fields = {"environment": run.environment, "init_from_adapter": start}
-    if run.model != RunSpec.model_fields["model"].default:
+    if run.model != default_of("model"):
         fields["model"] = run.model
     fields |= {
         name: spec[name] for name in ("environment_args", "secrets", "dataset") if spec.get(name)
     }
     shape = ("algorithm", "max_tokens", "lora_rank", "lora_alpha")
-    recipe = {"algorithm": RunSpec.model_fields["algorithm"].default, **RECIPES[spec["algorithm"]]}
-    fields |= {name: spec[name] for name in shape if spec[name] != recipe.get(name)}
+    fields |= {name: spec[name] for name in shape if spec[name] != default_of(name)}
     return f"train({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
 
 

@@ -247,8 +247,8 @@ def run_time(
     tokens = fmean(groups)
     scatter = statistics.Z95 * math.sqrt(statistics.spread(groups) / len(groups)) / tokens
     share, error, told = _training_share(store, spec)
-    rollouts = (spec.steps or 0) * (spec.batch_size or 0) * (spec.group_size or 0)
-    held_out = _evaluations(spec) * min(spec.eval_examples or 0, eval_tasks)
+    rollouts = spec.steps_of(rows=0) * spec.conversations_per_step
+    held_out = _evaluations(spec) * min(spec.eval_examples, eval_tasks)
     generate_s, evaluate_s = rollouts * tokens / speed, held_out * tokens / speed
     seconds = generate_s * (1 + share) + evaluate_s
     low = (generate_s * (1 + share / error) + evaluate_s) * max(1 - scatter, 0.1)
@@ -297,6 +297,13 @@ def _training_share(store: Store, spec: RunSpec) -> tuple[float, float, str]:
 
 
 def _evaluations(spec: RunSpec) -> int:
-    every, steps = spec.eval_every, spec.steps or 0
-    is_last_done = bool(spec.eval_after and not (every and steps % every == 0))
-    return bool(spec.eval_before) + is_last_done + (steps // every if every else 0)
+    """How many evaluations a grpo run makes."""
+    steps = spec.steps_of(rows=0)  # those of a grpo run do not depend on its rows
+    count = 0
+    if spec.eval_every:
+        count += steps // spec.eval_every
+    if spec.eval_before:
+        count += 1
+    if spec.eval_after and not (spec.eval_every and steps % spec.eval_every == 0):
+        count += 1
+    return count

@@ -14,13 +14,13 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import EnvironmentVersion, Json
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import (
-    COMMON_RECIPE,
     EvalSpec,
     ResolvedEval,
     ResolvedSpec,
     RunSpec,
     Source,
     check_adapter,
+    default_of,
     read_toml,
     resolve,
     validate,
@@ -43,6 +43,12 @@ TAKEN_FROM_RUN = (
     "env_concurrency",
 )
 """What an evaluation of a run's checkpoint has in common with that run unless told otherwise."""
+SHARED_FIELDS = [
+    name
+    for name in EvalSpec.model_fields
+    if name in RunSpec.model_fields and name not in ("environment", "model", "algorithm", "steps")
+]
+"""The fields of an evaluation whose default is that of a run."""
 
 
 def resolve_eval(
@@ -62,20 +68,15 @@ def resolve_eval(
     run = dict(subject.run.spec) if subject.run else {}
     if subject.run and subject.run.environment != environment.name:
         del run["environment_args"], run["secrets"]  # of another environment
-    names = [
-        name
-        for name in EvalSpec.model_fields
-        if name in COMMON_RECIPE or name in ("max_length", "temperature")
-    ]
     values: Json = {}
     sources: dict[str, Source] = {}
-    for name in names:
+    for name in SHARED_FIELDS:
         if given.get(name) is not None:
             values[name], sources[name] = given[name], "argument"
         elif name in TAKEN_FROM_RUN and name in run:
             values[name], sources[name] = run[name], "run"
         else:
-            values[name], sources[name] = COMMON_RECIPE.get(name), "recipe"
+            values[name], sources[name] = default_of(name), "recipe"
     if given.get("temperature") is None:
         values["temperature"] = 0.0 if attempts == 1 else 1.0
     room: int | None = values["max_length"] or (
