@@ -1,16 +1,17 @@
 """The environment contract.
 
-A folder with an `environment.py` that defines `load_environment(**kwargs)` is an environment. The
-object that it returns extends EnvironmentSingleTurn or EnvironmentMultiTurn. Every method may also
-be `async def`. The names are those of the `freesolo` SDK, so a folder written for it runs where
-that package is installed.
+An environment is a folder with an `environment.py` that defines `load_environment(**kwargs)`. That
+function returns an object of a class that extends EnvironmentSingleTurn or EnvironmentMultiTurn.
+Any method may be `async def`. The names are those of the `freesolo` SDK, so a folder written for
+this contract also runs where that package is installed.
 
 One rollout of a multi-turn environment:
 
     episode = environment.new_episode(example)
     messages = episode.start_episode(example, prompt_text)
-    repeat: the model answers; result = episode.step_episode(example, messages + [answer], answer_text)
-    until result.done or episode.max_episode_turns(example) answers were given
+    repeat: the model answers
+            result = episode.step_episode(example, messages + [answer], answer_text)
+    until result.done or the model has answered episode.max_episode_turns(example) times
     reward = episode.score_episode(example, EnvironmentEpisode(...)); episode.close_episode()
 """
 
@@ -31,22 +32,17 @@ ChatMessage = dict[str, Any]
 Split = Literal["train", "eval"]
 
 
-def _no_metadata() -> dict[str, Any]:
-    return {}
-
-
 @dataclass(frozen=True)
 class TaskExample:
-    """One task. `record` is its dataset row, `input` what the model is asked, `output` the gold
-    answer, if any.
+    """One task: its dataset row (`record`), the question (`input`) and the gold answer (`output`).
 
-    `id` is stable across runs and machines; `load_dataset` derives it from the row where the row
-    has none."""
+    `id` is the same in every run and on every machine. If a row has no id, `load_dataset` derives
+    one from the row."""
 
     record: Mapping[str, Any]
     input: str
     id: str | None = None
-    metadata: Mapping[str, Any] = field(default_factory=_no_metadata)
+    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
     output: Any = None
 
 
@@ -57,38 +53,34 @@ class EnvironmentTurn:
     role: str
     content: Any
     name: str | None = None
-    metadata: Mapping[str, Any] = field(default_factory=_no_metadata)
+    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True)
 class EnvironmentStepResult:
-    """What the environment does after one model turn: `messages` are appended to the conversation
-    unless `done`.
-    """
+    """The environment's reply to one model turn. `messages` join the conversation unless `done`."""
 
     done: bool = True
     messages: Sequence[ChatMessage] = ()
     final_response_text: str | None = None
-    metadata: Mapping[str, Any] = field(default_factory=_no_metadata)
+    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True)
 class EnvironmentEpisode:
-    """A finished conversation. `messages` holds all of it, prompt included; `response_text` is the
-    final answer.
-    """
+    """A finished conversation: all `messages` with the prompt, and the final `response_text`."""
 
     messages: Sequence[ChatMessage]
     response_text: str
     turns: Sequence[EnvironmentTurn] = ()
-    metadata: Mapping[str, Any] = field(default_factory=_no_metadata)
+    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
     latency_ms: int | None = None
     total_tokens: int | None = None
 
 
 @dataclass(frozen=True)
 class RewardMetric:
-    """A named component that explains how a reward came about."""
+    """A named component of a reward."""
 
     name: str
     score: float | None = None
@@ -97,15 +89,15 @@ class RewardMetric:
     threshold: float | None = None
     weight: float | None = None
     reason: str | None = None
-    metadata: Mapping[str, Any] = field(default_factory=_no_metadata)
+    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True)
 class RewardResult:
-    """The reward of one answer or episode: `score` is what is trained on, `success` what is judged."""
+    """The reward of one answer or episode. Training uses `score`; evaluations report `success`."""
 
     score: float
-    metadata: Mapping[str, Any] = field(default_factory=_no_metadata)
+    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
     name: str = "environment_reward"
     success: bool | None = None
     threshold: float | None = None
@@ -118,7 +110,7 @@ class RewardResult:
     total_tokens: int | None = None
 
     def resolved_success(self) -> bool:
-        """`success` if given; False on error; score >= threshold if there is one; else score > 0."""
+        """`success` if set, else no error and a score that reaches `threshold`, or is above 0."""
         if self.success is not None:
             return self.success
         if self.error:
@@ -129,75 +121,68 @@ class RewardResult:
 
 
 class Environment(ABC):
-    """What single-turn and multi-turn environments share. Extend one of the two classes below."""
+    """The base of single-turn and multi-turn environments. Extend one of the two classes below."""
 
     dataset: Sequence[TaskExample] = ()
     """The train split."""
     eval_dataset: Sequence[TaskExample] = ()
-    """The held-out split; never trained on."""
+    """The held-out split. It is never trained on."""
     max_score_concurrency: int = 32
-    """Calls of this environment that may run at once; 1 where a scorer is not thread-safe."""
+    """How many `score_episode` calls may run at once. Set 1 if the scorer is not thread-safe."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for many, one in (
-            ("score_responses", "score_response"),
-            ("score_episodes", "score_episode"),
-        ):
-            nearest = next(
-                (kind for kind in cls.__mro__ if many in vars(kind) or one in vars(kind)), cls
-            )
-            if many in vars(nearest) and one not in vars(nearest):  # as in the freesolo SDK
-                raise TypeError(
-                    f"{cls.__name__}.{many} would never be called: each is scored when it ends, by {one}"
-                )
+        for one in ("score_response", "score_episode"):
+            many = f"{one}s"  # the batch scorer of the freesolo SDK, which this contract lacks
+            for kind in cls.__mro__:
+                if one in vars(kind):
+                    break
+                if many in vars(kind):
+                    what = f"{cls.__name__}.{many} would never be called"
+                    raise TypeError(f"{what}: each episode is scored as it ends, by {one}")
 
     def new_episode(self, example: TaskExample) -> Environment:
-        """The object that serves one rollout; by default a shallow copy, so that attributes set on
-        it are its own.
+        """The object that serves one rollout. By default a shallow copy of this environment, so
+        attributes that one rollout sets stay its own.
         """
         return copy.copy(self)
 
     def close_episode(self) -> None:  # noqa: B027
-        """Release what this episode holds. Called once, also after an error or a timeout."""
+        """Free the episode's resources. Called once, also after an error or a timeout."""
 
     def normalize_response_text(self, example: TaskExample, response_text: str) -> str:
-        """The answer as the scorer should see it."""
+        """The answer in the form that the scorer expects."""
         return response_text
 
     def sft_completion(self, example: TaskExample) -> list[ChatMessage]:
-        """The gold messages that follow the prompt; by default made from `example.output`."""
-        if example.output is None:
-            raise ValueError(f"task {example.id!r} has no gold output; override sft_completion")
+        """The gold messages that follow the prompt. The default takes them from `output`."""
         output = example.output
+        if output is None:
+            raise ValueError(f"task {example.id!r} has no gold output; override sft_completion")
         if isinstance(output, Mapping) and "messages" in output:
             output = cast("Mapping[str, Any]", output)["messages"]
         if isinstance(output, Sequence) and not isinstance(output, str):
             return [dict(message) for message in cast("Sequence[ChatMessage]", output)]
-        return [
-            {
-                "role": "assistant",
-                "content": output if isinstance(output, str) else json.dumps(output),
-            }
-        ]
+        text = output if isinstance(output, str) else json.dumps(output)
+        return [{"role": "assistant", "content": text}]
 
     @abstractmethod
     def start_episode(self, example: TaskExample, prompt_text: str) -> list[ChatMessage]:
-        """The messages that the model is shown first."""
+        """The first messages of the conversation: the prompt."""
 
     @abstractmethod
     def max_episode_turns(self, example: TaskExample) -> int:
-        """Model turns after which the episode ends."""
+        """The episode ends after this many model turns."""
 
     @abstractmethod
     def step_episode(
         self, example: TaskExample, messages: list[ChatMessage], assistant_response: str
     ) -> EnvironmentStepResult:
-        """Answer one model turn. `messages[-1]` is that turn; `assistant_response` is its text."""
+        """Reply to one model turn: `messages[-1]`, whose text is `assistant_response`."""
 
     @abstractmethod
     def score_episode(self, example: TaskExample, episode: EnvironmentEpisode) -> RewardResult:
-        """The reward of a finished conversation. Must not raise, whatever the model wrote."""
+        """The reward of a finished conversation. It must not raise, whatever the model wrote."""
 
 
 class EnvironmentSingleTurn(Environment):
@@ -205,11 +190,11 @@ class EnvironmentSingleTurn(Environment):
 
     @abstractmethod
     def build_prompt_messages(self, example: TaskExample, prompt_text: str) -> list[ChatMessage]:
-        """The messages that the model is shown."""
+        """The prompt."""
 
     @abstractmethod
     def score_response(self, example: TaskExample, response_text: str) -> RewardResult:
-        """The reward of one answer. Must not raise, whatever the model wrote."""
+        """The reward of one answer. It must not raise, whatever the model wrote."""
 
     def start_episode(self, example: TaskExample, prompt_text: str) -> list[ChatMessage]:
         messages = self.build_prompt_messages(example, prompt_text)
@@ -223,77 +208,70 @@ class EnvironmentSingleTurn(Environment):
     def step_episode(
         self, example: TaskExample, messages: list[ChatMessage], assistant_response: str
     ) -> EnvironmentStepResult:
-        return EnvironmentStepResult(
-            done=True, final_response_text=self.normalize_response_text(example, assistant_response)
-        )
+        text = self.normalize_response_text(example, assistant_response)
+        return EnvironmentStepResult(done=True, final_response_text=text)
 
     def score_episode(self, example: TaskExample, episode: EnvironmentEpisode) -> RewardResult:
         return self.score_response(example, episode.response_text)
 
 
 class EnvironmentMultiTurn(Environment):
-    """A conversation: implement `start_episode`, `max_episode_turns`, `step_episode` and
-    `score_episode`.
+    """A conversation. Implement the four methods `start_episode`, `max_episode_turns`,
+    `step_episode` and `score_episode`.
     """
 
 
 class DatasetError(ValueError):
-    """A dataset is missing, empty or has a malformed row; the message names the file and the line."""
+    """A dataset is missing, empty or malformed. The message names the file and the line."""
 
 
 def load_dataset(
     path: str | Path, *, input_key: str = "input", output_key: str = "output"
 ) -> list[TaskExample]:
-    """Tasks from a JSONL file, one object a line; `id` and `metadata` keys are used where present.
+    """Read tasks from a JSONL file with one object a line; `id` and `metadata` are optional keys.
 
-    Raises DatasetError for anything malformed, for a missing or empty file and for a repeated id.
+    Raises DatasetError if the file is missing, empty or malformed, or if an id repeats.
     """
     path = Path(path)
-    examples: list[TaskExample] = []
-    seen: dict[str, int] = {}
     try:
         lines = path.read_bytes().decode().split("\n")
     except FileNotFoundError as error:
         raise DatasetError(f"{path.name}: there is no such file in {path.parent}") from error
     except UnicodeDecodeError as error:
-        line_number = error.object[: error.start].count(b"\n") + 1
-        raise DatasetError(f"{path.name} line {line_number}: not UTF-8: {error.reason}") from error
+        number = error.object[: error.start].count(b"\n") + 1
+        raise DatasetError(f"{path.name} line {number}: not UTF-8: {error.reason}") from error
+    examples: list[TaskExample] = []
+    line_of_id: dict[str | None, int] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            row: Any = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DatasetError(f"{path.name} line {number}: not JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise DatasetError(
-                f"{path.name} line {number}: expected an object, got {type(row).__name__}"
-            )
-        record = cast("dict[str, Any]", row)
-        if not isinstance(record.get(input_key), str):
-            raise DatasetError(
-                f"{path.name} line {number}: {input_key!r} must be a string, got {record.get(input_key)!r}"
-            )
-        given_id = record.get("id")
-        task_id = (
-            hashlib.sha256(line.strip().encode()).hexdigest()[:16]
-            if given_id is None
-            else str(given_id)
-        )
-        if task_id in seen:
-            raise DatasetError(
-                f"{path.name} line {number}: id {task_id!r} stands on line {seen[task_id]} already"
-            )
-        seen[task_id] = number
-        examples.append(
-            TaskExample(
-                record=record,
-                input=record[input_key],
-                id=task_id,
-                metadata=record.get("metadata") or {},
-                output=record.get(output_key),
-            )
-        )
+            example = _task_of_line(line, input_key, output_key)
+            if (line_before := line_of_id.get(example.id)) is not None:
+                raise ValueError(f"id {example.id!r} is already used on line {line_before}")
+        except ValueError as error:
+            raise DatasetError(f"{path.name} line {number}: {error}") from error
+        line_of_id[example.id] = number
+        examples.append(example)
     if not examples:
         raise DatasetError(f"{path.name}: no rows")
     return examples
+
+
+def _task_of_line(line: str, input_key: str, output_key: str) -> TaskExample:
+    """The task of one row. Raises ValueError if the row is malformed."""
+    try:
+        row: Any = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"expected an object, got {type(row).__name__}")
+    record = cast("dict[str, Any]", row)
+    question = record.get(input_key)
+    if not isinstance(question, str):
+        raise ValueError(f"{input_key!r} must be a string, got {question!r}")
+    task_id = record.get("id")
+    if task_id is None:
+        task_id = hashlib.sha256(line.strip().encode()).hexdigest()[:16]
+    metadata: dict[str, Any] = record.get("metadata") or {}
+    return TaskExample(record, question, str(task_id), metadata, record.get(output_key))

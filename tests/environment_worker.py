@@ -22,7 +22,7 @@ async def play(job: dict[str, Any], writer: RunWriter) -> None:
     async with await EnvironmentHost.start(
         Path(job["environment"]["path"]), secrets=secrets
     ) as host:
-        writer.event("sandbox", describe(host.walls))
+        writer.event("sandbox", describe(host.sandbox))
         rows = [await roll(host, index) for index in range(host.splits["train"])]
     writer.rollouts(1, rows)
     names = {name: value for row in rows for name, value in row["metrics"].items()}

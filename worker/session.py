@@ -101,7 +101,7 @@ def opened(
             host = runner.run(starting, stop=pulse.cancelled)
         except CancelledError:
             raise Cancelled from None
-        writer.event("sandbox", describe(host.walls))
+        writer.event("sandbox", describe(host.sandbox))
         session = Session(
             spec, writer, pulse, host, model_path, template, policy or adapter, runner, max_length,
             dtype=dtype, at_once=at_once,

@@ -1,21 +1,21 @@
-"""Folders written for the `freesolo` SDK: its objects on the inside, this contract on the outside.
+"""Runs folders written for the `freesolo` SDK: the SDK's objects inside this project's contract.
 
-As in the SDK's own runtime the rows of datasets/train.jsonl come before the object's own,
-TRAINING_CONTRACT.md is the system prompt, `load_environment` is told where both are if it asks,
-scorers are given text and never None, and one object serves all episodes at once.
-datasets/eval.jsonl or `eval_dataset`, where there is one, is the eval split."""
+As in the SDK's own runtime, the rows of datasets/train.jsonl have precedence over the object's own,
+TRAINING_CONTRACT.md is the system prompt, `load_environment` gets the paths of both if it has
+parameters for them, scorers get text and never None, and one object serves all episodes at once.
+The eval split is datasets/eval.jsonl or `eval_dataset`, if there is one."""
 
 from __future__ import annotations
 
 import hashlib
-import inspect
+import importlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+from environments.adapters import takes_keyword
 from environments.base import (
     ChatMessage,
     Environment,
@@ -31,29 +31,22 @@ CONTRACT_FILE = "TRAINING_CONTRACT.md"
 
 
 def load(folder: Path, load_environment: Callable[..., Any], args: Mapping[str, Any]) -> Any:
-    """What `load_environment` of a folder that imports the SDK returns, adapted if it is an object
-    of the SDK.
-    """
-    rows, contract = _first_file(folder, TRAIN_FILES), folder / CONTRACT_FILE
-    implied = {"dataset_path": str(rows) if rows else None, "contract_path": str(contract)}
-    accepted = _accepted(load_environment)
-    extra = {
-        name: value
-        for name, value in implied.items()
-        if value and (accepted is None or name in accepted)
-    }
-    loaded = load_environment(**{**extra, **args})
+    """Call the `load_environment` of a folder that imports the SDK. Adapt an object of the SDK."""
+    rows = _first_file(folder, TRAIN_FILES)
+    contract = folder / CONTRACT_FILE
+    given: dict[str, Any] = {}
+    if rows and takes_keyword(load_environment, "dataset_path"):
+        given["dataset_path"] = str(rows)
+    if takes_keyword(load_environment, "contract_path"):
+        given["contract_path"] = str(contract)
+    loaded = load_environment(**{**given, **args})
     if not is_sdk_object(loaded):
         return loaded
-    source = (
-        args.get("dataset_path")
-        or rows
-        or _own_rows(loaded, "dataset")
-        or _own_rows(loaded, "examples")
-    )
+    source = args.get("dataset_path") or rows
+    source = source or _own_rows(loaded, "dataset") or _own_rows(loaded, "examples")
     held_out = _first_file(folder, EVAL_FILES) or _own_rows(loaded, "eval_dataset")
-    contract_path = Path(str(args.get("contract_path") or contract))
-    prompt_text = contract_path.read_text(errors="replace") if contract_path.is_file() else ""
+    contract = Path(str(args.get("contract_path") or contract))
+    prompt_text = contract.read_text(errors="replace") if contract.is_file() else ""
     return SdkEnvironment(loaded, _tasks(source), _tasks(held_out), prompt_text)
 
 
@@ -68,12 +61,13 @@ class SdkEnvironment(Environment):
     def __init__(
         self, sdk: Any, train: list[TaskExample], held_out: list[TaskExample], prompt_text: str
     ) -> None:
-        from freesolo.environments import EnvironmentMultiTurn  # noqa: PLC0415  # pyright: ignore
-
-        self._sdk, self._prompt_text = sdk, prompt_text
-        self._is_multi_turn = isinstance(sdk, cast("type", EnvironmentMultiTurn))
+        self._sdk = sdk
+        self._prompt_text = prompt_text
+        self._types = importlib.import_module("freesolo.environments")
+        self._is_multi_turn = isinstance(sdk, self._types.EnvironmentMultiTurn)
         self._steps: list[Any] = []
-        self.dataset, self.eval_dataset = train, held_out
+        self.dataset = train
+        self.eval_dataset = held_out
         self.max_score_concurrency = int(sdk.max_score_concurrency)
 
     def start_episode(self, example: TaskExample, prompt_text: str) -> list[ChatMessage]:
@@ -87,33 +81,25 @@ class SdkEnvironment(Environment):
         self, example: TaskExample, messages: list[ChatMessage], assistant_response: str
     ) -> EnvironmentStepResult:
         if not self._is_multi_turn:
-            return EnvironmentStepResult(done=True)  # score_responses normalizes the text, once
+            return EnvironmentStepResult(done=True)  # score_responses normalizes the text
         text = assistant_response or ""
         messages = [*messages[:-1], {**messages[-1], "content": text}]
         result = self._sdk.step_episode(_to_sdk(example), messages, text)
         if result.metadata:
             self._steps.append(result.metadata)
-        return EnvironmentStepResult(
-            bool(result.done), list(result.messages), result.final_response_text
-        )
+        messages = list(result.messages)
+        return EnvironmentStepResult(bool(result.done), messages, result.final_response_text)
 
     def score_episode(self, example: TaskExample, episode: EnvironmentEpisode) -> RewardResult:
         text = episode.response_text or ""
         if not self._is_multi_turn:
             return _reward(self._sdk.score_responses(_to_sdk(example), [text]))
-        from freesolo.environments import EnvironmentEpisode as Episode  # noqa: PLC0415  # pyright: ignore
-        from freesolo.environments import EnvironmentTurn as Turn  # noqa: PLC0415  # pyright: ignore
-
-        make_episode, make_turn = (
-            cast("Callable[..., Any]", Episode),
-            cast("Callable[..., Any]", Turn),
-        )
-        finished = make_episode(
-            messages=tuple(_with_text(message) for message in episode.messages),
+        make_turn = self._types.EnvironmentTurn
+        turns = (make_turn(role=turn.role, content=turn.content or "") for turn in episode.turns)
+        finished = self._types.EnvironmentEpisode(
+            messages=tuple(map(_with_text, episode.messages)),
             response_text=text,
-            turns=tuple(
-                make_turn(role=turn.role, content=turn.content or "") for turn in episode.turns
-            ),
+            turns=tuple(turns),
             metadata={"steps": self._steps} if self._steps else {},
             latency_ms=episode.latency_ms,
             total_tokens=episode.total_tokens,
@@ -122,18 +108,9 @@ class SdkEnvironment(Environment):
 
     def sft_completion(self, example: TaskExample) -> list[ChatMessage]:
         if example.output is None:
-            return super().sft_completion(
-                example
-            )  # refuses; the SDK would make an empty answer of it
+            # The default raises ValueError. The SDK would make an empty answer of it.
+            return super().sft_completion(example)
         return [dict(message) for message in self._sdk.sft_completion(_to_sdk(example))]
-
-
-def _accepted(function: Callable[..., Any]) -> set[str] | None:
-    """The names that a function takes as keywords; None where it takes any."""
-    parameters = inspect.signature(function).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return None
-    return set(parameters)
 
 
 def _first_file(folder: Path, names: Iterable[str]) -> Path | None:
@@ -146,42 +123,40 @@ def _own_rows(sdk: Any, attribute: str) -> Any:
 
 
 def _tasks(source: Any) -> list[TaskExample]:
-    """Rows as the SDK reads them. Its ids are positions, the same in every split; ours stand for
+    """Read rows as the SDK does. The SDK's ids are positions, alike in every split; ours identify
     the row.
     """
     if not source:
         return []
-    from freesolo.datasets.records import load_task_examples  # noqa: PLC0415  # pyright: ignore
-
-    examples = cast("list[Any]", load_task_examples(source))
-    return [
-        TaskExample(e.record, e.input, _task_id(e.record), e.metadata or {}, e.output)
-        for e in examples
-    ]
-
-
-def _task_id(record: Mapping[str, Any]) -> str:
-    if record.get("id") is not None:
-        return str(record["id"])
-    return hashlib.sha256(json.dumps(record, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    records = importlib.import_module("freesolo.datasets.records")
+    tasks: list[TaskExample] = []
+    for row in records.load_task_examples(source):
+        record = row.record
+        task_id = record.get("id")
+        if task_id is None:
+            text = json.dumps(record, sort_keys=True, default=str)
+            task_id = hashlib.sha256(text.encode()).hexdigest()[:16]
+        tasks.append(TaskExample(record, row.input, str(task_id), row.metadata or {}, row.output))
+    return tasks
 
 
 def _to_sdk(example: TaskExample) -> Any:
-    from freesolo.datasets import TaskExample as SdkExample  # noqa: PLC0415  # pyright: ignore
-
-    make: Callable[..., Any] = partial(
-        cast("Callable[..., Any]", SdkExample), dict(example.record), example.input
+    return importlib.import_module("freesolo.datasets").TaskExample(
+        record=dict(example.record),
+        input=example.input,
+        id=example.id,
+        metadata=dict(example.metadata),
+        output=example.output,
     )
-    return make(id=example.id, metadata=dict(example.metadata), output=example.output)
 
 
 def _reward(results: list[Any]) -> RewardResult:
     if len(results) != 1:
         raise ValueError(f"the SDK environment returned {len(results)} rewards for one answer")
-    return RewardResult(
-        **{each.name: getattr(results[0], each.name) for each in fields(RewardResult)}
-    )
+    values = {each.name: getattr(results[0], each.name) for each in fields(RewardResult)}
+    return RewardResult(**values)
 
 
 def _with_text(message: ChatMessage) -> ChatMessage:
-    return message if message.get("content") is not None else {**message, "content": ""}
+    """The message with text, also if the gate answered None."""
+    return {**message, "content": message.get("content") or ""}

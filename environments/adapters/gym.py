@@ -1,27 +1,27 @@
-"""Objects with `reset` and `step` as multi-turn environments: Gymnasium and GEM, TextArena with one
-player, OpenEnv.
+"""Wraps objects with `reset` and `step` as multi-turn environments: Gymnasium and GEM, OpenEnv, and
+TextArena with one player.
 
     def load_environment(**args):
         return GymEnvironment(lambda seed: gem.make("game:GuessTheNumber-v0"), max_turns=12, **args)
 
-Every task is a seed, every rollout has an object of its own, made and reset with that seed. What
-the model writes is the action, what the object shows is the next message. The reward is the sum of
-what `step` paid.
+Each task is a seed. Each rollout makes its own object and resets it with that seed. The model's
+text is the action, and the observation is the next message. The reward is the sum of the rewards
+that `step` returned.
 
-    object      reset(...) returns                    step(action) returns
-    Gymnasium   (observation, info)                   (observation, reward, terminated, truncated, info)
-    older gym   observation                           (observation, reward, done, info)
-    TextArena   nothing; get_observation() shows it   (done, info); close() tells the reward
-    OpenEnv     an object with `observation`          an object with `observation`, `reward`, `done`
+    object      reset(...) returns               step(action) returns
+    Gymnasium   (observation, info)              (observation, reward, terminated, truncated, info)
+    older gym   observation                      (observation, reward, done, info)
+    TextArena   nothing; use get_observation()   (done, info); close() returns the reward
+    OpenEnv     an object with `observation`     an object with `observation`, `reward`, `done`
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from environments.adapters import takes_keyword
 from environments.base import (
     ChatMessage,
     EnvironmentEpisode,
@@ -38,8 +38,8 @@ SUCCESS_KEYS = ("success", "is_success")
 
 @dataclass(frozen=True)
 class Shown:
-    """What an object showed after `reset` or `step`. `ended` is False where only its own limit of
-    steps cut it off.
+    """The result of `reset` or `step`. `ended` is False if only the object's own limit of steps
+    ended the episode.
     """
 
     observation: Any
@@ -52,11 +52,10 @@ class Shown:
 class GymEnvironment(EnvironmentMultiTurn):
     """`make(seed)` returns a new object.
 
-    `to_action(text)` makes an action of what the model wrote, by default that text without
-    surrounding space; where it raises ValueError the model is told so and the turn is lost.
-    `to_text(observation)` makes a message of what is shown. An episode is a success where `info`
-    says so ("success" or "is_success"); where it says nothing, if it came to an end of its own with
-    a total reward of at least `success_at`."""
+    `to_action(text)` turns the model's text into an action; the default strips it. If it raises
+    ValueError, the model reads the error and the turn is lost. `to_text(observation)` makes the
+    message. An episode is a success if `info` says so ("success" or "is_success"). If `info` does
+    not say, it is one if the object ended it and the total reward is at least `success_at`."""
 
     def __init__(
         self,
@@ -73,26 +72,25 @@ class GymEnvironment(EnvironmentMultiTurn):
     ) -> None:
         self.dataset = _tasks(seed, train_size)
         self.eval_dataset = _tasks(seed + EVAL_SEED_OFFSET, eval_size)
-        self._make, self._max_turns, self._instruction, self._success_at = (
-            make,
-            max_turns,
-            instruction,
-            success_at,
-        )
-        self._to_action, self._to_text = to_action, to_text
+        self._make = make
+        self._max_turns = max_turns
+        self._instruction = instruction
+        self._success_at = success_at
+        self._to_action = to_action
+        self._to_text = to_text
         self._object: Any = None
         self._shown = Shown(None)
         self._total = 0.0
-        self._steps = self._invalid = 0
+        self._steps = 0
+        self._invalid = 0
 
     def start_episode(self, example: TaskExample, prompt_text: str) -> list[ChatMessage]:
         seed = int(example.record["seed"])
         self._object = self._make(seed)
         self._shown = _reset(self._object, seed)
-        text = "\n\n".join(
-            part for part in (self._instruction, self._to_text(self._shown.observation)) if part
-        )
-        return [{"role": "user", "content": text}]
+        text = self._to_text(self._shown.observation)
+        parts = filter(None, (self._instruction, text))
+        return [{"role": "user", "content": "\n\n".join(parts)}]
 
     def max_episode_turns(self, example: TaskExample) -> int:
         return self._max_turns
@@ -113,30 +111,22 @@ class GymEnvironment(EnvironmentMultiTurn):
         return _reply(self._to_text(self._shown.observation))
 
     def score_episode(self, example: TaskExample, episode: EnvironmentEpisode) -> RewardResult:
-        told = next(
-            (self._shown.info[key] for key in SUCCESS_KEYS if key in self._shown.info), None
-        )
-        success = (
-            bool(told)
-            if told is not None
-            else self._shown.ended and self._total >= self._success_at
-        )
-        invalid = self._invalid / self._steps if self._steps else 0.0
-        return RewardResult(
-            score=self._total,
-            success=success,
-            metrics=[
-                RewardMetric("ended", score=float(self._shown.ended)),
-                RewardMetric("invalid", score=invalid),
-            ],
-        )
+        shown = self._shown
+        success = None
+        for key in reversed(SUCCESS_KEYS):  # the first one has precedence
+            success = shown.info.get(key, success)
+        if success is None:
+            success = shown.ended and self._total >= self._success_at
+        metrics = [
+            RewardMetric("ended", score=float(shown.ended)),
+            RewardMetric("invalid", score=self._invalid / max(1, self._steps)),
+        ]
+        return RewardResult(score=self._total, success=bool(success), metrics=metrics)
 
     def close_episode(self) -> None:
-        if (
-            self._object is not None
-            and not _is_textarena(self._object)
-            and hasattr(self._object, "close")
-        ):
+        if _is_textarena(self._object):
+            return  # `_step` has closed it
+        if hasattr(self._object, "close"):
             self._object.close()
 
 
@@ -156,10 +146,7 @@ def _is_textarena(environment: Any) -> bool:
 
 
 def _reset(environment: Any, seed: int) -> Shown:
-    parameters = inspect.signature(environment.reset).parameters.values()
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    names = {parameter.name for parameter in parameters}
-    arguments = {"seed": seed} if takes_any or "seed" in names else {}
+    arguments = {"seed": seed} if takes_keyword(environment.reset, "seed") else {}
     if _is_textarena(environment):
         environment.reset(num_players=1, **arguments)
         return Shown(environment.get_observation()[1])
@@ -181,15 +168,13 @@ def _step(environment: Any, action: Any) -> Shown:
         rewards = cast("Mapping[int, float]", environment.close()[0] or {})
         return Shown(None, float(rewards.get(0, 0.0)), done=True, ended=True, info=info or {})
     if hasattr(result, "observation"):
-        done, told = (
-            bool(result.done),
-            getattr(result, "info", None) or getattr(result, "metadata", None),
-        )
-        return Shown(result.observation, float(result.reward or 0.0), done, done, told or {})
-    if len(result) == 5:
+        done = bool(result.done)
+        info = getattr(result, "info", None) or getattr(result, "metadata", None)
+        return Shown(result.observation, float(result.reward or 0.0), done, done, info or {})
+    if len(result) == 4:
+        observation, reward, terminated, info = result
+        truncated = False
+    else:
         observation, reward, terminated, truncated, info = result
-        return Shown(
-            observation, float(reward), bool(terminated or truncated), bool(terminated), info or {}
-        )
-    observation, reward, done, info = result
-    return Shown(observation, float(reward), bool(done), bool(done), info or {})
+    done = bool(terminated or truncated)
+    return Shown(observation, float(reward), done, bool(terminated), info or {})

@@ -1,27 +1,33 @@
 """reasoning-gym datasets: one question, one answer between <answer> and </answer>.
 
-    return load("chain_sum", train_size=500, eval_size=100, seed=0, min_terms=3)   # the rest configures the dataset
+    return load("chain_sum", train_size=500, eval_size=100, seed=0, min_terms=3)
 
-What its scorers were seen to do, and what is done about it here:
-- Raise on a wrong answer, pay 0.01 for any, or pay 1.0 for any. What a task pays for worthless answers is its floor:
-  the reward counts from there, and where the floor is full pay the gold answer is compared instead.
-- Reach 1.0 only for a right answer: so `success` is a full score, and a near miss earns reward without being one.
-- Item `i` under seed `s` is item `i - 1` under seed `s + 1`: so the eval split is drawn a million seeds away, and a
-  train question that stands in it, or stood before, is left out.
-- Draw from the global generators, which differ between processes: these are seeded before each item.
+The other arguments configure the dataset. Some datasets and scorers have faults, which this adapter
+corrects:
+
+- Some scorers raise on a wrong answer, or pay 0.01 or 1.0 for any answer. What a task pays for
+  worthless answers is its floor, and the reward counts from there. If the floor is full pay, the
+  answer is compared with the gold answer instead.
+- Some scorers pay part of the reward for a near miss. `success` means a full score.
+- Item `i` under seed `s` is item `i - 1` under seed `s + 1`. So the eval split uses seeds that are
+  a million away, and a train question that is in it, or that repeats, is left out.
+- Some datasets use the global random generators, which differ between processes. They are seeded
+  before each item.
 """
 
 from __future__ import annotations
 
 import copy
 import difflib
+import importlib
 import math
 import random
 import re
 import sys
 import time
-from collections.abc import Iterator
-from typing import Any, cast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from environments.base import (
     ChatMessage,
@@ -34,9 +40,7 @@ from environments.base import (
 
 EVAL_SEED_OFFSET = 1_000_000
 DRAWS_PER_TASK = 4
-"""Items drawn for each task that is wanted, before a dataset counts as having no more distinct
-questions.
-"""
+"""How many items are drawn for each wanted task before the dataset counts as exhausted."""
 GENERATION_TIMEOUT_S = 15.0
 SOLVED = 1.0 - 1e-6
 WORTHLESS = ("", "?", "asdf qwer zxcv")
@@ -54,63 +58,57 @@ def load(
     instruction: str = INSTRUCTION,
     **config: Any,
 ) -> ReasoningGym:
-    """The environment of a dataset by name; `config` is the dataset's own (its difficulty, as a
-    rule).
+    """The environment of a dataset by name. `config` goes to the dataset; it sets the difficulty.
 
-    `tag_reward` of the reward is for an answer in tags, the rest for how right it is. What the
-    instruction itself has in tags is no answer."""
-    import reasoning_gym  # noqa: PLC0415  # pyright: ignore
-    from reasoning_gym.factory import DATASETS  # noqa: PLC0415  # pyright: ignore
-
-    names = cast("list[str]", sorted(DATASETS))  # pyright: ignore
+    An answer in tags earns `tag_reward`; the rest of the reward is for its correctness. The text
+    between tags in the instruction itself is no answer."""
+    package = importlib.import_module("reasoning_gym")
+    names: list[str] = sorted(importlib.import_module("reasoning_gym.factory").DATASETS)
     if dataset not in names:
-        near = ", ".join(difflib.get_close_matches(dataset, names)) or f"one of {', '.join(names)}"
-        raise DatasetError(f"reasoning-gym has no dataset {dataset!r}; try {near}")
+        near = ", ".join(difflib.get_close_matches(dataset, names) or names)
+        raise DatasetError(f"reasoning-gym has no dataset {dataset!r}; try one of: {near}")
     if not 0.0 <= tag_reward <= 0.5:
         raise ValueError(f"tag_reward is {tag_reward}; it must lie between 0 and 0.5")
 
     def make(first_seed: int, size: int) -> Any:
-        return reasoning_gym.create_dataset(dataset, seed=first_seed, size=size, **config)  # pyright: ignore
+        return package.create_dataset(dataset, seed=first_seed, size=size, **config)
 
     deadline = time.monotonic() + GENERATION_TIMEOUT_S
     held_out = list(_tasks(make, seed + EVAL_SEED_OFFSET, eval_size, set(), deadline))
     train = list(_tasks(make, seed, train_size, {task.input for task in held_out}, deadline))
     if not train:
-        raise DatasetError(
-            f"{dataset}: every question that was drawn stands in the eval split; use a harder config"
-        )
-    return ReasoningGym(make(seed, 1), train, held_out, tag_reward, instruction)
+        what = "every question that was drawn is in the eval split"
+        raise DatasetError(f"{dataset}: {what}; use a harder config")
+    return ReasoningGym(make(seed, 1), tag_reward, instruction, train, held_out)
 
 
+@dataclass(eq=False)
 class ReasoningGym(EnvironmentSingleTurn):
-    """Tasks of one dataset; `scorer` is that dataset's own object."""
+    """The tasks of one dataset. `scorer` is an object of that dataset."""
+
+    scorer: Any
+    tag_reward: float
+    instruction: str
+    dataset: Sequence[TaskExample] = ()
+    eval_dataset: Sequence[TaskExample] = ()
+    floors: dict[str, float] = field(default_factory=dict[str, float])
+    """What a worthless answer earns, by question."""
 
     max_score_concurrency = 1
-    """Its scorers are not said to be thread-safe, and compute rather than wait."""
-
-    def __init__(
-        self,
-        scorer: Any,
-        train: list[TaskExample],
-        held_out: list[TaskExample],
-        tag_reward: float,
-        instruction: str,
-    ) -> None:
-        self.dataset, self.eval_dataset = train, held_out
-        self._scorer, self._tag_reward, self._instruction = scorer, tag_reward, instruction
-        self._placeholders = {text.strip() for text in ANSWER.findall(instruction)}
-        self._floors: dict[str, float] = {}
+    """The scorers may not be thread-safe, and they compute rather than wait."""
 
     def build_prompt_messages(self, example: TaskExample, prompt_text: str) -> list[ChatMessage]:
-        return [{"role": "user", "content": f"{example.input}\n\n{self._instruction}"}]
+        return [{"role": "user", "content": f"{example.input}\n\n{self.instruction}"}]
 
     def score_response(self, example: TaskExample, response_text: str) -> RewardResult:
-        found = [text.strip() for text in ANSWER.findall(response_text or "")]
-        answer = found[-1] if found and found[-1] not in self._placeholders else ""
+        found = _tagged(response_text or "")
+        answer = found[-1] if found else ""
+        if answer in _tagged(self.instruction):
+            answer = ""
         right = self._rightness(answer, example) if answer else 0.0
         tagged = float(bool(answer))
         return RewardResult(
-            score=self._tag_reward * tagged + (1 - self._tag_reward) * right,
+            score=self.tag_reward * tagged + (1 - self.tag_reward) * right,
             success=right >= SOLVED,
             reason=None if answer else "nothing between <answer> and </answer>",
             metrics=[RewardMetric("tagged", score=tagged), RewardMetric("right", score=right)],
@@ -122,22 +120,18 @@ class ReasoningGym(EnvironmentSingleTurn):
         return [{"role": "assistant", "content": f"<answer>{example.output}</answer>"}]
 
     def _rightness(self, answer: str, example: TaskExample) -> float:
-        """0..1 between what a worthless answer is paid and full pay."""
-        floor = self._floors.get(example.input)
-        if floor is None:
-            floor = self._floors[example.input] = max(
-                self._paid(text, example) for text in WORTHLESS
-            )
+        """0 for the pay of a worthless answer, 1 for full pay."""
+        if example.input not in self.floors:
+            self.floors[example.input] = max(self._paid(text, example) for text in WORTHLESS)
+        floor = self.floors[example.input]
         if floor >= SOLVED:
             return float(example.output is not None and _same_text(answer, str(example.output)))
         return max(0.0, self._paid(answer, example) - floor) / (1.0 - floor)
 
     def _paid(self, answer: str, example: TaskExample) -> float:
-        """What the dataset's scorer pays, within 0..1; 0 where it raises, as some do for answers of
-        another form.
-        """
+        """The dataset's own score, within 0..1. It is 0 if the scorer raises on the answer."""
         try:
-            paid = float(self._scorer.score_answer(answer, copy.deepcopy(example.record)))
+            paid = float(self.scorer.score_answer(answer, copy.deepcopy(example.record)))
         except Exception:
             return 0.0
         return min(max(paid, 0.0), 1.0) if math.isfinite(paid) else 0.0
@@ -146,18 +140,16 @@ class ReasoningGym(EnvironmentSingleTurn):
 def _tasks(
     make: Any, first_seed: int, count: int, seen: set[str], deadline: float
 ) -> Iterator[TaskExample]:
-    """Up to `count` tasks whose questions are not in `seen`; fewer where the dataset has not so
-    many.
-    """
-    dataset, found = make(first_seed, max(1, count * DRAWS_PER_TASK)), 0
+    """Up to `count` tasks whose questions are not in `seen`; fewer if the dataset has no more."""
+    dataset = make(first_seed, max(1, count * DRAWS_PER_TASK))
+    found = 0
     for index in range(count * DRAWS_PER_TASK):
         if found == count:
             return
         if time.monotonic() > deadline:
-            raise DatasetError(
-                f"making the tasks takes longer than {GENERATION_TIMEOUT_S:g} s ({found} of {count} done); "
-                "ask for fewer with environment_args {'train_size': ..., 'eval_size': ...}"
-            )
+            what = f"making the tasks takes longer than {GENERATION_TIMEOUT_S:g} s"
+            fix = "ask for fewer with environment_args {'train_size': ..., 'eval_size': ...}"
+            raise DatasetError(f"{what} ({found} of {count} done); {fix}")
         _seed_global_generators(first_seed + index)
         entry = dataset[index]
         if entry["question"] not in seen:
@@ -170,6 +162,10 @@ def _seed_global_generators(seed: int) -> None:
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed % 2**32)
+
+
+def _tagged(text: str) -> list[str]:
+    return [found.strip() for found in ANSWER.findall(text)]
 
 
 def _same_text(one: str, other: str) -> bool:

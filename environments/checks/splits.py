@@ -1,4 +1,4 @@
-"""Whether the eval split holds other tasks than the train split."""
+"""Which eval tasks are train tasks too."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Tasks = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Overlap:
-    """Eval tasks that are train tasks too. Pairs are (train id, eval id), one an eval task.
+    """Eval tasks that are train tasks too, as pairs (train id, eval id), one for each eval task.
 
-    `same_id` are those whose ids agree although their questions do not.
+    `same_id` holds the tasks that share an id but not the question.
     """
 
     eval_tasks: int
@@ -27,29 +27,30 @@ class Overlap:
         return len(self.same_question) + len(self.same_id)
 
     def __str__(self) -> str:
-        """The evidence: how many, and an instance of each kind."""
+        """How many there are of each kind, with an example."""
         parts: list[str] = []
         if self.same_question:
-            train, held_out = self.same_question[0]
-            parts.append(
-                f"{len(self.same_question)} ask what a train task asks, e.g. train {train!r} = {held_out!r}"
-            )
+            example = " = ".join(map(repr, self.same_question[0]))
+            count = len(self.same_question)
+            parts.append(f"{count} ask what a train task asks, e.g. train {example}")
         if self.same_id:
-            parts.append(
-                f"{len(self.same_id)} have the id of a train task, e.g. {self.same_id[0][1]!r}"
-            )
+            example = repr(self.same_id[0][1])
+            parts.append(f"{len(self.same_id)} have the id of a train task, e.g. {example}")
         return "; ".join(parts)
 
 
 async def overlap(host: EnvironmentHost) -> Overlap:
-    """Compare the splits of a loaded environment. EnvironmentFault where it cannot list its tasks."""
+    """Compare the splits of a loaded environment. EnvironmentFault if it cannot list its tasks."""
     return shared_tasks(await host.tasks("train"), await host.tasks("eval"))
 
 
 def shared_tasks(train: Tasks, held_out: Tasks) -> Overlap:
-    asked, ids = {digest: task_id for task_id, digest in train}, {task_id for task_id, _ in train}
-    same_question = [(asked[digest], task_id) for task_id, digest in held_out if digest in asked]
-    same_id = [
-        (task_id, task_id) for task_id, digest in held_out if digest not in asked and task_id in ids
-    ]
-    return Overlap(len(held_out), same_question, same_id)
+    id_of_question = {digest: task_id for task_id, digest in train}
+    train_ids = {task_id for task_id, _ in train}
+    found = Overlap(len(held_out), [], [])
+    for task_id, digest in held_out:
+        if digest in id_of_question:
+            found.same_question.append((id_of_question[digest], task_id))
+        elif task_id in train_ids:
+            found.same_id.append((task_id, task_id))
+    return found

@@ -1,4 +1,4 @@
-"""What goes wrong with an environment, as every side of the process boundary says it."""
+"""Faults of an environment, in the form that both sides of the process boundary use."""
 
 import re
 
@@ -6,40 +6,44 @@ import re
 class EnvironmentFault(Exception):
     """Environment code failed, or could not be given what it needs.
 
-    `code` is environment_invalid (it does not load or breaks the contract), dataset_invalid,
-    environment_error (a call failed), environment_timeout (a call passed its deadline),
-    environment_memory, _file_size, _processes, _network or _access (it met a wall of
-    environments.process.sandbox), requirements_failed (its packages could not be installed) or
-    not_ready (they are still being installed); `traceback` is the evidence, possibly empty."""
+    `code` is one of:
+    - environment_invalid: it does not load, or it breaks the contract
+    - dataset_invalid
+    - environment_error: a call failed
+    - environment_timeout: a call passed its deadline
+    - environment_memory, _file_size, _processes, _network, _access: the sandbox refused something
+    - requirements_failed: its packages could not be installed
+    - not_ready: its packages are still being installed
+
+    `traceback` is the evidence. It may be empty."""
 
     def __init__(self, code: str, what: str, traceback: str = "") -> None:
         super().__init__(what)
-        self.code, self.what, self.traceback = code, what, traceback
+        self.code = code
+        self.what = what
+        self.traceback = traceback
+
+
+ARGUMENT_ERROR = re.compile(
+    r"raised TypeError: ((?:\w+\.__init__|load_environment)\(\)) "
+    r"(got an unexpected|missing).* arguments?:? ('\w+')"
+)
 
 
 def remedy(fault: EnvironmentFault) -> str | None:
-    """What mends a fault that lies in how the environment was called: secrets or environment_args.
-    None for others.
-    """
+    """The fix of a fault that wrong secrets or environment_args caused. None for other faults."""
     is_load = fault.code == "environment_invalid"
     key = re.search(r"raised KeyError: '([A-Z][A-Z0-9_]+)'", fault.what)
-    if key and (
-        is_load or re.search(r"\benviron\b", fault.traceback)
-    ):  # a dict of its own may have such keys, too
-        return (
-            f"pass secrets=[{key[1]!r}], if that is an environment variable of the server: the environment's process "
-            "sees only those named there"
-        )
-    arguments = re.search(
-        r"raised TypeError: ((?:\w+\.__init__|load_environment)\(\)) (got an unexpected|missing).* arguments?:? "
-        r"('\w+')",
-        fault.what,
-    )
+    # After loading, a dict of the environment's own may have lacked such a key, too.
+    if key and (is_load or re.search(r"\benviron\b", fault.traceback)):
+        condition = "if that is an environment variable of the server"
+        why = "the environment's process sees only those named there"
+        return f"pass secrets=[{key[1]!r}], {condition}: {why}"
+    arguments = ARGUMENT_ERROR.search(fault.what)
     if not (is_load and arguments):
         return None
     callee, trouble, name = arguments.groups()
     if trouble == "missing":
-        return (
-            f"pass environment_args={{{name}: ...}}, or give that parameter of {callee} a default"
-        )
+        default = f"give that parameter of {callee} a default"
+        return f"pass environment_args={{{name}: ...}}, or {default}"
     return f"leave {name} out of environment_args, or add it to the parameters of {callee}"

@@ -1,14 +1,14 @@
-"""EnvironmentHost: environment code in a process of its own, called from asyncio.
+"""EnvironmentHost: runs environment code in a process of its own, called from asyncio.
 
 The child (`environments.process.child`) loads the folder's environment.py and answers JSON lines.
-It gets a minimal environment with the named secrets only, no inherited descriptors, its own process
-group, the walls of `environments.process.sandbox`, and dies with its parent, as all does that it
-started (`environments.process.warden`).
+It gets a minimal environment with only the named secrets, no inherited descriptors, its own process
+group and a sandbox (`environments.process.sandbox`). It dies with its parent, and so does every
+process that it started (`environments.process.warden`).
 
-Every call has a deadline that is kept on this side. A child with a call that will not end is
-retired: it serves the episodes that are open in it until they are closed, while new ones open in a
-fresh child. A child that no longer answers at all, or that died, fails what was under way in it
-with `environment_error`; the next `open` starts another."""
+This side enforces the deadline of every call. A child with a call that does not end is retired: it
+serves its open episodes until they are closed, and new episodes open in a fresh child. If a child
+stops answering or dies, its pending calls fail with `environment_error`, and the next `open` starts
+another child."""
 
 from __future__ import annotations
 
@@ -34,37 +34,27 @@ from environments.base import ChatMessage
 from environments.process import requirements
 from environments.process.faults import EnvironmentFault
 from environments.process.redaction import Redactor
-from environments.process.sandbox import READABLE_VARIABLE, Bounds, Needs
+from environments.process.sandbox import READABLE_VARIABLE, Bounds, Needs, state_directory
 from environments.process.warden import MEMORY_EXIT_CODE, SWEEP_TIMEOUT_S
 
 ABANDON_TIMEOUT_S = 5.0
-"""How long a child may take to confirm that it gave a call up; after that it counts as frozen and
-is killed.
-"""
-METHODS = {
-    "open": "start_episode",
-    "step": "step_episode",
-    "score": "score_episode",
-    "close": "close_episode",
-    "gold": "sft_completion",
-    "tasks": "listing the tasks",
-}
-"""What a request calls, where the child cannot say more precisely."""
+"""A child that does not confirm within this time that it dropped a call is frozen, and killed."""
 STDERR_TAIL_CHARACTERS = 4000
 SCRATCH_PREFIX = "flash-environment-"
 SCRATCH_MIN_AGE_S = 60.0
-"""A younger scratch folder may be about to be locked by the process that made it."""
+"""The process that made a younger scratch folder may not have locked it yet."""
 MAX_LINE_BYTES = 16 << 20
-"""Of a reply. Longer ones do not come from environments.process.child; they could fill this
-process's memory.
-"""
+"""Size of a reply. environments.process.child sends no longer ones; they could fill our memory."""
 MAX_PRINTED_BYTES = 8 << 20
-"""What one child may print into our log; of what follows only the end is kept, as evidence."""
+"""How much of one child's output goes to our log. Only the end of the rest is kept, as evidence."""
+FROZEN = "its process answered no call any more (does code hold the interpreter?)"
+FORGED = "it sent what is no reply: code wrote to the descriptor that answers go through"
+STOPPED = "the environment host was stopped"
 
 
 @dataclass(frozen=True)
 class Opening:
-    """A started episode. `episode` is the handle of the calls that follow."""
+    """A started episode. Later calls pass its handle, `episode`."""
 
     episode: int
     task_id: str
@@ -82,9 +72,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Score:
-    """A finished episode's reward, always finite. `metrics` holds the components that are finite
-    numbers.
-    """
+    """The reward of a finished episode. It and the `metrics` are finite numbers."""
 
     reward: float
     success: bool
@@ -93,42 +81,42 @@ class Score:
     error: str | None
 
 
-class EnvironmentHost:
-    """Episodes of one environment folder. Every method may raise EnvironmentFault; none blocks the
-    event loop.
+@dataclass(frozen=True)
+class _Limits:
+    concurrency: int
+    timeout_s: float
+    start_timeout_s: float
 
-    An episode: `open`, then for every model turn `step` (the last one too, cut short or not), then
-    `score`, which also closes it; after a fault `close`. `concurrency` bounds the calls under way;
-    waiting for a place does not count towards `timeout_s`. Start it in a thread that outlives it:
-    the child dies with the thread that made it."""
+
+class EnvironmentHost:
+    """Episodes of one environment folder. No method blocks the event loop; each may raise
+    EnvironmentFault.
+
+    Call `open`, then `step` for every model turn (also for the last one), then `score`, which
+    closes the episode. After a fault call `close`. At most `concurrency` calls run at once; waiting
+    for a free place does not count towards `timeout_s`. Start the host in a thread that outlives
+    it: the child dies with the thread that made it."""
 
     def __init__(
         self,
         folder: Path,
-        *,
+        python: Path,
         args: Mapping[str, Any],
         secrets: Mapping[str, str],
-        python: Path,
-        concurrency: int,
-        timeout_s: float,
-        start_timeout_s: float,
+        limits: _Limits,
     ) -> None:
-        self.folder, self.timeout_s, self.start_timeout_s = (
-            folder.absolute(),
-            timeout_s,
-            start_timeout_s,
-        )
+        self.folder = folder.absolute()
         self.splits: dict[str, int] = {}
-        """Number of tasks of each split; eval is 0 where there is none."""
-        self.walls: dict[str, str] = {}
-        """{wall: why it does not stand}, as sandbox.confine found; empty strings for those that
-        stand.
-        """
-        self._args, self._secrets, self._python = dict(args), dict(secrets), python
+        """The number of tasks of each split. It is 0 for eval if there is no eval split."""
+        self.sandbox: dict[str, str] = {}
+        """What sandbox.confine returned: {protection: "" if it works, else why it does not}."""
+        self._args = dict(args)
+        self._secrets = dict(secrets)
+        self._python = python
         self._redactor = Redactor(secrets.values())
-        self._concurrency = concurrency
-        self._places = asyncio.Semaphore(concurrency)
-        self._score_places = asyncio.Semaphore(concurrency)
+        self._limits = limits
+        self._places = asyncio.Semaphore(limits.concurrency)
+        self._score_places = asyncio.Semaphore(limits.concurrency)
         self._children: list[_Child] = []
         self._homes: dict[int, _Child] = {}
         self._numbers = itertools.count(1)
@@ -149,23 +137,15 @@ class EnvironmentHost:
         install_timeout_s: float | None = None,
         on_progress: requirements.Listener | None = None,
     ) -> Self:
-        """Load the folder's environment with `load_environment(**args)`, once the packages that it
-        asks for are there.
+        """Load the environment with `load_environment(**args)`, after installing its packages.
 
-        `install_timeout_s` bounds the wait for these (environments.process.requirements), None is
-        as long as it takes."""
+        `install_timeout_s` bounds the wait for these (environments.process.requirements); None
+        waits as long as it takes."""
         python = await requirements.interpreter(
             folder, timeout_s=install_timeout_s, on_progress=on_progress
         )
-        host = cls(
-            folder,
-            args=args or {},
-            secrets=secrets or {},
-            python=python,
-            concurrency=concurrency,
-            timeout_s=timeout_s,
-            start_timeout_s=start_timeout_s,
-        )
+        limits = _Limits(concurrency, timeout_s, start_timeout_s)
+        host = cls(folder, python, args or {}, secrets or {}, limits)
         try:
             await host._live_child()
         except BaseException:
@@ -189,63 +169,58 @@ class EnvironmentHost:
             child.episodes.add(episode)
             self._homes[episode] = child
             try:
-                value = await self._call(child, "open", episode=episode, split=split, index=index)
+                task = {"episode": episode, "split": split, "index": index}
+                value = await self._call(child, "start_episode", **task)
             except BaseException:
                 self._forget(episode)
                 raise
-        return Opening(episode, value["task_id"], value["messages"], value["max_turns"])
+        return Opening(episode, **value)
 
     async def step(self, episode: int, assistant_text: str | None) -> Step:
-        """Give the episode one model turn. Models write text; None is for the gate."""
+        """Give the episode one model turn. Only the gate passes None; models write text."""
         async with self._places:
-            value = await self._call(
-                self._home(episode), "step", episode=episode, text=assistant_text
-            )
-        return Step(value["done"], value["messages"])
+            turn = {"episode": episode, "text": assistant_text}
+            return Step(**await self._call(self._home(episode), "step_episode", **turn))
 
     async def score(self, episode: int, *, latency_ms: int = 0, total_tokens: int = 0) -> Score:
-        """Score the conversation so far and close the episode, whether or not that worked."""
+        """Score the conversation so far and close the episode, also if scoring fails."""
+        facts = {"episode": episode, "latency_ms": latency_ms, "total_tokens": total_tokens}
         try:
             async with self._score_places, self._places:
-                value = await self._call(
-                    self._home(episode),
-                    "score",
-                    episode=episode,
-                    latency_ms=latency_ms,
-                    total_tokens=total_tokens,
-                )
+                return Score(**await self._call(self._home(episode), "score_episode", **facts))
         finally:
             self._forget(episode)
-        return Score(**value)
 
     async def close(self, episode: int) -> None:
-        """Give an episode up. Closing one that is closed, or whose process is gone, does nothing."""
+        """Abandon an episode. Does nothing if it is closed or its process is gone."""
         child = self._homes.get(episode)
         try:
             if child is not None and child.alive:
-                await self._call(child, "close", episode=episode)
+                await self._call(child, "close_episode", episode=episode)
         finally:
             self._forget(episode)
 
     async def gold(self, split: str, index: int) -> list[ChatMessage]:
         """The gold messages that follow the prompt of task `index` (`sft_completion`)."""
         async with self._places:
-            return await self._call(await self._live_child(), "gold", split=split, index=index)
+            child = await self._live_child()
+            return await self._call(child, "sft_completion", split=split, index=index)
 
     async def tasks(self, split: str) -> list[tuple[str, str]]:
-        """(task id, digest of what the model is asked) of every task of a split, in order."""
-        child, tasks = await self._live_child(), list[tuple[str, str]]()
-        while page := await self._call(child, "tasks", split=split, first=len(tasks)):
+        """(task id, digest of the question) of every task of a split, in order."""
+        child = await self._live_child()
+        tasks: list[tuple[str, str]] = []
+        while page := await self._call(child, "list_tasks", split=split, first=len(tasks)):
             tasks += map(tuple, page)
             if len(tasks) >= self.splits[split]:
                 break
         return tasks
 
     async def stop(self) -> None:
-        """End every child and what it started; calls under way fail."""
+        """End every child and what it started. Pending calls fail."""
         self._stopped = True
         for child in self._children:
-            child.kill("the environment host was stopped")
+            child.kill(STOPPED)
         await asyncio.gather(*(child.gone.wait() for child in self._children))
         await asyncio.to_thread(_remove, self._scratch)
         self._scratch_lock.close()
@@ -258,7 +233,7 @@ class EnvironmentHost:
             if current is not None and current.alive and not current.retiring:
                 return current
             if self._stopped:
-                raise EnvironmentFault("environment_error", "the environment host was stopped")
+                raise EnvironmentFault("environment_error", STOPPED)
             child = await self._spawn()
             for surplus in self._children[:-2]:
                 surplus.kill("its process had calls that did not end, and newer ones replaced it")
@@ -269,49 +244,37 @@ class EnvironmentHost:
         self._children = [*(old for old in self._children if old.alive), child]
         try:
             if self._stopped:
-                raise EnvironmentFault("environment_error", "the environment host was stopped")
-            loaded = await child.call("load", self.start_timeout_s, args=self._args)
+                raise EnvironmentFault("environment_error", STOPPED)
+            loaded = await child.call("load", self._limits.start_timeout_s, args=self._args)
         except BaseException as error:
             child.kill("it did not load")
             await child.gone.wait()
             raise self._load_fault(error, child) from None
         if not self.splits:
-            self._score_places = asyncio.Semaphore(
-                min(self._concurrency, loaded["max_score_concurrency"])
-            )
-        self.splits, self.walls = loaded["splits"], loaded["walls"]
+            most = min(self._limits.concurrency, loaded["max_score_concurrency"])
+            self._score_places = asyncio.Semaphore(most)
+        self.splits = loaded["splits"]
+        self.sandbox = loaded["sandbox"]
         return child
 
     async def _start_process(self, interpreter: Path) -> _Child:
-        """Start `interpreter` confined to the bounds of the folder; nothing of the user's has run
-        when this returns.
-        """
+        """Start `interpreter` in the folder's sandbox. No user code has run when this returns."""
         try:
             needs = Needs.of(self.folder)
         except ValueError as error:
             raise EnvironmentFault("environment_invalid", str(error)) from error
+        named = os.environ.get(READABLE_VARIABLE, "").split(os.pathsep)
         bounds = Bounds(
             folder=str(self.folder),
             scratch=str(self._scratch),
-            hidden=str(_state_directory()),
+            hidden=str(state_directory()),
             needs=needs.asked(),
-            threads=self._concurrency,
-            readable=(
-                *filter(None, os.environ.get(READABLE_VARIABLE, "").split(os.pathsep)),
-                *requirements.prefix(interpreter),
-            ),
+            threads=self._limits.concurrency,
+            readable=(*filter(None, named), *requirements.prefix(interpreter)),
         )
-        # -P and PYTHONPATH: `environments` is this package, whatever the environment's folder
-        # holds.
-        command = (
-            sys.executable,
-            "-P",
-            "-m",
-            "environments.process.warden",
-            str(os.getpid()),
-            bounds.dump(),
-            str(interpreter),
-        )
+        # With -P and PYTHONPATH `environments` is this package, whatever the folder holds.
+        command = [sys.executable, "-P", "-m", "environments.process.warden"]
+        command += [str(os.getpid()), bounds.dump(), str(interpreter)]
         _, child = await asyncio.get_running_loop().subprocess_exec(
             lambda: _Child(self._redactor),
             *command,
@@ -323,12 +286,11 @@ class EnvironmentHost:
 
     def _load_fault(self, error: BaseException, child: _Child) -> BaseException:
         if isinstance(error, _UnansweredError):
-            what = f"loading environment.py took longer than {self.start_timeout_s:g} s"
+            what = f"loading environment.py took longer than {self._limits.start_timeout_s:g} s"
             return EnvironmentFault("environment_timeout", what, child.stderr_tail)
         if isinstance(error, EnvironmentFault) and error.code == "environment_error":
-            return EnvironmentFault(
-                "environment_invalid", f"while it loaded, {error.what}", error.traceback
-            )
+            what = f"while it loaded, {error.what}"
+            return EnvironmentFault("environment_invalid", what, error.traceback)
         return error
 
     def _child_environment(self) -> dict[str, str]:
@@ -336,7 +298,7 @@ class EnvironmentHost:
             "PATH": os.environ.get("PATH", os.defpath),
             "HOME": str(self._scratch),
             "TMPDIR": str(self._scratch),
-            "USER": "environment",  # it may run as a user that no list knows
+            "USER": "environment",  # its user id may have no name
             "LANG": "C.UTF-8",
             "PYTHONPATH": str(requirements.contract_path(self._python)),
             "PYTHONHASHSEED": "0",
@@ -348,29 +310,28 @@ class EnvironmentHost:
     # -- calls -------------------------------------------------------------------------------------
 
     async def _call(self, child: _Child, op: str, **fields: Any) -> Any:
+        timeout_s = self._limits.timeout_s
         try:
-            return await child.call(op, self.timeout_s, **fields)
+            return await child.call(op, timeout_s, **fields)
         except _UnansweredError as unanswered:
-            others = (
-                child.calls_under_way
-            )  # they share one interpreter, and each makes the others wait
-            given_up = await self._give_up(child, unanswered.number)
-            what = f"{given_up.get('method') or METHODS[op]} took longer than {self.timeout_s:g} s"
-            what += f", with {others} more calls under way in its process" if others else ""
-            raise EnvironmentFault("environment_timeout", what, given_up["traceback"]) from None
+            # They share one interpreter, so each of them slows the others down.
+            others = child.calls_under_way
+            dropped = await self._abandon(child, unanswered.number)
+            what = f"{dropped.get('method') or op} took longer than {timeout_s:g} s"
+            if others:
+                what += f", with {others} more calls under way in its process"
+            raise EnvironmentFault("environment_timeout", what, dropped["traceback"]) from None
         finally:
             child.end_if_done()
 
-    async def _give_up(self, child: _Child, number: int) -> dict[str, Any]:
-        """Make the child drop a call; retire it where the call goes on all the same, kill it where
-        it is frozen.
+    async def _abandon(self, child: _Child, number: int) -> dict[str, Any]:
+        """Make the child drop a call. Retire the child if the call still runs; kill it if it is
+        frozen.
         """
         try:
             answer = await child.call("abandon", ABANDON_TIMEOUT_S, target=number)
         except _UnansweredError:
-            await child.kill_with_evidence(
-                "its process answered no call any more (does code hold the interpreter?)"
-            )
+            await child.kill_with_evidence(FROZEN)
             return {"traceback": child.stderr_tail}
         except EnvironmentFault as fault:
             return {"traceback": fault.traceback}
@@ -398,27 +359,30 @@ class _UnansweredError(Exception):
 
 
 class _Child(asyncio.SubprocessProtocol):
-    """One process: requests out on its stdin, replies in on its stdout, what user code prints in on
-    its stderr.
+    """One process. Requests go to its stdin, replies come from its stdout, and what user code
+    prints comes from its stderr.
     """
 
     def __init__(self, redactor: Redactor) -> None:
-        self.alive, self.retiring = True, False
+        self.alive = True
+        self.retiring = False
         self.episodes: set[int] = set()
         self.gone = asyncio.Event()
-        self._ended_because, self._death_code = "", "environment_error"
+        self.stderr_tail = ""
+        self._ended_because = ""
+        self._death_code = "environment_error"
         self._pending: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count(1)
         self._rest = bytearray()
         self._redactor = redactor
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._unprinted = self.stderr_tail = ""
+        self._unprinted = ""
         self._printed_bytes = 0
 
     # -- calls -------------------------------------------------------------------------------------
 
     async def call(self, op: str, timeout_s: float, **fields: Any) -> Any:
-        """The child's answer; _UnansweredError after `timeout_s`, EnvironmentFault for a failure."""
+        """The child's answer. _UnansweredError after `timeout_s`, EnvironmentFault if it failed."""
         if not self.alive:
             raise self._death()
         number = next(self._numbers)
@@ -446,23 +410,27 @@ class _Child(asyncio.SubprocessProtocol):
 
     def kill(self, because: str) -> None:
         if self.alive:
-            self.alive, self._ended_because = False, because
+            self._mark_dead(because)
             self._fail_pending()
         if not self.gone.is_set():
             self._end_process()
 
     async def kill_with_evidence(self, because: str) -> None:
-        """Kill a frozen process, once it wrote to stderr where each of its threads is."""
-        self.alive, self._ended_because = False, because
+        """Kill a frozen process after it has written the stack of each thread to stderr."""
+        self._mark_dead(because)
         with contextlib.suppress(ProcessLookupError):
-            known = self.stderr_tail, self._unprinted
+            before = (self.stderr_tail, self._unprinted)
             self._transport.send_signal(signal.SIGUSR1)
-            for _ in range(10):  # on a busy machine it may come late
+            for _ in range(10):  # on a busy machine the stacks may come late
                 await asyncio.sleep(0.2)
-                if (self.stderr_tail, self._unprinted) != known or self.gone.is_set():
+                if (self.stderr_tail, self._unprinted) != before or self.gone.is_set():
                     break
         self._fail_pending()
         self._end_process()
+
+    def _mark_dead(self, because: str) -> None:
+        self.alive = False
+        self._ended_because = because
 
     def _send(self, request: dict[str, Any]) -> None:
         if self.alive:
@@ -476,20 +444,16 @@ class _Child(asyncio.SubprocessProtocol):
 
     def _death(self) -> EnvironmentFault:
         self._print("", is_end=True)
-        return EnvironmentFault(
-            self._death_code,
-            f"the environment's process ended: {self._ended_because}",
-            self.stderr_tail,
-        )
+        what = f"the environment's process ended: {self._ended_because}"
+        return EnvironmentFault(self._death_code, what, self.stderr_tail)
 
     def _end_process(self) -> None:
-        """Let the warden kill all there is; without it, at least the process group."""
+        """Make the warden kill every process. Kill the process group if the warden does not end."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             self._transport.send_signal(signal.SIGTERM)
             self._transport.send_signal(signal.SIGCONT)
-        asyncio.get_running_loop().call_later(
-            2 * SWEEP_TIMEOUT_S, lambda: self.gone.is_set() or self._kill_group()
-        )
+        loop = asyncio.get_running_loop()
+        loop.call_later(2 * SWEEP_TIMEOUT_S, lambda: self.gone.is_set() or self._kill_group())
 
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -516,13 +480,12 @@ class _Child(asyncio.SubprocessProtocol):
     def _receive(self, line: bytes) -> None:
         try:
             reply = json.loads(line)
-            number, is_fault = reply["number"], "fault" in reply
+            number = reply["number"]
+            is_fault = "fault" in reply
             value = self._redactor.value(reply["fault" if is_fault else "value"])
             future = self._pending.get(number)
         except (ValueError, KeyError, TypeError, RecursionError):
-            self.kill(
-                "it sent what is no reply: code wrote to the descriptor that answers go through"
-            )
+            self.kill(FORGED)
             return
         if future is None or future.done():
             return
@@ -532,29 +495,27 @@ class _Child(asyncio.SubprocessProtocol):
             future.set_result(value)
 
     def _print(self, text: str, *, is_end: bool = False) -> None:
-        """Pass what user code printed on to our own stderr, and keep the end of it as evidence."""
-        told, self._unprinted = self._redactor.split(self._unprinted + text)
+        """Write what user code printed to our own stderr, and keep the end of it as evidence."""
+        printed, self._unprinted = self._redactor.split(self._unprinted + text)
         if is_end:
-            told, self._unprinted = told + self._redactor.text(self._unprinted), ""
-        self.stderr_tail = (self.stderr_tail + told)[-STDERR_TAIL_CHARACTERS:]
+            printed += self._redactor.text(self._unprinted)
+            self._unprinted = ""
+        self.stderr_tail = (self.stderr_tail + printed)[-STDERR_TAIL_CHARACTERS:]
         room = MAX_PRINTED_BYTES - self._printed_bytes
-        self._printed_bytes += len(told)
+        self._printed_bytes += len(printed)
         if room > 0:
-            sys.stderr.write(told[:room])
-            if len(told) >= room:
-                sys.stderr.write(
-                    "\n[the environment printed more than it may; the rest is left out]\n"
-                )
+            sys.stderr.write(printed[:room])
+        if 0 < room <= len(printed):
+            sys.stderr.write("\n[the environment printed too much; the rest is left out]\n")
 
     def process_exited(self) -> None:
         if self.alive:
             code = self._transport.get_returncode()
-            self.alive, self._ended_because = False, _exit_reason(code)
+            self._mark_dead(_exit_reason(code))
             if code == MEMORY_EXIT_CODE:
                 self._death_code = "environment_memory"
         self._kill_group()
-        # Its last words may still be in the pipe; something that it started may hold that open for
-        # ever.
+        # Its last output may still be in the pipe. Another process may hold the pipe open for ever.
         asyncio.get_running_loop().call_later(1.0, self._end)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -569,26 +530,22 @@ class _Child(asyncio.SubprocessProtocol):
 
 
 def _scratch_folder() -> tuple[Path, ExitStack]:
-    """A private folder, locked as long as this process lives or the stack is open; removes those
-    whose owner died.
+    """A private folder, locked until this process or the stack ends. Also removes the folders of
+    processes that are gone.
     """
     for old in Path(tempfile.gettempdir()).glob(f"{SCRATCH_PREFIX}*"):
         with contextlib.suppress(OSError), ExitStack() as stack:
             if time.time() - old.stat().st_mtime > SCRATCH_MIN_AGE_S:
                 _lock(old, stack)
                 _remove(old)
-    folder, stack = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX)), ExitStack()
+    folder = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX))
+    stack = ExitStack()
     _lock(folder, stack)
     return folder, stack
 
 
-def _state_directory() -> Path:
-    """FLASH_HOME, which environment code may not read."""
-    return Path(os.environ.get("FLASH_HOME") or "~/.flash-mcp").expanduser().absolute()
-
-
 def _remove(folder: Path) -> None:
-    """Remove what user code made, folders that it locked against its own user too."""
+    """Remove what user code made, even folders whose mode forbids it."""
     for place, folders, _ in os.walk(folder):
         for name in folders:
             path = Path(place, name)

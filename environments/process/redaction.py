@@ -1,8 +1,7 @@
-"""Takes secrets out of what environment code says, where it enters: replies, tracebacks, printed
-text.
+"""Removes secrets from what environment code says: replies, tracebacks and printed text.
 
-It guards against accidents. Code that wants to give a secret away can spell it in ways that nobody
-searches for."""
+This guards against accidents. Code that wants to reveal a secret can spell it in ways that no
+search finds."""
 
 from __future__ import annotations
 
@@ -14,35 +13,33 @@ from typing import Any, cast
 from urllib.parse import quote, quote_plus
 
 MIN_LENGTH = 4
-"""Shorter values are not searched for: replacing "1" or "no" everywhere would garble every text."""
+"""Shorter values are not searched for: replacing "1" or "no" would garble every text."""
 MIN_ENCODED_LENGTH = 8
-"""Shorter values are not searched for in base64 and hex, where so few characters may come about by
-chance.
-"""
+"""Shorter values are not searched for in base64 and hex: so few characters may occur by chance."""
 REPLACEMENT = "[secret]"
 BREAK = r"(?:(?:\r?\n|\\n)[ \t]*)?"
-"""A long text is often broken into lines, within JSON too."""
+"""A long text is often broken into lines, also within JSON."""
 
 
 class Redactor:
-    """Knows the secrets of one host. `longest` is how many characters a spelling may take."""
+    """Knows the secrets of one host. No spelling of one is longer than `longest` characters."""
 
     def __init__(self, secrets: Iterable[str]) -> None:
-        spellings = {spelling for secret in secrets for spelling in _spellings(secret)}
-        # The longest first: of two that begin alike the shorter would leave the rest of the other.
+        spellings = set[str]().union(*map(_spellings, secrets))
+        # The longest first: a shorter one that begins alike would leave the rest of the longer one.
         ordered = sorted(spellings, key=lambda spelling: (-len(spelling), spelling))
-        self._pattern = (
-            re.compile("|".join(BREAK.join(map(re.escape, text)) for text in ordered))
-            if ordered
-            else None
-        )
-        self.longest = 4 * len(ordered[0]) if ordered else 0
+        self._pattern = None
+        self.longest = 0
+        if ordered:
+            patterns = [BREAK.join(map(re.escape, text)) for text in ordered]
+            self._pattern = re.compile("|".join(patterns))
+            self.longest = 4 * len(ordered[0])
 
     def text(self, text: str) -> str:
         return self._pattern.sub(REPLACEMENT, text) if self._pattern else text
 
     def value(self, value: Any) -> Any:
-        """JSON, with every text in it redacted; names of fields too."""
+        """Redact every text in a JSON value, also the names of fields."""
         if self._pattern is None:
             return value
         if isinstance(value, str):
@@ -55,7 +52,7 @@ class Redactor:
         return value
 
     def split(self, text: str) -> tuple[str, str]:
-        """(redacted beginning, rest): no secret may be cut, so the rest waits for what follows."""
+        """The redacted beginning, and a rest that waits for more text: no secret may be cut."""
         cut = max(0, len(text) - self.longest)
         for match in self._pattern.finditer(text) if self._pattern else ():
             if match.start() < cut < match.end():
@@ -64,23 +61,20 @@ class Redactor:
 
 
 def _spellings(secret: str) -> set[str]:
-    """How a secret may stand in a text: as it is, escaped, in base64 at any offset, in hex."""
+    """How a secret may be spelt: as it is, escaped, quoted, in base64 at any offset, in hex."""
     secret = secret.strip()
     if len(secret) < MIN_LENGTH:
         return set()
-    found = {
-        secret,
-        json.dumps(secret)[1:-1],
-        json.dumps(secret, ensure_ascii=False)[1:-1],
-        repr(secret)[1:-1],
-    }
-    found |= {quote(secret), quote(secret, safe=""), quote_plus(secret)}
+    found = {secret, json.dumps(secret)[1:-1], json.dumps(secret, ensure_ascii=False)[1:-1]}
+    found |= {repr(secret)[1:-1], quote(secret), quote(secret, safe=""), quote_plus(secret)}
     raw = secret.encode(errors="surrogateescape")
     if len(raw) >= MIN_ENCODED_LENGTH:
         found |= {raw.hex(), raw.hex().upper()}
         for offset in range(3):
-            # Characters at the ends are made of bytes of what stands before and after, too.
             coded = base64.b64encode(b"\0" * offset + raw).decode().rstrip("=")
-            inner = coded[(0, 2, 3)[offset] : len(coded) - ((offset + len(raw)) % 3 > 0)]
+            # The characters at both ends also depend on the bytes around the secret.
+            inner = coded[(0, 2, 3)[offset] :]
+            if (offset + len(raw)) % 3 > 0:
+                inner = inner[:-1]
             found |= {inner, inner.replace("+", "-").replace("/", "_")}
     return found

@@ -1,18 +1,18 @@
-"""The process between the host and environment code: it ends whatever that started, wherever it
-went.
+"""The process between the host and environment code. It ends every process that the code started.
 
-    walls = enclose(bounds) # returns in a new process, which is to run foreign code; the caller stays as its warden
-    # does that, and starts environments.process.child
+    # starts environments.process.child in the sandbox
     python -m environments.process.warden PARENT_PID BOUNDS INTERPRETER
+    # the same from Python: goes on in a new process in the sandbox; the caller becomes its warden
+    found = enclose(bounds)
 
-A process that made a session of its own would outlive its process group. The warden is the one whom
-orphans fall to (PR_SET_CHILD_SUBREAPER), so it finds and kills them all when environment code ends
-or SIGTERM comes, and then ends as environment code did. Twice a second it adds up their memory. It
-runs nothing of the user's.
+A process that makes its own session outlives its process group. The kernel makes the warden the
+parent of such orphans (PR_SET_CHILD_SUBREAPER), so it finds and kills them when environment code
+ends or SIGTERM arrives, and then ends with the same status. Twice a second it adds up their memory.
+It runs no user code.
 
-The walls (environments.process.sandbox) are put up before INTERPRETER starts: one that has packages
-of its own runs their code at once (.pth files), and may itself have been written by a package's
-build."""
+The sandbox (environments.process.sandbox) is set up before INTERPRETER starts. An interpreter with
+its own packages runs their code at once (.pth files), and a package's build may have written the
+interpreter itself."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ from environments.process.sandbox import Bounds, confine, die_with_parent, set_s
 CHECK_EVERY_S = 0.5
 SWEEP_TIMEOUT_S = 5.0
 MEMORY_EXIT_CODE = 97
-"""Said to the host: its processes used more memory than they may."""
+"""The exit code that tells the host that the processes used too much memory."""
 HEEDED = {signal.SIGTERM, signal.SIGCHLD, signal.SIGUSR1}
 
 
 def enclose(bounds: Bounds) -> dict[str, str]:
-    """Go on in a process with a warden and behind the walls: what `confine` found. The caller never
-    returns.
+    """Go on in a new process in the sandbox, with this one as its warden. Returns what `confine`
+    found, in the new process only.
     """
     warden = _watch(bounds.memory_bytes)
-    walls = confine(bounds)
-    die_with_parent(warden)  # once more: becoming another user undoes it
-    return walls
+    found = confine(bounds)
+    die_with_parent(warden)  # again, because becoming another user undoes it
+    return found
 
 
 def _watch(memory_bytes: int) -> int:
-    """Fork: return the parent's pid in the child; in the parent, never return."""
+    """Fork. Return the parent's pid in the child; never return in the parent."""
     if not sys.platform.startswith("linux"):
         return os.getppid()
     set_subreaper()
@@ -74,9 +74,7 @@ def _let_go_of_pipes() -> None:
 
 
 def _wait(child: int, memory_bytes: int) -> int:
-    """The wait status of environment code; that of the kill which it is to get, where it has not
-    ended by itself.
-    """
+    """The wait status of environment code, or the status with which it is to be ended."""
     while True:
         heard = signal.sigtimedwait(HEEDED, CHECK_EVERY_S)
         if heard is None:
@@ -91,17 +89,20 @@ def _wait(child: int, memory_bytes: int) -> int:
 
 
 def _reap() -> dict[int, int]:
-    """{pid: wait status} of all that ended."""
-    ended: dict[int, int] = {}
+    """{pid: wait status} of all processes that ended."""
+    statuses: dict[int, int] = {}
     with suppress(ChildProcessError):
-        while (found := os.waitpid(-1, os.WNOHANG))[0]:
-            ended[found[0]] = found[1]
-    return ended
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            statuses[pid] = status
+    return statuses
 
 
 def _sweep() -> None:
-    """Kill until nobody is left. What is killed leaves its children to this process, which finds
-    them next time.
+    """Kill until no process is left. The children of a killed process fall to this one, which
+    finds them in the next round.
     """
     deadline = time.monotonic() + SWEEP_TIMEOUT_S
     while (left := list(_descendants(os.getpid()))) and time.monotonic() < deadline:
@@ -122,32 +123,31 @@ def _descendants(pid: int) -> Iterator[int]:
 
 
 def _uses_more(pids: list[int], memory_bytes: int) -> bool:
-    """Whether they use more together. What several share is divided among them only where it
-    matters: that is slow.
+    """Whether they use more together. Shared memory is divided among them only if that can change
+    the answer, because it is slow.
     """
     return sum(map(_memory_of, pids)) > memory_bytes and sum(map(_share_of, pids)) > memory_bytes
 
 
 def _memory_of(pid: int) -> int:
-    """Bytes of its own and of memory that it shares, but for those of files."""
+    """Bytes of its own memory and of the memory that it shares, without that of files."""
     return _kibibytes(pid, "status", "RssAnon", "RssShmem") << 10
 
 
 def _share_of(pid: int) -> int:
-    """The same, of each page only its share; all of it where the process or the kernel does not let
-    that be seen.
-    """
+    """The same, with only its share of each page; all of it if the shares cannot be read."""
     return _kibibytes(pid, "smaps_rollup", "Pss_Anon", "Pss_Shmem") << 10 or _memory_of(pid)
 
 
 def _kibibytes(pid: int, file: str, *names: str) -> int:
+    """The sum of the lines of /proc/PID/FILE that have these names."""
+    total = 0
     with suppress(OSError):
-        lines = (
-            line.split()
-            for line in Path(f"/proc/{pid}/{file}").read_text(errors="replace").splitlines()
-        )
-        return sum(int(words[1]) for words in lines if words and words[0].rstrip(":") in names)
-    return 0
+        for line in Path(f"/proc/{pid}/{file}").read_text(errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name in names:
+                total += int(value.split()[0])
+    return total
 
 
 def _end_as(status: int) -> None:
@@ -161,10 +161,11 @@ def _end_as(status: int) -> None:
 
 
 def _take_pipes() -> tuple[int, int]:
-    """Copies of stdin and stdout for who knows their numbers; they become /dev/null and stderr for
-    everybody else.
+    """Move stdin and stdout to other descriptors. 0 becomes /dev/null and 1 becomes stderr, so
+    that no print ends up among the replies.
     """
-    requests, replies = os.dup(0), os.dup(1)
+    requests = os.dup(0)
+    replies = os.dup(1)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(2, 1)
@@ -173,21 +174,15 @@ def _take_pipes() -> tuple[int, int]:
 
 
 def main() -> None:
-    parent_pid, bounds, interpreter = int(sys.argv[1]), Bounds.load(sys.argv[2]), sys.argv[3]
-    die_with_parent(parent_pid, by=signal.SIGTERM)
-    walls, pipes = enclose(bounds), _take_pipes()
-    for pipe in pipes:
+    bounds = Bounds.load(sys.argv[2])
+    interpreter = sys.argv[3]
+    die_with_parent(int(sys.argv[1]), by=signal.SIGTERM)
+    found = enclose(bounds)
+    arguments = [bounds.dump(), json.dumps(found)]
+    for pipe in _take_pipes():
         os.set_inheritable(pipe, True)
-    serve = (
-        interpreter,
-        "-P",
-        "-m",
-        "environments.process.child",
-        bounds.dump(),
-        json.dumps(walls),
-        *map(str, pipes),
-    )
-    os.execv(interpreter, serve)
+        arguments.append(str(pipe))
+    os.execv(interpreter, [interpreter, "-P", "-m", "environments.process.child", *arguments])
 
 
 if __name__ == "__main__":

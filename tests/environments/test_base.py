@@ -29,7 +29,7 @@ from environments.process.host import EnvironmentFault, EnvironmentHost
         (b'{"input": 3}\n', "rows.jsonl line 1: 'input' must be a string, got 3"),
         (
             b'{"input": "a", "id": "x"}\n{"input": "b", "id": "x"}\n',
-            "rows.jsonl line 2: id 'x' stands on line 1 already",
+            "rows.jsonl line 2: id 'x' is already used on line 1",
         ),
         (b'{"input": "a"}\n{"input": "a"}\n', "rows.jsonl line 2: id "),
         (b'{"input": "a"}\n{"input": "\xff"}\n', "rows.jsonl line 2: not UTF-8"),

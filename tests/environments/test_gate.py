@@ -140,9 +140,9 @@ async def test_a_faulty_environment_fails_where_it_is_at_fault(tmp_path: Path, f
 
 FIXES = {
     "start_episode": ("def start_episode(self, example): return []", "prompts",
-        "define it as the contract has it: start_episode(self, example, prompt_text)"),
+        "define it as the contract does: start_episode(self, example, prompt_text)"),
     "prompt": ("def start_episode(self, example, prompt_text): return 1 / 0", "prompts",
-        "mend start_episode at the line named"),
+        "correct start_episode at the line named"),
     "step": ("def step_episode(self, example, messages, assistant_response): pass", "junk",
         "return what the evidence asks for on every path: one without a return gives None"),
     "raising step": ("def step_episode(self, example, messages, said): int(said)", "junk",
@@ -152,9 +152,9 @@ FIXES = {
     "nan": ("def score_response(self, example, text): return RewardResult(float('nan'))", "junk",
         "give RewardResult a finite number as score, whatever the model wrote"),
     "gold": ("def score_response(self, example, text): return RewardResult(text.missing)", "gold",
-        "mend score_episode at the line named"),
+        "correct score_episode at the line named"),
     "typo": ("def score_response(self, example, text): return Reward(0.0)", "junk",
-        "mend score_episode at the line named"),
+        "correct score_episode at the line named"),
     "junk": ("def score_response(self, example, text): return RewardResult(float(int(text) == 1))", "junk",
         "return a low score instead of raising, whatever the model wrote"),
     "exit": ("def score_response(self, example, text): os._exit(3)", "junk",
@@ -180,7 +180,7 @@ LOAD_FIXES = {
         {},
         "pass secrets=['INVENTORY_KEY'], if that is an environment variable",
     ),
-    "own key": ("{}['inventory']", {}, "mend environment.py at the line named"),
+    "own key": ("{}['inventory']", {}, "correct environment.py at the line named"),
     "unexpected": (
         "Addition(**args)",
         {"size": 2},
@@ -194,10 +194,10 @@ LOAD_FIXES = {
     "package": (
         "__import__('no_such_package')",
         {},
-        "name its package in requirements.txt, or mend the import",
+        "name its package in requirements.txt, or correct the import",
     ),
     "exit": ("os._exit(3)", {}, "raise or return instead of ending the process"),
-    "none": ("None", {}, "mend environment.py"),
+    "none": ("None", {}, "correct environment.py"),
 }
 
 
@@ -240,7 +240,7 @@ async def test_a_fault_of_a_file_names_the_file(tmp_path: Path) -> None:
     (environment_folder(tmp_path, "", returns="Addition()") / "environment.toml").write_text(
         "netwrk = true\n"
     )
-    assert (await check(tmp_path)).probes[0].fix.startswith("mend environment.toml")
+    assert (await check(tmp_path)).probes[0].fix.startswith("correct environment.toml")
 
 
 async def test_a_long_answer_is_cut_with_its_quotes_closed(tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ async def test_state_that_episodes_share_is_found(tmp_path: Path) -> None:
     """
     failed = failures(await check(environment_folder(tmp_path, source)))
     assert set(failed) == {"isolation"}
-    assert "went otherwise beside other episodes than alone" in failed["isolation"].evidence
+    assert "went differently while other episodes ran than alone" in failed["isolation"].evidence
 
 
 async def test_a_scorer_that_hangs_on_junk_is_found_within_its_deadline(tmp_path: Path) -> None:

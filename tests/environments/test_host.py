@@ -220,7 +220,7 @@ MISBEHAVIOUR = {
     "return EnvironmentStepResult(done=False, messages=[{'role': 'bot', 'content': ''}])": "has role 'bot'",
     "return EnvironmentStepResult(done=False, messages=[{'role': 'user', 'content': 3}])": "a string, got int 3",
     "return EnvironmentStepResult(done=False, messages=[{'role': 'user', 'content': '', 'x': {1, 2}}])": "JSON cannot",
-    "return EnvironmentStepResult(done=True, metadata=None)": "using what step returned raised TypeError",
+    "return EnvironmentStepResult(done=True, metadata=None)": "using what step_episode returned raised TypeError",
 }
 
 
@@ -251,7 +251,7 @@ async def test_what_step_episode_must_not_do_is_explained(
         ("1.0", "score_episode must return a RewardResult, got float 1.0"),
         (
             "RewardResult(score=1, metrics=[('a', 1)])",
-            "using what score returned raised AttributeError",
+            "using what score_episode returned raised AttributeError",
         ),
     ],
 )

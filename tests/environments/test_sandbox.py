@@ -1,4 +1,4 @@
-"""The walls around environment code, each attacked by code that an environment runs for real."""
+"""The sandbox of environment code, attacked by code that an environment runs for real."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.watch import is_running
 pytestmark = [
     pytest.mark.anyio,
     pytest.mark.skipif(
-        not sys.platform.startswith("linux"), reason="the walls are the Linux kernel's"
+        not sys.platform.startswith("linux"), reason="the sandbox needs the Linux kernel"
     ),
 ]
 
@@ -103,8 +103,8 @@ async def test_state_is_out_of_reach_though_the_environment_lies_within_it(
 ) -> None:
     async with attack_on(published) as attack:
         # `attributes` takes a mount namespace, which a container may refuse.
-        assert not any({**attack.host.walls, "attributes": ""}.values()), describe(
-            attack.host.walls
+        assert not any({**attack.host.sandbox, "attributes": ""}.values()), describe(
+            attack.host.sandbox
         )
         for path in (
             flash_home / "flash.db",
@@ -205,8 +205,8 @@ async def test_terminals_of_others_are_out_of_reach_and_its_own_work(tmp_path: P
         assert (await attack.fault(f"open({os.ttyname(operators)!r}, 'w')")).code.startswith(
             "environment_"
         )
-        if attack.host.walls["attributes"]:
-            pytest.skip(f"no terminals of its own: {attack.host.walls['attributes']}")
+        if attack.host.sandbox["attributes"]:
+            pytest.skip(f"no terminals of its own: {attack.host.sandbox['attributes']}")
         code = (
             "import os; one, other = os.openpty(); os.write(other, b'own'); told = os.read(one, 9)"
         )
@@ -317,7 +317,7 @@ async def test_an_environment_that_asks_for_the_network_gets_it(
     tmp_path: Path, listener: socket.socket
 ) -> None:
     async with attack_on(tmp_path, "network = true") as attack:
-        assert "asks for it" in attack.host.walls["network"]
+        assert "asks for it" in attack.host.sandbox["network"]
         assert await attack.told(
             f"import socket; told = socket.create_connection({listener.getsockname()!r})"
         )
@@ -540,7 +540,7 @@ async def main():
                 told.append((await host.step(episode, code)).messages[0]["content"])
             except EnvironmentFault as fault:
                 told.append(fault.code)
-        print(json.dumps([host.walls, told]))
+        print(json.dumps([host.sandbox, told]))
 
 asyncio.run(main())
 """

@@ -1,5 +1,4 @@
-"""Arithmetic with a tool: the model asks for a calculation, is told the result, and gives the
-answer.
+"""Arithmetic with a tool: the model asks for a calculation, reads the result, and gives the answer.
 
 user       What is 12 * 7?
 assistant  <calc>12 * 7</calc>
@@ -27,11 +26,10 @@ from environments import (
 DATASETS = Path(__file__).parent / "datasets"
 MAX_TURNS = 3
 INSTRUCTIONS = (
-    "Solve the problem with the calculator. First write only <calc>calculation</calc>. You are told the result. "
-    "Then write only <answer>number</answer>."
+    "Solve the problem with the calculator. First write only <calc>calculation</calc>. "
+    "You are told the result. Then write only <answer>number</answer>."
 )
-# As a conversation rather than in words: a small model imitates turns far better than it follows a
-# description.
+# A small model imitates turns far better than it follows a description.
 EXAMPLE = (
     {"role": "user", "content": "What is 3 + 4?"},
     {"role": "assistant", "content": "<calc>3 + 4</calc>"},
@@ -47,14 +45,14 @@ WEIGHTS = {
     "answered": 0.1,
     "right_answer": 0.3,
 }
-"""What each part of a solution is worth, in the order in which a beginner reaches them. The form of
-an answer earns nothing before the calculator was used: it would be the easy way out.
+"""The reward of each part of a solution, in the order in which a beginner learns them. An answer in
+the right form earns nothing until the calculator was used; otherwise the model would stop there.
 """
 
 
 class Calculator(EnvironmentMultiTurn):
-    """The reward grows with every part of the way; `success` asks for the right answer by way of
-    the calculator.
+    """Each part earns a share of the reward. `success` means that the calculator found the right
+    answer and the model gave it.
     """
 
     def __init__(self) -> None:
@@ -62,8 +60,7 @@ class Calculator(EnvironmentMultiTurn):
         self.eval_dataset = load_dataset(DATASETS / "eval.jsonl")
 
     def start_episode(self, example: TaskExample, prompt_text: str) -> list[dict[str, str]]:
-        # Each episode is served by its own copy of this object, so this list belongs to one
-        # conversation.
+        # Each episode has its own copy of this object, so this list belongs to one conversation.
         self.results: list[Fraction] = []
         return [
             {"role": "system", "content": prompt_text or INSTRUCTIONS},
@@ -78,23 +75,17 @@ class Calculator(EnvironmentMultiTurn):
         self, example: TaskExample, messages: list[dict[str, str]], assistant_response: str
     ) -> EnvironmentStepResult:
         text = assistant_response or ""
-        call, answer = CALC.search(text), ANSWER.search(text)
-        # An answer in the same turn as the first calculation was written before the result was
-        # known.
+        call = CALC.search(text)
+        answer = ANSWER.search(text)
+        # An answer before the first calculation was written without its result.
         if call is None or (answer and answer.start() < call.start()):
             return EnvironmentStepResult(done=True)
         try:
-            result = calculate(call[1])
+            self.results.append(calculate(call[1]))
+            reply = f"The result is {number_text(self.results[-1])}."
         except ValueError as error:
-            return EnvironmentStepResult(
-                done=False,
-                messages=[{"role": "user", "content": f"The calculator cannot do that: {error}."}],
-            )
-        self.results.append(result)
-        return EnvironmentStepResult(
-            done=False,
-            messages=[{"role": "user", "content": f"The result is {number_text(result)}."}],
-        )
+            reply = f"The calculator cannot do that: {error}."
+        return EnvironmentStepResult(done=False, messages=[{"role": "user", "content": reply}])
 
     def score_episode(self, example: TaskExample, episode: EnvironmentEpisode) -> RewardResult:
         gold = Fraction(str(example.output))
@@ -107,11 +98,12 @@ class Calculator(EnvironmentMultiTurn):
             "answered": answer is not None and bool(self.results),
             "right_answer": answer is not None and read_number(answer[1]) == gold,
         }
+        missing = [name for name, reached in parts.items() if not reached]
         return RewardResult(
-            score=round(sum(WEIGHTS[name] for name, reached in parts.items() if reached), 6),
+            score=round(sum(WEIGHTS[name] for name in parts if name not in missing), 6),
             success=parts["right_calculation"] and parts["right_answer"],
             metrics=[RewardMetric(name, score=float(reached)) for name, reached in parts.items()],
-            reason=next((f"not {name}" for name, reached in parts.items() if not reached), None),
+            reason=f"not {missing[0]}" if missing else None,
         )
 
     def sft_completion(self, example: TaskExample) -> list[dict[str, str]]:
@@ -129,6 +121,12 @@ def load_environment() -> Calculator:
 # -- the calculator: numbers, + - * / and parentheses, exact; no eval ------------------------------
 
 MAX_CHARACTERS = 64
+OPERATORS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
+    "+": Fraction.__add__,
+    "-": Fraction.__sub__,
+    "*": Fraction.__mul__,
+    "/": Fraction.__truediv__,
+}
 TOKEN = re.compile(r"\s*(\d+(?:\.\d+)?|[-+*/()])")
 
 
@@ -158,15 +156,11 @@ def _chain(
 ) -> Fraction:
     value = operand(tokens)
     while tokens and tokens[0] in operators:
-        operator, right = tokens.pop(0), operand(tokens)
-        if operator == "/" and right == 0:
+        symbol = tokens.pop(0)
+        right = operand(tokens)
+        if symbol == "/" and right == 0:
             raise ValueError("it divides by zero")
-        value = {
-            "+": value.__add__,
-            "-": value.__sub__,
-            "*": value.__mul__,
-            "/": value.__truediv__,
-        }[operator](right)
+        value = OPERATORS[symbol](value, right)
     return value
 
 

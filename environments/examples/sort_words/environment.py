@@ -6,6 +6,7 @@ assistant  apple, fig, pear
 
 from __future__ import annotations
 
+import operator
 import re
 from pathlib import Path
 
@@ -18,7 +19,10 @@ from environments import (
 )
 
 DATASETS = Path(__file__).parent / "datasets"
-INSTRUCTIONS = "Sort the words alphabetically. Answer with the same words, separated by commas, and nothing else."
+INSTRUCTIONS = (
+    "Sort the words alphabetically. Answer with the same words, separated by commas, "
+    "and nothing else."
+)
 EXAMPLE = (
     {"role": "user", "content": "Sort alphabetically: river, cloud, stone"},
     {"role": "assistant", "content": "cloud, river, stone"},
@@ -27,7 +31,7 @@ SAME_WORDS_WEIGHT = 0.2
 
 
 class SortWords(EnvironmentSingleTurn):
-    """The reward is mostly the share of words in their right place; `success` asks for just these
+    """The reward is mostly the share of words in the right place. `success` means exactly these
     words in order.
     """
 
@@ -43,20 +47,15 @@ class SortWords(EnvironmentSingleTurn):
         ]
 
     def score_response(self, example: TaskExample, response_text: str) -> RewardResult:
-        gold, given = words(example.output), words(response_text or "")
-        # Over the longer of the two: whoever lists words at random, or repeats the question, gains
-        # nothing by it.
-        placed = sum(left == right for left, right in zip(gold, given, strict=False)) / max(
-            len(gold), len(given)
-        )
-        same_words = sorted(given) == gold
+        gold = words(example.output)
+        given = words(response_text or "")
+        # Divided by the longer of the two, so that a model gains nothing from listing more words.
+        placed = sum(map(operator.eq, gold, given)) / max(len(gold), len(given))
+        same_words = float(sorted(given) == gold)
         return RewardResult(
             score=round(SAME_WORDS_WEIGHT * same_words + (1 - SAME_WORDS_WEIGHT) * placed, 6),
             success=given == gold,
-            metrics=[
-                RewardMetric("same_words", score=float(same_words)),
-                RewardMetric("placed", score=placed),
-            ],
+            metrics=[RewardMetric("same_words", same_words), RewardMetric("placed", placed)],
         )
 
 
