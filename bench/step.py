@@ -36,7 +36,6 @@ from bench.rollouts import rotated
 from flash_mcp.protocol.spec import RunSpec, resolve
 from worker.rollouts.scheduler import Rollout, Task
 from worker.rollouts.transcript import ChatTemplate, Transcript
-from worker.settings import Settings
 from worker.training.checkpoints import trainer_arguments
 from worker.training.grpo import RolloutsOf, Trainer, scales_advantages
 from worker.training.kernels import LoraLinear
@@ -71,7 +70,7 @@ def cases(*, quick: bool) -> list[Case]:
 def plain_trainer(
     policy: Any,
     tokenizer: Any,
-    spec: Settings,
+    spec: RunSpec,
     *,
     rollouts_of: RolloutsOf,
     output_dir: str,
@@ -156,7 +155,7 @@ def _run_case(model_path: Path, case: Case, repeat: int) -> Json:
         "lora_alpha": 2 * RANK,
         "steps": 1,
     }
-    spec = Settings(**resolve(RunSpec(environment="bench", **fields)).spec.model_dump())
+    spec = resolve(RunSpec(environment="bench", **fields)).spec
     rollouts = make_rollouts(make_policy(model_path), tokenizer, case)
     transcripts = [rollout.transcript for rollout in rollouts if rollout.transcript]
     longest = max(len(transcript.completion_ids) for transcript in transcripts)

@@ -13,13 +13,14 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 CLEANUP_S = 20.0
-"""An environment may be slow to close; whoever cancelled wants the run saved before its grace ends.
+"""An environment may be slow to close, and after a cancel the run must be saved before its grace
+period ends.
 """
 
 
 class AsyncRunner:
-    """Runs coroutines on a thread of its own, and what they ask for on the thread that waits for
-    them.
+    """Runs coroutines on its own thread, and the functions that they pass to `call_waiting` on the
+    thread that waits in `run`.
 
     The engine must step on the thread that trains: a second thread would bring a second OpenMP
     team, and two teams on the same cores made decode steps 1.5 times slower."""
@@ -27,9 +28,8 @@ class AsyncRunner:
     def __enter__(self) -> AsyncRunner:
         self._loop = asyncio.new_event_loop()
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="event-loop", daemon=True
-        )
+        forever = self._loop.run_forever
+        self._thread = threading.Thread(target=forever, name="event-loop", daemon=True)
         self._thread.start()
         return self
 
@@ -43,23 +43,21 @@ class AsyncRunner:
         Once `stop` is set the coroutine is cancelled, and CancelledError is raised when it has
         cleaned up, or after CLEANUP_S."""
         task = asyncio.run_coroutine_threadsafe(self._begin(coroutine), self._loop).result()
-        deadline = math.inf  # of its cleaning up
+        deadline = math.inf  # of its cleanup
         while True:
             try:
                 call = self._calls.get(timeout=0.25 if stop else None)
             except queue.Empty:
                 call = None
-            if (
-                call is None and task.done()
-            ):  # else it tells the end of a task whose `run` Ctrl-C left
+            # None may also be the end of an earlier task, whose `run` Ctrl-C interrupted.
+            if call is None and task.done():
                 if task.cancelled() or (deadline < math.inf and task.exception()):
                     raise CancelledError
                 return task.result()
             if call:
                 call()
-            if (
-                stop and stop.is_set() and deadline == math.inf
-            ):  # once: again would cut its cleaning up short
+            # Cancel only once: a second cancel would interrupt the cleanup.
+            if stop and stop.is_set() and deadline == math.inf:
                 deadline = time.monotonic() + CLEANUP_S
                 self._loop.call_soon_threadsafe(task.cancel)
             if time.monotonic() > deadline:
@@ -79,7 +77,9 @@ class AsyncRunner:
                 result.set_result(function())
             except Exception as error:
                 result.set_exception(error)
-            except BaseException:  # Ctrl-C is this thread's: in the loop it would end the loop, and `run` would wait on
+            except BaseException:
+                # Ctrl-C belongs to this thread. In the loop it would end the loop, and `run` would
+                # wait forever.
                 result.cancel()
                 raise
 

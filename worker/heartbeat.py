@@ -1,4 +1,4 @@
-"""The attempt's pulse: it says that the attempt lives, and hears when it shall end."""
+"""The attempt's heartbeat. It reports that the attempt is alive and receives cancel requests."""
 
 from __future__ import annotations
 
@@ -18,25 +18,32 @@ class Cancelled(Exception):
 
 
 class Pulse(threading.Thread):
-    """Says every two seconds that the attempt lives, and hears what the control plane wants."""
+    """Writes a heartbeat every two seconds and sets `cancelled` once a cancel is requested."""
 
     def __init__(self, writer: RunWriter) -> None:
         super().__init__(name="pulse", daemon=True)
-        self.writer, self.step, self.phase, self.progress = writer, 0, "start", 0
+        self.writer = writer
+        self.step = 0
         self.steps: int | None = None
-        """How many there will be, once that is known."""
-        self.cancelled, self._stopped = threading.Event(), threading.Event()
+        """The number of steps of the run, once it is known."""
+        self.phase = "start"
+        self.progress = 0
+        self.cancelled = threading.Event()
+        self._stopped = threading.Event()
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """Note what happens now; raises Cancelled where a cancel came."""
+        """Note what happens now; raises Cancelled after a cancel."""
         if self.cancelled.is_set():
             raise Cancelled
+        if step is None:
+            step = self.step
         if phase != self.phase:
-            log.info("step %s: %s", self.step if step is None else step, phase)
-        self.phase, self.step = phase, self.step if step is None else step
+            log.info("step %s: %s", step, phase)
+        self.phase = phase
+        self.step = step
 
     def advance(self) -> None:
-        """Count something done within a step, so that a long one is not taken for a stall."""
+        """Count progress within a step, so that a long step is not taken for a stall."""
         self.progress += 1
 
     def run(self) -> None:
@@ -48,11 +55,11 @@ class Pulse(threading.Thread):
             except FlashError as error:
                 if error.code == "fenced":
                     log.error("%s", error)
-                    os._exit(
-                        3
-                    )  # a newer attempt trains on: nothing that this one holds may be written
+                    # A newer attempt trains: nothing that this one holds may be written.
+                    os._exit(3)
                 log.warning("%s", error)
-            except Exception as error:  # whatever a store's client raises: without a beat another attempt would start
+            except Exception as error:
+                # Whatever a store's client raises: without heartbeats another attempt would start.
                 log.warning("the run folder cannot be written: %s: %s", type(error).__name__, error)
 
     def stop(self) -> None:

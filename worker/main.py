@@ -3,8 +3,8 @@
     python -m worker.main RUN_FOLDER --attempt N
 
 Reads job.json, claims epoch N, trains or evaluates, and ends the run with result.json. Exit code 0
-says that result.json was written; after anything else the supervisor starts attempt N + 1, which
-goes on from the last good checkpoint, or from the attempts at tasks that were recorded."""
+means that result.json was written. After any other end, the supervisor starts attempt N + 1, which
+resumes from the last good checkpoint, or from the recorded attempts of an evaluation."""
 
 from __future__ import annotations
 
@@ -21,16 +21,30 @@ import time
 import traceback
 import warnings
 from pathlib import Path
+from typing import cast
 
 import psutil
 
 from environments.process.host import EnvironmentFault
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.run_folder import RunFolder, disk_error
+from flash_mcp.protocol.records import Json
+from flash_mcp.protocol.run_folder import RunFolder, RunWriter, disk_error
+from flash_mcp.protocol.spec import EvalSpec, stored_spec
 from worker.heartbeat import Cancelled, Pulse
-from worker.settings import Settings
 
 log = logging.getLogger("worker")
+PROCESS_SETTINGS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # vLLM would pin the trainer's threads too
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TRL_EXPERIMENTAL_SILENCE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
+"""Environment variables that torch and vLLM read when they are imported."""
 
 
 def main() -> int:
@@ -38,18 +52,11 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", help="the run folder: a path or any fsspec URL")
-    parser.add_argument(
-        "--attempt",
-        type=int,
-        required=True,
-        help="number of this attempt, from 1; the fencing epoch",
-    )
+    attempt_help = "number of this attempt, from 1; the fencing epoch"
+    parser.add_argument("--attempt", type=int, required=True, help=attempt_help)
     args = parser.parse_args()
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.INFO,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+    line = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=line)
 
     folder = RunFolder(args.folder)
     job = folder.job()
@@ -58,27 +65,19 @@ def main() -> int:
     except FlashError as error:
         log.error("%s", error)
         return 3
-    spec = Settings(**job["spec"])
     writer.beat(0, "start")
     pulse = Pulse(writer)
     pulse.start()
     started = time.monotonic()
+    error = None
     try:
-        prepare_process()
-        # Only now: torch and vLLM read the environment that was just prepared.
-        if spec.algorithm == "eval":
-            from worker.evaluate import evaluate as work  # noqa: PLC0415
-        else:
-            from worker.train import train as work  # noqa: PLC0415
-
-        with tempfile.TemporaryDirectory(prefix=_sweep_scratch(folder.url)) as scratch:
-            step = work(job, spec, writer, pulse, Path(scratch))
-        state, error = "cancelled" if pulse.cancelled.is_set() else "succeeded", None
+        step = _work(job, writer, pulse)
+        state = "cancelled" if pulse.cancelled.is_set() else "succeeded"
     except Cancelled:
-        state, error, step = "cancelled", None, pulse.step
+        state, step = "cancelled", pulse.step
     except BaseException as raised:  # the last place where an attempt can say why it ended
-        error, step = _explain(raised, pulse.phase), pulse.step
-        state = "failed"
+        error = _explain(raised, pulse.phase)
+        state, step = "failed", pulse.step
         log.error("%s\n%s", error, "".join(traceback.format_exception(raised)))
         if error.code == "fenced":
             return 3
@@ -86,15 +85,29 @@ def main() -> int:
     if error:
         writer.event("error", str(error))
     seconds = round(time.monotonic() - started, 1)
-    writer.commit_result(
-        state, step, error, seconds=seconds, retryable=bool(error and _was_struck(error))
-    )
+    retryable = error is not None and _was_killed(error)
+    writer.commit_result(state, step, error, seconds=seconds, retryable=retryable)
     return 0
 
 
+def _work(job: Json, writer: RunWriter, pulse: Pulse) -> int:
+    """Train or evaluate; the last step."""
+    prepare_process()
+    spec = stored_spec(job["spec"])
+    # These imports come after prepare_process: torch and vLLM read the environment on import.
+    with tempfile.TemporaryDirectory(prefix=_sweep_scratch(writer.folder.url)) as scratch:
+        if isinstance(spec, EvalSpec):
+            from worker.evaluate import evaluate  # noqa: PLC0415
+
+            return evaluate(job, spec, writer, pulse, Path(scratch))
+        from worker.train import train  # noqa: PLC0415
+
+        return train(job, spec, writer, pulse, Path(scratch))
+
+
 def _sweep_scratch(url: str) -> str:
-    """Remove what killed attempts of this run left in the temporary folder; the prefix for this
-    one's.
+    """Remove what killed attempts of this run left in the temporary folder; the prefix of this
+    attempt's scratch folder.
     """
     prefix = f"flash-{hashlib.sha256(url.encode()).hexdigest()[:12]}-"
     for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
@@ -103,47 +116,36 @@ def _sweep_scratch(url: str) -> str:
 
 
 def prepare_process() -> None:
-    """Settings that torch and vLLM read when they are imported."""
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ.setdefault(
-        "VLLM_CPU_OMP_THREADS_BIND", "nobind"
-    )  # vLLM would pin the trainer's threads too
-    # One card: over several the trainer would spread its batch, and ask for as many times the
-    # rollouts.
+    """Set what torch and vLLM read when they are imported."""
+    for name, value in PROCESS_SETTINGS.items():
+        os.environ.setdefault(name, value)
+    # One GPU: with several, the trainer would spread its batch over them and ask for as many times
+    # the rollouts.
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     warnings.filterwarnings("ignore", category=FutureWarning)
     logging.getLogger("vllm").setLevel(logging.ERROR)
 
 
 def _explain(error: BaseException, phase: str) -> FlashError:
-    """What ended the attempt, as something that an agent can act on."""
+    """What ended the attempt, as an error that an agent can act on."""
     if isinstance(error, ExceptionGroup):
-        return _explain(error.exceptions[0], phase)
+        group = cast("ExceptionGroup[Exception]", error)
+        return _explain(group.exceptions[0], phase)
     if isinstance(error, FlashError):
         return error
     if isinstance(error, EnvironmentFault):
-        return FlashError(
-            error.code, error.what, fix="run env_test on the environment, mend it and push it again"
-        )
+        fix = "run env_test on the environment, mend it and push it again"
+        return FlashError(error.code, error.what, fix=fix)
     if any(words in str(error) for words in _NO_SPACE):
         error = OSError(errno.ENOSPC, str(error))
-    if isinstance(error, OSError) and isinstance(
-        full := disk_error(error, Path(tempfile.gettempdir())), FlashError
-    ):
-        return full
+    if isinstance(error, OSError):
+        full = disk_error(error, Path(tempfile.gettempdir()))
+        if isinstance(full, FlashError):
+            return full
     if isinstance(error, ModuleNotFoundError):
-        return FlashError(
-            "engine_missing",
-            f"the training packages are not installed: {error}",
-            fix="install flash-mcp with the extra cpu or gpu",
-        )
+        what = f"the training packages are not installed: {error}"
+        fix = "install flash-mcp with the extra cpu or gpu"
+        return FlashError("engine_missing", what, fix=fix)
     if _is_memory(error):
         return FlashError(
             "out_of_memory",
@@ -151,8 +153,8 @@ def _explain(error: BaseException, phase: str) -> FlashError:
             held_gib=round(psutil.Process().memory_info().rss / 2**30, 2),
             peak_gib=round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
             available_gib=round(psutil.virtual_memory().available / 2**30, 2),
-            fix="lower max_tokens, group_size or max_length, or use a smaller model; the event `memory` says what "
-            "needs most",
+            fix="lower max_tokens, group_size or max_length, or use a smaller model; the event "
+            "`memory` says what needs most",
         )
     return FlashError(
         "worker_failed",
@@ -161,45 +163,47 @@ def _explain(error: BaseException, phase: str) -> FlashError:
     )
 
 
-def _was_struck(error: FlashError) -> bool:
-    """Whether the environment's process was killed: that may be no fault of its code, and another
-    attempt may live.
+def _was_killed(error: FlashError) -> bool:
+    """Whether the environment's process was killed. That may be no fault of its code, and another
+    attempt may succeed.
     """
     return error.code.startswith("environment_") and "killed by SIG" in error.what
 
 
 _NO_SPACE = ("No space left on device", "PytorchStreamWriter failed writing")
-"""What safetensors and torch.save say of a full disk, in errors of their own."""
+"""How safetensors and torch.save report a full disk, in errors of their own."""
 _NO_MEMORY = (
-    "out of memory", "not allocate memory", "'t allocate memory", "not enough memory", "bad_alloc",
-    "cublas_status_alloc_failed", "no available memory", "available kv cache memory", "less than desired gpu memory",
-)  # fmt: skip
-"""What allocators say, and vLLM where its engine finds no room."""
+    "out of memory",
+    "not allocate memory",
+    "'t allocate memory",
+    "not enough memory",
+    "bad_alloc",
+    "cublas_status_alloc_failed",
+    "no available memory",
+    "available kv cache memory",
+    "less than desired gpu memory",
+)
+"""What allocators say, and vLLM when its engine finds too little memory."""
 _NO_KERNEL_MEMORY = "could not create a primitive"
-"""All that oneDNN says where a kernel finds no memory for its code; of an unknown operation it says
-more.
+"""oneDNN's whole message when a kernel finds no memory for its code. Its message for an unknown
+operation is longer.
 """
 _NO_THREAD = "can't start new thread"
-"""Python's words where a thread finds no memory for its stack, and where the system allows no more
+"""Python's message when a thread finds no memory for its stack, and when the system allows no more
 threads.
 """
 
 
 def _is_memory(error: BaseException) -> bool:
-    """Whether memory ran out, of the machine or of the device: each allocator has its own words for
-    it.
-    """
-    said = str(error).lower()
-    return (
-        isinstance(error, MemoryError)
-        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
-        or said == _NO_KERNEL_MEMORY
-        or (
-            said == _NO_THREAD
-            and resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
-        )
-        or any(words in said for words in _NO_MEMORY)
-    )
+    """Whether memory ran out, on the machine or the device. Each allocator words it differently."""
+    if isinstance(error, MemoryError):
+        return True
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
+    message = str(error).lower()
+    if message == _NO_THREAD:
+        return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+    return message == _NO_KERNEL_MEMORY or any(words in message for words in _NO_MEMORY)
 
 
 if __name__ == "__main__":

@@ -7,31 +7,32 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, Self, TypeVar, cast
 
 import torch
 from peft import PeftModel
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 
 from environments.process.host import EnvironmentHost
 from environments.process.sandbox import describe
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import RunWriter
-from worker.engine.fetch import ensure, log_progress
+from flash_mcp.protocol.spec import EvalSpec, RunSpec
+from worker.engine.fetch import config_of, ensure, log_progress
 from worker.engine.vllm import VllmEngine, default_sync
 from worker.event_loop import AsyncRunner
 from worker.heartbeat import Cancelled, Pulse
+from worker.rollouts import scheduler
 from worker.rollouts.metrics import summarize, summarize_evaluation
-from worker.rollouts.scheduler import Generator, Limits, Rollout, Task, collect
+from worker.rollouts.scheduler import Limits, Rollout, Task, mixed_seed, task_groups
 from worker.rollouts.transcript import ChatTemplate
-from worker.settings import Settings
 from worker.training import memory
 from worker.training.checkpoints import Reporter
 from worker.training.grpo import group_advantages, scales_advantages
@@ -40,23 +41,26 @@ from worker.training.sft import Row
 
 log = logging.getLogger("worker")
 T = TypeVar("T")
+S = TypeVar("S", bound=RunSpec | EvalSpec)
 MAX_LENGTH = 4096
-
-
 BLOCK = 512
-"""Attempts of an evaluation that are handed to the scheduler together: each of them holds an open
-episode.
-"""
+"""Tasks of an evaluation that the scheduler gets at once: each of them holds an open episode."""
 
 
-@contextmanager
-def opened(
-    job: Json, spec: Settings, writer: RunWriter, pulse: Pulse, *, at_once: int, trains: bool = True
-) -> Iterator[Session]:
-    """Model and environment, ready for rollouts; `at_once` is how many are wanted at the same time.
+@dataclass(frozen=True)
+class Model:
+    """A base model, ready for use."""
 
-    Without `trains` there is a policy only where the engine cannot read the job's adapter by
-    itself."""
+    path: Path
+    template: ChatTemplate
+    dtype: torch.dtype
+    max_length: int
+    policy: PeftModel | Path | None
+    """The policy; the folder of an adapter that only the engine reads; None for the base model."""
+
+
+def load_model(job: Json, spec: RunSpec | EvalSpec, pulse: Pulse, *, trains: bool) -> Model:
+    """Without `trains`, the policy is loaded only if the engine cannot read the job's adapter."""
     pulse.enter("model")
     tell = log_progress()
 
@@ -64,155 +68,128 @@ def opened(
         pulse.advance()
         tell(stage, share)
 
-    model_path = ensure(spec.model, on_progress=on_fetched)
-    tokenizer, ends = AutoTokenizer.from_pretrained(model_path), end_ids(model_path)
-    template = ChatTemplate(tokenizer, thinking=spec.thinking, end_ids=ends)
-    dtype = _dtype(model_path)
+    path = ensure(spec.model, on_progress=on_fetched)
+    config = config_of(path)
+    tokenizer = cast(Any, AutoTokenizer).from_pretrained(path)
+    template = ChatTemplate(tokenizer, thinking=spec.thinking, end_ids=end_ids(path))
+    # bf16, unless the model's own files are fp32 on purpose, as the tiny models of tests are.
+    dtype = torch.float32 if config.dtype == torch.float32 else torch.bfloat16
     adapter = Path(job["init_adapter"]["path"]) if job.get("init_adapter") else None
-    policy = None
+    policy = adapter
     if trains or (adapter and default_sync(dtype) == "merged"):
         policy = load_policy(
-            model_path,
+            path,
             rank=spec.lora_rank,
             alpha=spec.lora_alpha,
             seed=spec.seed,
             dtype=dtype,
             adapter_path=adapter,
         )
-    max_length = _max_length(spec, AutoConfig.from_pretrained(model_path))
-
-    with AsyncRunner() as runner:
-        pulse.enter("environment")
-        secrets = {name: os.environ.pop(name) for name in spec.secrets if name in os.environ}
-
-        async def on_progress(message: str) -> None:
-            pulse.advance()
-            writer.event("phase", message)
-
-        starting = EnvironmentHost.start(
-            Path(job["environment"]["path"]),
-            args=spec.environment_args,
-            secrets=secrets,
-            concurrency=spec.env_concurrency,
-            timeout_s=spec.env_timeout_s,
-            on_progress=on_progress,
+    context: int = config.get_text_config().max_position_embeddings
+    if spec.max_length and spec.max_length > context:
+        raise FlashError(
+            "invalid_argument",
+            "max_length is longer than the model's context",
+            max_length=spec.max_length,
+            context=context,
+            fix=f"set max_length to at most {context}",
         )
-        try:
-            host = runner.run(starting, stop=pulse.cancelled)
-        except CancelledError:
-            raise Cancelled from None
-        writer.event("sandbox", describe(host.sandbox))
-        session = Session(
-            spec, writer, pulse, host, model_path, template, policy or adapter, runner, max_length,
-            dtype=dtype, at_once=at_once,
-        )  # fmt: skip
-        try:
-            yield session
-        finally:
-            session.close()
-            runner.run(host.stop())
+    max_length = spec.max_length or min(context, MAX_LENGTH)
+    return Model(path, template, dtype, max_length, policy)
 
 
-class Session:
-    """The policy, its engine and its environment: what rollouts are made with, during training and
-    evaluation.
-    """
+def start_environment(
+    job: Json, spec: RunSpec | EvalSpec, writer: RunWriter, pulse: Pulse, runner: AsyncRunner
+) -> EnvironmentHost:
+    """The job's environment in its process. The run's secrets leave this process's variables."""
+    pulse.enter("environment")
+    secrets = {name: os.environ.pop(name) for name in spec.secrets if name in os.environ}
+
+    async def on_progress(message: str) -> None:
+        pulse.advance()
+        writer.event("phase", message)
+
+    starting = EnvironmentHost.start(
+        Path(job["environment"]["path"]),
+        args=spec.environment_args,
+        secrets=secrets,
+        concurrency=spec.env_concurrency,
+        timeout_s=spec.env_timeout_s,
+        on_progress=on_progress,
+    )
+    try:
+        host = runner.run(starting, stop=pulse.cancelled)
+    except CancelledError:
+        raise Cancelled from None
+    writer.event("sandbox", describe(host.sandbox))
+    return host
+
+
+class Session(Generic[S]):
+    """The policy, its engine and its environment, with which rollouts are made."""
 
     def __init__(
         self,
-        spec: Settings,
+        spec: S,
         writer: RunWriter,
         pulse: Pulse,
+        model: Model,
         host: EnvironmentHost,
-        model_path: Path,
-        template: ChatTemplate,
-        policy: PeftModel | Path | None,
         runner: AsyncRunner,
-        max_length: int,
-        *,
-        dtype: torch.dtype,
         at_once: int,
     ) -> None:
-        self.spec, self.writer, self.pulse, self.host, self.runner = (
-            spec,
-            writer,
-            pulse,
-            host,
-            runner,
-        )
-        self.model_path, self.template, self.policy = model_path, template, policy
-        self._dtype, self._at_once = dtype, at_once
+        self.spec = spec
+        self.writer = writer
+        self.pulse = pulse
+        self.model = model
+        self.host = host
+        self.runner = runner
+        self._at_once = at_once
         self.limits = Limits(
             max_tokens=spec.max_tokens,
-            max_length=max_length,
+            max_length=model.max_length,
             temperature=spec.temperature,
             top_p=spec.top_p,
             stop=tuple(spec.stop_sequences),
         )
-        self.reporter = Reporter(
-            writer, spec, pulse.cancelled, before_step=self._before_step, advance=pulse.advance
-        )
-        self.resumed_at = 0
-        """The step whose checkpoint this attempt goes on from."""
         self._engine: VllmEngine | None = None
-        self._generator: Generator | None = None
+        self._generator: scheduler.Generator | None = None
         self._synced: int | None = None
 
-    def check_memory(self, prompt: int, turns: int, *, packed: bool) -> float:
-        """Say what GRPO needs. Returns the tokens of a group above which its activations must be
-        recomputed.
-
-        FlashError(out_of_memory) where it cannot fit. `prompt` tokens are the longest.
-        """
-        spec, limits = self.spec, self.limits
-        return self._check_memory(
-            memory.Workload(
-                prompt, limits.max_tokens, turns, limits.max_length, spec.group_size, self._sequences, spec.lora_rank,
-                packed,
-            )
-        )  # fmt: skip
-
-    def check_batch_memory(self, rows: list[Row], *, packed: bool) -> float:
-        """`check_memory` of SFT on batches of `rows`."""
-        spec, length = self.spec, self.limits.max_length
-        longest = min(max((len(row["input_ids"]) for row in rows), default=1), length)
-        sequences = self._sequences if spec.eval_before or spec.eval_every or spec.eval_after else 0
-        return self._check_memory(
-            memory.Workload(
-                0, longest, 1, length, spec.batch_size, sequences, spec.lora_rank, packed
-            )
-        )
-
-    def _check_memory(self, work: memory.Workload) -> float:
-        needs, keep_tokens, warning = memory.check(self.model_path, work, self._dtype)
-        says = f"at most {needs}"
-        if keep_tokens is not None:
-            says += f"; groups of more than {keep_tokens} tokens take longer: activations are computed twice"
-        log.info("memory: %s", says)
-        self.writer.event("memory", says, **asdict(needs))
-        if warning:
-            log.warning("%s", warning)
-            self.writer.event("warning", warning)
-        return math.inf if keep_tokens is None else keep_tokens
+    @classmethod
+    @contextmanager
+    def opened(
+        cls, job: Json, spec: S, writer: RunWriter, pulse: Pulse, *, at_once: int, trains: bool
+    ) -> Generator[Self]:
+        """Model and environment, ready for rollouts, `at_once` of them at the same time."""
+        model = load_model(job, spec, pulse, trains=trains)
+        with AsyncRunner() as runner:
+            host = start_environment(job, spec, writer, pulse, runner)
+            session = cls(spec, writer, pulse, model, host, runner, at_once)
+            try:
+                yield session
+            finally:
+                session.close()
+                runner.run(host.stop())
 
     @property
     def _sequences(self) -> int:
         """Conversations that the engine advances at once."""
         return min(max(self._at_once, 32), 256)
 
-    def start_engine(self) -> tuple[VllmEngine, Generator]:
-        """The engine and its turns; made once."""
+    def start_engine(self) -> tuple[VllmEngine, scheduler.Generator]:
+        """The engine and the generator of its turns; made once."""
         if self._engine is None or self._generator is None:
             self.pulse.enter("engine")
             engine = self._engine = VllmEngine(
-                self.model_path,
+                self.model.path,
                 max_length=self.limits.max_length,
                 max_num_seqs=self._sequences,
                 seed=self.spec.seed,
-                lora_rank=self.spec.lora_rank if self.policy else None,
-                dtype=str(self._dtype).removeprefix("torch."),
+                lora_rank=self.spec.lora_rank if self.model.policy else None,
+                dtype=str(self.model.dtype).removeprefix("torch."),
             )
-            self._generator = Generator(
+            self._generator = scheduler.Generator(
                 engine, run_step=lambda: self.runner.call_waiting(engine.step)
             )
         return self._engine, self._generator
@@ -221,45 +198,153 @@ class Session:
         if self._generator:
             self.runner.run(self._generator.aclose())
 
+    def sync(self, step: int) -> float:
+        """Put the policy after `step` steps into the engine, unless it is there; the seconds that
+        this took.
+        """
+        started = time.monotonic()
+        engine, _ = self.start_engine()
+        if self._synced != step:
+            policy = self.model.policy
+            if isinstance(policy, Path):
+                engine.load_adapter(policy)
+            elif policy is not None:
+                engine.load_policy(policy)
+            self._synced = step
+        return time.monotonic() - started
+
+    def collect(
+        self,
+        tasks: list[Task],
+        limits: Limits,
+        on_done: Callable[[Rollout], None] = lambda rollout: None,
+    ) -> list[Rollout]:
+        """One rollout per task under the policy that was synced last; calls `on_done` with each as
+        it ends. Raises Cancelled.
+        """
+        _, generator = self.start_engine()
+
+        def done(rollout: Rollout) -> None:
+            self.pulse.advance()
+            on_done(rollout)
+
+        template = self.model.template
+        return self.wait(
+            scheduler.collect(tasks, self.host, generator, template, limits, on_done=done)
+        )
+
+    def collect_blocks(
+        self, tasks: list[Task], limits: Limits, on_done: Callable[[Rollout], None]
+    ) -> None:
+        """`collect`, BLOCK tasks at a time, without keeping the rollouts."""
+        for start in range(0, len(tasks), BLOCK):
+            self.collect(tasks[start : start + BLOCK], limits, on_done)
+
+    def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """The coroutine's result; raises Cancelled after a cancel."""
+        try:
+            return self.runner.run(coroutine, stop=self.pulse.cancelled)
+        except CancelledError:
+            raise Cancelled from None
+
+
+class TrainingSession(Session[RunSpec]):
+    """A session whose policy is trained, with the reporter of its steps."""
+
+    def __init__(self, spec: RunSpec, *parts: Any) -> None:
+        super().__init__(spec, *parts)
+        self.reporter = Reporter(
+            self.writer,
+            spec,
+            self.pulse.cancelled,
+            before_step=self._before_step,
+            advance=self.pulse.advance,
+        )
+        self.resumed_at = 0
+        """The step of the checkpoint that this attempt resumed from."""
+
+    def check_memory(self, prompt: int, turns: int, *, packed: bool) -> float:
+        """Report the memory that GRPO needs if the longest prompt has `prompt` tokens. Returns the
+        tokens of a group above which its activations must be recomputed.
+
+        FlashError(out_of_memory) if the run cannot fit.
+        """
+        work = memory.Workload(
+            prompt=prompt,
+            max_tokens=self.limits.max_tokens,
+            turns=turns,
+            max_length=self.limits.max_length,
+            group_size=self.spec.rollouts_per_prompt,
+            sequences=self._sequences,
+            lora_rank=self.spec.lora_rank,
+            packed=packed,
+        )
+        return self._check_memory(work)
+
+    def check_batch_memory(self, rows: list[Row], *, packed: bool) -> float:
+        """`check_memory` of SFT on batches of `rows`."""
+        spec = self.spec
+        length = self.limits.max_length
+        longest = max((len(row["input_ids"]) for row in rows), default=1)
+        evaluates = spec.eval_before or spec.eval_every or spec.eval_after
+        work = memory.Workload(
+            prompt=0,
+            max_tokens=min(longest, length),
+            turns=1,
+            max_length=length,
+            group_size=spec.batch_size,
+            sequences=self._sequences if evaluates else 0,
+            lora_rank=spec.lora_rank,
+            packed=packed,
+        )
+        return self._check_memory(work)
+
+    def _check_memory(self, work: memory.Workload) -> float:
+        needs, keep_tokens, warning = memory.check(self.model.path, work, self.model.dtype)
+        message = f"at most {needs}"
+        if keep_tokens is not None:
+            message += (
+                f"; groups of more than {keep_tokens} tokens take longer: activations are "
+                "computed twice"
+            )
+        log.info("memory: %s", message)
+        self.writer.event("memory", message, **asdict(needs))
+        if warning:
+            log.warning("%s", warning)
+            self.writer.event("warning", warning)
+        return math.inf if keep_tokens is None else keep_tokens
+
     def rollouts(self, step: int) -> list[Rollout]:
-        """The rollouts of optimizer step `step`: G for each of its P examples. Called by the
-        trainer.
+        """The rollouts of optimizer step `step`: G for each of its P examples. The trainer calls
+        this.
         """
         spec = self.spec
         examples = examples_of(step, spec.batch_size, self.host.splits["train"], spec.seed)
         self.pulse.enter("sync", step - 1)
         sync_s = self.sync(step - 1)
         self.pulse.enter("rollout")
-        size = spec.group_size
-        tasks = [
-            Task(
-                "train",
-                example,
-                group,
-                group * size + member,
-                _seed(spec, step, group * size + member),
-                member,
-            )
-            for group, example in enumerate(examples)
-            for member in range(size)
-        ]
+        size = spec.rollouts_per_prompt
+        tasks = task_groups(
+            "train",
+            examples,
+            size,
+            lambda example, index, attempt: mixed_seed(spec.seed, step, index),
+        )
         started = time.monotonic()
         rollouts = self.collect(tasks, self.limits)
         rollout_s = time.monotonic() - started
         groups = [rollouts[at : at + size] for at in range(0, len(rollouts), size)]
-        scale = scales_advantages(spec)
-        advantages = [
-            value for group in groups for value in group_advantages(group, scale=scale).tolist()
-        ]
-        rows = [
-            rollout.row(step, value) for rollout, value in zip(rollouts, advantages, strict=True)
-        ]
+        rows: list[Json] = []
+        for group in groups:
+            advantages_G = cast(Any, group_advantages(group, scale=scales_advantages(spec)))
+            for rollout, advantage in zip(group, advantages_G.tolist(), strict=True):
+                rows.append(rollout.row(step, advantage))
         self.writer.rollouts(step, rows)
         check_errors(rows, spec.max_error_share)
+        tokens = sum(rollout.transcript.model_tokens for rollout in rollouts if rollout.transcript)
         self.reporter.pending = {
             **summarize(groups),
-            "engine/tokens_per_s": sum(r.transcript.model_tokens for r in rollouts if r.transcript)
-            / rollout_s,
+            "engine/tokens_per_s": tokens / rollout_s,
             "time/rollout_s": rollout_s,
             "time/sync_s": sync_s,
         }
@@ -270,22 +355,19 @@ class Session:
         """Greedy rollouts of the eval split under the policy after `step` steps."""
         total = min(self.spec.eval_examples, self.host.splits.get("eval", 0))
         if not total:
-            self.writer.event(
-                "warning", "the environment declares no eval split; the evaluation was left out"
-            )
+            what = "the environment declares no eval split; the evaluation was left out"
+            self.writer.event("warning", what)
             return
-        if step <= self.resumed_at and self.writer.folder.evaluation(
-            step
-        ):  # later ones are of a policy that is lost
+        # Evaluations of later steps belong to a policy that was lost with the attempt before.
+        if step <= self.resumed_at and self.writer.folder.evaluation(step):
             return
         self.sync(step)
         self.pulse.enter("eval", step)
-        limits = Limits(
-            self.limits.max_tokens, self.limits.max_length, temperature=0.0, stop=self.limits.stop
-        )
+        ours = self.limits
+        limits = Limits(ours.max_tokens, ours.max_length, temperature=0.0, stop=ours.stop)
         started = time.monotonic()
         rows: list[Json] = []
-        tasks = [Task("eval", index, index, index, seed=index) for index in range(total)]
+        tasks = task_groups("eval", range(total), 1, lambda example, index, attempt: index)
         self.collect_blocks(tasks, limits, lambda rollout: rows.append(rollout.row(step)))
         rows.sort(key=lambda row: row["index"])
         summary = summarize_evaluation(rows, seconds=time.monotonic() - started)
@@ -300,58 +382,13 @@ class Session:
             self.evaluate(step)
             self.pulse.enter("train")
 
-    def sync(self, step: int) -> float:
-        """Put the policy after `step` steps into the engine, unless it is there; the seconds that
-        it took.
-        """
-        started = time.monotonic()
-        engine, _ = self.start_engine()
-        if self._synced != step:
-            if isinstance(self.policy, Path):
-                engine.load_adapter(self.policy)
-            elif self.policy is not None:
-                engine.load_policy(self.policy)
-            self._synced = step
-        return time.monotonic() - started
-
-    def collect(
-        self,
-        tasks: list[Task],
-        limits: Limits,
-        on_done: Callable[[Rollout], None] = lambda rollout: None,
-    ) -> list[Rollout]:
-        """One rollout per task under what was synced last; each goes to `on_done` when it ends.
-        Raises Cancelled.
-        """
-        _, generator = self.start_engine()
-
-        def done(rollout: Rollout) -> None:
-            self.pulse.advance()
-            on_done(rollout)
-
-        return self.wait(collect(tasks, self.host, generator, self.template, limits, on_done=done))
-
-    def collect_blocks(
-        self, tasks: list[Task], limits: Limits, on_done: Callable[[Rollout], None]
-    ) -> None:
-        """`collect`, BLOCK tasks at a time; nothing is kept of them."""
-        for start in range(0, len(tasks), BLOCK):
-            self.collect(tasks[start : start + BLOCK], limits, on_done)
-
-    def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The coroutine's result; raises Cancelled once the run shall end."""
-        try:
-            return self.runner.run(coroutine, stop=self.pulse.cancelled)
-        except CancelledError:
-            raise Cancelled from None
-
 
 def examples_of(step: int, count: int, total: int, seed: int) -> list[int]:
-    """The `count` examples of step 1, 2, ...: they go through all `total` again and again, each
+    """The `count` examples of step 1, 2, ...: they pass through all `total` again and again, each
     time in another order.
 
-    A function of the step alone: whoever goes on where another stopped draws what that one would
-    have drawn."""
+    They depend on the step alone, so an attempt that resumes draws what the one before would
+    have."""
     places = range((step - 1) * count, step * count)
     return [_order(place // total, total, seed)[place % total] for place in places]
 
@@ -362,7 +399,7 @@ def _order(epoch: int, total: int, seed: int) -> list[int]:
 
 
 def check_errors(rows: list[Json], max_share: float) -> None:
-    """FlashError(environment_error) with the evidence, where more than `max_share` of the rollouts
+    """FlashError(environment_error) with the evidence if more than `max_share` of the rollouts
     failed.
     """
     errors = [row for row in rows if row["error"]]
@@ -378,36 +415,12 @@ def check_errors(rows: list[Json], max_share: float) -> None:
     )
 
 
-def _dtype(model_path: Path) -> torch.dtype:
-    """bf16, unless the model's own files are fp32 on purpose (the tiny models of tests)."""
-    return (
-        torch.float32
-        if AutoConfig.from_pretrained(model_path).dtype == torch.float32
-        else torch.bfloat16
-    )
-
-
 def end_ids(model_path: Path) -> list[int]:
-    """The tokens at which vLLM ends a turn of this model beside its tokenizer's eos."""
+    """The tokens, beside its tokenizer's eos, at which vLLM ends a turn of this model."""
     try:
-        ids = GenerationConfig.from_pretrained(model_path).eos_token_id
-    except OSError:  # it has no such file
-        ids = None
-    return ids if isinstance(ids, list) else [] if ids is None else [ids]
-
-
-def _max_length(spec: Settings, config: Any) -> int:
-    context = config.get_text_config().max_position_embeddings
-    if spec.max_length and spec.max_length > context:
-        raise FlashError(
-            "invalid_argument",
-            "max_length is longer than the model's context",
-            max_length=spec.max_length,
-            context=context,
-            fix=f"set max_length to at most {context}",
-        )
-    return spec.max_length or min(context, MAX_LENGTH)
-
-
-def _seed(spec: Settings, step: int, index: int) -> int:
-    return ((spec.seed) * 1_000_003 + step) * 65_537 + index
+        ids: Any = cast(Any, GenerationConfig).from_pretrained(model_path).eos_token_id
+    except OSError:  # the model has no such file
+        return []
+    if ids is None:
+        return []
+    return [ids] if isinstance(ids, int) else ids

@@ -1,4 +1,4 @@
-"""A look at many tasks before anything is learnt from them."""
+"""Reads many tasks of the environment before training."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from worker.rollouts.transcript import ChatTemplate, Transcript
 
 T = TypeVar("T")
 log = logging.getLogger("worker")
+PREFLIGHT_TASKS = 256
+RESUMED_TASKS = 8
+"""Tasks that an attempt reads before training: the first attempt, and one that resumes."""
 
 
 async def survey(
@@ -23,11 +26,11 @@ async def survey(
     max_error_share: float,
     advance: Callable[[], None],
 ) -> list[T]:
-    """What `look` makes of the first `count` tasks of a split, in order, but for those that the
-    environment failed.
+    """The results of `look` on the first `count` tasks of a split, in order, without the tasks that
+    the environment failed.
 
-    FlashError where it failed more than `max_error_share` of them, or all. `advance` is called
-    after each look."""
+    FlashError if it failed more than `max_error_share` of them, or all. `advance` is called after
+    each task."""
     faults: dict[int, EnvironmentFault] = {}
 
     async def one(index: int) -> list[T]:
@@ -46,34 +49,25 @@ async def survey(
         first = min(faults)
         raise FlashError(
             faults[first].code,
-            f"{len(faults)} of {count} {split} tasks failed in environment code; the first, number {first}: "
-            f"{faults[first].what}",
+            f"{len(faults)} of {count} {split} tasks failed in environment code; the first, "
+            f"number {first}: {faults[first].what}",
             max_error_share=max_error_share,
             fix="run env_test on the environment, mend it and push it again",
         )
     return [found for task in looks for found in task.result()]
 
 
-PREFLIGHT_TASKS, RESUMED_TASKS = 256, 8
-"""Tasks that are looked at before training: by the first attempt, and by one that goes on where
-another stopped.
-"""
-
-
-async def _preflight(
+async def preflight(
     host: EnvironmentHost, template: ChatTemplate, max_length: int, tasks: int, **watched: Any
 ) -> tuple[int, int]:
-    """(tokens of the longest prompt, most turns) of the first tasks; `watched` as of `survey`,
-    whose errors it raises.
+    """(tokens of the longest prompt, most turns) of the first tasks. `watched` and errors are those
+    of `survey`.
 
-    FlashError(prompt_too_long) where one leaves no room for an answer.
+    FlashError(prompt_too_long) if a prompt leaves no room for an answer.
     """
     if not host.splits.get("train"):
-        raise FlashError(
-            "dataset_invalid",
-            "the environment's train split is empty",
-            fix="give environment.dataset at least one TaskExample",
-        )
+        fix = "give environment.dataset at least one TaskExample"
+        raise FlashError("dataset_invalid", "the environment's train split is empty", fix=fix)
 
     async def look(index: int) -> tuple[int, int]:
         opening = await host.open("train", index)
@@ -90,7 +84,5 @@ async def _preflight(
             )
         return tokens, opening.max_turns
 
-    prompts, turns = zip(
-        *await survey("train", min(host.splits["train"], tasks), look, **watched), strict=True
-    )
-    return max(prompts), max(turns)
+    looks = await survey("train", min(host.splits["train"], tasks), look, **watched)
+    return max(tokens for tokens, _ in looks), max(turns for _, turns in looks)

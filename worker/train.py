@@ -1,105 +1,115 @@
-"""A run from job.json to the final adapter: the pieces put together."""
+"""A run from job.json to the final adapter."""
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from peft import PeftModel
 
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import RunWriter
+from flash_mcp.protocol.spec import RunSpec
 from worker.heartbeat import Cancelled, Pulse
-from worker.session import Session, opened
-from worker.settings import Settings
-from worker.survey import PREFLIGHT_TASKS, RESUMED_TASKS, _preflight
+from worker.session import TrainingSession
+from worker.survey import PREFLIGHT_TASKS, RESUMED_TASKS, preflight
 from worker.training.checkpoints import Finished
 from worker.training.grpo import Trainer
 from worker.training.packing import can_pack
-from worker.training.sft import GOLD_SPLITS, dataset_rows, gold_rows, make_sft_trainer
+from worker.training.sft import GOLD_SPLITS, Row, Tuner, dataset_rows, gold_rows, make_sft_trainer
 
 log = logging.getLogger("worker")
-T = TypeVar("T")
 GOLD_ERROR_SHARE = 0.05
-"""A rollout that fails is one of many; a gold answer that is missing is missing from the data."""
+"""The share of gold answers that may fail. A failed rollout is one of many; a gold answer that
+fails is missing from the data.
+"""
 
 
-def train(job: Json, spec: Settings, writer: RunWriter, pulse: Pulse, scratch: Path) -> int:
+def train(job: Json, spec: RunSpec, writer: RunWriter, pulse: Pulse, scratch: Path) -> int:
     """Train and return the last step. Raises FlashError, or Cancelled once the latest step is
     saved.
     """
     resume_from = _resume_point(writer, scratch)
-    pulse.step = resume_from[0] if resume_from else 0
-    rollouts_per_step = spec.batch_size * (spec.group_size or 1)
-    with opened(job, spec, writer, pulse, at_once=rollouts_per_step) as session:
+    if resume_from:
+        pulse.step = resume_from[0]
+    at_once = spec.conversations_per_step
+    with TrainingSession.opened(job, spec, writer, pulse, at_once=at_once, trains=True) as session:
         if resume_from:
             session.resumed_at = session.reporter.saved_step = resume_from[0]
-        host, max_length = session.host, session.limits.max_length
-        tokenizer, template, policy = session.template.tokenizer, session.template, session.policy
+        watched = {"max_error_share": spec.max_error_share, "advance": pulse.advance}
+        tasks = RESUMED_TASKS if resume_from else PREFLIGHT_TASKS
+        longest, turns = session.wait(
+            preflight(
+                session.host, session.model.template, session.model.max_length, tasks, **watched
+            )
+        )
+        policy = session.model.policy
         assert isinstance(policy, PeftModel)
-        watched: dict[str, Any] = {
-            "max_error_share": spec.max_error_share,
-            "advance": pulse.advance,
-        }
-        looked_at = RESUMED_TASKS if resume_from else PREFLIGHT_TASKS
-        longest, turns = session.wait(_preflight(host, template, max_length, looked_at, **watched))
         packed = can_pack(policy.get_base_model())
         if not packed:
-            writer.event(
-                "warning", "training takes longer and more memory: the model has no packed pass"
-            )
-        common = {
+            what = "training takes longer and more memory: the model has no packed pass"
+            writer.event("warning", what)
+        common: dict[str, Any] = {
             "output_dir": str(scratch / "trainer"),
             "callbacks": [session.reporter],
             "packed": packed,
         }
         if spec.algorithm == "sft":
-            pulse.enter("dataset")
-            if dataset := job.get("dataset"):
-                rows = dataset_rows(dataset, template)
-            else:
-                watched["max_error_share"] = min(spec.max_error_share, GOLD_ERROR_SHARE)
-                rows = {
-                    name: session.wait(gold_rows(host, template, split, **watched))
-                    for name, split in GOLD_SPLITS.items()
-                }
-                for name, split in GOLD_SPLITS.items():
-                    if left_out := host.splits.get(split, 0) - len(rows[name]):
-                        what = (
-                            f"{left_out} {split} tasks failed in environment code and were left out"
-                        )
-                        writer.event("warning", what)
-            keep_tokens = session.check_batch_memory(rows["train"], packed=packed)
-            trainer = make_sft_trainer(
-                policy,
-                tokenizer,
-                spec,
-                rows,
-                writer,
-                max_length=max_length,
-                keep_tokens=keep_tokens,
-                **common,
-            )
-            session.reporter.held_out = trainer.held_out
+            trainer = _sft_trainer(job, session, policy, common)
         else:
-            keep_tokens = session.check_memory(longest, turns, packed=packed)
+            common["keep_tokens"] = session.check_memory(longest, turns, packed=packed)
             session.start_engine()
             trainer = Trainer(
                 policy,
-                tokenizer,
+                session.model.template.tokenizer,
                 spec,
                 rollouts_of=session.rollouts,
                 max_completion=spec.max_tokens,
-                keep_tokens=keep_tokens,
                 **common,
             )
         return _optimize(trainer, session, resume_from)
 
 
-def _optimize(trainer: Any, session: Session, resume_from: tuple[int, Path] | None) -> int:
-    """Evaluate, train (with evaluations in `Session._before_step`), evaluate; save the step that a
-    cancel finds.
+def _sft_trainer(
+    job: Json, session: TrainingSession, policy: PeftModel, common: dict[str, Any]
+) -> Tuner:
+    """A trainer on the job's dataset, or on the environment's gold answers."""
+    template = session.model.template
+    session.pulse.enter("dataset")
+    dataset = job.get("dataset")
+    rows = dataset_rows(dataset, template) if dataset else _gold_rows(session)
+    common["keep_tokens"] = session.check_batch_memory(rows["train"], packed=common["packed"])
+    trainer = make_sft_trainer(
+        policy,
+        template.tokenizer,
+        session.spec,
+        rows,
+        session.writer,
+        max_length=session.model.max_length,
+        **common,
+    )
+    session.reporter.held_out = trainer.held_out
+    return trainer
+
+
+def _gold_rows(session: TrainingSession) -> dict[str, list[Row]]:
+    """The environment's gold answers. An event reports those that are missing."""
+    share = min(session.spec.max_error_share, GOLD_ERROR_SHARE)
+    watched = {"max_error_share": share, "advance": session.pulse.advance}
+    host = session.host
+    rows: dict[str, list[Row]] = {}
+    for name, split in GOLD_SPLITS.items():
+        rows[name] = session.wait(gold_rows(host, session.model.template, split, **watched))
+        if missing := host.splits.get(split, 0) - len(rows[name]):
+            what = f"{missing} {split} tasks failed in environment code and were left out"
+            session.writer.event("warning", what)
+    return rows
+
+
+def _optimize(trainer: Any, session: TrainingSession, resume_from: tuple[int, Path] | None) -> int:
+    """Evaluate, train (`TrainingSession` evaluates between steps), evaluate. After a cancel, save
+    the step.
     """
     spec = session.spec
     if spec.eval_before and resume_from is None:
@@ -117,14 +127,14 @@ def _optimize(trainer: Any, session: Session, resume_from: tuple[int, Path] | No
     except Finished:
         pass
     step = trainer.state.global_step
-    if (
-        spec.eval_after or (spec.eval_every and step % spec.eval_every == 0)
-    ) and not pulse.cancelled.is_set():
+    is_due = spec.eval_after or (spec.eval_every and step % spec.eval_every == 0)
+    if is_due and not pulse.cancelled.is_set():
         session.evaluate(step)
     return step
 
 
 def _resume_point(writer: RunWriter, scratch: Path) -> tuple[int, Path] | None:
+    """The step and the folder of the newest good checkpoint."""
     step = writer.folder.newest_good_checkpoint()
     if step is None:
         return None

@@ -137,9 +137,14 @@ class RunSpec(BaseModel):
         return self
 
     @property
+    def rollouts_per_prompt(self) -> int:
+        """`group_size`; 1 with sft."""
+        return 1 if self.group_size is None else self.group_size
+
+    @property
     def conversations_per_step(self) -> int:
         """Rollouts of a grpo step, examples of an sft step."""
-        return self.batch_size if self.group_size is None else self.batch_size * self.group_size
+        return self.batch_size * self.rollouts_per_prompt
 
     def steps_of(self, rows: int) -> int:
         """Optimizer steps of the run, with `rows` rows to learn from."""

@@ -24,15 +24,15 @@ from safetensors.torch import load_file
 from environments.process.host import EnvironmentHost
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.spec import RunSpec
 from tests.attempts import VOWELS, Attempt, make_run
 from tests.tiny import make_tokenizer
 from tests.watch import is_running
 from worker.heartbeat import Pulse
 from worker.rollouts.scheduler import Limits, Rollout, Task
 from worker.rollouts.transcript import ChatTemplate
-from worker.session import BLOCK, Session, examples_of
-from worker.settings import Settings
-from worker.survey import _preflight
+from worker.session import BLOCK, Model, TrainingSession, examples_of
+from worker.survey import preflight
 from worker.training.sft import gold_rows
 
 
@@ -78,10 +78,10 @@ def test_an_evaluation_within_a_run_opens_a_block_of_episodes_at_a_time(tmp_path
             on_done(Rollout(task, f"v{task.index}"))
 
     pulse, host = Pulse(run.claim(1)), SimpleNamespace(splits={"eval": 5000})
-    session: Any = Session(
-        Settings(**run.job()["spec"]), pulse.writer, pulse, host, tmp_path, None, None, None, 256,
-        dtype=torch.float32, at_once=4,
-    )  # fmt: skip
+    nothing: Any = None
+    model = Model(tmp_path, nothing, torch.float32, 256, None)
+    spec = RunSpec(**run.job()["spec"])
+    session: Any = TrainingSession(spec, pulse.writer, pulse, model, host, nothing, 4)
     session.sync, session.collect = lambda step: 0.0, collect
     session.evaluate(0)
     assert blocks == [BLOCK, BLOCK, 3]
@@ -377,16 +377,16 @@ async def test_a_few_tasks_that_cannot_be_opened_do_not_end_a_run_before_it_begi
     template, looks = ChatTemplate(make_tokenizer()), []
     async with await EnvironmentHost.start(sometimes(tmp_path / "e", every=10)) as host:
         watched = {"max_error_share": 0.1, "advance": lambda: looks.append(1)}
-        assert await _preflight(host, template, 256, 20, **watched) == (27, 2)
+        assert await preflight(host, template, 256, 20, **watched) == (27, 2)
         assert len(looks) == 20, "each look is progress"
         assert len(await gold_rows(host, template, "train", **watched)) == 18
         with pytest.raises(
             FlashError, match=r"2 of 11 train tasks.*number 0: .*the simulator is busy"
         ) as caught:
-            await _preflight(host, template, 256, 11, **watched)
+            await preflight(host, template, 256, 11, **watched)
         assert caught.value.code == "environment_error"
         with pytest.raises(FlashError, match="1 of 1 train tasks"):
-            await _preflight(host, template, 256, 1, max_error_share=1.0, advance=lambda: None)
+            await preflight(host, template, 256, 1, max_error_share=1.0, advance=lambda: None)
 
 
 def test_a_cancel_is_heard_while_tasks_are_looked_at(tiny_model: Path, tmp_path: Path) -> None:

@@ -28,7 +28,6 @@ from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import RunSpec, resolve
 from worker.rollouts.scheduler import Rollout, Task
 from worker.rollouts.transcript import ChatTemplate, Transcript
-from worker.settings import Settings
 from worker.training import packing
 from worker.training.checkpoints import Reporter
 from worker.training.grpo import Trainer, group_advantages
@@ -59,9 +58,9 @@ def make_rollouts(tokenizer: Any, seed: int = 0, *, turns: int = 2) -> list[Roll
     return rollouts
 
 
-def settings_of(**fields: Any) -> Settings:
+def settings_of(**fields: Any) -> RunSpec:
     base = {"batch_size": GROUPS, "group_size": SIZE, "lora_rank": 8, "lora_alpha": 16, "steps": 1}
-    return Settings(**resolve(RunSpec(environment="e", **{**base, **fields})).spec.model_dump())
+    return resolve(RunSpec(environment="e", **{**base, **fields})).spec
 
 
 def make_policy(model: Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -76,7 +75,7 @@ def make_policy(model: Path, dtype: torch.dtype = torch.float32) -> Any:
 def our_gradients(
     policy: Any,
     tokenizer: Any,
-    spec: Settings,
+    spec: RunSpec,
     rollouts: list[Rollout],
     out: Path,
     keep_tokens: float = math.inf,
@@ -95,7 +94,7 @@ def our_gradients(
 
 
 def trl_gradients(
-    policy: Any, tokenizer: Any, spec: Settings, rollouts: list[Rollout], out: Path
+    policy: Any, tokenizer: Any, spec: RunSpec, rollouts: list[Rollout], out: Path
 ) -> dict[str, Tensor]:
     def rollout_func(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         transcripts = [r.transcript for r in rollouts if r.transcript]

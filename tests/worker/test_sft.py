@@ -21,15 +21,12 @@ from tests.places import CALCULATOR
 from tests.tiny import make_tokenizer
 from worker.heartbeat import Pulse
 from worker.rollouts.transcript import ChatTemplate
-from worker.settings import Settings
 from worker.train import _optimize
 from worker.training.checkpoints import Reporter
 from worker.training.policy import load_policy
 from worker.training.sft import IGNORED, Tuner, dataset_rows, gold_rows, make_sft_trainer
 
-SPEC = Settings(
-    **resolve(RunSpec(environment="e", algorithm="sft", steps=1, batch_size=5)).spec.model_dump()
-)
+SPEC = resolve(RunSpec(environment="e", algorithm="sft", steps=1, batch_size=5)).spec
 
 
 @pytest.mark.anyio
@@ -161,7 +158,7 @@ def test_fine_tuning_that_resumes_ends_where_it_would_have(
             "save_every": 1,
             "learning_rate": 1e-2,
         }
-        spec = Settings(**resolve(RunSpec(environment="e", **fields)).spec.model_dump())
+        spec = resolve(RunSpec(environment="e", **fields)).spec
         pulse = Pulse(writer)
         reporter = Reporter(writer, spec, pulse.cancelled)
         trainer = make_sft_trainer(

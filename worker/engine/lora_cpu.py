@@ -5,13 +5,15 @@ An engine that is started with the worker class `worker.engine.lora_cpu.LoraWork
 also gets into the engine process of the OpenAI server. Every private vLLM name of the LoRA path is
 in this file; tests/worker/test_engine.py is their contract test.
 
-It also mends a fault: in a batch with and without adapters, vLLM's index -1 for "none" picks the
-last adapter."""
+It also corrects a fault of vLLM: in a batch with and without adapters, the index -1 for "none"
+picks the last adapter.
+
+Axes: N tokens, I inputs, O outputs, R rank, S slots of adapters, V vocabulary."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -25,23 +27,21 @@ Groups = Sequence[tuple[int, slice | Tensor]]
 
 
 class GroupedPunicaWrapper(PunicaWrapperCPU):
-    """What vLLM's LoRA layers call. Adapter s of a stacked A is A[s, 0] (r, in), of a stacked B
-    B[s, 0] (out, r).
-    """
+    """What vLLM's LoRA layers call. A stacked A is (S, 1, R, I), a stacked B (S, 1, O, R)."""
 
     _token_groups: Groups = ()
     _sampler_groups: Groups = ()
 
     def update_metadata(self, *args: Any, **kwargs: Any) -> None:
         """Called when another batch begins."""
-        super().update_metadata(*args, **kwargs)
+        cast(Any, super()).update_metadata(*args, **kwargs)
         self._token_groups = _groups(self.token_lora_indices)
         self._sampler_groups = _groups(self.sampler_indices)
 
     def add_lora_linear(
         self,
         y: Tensor,  # (N, sum of output_slices), changed in place
-        x: Tensor,  # (N, in)
+        x: Tensor,  # (N, I)
         lora_a_stacked: tuple[Tensor, ...],
         lora_b_stacked: tuple[Tensor, ...],
         scale: float,
@@ -49,13 +49,13 @@ class GroupedPunicaWrapper(PunicaWrapperCPU):
         **_: Any,
     ) -> None:
         for slot, rows in self._token_groups:
-            inputs, outputs = x[rows].to(lora_a_stacked[0].dtype), y[rows]
-            for a, b, part in zip(
-                lora_a_stacked, lora_b_stacked, outputs.split(output_slices, 1), strict=True
-            ):
-                part.add_(linear(linear(inputs, a[slot, 0]), b[slot, 0]), alpha=scale)
+            x_NI = x[rows].to(lora_a_stacked[0].dtype)
+            y_NO = y[rows]
+            parts = torch.split(y_NO, list(output_slices), 1)
+            for a, b, part in zip(lora_a_stacked, lora_b_stacked, parts, strict=True):
+                part.add_(linear(linear(x_NI, a[slot, 0]), b[slot, 0]), alpha=scale)
             if isinstance(rows, Tensor):  # then y[rows] was a copy
-                y[rows] = outputs
+                y[rows] = y_NO
 
     def add_lora_embedding(
         self, y: Tensor, x: Tensor, lora_b_stacked: Tensor, add_inputs: bool = True, **_: Any
@@ -74,10 +74,9 @@ class GroupedPunicaWrapper(PunicaWrapperCPU):
     ) -> None:
         vocabulary = min(y.size(1), lora_b_stacked.size(2))  # either may be padded
         for slot, rows in self._sampler_groups:
-            hidden = linear(x[rows].to(lora_a_stacked.dtype), lora_a_stacked[slot, 0])
-            y[rows, :vocabulary] += scale * linear(hidden, lora_b_stacked[slot, 0, :vocabulary]).to(
-                y.dtype
-            )
+            low_NR = linear(x[rows].to(lora_a_stacked.dtype), lora_a_stacked[slot, 0])
+            logits_NV = linear(low_NR, lora_b_stacked[slot, 0, :vocabulary])
+            y[rows, :vocabulary] += scale * logits_NV.to(y.dtype)
 
 
 class LoraWorker(CPUWorker):
@@ -93,14 +92,17 @@ class LoraWorker(CPUWorker):
         super().load_model(**kwargs)
 
 
-def _groups(slots: Tensor) -> Groups:
-    """Of `slots` (N,), -1 where a row has no adapter. Rows next to each other are a slice: that
+def _groups(slots_N: Tensor) -> Groups:
+    """The rows of each adapter; a slot of -1 means no adapter. Adjacent rows are a slice, which
     needs no copy.
     """
     groups: list[tuple[int, slice | Tensor]] = []
-    for slot in slots.unique().tolist():
-        rows = (slots == slot).nonzero().squeeze(1)
-        first, end = int(rows[0]), int(rows[-1]) + 1
-        if slot >= 0:
-            groups.append((slot, slice(first, end) if end - first == len(rows) else rows))
+    used: list[int] = cast(Any, slots_N).unique().tolist()
+    for slot in used:
+        if slot < 0:
+            continue
+        rows = (slots_N == slot).nonzero().squeeze(1)
+        first = int(rows[0])
+        end = int(rows[-1]) + 1
+        groups.append((slot, slice(first, end) if end - first == len(rows) else rows))
     return groups

@@ -2,9 +2,9 @@
 
     VLLM_API_KEY=SECRET python -m worker.engine.serve --model NAME --port PORT --max-lora-rank RANK
 
-Fetches the model where it is not there yet, chooses settings that fit the machine, and turns into
+Fetches the model if it is missing, chooses settings that fit the machine, and replaces itself by
 `vllm.entrypoints.openai.api_server` in the same process. A failure before that is a FlashError,
-told as JSON on stderr."""
+written as JSON to stderr."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def main() -> None:
 
 
 def server_command(name: str, model: Path, port: int, lora_rank: int) -> list[str]:
-    """Arguments of the interpreter. Sets what vLLM reads from the environment."""
-    import torch  # noqa: PLC0415  after the check that the packages are there
+    """The arguments of the interpreter. Sets the environment variables that vLLM reads."""
+    import torch  # noqa: PLC0415  after the check that the packages are installed
 
     from worker.engine.vllm import CPU_LORA_WORKER, free_share, room_for_rank  # noqa: PLC0415
     from worker.training.memory import KV_BLOCK_TOKENS, engine_cache_bytes  # noqa: PLC0415
@@ -64,12 +64,11 @@ def server_command(name: str, model: Path, port: int, lora_rank: int) -> list[st
         "max-lora-rank": room_for_rank(lora_rank),
         "max-loras": 2,
         "max-cpu-loras": 16,
-        # not the model's own: sampled as in training and evaluation, unless asked for
+        # Not the model's own: by default, sample as training and evaluation do.
         "generation-config": "vllm",
     }
-    os.environ.update(
-        VLLM_ALLOW_RUNTIME_LORA_UPDATING="1", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1"
-    )
+    for name in ("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_NO_USAGE_STATS", "HF_HUB_OFFLINE"):
+        os.environ[name] = "1"
     flags = ["--enable-lora", "--disable-uvicorn-access-log"]
     if torch.cuda.is_available():
         _use_the_emptiest_card()
@@ -80,13 +79,14 @@ def server_command(name: str, model: Path, port: int, lora_rank: int) -> list[st
         options["block-size"] = KV_BLOCK_TOKENS
         # Unbound, and half of the cores: a run may train at the same time.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        os.environ.setdefault(
-            "OMP_NUM_THREADS", str(max(1, (psutil.cpu_count(logical=False) or 2) // 2))
-        )
-    # A bounded cache: a run may train on the same card, or begin to.
+        cores = psutil.cpu_count(logical=False) or 2
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // 2)))
+    # A bounded cache: a run may train on the same card, now or later.
     options["kv-cache-memory-bytes"] = engine_cache_bytes(model, length, SEQUENCES)
-    arguments = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
-    return ["-m", "vllm.entrypoints.openai.api_server", *arguments, *flags]
+    command = ["-m", "vllm.entrypoints.openai.api_server", *flags]
+    for name, value in options.items():
+        command += [f"--{name}", str(value)]
+    return command
 
 
 def _use_the_emptiest_card() -> None:

@@ -39,7 +39,7 @@ class Host(Protocol):
 
 @dataclass(frozen=True)
 class Task:
-    """What one rollout is rolled on. `group` and `index` place it in its step; `seed` decides its
+    """What one rollout works on. `group` and `index` place it in its step; `seed` decides its
     sampling.
 
     `attempt` counts the rollouts of the same task within the step, from 0.
@@ -51,6 +51,25 @@ class Task:
     index: int
     seed: int
     attempt: int = 0
+
+
+def task_groups(
+    split: str, examples: Sequence[int], size: int, seed_of: Callable[[int, int, int], int]
+) -> list[Task]:
+    """`size` tasks for each example, next to each other, with seeds
+    `seed_of(example, index, attempt)`.
+    """
+    tasks: list[Task] = []
+    for group, example in enumerate(examples):
+        for attempt in range(size):
+            index = len(tasks)
+            seed = seed_of(example, index, attempt)
+            tasks.append(Task(split, example, group, index, seed, attempt))
+    return tasks
+
+
+def mixed_seed(seed: int, major: int, minor: int) -> int:
+    return (seed * 1_000_003 + major) * 65_537 + minor
 
 
 @dataclass(frozen=True)
@@ -75,7 +94,7 @@ class Rollout:
     turns: int = 0
     reward: float = 0.0
     success: bool = False
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
     reason: str | None = None
     error: dict[str, str] | None = None
     seconds: float = 0.0

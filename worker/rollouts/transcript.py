@@ -144,9 +144,9 @@ class Transcript:
     template: ChatTemplate
     messages: list[ChatMessage]
     prompt_ids: list[int] = field(init=False)
-    completion_ids: list[int] = field(default_factory=list)
-    mask: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    completion_ids: list[int] = field(default_factory=list[int])
+    mask: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
     truncated: bool = False
     _ended: bool = False
 

@@ -1,5 +1,5 @@
-"""What happens between two steps: metrics and rollouts are reported, checkpoints are committed, a
-cancel is heeded.
+"""What happens between two steps: metrics are reported, checkpoints are committed, cancels are
+obeyed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import RunWriter
-from worker.settings import Settings
+from flash_mcp.protocol.spec import RunSpec
 
 log = logging.getLogger("worker")
 
@@ -35,7 +35,7 @@ REPORTED = (
     "sampling_kl",
     "sampling_logp_difference/mean",
 )
-"""What is kept of a trainer's metrics."""
+"""The metrics of a trainer that are kept."""
 CHECKPOINT_FILES = {
     "adapter_config.json",
     "adapter_model.safetensors",
@@ -46,20 +46,20 @@ CHECKPOINT_FILES = {
 }
 
 
-def trainer_arguments(spec: Settings, policy: PeftModel, output_dir: str) -> Json:
-    """What the trainers of GRPO and SFT are told alike; when to save, and what to show, is
-    Reporter's.
+def trainer_arguments(spec: RunSpec, policy: PeftModel, output_dir: str) -> Json:
+    """The arguments that the trainers of GRPO and SFT share. Reporter decides when to save and what
+    to log.
     """
     return {
         "output_dir": output_dir,
         "learning_rate": spec.learning_rate,
         "lr_scheduler_type": "constant",
         "max_grad_norm": spec.max_grad_norm,
-        "router_aux_loss_coef": 0.0,  # of experts: no adapter is on their router
+        "router_aux_loss_coef": 0.0,  # no adapter is on a mixture of experts' router
         "seed": spec.seed,
         "bf16": policy.dtype == torch.bfloat16,
         "use_cpu": not torch.cuda.is_available(),
-        "gradient_checkpointing": False,  # they decide for each group or batch
+        "gradient_checkpointing": False,  # the trainers decide for each group or batch
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": [],
@@ -69,28 +69,31 @@ def trainer_arguments(spec: Settings, policy: PeftModel, output_dir: str) -> Jso
 
 
 class Finished(Exception):
-    """An attempt that resumed finds every step made: transformers would make one more."""
+    """An attempt that resumes finds every step done; transformers would make one more."""
 
 
 class Reporter(TrainerCallback):
-    """Writes a step's metrics once it is done, and a checkpoint when one is due.
+    """Writes a step's metrics after it, and a checkpoint when one is due.
 
-    `pending` holds the metrics that the rollouts of the current step gave; the trainer's own are
-    added to them, and what `held_out` measures after the last step and every `eval_every` (else
-    `save_every`) steps. `advance` is called for each part of a step that is done.
-    FlashError(diverged) where a gradient is no number."""
+    `pending` holds the metrics of the current step's rollouts. The trainer's own metrics are added
+    to them, and those of `held_out` after the last step and every `eval_every` (else `save_every`)
+    steps. `advance` is called after each part of a step. FlashError(diverged) if a gradient is not
+    finite."""
 
     def __init__(
         self,
         writer: RunWriter,
-        spec: Settings,
+        spec: RunSpec,
         cancelled: threading.Event,
         *,
         before_step: Callable[[int, int], None] = lambda step, steps: None,
         advance: Callable[[], None] = lambda: None,
     ) -> None:
-        self.writer, self.spec, self.cancelled = writer, spec, cancelled
-        self.before_step, self.advance = before_step, advance
+        self.writer = writer
+        self.spec = spec
+        self.cancelled = cancelled
+        self.before_step = before_step
+        self.advance = advance
         self.pending: Json = {}
         self.held_out: Callable[[], Json] = dict
         self.step_started = time.monotonic()
@@ -114,15 +117,14 @@ class Reporter(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         last = state.global_step >= state.max_steps
-        if last or state.global_step % (self.spec.eval_every or self.spec.save_every) == 0:
-            self.pending |= (
-                self.held_out()
-            )  # first: an evaluation within a step takes back what `control` asks for
+        every = self.spec.eval_every or self.spec.save_every
+        # Before the flags of `control` are set: an evaluation within a step clears them.
+        if last or state.global_step % every == 0:
+            self.pending |= self.held_out()
         control.should_log = True
         control.should_training_stop |= self.cancelled.is_set()
-        control.should_save = (
-            state.global_step % self.spec.save_every == 0 or last or control.should_training_stop
-        )
+        is_due = state.global_step % self.spec.save_every == 0
+        control.should_save = is_due or last or control.should_training_stop
 
     def on_log(
         self,
@@ -138,23 +140,23 @@ class Reporter(TrainerCallback):
         if not math.isfinite(logs.get("grad_norm", 0.0)):
             raise FlashError(
                 "diverged",
-                f"the gradient of step {state.global_step} is {logs['grad_norm']}: the adapter is lost from there on",
+                f"the gradient of step {state.global_step} is {logs['grad_norm']}: the adapter is "
+                "lost from there on",
                 step=state.global_step,
-                fix="lower learning_rate (and kl_penalty_coef), and start from this run's last checkpoint",
+                fix="lower learning_rate (and kl_penalty_coef), and start from this run's last "
+                "checkpoint",
             )
         step_s = time.monotonic() - self.step_started
         reported = {name: value for name, value in logs.items() if name in REPORTED}
         beside = ("time/rollout_s", "time/sync_s", "time/held_out_s")
         train_s = step_s - sum(self.pending.get(name, 0.0) for name in beside)
-        self._last = clean(
-            {**self.pending, **reported, "time/step_s": step_s, "time/train_s": train_s}
-        )
+        times = {"time/step_s": step_s, "time/train_s": train_s}
+        self._last = clean({**self.pending, **reported, **times})
         self.pending = {}
         self.writer.metrics(state.global_step, self._last)
         shown = ("reward/mean", "success/rate", "loss", "time/step_s")
-        values = "  ".join(
-            f"{name} {self._last[name]:.3g}" for name in shown if self._last.get(name) is not None
-        )
+        known = [name for name in shown if self._last.get(name) is not None]
+        values = "  ".join(f"{name} {self._last[name]:.3g}" for name in known)
         log.info("step %s/%s: %s", state.global_step, state.max_steps, values)
 
     def on_save(
@@ -168,16 +170,13 @@ class Reporter(TrainerCallback):
         for path in source.iterdir():
             if path.is_dir():
                 shutil.rmtree(path)
-            elif (
-                path.name not in CHECKPOINT_FILES
-            ):  # the tokenizer and the like: the base model has them
+            elif path.name not in CHECKPOINT_FILES:  # such as the tokenizer: the base model has it
                 path.unlink()
         manifest = self.writer.commit_checkpoint(step, source, self._last)
         shutil.rmtree(source)
         self.saved_step = step
-        self.writer.event(
-            "checkpoint", f"checkpoint {step}", step=step, size_bytes=manifest["size_bytes"]
-        )
+        size = manifest["size_bytes"]
+        self.writer.event("checkpoint", f"checkpoint {step}", step=step, size_bytes=size)
 
 
 def clean(metrics: Json) -> Json:

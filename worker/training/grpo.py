@@ -1,24 +1,27 @@
-"""GRPO: TRL's trainer, with our rollouts in front of it and our forward pass inside it.
+"""GRPO: TRL's trainer, with our rollouts and our forward pass.
 
-TRL keeps the losses, the importance-sampling modes, the optimizer loop, logging and resume.
-Replaced are
+TRL's losses, importance-sampling modes, optimizer loop, logging and resume are used. Replaced are
 
-    _prepare_inputs                        rollouts and advantages, a group a micro-batch
-    _get_per_token_logps_and_entropies     packed: a group's prompt once, no padding, head on trained tokens alone
-    _compute_loss                          skips groups without advantage; the importance ratio needs no extra pass
+    _prepare_inputs                      rollouts and advantages; a micro-batch is a group
+    _get_per_token_logps_and_entropies   packed: a group's prompt once, no padding, head on trained
+                                         tokens only
+    _compute_loss                        skips groups without advantage; the importance ratio needs
+                                         no extra pass
 
-Left out of the paper's GRPO: the clipped old policy, since each batch is used for one step (ratio
+Not used of the paper's GRPO: the clipped old policy, since each batch is used for one step (ratio
 1), and by default the KL term and the division by the group's standard deviation (Dr. GRPO,
-https://arxiv.org/abs/2503.20783)."""
+https://arxiv.org/abs/2503.20783).
+
+Axes: G rollouts of a group, P prompt tokens, C completion tokens, T = P + C."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
-from datasets import Dataset
+from datasets import Dataset  # pyright: ignore[reportMissingTypeStubs]
 from peft import PeftModel
 from torch import Tensor
 from transformers import PrinterCallback, TrainerCallback
@@ -26,18 +29,18 @@ from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.utils import pad, use_adapter
 
+from flash_mcp.protocol.spec import RunSpec
 from worker.rollouts.scheduler import Rollout
-from worker.settings import Settings
 from worker.training.checkpoints import trainer_arguments
 from worker.training.packing import check_trl_head, group_logps, recompute
 
 RolloutsOf = Callable[[int], list[Rollout]]
-"""Step, from 1 -> its rollouts P*G, those of a group next to each other."""
+"""Step, from 1 -> its rollouts, those of a group next to each other."""
 
 
 class Trainer(GRPOTrainer):
-    """GRPOTrainer that is handed finished rollouts by `rollouts_of`; `packed` as
-    worker.training.packing.can_pack says.
+    """GRPOTrainer on the finished rollouts of `rollouts_of`. `packed` is the result of
+    worker.training.packing.can_pack.
 
     Activations of a group that takes more than `keep_tokens` tokens to compute are recomputed in
     the backward pass."""
@@ -46,7 +49,7 @@ class Trainer(GRPOTrainer):
         self,
         model: PeftModel,
         tokenizer: Any,
-        spec: Settings,
+        spec: RunSpec,
         *,
         rollouts_of: RolloutsOf,
         output_dir: str,
@@ -55,89 +58,91 @@ class Trainer(GRPOTrainer):
         packed: bool,
         keep_tokens: float = math.inf,
     ) -> None:
-        corrected = spec.importance_sampling != "none"
-        args: Any = GRPOConfig(
+        group_size = spec.rollouts_per_prompt
+        mode = spec.importance_sampling
+        corrected = mode != "none"
+        args: Any = cast(Any, GRPOConfig)(
             **trainer_arguments(spec, model, output_dir),
             max_steps=spec.steps,
             # A micro-batch is one group: its rollouts share a prompt, and its activations bound the
             # memory.
-            per_device_train_batch_size=spec.group_size,
+            per_device_train_batch_size=group_size,
             gradient_accumulation_steps=spec.batch_size,
             steps_per_generation=spec.batch_size,
-            num_generations=spec.group_size,
+            num_generations=group_size,
             max_completion_length=max_completion,
             disable_dropout=True,
             beta=spec.kl_penalty_coef,
             temperature=spec.temperature,
             loss_type=spec.loss_type,
             scale_rewards="group" if scales_advantages(spec) else "none",
-            vllm_importance_sampling_mode=spec.importance_sampling
-            if corrected
-            else "token_truncate",
+            vllm_importance_sampling_mode=mode if corrected else "token_truncate",
             vllm_importance_sampling_clip_max=spec.importance_sampling_clip,
         )
-        super().__init__(
+        # Rows that nobody reads. A step is an epoch, so that no attempt resumes within an epoch.
+        unread = cast(Any, Dataset).from_list([{"prompt": ""}] * spec.batch_size)
+        cast(Any, super()).__init__(
             model=model,
             reward_funcs=_rewards_come_with_rollouts,
             args=args,
-            # Rows that nobody reads, an epoch a step: an attempt that resumes has then no epoch to
-            # go on in.
-            train_dataset=Dataset.from_list([{"prompt": ""}] * spec.batch_size),
+            train_dataset=unread,
             processing_class=tokenizer,
             callbacks=callbacks,
         )
         self.remove_callback(PrinterCallback)
-        # TRL corrects the mismatch of engine and trainer only with an engine of its own
-        # (`use_vllm`). The flag decides nothing else in the methods that are not replaced here.
+        # TRL corrects the mismatch of engine and trainer only with its own engine (`use_vllm`).
+        # The flag has no other effect in the methods that are not replaced here.
         self.use_vllm = self.vllm_importance_sampling_correction = corrected
-        self._rollouts_of, self._pad_id = rollouts_of, int(tokenizer.pad_token_id)
-        self._batch_size, self._group_size = int(spec.batch_size), int(spec.group_size)
-        self._packed, self._keep_tokens = packed, keep_tokens
+        self._rollouts_of = rollouts_of
+        self._pad_id = int(tokenizer.pad_token_id)
+        self._batch_size = spec.batch_size
+        self._group_size = group_size
+        self._packed = packed
+        self._keep_tokens = keep_tokens
         if not packed:
             check_trl_head(model.get_base_model(), self.temperature)
-        # Of the group under way: more than TRL's signature of the forward pass has room for. The
-        # forward pass leaves importance_sampling_ratio there for TRL's loss.
+        # One dict per group of the step; TRL clears it on resume.
+        self._buffered_inputs: Any = None
+        # The current group's inputs, which TRL's signature of the forward pass lacks. The forward
+        # pass leaves importance_sampling_ratio there for TRL's loss.
         self._inputs: dict[str, Any] = {}
 
     # -- rollouts ----------------------------------------------------------------------------------
 
     def _prepare_inputs(self, generation_batch: list[dict[str, Any]]) -> dict[str, Any]:
-        """Micro-batch `_step % P` of this step's rollouts: one group of G."""
+        """Micro-batch `_step % batch_size` of this step's rollouts: one group of G."""
         micro = self._step % self._batch_size
         if micro == 0 or self._buffered_inputs is None:
             size = self._group_size
             rollouts = self._rollouts_of(self.state.global_step + 1)
             groups = [rollouts[at : at + size] for at in range(0, len(rollouts), size)]
-            self._buffered_inputs = [self._tensors(group) for group in groups]
-            trained = torch.stack(
-                [inputs["tool_mask"].sum() for inputs in self._buffered_inputs]
-            ).sum()
-            for inputs in self._buffered_inputs:
+            buffered: list[dict[str, Any]] = [self._tensors(group) for group in groups]
+            trained = torch.stack([inputs["tool_mask"].sum() for inputs in buffered]).sum()
+            for inputs in buffered:
                 inputs["num_items_in_batch"] = trained
+            self._buffered_inputs = buffered
         return self._buffered_inputs[micro]
 
     def _tensors(self, group: Sequence[Rollout]) -> dict[str, Tensor]:
         """TRL's inputs of one group: its longest prompt has P tokens, its longest completion C."""
-        padding, device = self._pad_id, self.accelerator.device
+        padding = self._pad_id
+        device = self.accelerator.device
         nothing: tuple[list[int], list[int], list[float]] = [padding], [0], [0.0]
         transcripts = [rollout.transcript for rollout in group]
         prompts = [t.prompt_ids if t else [padding] for t in transcripts]
-        completions, masks, logprobs = zip(
-            *(
-                (t.completion_ids, t.mask, t.logprobs) if t and t.mask else nothing
-                for t in transcripts
-            ),
-            strict=True,
-        )
+        sampled = [
+            (t.completion_ids, t.mask, t.logprobs) if t and t.mask else nothing for t in transcripts
+        ]
+        completions, masks, logprobs = zip(*sampled, strict=True)
 
         def padded(rows: Sequence[list[Any]], value: int = 0, side: str = "right") -> Tensor:
-            return pad(
-                [torch.tensor(row) for row in rows], padding_value=value, padding_side=side
-            ).to(device)
+            tensors = [torch.tensor(row) for row in rows]
+            return pad(tensors, padding_value=value, padding_side=side).to(device)
 
         def ones(rows: Sequence[list[int]]) -> list[list[int]]:
             return [[1] * len(row) for row in rows]
 
+        advantages_G = group_advantages(group, scale=self.scale_rewards == "group")
         inputs = {
             "prompt_ids": padded(prompts, padding, "left"),  # (G, P)
             "prompt_mask": padded(ones(prompts), side="left"),  # (G, P)
@@ -145,9 +150,7 @@ class Trainer(GRPOTrainer):
             "completion_mask": padded(ones(completions)),  # (G, C)
             "tool_mask": padded(masks),  # (G, C) 1 on the model's own tokens
             "sampling_per_token_logps": padded(logprobs),  # (G, C)
-            "advantages": group_advantages(group, scale=self.scale_rewards == "group").to(
-                device
-            ),  # (G,)
+            "advantages": advantages_G.to(device),  # (G,)
         }
         if self.beta:
             inputs["ref_per_token_logps"] = self._reference_logps(inputs)
@@ -158,66 +161,70 @@ class Trainer(GRPOTrainer):
         adapter as "ref".
         """
         self._inputs = inputs
-        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
-        seen = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-        with torch.no_grad(), use_adapter(self.accelerator.unwrap_model(self.model), "ref"):
-            return self._get_per_token_logps_and_entropies(
-                self.model, ids, seen, inputs["completion_ids"].size(1)
-            )[0]
+        model = cast(Any, self).model
+        ids_GT = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        seen_GT = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        completion = inputs["completion_ids"].size(1)
+        with torch.no_grad(), use_adapter(self._unwrapped(model), "ref"):
+            return self._get_per_token_logps_and_entropies(model, ids_GT, seen_GT, completion)[0]
+
+    def _unwrapped(self, model: Any) -> Any:
+        return cast(Any, self.accelerator).unwrap_model(model)
 
     # -- forward -----------------------------------------------------------------------------------
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        # Without advantage and KL a group's gradient is zero: 0 keeps the graph that the optimizer
-        # loop expects.
+        # Without advantage and KL a group's gradient is zero. A loss of 0 keeps the graph that the
+        # optimizer loop expects, over all parameters, so that Adam's momentum applies to each.
         if not self.beta and not inputs["advantages"].any():
-            trained = [
-                p.sum() for p in model.parameters() if p.requires_grad
-            ]  # all of them: Adam's momentum goes on
+            trained = [p.sum() for p in model.parameters() if p.requires_grad]
             return torch.stack(trained).sum() * 0.0
         self._inputs = inputs
-        return super()._compute_loss(model, inputs)
+        return cast(Any, super())._compute_loss(model, inputs)
 
     def _get_per_token_logps_and_entropies(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         model: Any,
-        input_ids: Tensor,
-        attention_mask: Tensor,
+        input_ids: Tensor,  # (G, T)
+        attention_mask: Tensor,  # (G, T)
         logits_to_keep: int,
         **others: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """TRL's (logps, entropies, aux_loss), each (G, C), zero on tokens that are not trained."""
         inputs = self._inputs
-        causal_lm = self.accelerator.unwrap_model(model).get_base_model()
+        causal_lm = self._unwrapped(model).get_base_model()
         if self._packed:
             with self.accelerator.autocast():
-                logps, entropies = group_logps(
-                    causal_lm, input_ids, attention_mask, inputs["tool_mask"], self.temperature,
+                logps_GC, entropies_GC = group_logps(
+                    causal_lm,
+                    input_ids,
+                    attention_mask,
+                    inputs["tool_mask"],
+                    self.temperature,
                     keep_tokens=self._keep_tokens,
-                )  # fmt: skip
-            outputs = logps, entropies, None
+                )
+            outputs = logps_GC, entropies_GC, None
         else:
             recompute(causal_lm, input_ids.numel() > self._keep_tokens)
-            outputs = super()._get_per_token_logps_and_entropies(
+            outputs = cast(Any, super())._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, **others
             )
         if torch.is_grad_enabled() and self.use_vllm:
-            # The step is on-policy, so these log-probabilities are also the old ones: TRL would
-            # spend a pass on them.
-            inputs["importance_sampling_ratio"] = self._importance_ratio(
-                outputs[0].detach(), inputs
-            )
+            # The step is on-policy, so these log-probabilities are also the old ones. TRL would
+            # compute them in another pass.
+            trainer_GC = outputs[0].detach()
+            inputs["importance_sampling_ratio"] = self._importance_ratio(trainer_GC, inputs)
         return outputs
 
-    def _importance_ratio(self, logps: Tensor, inputs: dict[str, Any]) -> Tensor:
+    def _importance_ratio(self, logps_GC: Tensor, inputs: dict[str, Any]) -> Tensor:
         """exp(trainer - engine), (G, C) or (G, 1), truncated or masked as the mode says.
 
         As TRL computes it in `_generate_and_score_completions`; tests/worker/test_grpo.py compares the
         two."""
-        mask = inputs["tool_mask"]
-        difference = (logps - inputs["sampling_per_token_logps"]) * mask
+        mask_GC = inputs["tool_mask"]
+        difference_GC = (logps_GC - inputs["sampling_per_token_logps"]) * mask_GC
         sequence = self.vllm_importance_sampling_mode.startswith("sequence")
-        ratio = torch.exp(difference.sum(-1, keepdim=True) if sequence else difference)
+        ratio = torch.exp(difference_GC.sum(-1, keepdim=True) if sequence else difference_GC)
         low: float | None = self.vllm_importance_sampling_clip_min
         high: float = self.vllm_importance_sampling_clip_max or math.inf
         if self.vllm_importance_sampling_mode.endswith("truncate"):
@@ -225,23 +232,24 @@ class Trainer(GRPOTrainer):
         else:
             outside = (ratio < (low or 0.0)) | (ratio > high)
             clipped = ratio.masked_fill(outside, 0.0)
-        trained = mask.sum().clamp(min=1)
-        metrics = self._metrics["train"]
-        metrics["sampling_logp_difference/mean"].append((difference.abs().sum() / trained).item())
-        counted = torch.ones_like(ratio) if sequence else mask
-        for name, values in (("mean", clipped), ("clipped_share", ratio != clipped)):
-            metrics[f"is_ratio/{name}"].append(
-                ((values * counted).sum() / counted.sum().clamp(min=1)).item()
-            )
+
+        def share(values: Tensor, weights: Tensor) -> float:
+            """The mean of `values` over `weights`."""
+            return ((values * weights).sum() / weights.sum().clamp(min=1)).item()
+
+        counted = torch.ones_like(ratio) if sequence else mask_GC
         # KL(engine | trainer) on what the engine sampled, by the estimator k3:
         # http://joschu.net/blog/kl-approx.html
-        metrics["sampling_kl"].append(
-            (((difference.exp() - 1 - difference) * mask).sum() / trained).item()
-        )
+        kl_GC = difference_GC.exp() - 1 - difference_GC
+        metrics: dict[str, list[float]] = cast(Any, self)._metrics["train"]
+        metrics["sampling_logp_difference/mean"].append(share(difference_GC.abs(), mask_GC))
+        metrics["is_ratio/mean"].append(share(clipped, counted))
+        metrics["is_ratio/clipped_share"].append(share(ratio != clipped, counted))
+        metrics["sampling_kl"].append(share(kl_GC, mask_GC))
         return clipped
 
 
-def scales_advantages(spec: Settings) -> bool:
+def scales_advantages(spec: RunSpec) -> bool:
     """Whether the run's loss divides advantages by their group's deviation: Dr. GRPO does not."""
     return spec.loss_type != "dr_grpo"
 
@@ -249,18 +257,18 @@ def scales_advantages(spec: Settings) -> bool:
 def group_advantages(group: Sequence[Rollout], *, scale: bool) -> Tensor:
     """(G,) reward minus the group's mean, divided by its standard deviation if `scale`.
 
-    A rollout that the environment failed says nothing of the policy: it has advantage 0 and is left
-    out of the mean."""
-    rewards = torch.tensor(
-        [math.nan if rollout.error else rollout.reward for rollout in group], dtype=torch.float32
-    )
-    valid = ~rewards.isnan()
-    if rewards[valid].unique().numel() < 2:  # not by the mean: that of equal numbers is rounded
-        return torch.zeros_like(rewards)
-    advantages = rewards - rewards[valid].mean()
+    A rollout that the environment failed says nothing about the policy: it has advantage 0 and does
+    not count in the mean."""
+    rewards = [math.nan if rollout.error else rollout.reward for rollout in group]
+    rewards_G = torch.tensor(rewards, dtype=torch.float32)
+    valid = rewards_G[~rewards_G.isnan()]
+    # The mean of equal numbers is rounded, so compare the numbers.
+    if valid.numel() == 0 or valid.min() == valid.max():
+        return torch.zeros_like(rewards_G)
+    advantages_G = rewards_G - valid.mean()
     if scale:
-        advantages = advantages / (rewards[valid].std() + 1e-4)
-    return advantages.nan_to_num(0.0)
+        advantages_G = advantages_G / (valid.std() + 1e-4)
+    return advantages_G.nan_to_num(0.0)
 
 
 def _rewards_come_with_rollouts(**_: Any) -> list[float | None]:

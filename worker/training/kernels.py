@@ -1,8 +1,9 @@
-"""The two places where a training step on PyTorch's own operations moves more memory than it
-computes.
+"""The two places where a training step with PyTorch's own operations is bound by memory traffic.
 
-Both are exact, and have one gradient written by hand; tests/worker/test_kernels.py compares them with
-plain PyTorch and PEFT."""
+Both are exact and have a gradient written by hand; tests/worker/test_kernels.py compares them with plain
+PyTorch and PEFT.
+
+Axes: N rows, I inputs, O outputs, R rank, H hidden size, V vocabulary."""
 
 from __future__ import annotations
 
@@ -19,59 +20,63 @@ VOCABULARY_TILE = 4096
 
 
 class LoraLinear(Linear):
-    """PEFT's layer. With one plain adapter, which is the rule, scale and sum happen inside of the
-    matrix products.
+    """PEFT's layer. With one plain adapter, the usual case, scale and sum happen inside the matrix
+    products.
     """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        names = self.active_adapters
-        if (
-            args
-            or kwargs
-            or self.disable_adapters
-            or self.merged
-            or len(names) != 1
-            or not self._is_plain(names[0])
-        ):
+        layer = cast(Any, self)
+        names: list[str] = self.active_adapters
+        special = args or kwargs or self.disable_adapters or self.merged or len(names) != 1
+        if special or not _is_plain(layer, names[0]):
             return super().forward(x, *args, **kwargs)
-        name, base = names[0], cast(Any, self.get_base_layer())
-        a, b = self.lora_A[name].weight, self.lora_B[name].weight
-        rows = x.reshape(-1, x.size(-1)).to(base.weight.dtype)
-        out = _LoraProduct.apply(rows, base.weight, base.bias, a, b, self.scaling[name])
-        return out.view(*x.shape[:-1], -1)
+        name = names[0]
+        base = layer.get_base_layer()
+        a_RI = layer.lora_A[name].weight
+        b_OR = layer.lora_B[name].weight
+        x_NI = x.reshape(-1, x.size(-1)).to(base.weight.dtype)
+        product = cast(Any, _LoraProduct)
+        out_NO = product.apply(x_NI, base.weight, base.bias, a_RI, b_OR, layer.scaling[name])
+        return out_NO.view(*x.shape[:-1], -1)
 
-    def _is_plain(self, name: str) -> bool:
-        dropout = (
-            self.lora_dropout[name]
-            if name in self.lora_A and name not in self.lora_variant
-            else None
-        )
-        return isinstance(dropout, torch.nn.Identity) and self.lora_B[name].bias is None
+
+def _is_plain(layer: Any, name: str) -> bool:
+    """Whether the adapter is only W + scale·BA: no variant, no dropout, no bias."""
+    if name not in layer.lora_A or name in layer.lora_variant:
+        return False
+    no_dropout = isinstance(layer.lora_dropout[name], torch.nn.Identity)
+    return no_dropout and layer.lora_B[name].bias is None
 
 
 class _LoraProduct(torch.autograd.Function):
-    """x W' + bias + scale (x A') B' for x (N, I), W (O, I), A (R, I), B (O, R); gradients of x, A
-    and B.
-    """
+    """x W' + bias + scale (x A') B'; gradients of x, A and B."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
+        ctx: Any,
+        x_NI: Tensor,
+        weight_OI: Tensor,
+        bias_O: Tensor | None,
+        a_RI: Tensor,
+        b_OR: Tensor,
+        scale: float,
     ) -> Tensor:
-        low_a, low_b = a.to(x.dtype), (b * scale).to(x.dtype)
-        low = x @ low_a.t()  # (N, R)
-        ctx.save_for_backward(x, weight, low, low_a, low_b)
-        ctx.scale, ctx.dtype = scale, a.dtype
-        return linear(x, weight, bias).addmm_(low, low_b.t())
+        ctx.scale = scale
+        ctx.dtype = a_RI.dtype
+        a_RI = a_RI.to(x_NI.dtype)
+        b_OR = (b_OR * scale).to(x_NI.dtype)
+        low_NR = x_NI @ a_RI.t()
+        ctx.save_for_backward(x_NI, weight_OI, low_NR, a_RI, b_OR)
+        return linear(x_NI, weight_OI, bias_O).addmm_(low_NR, b_OR.t())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight, low, low_a, low_b = ctx.saved_tensors
-        grad_low = grad @ low_b  # (N, R)
-        grad_x = (grad @ weight).addmm_(grad_low, low_a) if ctx.needs_input_grad[0] else None
-        grad_a = (grad_low.t() @ x).to(ctx.dtype)
-        grad_b = (grad.t() @ low).to(ctx.dtype) * ctx.scale
+    def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x_NI, weight_OI, low_NR, a_RI, b_OR = ctx.saved_tensors
+        grad_NR = grad_NO @ b_OR
+        grad_x = (grad_NO @ weight_OI).addmm_(grad_NR, a_RI) if ctx.needs_input_grad[0] else None
+        grad_a = (grad_NR.t() @ x_NI).to(ctx.dtype)
+        grad_b = (grad_NO.t() @ low_NR).to(ctx.dtype) * ctx.scale
         return grad_x, None, None, grad_a, grad_b, None
 
 
@@ -80,69 +85,65 @@ def token_logps(
 ) -> tuple[Tensor, Tensor]:
     """(log-probabilities, entropies), both (N,) in fp32, of `targets` (N,) under `hidden` (N, H).
 
-    Logits are (N, VOCABULARY_TILE) at a time; the entropies carry no gradient, and neither does the
-    head."""
-    return _TokenLogps.apply(hidden, head.weight, head.bias, targets, temperature)
+    Logits are computed VOCABULARY_TILE columns at a time. The entropies and the head carry no
+    gradient."""
+    return cast(Any, _TokenLogps).apply(hidden, head.weight, head.bias, targets, temperature)
 
 
 class _TokenLogps(torch.autograd.Function):
-    """The softmax is summed up tile by tile, relative to the largest logit so far.
+    """The softmax is summed tile by tile, relative to the largest logit so far.
 
-    d logp / d hidden = (W[target] - sum over v of p(v) W[v]) / temperature does not depend on what
-    comes after: it is summed up with the softmax, and the backward pass is one product."""
+    d logp / d hidden = (W[target] - sum over v of p(v) W[v]) / temperature does not depend on the
+    gradient that comes in: it is summed with the softmax, and the backward pass is one product."""
 
     @staticmethod
     def forward(
         ctx: Any,
         hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
         temperature: float,
     ) -> tuple[Tensor, Tensor]:
-        hidden = hidden.to(weight.dtype)
-        count = len(targets)
-        largest = hidden.new_full((count, 1), -torch.inf, dtype=torch.float32)
-        total = torch.zeros_like(largest)  # of exp(logit - largest)
-        weighted = torch.zeros_like(largest)  # of exp(logit - largest) * logit
-        mean = (
-            hidden.new_zeros(hidden.shape, dtype=torch.float32) if ctx.needs_input_grad[0] else None
-        )  # of p(v) W[v]
-        chosen = torch.empty_like(largest)  # the target's logit
-        room = largest.new_empty(count, min(VOCABULARY_TILE, len(weight)))
-        for start in range(0, len(weight), VOCABULARY_TILE):
+        hidden_NH = hidden.to(weight_VH.dtype)
+        count = len(targets_N)
+        largest_N1 = hidden.new_full((count, 1), -torch.inf, dtype=torch.float32)
+        total_N1 = torch.zeros_like(largest_N1)  # of exp(logit - largest)
+        weighted_N1 = torch.zeros_like(largest_N1)  # of exp(logit - largest) * logit
+        chosen_N1 = torch.empty_like(largest_N1)  # the target's logit
+        mean_NH = None  # of p(v) W[v]
+        if ctx.needs_input_grad[0]:
+            mean_NH = torch.zeros_like(hidden_NH, dtype=torch.float32)
+        room = largest_N1.new_empty(count, min(VOCABULARY_TILE, len(weight_VH)))
+        for start in range(0, len(weight_VH), VOCABULARY_TILE):  # v: the columns of a tile
             tile = slice(start, start + VOCABULARY_TILE)
-            logits = (
-                linear(hidden, weight[tile], None if bias is None else bias[tile])
-                .float()
-                .div_(temperature)
-            )
-            place = targets[:, None] - start
-            inside = (place >= 0) & (place < logits.size(1))
-            chosen = torch.where(
-                inside, logits.gather(1, place.clamp(0, logits.size(1) - 1)), chosen
-            )
-            before, largest = largest, torch.maximum(largest, logits.amax(1, keepdim=True))
-            shrink = (before - largest).exp_()
-            share = torch.sub(logits, largest, out=room[:, : logits.size(1)]).exp_()
-            total = total * shrink + share.sum(1, keepdim=True)
-            weighted = weighted * shrink + logits.mul_(share).sum(1, keepdim=True)
-            if mean is not None:
-                mean.mul_(shrink).add_(share.to(weight.dtype) @ weight[tile])
-        normalizer = largest + total.log()
-        if mean is not None:
-            ctx.save_for_backward(
-                (weight[targets].float() - mean.div_(total)).div_(temperature).to(weight.dtype)
-            )
-        logps, entropies = (
-            (chosen - normalizer).squeeze(1),
-            (normalizer - weighted / total).squeeze(1),
-        )
-        ctx.mark_non_differentiable(entropies)
-        return logps, entropies
+            bias = None if bias_V is None else bias_V[tile]
+            logits_Nv = linear(hidden_NH, weight_VH[tile], bias).float().div_(temperature)
+            width = logits_Nv.size(1)
+            place_N1 = targets_N[:, None] - start
+            inside_N1 = (place_N1 >= 0) & (place_N1 < width)
+            found_N1 = logits_Nv.gather(1, place_N1.clamp(0, width - 1))
+            chosen_N1 = torch.where(inside_N1, found_N1, chosen_N1)
+            before_N1 = largest_N1
+            largest_N1 = torch.maximum(largest_N1, logits_Nv.amax(1, keepdim=True))
+            shrink_N1 = (before_N1 - largest_N1).exp_()
+            share_Nv = torch.sub(logits_Nv, largest_N1, out=room[:, :width]).exp_()
+            total_N1 = total_N1 * shrink_N1 + share_Nv.sum(1, keepdim=True)
+            logits_Nv.mul_(share_Nv)
+            weighted_N1 = weighted_N1 * shrink_N1 + logits_Nv.sum(1, keepdim=True)
+            if mean_NH is not None:
+                mean_NH.mul_(shrink_N1).add_(share_Nv.to(weight_VH.dtype) @ weight_VH[tile])
+        if mean_NH is not None:
+            slope_NH = weight_VH[targets_N].float() - mean_NH.div_(total_N1)
+            ctx.save_for_backward(slope_NH.div_(temperature).to(weight_VH.dtype))
+        normalizer_N1 = largest_N1 + total_N1.log()
+        logps_N = (chosen_N1 - normalizer_N1).squeeze(1)
+        entropies_N = (normalizer_N1 - weighted_N1 / total_N1).squeeze(1)
+        ctx.mark_non_differentiable(entropies_N)
+        return logps_N, entropies_N
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (slope,) = ctx.saved_tensors
-        return (grad[:, None] * slope).to(slope.dtype), None, None, None, None
+    def backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (slope_NH,) = ctx.saved_tensors
+        return (grad_N[:, None] * slope_NH).to(slope_NH.dtype), None, None, None, None

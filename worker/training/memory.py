@@ -1,9 +1,9 @@
-"""What an attempt will need of memory, known before its engine starts.
+"""The memory that an attempt will need, known before its engine starts.
 
 The training pass is not a formula: it runs on tensors without storage, and the bytes that would be
-alive are counted. That follows every architecture and every change of worker/packing.py. It runs
-through a few layers, and what a layer adds is counted for the others: through all of them it took
-ten seconds. tests/worker/test_memory.py compares it with measured peaks."""
+alive are counted. That follows every architecture and every change of worker/training/packing.py.
+It runs through a few layers and extrapolates to the others: all of them would take ten seconds.
+tests/worker/test_memory.py compares the estimate with measured peaks."""
 
 from __future__ import annotations
 
@@ -12,48 +12,50 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from flash_mcp.protocol.errors import FlashError
+from worker.engine.fetch import config_of
 
-MIB, GIB = 2**20, 2**30
+MIB = 2**20
+GIB = 2**30
 PROCESS_BYTES = 1050 * MIB
 """Imports of torch, transformers and vLLM (690 MiB), the engine's start (40), and kernels compiled
 for each length.
 """
 GPU_PROCESS_BYTES = 2 * GIB
-"""CUDA's context, and the engine's graphs and workspace. A guess: not measured."""
+"""CUDA's context, and the engine's graphs and workspace. This is a guess."""
 ENGINE_COPIES = 2
-"""On the CPU vLLM holds packed weights beside those that it loaded."""
+"""On the CPU vLLM holds packed weights in addition to those that it loaded."""
 HEAP_OVERHEAD = 1.5
-"""glibc's heap over what is alive in it: groups differ in length, so a freed block seldom fits the
-next tensor.
+"""Size of glibc's heap relative to the live data in it: groups differ in length, so a freed block
+seldom fits the next tensor.
 """
 KV_BLOCK_TOKENS = 32
-"""Of the CPU's cache: the smallest that vLLM takes. Prefixes are found by whole blocks; at its own
-128 a chat prompt shorter than that never is.
+"""Block size of the CPU's cache: the smallest that vLLM takes. Prefixes are found by whole blocks;
+with vLLM's default of 128, shorter chat prompts would never be found.
 """
 TRACED_LAYERS = 2
-"""Two, since layers of two kinds often take turns; and once more as many, to tell what they add."""
+"""Two, since layers of two kinds often alternate. Twice as many are traced too, to tell what they
+add."""
 KV_CACHE_SHARE = 4
-"""On the CPU the cache takes at most this part of the memory: sequences that find no room wait for
-their turn.
+"""On the CPU the cache takes at most 1/KV_CACHE_SHARE of the memory: sequences that do not fit
+wait.
 """
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The largest step that a run may take; lengths in tokens. Without `sequences` there is no
-    engine.
+    """The largest step of a run; lengths in tokens. With 0 `sequences` there is no engine.
 
-    Of SFT, a batch is the group: rows of `max_tokens` that have no prompt in common.
+    With SFT, the group is a batch: rows of `max_tokens` without a common prompt.
     """
 
     prompt: int
@@ -64,36 +66,39 @@ class Workload:
     sequences: int
     lora_rank: int
     packed: bool = True
-    """Whether the training pass is worker.training.packing's, else TRL's own."""
+    """Whether the training pass is that of worker.training.packing, or TRL's."""
     recomputed: bool = False
-    """Whether activations are computed again in the backward pass: gradient checkpointing."""
+    """Whether activations are computed again in the backward pass (gradient checkpointing)."""
 
     @property
     def completion(self) -> int:
-        """What the model may write in one conversation. What the environment says in between is not
+        """Tokens that the model may write in one conversation. Those of the environment are not
         known.
         """
         return max(1, min(self.turns * self.max_tokens, self.max_length - self.prompt))
 
     @property
     def rows(self) -> int:
-        """Completions that are computed together: by worker.training.packing after one prompt, by
-        TRL each after its own.
+        """Completions that are computed together: packed, after one prompt; by TRL, each after its
+        own prompt.
         """
-        from worker.training.packing import PACK_TOKENS  # noqa: PLC0415  seconds of imports that a server of models can spare
+        # Imported here: this module is also used by a server of models, which needs no trainer.
+        from worker.training.packing import PACK_TOKENS  # noqa: PLC0415
 
-        fitting = (PACK_TOKENS - self.prompt) // self.completion if self.packed else self.group_size
+        if not self.packed:
+            return self.group_size
+        fitting = (PACK_TOKENS - self.prompt) // self.completion
         return max(1, min(self.group_size, fitting))
 
     @property
     def tokens(self) -> int:
-        """What is computed of a group: its prompt once for each pack, or for each completion."""
+        """Tokens computed for a group: its prompt once for each pack, or for each completion."""
         prompts = math.ceil(self.group_size / self.rows) if self.packed else self.group_size
         return prompts * self.prompt + self.group_size * self.completion
 
     @property
     def knobs(self) -> dict[str, tuple[str, int]]:
-        """What can be turned down: the spec's name of it, ours, and how far."""
+        """Fields of the spec that can be lowered -> (the field here, its least value)."""
         length = {"max_length": ("max_length", max(256, 2 * self.prompt))}
         if not self.prompt:
             return {"batch_size": ("group_size", 1), **length}
@@ -102,7 +107,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Peak bytes of an attempt by what needs them. `activations` and `logits` are of one group's
+    """Peak bytes of an attempt by purpose. `activations` and `logits` are those of one group's
     training pass.
     """
 
@@ -122,7 +127,7 @@ class Estimate:
     def largest(self) -> str:
         """The name of the largest term."""
         terms = asdict(self)
-        return max(terms, key=lambda name: terms[name])
+        return max(terms, key=terms.__getitem__)
 
     def __str__(self) -> str:
         terms = ", ".join(f"{name} {size / GIB:.2f}" for name, size in asdict(self).items())
@@ -130,13 +135,11 @@ class Estimate:
 
 
 def estimate(model_path: Path, work: Workload, dtype: torch.dtype, capacity: int) -> Estimate:
-    """What an attempt needs where it may have `capacity` bytes; on a GPU, bytes of the card."""
+    """The memory that an attempt needs if `capacity` bytes are available; on a GPU, of the card."""
     on_gpu = torch.cuda.is_available()
     model = _without_storage(model_path, dtype, work.lora_rank)
     weights = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
-    adapter = 4 * sum(
-        p.nbytes for p in model.parameters() if p.requires_grad
-    )  # with gradients and Adam's two moments
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     kv_cache = engine_weights = 0
     if work.sequences:
         engine_weights = weights if on_gpu else ENGINE_COPIES * weights
@@ -150,7 +153,7 @@ def estimate(model_path: Path, work: Workload, dtype: torch.dtype, capacity: int
         weights=weights,
         engine_weights=engine_weights,
         kv_cache=kv_cache,
-        adapter=adapter,
+        adapter=4 * trained,  # with gradients and Adam's two moments
         activations=held if on_gpu else round(HEAP_OVERHEAD * held),
         logits=passing,
     )
@@ -159,11 +162,11 @@ def estimate(model_path: Path, work: Workload, dtype: torch.dtype, capacity: int
 def check(
     model_path: Path, work: Workload, dtype: torch.dtype
 ) -> tuple[Estimate, int | None, str | None]:
-    """(estimate, tokens of a group above which its activations have to be recomputed, warning).
+    """(estimate, tokens of a group above which its activations must be recomputed, warning).
 
-    The tokens are None where nothing has to be, and there is a warning where the longest
-    conversations would not fit all the same. FlashError(out_of_memory) where not even the shortest
-    would: such a run cannot take one step."""
+    The tokens are None if nothing must be recomputed. There is a warning if even then the longest
+    conversations would not fit. FlashError(out_of_memory) if not even the shortest fit: such a run
+    cannot take one step."""
     capacity = capacity_bytes()
     needs = estimate(model_path, work, dtype, capacity)
     if needs.total <= capacity:
@@ -174,62 +177,58 @@ def check(
     if least.total > capacity:
         raise FlashError(
             "out_of_memory",
-            f"the run needs at least {least}, and {capacity / GIB:.2f} GiB are available; {least.largest} needs most",
+            f"the run needs at least {least}, and {capacity / GIB:.2f} GiB are available; "
+            f"{least.largest} needs most",
             needed_gib=round(least.total / GIB, 2),
             available_gib=round(capacity / GIB, 2),
             largest=least.largest,
             fix=_knob(model_path, shortest, dtype, capacity),
         )
     # Activations grow with the tokens.
-    kept = work.tokens * max(0, capacity - needs.total + needs.activations) // needs.activations
+    room = max(0, capacity - needs.total + needs.activations)
+    kept = work.tokens * room // needs.activations
     needs = estimate(model_path, recomputed, dtype, capacity)
     if needs.total <= capacity:
         return needs, kept, None
     knob = _knob(model_path, recomputed, dtype, capacity)
-    longest = (
-        "conversations get as long as they may" if work.prompt else "a batch is of the longest rows"
-    )
-    return (
-        needs,
-        kept,
-        f"memory runs out if {longest}: {needs} of {capacity / GIB:.2f} GiB available; {knob}",
-    )
+    longest = "conversations get as long as they may"
+    if not work.prompt:
+        longest = "a batch is of the longest rows"
+    available = f"{needs} of {capacity / GIB:.2f} GiB available"
+    return needs, kept, f"memory runs out if {longest}: {available}; {knob}"
 
 
 def kv_cache_bytes(
     config: Any, max_length: int, sequences: int, room: int, *, itemsize: int = 2
 ) -> int:
-    """A cache that holds every sequence at full length, but at most `room` bytes and at least one
-    of them.
+    """Bytes of a cache for every sequence at full length, but at most `room`, and at least one
+    sequence.
 
-    `config` is of transformers.
+    `config` is a transformers config.
     """
     config = config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     block = 2 * itemsize * config.num_hidden_layers * heads * head_dim * KV_BLOCK_TOKENS
     blocks = math.ceil(max_length / KV_BLOCK_TOKENS)
-    one, every = blocks + 1, sequences * blocks + 1  # vLLM keeps one block empty
+    one = blocks + 1  # vLLM keeps one block empty
+    every = sequences * blocks + 1
     return block * max(one, min(every, room // block))
 
 
 def engine_cache_bytes(
     model_path: Path, max_length: int, sequences: int, *, itemsize: int = 2
 ) -> int:
-    """`kv_cache_bytes` on this machine as it is now."""
-    from transformers import AutoConfig  # noqa: PLC0415
-
-    config = AutoConfig.from_pretrained(model_path)
+    """`kv_cache_bytes` with the memory that is free on this machine now."""
     weights = sum(path.stat().st_size for path in model_path.glob("*.safetensors"))
     free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else capacity_bytes()
-    return kv_cache_bytes(
-        config, max_length, sequences, _cache_room(free, weights), itemsize=itemsize
-    )
+    room = _cache_room(free, weights)
+    return kv_cache_bytes(config_of(model_path), max_length, sequences, room, itemsize=itemsize)
 
 
 def _cache_room(free: int, engine_weights: int) -> int:
-    """Bytes of `free` for the engine's cache; on a GPU half of what its weights leave, and the rest
-    to train in.
+    """Bytes of `free` for the engine's cache. On a GPU, half of what the weights leave; training
+    gets the rest.
     """
     if torch.cuda.is_available():
         return max(0, free - engine_weights - GPU_PROCESS_BYTES) // 2
@@ -237,8 +236,8 @@ def _cache_room(free: int, engine_weights: int) -> int:
 
 
 def capacity_bytes() -> int:
-    """What this process may have in all: what is free, and what it holds already. On a GPU, of the
-    card.
+    """The memory that this process may use in total: what is free plus what it already holds. On a
+    GPU, of the card.
     """
     if torch.cuda.is_available():
         return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
@@ -247,7 +246,7 @@ def capacity_bytes() -> int:
 
 
 def _control_group_rooms(membership: Path, root: Path) -> Iterator[int]:
-    """Bytes left within each memory limit that control groups, of version 1 or 2, set on this
+    """Bytes left within each memory limit that control groups (version 1 or 2) set on this
     process.
     """
     try:
@@ -259,44 +258,44 @@ def _control_group_rooms(membership: Path, root: Path) -> Iterator[int]:
         if controllers not in ("", "memory"):
             continue
         top = root / controllers
-        names = (
-            ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            if controllers
-            else ("memory.max", "memory.current")
-        )
+        limit_file, used_file = "memory.max", "memory.current"
+        if controllers:
+            limit_file, used_file = "memory.limit_in_bytes", "memory.usage_in_bytes"
         group = top / path.lstrip("/")
-        for folder in [group, *(parent for parent in group.parents if parent.is_relative_to(top))]:
+        for folder in (group, *group.parents):
+            if not folder.is_relative_to(top):
+                break
             try:
-                limit, used = ((folder / name).read_text().strip() for name in names)
-                statistics = dict(
-                    line.split() for line in (folder / "memory.stat").read_text().splitlines()
-                )
+                limit = (folder / limit_file).read_text().strip()
+                used = int((folder / used_file).read_text())
+                rows = (folder / "memory.stat").read_text().splitlines()
+                statistics = dict(row.split() for row in rows)
             except (OSError, ValueError):
                 continue
             if limit.isdigit():
-                yield (
-                    int(limit) - int(used) + int(statistics.get("inactive_file", 0))
-                )  # the kernel drops those first
+                # The kernel drops inactive files first.
+                yield int(limit) - used + int(statistics.get("inactive_file", 0))
 
 
 # -- the training pass -----------------------------------------------------------------------------
 
 
 class _Alive(TorchDispatchMode):
-    """Counts the bytes of tensors made under it: those alive `now`, and the most that were at once."""
+    """Counts the bytes of tensors made within it: those alive `now`, and their `peak`."""
 
     def __init__(self, known: Iterator[Tensor]) -> None:
-        super().__init__()
-        self.now = self.peak = 0
+        cast(Any, super()).__init__()
+        self.now = 0
+        self.peak = 0
         self._known = weakref.WeakSet(tensor.untyped_storage() for tensor in known)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if (
-                isinstance(tensor, Tensor)
-                and (storage := tensor.untyped_storage()) not in self._known
-            ):
+        for tensor in pytree.tree_leaves(result):
+            if not isinstance(tensor, Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            if storage not in self._known:
                 self._known.add(storage)
                 self._count(storage.nbytes())
                 weakref.finalize(storage, self._count, -storage.nbytes())
@@ -311,50 +310,51 @@ def _without_storage(
     model_path: Path, dtype: torch.dtype, lora_rank: int, layers: int | None = None
 ) -> Any:
     """The policy as worker.training.policy makes it, on the meta device; only its first `layers`."""
-    from peft import get_peft_model  # noqa: PLC0415  seconds of imports that a server of models can spare
-    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
+    from peft import get_peft_model  # noqa: PLC0415  not for a server of models
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
     from worker.training.packing import attention_of  # noqa: PLC0415
     from worker.training.policy import lora_config  # noqa: PLC0415
 
-    config = AutoConfig.from_pretrained(model_path)
+    config = config_of(model_path)
     if layers:
         text = config.get_text_config()
         text.num_hidden_layers = layers
         if getattr(text, "layer_types", None):
             text.layer_types = text.layer_types[:layers]
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attention_of(config)
-        )
+        kind = cast(Any, AutoModelForCausalLM)
+        attention = attention_of(config)
+        model = kind.from_config(config, dtype=dtype, attn_implementation=attention)
     return get_peft_model(model, lora_config(lora_rank, lora_rank), low_cpu_mem_usage=True)
 
 
 def _training_pass(model_path: Path, dtype: torch.dtype, work: Workload) -> tuple[int, int]:
-    """(held, passing) bytes of one group's pass: what waits for its backward pass, and what comes
-    and goes beside.
+    """(held, passing) bytes of one group's pass: those kept for the backward pass, and those that
+    come and go.
     """
-    from transformers import AutoConfig  # noqa: PLC0415
+    text = config_of(model_path).get_text_config()
+    layers: int = text.num_hidden_layers
+    few = TRACED_LAYERS
 
-    text = AutoConfig.from_pretrained(model_path).get_text_config()
-    layers, few = text.num_hidden_layers, TRACED_LAYERS
-    if layers <= 2 * few or getattr(
-        text, "num_kv_shared_layers", 0
-    ):  # those need the layers that they share with
-        return _traced_pass(_without_storage(model_path, dtype, work.lora_rank), work)
-    some, more = (
-        _traced_pass(_without_storage(model_path, dtype, work.lora_rank, count), work)
-        for count in (few, 2 * few)
-    )
-    held, passing = (a + (b - a) * (layers - few) // few for a, b in zip(some, more, strict=True))
+    def traced(count: int | None = None) -> tuple[int, int]:
+        return _traced_pass(_without_storage(model_path, dtype, work.lora_rank, count), work)
+
+    # Layers that share keys need those that they share with.
+    if layers <= 2 * few or getattr(text, "num_kv_shared_layers", 0):
+        return traced()
+    held, passing = traced(few)
+    held_more, passing_more = traced(2 * few)
+    held += (held_more - held) * (layers - few) // few
+    passing += (passing_more - passing) * (layers - few) // few
     return held, passing
 
 
 def _traced_pass(model: Any, work: Workload) -> tuple[int, int]:
     """`_training_pass` through every layer of `model`.
 
-    As worker.training.packing.group_logps, or as TRL's trainer does it, with every completion at
-    full length."""
+    It runs like worker.training.packing.group_logps, or like TRL's trainer, with every completion
+    at full length."""
     from trl.trainer.utils import add_fused_lm_head  # noqa: PLC0415
 
     from worker.training import kernels, packing  # noqa: PLC0415
@@ -362,6 +362,7 @@ def _traced_pass(model: Any, work: Workload) -> tuple[int, int]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows = work.rows
     packs = work.group_size / rows
+    completions = rows * work.completion
     layout = packing.Layout(work.prompt, [work.completion] * rows, model.dtype, device)
 
     def ids(length: int) -> Tensor:
@@ -375,25 +376,24 @@ def _traced_pass(model: Any, work: Workload) -> tuple[int, int]:
         if not work.packed:
             add_fused_lm_head(causal_lm, outputs=("log_probs", "entropy"))
         with _Alive(model.parameters()) as alive:
-            with torch.autocast(
-                device.type, torch.bfloat16, enabled=causal_lm.dtype == torch.bfloat16
-            ):
+            half = causal_lm.dtype == torch.bfloat16
+            outcome: Any
+            with torch.autocast(device.type, torch.bfloat16, enabled=half):
                 if work.packed:
-                    hidden = packing.hidden_states(
-                        causal_lm, ids(work.prompt + rows * work.completion), layout
-                    )
+                    length = work.prompt + completions
+                    hidden = packing.hidden_states(causal_lm, ids(length), layout)
                     before_head = alive.now
-                    count = rows * work.completion
+                    count = completions  # its rows have no name: they must not stay alive
                     outcome = kernels.token_logps(
                         causal_lm.lm_head, hidden[ids(count)], ids(count), 1.0
                     )
                 else:
                     whole = ids(rows * (work.prompt + work.completion)).view(rows, -1)
-                    outcome = causal_lm(
-                        input_ids=whole, labels=whole, fused_lm_head=True
-                    ).to_tuple()
+                    output = causal_lm(input_ids=whole, labels=whole, fused_lm_head=True)
+                    outcome = output.to_tuple()
                     before_head = alive.now
-            held, logits = alive.now, alive.now - before_head
+            held = alive.now
+            logits = held - before_head
             outcome[0].sum().backward()
             peak = alive.peak
     return round(packs * (held - logits)), round((packs - 1) * logits) + peak - held + logits
@@ -403,14 +403,13 @@ def _traced_pass(model: Any, work: Workload) -> tuple[int, int]:
 
 
 def _knob(model_path: Path, work: Workload, dtype: torch.dtype, capacity: int) -> str:
-    """The first of the knobs, turned down by halves, with which the run fits."""
+    """The first field that makes the run fit when it is lowered by halves."""
     for knob, (name, least) in work.knobs.items():
-        value = getattr(work, name) // 2
+        now: int = getattr(work, name)
+        value = now // 2
         while value >= least:
-            if (
-                estimate(model_path, replace(work, **{name: value}), dtype, capacity).total
-                <= capacity
-            ):
-                return f"set {knob}={value} (it is {getattr(work, name)}), free memory, or use a smaller model"
+            lowered = replace(work, **{name: value})
+            if estimate(model_path, lowered, dtype, capacity).total <= capacity:
+                return f"set {knob}={value} (it is {now}), free memory, or use a smaller model"
             value //= 2
     return "use a smaller model, or a machine with more memory"

@@ -1,97 +1,104 @@
 """Log-probabilities of a group's completions, its prompt computed once.
 
-The rollouts of a group share their prompt. They are laid out as one sequence, prompt then
-completion after completion, without padding but at its end; a mask lets each completion see the
-prompt and itself, and its positions go on from the prompt's end. The language-model head runs on
-the positions that predict trained tokens alone."""
+The rollouts of a group share their prompt. They are laid out as one sequence, the prompt and then
+the completions, with padding only at the end. A mask lets each completion see the prompt and itself,
+and its positions continue from the prompt's end. The language-model head runs only on the positions
+that predict trained tokens.
+
+Axes: B rows of a batch, P prompt tokens, C completion tokens, T = P + C; L tokens of a packed
+sequence, H hidden size, V vocabulary, N predicted tokens; D size of an attention head."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers import masking_utils as masks
+from transformers.integrations import sdpa_attention as sdpa
 
 from flash_mcp.protocol.errors import FlashError
 from worker.training.kernels import token_logps
 
 log = logging.getLogger("worker")
 PACK_TOKENS = 4096
-"""A longer sequence is split: its mask is quadratic in it, and one prompt more is cheaper."""
+"""A longer sequence is split: its mask is quadratic in its length, and one more prompt is cheaper."""
 BLOCK, HEAD_STEP = 64, 16
-"""Sequences and rows of the head are filled up to whole multiples. On the CPU PyTorch compiles
-kernels for each new length and keeps them: megabytes a length, without end.
+"""Sequences, and rows of the head, are padded to multiples of these. On the CPU PyTorch compiles
+kernels for each new length and keeps them, which takes megabytes for each length.
 """
 ATTENTION = "packed"
 """The name under which transformers knows `_attend`."""
 
 
 def attention_of(config: Any) -> str | None:
-    """What to load a model with: `_attend`; its own, None, where its layers look up none (Falcon)."""
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    """The attention to load a model with: `_attend`, or None, its own, if its layers look up none
+    (Falcon).
+    """
+    kind = cast(Any, MODEL_FOR_CAUSAL_LM_MAPPING).get(type(config), None)
     return ATTENTION if getattr(kind, "_supports_attention_backend", False) else None
 
 
 def group_logps(
     causal_lm: Any,
-    input_ids: Tensor,  # (B, P+C) prompts padded left, completions padded right
-    attention_mask: Tensor,  # (B, P+C)
-    trained: Tensor,  # (B, C) 1 where a log-probability is wanted
+    ids_BT: Tensor,  # prompts padded left, completions padded right
+    seen_BT: Tensor,  # the attention mask
+    trained_BC: Tensor,  # 1 where a log-probability is wanted
     temperature: float,
     *,
     keep_tokens: float = math.inf,
 ) -> tuple[Tensor, Tensor]:
-    """(log-probabilities, entropies), both (B, C) in fp32, zero where `trained` is 0. Entropies
+    """(log-probabilities, entropies), both (B, C) in fp32, zero where `trained_BC` is 0. Entropies
     carry no gradient.
 
-    `causal_lm` is a transformers decoder with a `model` and an `lm_head`. Where its sequences have
-    more than `keep_tokens` tokens together, activations are recomputed in the backward pass."""
-    length = trained.size(1)
-    starts = input_ids.size(1) - length
-    packs = list(_packs(input_ids, attention_mask, starts))
+    `causal_lm` is a transformers decoder with a `model` and an `lm_head`. If its sequences have more
+    than `keep_tokens` tokens together, activations are recomputed in the backward pass."""
+    length = trained_BC.size(1)
+    starts = ids_BT.size(1) - length
+    packs = list(_packs(ids_BT, seen_BT, starts))
     if torch.is_grad_enabled():
-        tokens = sum(len(prompt) for prompt, _ in packs) + int(attention_mask[:, starts:].sum())
+        tokens = sum(len(prompt) for prompt, _ in packs) + int(seen_BT[:, starts:].sum())
         recompute(causal_lm, tokens > keep_tokens)
-    logps = input_ids.new_zeros(trained.shape, dtype=torch.float32)
-    entropies = torch.zeros_like(logps)
+    logps_BC = ids_BT.new_zeros(trained_BC.shape, dtype=torch.float32)
+    entropies_BC = torch.zeros_like(logps_BC)
     for prompt, rows in packs:
-        completions = [input_ids[row, starts:][attention_mask[row, starts:].bool()] for row in rows]
-        layout = Layout(
-            len(prompt), [len(part) for part in completions], causal_lm.dtype, prompt.device
-        )
-        hidden = hidden_states(causal_lm, torch.cat([prompt, *completions]), layout)  # (L, H)
-        predictors, targets, places = [], [], []
+        completions = [ids_BT[row, starts:][seen_BT[row, starts:].bool()] for row in rows]
+        lengths = [len(part) for part in completions]
+        layout = Layout(len(prompt), lengths, causal_lm.dtype, prompt.device)
+        hidden_LH = hidden_states(causal_lm, torch.cat([prompt, *completions]), layout)
+        predictors: list[Tensor] = []
+        targets: list[Tensor] = []
+        places: list[Tensor] = []
         offset = len(prompt)
         for row, completion in zip(rows, completions, strict=True):
-            at = trained[row, : len(completion)].nonzero().squeeze(1)
+            at = trained_BC[row, : len(completion)].nonzero().squeeze(1)
             # Token t is predicted at t-1; a completion's first token at the prompt's end.
             predictors.append(torch.where(at == 0, len(prompt) - 1, offset + at - 1))
             targets.append(completion[at])
             places.append(row * length + at)
             offset += len(completion)
-        where = torch.cat(places)
-        filler = -len(where) % HEAD_STEP
-        values, entropy = token_logps(
+        where_N = torch.cat(places)
+        filler = -len(where_N) % HEAD_STEP
+        values, entropies = token_logps(
             causal_lm.lm_head,
-            pad(hidden[torch.cat(predictors)], (0, 0, 0, filler)),
+            pad(hidden_LH[torch.cat(predictors)], (0, 0, 0, filler)),
             pad(torch.cat(targets), (0, filler)),
             temperature,
         )
-        logps = logps.view(-1).index_put((where,), values[: len(where)]).view_as(logps)
-        entropies.view(-1)[where] = entropy[: len(where)]
-    return logps, entropies
+        values_N = values[: len(where_N)]
+        logps_BC = logps_BC.view(-1).index_put((where_N,), values_N).view_as(logps_BC)
+        entropies_BC.view(-1)[where_N] = entropies[: len(where_N)]
+    return logps_BC, entropies_BC
 
 
 def recompute(causal_lm: Any, on: bool) -> None:
-    """Whether layers compute their activations again in the backward pass instead of holding them."""
+    """Set whether layers compute their activations again in the backward pass or keep them."""
     if on == causal_lm.is_gradient_checkpointing or not causal_lm.supports_gradient_checkpointing:
         return
     if on:
@@ -101,17 +108,15 @@ def recompute(causal_lm: Any, on: bool) -> None:
         causal_lm.gradient_checkpointing_disable()
 
 
-def _packs(
-    input_ids: Tensor, attention_mask: Tensor, starts: int
-) -> Iterator[tuple[Tensor, list[int]]]:
+def _packs(ids_BT: Tensor, seen_BT: Tensor, starts: int) -> Iterator[tuple[Tensor, list[int]]]:
     """(prompt, rows) of sequences of at most PACK_TOKENS, or of a single row."""
     by_prompt: dict[tuple[int, ...], list[int]] = {}
-    for row in range(input_ids.size(0)):
-        prompt = input_ids[row, :starts][attention_mask[row, :starts].bool()]
+    for row in range(ids_BT.size(0)):
+        prompt: Any = ids_BT[row, :starts][seen_BT[row, :starts].bool()]
         by_prompt.setdefault(tuple(prompt.tolist()), []).append(row)
-    lengths = attention_mask[:, starts:].sum(1).tolist()
+    lengths: list[int] = cast(Any, seen_BT[:, starts:].sum(1)).tolist()
     for key, rows in by_prompt.items():
-        prompt = input_ids.new_tensor(key)
+        prompt = ids_BT.new_tensor(key)
         pack: list[int] = []
         size = len(prompt)
         for row in rows:
@@ -124,10 +129,10 @@ def _packs(
 
 
 class Layout:
-    """Positions and mask of a prompt and its completions one after the other, by their lengths in
+    """Positions and mask of a prompt and its completions in one sequence, by their lengths in
     tokens.
 
-    The last completion is followed by as many tokens that nobody sees as make up whole blocks.
+    `filler` tokens, which no other token sees, fill the last block.
     """
 
     def __init__(
@@ -140,9 +145,8 @@ class Layout:
         starts = lengths.cumsum(0) - lengths
         self.positions = torch.where(owner == 0, at, prompt + at - starts[owner])  # (L,)
         visible = ((owner[:, None] == owner) | (owner == 0)) & (at[:, None] >= at)  # (L, L)
-        self.mask: Any = visible[
-            None, None
-        ]  # transformers hands a 4-D mask through, and what `_attend` needs with it
+        # transformers passes a 4-D mask through unchanged, with the attribute that `_attend` reads.
+        self.mask: Any = visible[None, None]
         self.mask.blocks = list(_blocks(visible, dtype))
 
 
@@ -158,147 +162,132 @@ def hidden_states(causal_lm: Any, ids: Tensor, layout: Layout) -> Tensor:
     return output.last_hidden_state[0]
 
 
-def _blocks(visible: Tensor, dtype: torch.dtype) -> Iterator[tuple[list[int], Tensor]]:
-    """For each block of queries: the blocks of keys of which it sees any, and what is added to
+def _blocks(visible_LL: Tensor, dtype: torch.dtype) -> Iterator[tuple[list[int], Tensor]]:
+    """For each block of queries: the blocks of keys that it sees any of, and the mask to add to
     their scores.
 
-    On a GPU all is one block: there starting many small kernels costs more than computing what is
-    masked."""
-    size = BLOCK if visible.device.type == "cpu" else len(visible)
-    for rows in visible.split(size):  # (size, L)
+    On a GPU everything is one block: starting many small kernels costs more there than computing
+    the masked part."""
+    size = BLOCK if visible_LL.device.type == "cpu" else len(visible_LL)
+    for rows in torch.split(visible_LL, size):  # (size, L)
         tiles = rows.view(size, -1, size)
         seen = tiles.any(2).any(0).nonzero().flatten()
         columns = tiles[:, seen].flatten(1)
-        yield (
-            seen.tolist(),
-            torch.zeros_like(columns, dtype=dtype).masked_fill_(~columns, -torch.inf),
-        )
+        mask = torch.zeros_like(columns, dtype=dtype).masked_fill_(~columns, -torch.inf)
+        yield cast(Any, seen).tolist(), mask
 
 
 def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """Attention as transformers asks for it: (1, heads, L, D) each to (1, L, heads, D).
+    """Attention with transformers' signature: (1, heads, L, D) each to (1, L, heads, D).
 
-    A completion sees the prompt and itself: most of a pack's mask is empty, and nothing is computed
+    A completion sees the prompt and itself, so most of a pack's mask is empty. Nothing is computed
     there."""
-    blocks = getattr(attention_mask, "blocks", None)
+    blocks: list[tuple[list[int], Tensor]] | None = getattr(attention_mask, "blocks", None)
     if blocks is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        plain = cast(Any, sdpa).sdpa_attention_forward
+        return plain(module, query, key, value, attention_mask, **options)
+    heads = query.size(1)
     size = query.size(2) // len(blocks)
-    keys, values = (
-        repeat_kv(part, query.size(1) // part.size(1)).split(size, dim=2) for part in (key, value)
-    )
+    keys = torch.split(sdpa.repeat_kv(key, heads // key.size(1)), size, dim=2)
+    values = torch.split(sdpa.repeat_kv(value, heads // value.size(1)), size, dim=2)
+    queries = torch.split(query, size, dim=2)
     parts: list[Tensor] = []
     gathered: list[int] = []
     some_keys = some_values = query
-    # From the end: what a block sees is how the next one's begins, so that a completion takes one
-    # copy and no more.
-    for part, (seen, mask) in zip(
-        reversed(query.split(size, dim=2)), reversed(blocks), strict=True
-    ):
+    # From the end: the keys of a block are the first keys of the next block, so a completion needs
+    # only one copy.
+    for part, (seen, mask) in zip(reversed(queries), reversed(blocks), strict=True):
         if gathered[: len(seen)] != seen:
             gathered = seen
-            some_keys, some_values = (
-                torch.cat([of[at] for at in seen], dim=2) for of in (keys, values)
-            )
+            some_keys = torch.cat([keys[at] for at in seen], dim=2)
+            some_values = torch.cat([values[at] for at in seen], dim=2)
         width = mask.size(1)
-        parts.append(
-            scaled_dot_product_attention(
-                part,
-                some_keys[:, :, :width],
-                some_values[:, :, :width],
-                attn_mask=mask,
-                scale=options.get("scaling"),
-            ).transpose(1, 2)
+        attended = scaled_dot_product_attention(
+            part,
+            some_keys[:, :, :width],
+            some_values[:, :, :width],
+            attn_mask=mask,
+            scale=options.get("scaling"),
         )
+        parts.append(attended.transpose(1, 2))
     return torch.cat(parts[::-1], dim=1), None
 
 
-AttentionInterface.register(ATTENTION, _attend)
-AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+cast(Any, AttentionInterface).register(ATTENTION, _attend)
+cast(Any, AttentionMaskInterface).register(ATTENTION, cast(Any, masks).sdpa_mask)
 
 
-# -- whether a model is computed rightly -----------------------------------------------------------
+# -- whether a model is computed correctly ---------------------------------------------------------
 
-PROBE_PROMPT, PROBE = 4, [12, 4]
-"""Tokens of a prompt and of the completions that a model is tried with."""
+PROBE_PROMPT = 4
+PROBE = [12, 4]
+"""Tokens of the prompt, and of the completions, that a model is tried with."""
 
 
 def can_pack(causal_lm: Any) -> bool:
-    """Whether `group_logps` computes what the model itself would, tried on a few tokens without a
-    random number.
+    """Whether `group_logps` computes what the model itself would, tried on a few tokens without
+    random numbers.
 
-    A model may scale its logits, number its positions by itself or carry a state from one
-    completion to the next. An attention's window is longer than these tokens: there the config
-    decides."""
+    A model may scale its logits, number its positions itself or carry a state from one completion
+    to the next. An attention window is longer than these tokens: there the config decides."""
     config = causal_lm.config.get_text_config()
     kinds = getattr(config, "layer_types", None)
-    if set(kinds) != {"full_attention"} if kinds else getattr(config, "sliding_window", None):
+    if kinds and set(kinds) != {"full_attention"}:
+        return False
+    if not kinds and getattr(config, "sliding_window", None):
         return False
     try:
         with _at_rest(causal_lm):
             return _is_exact(causal_lm)
-    except (
-        Exception
-    ) as error:  # whatever a model raises that is not made as `group_logps` takes for granted
+    except Exception as error:  # whatever a model raises that `group_logps` does not fit
         log.info("no packed training pass: %s: %s", type(error).__name__, error)
         return False
 
 
 def _is_exact(causal_lm: Any) -> bool:
-    ids, seen = _few_tokens(causal_lm)
-    hidden = causal_lm.model(
-        input_ids=ids, attention_mask=seen, use_cache=False
-    ).last_hidden_state  # (2, P+C, H)
-    logits = causal_lm(input_ids=ids, attention_mask=seen, use_cache=False).logits  # (2, P+C, V)
-    completions = [
-        row[PROBE_PROMPT : PROBE_PROMPT + length] for row, length in zip(hidden, PROBE, strict=True)
-    ]
-    tokens = [
-        row[PROBE_PROMPT : PROBE_PROMPT + length] for row, length in zip(ids, PROBE, strict=True)
-    ]
-    layout = Layout(PROBE_PROMPT, PROBE, causal_lm.dtype, ids.device)
-    packed = hidden_states(causal_lm, torch.cat([ids[0, :PROBE_PROMPT], *tokens]), layout)[
-        PROBE_PROMPT:
-    ]  # (L, H)
-    apart = zip(packed[: sum(PROBE)].split(PROBE), completions, strict=True)
-    rounding = (
-        torch.finfo(causal_lm.dtype).eps ** 0.5
-    )  # attention by blocks adds up in another order
-    return _off(causal_lm.lm_head(hidden), logits) < 1e-3 and all(
-        _off(*pair) < rounding for pair in apart
-    )
+    ids_BT, seen_BT = _few_tokens(causal_lm)
+    inputs = {"input_ids": ids_BT, "attention_mask": seen_BT, "use_cache": False}
+    hidden_BTH = causal_lm.model(**inputs).last_hidden_state
+    logits_BTV = causal_lm(**inputs).logits
+    layout = Layout(PROBE_PROMPT, PROBE, causal_lm.dtype, ids_BT.device)
+    ends = [PROBE_PROMPT + length for length in PROBE]
+    tokens = [row[PROBE_PROMPT:end] for row, end in zip(ids_BT, ends, strict=True)]
+    completions = [row[PROBE_PROMPT:end] for row, end in zip(hidden_BTH, ends, strict=True)]
+    ids_L = torch.cat([ids_BT[0, :PROBE_PROMPT], *tokens])
+    packed_LH = hidden_states(causal_lm, ids_L, layout)[PROBE_PROMPT:]
+    parts = torch.split(packed_LH[: sum(PROBE)], PROBE)
+    # Attention by blocks sums in another order.
+    rounding = torch.finfo(causal_lm.dtype).eps ** 0.5
+    if not _off(causal_lm.lm_head(hidden_BTH), logits_BTV) < 1e-3:  # also where it is NaN
+        return False
+    return all(_off(*pair) < rounding for pair in zip(parts, completions, strict=True))
 
 
 def check_trl_head(causal_lm: Any, temperature: float) -> None:
-    """FlashError unless the head that a TRL trainer has put on the model gives the model's own
+    """FlashError unless the head that a TRL trainer put on the model gives the model's own
     log-probabilities.
     """
-    ids, seen = _few_tokens(causal_lm)
-    targets = ids.masked_fill(seen == 0, -100)
+    ids_BT, seen_BT = _few_tokens(causal_lm)
+    inputs = {"input_ids": ids_BT, "attention_mask": seen_BT}
+    targets_BT = ids_BT.masked_fill(seen_BT == 0, -100)
     with _at_rest(causal_lm):
-        logits = (
-            causal_lm(input_ids=ids, attention_mask=seen, use_cache=False).logits[:, :-1].float()
-            / temperature
-        )
-        own = (
-            logits.log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2) * seen[:, 1:]
-        )  # (2, P+C-1)
-        theirs = causal_lm(
-            input_ids=ids, attention_mask=seen, labels=targets, fused_lm_head=True
-        ).log_probs
-    if not _off(theirs, own) < torch.finfo(causal_lm.dtype).eps ** 0.5:
+        logits = causal_lm(**inputs, use_cache=False).logits[:, :-1].float() / temperature
+        logps = logits.log_softmax(-1).gather(2, ids_BT[:, 1:, None]).squeeze(2)
+        theirs = causal_lm(**inputs, labels=targets_BT, fused_lm_head=True).log_probs
+    if not _off(theirs, logps * seen_BT[:, 1:]) < torch.finfo(causal_lm.dtype).eps ** 0.5:
         raise FlashError(
             "invalid_argument",
-            "the model changes its logits in a way that the trainer does not know: its gradients would be wrong",
+            "the model changes its logits in a way that the trainer does not know: its gradients "
+            "would be wrong",
             model_type=causal_lm.config.model_type,
             fix="use a model of another architecture",
         )
 
 
 @contextmanager
-def _at_rest(model: torch.nn.Module) -> Iterator[None]:
+def _at_rest(model: torch.nn.Module) -> Generator[None]:
     """Without gradients and without dropout, which would draw random numbers."""
     training = model.training
     try:
@@ -310,7 +299,7 @@ def _at_rest(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _few_tokens(causal_lm: Any) -> tuple[Tensor, Tensor]:
-    """Ids and mask (2, P+C) of two rows with the same prompt, the second shorter."""
+    """Ids and mask, (B, T), of two rows with the same prompt, the second shorter."""
     width = PROBE_PROMPT + max(PROBE)
     ids = torch.arange(7, 7 + 14 * width, 7, device=causal_lm.device).view(2, width)
     ids = ids % causal_lm.config.get_text_config().vocab_size
@@ -320,5 +309,6 @@ def _few_tokens(causal_lm: Any) -> tuple[Tensor, Tensor]:
 
 
 def _off(values: Tensor, expected: Tensor) -> float:
-    """The norm of their difference, relative to what was expected."""
-    return ((values - expected).float().norm() / expected.float().norm()).item()
+    """The norm of the difference, relative to what was expected."""
+    difference: Any = (values - expected).float()
+    return (difference.norm() / cast(Any, expected.float()).norm()).item()

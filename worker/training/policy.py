@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
-from safetensors.torch import load_file
+from peft.utils import save_and_load
+from safetensors import torch as safetensors
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.spec import check_adapter
+from worker.engine.fetch import config_of
 from worker.training import packing
 from worker.training.kernels import LoraLinear
 
@@ -37,11 +39,11 @@ def load_policy(
     The base keeps `dtype`; the adapter's weights are fp32. Raises FlashError(adapter_mismatch).
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    attention = packing.attention_of(AutoConfig.from_pretrained(model_path))
-    base: Any = AutoModelForCausalLM.from_pretrained(
+    attention = packing.attention_of(config_of(model_path))
+    base = cast(Any, AutoModelForCausalLM).from_pretrained(
         model_path, dtype=dtype, attn_implementation=attention
     )
-    torch.manual_seed(seed)
+    cast(Any, torch).manual_seed(seed)
     model = get_peft_model(base.to(device), lora_config(rank, alpha))
     if adapter_path is not None:
         _warm_start(model, adapter_path, rank, alpha)
@@ -67,53 +69,53 @@ def merged_weights(model: PeftModel) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of W + scale·BA for every adapted layer, and of its bias, named as in the base
     checkpoint.
 
-    Made anew from the untouched base weights each time: merging in place would drift them in bf16.
-    What no adapter changes, embeddings and norms, is what the engine has already."""
-    base: Any = model.base_model.model
-    adapted: list[tuple[str, Any]] = [
-        each for each in base.named_modules() if isinstance(each[1], LoraLayer)
-    ]
+    They are computed from the unchanged base weights each time: merging in place would make them
+    drift in bf16. The engine has the rest, embeddings and norms, already.
+
+    Axes: O outputs, I inputs, R rank."""
+    base = cast(Any, model).base_model.model
     with torch.no_grad():
-        for name, layer in adapted:
-            weight, bias = layer.base_layer.weight, layer.base_layer.bias  # (out, in), (out,)
-            a, b = (
-                layer.lora_A[ADAPTER].weight,
-                layer.lora_B[ADAPTER].weight * layer.scaling[ADAPTER],
-            )
-            yield (
-                f"{name}.weight",
-                torch.addmm(weight, b.to(weight.dtype), a.to(weight.dtype)),
-            )  # rounded once
-            if bias is not None:
-                yield f"{name}.bias", bias.data
+        for name, module in base.named_modules():
+            if not isinstance(module, LoraLayer):
+                continue
+            layer = cast(Any, module)
+            linear = layer.base_layer
+            a_RI: Tensor = layer.lora_A[ADAPTER].weight
+            b_OR: Tensor = layer.lora_B[ADAPTER].weight * layer.scaling[ADAPTER]
+            dtype = linear.weight.dtype
+            # One product and sum, so that the result is rounded once.
+            yield f"{name}.weight", torch.addmm(linear.weight, b_OR.to(dtype), a_RI.to(dtype))
+            if linear.bias is not None:
+                yield f"{name}.bias", linear.bias.data
 
 
 def save_adapter(model: PeftModel, folder: Path) -> None:
-    """Write the adapter that is trained, and no other, as PEFT does: adapter_config.json and its
-    weights in fp32.
+    """Write the trained adapter, and no other, in PEFT's format: adapter_config.json and fp32
+    weights.
     """
     model.save_pretrained(str(folder), selected_adapters=[ADAPTER], save_embedding_layers=False)
 
 
 def _warm_start(model: PeftModel, adapter_path: Path, rank: int, alpha: int) -> None:
-    check_adapter(
-        json.loads((adapter_path / "adapter_config.json").read_text()), rank=rank, alpha=alpha
-    )
-    weights = load_file(adapter_path / "adapter_model.safetensors")
+    config = json.loads((adapter_path / "adapter_config.json").read_text())
+    check_adapter(config, rank=rank, alpha=alpha)
+    weights = cast(Any, safetensors).load_file(adapter_path / "adapter_model.safetensors")
     try:
-        outcome: Any = set_peft_model_state_dict(model, weights)
+        outcome = cast(Any, save_and_load).set_peft_model_state_dict(model, weights)
     except RuntimeError as error:  # layers of these names, but of other sizes
         raise _of_another_model(reason=str(error).strip().splitlines()[-1].strip()) from error
-    missing = [name for name in outcome.missing_keys if "lora_" in name]
+    missing: list[str] = [name for name in outcome.missing_keys if "lora_" in name]
     if outcome.unexpected_keys:
         raise _of_another_model(unexpected=len(outcome.unexpected_keys), missing=len(missing))
     if missing:
         raise FlashError(
             "adapter_mismatch",
-            "the adapter's target_modules (exclude_modules, layers_to_transform) leave linear layers out",
+            "the adapter's target_modules (exclude_modules, layers_to_transform) leave linear "
+            "layers out",
             missing=len(missing),
             first=missing[0],
-            fix="merge it into its base model and train that, or start from an adapter of every linear layer",
+            fix="merge it into its base model and train that, or start from an adapter of every "
+            "linear layer",
         )
 
 
