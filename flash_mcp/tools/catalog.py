@@ -24,17 +24,18 @@ Kind = Literal["models", "environments", "datasets", "devices", "deployments"]
 class Model(Part):
     """A base model. Hub ids (owner/name) and local folders work as well."""
 
-    name: str = Field(description="Pass as train's `model`.")
+    name: str
+    """Pass as train's `model`."""
     parameters: int | None = None
-    context: int | None = Field(default=None, description="Tokens.")
-    thinking: bool | None = Field(
-        default=None, description="Whether it can think before it answers."
-    )
+    context: int | None = None
+    """Tokens."""
+    thinking: bool | None = None
+    """Whether it can think before it answers."""
     licence: str | None = None
-    source: str = Field(description="Where it comes from.")
-    ready: bool | None = Field(
-        default=None, description="Whether it lies in the model cache already."
-    )
+    source: str
+    """Where it comes from."""
+    ready: bool | None = None
+    """Whether it lies in the model cache already."""
     notes: str | None = None
 
 
@@ -42,23 +43,31 @@ class Environment(Part):
     """A published environment; its newest version."""
 
     name: str
-    owner: str | None = Field(default=None, description="Whose it is, where it is another's.")
-    digest: str = Field(description="NAME@DIGEST names this version for good.")
-    versions: int = Field(description="Versions that were pushed.")
-    pushed: str = Field(description="UTC.")
-    about: dict[str, Any] | None = Field(
-        default=None, description="What env_push recorded, such as split sizes."
-    )
+    owner: str | None = None
+    """Whose it is, where it is another's."""
+    digest: str
+    """NAME@DIGEST names this version for good."""
+    versions: int
+    """Versions that were pushed."""
+    pushed: str
+    """UTC."""
+    about: dict[str, Any] | None = None
+    """What env_push recorded, such as split sizes."""
 
 
 class Dataset(Part):
     """A curated dataset; one version."""
 
-    name: str = Field(description="NAME@DIGEST: pass as train's `dataset`, with algorithm sft.")
-    rows: int = Field(description="Conversations to learn from.")
-    holdout: int = Field(description="Conversations held back, for the loss on them.")
-    environment: str = Field(description="NAME@DIGEST that the attempts were made in.")
-    made: str = Field(description="UTC.")
+    name: str
+    """NAME@DIGEST: pass as train's `dataset`, with algorithm sft."""
+    rows: int
+    """Conversations to learn from."""
+    holdout: int
+    """Conversations held back, for the loss on them."""
+    environment: str
+    """NAME@DIGEST that the attempts were made in."""
+    made: str
+    """UTC."""
 
 
 class Device(Part):
@@ -68,22 +77,24 @@ class Device(Part):
     name: str
     memory_gib: float
     free_gib: float
-    busy: float | None = Field(default=None, description="Share in use.")
+    busy: float | None = None
+    """Share in use."""
     cores: int | None = None
 
 
 class Deployment(Part):
     """A model that is being served."""
 
-    deployment: str = Field(description="Pass to chat and undeploy.")
-    owner: str | None = Field(default=None, description="Whose it is, where it is another's.")
+    deployment: str
+    """Pass to chat and undeploy."""
+    owner: str | None = None
+    """Whose it is, where it is another's."""
     state: str
     model: str
     run_id: str | None = None
     step: int | None = None
-    base_url: str | None = Field(
-        default=None, description="OpenAI-compatible endpoint on the server's machine."
-    )
+    base_url: str | None = None
+    """OpenAI-compatible endpoint on the server's machine."""
 
 
 class Catalog(Result):
@@ -95,26 +106,28 @@ class Catalog(Result):
     datasets: list[Dataset] | None = None
     devices: list[Device] | None = None
     deployments: list[Deployment] | None = None
-    has_more: bool = Field(description="Whether a list was cut at `limit`.")
-    cursor: str | None = Field(default=None, description="Pass as `cursor` for the next page.")
+    has_more: bool
+    """Whether a list was cut at `limit`."""
+    cursor: str | None = None
+    """Pass as `cursor` for the next page."""
 
 
 def catalog(
-    kind: Annotated[Kind | None, Field(description="Only this kind; default: all five.")] = None,
-    contains: Annotated[
-        str | None, Field(max_length=100, description="Only names with this text in them.")
-    ] = None,
-    limit: Annotated[
-        int, Field(ge=1, le=30, description="Entries of each kind, 1 to 30; default 12.")
-    ] = 12,
-    cursor: Annotated[
-        str | None, Field(description="With kind: `cursor` of the page before.")
-    ] = None,
+    kind: Kind | None = None,
+    contains: Annotated[str | None, Field(max_length=100)] = None,
+    limit: Annotated[int, Field(ge=1, le=30)] = 12,
+    cursor: str | None = None,
 ) -> Catalog:
     """List base models, published environments, curated datasets, this machine's devices and
     running deployments.
 
     Runs: status. A run's saved adapters: checkpoints.
+
+    Args:
+        kind: Only this kind; default: all five.
+        contains: Only names with this text in them.
+        limit: Entries of each kind, 1 to 30; default 12.
+        cursor: With kind: `cursor` of the page before.
     """
     store = open_store()
     wanted = (contains or "").lower()

@@ -20,52 +20,69 @@ from flash_mcp.tools.shared.next_steps import after_evaluation, going_on
 class Cancel(Result):
     """A run that was asked to end."""
 
-    run_id: str = Field(description="The run.")
-    state: str = Field(description="cancelled, or still running while it saves.")
-    step: int = Field(description="Steps done.")
-    checkpoint: int | None = Field(default=None, description="Step of its newest checkpoint.")
+    run_id: str
+    """The run."""
+    state: str
+    """cancelled, or still running while it saves."""
+    step: int
+    """Steps done."""
+    checkpoint: int | None = None
+    """Step of its newest checkpoint."""
 
 
 class Checkpoint(Part):
     """An adapter saved during a run, in PEFT format."""
 
-    step: int = Field(description="Step at which it was saved.")
-    reward: float | None = Field(default=None, description="Mean training reward at that step.")
-    success: float | None = Field(default=None, description="Training success share at that step.")
-    eval_success: float | None = Field(
-        default=None, description="Held-out success share, where it was evaluated."
-    )
-    loss: float | None = Field(default=None, description="Loss at that step (sft).")
-    size_bytes: int = Field(description="Size of its files.")
-    digest: str = Field(description="Digest of its files' checksums.")
-    path: str = Field(description="Its folder on the server.")
-    saved: str = Field(description="When, in UTC.")
+    step: int
+    """Step at which it was saved."""
+    reward: float | None = None
+    """Mean training reward at that step."""
+    success: float | None = None
+    """Training success share at that step."""
+    eval_success: float | None = None
+    """Held-out success share, where it was evaluated."""
+    loss: float | None = None
+    """Loss at that step (sft)."""
+    size_bytes: int
+    """Size of its files."""
+    digest: str
+    """Digest of its files' checksums."""
+    path: str
+    """Its folder on the server."""
+    saved: str
+    """When, in UTC."""
 
 
 class Checkpoints(Result):
     """Checkpoints of a run, the newest first."""
 
-    run_id: str = Field(description="The run.")
-    state: str = Field(description="The run's state.")
-    checkpoints: list[Checkpoint] = Field(description="The newest first.")
-    has_more: bool = Field(description="Whether older ones follow.")
-    cursor: str | None = Field(default=None, description="Pass as `cursor` for the next page.")
+    run_id: str
+    """The run."""
+    state: str
+    """The run's state."""
+    checkpoints: list[Checkpoint]
+    """The newest first."""
+    has_more: bool
+    """Whether older ones follow."""
+    cursor: str | None = None
+    """Pass as `cursor` for the next page."""
 
 
 async def cancel(
     run_id: RunId,
-    reason: Annotated[
-        str, Field(max_length=500, description="Kept with the run; default empty.")
-    ] = "",
-    wait_s: Annotated[
-        float, Field(ge=0, le=45, description="Seconds to wait for its end, 0 to 45; default 10.")
-    ] = 10.0,
+    reason: Annotated[str, Field(max_length=500)] = "",
+    wait_s: Annotated[float, Field(ge=0, le=45)] = 10.0,
 ) -> Cancel:
     """End a run: a queued one at once, a running one after it saved a checkpoint. It always ends as
     `cancelled`.
 
     Its metrics, rollouts and checkpoints stay. A run that has ended by itself is refused with
-    run_finished; asking twice changes nothing more. Ending a deployment: undeploy."""
+    run_finished; asking twice changes nothing more. Ending a deployment: undeploy.
+
+    Args:
+        reason: Kept with the run; default empty.
+        wait_s: Seconds to wait for its end, 0 to 45; default 10.
+    """
     store = open_store()
     run = await anyio.to_thread.run_sync(queue.request_cancel, store, run_id, reason)
     deadline = time.monotonic() + min(wait_s, 43.0)
@@ -94,16 +111,16 @@ def _after_cancel(run: Run, has_checkpoint: bool) -> str:
 
 
 def checkpoints(
-    run_id: RunId,
-    limit: Annotated[
-        int, Field(ge=1, le=30, description="Checkpoints a page, 1 to 30; default 10.")
-    ] = 10,
-    cursor: Annotated[str | None, Field(description="`cursor` of the page before.")] = None,
+    run_id: RunId, limit: Annotated[int, Field(ge=1, le=30)] = 10, cursor: str | None = None
 ) -> Checkpoints:
     """List a run's checkpoints, the newest first: step, metrics, size, digest and folder (a PEFT
     adapter each).
 
     Serving one: deploy. Starting another run from one: train with init_from_adapter=RUN_ID@STEP.
+
+    Args:
+        limit: Checkpoints a page, 1 to 30; default 10.
+        cursor: `cursor` of the page before.
     """
     store = open_store()
     run = store.run(run_id)

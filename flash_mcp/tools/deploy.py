@@ -30,21 +30,25 @@ ANSWER_CHARACTERS = 3000
 class Deployed(Result):
     """A served adapter."""
 
-    deployment: str = Field(description="Pass to chat and undeploy.")
-    name: str = Field(description="Its other name.")
-    state: str = Field(description="starting, ready, failed, stopping or stopped.")
-    run_id: str | None = Field(default=None, description="The run whose adapter it is.")
-    step: int | None = Field(default=None, description="The step of that adapter.")
-    model: str = Field(description="Base model; its name in the OpenAI API too.")
-    base_url: str | None = Field(
-        default=None,
-        description="OpenAI-compatible endpoint on the server's machine; `deployment` is the model name. Callers from "
-        "elsewhere have chat.",
-    )
-    api_key_file: str | None = Field(
-        default=None, description="JSON file beside it whose api_key the endpoint asks for."
-    )
-    seconds: float = Field(description="Since it was asked for.")
+    deployment: str
+    """Pass to chat and undeploy."""
+    name: str
+    """Its other name."""
+    state: str
+    """starting, ready, failed, stopping or stopped."""
+    run_id: str | None = None
+    """The run whose adapter it is."""
+    step: int | None = None
+    """The step of that adapter."""
+    model: str
+    """Base model; its name in the OpenAI API too."""
+    base_url: str | None = None
+    """OpenAI-compatible endpoint on the server's machine; `deployment` is the model name.
+    Callers from elsewhere have chat."""
+    api_key_file: str | None = None
+    """JSON file beside it whose api_key the endpoint asks for."""
+    seconds: float
+    """Since it was asked for."""
 
 
 class Message(BaseModel):
@@ -60,9 +64,8 @@ class Answer(Part):
     """What a model said."""
 
     text: str
-    finish: str = Field(
-        description="stop; length: max_tokens reached; timeout: cut off after 40 s."
-    )
+    finish: str
+    """stop; length: max_tokens reached; timeout: cut off after 40 s."""
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     seconds: float
@@ -72,10 +75,10 @@ class Chat(Result):
     """One turn of talk with a deployment."""
 
     deployment: str
-    adapter: Answer = Field(description="The trained model's answer.")
-    base: Answer | None = Field(
-        default=None, description="The untrained model's, with side_by_side."
-    )
+    adapter: Answer
+    """The trained model's answer."""
+    base: Answer | None = None
+    """The untrained model's, with side_by_side."""
 
 
 Wait = Annotated[
@@ -91,28 +94,10 @@ Reference = Annotated[
 
 
 async def deploy(
-    run_id: Annotated[
-        str, Field(min_length=1, description="Run whose adapter to serve, as returned by train.")
-    ],
-    step: Annotated[
-        int | None,
-        Field(
-            ge=0, description="Step of the checkpoint; default: the newest whose files are whole."
-        ),
-    ] = None,
-    name: Annotated[
-        str | None,
-        Field(
-            pattern=r"^[A-Za-z0-9][\w.-]{0,99}$",
-            description="A name of your own; default RUN_ID-STEP.",
-        ),
-    ] = None,
-    port: Annotated[
-        int | None,
-        Field(
-            ge=1024, le=65535, description="Port on loopback; default: a free one, chosen for you."
-        ),
-    ] = None,
+    run_id: Annotated[str, Field(min_length=1)],
+    step: Annotated[int | None, Field(ge=0)] = None,
+    name: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9][\w.-]{0,99}$")] = None,
+    port: Annotated[int | None, Field(ge=1024, le=65535)] = None,
     wait_s: Wait = 40.0,
 ) -> Deployed:
     """Serve a run's checkpoint with vLLM's OpenAI server, base model and adapter side by side.
@@ -120,7 +105,14 @@ async def deploy(
     `ready` means that the adapter has answered a chat request. The first deployment of a base model
     takes half a minute or more; further ones join its server within seconds. Calling again with the
     same arguments changes nothing and returns the state. The server listens on loopback and goes
-    with its last deployment: undeploy."""
+    with its last deployment: undeploy.
+
+    Args:
+        run_id: Run whose adapter to serve, as returned by train.
+        step: Step of the checkpoint; default: the newest whose files are whole.
+        name: A name of your own; default RUN_ID-STEP.
+        port: Port on loopback; default: a free one, chosen for you.
+    """
     store, deadline = open_store(), _deadline(wait_s)
     if port is not None:
         await anyio.to_thread.run_sync(check_port, store, run_id, port)
@@ -135,15 +127,15 @@ async def deploy(
 
 
 async def undeploy(
-    deployment: Reference = None,
-    wait_s: Annotated[
-        float, Field(ge=0, le=45, description="Seconds to wait for its end; default 20.")
-    ] = 20.0,
+    deployment: Reference = None, wait_s: Annotated[float, Field(ge=0, le=45)] = 20.0
 ) -> Deployed:
     """Stop serving an adapter. The server of its base model ends with its last one. The checkpoint
     stays.
 
     A deployment that has ended already is returned as it is. Ending a run: cancel.
+
+    Args:
+        wait_s: Seconds to wait for its end; default 20.
     """
     store, deadline = open_store(), _deadline(wait_s)
     row = await anyio.to_thread.run_sync(find_deployment, store, deployment)
@@ -155,41 +147,31 @@ async def undeploy(
 
 async def chat(
     deployment: Reference = None,
-    message: Annotated[
-        str | None, Field(min_length=1, description="What the user says; or pass messages.")
-    ] = None,
-    messages: Annotated[
-        list[Message] | None,
-        Field(
-            min_length=1,
-            max_length=200,
-            description="A whole conversation that ends before the model's turn.",
-        ),
-    ] = None,
-    side_by_side: Annotated[
-        bool, Field(description="Ask the untrained base model too; default false.")
-    ] = False,
-    max_tokens: Annotated[
-        int, Field(ge=1, le=4096, description="Tokens of an answer; default 256.")
-    ] = 256,
-    temperature: Annotated[
-        float, Field(ge=0, le=2, description="0 (default) gives the likeliest answer.")
-    ] = 0.0,
-    top_p: Annotated[
-        float, Field(gt=0, le=1, description="Nucleus sampling mass; default 1.")
-    ] = 1.0,
-    stop: Annotated[
-        list[str] | None, Field(max_length=4, description="Texts that end an answer.")
-    ] = None,
-    seed: Annotated[
-        int | None, Field(ge=0, le=2**31 - 1, description="Makes sampling repeatable.")
-    ] = None,
+    message: Annotated[str | None, Field(min_length=1)] = None,
+    messages: Annotated[list[Message] | None, Field(min_length=1, max_length=200)] = None,
+    side_by_side: bool = False,
+    max_tokens: Annotated[int, Field(ge=1, le=4096)] = 256,
+    temperature: Annotated[float, Field(ge=0, le=2)] = 0.0,
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0,
+    stop: Annotated[list[str] | None, Field(max_length=4)] = None,
+    seed: Annotated[int | None, Field(ge=0, le=2**31 - 1)] = None,
 ) -> Chat:
     """Talk to a deployed adapter, and with side_by_side to its base model as well.
 
     Nothing is remembered between calls: pass the conversation so far as messages. No environment
     answers: for scored conversations see rollouts. An answer that is not whole after 40 s is
-    returned as far as it came."""
+    returned as far as it came.
+
+    Args:
+        message: What the user says; or pass messages.
+        messages: A whole conversation that ends before the model's turn.
+        side_by_side: Ask the untrained base model too; default false.
+        max_tokens: Tokens of an answer; default 256.
+        temperature: 0 (default) gives the likeliest answer.
+        top_p: Nucleus sampling mass; default 1.
+        stop: Texts that end an answer.
+        seed: Makes sampling repeatable.
+    """
     store = open_store()
     conversation = _conversation(message, messages)
     row = await anyio.to_thread.run_sync(find_deployment, store, deployment)
@@ -218,10 +200,7 @@ async def chat(
     adapter, base = (_or_raise(answers.get(name)) for name in (row.id, row.model))
     assert adapter is not None
     return Chat(
-        deployment=row.id,
-        adapter=adapter,
-        base=base,
-        next=_after_chat(row, adapter, side_by_side),
+        deployment=row.id, adapter=adapter, base=base, next=_after_chat(row, adapter, side_by_side)
     )
 
 

@@ -68,84 +68,85 @@ TEST_DEADLINE_S = 38.0
 class EnvSetup(Result):
     """A starter project."""
 
-    folder: str = Field(description="The folder, absolute.")
-    name: str = Field(description="The name that its configs train; push it under this one.")
-    files: list[str] = Field(description="Files written, relative to the folder.")
+    folder: str
+    """The folder, absolute."""
+    name: str
+    """The name that its configs train; push it under this one."""
+    files: list[str]
+    """Files written, relative to the folder."""
 
 
 class EnvPush(Result):
     """A published version."""
 
-    environment: str = Field(
-        description="NAME@DIGEST: exactly these files, for good. NAME alone is the newest push."
-    )
-    created: bool = Field(
-        description="False where the same files had been pushed under this name before."
-    )
-    train_tasks: int | None = Field(
-        default=None, description="Rows of the train split; absent with load=false."
-    )
-    eval_tasks: int | None = Field(
-        default=None, description="Rows of the eval split; absent with load=false."
-    )
-    asks: dict[str, Any] | None = Field(
-        default=None,
-        description="What its environment.toml asks for beyond the usual, network for one.",
-    )
-    files: int = Field(description="Number of files.")
-    size_bytes: int = Field(description="Size of all files.")
-    contaminated: str | None = Field(
-        default=None,
-        description="Present where eval tasks are train tasks too: how many, and which.",
-    )
+    environment: str
+    """NAME@DIGEST: exactly these files, for good. NAME alone is the newest push."""
+    created: bool
+    """False where the same files had been pushed under this name before."""
+    train_tasks: int | None = None
+    """Rows of the train split; absent with load=false."""
+    eval_tasks: int | None = None
+    """Rows of the eval split; absent with load=false."""
+    asks: dict[str, Any] | None = None
+    """What its environment.toml asks for beyond the usual, network for one."""
+    files: int
+    """Number of files."""
+    size_bytes: int
+    """Size of all files."""
+    contaminated: str | None = None
+    """Present where eval tasks are train tasks too: how many, and which."""
 
 
 class Probe(Part):
     """One check."""
 
-    name: str = Field(description="What was checked.")
-    passed: bool | None = Field(
-        default=None, description="Absent where the check could not be made."
-    )
-    evidence: str = Field(description="What was seen.")
-    fix: str | None = Field(default=None, description="What to change.")
+    name: str
+    """What was checked."""
+    passed: bool | None = None
+    """Absent where the check could not be made."""
+    evidence: str
+    """What was seen."""
+    fix: str | None = None
+    """What to change."""
 
 
 class EnvTest(Result):
     """What the checks found."""
 
-    environment: str = Field(description="What was checked: a folder or NAME@DIGEST.")
-    passed: bool = Field(description="Whether no check failed.")
-    train_tasks: int = Field(description="Rows of the train split; 0 where it did not load.")
-    eval_tasks: int = Field(description="Rows of the eval split; 0 where there is none.")
-    seconds: float = Field(description="Time that all checks took.")
-    probes: list[Probe] = Field(description="Every check, in order.")
-    sample: Sample | None = Field(
-        default=None, description="With model: what it does on a few train tasks."
-    )
+    environment: str
+    """What was checked: a folder or NAME@DIGEST."""
+    passed: bool
+    """Whether no check failed."""
+    train_tasks: int
+    """Rows of the train split; 0 where it did not load."""
+    eval_tasks: int
+    """Rows of the eval split; 0 where there is none."""
+    seconds: float
+    """Time that all checks took."""
+    probes: list[Probe]
+    """Every check, in order."""
+    sample: Sample | None = None
+    """With model: what it does on a few train tasks."""
 
 
 # -- env_setup -------------------------------------------------------------------------------------
 
 
 def env_setup(
-    folder: Annotated[
-        str, Field(min_length=1, description="Folder on the server to write to; made if missing.")
-    ],
-    template: Annotated[
-        Template,
-        Field(
-            description="calculator: several turns with a tool, the model asks and the environment answers. "
-            "sort_words: one prompt, one answer."
-        ),
-    ] = "calculator",
+    folder: Annotated[str, Field(min_length=1)], template: Template = "calculator"
 ) -> EnvSetup:
     """Write a starter project that trains as it is: environment.py, datasets, configs and the
     playbook TRAINING.md.
 
     Never overwrites: where one of its files exists already, nothing is written. Change
     environment.py and the datasets to the task at hand, check them with env_test, publish them with
-    env_push."""
+    env_push.
+
+    Args:
+        folder: Folder on the server to write to; made if missing.
+        template: calculator: several turns with a tool, the model asks and the environment answers.
+            sort_words: one prompt, one answer.
+    """
     target = Path(folder).expanduser().absolute()
     name = target.name if NAME.fullmatch(target.name) else template
     files = _starter(template, name)
@@ -204,26 +205,9 @@ async def env_push(
     name: Annotated[
         str, Field(min_length=1, max_length=64, description=f"Name to publish under: {NAME_RULE}.")
     ],
-    folder: Annotated[
-        str | None,
-        Field(
-            description="Folder on the server with environment.py at its top, or reasoning-gym:DATASET. Caches and "
-            ".git are left out. Packages named in its requirements.txt are installed, once, and are all that it sees."
-        ),
-    ] = None,
-    files: Annotated[
-        dict[str, str] | None,
-        Field(
-            description="Instead of folder: {relative path: text}, for a server that does not see your files."
-        ),
-    ] = None,
-    load: Annotated[
-        bool,
-        Field(
-            description="Load the environment first and refuse one that fails. False publishes it unseen, for instance "
-            "when it only loads on the machine that trains; default true."
-        ),
-    ] = True,
+    folder: str | None = None,
+    files: dict[str, str] | None = None,
+    load: bool = True,
     environment_args: Arguments = None,
     secrets: Secrets = None,
 ) -> EnvPush:
@@ -231,7 +215,16 @@ async def env_push(
 
     The same files give the same digest, so pushing twice changes nothing. The newest push is what
     NAME alone means from then on; runs already created stay with theirs. env_test checks an
-    environment more thoroughly."""
+    environment more thoroughly.
+
+    Args:
+        folder: Folder on the server with environment.py at its top, or reasoning-gym:DATASET.
+            Caches and .git are left out. Packages named in its requirements.txt are installed,
+            once, and are all that it sees.
+        files: Instead of folder: {relative path: text}, for a server that does not see your files.
+        load: Load the environment first and refuse one that fails. False publishes it unseen, for
+            instance when it only loads on the machine that trains; default true.
+    """
     check_name(name)
     values = secret_values(secrets)
     source = await anyio.to_thread.run_sync(_source, folder, files)
@@ -312,40 +305,11 @@ def _asks(folder: Path) -> dict[str, Any]:
 
 
 async def env_test(
-    environment: Annotated[
-        str | None,
-        Field(
-            min_length=1,
-            description="A published environment, NAME or NAME@DIGEST; or reasoning-gym:DATASET.",
-        ),
-    ] = None,
-    folder: Annotated[
-        str | None,
-        Field(
-            min_length=1,
-            description="Instead of environment: a folder on the server, published or not.",
-        ),
-    ] = None,
-    call_timeout_s: Annotated[
-        float,
-        Field(
-            gt=0,
-            le=20,
-            description="Deadline of one call into environment code, in seconds; default 5.",
-        ),
-    ] = 5.0,
-    model: Annotated[
-        str | None,
-        Field(
-            min_length=1,
-            description="Once all checks pass, let this base model generate a few groups of train tasks, and say "
-            "whether training on them could teach it anything. Default: no model.",
-        ),
-    ] = None,
-    max_tokens: Annotated[
-        int | None,
-        Field(ge=1, le=131_072, description="With model: tokens of one turn; default 512."),
-    ] = None,
+    environment: Annotated[str | None, Field(min_length=1)] = None,
+    folder: Annotated[str | None, Field(min_length=1)] = None,
+    call_timeout_s: Annotated[float, Field(gt=0, le=20)] = 5.0,
+    model: Annotated[str | None, Field(min_length=1)] = None,
+    max_tokens: Annotated[int | None, Field(ge=1, le=131_072)] = None,
     environment_args: Arguments = None,
     secrets: Secrets = None,
 ) -> EnvTest:
@@ -355,7 +319,16 @@ async def env_test(
     Checks the contract, that gold answers are successes, that junk, empty, None, truncated and
     prompt-echo answers neither pay nor raise, that episodes do not disturb each other, that two
     fresh processes agree, and how long calls take. Nothing is published. A failed check is a
-    result, not an error; each has a fix."""
+    result, not an error; each has a fix.
+
+    Args:
+        environment: A published environment, NAME or NAME@DIGEST; or reasoning-gym:DATASET.
+        folder: Instead of environment: a folder on the server, published or not.
+        call_timeout_s: Deadline of one call into environment code, in seconds; default 5.
+        model: Once all checks pass, let this base model generate a few groups of train tasks, and
+            say whether training on them could teach it anything. Default: no model.
+        max_tokens: With model: tokens of one turn; default 512.
+    """
     if (environment is None) == (folder is None):
         fix = "pass environment='NAME' for a published one, or folder='/path/of/it'"
         raise FlashError(

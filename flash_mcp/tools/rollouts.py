@@ -28,41 +28,44 @@ RESULT_FRAME = 900
 class Message(Part):
     """One message of a conversation."""
 
-    number: int | None = Field(
-        default=None, description="Its place in the conversation, where not all are shown."
-    )
+    number: int | None = None
+    """Its place in the conversation, where not all are shown."""
     role: str
-    content: str = Field(
-        description="Its text; `…[N characters cut]…` stands where text was left out."
-    )
+    content: str
+    """Its text; `…[N characters cut]…` stands where text was left out."""
 
 
 class RolloutView(Part):
     """One conversation with its reward."""
 
-    step: int = Field(description="Training step, or step of the evaluation.")
-    index: int = Field(description="Its number within the step.")
-    task_id: str = Field(description="Task of the environment.")
+    step: int
+    """Training step, or step of the evaluation."""
+    index: int
+    """Its number within the step."""
+    task_id: str
+    """Task of the environment."""
     reward: float
     success: bool
-    advantage: float | None = Field(
-        default=None, description="How it was weighted, relative to its group."
-    )
-    failure: FailureMode | None = Field(
-        default=None, description="Why it is no success, as far as can be told."
-    )
-    finish: str = Field(description="done, max_turns, length (cut off) or error.")
-    turns: int = Field(description="Turns the model took.")
-    completion_tokens: int = Field(description="Tokens the model wrote.")
-    metrics: dict[str, float] | None = Field(default=None, description="Parts of the reward.")
-    reason: str | None = Field(default=None, description="What the scorer said.")
-    error: str | None = Field(default=None, description="What failed in environment code.")
-    messages: list[Message] = Field(
-        description="The conversation, prompt included, after `opening`."
-    )
-    messages_in_all: int | None = Field(
-        default=None, description="Where not all are shown: how many there are."
-    )
+    advantage: float | None = None
+    """How it was weighted, relative to its group."""
+    failure: FailureMode | None = None
+    """Why it is no success, as far as can be told."""
+    finish: str
+    """done, max_turns, length (cut off) or error."""
+    turns: int
+    """Turns the model took."""
+    completion_tokens: int
+    """Tokens the model wrote."""
+    metrics: dict[str, float] | None = None
+    """Parts of the reward."""
+    reason: str | None = None
+    """What the scorer said."""
+    error: str | None = None
+    """What failed in environment code."""
+    messages: list[Message]
+    """The conversation, prompt included, after `opening`."""
+    messages_in_all: int | None = None
+    """Where not all are shown: how many there are."""
 
 
 @dataclass(frozen=True)
@@ -82,85 +85,51 @@ class Rollouts(Result):
     """Transcripts of a run."""
 
     run_id: str
-    total: int = Field(description="Transcripts that match.")
-    failures: dict[str, int] | None = Field(
-        default=None,
-        description="How many of a step's transcripts failed, by mode, where it has more than 256 of as many drawn at "
-        "random; absent with step=-1.",
-    )
-    opening: list[Message] | None = Field(
-        default=None,
-        description="The first messages of every transcript shown, left out of each of them.",
-    )
+    total: int
+    """Transcripts that match."""
+    failures: dict[str, int] | None = None
+    """How many of a step's transcripts failed, by mode, where it has more than 256 of as many
+    drawn at random; absent with step=-1."""
+    opening: list[Message] | None = None
+    """The first messages of every transcript shown, left out of each of them."""
     rollouts: list[RolloutView]
     has_more: bool
-    cursor: str | None = Field(default=None, description="Pass as `cursor` for the next page.")
+    cursor: str | None = None
+    """Pass as `cursor` for the next page."""
 
 
 def rollouts(
     run_id: RunId,
-    step: Annotated[
-        int | None,
-        Field(
-            ge=-1,
-            description="Step to look at; -1: all steps. Default: the newest; with contains: all steps.",
-        ),
-    ] = None,
-    which: Annotated[
-        Literal["worst", "best", "random", "index"],
-        Field(
-            description="Order: lowest reward first, highest first, shuffled, or as generated. Default worst."
-        ),
-    ] = "worst",
-    split: Annotated[
-        Literal["train", "eval"] | None,
-        Field(
-            description="Training rollouts or evaluations. Default train; eval for a run made by evaluate."
-        ),
-    ] = None,
-    contains: Annotated[
-        str | None,
-        Field(
-            min_length=1,
-            max_length=200,
-            description="Only transcripts with this text in a message.",
-        ),
-    ] = None,
-    success: Annotated[
-        bool | None, Field(description="Only successes (true) or failures (false).")
-    ] = None,
-    index: Annotated[
-        int | None,
-        Field(
-            ge=0,
-            description="One transcript of the step by its number, with all the room there is.",
-        ),
-    ] = None,
-    from_message: Annotated[
-        int,
-        Field(ge=0, description="With index: skip this many messages, to page through a long one."),
-    ] = 0,
-    limit: Annotated[
-        int, Field(ge=1, le=10, description="Transcripts a page, 1 to 10; default 3.")
-    ] = 3,
-    max_characters: Annotated[
-        int,
-        Field(
-            ge=500,
-            le=7000,
-            description="Characters of transcript text in all, 500 to 7000; default 5000.",
-        ),
-    ] = 5000,
-    cursor: Annotated[
-        str | None, Field(description="`cursor` of the page before, other arguments unchanged.")
-    ] = None,
+    step: Annotated[int | None, Field(ge=-1)] = None,
+    which: Literal["worst", "best", "random", "index"] = "worst",
+    split: Literal["train", "eval"] | None = None,
+    contains: Annotated[str | None, Field(min_length=1, max_length=200)] = None,
+    success: bool | None = None,
+    index: Annotated[int | None, Field(ge=0)] = None,
+    from_message: Annotated[int, Field(ge=0)] = 0,
+    limit: Annotated[int, Field(ge=1, le=10)] = 3,
+    max_characters: Annotated[int, Field(ge=500, le=7000)] = 5000,
+    cursor: str | None = None,
 ) -> Rollouts:
     """Show real transcripts of a run with rewards: what the model wrote, what the environment
     answered, how it scored.
 
     What all of them begin with stands once, under `opening`. Long messages are shortened in the
     middle to keep within max_characters; index shows one transcript with all the room there is.
-    Numbers over the whole run: status."""
+    Numbers over the whole run: status.
+
+    Args:
+        step: Step to look at; -1: all steps. Default: the newest; with contains: all steps.
+        which: Order: lowest reward first, highest first, shuffled, or as generated. Default worst.
+        split: Training rollouts or evaluations. Default train; eval for a run made by evaluate.
+        contains: Only transcripts with this text in a message.
+        success: Only successes (true) or failures (false).
+        index: One transcript of the step by its number, with all the room there is.
+        from_message: With index: skip this many messages, to page through a long one.
+        limit: Transcripts a page, 1 to 10; default 3.
+        max_characters: Characters of transcript text in all, 500 to 7000; default 5000.
+        cursor: `cursor` of the page before, other arguments unchanged.
+    """
     store = open_store()
     run = store.run(run_id)
     # What an evaluation sampled stands under "eval", whichever split's tasks they are.

@@ -22,70 +22,47 @@ class RunLine(Part):
     """A run in the list."""
 
     run_id: str
-    owner: str | None = Field(default=None, description="Whose it is, where it is another's.")
+    owner: str | None = None
+    """Whose it is, where it is another's."""
     state: RunState
     algorithm: str
     model: str
     environment: str
     step: int
     steps: int | None = None
-    reward: float | None = Field(default=None, description="Mean reward of its newest steps.")
-    created: str = Field(description="UTC.")
-    error: str | None = Field(default=None, description="Error code of a failed run.")
+    reward: float | None = None
+    """Mean reward of its newest steps."""
+    created: str
+    """UTC."""
+    error: str | None = None
+    """Error code of a failed run."""
 
 
 class Status(Result):
     """One run, or the list of runs."""
 
-    run: RunView | None = Field(default=None, description="With run_id.")
-    changed: bool | None = Field(
-        default=None, description="With wait_s: whether something changed while waiting."
-    )
-    runs: list[RunLine] | None = Field(
-        default=None, description="Without run_id: the newest first."
-    )
-    counts: dict[str, int] | None = Field(
-        default=None, description="Without run_id: runs by state."
-    )
-    has_more: bool | None = Field(default=None, description="Whether older runs follow.")
-    cursor: str | None = Field(default=None, description="Pass as `cursor` for the next page.")
+    run: RunView | None = None
+    """With run_id."""
+    changed: bool | None = None
+    """With wait_s: whether something changed while waiting."""
+    runs: list[RunLine] | None = None
+    """Without run_id: the newest first."""
+    counts: dict[str, int] | None = None
+    """Without run_id: runs by state."""
+    has_more: bool | None = None
+    """Whether older runs follow."""
+    cursor: str | None = None
+    """Pass as `cursor` for the next page."""
 
 
 async def status(
-    run_id: Annotated[
-        str | None, Field(description="Run id; left out: the list of runs, the newest first.")
-    ] = None,
-    wait_s: Annotated[
-        float,
-        Field(
-            ge=0,
-            le=45,
-            description="With run_id: seconds to wait, 0 to 45, for a new step, evaluation, checkpoint or state; "
-            "returns as soon as there is one. Default 0.",
-        ),
-    ] = 0.0,
-    detail: Annotated[
-        Literal["concise", "detailed"],
-        Field(
-            description="detailed adds all metrics, failure modes, lineage, every value of the run with its source, "
-            "and the end of its log. Default concise."
-        ),
-    ] = "concise",
-    curve: Annotated[
-        bool,
-        Field(
-            description="With run_id: show the reward curve too, to those who see pictures. Default false."
-        ),
-    ] = False,
-    state: Annotated[
-        RunState | None, Field(description="Without run_id: only runs of this state.")
-    ] = None,
-    limit: Annotated[
-        int, Field(ge=1, le=40, description="Without run_id: runs a page, 1 to 40; default 15.")
-    ] = 15,
-    cursor: Annotated[
-        str | None, Field(description="Without run_id: `cursor` of the page before.")
-    ] = None,
+    run_id: str | None = None,
+    wait_s: Annotated[float, Field(ge=0, le=45)] = 0.0,
+    detail: Literal["concise", "detailed"] = "concise",
+    curve: bool = False,
+    state: RunState | None = None,
+    limit: Annotated[int, Field(ge=1, le=40)] = 15,
+    cursor: str | None = None,
 ) -> Status:
     """Report how one run stands, what its numbers mean and what to do next; without run_id, list
     the runs.
@@ -93,7 +70,19 @@ async def status(
     A run's report has its state and step, the trend of reward and success, held-out evaluations
     with their noise band and a verdict, speed and time left, whether it is worth continuing,
     warning signs with remedies, and the error of a failed run with evidence. Transcripts: rollouts.
-    Saved adapters: checkpoints."""
+    Saved adapters: checkpoints.
+
+    Args:
+        run_id: Run id; left out: the list of runs, the newest first.
+        wait_s: With run_id: seconds to wait, 0 to 45, for a new step, evaluation, checkpoint or
+            state; returns as soon as there is one. Default 0.
+        detail: detailed adds all metrics, failure modes, lineage, every value of the run with its
+            source, and the end of its log. Default concise.
+        curve: With run_id: show the reward curve too, to those who see pictures. Default false.
+        state: Without run_id: only runs of this state.
+        limit: Without run_id: runs a page, 1 to 40; default 15.
+        cursor: Without run_id: `cursor` of the page before.
+    """
     store = open_store()
     if run_id is None:
         return await anyio.to_thread.run_sync(_list, store, state, limit, cursor)

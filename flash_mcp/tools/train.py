@@ -55,59 +55,59 @@ OPENINGS_S = 12.0
 class Estimate(Part):
     """How much work a run is."""
 
-    steps: int = Field(description="Optimizer steps.")
-    rollouts: int | None = Field(default=None, description="Conversations generated (grpo).")
-    examples: int | None = Field(
-        default=None, description="Conversations trained on, repeats counted (sft)."
-    )
-    train_tasks: int = Field(description="Rows of the train split.")
-    eval_tasks: int = Field(description="Rows of the eval split.")
-    dataset_rows: int | None = Field(
-        default=None, description="Rows of the dataset, if there is one (sft)."
-    )
-    passes: float = Field(description="How often each row is seen on average.")
-    prompt_tokens_about: int = Field(
-        description="First prompt of a few tasks, estimated from its characters; 0 where none opened in time."
-    )
-    tokens_at_most: int | None = Field(
-        default=None, description="Tokens generated if every rollout had one turn, of max_tokens."
-    )
-    seconds_about: int | None = Field(
-        default=None, description="From the speed of `seconds_from`; else unknown."
-    )
-    seconds_from: str | None = Field(
-        default=None, description="The earlier run that the speed was taken from."
-    )
-    time: RunTime | None = Field(
-        default=None, description="From the sample's tokens and speed, with its error band."
-    )
+    steps: int
+    """Optimizer steps."""
+    rollouts: int | None = None
+    """Conversations generated (grpo)."""
+    examples: int | None = None
+    """Conversations trained on, repeats counted (sft)."""
+    train_tasks: int
+    """Rows of the train split."""
+    eval_tasks: int
+    """Rows of the eval split."""
+    dataset_rows: int | None = None
+    """Rows of the dataset, if there is one (sft)."""
+    passes: float
+    """How often each row is seen on average."""
+    prompt_tokens_about: int
+    """First prompt of a few tasks, estimated from its characters; 0 where none opened in time."""
+    tokens_at_most: int | None = None
+    """Tokens generated if every rollout had one turn, of max_tokens."""
+    seconds_about: int | None = None
+    """From the speed of `seconds_from`; else unknown."""
+    seconds_from: str | None = None
+    """The earlier run that the speed was taken from."""
+    time: RunTime | None = None
+    """From the sample's tokens and speed, with its error band."""
 
 
 class Train(Result):
     """A run as resolved."""
 
-    run_id: str | None = Field(default=None, description="The run; absent with validate_only.")
-    state: str = Field(
-        description="queued, or `validated` with validate_only, or the state of the run found again."
-    )
-    created: bool = Field(
-        description="False with validate_only, and where idempotency_key found an earlier run."
-    )
-    environment: str = Field(description="NAME@DIGEST that the run is pinned to.")
-    model: str = Field(description="Base model.")
-    warm_start: str | None = Field(default=None, description="Adapter that training starts from.")
-    estimate: Estimate = Field(description="How much work it is.")
-    values: dict[str, Any] = Field(description="Every field of the run with its value.")
-    sources: dict[str, list[str]] = Field(
-        description="Where values came from: argument, file; all others: recipe."
-    )
-    sample: Sample | None = Field(default=None, description="With sample: what the model does now.")
-    notes: list[str] | None = Field(
-        default=None, description="What is worth a thought before it runs."
-    )
-    run: RunView | None = Field(
-        default=None, description="How it ended; where the client waits for it as a task."
-    )
+    run_id: str | None = None
+    """The run; absent with validate_only."""
+    state: str
+    """queued, or `validated` with validate_only, or the state of the run found again."""
+    created: bool
+    """False with validate_only, and where idempotency_key found an earlier run."""
+    environment: str
+    """NAME@DIGEST that the run is pinned to."""
+    model: str
+    """Base model."""
+    warm_start: str | None = None
+    """Adapter that training starts from."""
+    estimate: Estimate
+    """How much work it is."""
+    values: dict[str, Any]
+    """Every field of the run with its value."""
+    sources: dict[str, list[str]]
+    """Where values came from: argument, file; all others: recipe."""
+    sample: Sample | None = None
+    """With sample: what the model does now."""
+    notes: list[str] | None = None
+    """What is worth a thought before it runs."""
+    run: RunView | None = None
+    """How it ended; where the client waits for it as a task."""
 
 
 def _with_fields_of_run_spec(
@@ -146,35 +146,11 @@ def _argument(name: str, info: FieldInfo) -> Any:
 @_with_fields_of_run_spec
 async def train(
     *,
-    config: Annotated[
-        str | None,
-        Field(
-            description="Path of a TOML file on the server with any of the fields above; arguments override it."
-        ),
-    ] = None,
-    validate_only: Annotated[
-        bool, Field(description="Check, resolve and estimate, and create nothing; default false.")
-    ] = False,
-    sample: Annotated[
-        bool,
-        Field(
-            description="With validate_only: let the model generate a few groups of train tasks first, and judge from "
-            "them whether there is something to learn and how long it will take; default false."
-        ),
-    ] = False,
-    price_per_hour: Annotated[
-        float | None,
-        Field(ge=0, description="With sample: of the machine, for an estimate of the cost."),
-    ] = None,
-    idempotency_key: Annotated[
-        str | None,
-        Field(
-            min_length=1,
-            max_length=200,
-            description="Any text of yours. A second call with the same key and the same "
-            "fields returns the first run instead of starting another.",
-        ),
-    ] = None,
+    config: str | None = None,
+    validate_only: bool = False,
+    sample: bool = False,
+    price_per_hour: Annotated[float | None, Field(ge=0)] = None,
+    idempotency_key: Annotated[str | None, Field(min_length=1, max_length=200)] = None,
     **fields: Any,
 ) -> Train:
     """Start a training run, GRPO on a reward or SFT on gold answers or a curated dataset; returns
@@ -183,7 +159,19 @@ async def train(
     Loads the environment in a child process first, so that a broken one is refused here. Fields
     left out take the recipe's value; the result says which value each has. The run goes on when the
     client ends. Progress: status. Checking an environment more thoroughly: env_test. Publishing
-    one: env_push."""
+    one: env_push.
+
+    Args:
+        config: Path of a TOML file on the server with any of the fields above; arguments override
+            it.
+        validate_only: Check, resolve and estimate, and create nothing; default false.
+        sample: With validate_only: let the model generate a few groups of train tasks first, and
+            judge from them whether there is something to learn and how long it will take; default
+            false.
+        price_per_hour: With sample: of the machine, for an estimate of the cost.
+        idempotency_key: Any text of yours. A second call with the same key and the same fields
+            returns the first run instead of starting another.
+    """
     given = {name: value for name, value in fields.items() if value is not None}
     if (sample or price_per_hour is not None) and not (validate_only and sample):
         fix = "pass validate_only=true and sample=true together; then train without them"

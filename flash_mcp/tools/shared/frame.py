@@ -11,6 +11,7 @@ Every failure that they foresee is a FlashError. The server and the command line
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass
@@ -34,12 +35,15 @@ if TYPE_CHECKING:
     from flash_mcp.judgement.curve import Curve
 
 CALL_TIMEOUT_S = 45.0
+ARGUMENTS = "\n\nArgs:\n"
+ARGUMENT = re.compile(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", re.MULTILINE)
+""""    name: text" and the more deeply indented lines that continue it."""
 
 
 class Part(BaseModel):
     """A piece of a result. Fields that are None are left out of what is sent."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     @field_validator("*", mode="before")
     @classmethod
@@ -59,10 +63,10 @@ class Part(BaseModel):
 class Result(Part):
     """What a tool returns. `next` is sent last."""
 
-    next: str = Field(description="What to do next: the tool to call, or what to look at.")
-    cut: str | None = Field(
-        default=None, description="What was left out to keep this result short."
-    )
+    next: str
+    """What to do next: the tool to call, or what to look at."""
+    cut: str | None = None
+    """What was left out to keep this result short."""
 
     @model_serializer(mode="wrap")
     def _without_nulls(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -95,9 +99,13 @@ class Tool:
     def name(self) -> str:
         return self.function.__name__
 
+    def __post_init__(self) -> None:
+        _describe_arguments(self.function)
+
     @property
     def description(self) -> str:
-        return unwrapped(inspect.getdoc(self.function) or "")
+        """The docstring without its `Args:`."""
+        return unwrapped((inspect.getdoc(self.function) or "").partition(ARGUMENTS)[0])
 
     @cached_property
     def signature(self) -> inspect.Signature:
@@ -116,6 +124,23 @@ class Tool:
         return create_model(
             f"{self.name}_arguments", __config__=ConfigDict(extra="forbid"), **fields
         )
+
+
+def _describe_arguments(function: Callable[..., Any]) -> None:
+    """Move the `Args:` of the docstring into the annotations, where pydantic finds them."""
+    _, _, section = (inspect.getdoc(function) or "").partition(ARGUMENTS)
+    described = {name: unwrapped(text) for name, text in ARGUMENT.findall(section)}
+    signature = inspect.signature(function, eval_str=True)
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in signature.parameters.items():
+        annotation = parameter.annotation
+        if name in described:
+            annotation = Annotated[annotation, Field(description=described[name])]
+        parameters.append(parameter.replace(annotation=annotation))
+    signature = signature.replace(parameters=parameters)
+    function.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
+    returned = {"return": signature.return_annotation}
+    function.__annotations__ = {each.name: each.annotation for each in parameters} | returned
 
 
 def check_arguments(tool: Tool, arguments: dict[str, Any]) -> None:

@@ -67,8 +67,7 @@ async def ended(store: Store, run_id: str, deadline: float) -> Run:
         run = await anyio.to_thread.run_sync(store.run, run_id)
         share = run.step / run.steps if run.steps else 0.0
         await report(
-            f"{run_id}: {run.phase or run.state}, {run.step} of {run.steps} attempts",
-            share,
+            f"{run_id}: {run.phase or run.state}, {run.step} of {run.steps} attempts", share
         )
     return run
 
