@@ -9,10 +9,13 @@ import shutil
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from flash_mcp.cli.output import visible
+from flash_mcp.protocol.errors import FlashError
 from flash_mcp.state.store import open_store
+from flash_mcp.supervisor.keeper import look_after
 
 if TYPE_CHECKING:
     from flash_mcp.tools.status import Status
@@ -52,6 +55,8 @@ def until_ended(
     wait_s = 0.0
     try:
         while True:
+            with suppress(FlashError):  # status says what holds the run up
+                look_after(open_store())
             report = run(status, run_id, wait_s)
             view = cast("dict[str, Any]", report.model_dump(mode="json")["run"])
             if not quiet:

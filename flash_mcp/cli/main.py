@@ -153,8 +153,10 @@ def serve(arguments: argparse.Namespace) -> None:
         _serve_http(arguments)
         return
     from flash_mcp.server.mcp_server import server  # noqa: PLC0415
+    from flash_mcp.supervisor.keeper import kept  # noqa: PLC0415
 
-    server.run()
+    with kept():
+        server.run()
 
 
 def _serve_http(arguments: argparse.Namespace) -> None:
@@ -181,6 +183,7 @@ def _serve_http(arguments: argparse.Namespace) -> None:
     _check_port(host, port)
     from flash_mcp.server import http_server  # noqa: PLC0415
     from flash_mcp.server.mcp_server import server  # noqa: PLC0415
+    from flash_mcp.supervisor.keeper import kept  # noqa: PLC0415
 
     authenticate = has_tokens and not arguments.unauthenticated
     if authenticate:
@@ -194,14 +197,15 @@ def _serve_http(arguments: argparse.Namespace) -> None:
     limits = Limits(
         arguments.requests_per_minute, arguments.queued_runs, arguments.environment_mib << 20
     )
-    http_server.serve(
-        server,
-        host,
-        port,
-        authenticate=authenticate,
-        allow_hosts=arguments.allow_host,
-        limits=limits,
-    )
+    with kept():
+        http_server.serve(
+            server,
+            host,
+            port,
+            authenticate=authenticate,
+            allow_hosts=arguments.allow_host,
+            limits=limits,
+        )
 
 
 def _check_port(host: str, port: int) -> None:

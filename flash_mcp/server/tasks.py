@@ -35,12 +35,12 @@ from flash_mcp.state import queue
 from flash_mcp.state.owners import refuse_reader
 from flash_mcp.state.serving import request_stop
 from flash_mcp.state.store import open_store
-from flash_mcp.supervisor.process import ensure_supervisor
+from flash_mcp.supervisor.keeper import look_after
 from flash_mcp.tools.deploy import Deployed, describe, failure
 from flash_mcp.tools.shared.fitting import RESULT_CHARACTERS, fit, to_text
 from flash_mcp.tools.shared.next_steps import after_evaluation
 from flash_mcp.tools.shared.scores import scores
-from flash_mcp.tools.shared.waiting import obstacles
+from flash_mcp.tools.shared.waiting import obstacle, obstacles
 from flash_mcp.tools.status import status
 
 Json = dict[str, Any]
@@ -207,17 +207,6 @@ def failed(error: FlashError) -> CallToolResult:
 # -- what our tasks stand for ----------------------------------------------------------------------
 
 
-def _obstacle() -> str | None:
-    """Why nothing moves. A supervisor that was killed is started anew: a client may do nothing but
-    poll its task.
-    """
-    try:
-        ensure_supervisor(open_store().base)
-    except FlashError as error:
-        return str(error)
-    return None
-
-
 async def _how_it_went(run: Run) -> Json:
     end = (await status(run.id)).model_dump(mode="json")
     return {"run": end["run"], "next": end["next"]}
@@ -285,7 +274,9 @@ class Runs:
         return run, kept[0].message, kept[0].data["result"]
 
     async def cancel(self, task_id: str) -> None:
-        await anyio.to_thread.run_sync(queue.request_cancel, open_store(), task_id)
+        store = open_store()
+        await anyio.to_thread.run_sync(queue.request_cancel, store, task_id)
+        await anyio.to_thread.run_sync(look_after, store)
 
 
 class Deployments:
@@ -301,8 +292,8 @@ class Deployments:
         job = functools.partial(Job, created=row.created, updated=row.updated)
         match row.state:
             case "starting":
-                obstacle = await anyio.to_thread.run_sync(_obstacle)
-                return job("working", message=obstacle or f"starting {row.model}")
+                held_up = await anyio.to_thread.run_sync(obstacle, open_store())
+                return job("working", message=str(held_up or f"starting {row.model}"))
             case "ready":
                 return job("completed", result=completed(found.model_dump(mode="json")))
             case "failed":
@@ -316,4 +307,6 @@ class Deployments:
         return row, describe(store, row)
 
     async def cancel(self, task_id: str) -> None:
-        await anyio.to_thread.run_sync(request_stop, open_store(), task_id)
+        store = open_store()
+        await anyio.to_thread.run_sync(request_stop, store, task_id)
+        await anyio.to_thread.run_sync(look_after, store)

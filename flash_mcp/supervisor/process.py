@@ -15,17 +15,12 @@ from flash_mcp.protocol.paths import home
 
 Found = TypeVar("Found")
 
-
+LOCK = "supervisor.lock"
+LOG = "supervisor.log"
 # -P: the working directory is the state directory, whose folder `environments` is no package.
 PYTHON = (sys.executable, "-P", "-m")
-
-
 START_TIMEOUT_S = 10.0
-
-
 STARTS = 2
-
-
 MAX_LOG_BYTES = 10_000_000
 
 
@@ -37,7 +32,7 @@ def ensure_supervisor(base: Path | None = None) -> bool:
     base = base or home()
     if is_supervised(base):
         return False
-    log_path = base / "supervisor.log"
+    log_path = base / LOG
     for _ in range(STARTS):
         _start_detached(base, log_path)
         if wait_for(lambda: is_supervised(base), START_TIMEOUT_S):
@@ -64,15 +59,19 @@ def _start_detached(base: Path, log_path: Path) -> None:
 
 
 def is_supervised(base: Path) -> bool:
-    """Whether a supervisor holds the state directory's lock."""
-    lock = take_lock(base)
-    if lock:
-        lock.close()
-    return lock is None
+    """Whether a supervisor holds the state directory's lock. Looking changes no file."""
+    try:
+        with (base / LOCK).open() as stream:
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: others may look as well
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
 
 
 def take_lock(base: Path) -> IO[str] | None:
-    stream = (base / "supervisor.lock").open("a+")
+    stream = (base / LOCK).open("a+")
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -117,14 +117,12 @@ def give(base: Path, run_id: str, values: Mapping[str, str]) -> bool:
     return not absent
 
 
-def hand_over(base: Path, run_id: str, names: Sequence[str]) -> list[str]:
-    """Give what the supervisor lacks for the run and this process's environment has; returns what
-    is lacking still.
-    """
-    found = {name: os.environ[name] for name in lacking(base, run_id, names) if name in os.environ}
+def hand_over(base: Path, run_id: str, names: Sequence[str]) -> None:
+    """Give what the supervisor lacks for the run and this process's environment has."""
+    absent = lacking(base, run_id, names)
+    found = {name: os.environ[name] for name in absent if name in os.environ}
     if found:
         give(base, run_id, found)
-    return lacking(base, run_id, names)
 
 
 def lacking(base: Path, run_id: str, names: Sequence[str]) -> list[str]:
@@ -134,14 +132,16 @@ def lacking(base: Path, run_id: str, names: Sequence[str]) -> list[str]:
 
 
 def missing(run_id: str, names: Sequence[str]) -> FlashError:
-    """What a run that waits for secrets is told to say."""
-    return FlashError(
-        "secret_missing",
-        f"the run waits for the secrets {', '.join(names)}: only memory holds them, and the supervisor that had them "
-        "ended",
-        run_id=run_id,
-        fix="start this server with them in its environment and ask for the run's status, or cancel the run",
+    """The error that a run shows while it waits for secrets."""
+    what = (
+        f"the run waits for the secrets {', '.join(names)}: they were lost when the supervisor "
+        "ended, for they are never written to disk"
     )
+    fix = (
+        "start the server, or `flash-mcp wait`, with them in its environment: it hands them over "
+        "within seconds; or cancel the run"
+    )
+    return FlashError("secret_missing", what, run_id=run_id, fix=fix)
 
 
 def _ask(base: Path, request: dict[str, Any]) -> list[str] | None:

@@ -15,6 +15,7 @@ from flash_mcp.state import queue
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.shared.frame import Part, Result, RunId, report
 from flash_mcp.tools.shared.next_steps import after_evaluation, going_on
+from flash_mcp.tools.shared.waiting import look_after
 
 
 class Cancel(Result):
@@ -85,6 +86,7 @@ async def cancel(
     """
     store = open_store()
     run = await anyio.to_thread.run_sync(queue.request_cancel, store, run_id, reason)
+    await look_after(store, run)  # status says what keeps a run from ending
     deadline = time.monotonic() + min(wait_s, 43.0)
     while run.state != "cancelled" and time.monotonic() < deadline:
         await report(f"{run_id}: {run.state}, asked to save and end")

@@ -16,8 +16,8 @@ from flash_mcp.protocol.records import Deployment, Json
 from flash_mcp.state.owners import caller
 from flash_mcp.state.serving import find_deployment, request, request_stop
 from flash_mcp.state.store import Store, open_store
+from flash_mcp.supervisor.keeper import look_after
 from flash_mcp.supervisor.model_servers import Server, check_port, error_message
-from flash_mcp.supervisor.process import ensure_supervisor
 from flash_mcp.tools.shared.fitting import shorten, to_text
 from flash_mcp.tools.shared.frame import Part, Result, report
 
@@ -119,7 +119,7 @@ async def deploy(
     row = await anyio.to_thread.run_sync(
         lambda: request(store, run_id, step=step, name=name, port=port)
     )
-    await anyio.to_thread.run_sync(ensure_supervisor, store.base)
+    await anyio.to_thread.run_sync(look_after, store)
     row = await _settled(store, row.id, ("ready", "failed", "stopped"), deadline)
     if row.state == "failed":
         raise failure(row)
@@ -141,7 +141,7 @@ async def undeploy(
     row = await anyio.to_thread.run_sync(find_deployment, store, deployment)
     row = await anyio.to_thread.run_sync(request_stop, store, row.id)
     if row.state == "stopping":
-        await anyio.to_thread.run_sync(ensure_supervisor, store.base)
+        await anyio.to_thread.run_sync(look_after, store)
     return describe(store, await _settled(store, row.id, ("stopped",), deadline))
 
 
@@ -236,7 +236,6 @@ def _ready_server(store: Store, row: Deployment) -> Server:
         )
     server = Server.find(store.base, row.model)
     if server is None or not server.is_alive():
-        ensure_supervisor(store.base)  # it will say in the row what became of it
         raise _gone(row)
     return server
 

@@ -26,7 +26,7 @@ from flash_mcp.tools.shared.frame import Result, report
 from flash_mcp.tools.shared.loading import Arguments, Secrets, check_machine, loaded
 from flash_mcp.tools.shared.next_steps import after_evaluation
 from flash_mcp.tools.shared.scores import Scores, scores, thoughts
-from flash_mcp.tools.shared.waiting import WAIT_LIMIT_S, ended, submit
+from flash_mcp.tools.shared.waiting import WAIT_LIMIT_S, ended, submit, tried_again
 
 LOAD_TIMEOUT_S = 20.0
 MOST_ATTEMPTS = 50_000
@@ -159,8 +159,7 @@ async def evaluate(
         run = await ended(store, run.id, started + min(wait_s, WAIT_LIMIT_S))
     result = await anyio.to_thread.run_sync(_describe, store, run, subject, len(known), created)
     if trouble:
-        again = f"status(run_id={run.id!r}) tries to start the supervisor again"
-        result.next = f"{trouble} The evaluation is queued; {again}"
+        result.next = f"{trouble} The evaluation is queued. {tried_again(run.id)}"
     return result
 
 

@@ -43,7 +43,7 @@ from flash_mcp.tools.shared.preflight import (
 )
 from flash_mcp.tools.shared.resolve import adapter_name, init_adapter, resolved_spec
 from flash_mcp.tools.shared.run_view import RunView, by_source
-from flash_mcp.tools.shared.waiting import look_after
+from flash_mcp.tools.shared.waiting import look_after, tried_again
 
 CHARACTERS_PER_TOKEN = 3.5
 """Of English in common vocabularies; the control plane has no tokenizer."""
@@ -292,7 +292,7 @@ async def start(
     )
     next_step = f"status(run_id={run.id!r}, wait_s=40) follows it; cancel ends it"
     if trouble := await look_after(store, run):
-        next_step = f"{trouble} The run is queued; status(run_id={run.id!r}) tries to start the supervisor again"
+        next_step = f"{trouble} The run is queued. {tried_again(run.id)}"
     return result(run_id=run.id, state=run.state, created=created, next=next_step)
 
 

@@ -29,6 +29,8 @@ from flash_mcp.state import tokens
 from flash_mcp.state.owners import Caller, Limits, acting_as
 from flash_mcp.state.store import open_store
 from flash_mcp.state.versions import inline_files
+from flash_mcp.supervisor import process, secrets
+from flash_mcp.supervisor.process import is_supervised
 from flash_mcp.tools.environments import publish
 from flash_mcp.tools.registry import TOOLS
 from tests.places import ROOT
@@ -392,6 +394,44 @@ async def test_a_read_only_token_can_call_what_changes_nothing_and_that_alone(
         403,
         "not_permitted",
     )
+
+
+async def test_a_read_only_token_starts_no_process_and_hands_no_secret_over(
+    flash_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+):
+    """Not even where a run and a deployment wait for a supervisor, and this server could help."""
+    monkeypatch.setenv("PLANTED_KEY", "value")
+    things = furnish("bob", tmp_path / "bob")
+    things["run_id"] = queued_run(tmp_path / "active", secrets=["PLANTED_KEY"]).id
+    give("bob", "bob-active")
+    asked: list[str] = []
+
+    def answer_nobody(base: Path, request: dict[str, Any]) -> None:
+        asked.extend(request)
+
+    monkeypatch.setattr(
+        process, "_start_detached", lambda *_: pytest.fail("a supervisor was started")
+    )
+    monkeypatch.setattr(secrets, "_ask", answer_nobody)
+    with team_server() as team:
+        async with team.client(
+            team.token("bob", "read", secret_names=["PLANTED_KEY"]), mode
+        ) as bob:
+            for tool in TOOLS.values():
+                parameters = tool.signature.parameters
+                given = {name: value for name, value in things.items() if name in parameters}
+                required = [name for name, p in parameters.items() if p.default is p.empty]
+                given = {**dict.fromkeys(required, "none"), **given, "message": "hello"}
+                await bob.call_tool(tool.name, {n: given[n] for n in given if n in parameters})
+            held_up = text_of(await bob.call_tool("status", {"run_id": things["run_id"]}))
+            assert not is_supervised(flash_home)
+            assert not (flash_home / "supervisor.log").exists()
+            with supervised():
+                waits = text_of(await bob.call_tool("status", {"run_id": things["run_id"]}))
+    assert "[not_ready] no supervisor runs" in held_up
+    assert "[secret_missing" in waits
+    assert "names" in asked
+    assert "values" not in asked
 
 
 async def test_a_read_only_token_queues_no_evaluation(team: Team):

@@ -19,6 +19,7 @@ from flash_mcp.server.mcp_server import server
 from flash_mcp.server.tasks import IDENTIFIER
 from flash_mcp.state import queue
 from flash_mcp.state.store import open_store
+from flash_mcp.supervisor.process import is_supervised
 from flash_mcp.tools.shared import waiting
 from tests.places import ROOT
 from tests.samples import (
@@ -234,21 +235,23 @@ async def test_cancelling_a_task_cancels_the_run_and_twice_is_as_good_as_once(
     assert open_store().run(task_id).state == "cancelled"
 
 
-async def test_polling_a_task_sees_to_it_that_somebody_looks_after_the_run(
-    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_polling_a_task_says_what_holds_it_up_and_starts_nothing(
+    client: Client, flash_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     with supervised():
-        task_id = await begun(client, tmp_path)
-
-    def no_room(base: Path) -> None:
-        raise FlashError("disk_full", "the disk is as good as full")
-
-    monkeypatch.setattr(waiting, "ensure_supervisor", no_room)
-    got = await ask(client, "tasks/get", task_id)
-    assert (got.status, got.status_message) == (
-        "working",
-        "[disk_full] the disk is as good as full.",
-    )
+        run = finished_run(tmp_path / "finished")
+        tasks = [await begun(client, tmp_path)]
+        tasks.append((await call(client, "deploy", run_id=run.id, wait_s=0)).task_id)
+    for task_id in tasks:
+        got = await ask(client, "tasks/get", task_id)
+        assert got.status == "working"
+        assert got.status_message.startswith("[not_ready] no supervisor runs.")
+    assert not is_supervised(flash_home)
+    assert not (flash_home / "supervisor.log").exists()
+    monkeypatch.setattr(waiting, "LEAST_FREE_BYTES", sys.maxsize)
+    for task_id in tasks:
+        got = await ask(client, "tasks/get", task_id)
+        assert "the disk is as good as full" in got.status_message
 
 
 @pytest.mark.parametrize("method", ["tasks/get", "tasks/cancel", "tasks/update"])

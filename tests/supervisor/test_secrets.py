@@ -24,7 +24,7 @@ from flash_mcp.protocol.spec import resolve, validate
 from flash_mcp.server.mcp_server import server
 from flash_mcp.state import queue
 from flash_mcp.state.store import open_store
-from flash_mcp.supervisor import secrets
+from flash_mcp.supervisor import keeper, secrets
 from flash_mcp.supervisor.process import is_supervised
 from tests.folders import environment_folder
 from tests.places import ROOT, TESTS
@@ -206,9 +206,12 @@ async def test_a_run_whose_secret_was_lost_says_so_and_goes_on_when_a_server_has
     assert warning.startswith(
         f"[secret_missing run_id={run_id}] the run waits for the secrets PLANTED_KEY"
     )
-    assert "ask for the run's status" in warning
+    assert "start the server" in warning
 
     monkeypatch.setenv("PLANTED_KEY", SECRET)
+    still, _ = await call(client, "status", run_id=run_id)
+    assert still["run"]["warnings"] == [warning]  # a reader hands nothing over
+    keeper.look_after(open_store())
     assert "warnings" not in (await call(client, "status", run_id=run_id))[0]["run"]
     assert (await ended(client, run_id))[0]["run"]["state"] == "succeeded"
 

@@ -21,9 +21,10 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.spec import resolve, validate
 from flash_mcp.server.mcp_server import server
 from flash_mcp.state.store import open_store
+from flash_mcp.supervisor import keeper
 from flash_mcp.supervisor.launch.local import LocalLauncher
 from flash_mcp.supervisor.loop import Patience, Supervisor
-from flash_mcp.tools.shared import preflight, waiting
+from flash_mcp.tools.shared import preflight
 from flash_mcp.tools.shared.fitting import RESULT_CHARACTERS, to_text
 from tests.calls import refusal
 from tests.folders import environment_folder
@@ -141,7 +142,7 @@ async def test_an_evaluation_that_nobody_looks_after_yet_is_no_error(
     def no_room(base: Path) -> bool:
         raise FlashError("internal", "the supervisor did not start")
 
-    monkeypatch.setattr(waiting, "ensure_supervisor", no_room)
+    monkeypatch.setattr(keeper, "ensure_supervisor", no_room)
     body = await evaluated(client)
     assert "did not start" in body["next"] and f"status(run_id='{body['run_id']}')" in body["next"]
     sample = (await sampled(client, {"often": list(range(40))}))["sample"]

@@ -1,4 +1,4 @@
-"""Waiting for runs, and seeing that a supervisor looks after them."""
+"""Waiting for runs, and what keeps them from going on."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from flash_mcp.protocol.spec import ResolvedEval
 from flash_mcp.state import queue
 from flash_mcp.state.references import Subject
 from flash_mcp.state.store import Store
-from flash_mcp.supervisor import secrets
-from flash_mcp.supervisor.process import ensure_supervisor
+from flash_mcp.supervisor import keeper, secrets
+from flash_mcp.supervisor.process import LOG, is_supervised
 from flash_mcp.tools.shared.frame import report
-from flash_mcp.tools.shared.loading import secret_values
 
 POLL_S = 0.25
 
@@ -42,21 +41,21 @@ async def submit(
 
 
 async def look_after(store: Store, run: Run) -> FlashError | None:
-    """See that a supervisor looks after a run that was queued, with its secrets; why none does,
-    where that is so.
+    """Make sure that a supervisor looks after an active run; the error if none does.
 
-    It is not raised: the run is there, and an error alone would have it asked for again.
+    The error is not raised: the run exists, and a caller who saw only the error would ask again.
     """
-    try:
-        if run.ended is None:
-            await anyio.to_thread.run_sync(ensure_supervisor, store.base)
-            if names := run.spec["secrets"]:
-                await anyio.to_thread.run_sync(
-                    secrets.give, store.base, run.id, secret_values(names)
-                )
-    except FlashError as error:
-        return error
+    if run.ended is None:
+        try:
+            await anyio.to_thread.run_sync(keeper.look_after, store)
+        except FlashError as error:
+            return error
     return None
+
+
+def tried_again(run_id: str) -> str:
+    """What follows where no supervisor could be started."""
+    return f"The server tries again every few seconds; status(run_id={run_id!r}) tells how it goes"
 
 
 async def ended(store: Store, run_id: str, deadline: float) -> Run:
@@ -113,30 +112,29 @@ def _fingerprint(store: Store, run_id: str) -> tuple[str, int, int, int, int, st
     )
 
 
-def obstacles(store: Store, run: Run) -> list[str]:
-    """What keeps an active run from going on. A supervisor that was killed is started anew: nothing
-    moves without.
-    """
-    if run.state not in ACTIVE:
-        return []
+def obstacle(store: Store) -> FlashError | None:
+    """What keeps every run and deployment from going on: a full disk, or no supervisor."""
     free = shutil.disk_usage(store.base).free
     if free < LEAST_FREE_BYTES:
         fix = "free space there: the run goes on from its newest checkpoint"
-        return [
-            str(
-                FlashError(
-                    "disk_full",
-                    "the disk is as good as full",
-                    path=store.base,
-                    free_bytes=free,
-                    fix=fix,
-                )
-            )
-        ]
-    try:
-        ensure_supervisor(store.base)
-    except FlashError as error:
-        return [str(error)]
-    # A supervisor that was started anew has no secrets; this server may.
-    absent = secrets.hand_over(store.base, run.id, run.spec["secrets"])
-    return [str(secrets.missing(run.id, absent))] if absent and run.state != "running" else []
+        what = "the disk is as good as full"
+        return FlashError("disk_full", what, path=store.base, free_bytes=free, fix=fix)
+    if is_supervised(store.base):
+        return None
+    fix = (
+        "wait a few seconds: a running server starts one, and so does `flash-mcp wait RUN`; if none "
+        f"comes, read the end of {LOG} in the state directory"
+    )
+    return FlashError("not_ready", "no supervisor runs", fix=fix)
+
+
+def obstacles(store: Store, run: Run) -> list[str]:
+    """What keeps an active run from going on. Looking starts nothing and hands nothing over."""
+    if run.state not in ACTIVE:
+        return []
+    if found := obstacle(store):
+        return [str(found)]
+    if run.state == "running":
+        return []
+    absent = secrets.lacking(store.base, run.id, run.spec["secrets"])
+    return [str(secrets.missing(run.id, absent))] if absent else []

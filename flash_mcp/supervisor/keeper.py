@@ -1,0 +1,65 @@
+"""What keeps a supervisor running while there is work for one.
+
+Tools that change something call `look_after`. A server calls it every few seconds from a thread of
+its own (`kept`), so that an agent which only polls `status` needs no tool that starts a process."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from flash_mcp.protocol.records import LIVE_DEPLOYMENT
+from flash_mcp.state.owners import LOCAL, acting_as
+from flash_mcp.state.store import Store, open_store
+from flash_mcp.supervisor import secrets
+from flash_mcp.supervisor.process import ensure_supervisor
+
+log = logging.getLogger(__name__)
+
+EVERY_S = 3.0
+MAX_DELAY_S = 60.0
+"""The longest pause after attempts that failed."""
+
+
+def look_after(store: Store) -> None:
+    """Start the supervisor if a run is active or a deployment is live, and give it the secrets that
+    active runs lack and this process's environment has.
+
+    It covers the whole state directory, whoever calls. FlashError(internal) if no supervisor stays.
+    """
+    with acting_as(LOCAL):
+        runs = store.active_runs()
+        if not runs and not store.deployments(LIVE_DEPLOYMENT):
+            return
+        ensure_supervisor(store.base)
+        for run in runs:
+            secrets.hand_over(store.base, run.id, run.spec["secrets"])
+
+
+@contextmanager
+def kept(every_s: float = EVERY_S) -> Generator[None, None, None]:
+    """Call `look_after` every few seconds within, on a daemon thread."""
+    stop = threading.Event()
+    threading.Thread(target=_keep, args=(stop, every_s), name="keeper", daemon=True).start()
+    try:
+        yield
+    finally:
+        stop.set()
+
+
+def _keep(stop: threading.Event, every_s: float) -> None:
+    delay_s = every_s
+    trouble = ""
+    while not stop.wait(delay_s):
+        try:
+            look_after(open_store())
+        except Exception as error:
+            delay_s = min(2 * delay_s, MAX_DELAY_S)
+            if repr(error) != trouble:
+                log.exception("no supervisor could be started")
+            trouble = repr(error)
+        else:
+            delay_s = every_s
+            trouble = ""

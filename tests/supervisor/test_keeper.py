@@ -1,0 +1,88 @@
+"""A supervisor that was killed is started again while agents only read."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.records import Run
+from flash_mcp.state.store import open_store
+from flash_mcp.supervisor import keeper, secrets
+from flash_mcp.supervisor.process import is_supervised
+from tests.places import ROOT
+from tests.samples import finished_run, queued_run
+from tests.server.test_mcp_server import free_port
+from tests.supervisor.test_loop import supervisors, wait_for
+
+
+@pytest.fixture
+def waiting_run(flash_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """A run that no supervisor can claim: nobody has its second secret."""
+    for name in ("KNOWN_KEY", "UNKNOWN_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    yield queued_run(tmp_path / "environment", secrets=["KNOWN_KEY", "UNKNOWN_KEY"])
+    end_supervisors(flash_home)
+
+
+def end_supervisors(base: Path) -> None:
+    for process in supervisors(base):
+        process.kill()
+    wait_for(lambda: not is_supervised(base))
+
+
+def test_it_starts_what_was_killed_and_hands_secrets_over(
+    flash_home: Path, waiting_run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with keeper.kept(every_s=0.05):
+        wait_for(lambda: is_supervised(flash_home))
+        end_supervisors(flash_home)
+        wait_for(lambda: is_supervised(flash_home))
+        monkeypatch.setenv("KNOWN_KEY", "value")
+        names = waiting_run.spec["secrets"]
+        wait_for(lambda: secrets.lacking(flash_home, waiting_run.id, names) == ["UNKNOWN_KEY"])
+
+
+def test_it_starts_nothing_where_nothing_is_to_be_done(flash_home: Path, tmp_path: Path) -> None:
+    finished_run(tmp_path)
+    keeper.look_after(open_store())
+    assert not is_supervised(flash_home)
+    assert not (flash_home / "supervisor.log").exists()
+
+
+def test_it_goes_on_after_trouble_and_tells_it_once(
+    waiting_run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried: list[Path] = []
+
+    def fail(base: Path) -> bool:
+        tried.append(base)
+        raise FlashError("internal", "the supervisor did not start")
+
+    monkeypatch.setattr(keeper, "ensure_supervisor", fail)
+    with keeper.kept(every_s=0.01):
+        wait_for(lambda: len(tried) >= 3)
+    assert caplog.text.count("no supervisor could be started") == 1
+
+
+@pytest.mark.parametrize("transport", ["stdio", "http"])
+def test_a_server_starts_one_without_being_asked(
+    flash_home: Path, waiting_run: Run, transport: str
+) -> None:
+    command = [sys.executable, "-m", "flash_mcp.cli", "serve"]
+    if transport == "http":
+        command += ["--http", "--port", str(free_port())]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE) as server:
+        wait_for(lambda: is_supervised(flash_home))
+        server.terminate()
+
+
+def test_waiting_for_a_run_starts_one(flash_home: Path, waiting_run: Run) -> None:
+    command = [sys.executable, "-m", "flash_mcp.cli", "wait", waiting_run.id]
+    with subprocess.Popen(command, cwd=ROOT) as waiting:
+        wait_for(lambda: is_supervised(flash_home))
+        waiting.terminate()
