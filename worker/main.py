@@ -159,7 +159,8 @@ def _explain(error: BaseException, phase: str) -> FlashError:
     return FlashError(
         "worker_failed",
         f"{type(error).__name__} during {phase}: {error}",
-        fix="read the end of the attempt's log in status; report it if it is not your environment's",
+        fix="read the end of the attempt's log in status; report it if it is not your "
+        "environment's",
     )
 
 

@@ -1,4 +1,4 @@
-"""What an attempt holds open while it trains or evaluates: environment, policy, engine, reporter."""
+"""What an attempt keeps open while it works: environment, policy, engine and reporter."""
 
 from __future__ import annotations
 

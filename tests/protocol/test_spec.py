@@ -120,7 +120,8 @@ def test_a_wrong_algorithm_is_the_only_error_that_it_causes():
 def test_tables_of_a_toml_file_only_group_fields(tmp_path: Path):
     path = tmp_path / "rl.toml"
     path.write_text(
-        'environment = "e"\n[train]\nsteps = 3\n[rollouts]\ntemperature = 0.5\n[environment_args]\nlevel = 2\n'
+        'environment = "e"\n[train]\nsteps = 3\n[rollouts]\ntemperature = 0.5\n'
+        "[environment_args]\nlevel = 2\n"
     )
     fields = {"environment": "e", "steps": 3, "temperature": 0.5, "environment_args": {"level": 2}}
     assert read_toml(path) == fields

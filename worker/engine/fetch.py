@@ -144,10 +144,7 @@ def _convert_gguf(gguf: Path, target: Path, tell: Progress) -> Path:
     library: Any = transformers
     disable_progress_bar()
     tell(f"converting {gguf.name}", 0.0)
-    source: dict[str, Any] = {
-        "pretrained_model_name_or_path": gguf.parent,
-        "gguf_file": gguf.name,
-    }
+    source: dict[str, Any] = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     tokenizer = library.AutoTokenizer.from_pretrained(**source)
     quantized = library.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
     # transformers also reads the file's bos token as the tokenizer's eos; the model's own is right.
@@ -156,7 +153,7 @@ def _convert_gguf(gguf: Path, target: Path, tell: Progress) -> Path:
     tokenizer.model_max_length = quantized.config.max_position_embeddings
     tokenizer.clean_up_tokenization_spaces = False  # decoding must give back what was written
     tell(f"converting {gguf.name}", 0.5)
-    # save_pretrained refuses a model that was read from a GGUF file, so a new one takes its weights.
+    # save_pretrained refuses a model read from a GGUF file, so a new one takes over its weights.
     fields = quantized.config.to_dict()
     del fields["quantization_config"]
     config = cast(Any, type(quantized.config)).from_dict(fields)

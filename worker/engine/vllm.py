@@ -176,13 +176,13 @@ def _sample_by_inversion_on_cpu() -> None:
 
     vLLM's own way costs 1.2 ms a sequence and token at a vocabulary of 49,152: more than the model
     itself at 32 sequences of a 135M model."""
-    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p  # noqa: PLC0415
+    from vllm.v1.sample.ops import topk_topp_sampler as sampler  # noqa: PLC0415
 
     # N sequences, V vocabulary
     def forward_cpu(
         self: Any, logits: Tensor, generators: dict[int, torch.Generator], k: Any, p: Any
     ) -> Any:
-        kept_NV = apply_top_k_top_p(logits, k, p)  # of logits (N, V)
+        kept_NV = sampler.apply_top_k_top_p(logits, k, p)  # of logits (N, V)
         logprobs_NV = kept_NV.log_softmax(dim=-1, dtype=torch.float32)
         uniform_N1 = torch.rand(len(logprobs_NV), 1)
         for row, generator in generators.items():
@@ -194,7 +194,7 @@ def _sample_by_inversion_on_cpu() -> None:
         tokens_N = torch.searchsorted(cumulated_NV, draw_N1, right=True).squeeze(-1)
         return tokens_N.clamp(max=logprobs_NV.size(-1) - 1), logprobs_NV
 
-    TopKTopPSampler.forward_cpu = forward_cpu
+    sampler.TopKTopPSampler.forward_cpu = forward_cpu
 
 
 def room_for_rank(rank: int) -> int:
@@ -208,7 +208,7 @@ def default_sync(dtype: torch.dtype) -> Sync:
 
 
 def free_share() -> float:
-    """The share of the card's memory that is free now: vLLM refuses to start with less than this."""
+    """The share of the card's memory that is free now: vLLM refuses to start with less."""
     gc.collect()
     torch.cuda.empty_cache()  # PyTorch keeps what a trainer has freed
     free, total = torch.cuda.mem_get_info()

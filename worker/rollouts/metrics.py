@@ -1,5 +1,5 @@
-"""What the rollouts of one step say about it, as numbers: what flash_mcp/judge.py reads its warning
-signs from.
+"""The metrics of one step's rollouts. flash_mcp/judgement/health.py reads its warning signs from
+them.
 """
 
 from __future__ import annotations
@@ -12,42 +12,34 @@ from typing import Any
 from worker.rollouts.scheduler import Rollout
 
 LEAST_FREEDOM = 6
-"""A correlation of fewer numbers than this, less one for every mean that was taken off, says
-nothing.
-"""
+"""The fewest degrees of freedom (numbers minus subtracted means) for a correlation."""
 
 
 def summarize(groups: Sequence[Sequence[Rollout]]) -> dict[str, Any]:
     """The metrics of one step's groups; means are over the rollouts that the environment did not
     fail.
     """
-    rollouts = [rollout for group in groups for rollout in group]
-    valid = [rollout for rollout in rollouts if not rollout.error]
-    scored = [group for group in ([r for r in group if not r.error] for group in groups) if group]
+    total = sum(len(group) for group in groups)
+    passed = [[rollout for rollout in group if not rollout.error] for group in groups]
+    scored = [group for group in passed if group]
+    valid = [rollout for group in scored for rollout in group]
     transcripts = [rollout.transcript for rollout in valid if rollout.transcript]
     rewards = [rollout.reward for rollout in valid]
-    uniform = [
-        len({rollout.reward for rollout in group if not rollout.error}) <= 1 for group in groups
-    ]
-    components = sorted({name for rollout in valid for name in rollout.metrics})
-    return {
-        # First: a component may have the name of one of ours.
-        **{
-            f"reward/{name}": mean(r.metrics[name] for r in valid if name in r.metrics)
-            for name in components
-        },
+    metrics: dict[str, Any] = {}
+    # First: a component may have the name of one of ours.
+    for name in sorted({name for rollout in valid for name in rollout.metrics}):
+        metrics[f"reward/{name}"] = mean(r.metrics[name] for r in valid if name in r.metrics)
+    return metrics | {
         "reward/mean": mean(rewards),
         "reward/std": statistics.pstdev(rewards) if rewards else None,
         "success/rate": mean(rollout.success for rollout in valid),
-        "groups/uniform_share": mean(uniform),
-        "groups/zero_share": mean(not any(rollout.reward for rollout in group) for group in scored),
-        "groups/solved_share": mean(all(rollout.success for rollout in group) for group in scored),
-        "groups/unsolved_share": mean(
-            not any(rollout.success for rollout in group) for group in scored
-        ),
+        "groups/uniform_share": mean(len({r.reward for r in group}) <= 1 for group in passed),
+        "groups/zero_share": mean(not any(r.reward for r in group) for group in scored),
+        "groups/solved_share": mean(all(r.success for r in group) for group in scored),
+        "groups/unsolved_share": mean(not any(r.success for r in group) for group in scored),
         "rollouts/truncated_share": mean(transcript.truncated for transcript in transcripts),
         "rollouts/repeated_share": repeated_share(scored),
-        "rollouts/error_share": 1 - len(valid) / len(rollouts),
+        "rollouts/error_share": 1 - len(valid) / total,
         "rollouts/turns_mean": mean(rollout.turns for rollout in valid),
         "tokens/completion_mean": mean(transcript.model_tokens for transcript in transcripts),
         "tokens/prompt_mean": mean(len(transcript.prompt_ids) for transcript in transcripts),
@@ -56,8 +48,8 @@ def summarize(groups: Sequence[Sequence[Rollout]]) -> dict[str, Any]:
 
 
 def summarize_evaluation(rows: Sequence[dict[str, Any]], *, seconds: float) -> dict[str, Any]:
-    """What evals/STEP.json says of its attempts; shares and means are over those that the
-    environment did not fail.
+    """The metrics in evals/STEP.json; shares and means are over the attempts that the environment
+    did not fail.
     """
     valid = [row for row in rows if not row["error"]]
     rewards = [row["reward"] for row in valid]
@@ -75,21 +67,23 @@ def summarize_evaluation(rows: Sequence[dict[str, Any]], *, seconds: float) -> d
 
 
 def repeated_share(groups: Sequence[Sequence[Rollout]]) -> float | None:
-    """Share of rollouts that are token for token what another one of their group wrote before them."""
-    written = [
-        [tuple(r.transcript.completion_ids) for r in group if r.transcript] for group in groups
-    ]
-    count = sum(map(len, written))
-    return 1 - sum(len(set(group)) for group in written) / count if count else None
+    """Share of rollouts that repeat an earlier one of their group token for token."""
+    count = 0
+    distinct = 0
+    for group in groups:
+        written = [tuple(r.transcript.completion_ids) for r in group if r.transcript]
+        count += len(written)
+        distinct += len(set(written))
+    return 1 - distinct / count if count else None
 
 
 def length_correlation(groups: Sequence[Sequence[Rollout]]) -> float | None:
-    """Pearson's r between tokens written and reward, among rollouts of one prompt that agree in
+    """Pearson's r between tokens written and reward, among rollouts of one prompt with the same
     success.
 
-    Without those two conditions every sound scorer would show one: hard prompts take longer, and so
-    do answers that ramble on and are wrong. None where too few rollouts remain, or where lengths or
-    rewards do not differ."""
+    Without these two conditions every sound scorer would show a correlation: hard prompts take
+    longer, and so do long wrong answers. None if too few rollouts remain, or if lengths or rewards
+    do not differ."""
     lengths: list[float] = []
     rewards: list[float] = []
     cells = 0
@@ -107,9 +101,8 @@ def length_correlation(groups: Sequence[Sequence[Rollout]]) -> float | None:
     if len(lengths) - cells < LEAST_FREEDOM:
         return None
     scale = math.sqrt(sum(x * x for x in lengths) * sum(y * y for y in rewards))
-    return (
-        sum(x * y for x, y in zip(lengths, rewards, strict=True)) / scale if scale > 1e-9 else None
-    )
+    together = sum(x * y for x, y in zip(lengths, rewards, strict=True))
+    return together / scale if scale > 1e-9 else None
 
 
 def _centred(values: Sequence[float]) -> list[float]:
@@ -118,6 +111,6 @@ def _centred(values: Sequence[float]) -> list[float]:
 
 
 def mean(values: Iterable[float]) -> float | None:
-    """None of nothing."""
+    """The mean; None of no values."""
     found = list(values)
     return statistics.fmean(found) if found else None

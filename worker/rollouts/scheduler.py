@@ -1,8 +1,9 @@
 """The rollout scheduler: many conversations at once over one continuous-batching engine.
 
 Every conversation is a coroutine: it asks the engine for a turn, gives the turn to the environment,
-and goes on until it ends and is scored. Nobody waits for anybody else: there is no turn barrier.
-One driver steps the engine while turns are wanted, and takes in new turns between two iterations.
+and repeats this until it ends and is scored. No conversation waits for another: there is no turn
+barrier. One driver steps the engine while turns are wanted, and admits new turns between two
+iterations.
 
     conversation --generate--> Generator --submit/step--> engine
          '-------step/score--> EnvironmentHost --pipe--> the environment's process
@@ -85,7 +86,7 @@ class Limits:
 
 @dataclass
 class Rollout:
-    """A finished conversation. `transcript` is None where the environment failed before it began."""
+    """A finished conversation. `transcript` is None if the environment failed at its start."""
 
     task: Task
     task_id: str
@@ -131,8 +132,8 @@ class Rollout:
 class Generator:
     """Turns for many coroutines of one event loop from one engine.
 
-    `run_step` runs one engine iteration, off this loop so that environments are served while the
-    engine computes; in tests it puts the engine on a virtual clock."""
+    `run_step` runs one engine iteration outside this loop, so that environments are served while
+    the engine computes; in tests it puts the engine on a virtual clock."""
 
     def __init__(
         self, engine: RolloutEngine, *, run_step: Callable[[], Awaitable[Finished]]
@@ -161,7 +162,7 @@ class Generator:
                 self._abandoned.append(request_id)
 
     async def aclose(self) -> None:
-        """Abort what is under way."""
+        """Abort all turns."""
         for future in self._waiting.values():
             future.cancel()
         if self._driver:
@@ -179,7 +180,8 @@ class Generator:
                     if future and not future.done():
                         future.set_result(completion)
         except Exception as error:
-            waiting, self._waiting = self._waiting, {}
+            waiting = self._waiting
+            self._waiting = {}
             self._arrived.clear()
             for future in waiting.values():
                 if not future.done():
@@ -190,13 +192,14 @@ class Generator:
         if abandoned := [request_id for request_id in self._abandoned if request_id not in gone]:
             self._engine.abort(abandoned)
         self._abandoned.clear()
-        arrived, self._arrived = self._arrived, []
+        arrived = self._arrived
+        self._arrived = []
         fresh: set[int] = set()
         for request_id, prompt_ids, sampling in arrived:
             if request_id in gone:
                 continue
-            # One of a group goes ahead: after its prefill the others find their common prompt in
-            # the prefix cache.
+            # One turn of a group goes first: after its prefill the others find their common prompt
+            # in the prefix cache.
             prompt = hash(tuple(prompt_ids))
             if prompt in fresh:
                 self._arrived.append((request_id, prompt_ids, sampling))
@@ -221,10 +224,10 @@ async def collect(
     *,
     on_done: Callable[[Rollout], None] = lambda rollout: None,
 ) -> list[Rollout]:
-    """One rollout per task, in the order of `tasks`. An environment's failure is a rollout with an
+    """One rollout per task, in the order of `tasks`. If the environment fails, the rollout has an
     error.
 
-    `on_done` is told each rollout as soon as it has ended.
+    `on_done` is called with each rollout as soon as it has ended.
     """
 
     async def one(task: Task) -> Rollout:
@@ -246,7 +249,8 @@ async def _converse(
     episode = None
     try:
         opening = await host.open(task.split, task.example)
-        episode, rollout.task_id = opening.episode, opening.task_id
+        episode = opening.episode
+        rollout.task_id = opening.task_id
         rollout.transcript = Transcript(template, opening.messages)
         rollout.finish = await _take_turns(rollout, opening, host, generator, limits)
         score = await host.score(
@@ -255,17 +259,19 @@ async def _converse(
             total_tokens=len(rollout.transcript),
         )
         episode = None
-        rollout.reward, rollout.success = score.reward, score.success
-        rollout.metrics, rollout.reason = score.metrics, score.reason
+        rollout.reward = score.reward
+        rollout.success = score.success
+        rollout.metrics = score.metrics
+        rollout.reason = score.reason
         if score.error:
             rollout.error = {"code": "environment_error", "what": score.error}
     except (EnvironmentFault, FlashError) as fault:
         if isinstance(fault, FlashError) and fault.code != "template_unsupported":
             raise
-        rollout.finish, rollout.error = "error", {"code": fault.code, "what": fault.what}
-        log.warning(
-            "rollout %s of task %s: [%s] %s", task.index, rollout.task_id, fault.code, fault.what
-        )
+        rollout.finish = "error"
+        rollout.error = {"code": fault.code, "what": fault.what}
+        name = f"rollout {task.index} of task {rollout.task_id}"
+        log.warning("%s: [%s] %s", name, fault.code, fault.what)
     finally:
         if episode is not None:
             await asyncio.shield(_close(host, episode))
@@ -283,10 +289,8 @@ async def _take_turns(
         if budget < 1:
             transcript.truncated = True
             if rollout.turns == 0:
-                raise EnvironmentFault(
-                    "prompt_too_long",
-                    f"a prompt of {len(transcript)} tokens leaves no room in {limits.max_length}",
-                )
+                what = f"a prompt of {len(transcript)} tokens leaves no room in {limits.max_length}"
+                raise EnvironmentFault("prompt_too_long", what)
             transcript.drop_unanswered()
             return "length"
         seed = zlib.crc32(f"{rollout.task.seed}/{rollout.turns}".encode()) & 0x7FFFFFFF

@@ -1,8 +1,8 @@
 """Token-exact bookkeeping of conversations.
 
-The running sequence is the prompt's ids, then the model's own ids as it sampled them, then the chat
-template's glue and the environment's turn, and so on. History is never rendered again: what was
-sampled is what is trained on."""
+The sequence is the prompt's ids, then the model's own ids as it sampled them, then the chat
+template's glue with the environment's turn, and so on. History is never rendered again: training
+uses the tokens that were sampled."""
 
 from __future__ import annotations
 
@@ -23,20 +23,18 @@ class ChatTemplate:
     """A tokenizer's chat template as two operations: ids of a prompt, and ids that follow an
     answer.
 
-    `end_ids` end a generation beside those that the tokenizer is known to have. Raises
-    FlashError(template_unsupported) when it is made, if the glue cannot be told from the template.
+    `end_ids` are tokens that end a generation, in addition to the tokenizer's own. The constructor
+    raises FlashError(template_unsupported) if the template does not show the glue.
     """
 
     def __init__(
         self, tokenizer: Any, *, thinking: bool = False, end_ids: Iterable[int] = ()
     ) -> None:
-        self.tokenizer, self.thinking = tokenizer, thinking
+        self.tokenizer = tokenizer
+        self.thinking = thinking
         if not tokenizer.chat_template:
-            raise FlashError(
-                "template_unsupported",
-                "the model's tokenizer has no chat template",
-                fix="use an instruct model, or add chat_template.jinja to the model folder",
-            )
+            fix = "use an instruct model, or add chat_template.jinja to the model folder"
+            raise _unsupported("the model's tokenizer has no chat template", fix)
         self.end_ids = _end_ids(tokenizer).union(end_ids)
         self._glue: dict[str, list[int]] = {}
         self._check()
@@ -49,8 +47,8 @@ class ChatTemplate:
         """Ids from the end of an answer to the next generation prompt, with the environment's
         `messages` between.
 
-        `ended`: the answer's last token is an end-of-turn token already, so that the glue's own is
-        left out."""
+        `ended`: the answer already ends with an end-of-turn token, so the glue leaves its own out.
+        """
         key = json.dumps(messages, sort_keys=True, default=str)
         ids = self._glue.get(key)
         if ids is None:
@@ -61,15 +59,13 @@ class ChatTemplate:
             ]
             head, found, tail = self._render(conversation).rpartition(_SENTINEL)
             if not found or _SENTINEL in head:
-                raise FlashError(
-                    "template_unsupported",
-                    "the chat template does not show an answer exactly once",
-                    fix="use a model whose template keeps assistant content as it is",
+                what = "the chat template does not show an answer exactly once"
+                raise _unsupported(
+                    what, "use a model whose template keeps assistant content as it is"
                 )
             ids = self._encode(tail)
-            if (
-                len(ids) <= MEMORABLE_TOKENS
-            ):  # environments repeat their short answers; a run must not grow with them
+            # Environments repeat short answers. Long ones would only make the process grow.
+            if len(ids) <= MEMORABLE_TOKENS:
                 self._glue[key] = ids
             if len(self._glue) > 4096:
                 self._glue.pop(next(iter(self._glue)))
@@ -89,11 +85,8 @@ class ChatTemplate:
         for at, token in enumerate(glue):
             if token in self.end_ids:
                 return at
-        raise FlashError(
-            "template_unsupported",
-            "the chat template does not end a turn with a token that ends generation",
-            fix="use a model whose template marks the end of a turn",
-        )
+        what = "the chat template does not end a turn with a token that ends generation"
+        raise _unsupported(what, "use a model whose template marks the end of a turn")
 
     def _render(self, messages: Sequence[ChatMessage]) -> str:
         try:
@@ -104,42 +97,37 @@ class ChatTemplate:
                 enable_thinking=self.thinking,
             )
         except Exception as error:  # jinja2 raises what the template's author wrote
-            raise FlashError(
-                "template_unsupported",
-                f"the chat template refuses these messages: {error}",
-                roles=[message.get("role") for message in messages],
-                fix="use the roles that the model's template knows",
-            ) from error
+            what = f"the chat template refuses these messages: {error}"
+            roles = [message.get("role") for message in messages]
+            fix = "use the roles that the model's template knows"
+            raise _unsupported(what, fix, roles=roles) from error
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _check(self) -> None:
         """Two turns put together from pieces must read as the template renders them whole."""
-        start, reply = (
-            [{"role": "user", "content": "2 + 2?"}],
-            [{"role": "user", "content": "Are you sure?"}],
-        )
+        start = [{"role": "user", "content": "2 + 2?"}]
+        reply = [{"role": "user", "content": "Are you sure?"}]
         pieces = self.prompt_ids(start) + self._encode("4") + self.glue_ids(reply, ended=False)
         whole = self._render([*start, {"role": "assistant", "content": "4"}, *reply])
         self.glue_ids(reply, ended=True)
-        got, expected = self.tokenizer.decode(pieces), self.tokenizer.decode(self._encode(whole))
-        # Templates that drop an empty or opened think block from history (Qwen3) differ there
-        # alone: the model saw it.
+        got = self.tokenizer.decode(pieces)
+        expected = self.tokenizer.decode(self._encode(whole))
+        # Templates that drop an empty or opened think block from history (Qwen3) may differ in it:
+        # the model saw it.
         if got != expected and _without_think(got) != _without_think(expected):
-            raise FlashError(
-                "template_unsupported",
-                "the chat template changes what was said when a turn is added",
-                fix="use a model whose template leaves earlier turns as they are",
-            )
+            what = "the chat template changes what was said when a turn is added"
+            raise _unsupported(what, "use a model whose template leaves earlier turns as they are")
 
 
 @dataclass
 class Transcript:
     """One conversation as tokens.
 
-    `ids` = prompt_ids + completion, `mask` and `logprobs` are as long as the completion: mask 1
-    marks the model's own tokens; environment tokens and glue have mask 0 and log-probability 0."""
+    `ids` is prompt_ids + completion_ids. `mask` and `logprobs` are as long as the completion: the
+    model's own tokens have mask 1; environment tokens and glue have mask 0 and log-probability 0.
+    """
 
     template: ChatTemplate
     messages: list[ChatMessage]
@@ -171,9 +159,8 @@ class Transcript:
         self.mask += [1] * len(completion.token_ids)
         self.logprobs += completion.logprobs
         self.truncated |= completion.finish_reason == "length"
-        self._ended = (
-            bool(completion.token_ids) and completion.token_ids[-1] in self.template.end_ids
-        )
+        last = completion.token_ids[-1:]
+        self._ended = bool(last) and last[0] in self.template.end_ids
         text = self.template.text(completion.token_ids)
         self.messages.append({"role": "assistant", "content": text})
         return text
@@ -187,23 +174,25 @@ class Transcript:
         self.messages += [dict(message) for message in messages]
 
     def drop_unanswered(self) -> None:
-        """Take the tokens after the model's last away: they predict nothing, and a reply may be
-        long beyond measure.
+        """Remove the tokens after the model's last one: they predict nothing, and a reply may be
+        very long.
         """
         end = len(self.mask) - self.mask[::-1].index(1) if 1 in self.mask else 0
         del self.completion_ids[end:], self.mask[end:], self.logprobs[end:]
 
 
+def _unsupported(what: str, fix: str, **values: Any) -> FlashError:
+    return FlashError("template_unsupported", what, fix=fix, **values)
+
+
 def _end_ids(tokenizer: Any) -> frozenset[int]:
-    """Tokens that end a turn: the tokenizer's eos and, where it has them, the usual end-of-turn
-    markers.
-    """
-    markers = (
-        tokenizer.convert_tokens_to_ids(token)
-        for token in ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
-    )
-    known = (token for token in markers if token is not None and token != tokenizer.unk_token_id)
-    return frozenset(token for token in (tokenizer.eos_token_id, *known) if token is not None)
+    """Tokens that end a turn: the tokenizer's eos and the usual end-of-turn markers that it has."""
+    tokens = [tokenizer.eos_token_id]
+    for marker in ("<|im_end|>", "<|eot_id|>", "<end_of_turn>"):
+        token = tokenizer.convert_tokens_to_ids(marker)
+        if token != tokenizer.unk_token_id:
+            tokens.append(token)
+    return frozenset(token for token in tokens if token is not None)
 
 
 def _without_think(text: str) -> str:

@@ -1,4 +1,4 @@
-"""One turn of a model: what is asked of an engine, and what it answers."""
+"""One turn of a model: the request to an engine, and its answer."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Literal, Protocol
 class Sampling:
     """How one turn is sampled. `temperature` 0 is greedy. `seed` makes the turn repeatable.
 
-    A seeded turn draws the same numbers wherever it runs, and gives the same tokens, bit for bit,
-    among the same requests submitted between the same steps. In other company it may not: how many
-    rows are computed together, and whether the prompt was cached, decides how the logits are
-    rounded, and a draw that falls that near to the border of two tokens gives the other one. Rare
-    in fp32; in bf16 the turns of a 135M model, alone and among 24, part after some five tokens."""
+    A seeded turn draws the same numbers wherever it runs. It gives the same tokens, bit for bit, if
+    the same requests are submitted between the same steps. Otherwise it may not: batch composition
+    and prefix caching change how logits are rounded, and a draw close to the border of two tokens
+    then gives the other one. This is rare in fp32. In bf16, a turn of a 135M model alone and the
+    same turn among 24 differ after about five tokens."""
 
     max_tokens: int
     temperature: float = 1.0

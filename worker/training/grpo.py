@@ -64,8 +64,7 @@ class Trainer(GRPOTrainer):
         args: Any = cast(Any, GRPOConfig)(
             **trainer_arguments(spec, model, output_dir),
             max_steps=spec.steps,
-            # A micro-batch is one group: its rollouts share a prompt, and its activations bound the
-            # memory.
+            # A micro-batch is one group, which shares a prompt: its activations bound the memory.
             per_device_train_batch_size=group_size,
             gradient_accumulation_steps=spec.batch_size,
             steps_per_generation=spec.batch_size,

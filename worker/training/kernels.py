@@ -12,9 +12,10 @@ from typing import Any, cast
 import torch
 from peft.tuners.lora import Linear
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd import function
 from torch.nn.functional import linear
 
+once_differentiable: Any = function.once_differentiable
 VOCABULARY_TILE = 4096
 """Entries of the vocabulary whose logits are alive at once."""
 
@@ -71,7 +72,7 @@ class _LoraProduct(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, ...]:
         x_NI, weight_OI, low_NR, a_RI, b_OR = ctx.saved_tensors
         grad_NR = grad_NO @ b_OR
         grad_x = (grad_NO @ weight_OI).addmm_(grad_NR, a_RI) if ctx.needs_input_grad[0] else None
@@ -144,6 +145,6 @@ class _TokenLogps(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         (slope_NH,) = ctx.saved_tensors
         return (grad_N[:, None] * slope_NH).to(slope_NH.dtype), None, None, None, None

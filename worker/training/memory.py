@@ -309,7 +309,7 @@ class _Alive(TorchDispatchMode):
 def _without_storage(
     model_path: Path, dtype: torch.dtype, lora_rank: int, layers: int | None = None
 ) -> Any:
-    """The policy as worker.training.policy makes it, on the meta device; only its first `layers`."""
+    """The policy of worker.training.policy on the meta device; only its first `layers`."""
     from peft import get_peft_model  # noqa: PLC0415  not for a server of models
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
@@ -383,7 +383,7 @@ def _traced_pass(model: Any, work: Workload) -> tuple[int, int]:
                     length = work.prompt + completions
                     hidden = packing.hidden_states(causal_lm, ids(length), layout)
                     before_head = alive.now
-                    count = completions  # its rows have no name: they must not stay alive
+                    count = completions
                     outcome = kernels.token_logps(
                         causal_lm.lm_head, hidden[ids(count)], ids(count), 1.0
                     )

@@ -1,9 +1,9 @@
 """Log-probabilities of a group's completions, its prompt computed once.
 
 The rollouts of a group share their prompt. They are laid out as one sequence, the prompt and then
-the completions, with padding only at the end. A mask lets each completion see the prompt and itself,
-and its positions continue from the prompt's end. The language-model head runs only on the positions
-that predict trained tokens.
+the completions, with padding only at the end. A mask lets each completion see the prompt and
+itself, and its positions continue from the prompt's end. The language-model head runs only on the
+positions that predict trained tokens.
 
 Axes: B rows of a batch, P prompt tokens, C completion tokens, T = P + C; L tokens of a packed
 sequence, H hidden size, V vocabulary, N predicted tokens; D size of an attention head."""
@@ -28,7 +28,7 @@ from worker.training.kernels import token_logps
 
 log = logging.getLogger("worker")
 PACK_TOKENS = 4096
-"""A longer sequence is split: its mask is quadratic in its length, and one more prompt is cheaper."""
+"""A longer sequence is split: its mask grows with the square, and one more prompt is cheaper."""
 BLOCK, HEAD_STEP = 64, 16
 """Sequences, and rows of the head, are padded to multiples of these. On the CPU PyTorch compiles
 kernels for each new length and keeps them, which takes megabytes for each length.
@@ -57,8 +57,8 @@ def group_logps(
     """(log-probabilities, entropies), both (B, C) in fp32, zero where `trained_BC` is 0. Entropies
     carry no gradient.
 
-    `causal_lm` is a transformers decoder with a `model` and an `lm_head`. If its sequences have more
-    than `keep_tokens` tokens together, activations are recomputed in the backward pass."""
+    `causal_lm` is a transformers decoder with a `model` and an `lm_head`. If its sequences have
+    more than `keep_tokens` tokens together, activations are recomputed in the backward pass."""
     length = trained_BC.size(1)
     starts = ids_BT.size(1) - length
     packs = list(_packs(ids_BT, seen_BT, starts))

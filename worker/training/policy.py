@@ -61,13 +61,13 @@ def lora_config(rank: int, alpha: int) -> LoraConfig:
         target_modules="all-linear",
         task_type="CAUSAL_LM",
     )
-    config._register_custom_module({torch.nn.Linear: LoraLinear})  # pyright: ignore[reportPrivateUsage]
+    cast(Any, config)._register_custom_module({torch.nn.Linear: LoraLinear})
     return config
 
 
 def merged_weights(model: PeftModel) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of W + scale·BA for every adapted layer, and of its bias, named as in the base
-    checkpoint.
+    """(name, tensor) of W + scale·BA for every adapted layer, and of its bias, with the names of
+    the base checkpoint.
 
     They are computed from the unchanged base weights each time: merging in place would make them
     drift in bf16. The engine has the rest, embeddings and norms, already.

@@ -37,13 +37,13 @@ from worker.training.packing import check_trl_head, group_logps, recompute
 Row = dict[str, list[int]]
 IGNORED = -100
 GOLD_SPLITS = {"train": "train", "holdout": "eval"}
-"""The names of rows, learnt and held out -> the environment's splits that they are made from."""
+"""The names of rows, learnt and held out -> the splits that they are made from."""
 
 
 async def gold_rows(
     host: EnvironmentHost, template: ChatTemplate, split: str, **watched: Any
 ) -> list[Row]:
-    """{"input_ids", "labels"} of every task of a split. `watched` and errors are those of `survey`."""
+    """{"input_ids", "labels"} of every task of a split. `watched` and errors as of `survey`."""
 
     async def one(index: int) -> Row:
         opening = await host.open(split, index)
@@ -93,8 +93,8 @@ class Tuner(SFTTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """The mean negative log-probability of the labelled tokens; with `num_items_in_batch`, their
-        sum divided by it.
+        """The mean negative log-probability of the labelled tokens; with `num_items_in_batch`,
+        their sum divided by it.
         """
         causal_lm = cast(Any, self.accelerator).unwrap_model(model).get_base_model()
         ids_BT = inputs["input_ids"]
