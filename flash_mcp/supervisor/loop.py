@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flash_mcp import __version__
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import home
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Json, Run
@@ -29,7 +30,7 @@ from flash_mcp.state.store import Store
 from flash_mcp.supervisor.ingest import Reader
 from flash_mcp.supervisor.launch.base import Handle, Hint, Launch, Launcher
 from flash_mcp.supervisor.launch.local import LocalLauncher
-from flash_mcp.supervisor.process import PYTHON, take_lock, wait_for
+from flash_mcp.supervisor.process import PYTHON, Holder, take_lock, wait_for
 from flash_mcp.supervisor.secrets import Vault
 
 if TYPE_CHECKING:
@@ -406,9 +407,7 @@ def supervise(base: Path, make: Callable[[Path], Supervisor] = Supervisor) -> bo
         if lock is None:
             return False
         with lock:
-            lock.truncate(0)
-            lock.write(f"{os.getpid()}\n")
-            lock.flush()
+            Holder(os.getpid(), __version__).write(lock)
             supervisor = make(base)
             supervisor.vault.open()
             try:

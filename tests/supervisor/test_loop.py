@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from flash_mcp import __version__
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.run_folder import RunFolder
@@ -26,7 +27,7 @@ from flash_mcp.supervisor.ingest import Reader
 from flash_mcp.supervisor.launch.base import Handle, Hint
 from flash_mcp.supervisor.launch.local import LocalLauncher, Record
 from flash_mcp.supervisor.loop import Patience, Supervisor, supervise
-from flash_mcp.supervisor.process import PYTHON, ensure_supervisor, is_supervised
+from flash_mcp.supervisor.process import PYTHON, Holder, ensure_supervisor, is_supervised
 from flash_mcp.supervisor.secrets import give
 from tests.places import TESTS
 from tests.watch import is_running
@@ -689,12 +690,10 @@ process.ensure_supervisor(pathlib.Path(sys.argv[1]))
     callers = [subprocess.Popen([sys.executable, "-c", code, str(bench.base)]) for _ in range(4)]
     assert [caller.wait(timeout=TIMEOUT_S) for caller in callers] == [0] * 4
     # The lock is held a moment before it says by whom.
-    wait_for(
-        lambda: len(supervisors(bench.base)) == 1 and (bench.base / "supervisor.lock").read_text()
-    )
+    wait_for(lambda: len(supervisors(bench.base)) == 1 and Holder.read(bench.base))
     (survivor,) = supervisors(bench.base)
     try:
-        assert int((bench.base / "supervisor.lock").read_text()) == survivor.pid
+        assert Holder.read(bench.base) == Holder(survivor.pid, __version__)
         assert is_supervised(bench.base)
         assert os.getsid(survivor.pid) != os.getsid(0)
     finally:

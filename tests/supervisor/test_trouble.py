@@ -20,7 +20,7 @@ from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state import queue
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.supervisor.ingest import Reader
-from flash_mcp.supervisor.process import ensure_supervisor
+from flash_mcp.supervisor.process import Holder, ensure_supervisor
 from flash_mcp.tools import status
 from flash_mcp.tools.registry import TOOLS
 from tests.samples import finished_run, push_echo
@@ -181,10 +181,11 @@ def test_a_supervisor_that_is_killed_while_it_starts_is_started_again(
     monkeypatch.setattr("flash_mcp.supervisor.process.START_TIMEOUT_S", 5.0)
     monkeypatch.setattr("flash_mcp.supervisor.process.STARTS", 8)
     assert ensure_supervisor(bench.base)
-    wait_for((lock := bench.base / "supervisor.lock").read_text)
-    pid = int(lock.read_text())
-    os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: not is_running(pid))
+    wait_for(lambda: Holder.read(bench.base))
+    holder = Holder.read(bench.base)
+    assert holder
+    os.kill(holder.pid, signal.SIGKILL)
+    wait_for(lambda: not is_running(holder.pid))
 
 
 def test_train_returns_its_run_even_where_no_supervisor_can_be_started(
