@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import time
-from pathlib import Path
 from typing import Any
 
+from flash_mcp.protocol.adapters import read_adapter_config
 from flash_mcp.protocol.base_models import is_named
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Deployment
@@ -53,7 +52,8 @@ def request(
                 "invalid_argument", f"the name {name!r} is taken by {row.id}", name=name, fix=fix
             )
     adapter = folder.fetch_checkpoint(step, store.base / "adapters" / f"{run_id}-{step}")
-    data = {"rank": _rank(adapter), "port": port, "thinking": bool(run.spec.get("thinking"))}
+    rank = read_adapter_config(adapter, "r")["r"]
+    data = {"rank": rank, "port": port, "thinking": bool(run.spec.get("thinking"))}
     values = {
         "owner": run.owner,
         "name": name,
@@ -127,13 +127,3 @@ def _deployment_id(*parts: object) -> str:
     """The same for the same request, so that asking twice at once makes one row."""
     digest = hashlib.sha256(repr(parts).encode()).digest()
     return "dep-" + "".join(_BASE32[byte % 32] for byte in digest[:8])
-
-
-def _rank(adapter: Path) -> int:
-    try:
-        return int(json.loads((adapter / "adapter_config.json").read_text())["r"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        fix = "use another checkpoint"
-        raise FlashError(
-            "checkpoint_corrupt", f"no adapter: {error}", folder=adapter, fix=fix
-        ) from error

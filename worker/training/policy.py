@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +14,7 @@ from safetensors import torch as safetensors
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from flash_mcp.protocol.adapters import read_adapter_config
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.spec import check_adapter
 from worker.engine.fetch import config_of
@@ -97,8 +97,7 @@ def save_adapter(model: PeftModel, folder: Path) -> None:
 
 
 def _warm_start(model: PeftModel, adapter_path: Path, rank: int, alpha: int) -> None:
-    config = json.loads((adapter_path / "adapter_config.json").read_text())
-    check_adapter(config, rank=rank, alpha=alpha)
+    check_adapter(read_adapter_config(adapter_path), rank=rank, alpha=alpha)
     weights = cast(Any, safetensors).load_file(adapter_path / "adapter_model.safetensors")
     try:
         outcome = cast(Any, save_and_load).set_peft_model_state_dict(model, weights)

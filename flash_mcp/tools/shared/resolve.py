@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from flash_mcp.judgement.attempts import DEFAULT_MAX_LENGTH
+from flash_mcp.protocol.adapters import read_adapter_config
 from flash_mcp.protocol.base_models import ModelCard
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import EnvironmentVersion, Json
@@ -90,7 +90,8 @@ def resolve_eval(
         what = f"max_length={room} is more than the model's context of {subject.context}"
         raise FlashError("invalid_argument", what, fix=f"use max_length={subject.context} or less")
     if subject.adapter:
-        values |= _shape(Path(subject.adapter["path"]))
+        config = read_adapter_config(Path(subject.adapter["path"]), "r", "lora_alpha")
+        values |= {"lora_rank": config["r"], "lora_alpha": config["lora_alpha"]}
     spec = EvalSpec(
         environment=environment.name,
         model=subject.model,
@@ -103,17 +104,6 @@ def resolve_eval(
         **values,
     )
     return ResolvedEval(spec=spec, sources=sources)
-
-
-def _shape(adapter: Path) -> Json:
-    try:
-        config: Json = json.loads((adapter / "adapter_config.json").read_text())
-        return {"lora_rank": int(config["r"]), "lora_alpha": int(config["lora_alpha"])}
-    except (OSError, ValueError, KeyError) as error:
-        fix = "use another step; checkpoints lists them"
-        raise FlashError(
-            "unknown_checkpoint", f"no adapter is there: {error}", folder=adapter, fix=fix
-        ) from error
 
 
 def resolved_spec(
@@ -173,13 +163,7 @@ def init_adapter(store: Store, spec: RunSpec, card: ModelCard) -> Json | None:
 
 
 def _check_adapter(folder: Path, spec: RunSpec, card: ModelCard, base: str | None) -> None:
-    try:
-        config = cast("dict[str, Any]", json.loads((folder / "adapter_config.json").read_text()))
-    except (OSError, ValueError) as error:
-        fix = "name a run, a run's checkpoint as RUN_ID@STEP, or a folder with a PEFT adapter"
-        raise FlashError(
-            "unknown_checkpoint", f"no adapter is there: {error}", folder=folder, fix=fix
-        ) from error
+    config = read_adapter_config(folder)
     if not (folder / "adapter_model.safetensors").is_file():
         raise FlashError(
             "unknown_checkpoint", "the adapter has no adapter_model.safetensors", folder=folder
