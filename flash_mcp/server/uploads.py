@@ -1,6 +1,4 @@
-"""Unpacking a tar.gz that a stranger sent: regular files below one folder, within bounds, and
-nothing else.
-"""
+"""Unpack an uploaded tar.gz: only regular files below one folder, within limits."""
 
 from __future__ import annotations
 
@@ -34,61 +32,52 @@ from flash_mcp.state.versions import (
 from flash_mcp.tools.environments import EnvPush, publish
 
 MAX_ARCHIVE_BYTES = MAX_TOTAL_BYTES
-"""Of the archive itself, compressed."""
+"""Of the compressed archive."""
 MAX_MEMBERS = 4 * MAX_FILES
-"""Folders and ignored files count as well."""
+"""Includes folders and ignored files."""
 MAX_UNPACKED_BYTES = MAX_TOTAL_BYTES + (16 << 20)
-"""With headers and padding."""
+"""Includes headers and padding."""
 MAX_HEADER_BYTES = 64 << 10
+
+
+DAMAGE = (tarfile.TarError, zlib.error, gzip.BadGzipFile, EOFError, RecursionError, ValueError)
+"""What the standard library raises for a damaged archive."""
 
 
 def unpack(archive: BinaryIO, folder: Path) -> None:
     """Write the files of a tar.gz below `folder`, which is empty.
 
-    FlashError(upload_invalid) for paths that leave the folder, links, devices, sparse files, files
-    given twice, damage, and whatever is larger or more than may be; `folder` holds a part of the
-    files then."""
+    FlashError(upload_invalid) for paths outside the folder, links, devices, sparse files,
+    duplicates, damage, and files that are too large or too many. `folder` then holds some of the
+    files."""
     stream = _Bounded(fileobj=archive)
     try:
         with tarfile.open(fileobj=stream, mode="r|", tarinfo=_Member) as tar:
             for number, member in enumerate(tar):
                 if number >= MAX_MEMBERS:
                     fix = "leave out what the environment does not read"
-                    raise FlashError(
-                        "upload_invalid",
-                        f"the archive has more than {MAX_MEMBERS} members",
-                        fix=fix,
-                    )
+                    what = f"the archive has more than {MAX_MEMBERS} members"
+                    raise FlashError("upload_invalid", what, fix=fix)
                 _unpack_member(tar, member, folder)
-        while stream.read(1 << 20):  # to the end, where gzip's checksum stands
+        while stream.read(1 << 20):  # to the end: gzip's checksum comes last
             pass
-    except (
-        tarfile.TarError,
-        zlib.error,
-        gzip.BadGzipFile,
-        EOFError,
-        RecursionError,
-        ValueError,
-    ) as error:
+    except DAMAGE as error:
         fix = "make it with `tar -C FOLDER -czf FILE .` and send it again"
-        raise FlashError(
-            "upload_invalid", f"that is no whole tar.gz: {error}; nothing was pushed", fix=fix
-        ) from error
+        what = f"that is no whole tar.gz: {error}; nothing was pushed"
+        raise FlashError("upload_invalid", what, fix=fix) from error
 
 
 def _unpack_member(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> None:
     path = member.name.removeprefix("./")
     if member.isdir():
-        return  # files make the folders that they lie in
+        return  # files create their folders
     check_path(path)
     if not member.isreg() or member.issparse():
-        raise refusal(
-            path, "is a link, a device or a sparse file", "put a regular file in its place"
-        )
+        what = "is a link, a device or a sparse file"
+        raise refusal(path, what, "replace it by a regular file")
     if member.size > MAX_FILE_BYTES:
-        raise refusal(
-            path, f"has {member.size:,} bytes", f"keep each file within {MAX_FILE_BYTES >> 20} MiB"
-        )
+        fix = f"keep each file within {MAX_FILE_BYTES >> 20} MiB"
+        raise refusal(path, f"has {member.size:,} bytes", fix)
     source = tar.extractfile(member)
     assert source is not None
     try:
@@ -96,15 +85,12 @@ def _unpack_member(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) 
         with (folder / path).open("xb") as target:
             shutil.copyfileobj(source, target)
     except (FileExistsError, NotADirectoryError) as error:
-        raise refusal(
-            path, "is in the archive twice, or both as a file and as a folder", "keep one"
-        ) from error
+        what = "is in the archive twice, or both as a file and as a folder"
+        raise refusal(path, what, "keep one") from error
 
 
 class _Bounded(gzip.GzipFile):
-    """A stream that ends in an error once more was read than may be: what a bomb unpacks to is
-    never held.
-    """
+    """A stream that fails once it exceeds the limit, so an archive bomb is never held in memory."""
 
     left = MAX_UNPACKED_BYTES
 
@@ -113,22 +99,17 @@ class _Bounded(gzip.GzipFile):
         self.left -= len(data)
         if self.left < 0:
             fix = f"keep all files within {MAX_TOTAL_BYTES >> 20} MiB"
-            raise FlashError(
-                "upload_invalid",
-                "the archive unpacks to more than is allowed; nothing was pushed",
-                fix=fix,
-            )
+            what = "the archive unpacks to more than is allowed; nothing was pushed"
+            raise FlashError("upload_invalid", what, fix=fix)
         return data
 
 
 class _Member(tarfile.TarInfo):
-    """Without long headers: tarfile would read one of any length into memory."""
+    """A member without long headers: tarfile would read one of any length into memory."""
 
     def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
-        if (
-            self.type not in (*tarfile.SUPPORTED_TYPES, *_HEADERS)
-            or self.type == tarfile.GNUTYPE_SPARSE
-        ):
+        is_known = self.type in (*tarfile.SUPPORTED_TYPES, *_HEADERS)
+        if not is_known or self.type == tarfile.GNUTYPE_SPARSE:
             raise tarfile.ReadError(f"member {self.name!r:.200} is of an unknown kind")
         if self.type in _HEADERS and self.size > MAX_HEADER_BYTES:
             raise tarfile.ReadError("a header is too long")
@@ -162,36 +143,33 @@ STATUS = {
 
 
 def refusal_response(error: FlashError) -> Response:
-    """The error as HTTP; also as a JSON-RPC error, in which form MCP clients show it."""
+    """The error as an HTTP response, with a JSON-RPC error that MCP clients show."""
     headers: dict[str, str] = {}
     if error.code == "unauthenticated":
         headers["www-authenticate"] = 'Bearer error="invalid_token"'
     if "retry_after_s" in error.values:
         headers["retry-after"] = str(error.values["retry_after_s"])
-    body = {
-        "jsonrpc": "2.0",
-        "id": None,
-        "error": {"code": -32000, "message": str(error), "data": error.to_dict()},
-    }
+    details = {"code": -32000, "message": str(error), "data": error.to_dict()}
+    body = {"jsonrpc": "2.0", "id": None, "error": details}
     return JSONResponse(body, STATUS.get(error.code, 400), headers)
 
 
 class Uploads:
-    """PUT /environments/NAME with a tar.gz as the body: env_push for what does not fit into a call.
+    """PUT /environments/NAME with a tar.gz as the body: env_push for large environments.
 
-    The same checks and the same answer as env_push; ?load=false publishes without loading. One at a
-    time for an owner."""
+    The checks and the result are those of env_push; ?load=false publishes without loading. Each
+    owner can have one upload at a time."""
 
     def __init__(self) -> None:
         self._under_way: set[str] = set()
 
     async def put(self, request: Request) -> Response:
-        owner, name = caller().owner, str(request.path_params["name"])
+        owner = caller().owner
+        name = str(request.path_params["name"])
         if owner in self._under_way:
-            what = "another upload of yours is under way"
-            return refusal_response(
-                FlashError("rate_limited", what, retry_after_s=5, fix="send one at a time")
-            )
+            what = "another upload of yours is running"
+            error = FlashError("rate_limited", what, retry_after_s=5, fix="send one at a time")
+            return refusal_response(error)
         self._under_way.add(owner)
         try:
             pushed = await _receive(request, name)
@@ -215,12 +193,10 @@ async def _receive(request: Request, name: str) -> EnvPush:
     root = owner_dir(environments_dir())
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with (
-            tempfile.TemporaryFile(dir=root) as archive,
-            tempfile.TemporaryDirectory(
-                prefix=".upload-", dir=root, ignore_cleanup_errors=True
-            ) as folder,
-        ):
+        unpacked = tempfile.TemporaryDirectory(
+            prefix=".upload-", dir=root, ignore_cleanup_errors=True
+        )
+        with tempfile.TemporaryFile(dir=root) as archive, unpacked as folder:
             await _write_body(request, archive)
             await anyio.to_thread.run_sync(unpack, archive, Path(folder))
             files = await anyio.to_thread.run_sync(folder_files, Path(folder))
@@ -236,13 +212,11 @@ async def _write_body(request: Request, archive: Any) -> None:
             size += len(chunk)
             if size > MAX_ARCHIVE_BYTES:
                 fix = f"keep the archive within {MAX_ARCHIVE_BYTES >> 20} MiB"
-                raise FlashError(
-                    "too_large", f"the archive has more than {MAX_ARCHIVE_BYTES:,} bytes", fix=fix
-                )
+                what = f"the archive has more than {MAX_ARCHIVE_BYTES:,} bytes"
+                raise FlashError("too_large", what, fix=fix)
             await anyio.to_thread.run_sync(archive.write, chunk)
     if scope.cancelled_caught:
         fix = "send it over a faster connection, or make it smaller"
-        raise FlashError(
-            "upload_invalid", f"it did not arrive within {UPLOAD_TIMEOUT_S:.0f} s", fix=fix
-        )
+        what = f"it did not arrive within {UPLOAD_TIMEOUT_S:.0f} s"
+        raise FlashError("upload_invalid", what, fix=fix)
     archive.seek(0)

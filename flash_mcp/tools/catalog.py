@@ -1,8 +1,8 @@
-"""catalog: what there is to train, to train on, and to talk to."""
+"""catalog: models, environments, datasets, devices and deployments."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -30,12 +30,12 @@ class Model(Part):
     context: int | None = None
     """Tokens."""
     thinking: bool | None = None
-    """Whether it can think before it answers."""
+    """Whether it can reason before it answers."""
     licence: str | None = None
     source: str
     """Where it comes from."""
     ready: bool | None = None
-    """Whether it lies in the model cache already."""
+    """Whether it is in the model cache."""
     notes: str | None = None
 
 
@@ -44,11 +44,11 @@ class Environment(Part):
 
     name: str
     owner: str | None = None
-    """Whose it is, where it is another's."""
+    """Its owner, if it is not yours."""
     digest: str
-    """NAME@DIGEST names this version for good."""
+    """NAME@DIGEST always means this version."""
     versions: int
-    """Versions that were pushed."""
+    """Number of pushed versions."""
     pushed: str
     """UTC."""
     about: dict[str, Any] | None = None
@@ -63,9 +63,9 @@ class Dataset(Part):
     rows: int
     """Conversations to learn from."""
     holdout: int
-    """Conversations held back, for the loss on them."""
+    """Conversations held back to measure the loss on them."""
     environment: str
-    """NAME@DIGEST that the attempts were made in."""
+    """NAME@DIGEST of the environment of its attempts."""
     made: str
     """UTC."""
 
@@ -88,7 +88,7 @@ class Deployment(Part):
     deployment: str
     """Pass to chat and undeploy."""
     owner: str | None = None
-    """Whose it is, where it is another's."""
+    """Its owner, if it is not yours."""
     state: str
     model: str
     run_id: str | None = None
@@ -97,8 +97,11 @@ class Deployment(Part):
     """OpenAI-compatible endpoint on the server's machine."""
 
 
+Entry = Model | Environment | Dataset | Device | Deployment
+
+
 class Catalog(Result):
-    """What there is."""
+    """Models, environments, datasets, devices and deployments."""
 
     models: list[Model] | None = None
     default_model: str | None = None
@@ -121,54 +124,47 @@ def catalog(
     """List base models, published environments, curated datasets, this machine's devices and
     running deployments.
 
-    Runs: status. A run's saved adapters: checkpoints.
+    For runs call status, for a run's saved adapters checkpoints.
 
     Args:
-        kind: Only this kind; default: all five.
-        contains: Only names with this text in them.
-        limit: Entries of each kind, 1 to 30; default 12.
-        cursor: With kind: `cursor` of the page before.
+        kind: Only this kind. Default: all five.
+        contains: Only names that contain this text.
+        limit: Entries per kind, 1 to 30; default 12.
+        cursor: With kind: `cursor` of the previous page.
     """
     store = open_store()
+    readers: dict[Kind, Callable[[Store], Sequence[Entry]]] = {
+        "models": _models,
+        "environments": _environments,
+        "datasets": _datasets,
+        "devices": _devices,
+        "deployments": _deployments,
+    }
     wanted = (contains or "").lower()
     start = int(cursor) if kind and cursor and cursor.isdigit() else 0
-    everything: dict[Kind, Sequence[Any]] = {
-        "models": _models() if kind in (None, "models") else [],
-        "environments": _environments(store) if kind in (None, "environments") else [],
-        "datasets": _datasets(store) if kind in (None, "datasets") else [],
-        "devices": [Device(**vars(device)) for device in machine.devices()]
-        if kind in (None, "devices")
-        else [],
-        "deployments": _deployments(store) if kind in (None, "deployments") else [],
-    }
-    matching = {
-        name: [entry for entry in entries if wanted in _name(entry)]
-        for name, entries in everything.items()
-    }
-    has_more = any(len(entries) > start + limit for entries in matching.values())
-    shown = {
-        name: entries[start : start + limit]
-        for name, entries in matching.items()
-        if kind in (None, name)
-    }
+    end = start + limit
+    shown: dict[str, Any] = {}
+    has_more = False
+    for name, read in readers.items():
+        if kind in (None, name):
+            entries = [entry for entry in read(store) if wanted in _name(entry)]
+            has_more = has_more or len(entries) > end
+            shown[name] = entries[start:end]
     return Catalog(
-        models=shown.get("models"),
-        environments=shown.get("environments"),
-        datasets=shown.get("datasets"),
-        devices=shown.get("devices"),
-        deployments=shown.get("deployments"),
-        default_model=DEFAULT_MODEL if kind in (None, "models") else None,
+        **shown,
+        default_model=DEFAULT_MODEL if "models" in shown else None,
         has_more=has_more,
-        cursor=str(start + limit) if has_more and kind else None,
+        cursor=str(end) if has_more and kind else None,
         next=_next_step(kind, shown.get("environments"), has_more),
     )
 
 
-def _name(entry: Model | Environment | Dataset | Device | Deployment) -> str:
-    return (entry.deployment if isinstance(entry, Deployment) else entry.name).lower()
+def _name(entry: Entry) -> str:
+    name = entry.deployment if isinstance(entry, Deployment) else entry.name
+    return name.lower()
 
 
-def _models() -> list[Model]:
+def _models(_: Store) -> list[Model]:
     return [
         Model(
             name=card.name,
@@ -184,46 +180,61 @@ def _models() -> list[Model]:
     ]
 
 
+def _devices(_: Store) -> list[Device]:
+    return [Device(**vars(device)) for device in machine.devices()]
+
+
+def _another(owner: str) -> str | None:
+    """The owner, if it is not the caller."""
+    return owner if owner != caller().owner else None
+
+
 def _environments(store: Store) -> list[Environment]:
     versions: dict[tuple[str, str], list[EnvironmentVersion]] = {}
     for row in store.environments():
         versions.setdefault((row.owner, row.name), []).append(row)
-    return [
-        Environment(
-            name=name,
-            owner=owner if owner != caller().owner else None,
-            digest=rows[0].digest,
-            versions=len(rows),
-            pushed=utc(rows[0].pushed),
-            about={
-                key: value
-                for key, value in rows[0].data.items()
-                if isinstance(value, (str, int, float, dict))
-            }
-            or None,
+    found: list[Environment] = []
+    for (owner, name), rows in versions.items():
+        newest = rows[0]
+        about: dict[str, Any] = {}
+        for key, value in newest.data.items():
+            if isinstance(value, (str, int, float, dict)):
+                about[key] = value
+        found.append(
+            Environment(
+                name=name,
+                owner=_another(owner),
+                digest=newest.digest,
+                versions=len(rows),
+                pushed=utc(newest.pushed),
+                about=about or None,
+            )
         )
-        for (owner, name), rows in versions.items()
-    ]
+    return found
 
 
 def _datasets(store: Store) -> list[Dataset]:
-    return [
-        Dataset(
-            name=found.reference,
-            rows=found.manifest["counts"]["train_rows"],
-            holdout=found.manifest["counts"]["holdout_rows"],
-            environment=f"{found.manifest['environment']['name']}@{found.manifest['environment']['digest']}",
-            made=utc(found.made),
+    found: list[Dataset] = []
+    for dataset in datasets.newest_first(store.base):
+        counts = dataset.manifest["counts"]
+        environment = dataset.manifest["environment"]
+        found.append(
+            Dataset(
+                name=dataset.reference,
+                rows=counts["train_rows"],
+                holdout=counts["holdout_rows"],
+                environment=f"{environment['name']}@{environment['digest']}",
+                made=utc(dataset.made),
+            )
         )
-        for found in datasets.newest_first(store.base)
-    ]
+    return found
 
 
 def _deployments(store: Store) -> list[Deployment]:
     return [
         Deployment(
             deployment=row.id,
-            owner=row.owner if row.owner != caller().owner else None,
+            owner=_another(row.owner),
             state=row.state,
             model=row.model,
             run_id=row.run_id,
@@ -237,14 +248,13 @@ def _deployments(store: Store) -> list[Deployment]:
 def _next_step(
     kind: Kind | None, environments: Sequence[Environment] | None, has_more: bool
 ) -> str:
+    if has_more and kind:
+        return "cursor brings more"
     if has_more:
-        return (
-            "cursor brings more"
-            if kind
-            else "kind=... with cursor brings more of a list that was cut"
-        )
+        return "kind=... with cursor brings more of a list that was cut"
     if environments:
-        return f"train(environment={environments[0].name!r}, validate_only=true) shows what a run would be"
+        call = f"train(environment={environments[0].name!r}, validate_only=true)"
+        return f"{call} shows what a run would be"
     if environments is not None:
         return "no environment yet: env_setup writes a starter, env_push publishes a folder"
     return "train starts a run; status lists runs"

@@ -1,30 +1,29 @@
-"""checkpoints: the saved adapters of a run; and cancel, which ends a run after it saved."""
+"""checkpoints: the saved adapters of a run; cancel: end a run after it saved."""
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import Annotated
 
-import anyio
-import anyio.to_thread
+from anyio.to_thread import run_sync
 from pydantic import Field
 
-from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Run
 from flash_mcp.state import queue
 from flash_mcp.state.store import open_store
-from flash_mcp.tools.shared.frame import Part, Result, RunId, report
+from flash_mcp.tools.shared.frame import Part, Result, RunId, page_offset
 from flash_mcp.tools.shared.next_steps import after_evaluation, going_on
-from flash_mcp.tools.shared.waiting import look_after
+from flash_mcp.tools.shared.waiting import deadline_after, look_after, wait_until
 
 
 class Cancel(Result):
-    """A run that was asked to end."""
+    """A cancelled run."""
 
     run_id: str
     """The run."""
     state: str
-    """cancelled, or still running while it saves."""
+    """cancelled, or running while it still saves."""
     step: int
     """Steps done."""
     checkpoint: int | None = None
@@ -39,9 +38,9 @@ class Checkpoint(Part):
     reward: float | None = None
     """Mean training reward at that step."""
     success: float | None = None
-    """Training success share at that step."""
+    """Share of training successes at that step."""
     eval_success: float | None = None
-    """Held-out success share, where it was evaluated."""
+    """Held-out success share, if evaluated at that step."""
     loss: float | None = None
     """Loss at that step (sft)."""
     size_bytes: int
@@ -55,14 +54,14 @@ class Checkpoint(Part):
 
 
 class Checkpoints(Result):
-    """Checkpoints of a run, the newest first."""
+    """Checkpoints of a run, newest first."""
 
     run_id: str
     """The run."""
     state: str
     """The run's state."""
     checkpoints: list[Checkpoint]
-    """The newest first."""
+    """Newest first."""
     has_more: bool
     """Whether older ones follow."""
     cursor: str | None = None
@@ -74,25 +73,26 @@ async def cancel(
     reason: Annotated[str, Field(max_length=500)] = "",
     wait_s: Annotated[float, Field(ge=0, le=45)] = 10.0,
 ) -> Cancel:
-    """End a run: a queued one at once, a running one after it saved a checkpoint. It always ends as
+    """End a run: a queued run at once, a running run after it saved a checkpoint. Its state becomes
     `cancelled`.
 
-    Its metrics, rollouts and checkpoints stay. A run that has ended by itself is refused with
-    run_finished; asking twice changes nothing more. Ending a deployment: undeploy.
+    Metrics, rollouts and checkpoints are kept. A run that already ended by itself is refused with
+    run_finished; a second call changes nothing. To end a deployment, call undeploy.
 
     Args:
-        reason: Kept with the run; default empty.
+        reason: Text that is kept with the run; default empty.
         wait_s: Seconds to wait for its end, 0 to 45; default 10.
     """
     store = open_store()
-    run = await anyio.to_thread.run_sync(queue.request_cancel, store, run_id, reason)
+    run = await run_sync(queue.request_cancel, store, run_id, reason)
     await look_after(store, run)  # status says what keeps a run from ending
-    deadline = time.monotonic() + min(wait_s, 43.0)
-    while run.state != "cancelled" and time.monotonic() < deadline:
-        await report(f"{run_id}: {run.state}, asked to save and end")
-        await anyio.sleep(0.2)
-        run = await anyio.to_thread.run_sync(store.run, run_id)
-    saved = await anyio.to_thread.run_sync(store.checkpoints, run_id)
+    run = await wait_until(
+        functools.partial(store.run, run_id),
+        lambda run: run.state == "cancelled",
+        deadline_after(wait_s),
+        lambda run: (f"{run_id}: {run.state}, asked to save and end", None),
+    )
+    saved = await run_sync(store.checkpoints, run_id)
     return Cancel(
         run_id=run_id,
         state=run.state,
@@ -108,34 +108,29 @@ def _after_cancel(run: Run, has_checkpoint: bool) -> str:
     if run.state != "cancelled":
         return f"it is saving; status(run_id={run.id!r}, wait_s=40) returns when it has ended"
     if has_checkpoint:
-        return f"deploy(run_id={run.id!r}) serves its newest checkpoint; {going_on(run)} goes on from it"
+        serve = f"deploy(run_id={run.id!r}) serves its newest checkpoint"
+        return f"{serve}; {going_on(run)} continues from it"
     return "it had no checkpoint yet; train starts another run"
 
 
 def checkpoints(
     run_id: RunId, limit: Annotated[int, Field(ge=1, le=30)] = 10, cursor: str | None = None
 ) -> Checkpoints:
-    """List a run's checkpoints, the newest first: step, metrics, size, digest and folder (a PEFT
-    adapter each).
+    """List a run's checkpoints, newest first: step, metrics, size, digest and folder. Each is a
+    PEFT adapter.
 
-    Serving one: deploy. Starting another run from one: train with init_from_adapter=RUN_ID@STEP.
+    To serve one, call deploy. To train from one, call train with init_from_adapter=RUN_ID@STEP.
 
     Args:
-        limit: Checkpoints a page, 1 to 30; default 10.
-        cursor: `cursor` of the page before.
+        limit: Checkpoints per page, 1 to 30; default 10.
+        cursor: `cursor` of the previous page.
     """
     store = open_store()
     run = store.run(run_id)
-    if cursor is not None and not cursor.isdigit():
-        raise FlashError(
-            "invalid_argument",
-            "that is no cursor of checkpoints",
-            cursor=cursor,
-            fix="pass it unchanged",
-        )
-    rows = [row for row in store.checkpoints(run_id) if cursor is None or row.step < int(cursor)][
-        ::-1
-    ]
+    before = page_offset(cursor, "checkpoints")
+    rows = list(reversed(store.checkpoints(run_id)))
+    if cursor is not None:
+        rows = [row for row in rows if row.step < before]
     evaluated = {row.step: row.summary["success"] for row in store.evals(run_id)}
     found = [
         Checkpoint(
@@ -153,14 +148,13 @@ def checkpoints(
     ]
     if found:
         step = found[0].step
-        next_step = f"deploy(run_id={run_id!r}, step={step}) serves the first; {going_on(run, step)} goes on from it"
+        serve = f"deploy(run_id={run_id!r}, step={step}) serves the first"
+        next_step = f"{serve}; {going_on(run, step)} continues from it"
     elif run.algorithm == "eval":
         next_step = f"an evaluation saves none; status(run_id={run_id!r}) has its scores"
     else:
-        every = run.spec["save_every"]
-        next_step = (
-            f"none yet: one is saved every save_every={every} steps; status shows the progress"
-        )
+        every = f"save_every={run.spec['save_every']}"
+        next_step = f"none yet: one is saved every {every} steps; status shows the progress"
     has_more = len(rows) > limit
     more = str(found[-1].step) if has_more else None
     return Checkpoints(

@@ -1,14 +1,15 @@
-"""deploy, undeploy and chat: serving what a run has learned, and talking to it."""
+"""deploy, undeploy and chat: serve a checkpoint, and talk to it."""
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from typing import Annotated, Any, Literal
 
 import anyio
-import anyio.to_thread
 import httpx
+from anyio.to_thread import run_sync
 from pydantic import BaseModel, ConfigDict, Field
 
 from flash_mcp.protocol.errors import FlashError
@@ -20,9 +21,8 @@ from flash_mcp.supervisor.keeper import look_after
 from flash_mcp.supervisor.model_servers import Server, check_port, error_message
 from flash_mcp.tools.shared.fitting import shorten, to_text
 from flash_mcp.tools.shared.frame import Part, Result, report
+from flash_mcp.tools.shared.waiting import deadline_after, wait_until
 
-POLL_S = 0.25
-WAIT_LIMIT_S = 43.0
 CHAT_LIMIT_S = 40.0
 ANSWER_CHARACTERS = 3000
 
@@ -37,18 +37,18 @@ class Deployed(Result):
     state: str
     """starting, ready, failed, stopping or stopped."""
     run_id: str | None = None
-    """The run whose adapter it is."""
+    """The adapter's run."""
     step: int | None = None
-    """The step of that adapter."""
+    """The adapter's step."""
     model: str
     """Base model; its name in the OpenAI API too."""
     base_url: str | None = None
     """OpenAI-compatible endpoint on the server's machine; `deployment` is the model name.
     Callers from elsewhere have chat."""
     api_key_file: str | None = None
-    """JSON file beside it whose api_key the endpoint asks for."""
+    """JSON file on the server; the endpoint asks for its api_key."""
     seconds: float
-    """Since it was asked for."""
+    """Seconds since deploy was called."""
 
 
 class Message(BaseModel):
@@ -61,7 +61,7 @@ class Message(BaseModel):
 
 
 class Answer(Part):
-    """What a model said."""
+    """A model's answer."""
 
     text: str
     finish: str
@@ -72,7 +72,7 @@ class Answer(Part):
 
 
 class Chat(Result):
-    """One turn of talk with a deployment."""
+    """One turn of a conversation with a deployment."""
 
     deployment: str
     adapter: Answer
@@ -84,13 +84,8 @@ class Chat(Result):
 Wait = Annotated[
     float, Field(ge=0, le=45, description="Seconds to wait for it, 0 to 45; default 40.")
 ]
-Reference = Annotated[
-    str | None,
-    Field(
-        min_length=1,
-        description="Deployment id or name, as returned by deploy; may be left out if there is one.",
-    ),
-]
+_REFERENCE = "Deployment id or name, as returned by deploy. Default: the only one."
+Reference = Annotated[str | None, Field(min_length=1, description=_REFERENCE)]
 
 
 async def deploy(
@@ -100,26 +95,24 @@ async def deploy(
     port: Annotated[int | None, Field(ge=1024, le=65535)] = None,
     wait_s: Wait = 40.0,
 ) -> Deployed:
-    """Serve a run's checkpoint with vLLM's OpenAI server, base model and adapter side by side.
+    """Serve a run's checkpoint, and its base model, with vLLM's OpenAI server.
 
-    `ready` means that the adapter has answered a chat request. The first deployment of a base model
-    takes half a minute or more; further ones join its server within seconds. Calling again with the
-    same arguments changes nothing and returns the state. The server listens on loopback and goes
-    with its last deployment: undeploy.
+    `ready` means that the adapter answered a chat request. The first deployment of a base model
+    takes half a minute or more; further ones join its server within seconds. A second call with the
+    same arguments changes nothing and returns the state. The server listens on loopback and ends
+    with its last deployment. To end one, call undeploy.
 
     Args:
         run_id: Run whose adapter to serve, as returned by train.
-        step: Step of the checkpoint; default: the newest whose files are whole.
-        name: A name of your own; default RUN_ID-STEP.
-        port: Port on loopback; default: a free one, chosen for you.
+        step: Step of the checkpoint; default: the newest with intact files.
+        name: Your name for it; default RUN_ID-STEP.
+        port: Port on loopback; default: a free one.
     """
-    store, deadline = open_store(), _deadline(wait_s)
+    store, deadline = open_store(), deadline_after(wait_s)
     if port is not None:
-        await anyio.to_thread.run_sync(check_port, store, run_id, port)
-    row = await anyio.to_thread.run_sync(
-        lambda: request(store, run_id, step=step, name=name, port=port)
-    )
-    await anyio.to_thread.run_sync(look_after, store)
+        await run_sync(check_port, store, run_id, port)
+    row = await run_sync(lambda: request(store, run_id, step=step, name=name, port=port))
+    await run_sync(look_after, store)
     row = await _settled(store, row.id, ("ready", "failed", "stopped"), deadline)
     if row.state == "failed":
         raise failure(row)
@@ -129,19 +122,19 @@ async def deploy(
 async def undeploy(
     deployment: Reference = None, wait_s: Annotated[float, Field(ge=0, le=45)] = 20.0
 ) -> Deployed:
-    """Stop serving an adapter. The server of its base model ends with its last one. The checkpoint
-    stays.
+    """Stop serving an adapter. The server of its base model ends with its last adapter. The
+    checkpoint is kept.
 
-    A deployment that has ended already is returned as it is. Ending a run: cancel.
+    A deployment that already ended is returned as it is. To end a run, call cancel.
 
     Args:
         wait_s: Seconds to wait for its end; default 20.
     """
-    store, deadline = open_store(), _deadline(wait_s)
-    row = await anyio.to_thread.run_sync(find_deployment, store, deployment)
-    row = await anyio.to_thread.run_sync(request_stop, store, row.id)
+    store, deadline = open_store(), deadline_after(wait_s)
+    row = await run_sync(find_deployment, store, deployment)
+    row = await run_sync(request_stop, store, row.id)
     if row.state == "stopping":
-        await anyio.to_thread.run_sync(look_after, store)
+        await run_sync(look_after, store)
     return describe(store, await _settled(store, row.id, ("stopped",), deadline))
 
 
@@ -156,26 +149,26 @@ async def chat(
     stop: Annotated[list[str] | None, Field(max_length=4)] = None,
     seed: Annotated[int | None, Field(ge=0, le=2**31 - 1)] = None,
 ) -> Chat:
-    """Talk to a deployed adapter, and with side_by_side to its base model as well.
+    """Talk to a deployed adapter, and with side_by_side to its base model too.
 
-    Nothing is remembered between calls: pass the conversation so far as messages. No environment
-    answers: for scored conversations see rollouts. An answer that is not whole after 40 s is
-    returned as far as it came.
+    Calls share no memory: pass the conversation so far as messages. An answer that is not complete
+    after 40 s is returned as far as it got. No environment takes part; for scored conversations,
+    call rollouts.
 
     Args:
-        message: What the user says; or pass messages.
+        message: The user's message; or pass messages.
         messages: A whole conversation that ends before the model's turn.
-        side_by_side: Ask the untrained base model too; default false.
+        side_by_side: Ask the base model too; default false.
         max_tokens: Tokens of an answer; default 256.
-        temperature: 0 (default) gives the likeliest answer.
+        temperature: 0 (default) takes the likeliest token each time.
         top_p: Nucleus sampling mass; default 1.
         stop: Texts that end an answer.
         seed: Makes sampling repeatable.
     """
     store = open_store()
     conversation = _conversation(message, messages)
-    row = await anyio.to_thread.run_sync(find_deployment, store, deployment)
-    server = await anyio.to_thread.run_sync(_ready_server, store, row)
+    row = await run_sync(find_deployment, store, deployment)
+    server = await run_sync(_ready_server, store, row)
     body: Json = {
         "messages": conversation,
         "max_tokens": max_tokens,
@@ -186,34 +179,42 @@ async def chat(
         "chat_template_kwargs": {"enable_thinking": row.data.get("thinking", False)},
     }
     names = [row.id, row.model] if side_by_side else [row.id]
-    answers: dict[str, Answer | FlashError] = {}
+    answers = await _answers(server, body, names)
+    adapter = answers[row.id]
+    following = _after_chat(row, adapter, side_by_side)
+    return Chat(deployment=row.id, adapter=adapter, base=answers.get(row.model), next=following)
+
+
+async def _answers(server: Server, body: Json, names: list[str]) -> dict[str, Answer]:
+    """The answers of several models at once; raises the first error in the order of `names`."""
+    answers: dict[str, Answer] = {}
+    errors: dict[str, FlashError] = {}
 
     async def ask(name: str) -> None:
         try:
             answers[name] = await _answer(server, {**body, "model": name})
         except FlashError as error:
-            answers[name] = error
+            errors[name] = error
 
     async with anyio.create_task_group() as group:
         for name in names:
             group.start_soon(ask, name)
-    adapter, base = (_or_raise(answers.get(name)) for name in (row.id, row.model))
-    assert adapter is not None
-    return Chat(
-        deployment=row.id, adapter=adapter, base=base, next=_after_chat(row, adapter, side_by_side)
-    )
+    for name in names:
+        if name in errors:
+            raise errors[name]
+    return answers
 
 
 def _conversation(message: str | None, messages: list[Message] | None) -> list[Json]:
     if (message is None) == (messages is None):
-        fix = "pass message='...' for one question, or messages=[{role, content}, ...] for a conversation"
+        conversation = "messages=[{role, content}, ...] for a conversation"
+        fix = f"pass message='...' for one question, or {conversation}"
         raise FlashError("invalid_argument", "give either message or messages", fix=fix)
     conversation = messages or [Message(role="user", content=message or "")]
     if conversation[-1].role == "assistant":
         fix = "end messages with the user's turn"
-        raise FlashError(
-            "invalid_argument", "the conversation ends with the assistant's turn", fix=fix
-        )
+        what = "the conversation ends with the assistant's turn"
+        raise FlashError("invalid_argument", what, fix=fix)
     return [turn.model_dump() for turn in conversation]
 
 
@@ -222,18 +223,12 @@ def _ready_server(store: Store, row: Deployment) -> Server:
         raise failure(row)
     if row.state in ("stopping", "stopped"):
         fix = f"deploy(run_id={row.run_id!r}, step={row.step}) serves it again"
-        raise FlashError(
-            "unknown_deployment", f"{row.id} has been stopped", deployment=row.id, fix=fix
-        )
+        what = f"{row.id} has been stopped"
+        raise FlashError("unknown_deployment", what, deployment=row.id, fix=fix)
     if row.state == "starting":
         fix = f"deploy(run_id={row.run_id!r}, step={row.step}, name={row.name!r}) waits for it"
-        raise FlashError(
-            "not_ready",
-            "the deployment is still starting",
-            deployment=row.id,
-            seconds=_age_s(row),
-            fix=fix,
-        )
+        what = "the deployment is still starting"
+        raise FlashError("not_ready", what, deployment=row.id, seconds=_age_s(row), fix=fix)
     server = Server.find(store.base, row.model)
     if server is None or not server.is_alive():
         raise _gone(row)
@@ -241,8 +236,8 @@ def _ready_server(store: Store, row: Deployment) -> Server:
 
 
 def _broken(why: str) -> FlashError:
-    what = f"the server broke the answer off: {why}"
-    return FlashError("deployment_failed", what, fix="call deploy again, which tells its state")
+    what = f"the server ended the answer early: {why}"
+    return FlashError("deployment_failed", what, fix="call deploy again to see its state")
 
 
 async def _answer(server: Server, body: Json) -> Answer:
@@ -293,39 +288,23 @@ def _chunk(line: str) -> Json:
 def _refusal(body: str) -> FlashError:
     message = error_message(body)
     if "context length" in message or "max_model_len" in message:
-        return FlashError(
-            "prompt_too_long", message, fix="shorten the conversation, or lower max_tokens"
-        )
-    return FlashError(
-        "invalid_argument",
-        f"the server refused: {message}",
-        fix="change what it names, and call again",
-    )
-
-
-def _or_raise(answer: Answer | FlashError | None) -> Answer | None:
-    if isinstance(answer, FlashError):
-        raise answer
-    return answer
-
-
-def _deadline(wait_s: float) -> float:
-    return time.monotonic() + min(wait_s, WAIT_LIMIT_S)
+        fix = "shorten the conversation, or lower max_tokens"
+        return FlashError("prompt_too_long", message, fix=fix)
+    what = f"the server refused: {message}"
+    fix = "change what it names, and call again"
+    return FlashError("invalid_argument", what, fix=fix)
 
 
 async def _settled(
     store: Store, deployment_id: str, states: tuple[str, ...], deadline: float
 ) -> Deployment:
     """The row once it is in one of `states`, or as it is at `deadline`."""
-    told = time.monotonic()
-    while True:
-        row = await anyio.to_thread.run_sync(store.deployment, deployment_id)
-        if row.state in states or time.monotonic() >= deadline:
-            return row
-        if time.monotonic() - told > 5:
-            told = time.monotonic()
-            await report(f"{row.state} for {_age_s(row):.0f} s")
-        await anyio.sleep(POLL_S)
+    return await wait_until(
+        functools.partial(store.deployment, deployment_id),
+        lambda row: row.state in states,
+        deadline,
+        lambda row: (f"{row.state} for {_age_s(row):.0f} s", None),
+    )
 
 
 def failure(row: Deployment) -> FlashError:
@@ -339,7 +318,7 @@ def failure(row: Deployment) -> FlashError:
 
 
 def _gone(row: Deployment) -> FlashError:
-    fix = f"deploy(run_id={row.run_id!r}, step={row.step}) tells its state and starts it again"
+    fix = f"deploy(run_id={row.run_id!r}, step={row.step}) shows its state and starts it again"
     return FlashError("deployment_failed", "its server has ended", deployment=row.id, fix=fix)
 
 
@@ -368,9 +347,11 @@ def describe(store: Store, row: Deployment) -> Deployed:
 def _next_step(row: Deployment) -> str:
     match row.state:
         case "ready":
-            return f"chat(deployment={row.id!r}, message='...', side_by_side=true) compares it with the base model"
+            arguments = f"deployment={row.id!r}, message='...', side_by_side=true"
+            return f"chat({arguments}) compares it with the base model"
         case "starting":
-            return "the server is starting, which takes a minute or more on a CPU; call deploy again to wait for it"
+            slow = "the server is starting, which takes a minute or more on a CPU"
+            return f"{slow}; call deploy again to wait for it"
         case "stopping":
             return "it is ending; undeploy again waits for it"
         case _:
@@ -382,7 +363,8 @@ def _after_chat(row: Deployment, adapter: Answer, side_by_side: bool) -> str:
         beside = ", or use the endpoint that deploy returns" if caller().is_local else ""
         return f"the answer was cut off after 40 s: lower max_tokens{beside}"
     if adapter.finish == "length":
-        return "the answer reached max_tokens: raise it for the whole of it"
+        return "the answer reached max_tokens: raise it for the whole answer"
     if not side_by_side:
         return "side_by_side=true shows the base model's answer too; undeploy when done"
-    return f"one answer proves little: status(run_id={row.run_id!r}) compares on held-out tasks; undeploy when done"
+    compares = f"status(run_id={row.run_id!r}) compares on held-out tasks"
+    return f"one answer proves little: {compares}; undeploy when done"

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import anyio.to_thread
+from anyio.to_thread import run_sync
 from pydantic import Field
 
 import environments
@@ -19,7 +19,7 @@ from environments.checks.splits import Overlap, overlap
 from environments.process.host import EnvironmentFault
 from environments.process.sandbox import Needs
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.records import EnvironmentVersion
+from flash_mcp.protocol.records import EnvironmentVersion, Json
 from flash_mcp.protocol.run_folder import disk_error
 from flash_mcp.state import references
 from flash_mcp.state.owners import caller
@@ -71,7 +71,7 @@ class EnvSetup(Result):
     folder: str
     """The folder, absolute."""
     name: str
-    """The name that its configs train; push it under this one."""
+    """The environment's name in its configs; push it under this name."""
     files: list[str]
     """Files written, relative to the folder."""
 
@@ -80,21 +80,21 @@ class EnvPush(Result):
     """A published version."""
 
     environment: str
-    """NAME@DIGEST: exactly these files, for good. NAME alone is the newest push."""
+    """NAME@DIGEST: always exactly these files. NAME alone is the newest push."""
     created: bool
-    """False where the same files had been pushed under this name before."""
+    """False if the same files were pushed under this name before."""
     train_tasks: int | None = None
     """Rows of the train split; absent with load=false."""
     eval_tasks: int | None = None
     """Rows of the eval split; absent with load=false."""
     asks: dict[str, Any] | None = None
-    """What its environment.toml asks for beyond the usual, network for one."""
+    """What its environment.toml asks for, for example network."""
     files: int
     """Number of files."""
     size_bytes: int
     """Size of all files."""
     contaminated: str | None = None
-    """Present where eval tasks are train tasks too: how many, and which."""
+    """Present if eval tasks are train tasks too: how many, and which."""
 
 
 class Probe(Part):
@@ -103,7 +103,7 @@ class Probe(Part):
     name: str
     """What was checked."""
     passed: bool | None = None
-    """Absent where the check could not be made."""
+    """Absent if the check could not run."""
     evidence: str
     """What was seen."""
     fix: str | None = None
@@ -118,15 +118,15 @@ class EnvTest(Result):
     passed: bool
     """Whether no check failed."""
     train_tasks: int
-    """Rows of the train split; 0 where it did not load."""
+    """Rows of the train split; 0 if it did not load."""
     eval_tasks: int
-    """Rows of the eval split; 0 where there is none."""
+    """Rows of the eval split; 0 if there is none."""
     seconds: float
-    """Time that all checks took."""
+    """Seconds that all checks took."""
     probes: list[Probe]
     """Every check, in order."""
     sample: Sample | None = None
-    """With model: what it does on a few train tasks."""
+    """With model: its attempts at a few train tasks."""
 
 
 # -- env_setup -------------------------------------------------------------------------------------
@@ -138,48 +138,48 @@ def env_setup(
     """Write a starter project that trains as it is: environment.py, datasets, configs and the
     playbook TRAINING.md.
 
-    Never overwrites: where one of its files exists already, nothing is written. Change
-    environment.py and the datasets to the task at hand, check them with env_test, publish them with
-    env_push.
+    If one of its files exists, nothing is written. Change environment.py and the datasets to your
+    task. Then check them with env_test and publish them with env_push.
 
     Args:
-        folder: Folder on the server to write to; made if missing.
-        template: calculator: several turns with a tool, the model asks and the environment answers.
+        folder: Folder on the server to write to; created if missing.
+        template: calculator: several turns with a tool that the environment answers for.
             sort_words: one prompt, one answer.
     """
     target = Path(folder).expanduser().absolute()
     name = target.name if NAME.fullmatch(target.name) else template
     files = _starter(template, name)
     _write_new(target, files)
+    check = f"then env_test(folder={str(target)!r})"
     return EnvSetup(
         folder=str(target),
         name=name,
         files=sorted(files),
-        next=f"make environment.py and datasets/ your task's (see TRAINING.md), then env_test(folder={str(target)!r})",
+        next=f"change environment.py and datasets/ to your task (see TRAINING.md); {check}",
     )
 
 
 def _starter(template: str, name: str) -> dict[str, bytes]:
     source = TEMPLATES / template
-    paths = [
-        path for path in source.rglob("*") if path.is_file() and "__pycache__" not in path.parts
-    ]
-    files = {path.relative_to(source).as_posix(): path.read_bytes() for path in paths}
+    files = {"TRAINING.md": playbook.text().encode()}
+    for path in source.rglob("*"):
+        if path.is_file() and "__pycache__" not in path.parts:
+            files[path.relative_to(source).as_posix()] = path.read_bytes()
+    named = f'environment = "{name}"'.encode()
     for path in ("configs/rl.toml", "configs/sft.toml"):
-        files[path] = re.sub(
-            rb'(?m)^environment = ".*"$', f'environment = "{name}"'.encode(), files[path]
-        )
-    return files | {"TRAINING.md": playbook.text().encode()}
+        files[path] = re.sub(rb'(?m)^environment = ".*"$', named, files[path])
+    return files
 
 
 def _write_new(target: Path, files: dict[str, bytes]) -> None:
-    taken = [path for path in sorted(files) if os.path.lexists(target / path)]
-    if taken or (os.path.lexists(target) and not target.is_dir()):
-        what = (
-            f"{', '.join(taken)} exists in {target} already" if taken else f"{target} is no folder"
-        )
+    what = ""
+    if taken := [path for path in sorted(files) if os.path.lexists(target / path)]:
+        what = f"{', '.join(taken)} exists in {target} already; nothing was written"
+    elif os.path.lexists(target) and not target.is_dir():
+        what = f"{target} is no folder; nothing was written"
+    if what:
         fix = "choose another folder, or move these files away"
-        raise FlashError("invalid_argument", f"{what}; nothing was written", folder=target, fix=fix)
+        raise FlashError("invalid_argument", what, folder=target, fix=fix)
     written: list[Path] = []
     try:
         for path, content in files.items():
@@ -192,9 +192,8 @@ def _write_new(target: Path, files: dict[str, bytes]) -> None:
             path.unlink(missing_ok=True)
         if isinstance(error, (PermissionError, FileNotFoundError, NotADirectoryError)):
             fix = "choose a folder that the server may write to"
-            raise FlashError(
-                "invalid_argument", f"cannot write there: {error}", folder=target, fix=fix
-            ) from error
+            what = f"cannot write there: {error}"
+            raise FlashError("invalid_argument", what, folder=target, fix=fix) from error
         raise disk_error(error, target) from error
 
 
@@ -211,23 +210,24 @@ async def env_push(
     environment_args: Arguments = None,
     secrets: Secrets = None,
 ) -> EnvPush:
-    """Publish an environment as NAME@DIGEST, a version that never changes; runs are pinned to one.
+    """Publish an environment as NAME@DIGEST, a version that never changes. Each run uses one
+    version.
 
-    The same files give the same digest, so pushing twice changes nothing. The newest push is what
-    NAME alone means from then on; runs already created stay with theirs. env_test checks an
-    environment more thoroughly.
+    The same files give the same digest, so a second push changes nothing. NAME alone then means the
+    newest push; existing runs keep their version. To check an environment more thoroughly, call
+    env_test.
 
     Args:
         folder: Folder on the server with environment.py at its top, or reasoning-gym:DATASET.
-            Caches and .git are left out. Packages named in its requirements.txt are installed,
-            once, and are all that it sees.
+            Caches and .git are left out. If it has a requirements.txt, these packages are installed
+            once, and the environment sees no others.
         files: Instead of folder: {relative path: text}, for a server that does not see your files.
-        load: Load the environment first and refuse one that fails. False publishes it unseen, for
-            instance when it only loads on the machine that trains; default true.
+        load: Load the environment first and refuse one that fails; default true. False publishes it
+            without loading, for example if it loads only on the machine that trains.
     """
     check_name(name)
     values = secret_values(secrets)
-    source = await anyio.to_thread.run_sync(_source, folder, files)
+    source = await run_sync(_source, folder, files)
     return await publish(name, source, load=load, environment_args=environment_args, values=values)
 
 
@@ -240,34 +240,38 @@ async def publish(
     values: Mapping[str, str] | None = None,
 ) -> EnvPush:
     """`env_push`, wherever the files come from; `values` are those of the secrets."""
+    splits: dict[str, int] = {}
+    shared = None
     with contextlib.ExitStack() as stack:
-        stage = await anyio.to_thread.run_sync(stack.enter_context, staged(name, source))
+        stage = await run_sync(stack.enter_context, staged(name, source))
         asks = _asks(stage.folder)
-        splits, shared = (
-            await _splits(stage, environment_args, dict(values or {})) if load else (None, None)
-        )
+        if load:
+            splits, shared = await _splits(stage, environment_args, dict(values or {}))
         data = {"tasks": splits} if splits else {}
-        _, version = await anyio.to_thread.run_sync(open_store().publish, stage, data)
-    reference = f"{version.name}@{version.digest}"
+        _, version = await run_sync(open_store().publish, stage, data)
+    if shared and shared.shared:
+        next_step = "take the shared tasks out of one of the splits, env_test and env_push again"
+    else:
+        options = f"validate_only=true{passed_on(values, environment_args)}"
+        check = "call env_test before, if not done yet"
+        next_step = f"train(environment={name!r}, {options}); {check}"
     return EnvPush(
-        environment=reference,
+        environment=f"{version.name}@{version.digest}",
         created=version.created,
-        train_tasks=splits["train"] if splits else None,
-        eval_tasks=splits["eval"] if splits else None,
+        train_tasks=splits.get("train"),
+        eval_tasks=splits.get("eval"),
         asks=asks or None,
         files=version.files,
         size_bytes=version.size_bytes,
         contaminated=contamination_note(shared) if shared else None,
-        next="take the shared tasks out of one of the splits, env_test and env_push again"
-        if shared and shared.shared
-        else f"train(environment={name!r}, validate_only=true{passed_on(values, environment_args)}); before that "
-        "env_test, if not done yet",
+        next=next_step,
     )
 
 
 def _source(folder: str | None, files: dict[str, str] | None) -> Files:
     if (folder is None) == (files is None):
-        fix = "pass folder='/path/of/it', or files={'environment.py': '...', 'datasets/train.jsonl': '...'}"
+        files_example = "{'environment.py': '...', 'datasets/train.jsonl': '...'}"
+        fix = f"pass folder='/path/of/it', or files={files_example}"
         raise FlashError("invalid_argument", "either folder or files is needed, not both", fix=fix)
     if folder is None:
         return inline_files(files or {})
@@ -277,9 +281,7 @@ def _source(folder: str | None, files: dict[str, str] | None) -> Files:
 async def _splits(
     stage: Stage, args: dict[str, Any] | None, secrets: dict[str, str]
 ) -> tuple[dict[str, int], Overlap]:
-    """{"train": tasks, "eval": tasks} of what is about to be published, and what they share, by
-    loading it.
-    """
+    """Load the staged environment: {"train": tasks, "eval": tasks}, and what the splits share."""
     await report("loading the environment in a child process")
     async with hosted(
         stage.folder,
@@ -288,7 +290,7 @@ async def _splits(
         secrets=secrets,
         call_timeout_s=CALL_TIMEOUT_S,
         start_timeout_s=LOAD_TIMEOUT_S,
-        fix="nothing was published: mend it and push again; load=false publishes it unseen",
+        fix="nothing was published: correct it and push again; load=false skips the loading",
     ) as host:
         return host.splits, await overlap(host)
 
@@ -297,7 +299,7 @@ def _asks(folder: Path) -> dict[str, Any]:
     try:
         return Needs.of(folder).asked()
     except ValueError as error:
-        fix = "mend it, or leave it out: most environments need none"
+        fix = "correct it, or leave it out: most environments need none"
         raise FlashError("environment_invalid", str(error), fix=fix) from error
 
 
@@ -313,63 +315,44 @@ async def env_test(
     environment_args: Arguments = None,
     secrets: Secrets = None,
 ) -> EnvTest:
-    """Load an environment in a child process and try what breaks training runs, on a few tasks of
-    each split.
+    """Load an environment in a child process and check, on a few tasks of each split, for what
+    breaks training runs.
 
-    Checks the contract, that gold answers are successes, that junk, empty, None, truncated and
-    prompt-echo answers neither pay nor raise, that episodes do not disturb each other, that two
-    fresh processes agree, and how long calls take. Nothing is published. A failed check is a
-    result, not an error; each has a fix.
+    Checks the contract; that gold answers succeed; that junk, empty, None, truncated and
+    prompt-echo answers get no reward and raise nothing; that episodes are independent; that two
+    fresh processes agree; and how long calls take. Publishes nothing. A failed check is a result
+    with a fix, not an error.
 
     Args:
         environment: A published environment, NAME or NAME@DIGEST; or reasoning-gym:DATASET.
         folder: Instead of environment: a folder on the server, published or not.
-        call_timeout_s: Deadline of one call into environment code, in seconds; default 5.
-        model: Once all checks pass, let this base model generate a few groups of train tasks, and
-            say whether training on them could teach it anything. Default: no model.
-        max_tokens: With model: tokens of one turn; default 512.
+        call_timeout_s: Seconds that one call into environment code may take; default 5.
+        model: If all checks pass, let this base model generate a few groups on train tasks, and
+            report whether training could teach it anything. Default: no model.
+        max_tokens: With model: tokens per turn; default 512.
     """
     if (environment is None) == (folder is None):
         fix = "pass environment='NAME' for a published one, or folder='/path/of/it'"
-        raise FlashError(
-            "invalid_argument", "either environment or folder is needed, not both", fix=fix
-        )
-    started, values = time.monotonic(), secret_values(secrets)
+        what = "either environment or folder is needed, not both"
+        raise FlashError("invalid_argument", what, fix=fix)
+    started = time.monotonic()
+    values = secret_values(secrets)
     sample = None
     with contextlib.ExitStack() as stack:
-        what, path = await anyio.to_thread.run_sync(_locate, environment, folder, stack)
-        await report("checking the environment in child processes")
-        try:
-            found = await gate.check(
-                path,
-                args=environment_args,
-                secrets=values,
-                timeout_s=call_timeout_s,
-                deadline_s=TEST_DEADLINE_S,
-                install_timeout_s=INSTALL_TIMEOUT_S,
-                on_progress=report,
-            )
-        except EnvironmentFault as fault:
-            raise as_flash_error(fault, what, "env_test again") from fault
+        what, path = await run_sync(_locate, environment, folder, stack)
+        found = await _checked(what, path, environment_args, values, call_timeout_s)
         failed = [probe.name for probe in found.probes if probe.passed is False]
         if model is not None and not failed:
-            subject = await anyio.to_thread.run_sync(find_subject, open_store(), model)
-            check_machine()
-            version = await anyio.to_thread.run_sync(_version, environment, path)
-            sample = await sample_groups(
-                open_store(),
-                version,
-                subject,
-                tasks=found.splits["train"],
-                group_size=GROUP_SIZE,
-                given={
-                    "max_tokens": max_tokens,
-                    "environment_args": environment_args,
-                    "secrets": secrets,
-                },
-                deadline=started + SAMPLE_LIMIT_S,
+            given = {"max_tokens": max_tokens}
+            given |= {"environment_args": environment_args, "secrets": secrets}
+            sample = await _sampled(
+                model, environment, path, found, given, started + SAMPLE_LIMIT_S
             )
     trainable = environment or (folder if folder and references.files_of(folder) else None)
+    if sample:
+        next_step = after_sample(sample)
+    else:
+        next_step = after_test(failed, trainable, path, passed_on(secrets, environment_args))
     return EnvTest(
         environment=what,
         passed=found.passed,
@@ -378,37 +361,71 @@ async def env_test(
         seconds=round(found.seconds, 2),
         probes=[_shown(probe) for probe in found.probes],
         sample=sample,
-        next=after_sample(sample)
-        if sample
-        else after_test(failed, trainable, path, passed_on(secrets, environment_args)),
+        next=next_step,
+    )
+
+
+async def _checked(
+    what: str, path: Path, args: Json | None, secrets: dict[str, str], call_timeout_s: float
+) -> gate.Report:
+    await report("checking the environment in child processes")
+    try:
+        return await gate.check(
+            path,
+            args=args,
+            secrets=secrets,
+            timeout_s=call_timeout_s,
+            deadline_s=TEST_DEADLINE_S,
+            install_timeout_s=INSTALL_TIMEOUT_S,
+            on_progress=report,
+        )
+    except EnvironmentFault as fault:
+        raise as_flash_error(fault, what, "env_test again") from fault
+
+
+async def _sampled(
+    model: str,
+    environment: str | None,
+    path: Path,
+    found: gate.Report,
+    given: Json,
+    deadline: float,
+) -> Sample:
+    store = open_store()
+    subject = await run_sync(find_subject, store, model)
+    check_machine()
+    return await sample_groups(
+        store,
+        await run_sync(_version, environment, path),
+        subject,
+        tasks=found.splits["train"],
+        group_size=GROUP_SIZE,
+        given=given,
+        deadline=deadline,
     )
 
 
 def _locate(
     environment: str | None, folder: str | None, stack: contextlib.ExitStack
 ) -> tuple[str, Path]:
-    """What is tested, and where it lies; until `stack` is closed where it is written for the
-    occasion.
-    """
+    """The name and the folder of what is tested. Generated files exist until `stack` is closed."""
     reference = environment or folder or ""
     if files := references.files_of(reference):
-        return reference, stack.enter_context(
-            staged(references.published_name(reference), files)
-        ).folder
+        stage = stack.enter_context(staged(references.published_name(reference), files))
+        return reference, stage.folder
     if environment is not None:
-        row = open_store().environment(environment)
-        return f"{row.name}@{row.digest}", Path(row.path)
+        version = open_store().environment(environment)
+        return version.reference, Path(version.path)
     path = Path(folder or "").expanduser().absolute()
     if not path.is_dir():
         fix = "pass the folder that holds environment.py; env_setup writes one to start from"
-        raise FlashError(
-            "invalid_argument", f"there is no folder {str(path)!r} on the server", fix=fix
-        )
+        what = f"there is no folder {str(path)!r} on the server"
+        raise FlashError("invalid_argument", what, fix=fix)
     return str(path), path
 
 
 def _version(environment: str | None, path: Path) -> EnvironmentVersion:
-    """What a worker loads. A folder is copied as it is now, under no name that others would find."""
+    """What a worker loads: a published version, or a copy of the folder that no name leads to."""
     if environment is not None and references.files_of(environment) is None:
         return open_store().environment(environment)
     name = path.name if NAME.fullmatch(path.name) else "unpublished"

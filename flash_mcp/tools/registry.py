@@ -1,6 +1,4 @@
-"""Every tool, in the order in which an agent meets them. To add one, write its function in a file
-here and a line below.
-"""
+"""Every tool, in the order of use. To add one, write its function in a file here and add a line."""
 
 from __future__ import annotations
 
@@ -20,9 +18,8 @@ _TOOLS = (
     Tool(catalog, title="Browse the catalog", read_only=True),
     Tool(env_setup, title="Write a starter environment"),
     Tool(env_push, title="Publish an environment", idempotent=True),
-    Tool(
-        env_test, title="Check an environment", idempotent=True
-    ),  # with model it queues an evaluation
+    # env_test is not read-only: with model it queues an evaluation.
+    Tool(env_test, title="Check an environment", idempotent=True),
     Tool(train, title="Start a training run", open_world=True),
     Tool(cancel, title="Cancel a run", destructive=True, idempotent=True),
     Tool(checkpoints, title="List checkpoints", read_only=True),

@@ -1,4 +1,4 @@
-"""rollouts: what the model really wrote, cut to fit an agent's context."""
+"""rollouts: transcripts of a run, shortened to fit an agent's context."""
 
 from __future__ import annotations
 
@@ -10,29 +10,28 @@ from pydantic import Field
 
 from flash_mcp.judgement.attempts import prompt_length
 from flash_mcp.judgement.failures import SAMPLE_ROLLOUTS, FailureMode, failure_counts, failure_modes
-from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import ACTIVE, Json, Rollout, Run
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.shared.fitting import RESULT_CHARACTERS, shorten, to_text
-from flash_mcp.tools.shared.frame import Part, Result, RunId
+from flash_mcp.tools.shared.frame import Part, Result, RunId, page_offset
 
 LEAST_PER_MESSAGE = 80
 LONG_MESSAGE = 1500
 OPENING_CHARACTERS = 1500
 MESSAGE_FRAME = 55
-"""Characters that a message takes beside its text."""
+"""Characters of a message besides its text."""
 RESULT_FRAME = 900
-"""Characters that the result takes beside its rows."""
+"""Characters of the result besides its rows."""
 
 
 class Message(Part):
     """One message of a conversation."""
 
     number: int | None = None
-    """Its place in the conversation, where not all are shown."""
+    """Its place in the conversation, if not all are shown."""
     role: str
     content: str
-    """Its text; `…[N characters cut]…` stands where text was left out."""
+    """Its text; `…[N characters cut]…` replaces omitted text."""
 
 
 class RolloutView(Part):
@@ -47,9 +46,9 @@ class RolloutView(Part):
     reward: float
     success: bool
     advantage: float | None = None
-    """How it was weighted, relative to its group."""
+    """Its weight in training, relative to its group."""
     failure: FailureMode | None = None
-    """Why it is no success, as far as can be told."""
+    """Why it failed, if known."""
     finish: str
     """done, max_turns, length (cut off) or error."""
     turns: int
@@ -59,18 +58,18 @@ class RolloutView(Part):
     metrics: dict[str, float] | None = None
     """Parts of the reward."""
     reason: str | None = None
-    """What the scorer said."""
+    """The scorer's explanation."""
     error: str | None = None
     """What failed in environment code."""
     messages: list[Message]
-    """The conversation, prompt included, after `opening`."""
+    """The conversation after `opening`, prompt included."""
     messages_in_all: int | None = None
-    """Where not all are shown: how many there are."""
+    """The number of messages, if not all are shown."""
 
 
 @dataclass(frozen=True)
 class _Shown:
-    """A rollout on its way into the result; its first `opening` messages are shown once for all."""
+    """A rollout to show; its first `opening` messages are shown once for all rollouts."""
 
     rollout: Rollout
     failure: FailureMode | None
@@ -86,12 +85,12 @@ class Rollouts(Result):
 
     run_id: str
     total: int
-    """Transcripts that match."""
+    """Matching transcripts."""
     failures: dict[str, int] | None = None
-    """How many of a step's transcripts failed, by mode, where it has more than 256 of as many
-    drawn at random; absent with step=-1."""
+    """Failed transcripts of the step by mode, counted in at most 256 random ones; absent with
+    step=-1."""
     opening: list[Message] | None = None
-    """The first messages of every transcript shown, left out of each of them."""
+    """The first messages of all transcripts shown."""
     rollouts: list[RolloutView]
     has_more: bool
     cursor: str | None = None
@@ -111,78 +110,94 @@ def rollouts(
     max_characters: Annotated[int, Field(ge=500, le=7000)] = 5000,
     cursor: str | None = None,
 ) -> Rollouts:
-    """Show real transcripts of a run with rewards: what the model wrote, what the environment
-    answered, how it scored.
+    """Show transcripts of a run with rewards: what the model wrote, what the environment answered,
+    how it scored.
 
-    What all of them begin with stands once, under `opening`. Long messages are shortened in the
-    middle to keep within max_characters; index shows one transcript with all the room there is.
-    Numbers over the whole run: status.
+    `opening` has the first messages that all of them share. Long messages are cut in the middle to
+    keep within max_characters; index gives one transcript all the space. For numbers over the whole
+    run, call status.
 
     Args:
-        step: Step to look at; -1: all steps. Default: the newest; with contains: all steps.
+        step: Step to show; -1: all steps. Default: the newest; with contains: all steps.
         which: Order: lowest reward first, highest first, shuffled, or as generated. Default worst.
         split: Training rollouts or evaluations. Default train; eval for a run made by evaluate.
         contains: Only transcripts with this text in a message.
         success: Only successes (true) or failures (false).
-        index: One transcript of the step by its number, with all the room there is.
-        from_message: With index: skip this many messages, to page through a long one.
-        limit: Transcripts a page, 1 to 10; default 3.
+        index: One transcript by its number within the step, with all the space.
+        from_message: With index: skip this many messages, to page through a long transcript.
+        limit: Transcripts per page, 1 to 10; default 3.
         max_characters: Characters of transcript text in all, 500 to 7000; default 5000.
-        cursor: `cursor` of the page before, other arguments unchanged.
+        cursor: `cursor` of the previous page, other arguments unchanged.
     """
     store = open_store()
     run = store.run(run_id)
-    # What an evaluation sampled stands under "eval", whichever split's tasks they are.
+    # Rollouts of an evaluation are stored under "eval", whichever split its tasks are from.
     split = "eval" if run.algorithm == "eval" else split or "train"
     steps = store.rollout_steps(run_id, split)
     at = _step(step, steps, search=contains is not None)
-    offset = _offset(cursor) if index is None else index
+    offset = page_offset(cursor, "rollouts") if index is None else index
     if not steps or (at is not None and at not in steps):
         others = store.rollout_steps(run_id, "eval" if split == "train" else "train")
         return _nothing(run, at, steps, split, bool(others))
-    if index is not None:
-        page = store.rollouts(
-            run_id, split, at if at is not None else steps[-1], "index", limit=1, offset=offset
-        )
-        total, has_more = len(page), False
-    else:
+    if index is None:
         page = store.rollouts(run_id, split, at, which, contains, success, limit + 1, offset)
-        total, has_more = (
-            store.rollout_count(run_id, split, at, contains, success),
-            len(page) > limit,
-        )
-    rows = page[:limit]
-    drawn: list[Rollout] = []
-    if at is not None:
-        drawn = store.rollouts(run_id, split, at, "random", limit=SAMPLE_ROLLOUTS)
-    sample = drawn or rows
+        total = store.rollout_count(run_id, split, at, contains, success)
+    else:
+        only = steps[-1] if at is None else at
+        page = store.rollouts(run_id, split, only, "index", limit=1, offset=offset)
+        total = len(page)
+    found = _Found(store, run_id, split, at, index, page[:limit], total, len(page) > limit)
+    return _result(found, offset, max_characters, contains or "", from_message)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A page of rollouts."""
+
+    store: Store
+    run_id: str
+    split: str
+    step: int | None
+    """None: rollouts of all steps."""
+    index: int | None
+    rows: list[Rollout]
+    total: int
+    has_more: bool
+
+
+def _result(
+    found: _Found, offset: int, max_characters: int, around: str, from_message: int
+) -> Rollouts:
+    rows = found.rows
+    sample = rows
+    failures: dict[str, int] = {}
+    if found.step is not None:
+        drawn = (found.run_id, found.split, found.step, "random")
+        sample = found.store.rollouts(*drawn, limit=SAMPLE_ROLLOUTS) or rows
+        failures = failure_counts(sample)
     opening = _opening(rows)
-    rest = [
-        _Shown(row, mode, len(opening))
-        for row, mode in zip(rows, failure_modes(rows, sample), strict=True)
-    ]
-    taken = sum(_cost(message.content) + MESSAGE_FRAME for message in opening) + sum(
-        map(_frame_size, rows)
-    )
-    start = from_message if index is not None else None
-    shown, cut = _within(
-        rest, min(RESULT_CHARACTERS - RESULT_FRAME - taken, max_characters), contains or "", start
-    )
+    modes = failure_modes(rows, sample)
+    rest = [_Shown(row, mode, len(opening)) for row, mode in zip(rows, modes, strict=True)]
+    taken = sum(_cost(message.content) + MESSAGE_FRAME for message in opening)
+    taken += sum(_frame_size(row) for row in rows)
+    room = min(RESULT_CHARACTERS - RESULT_FRAME - taken, max_characters)
+    start = None if found.index is None else from_message
+    shown, cut = _within(rest, room, around, start)
     return Rollouts(
-        run_id=run_id,
-        total=total,
-        failures=(failure_counts(sample) or None) if at is not None else None,
+        run_id=found.run_id,
+        total=found.total,
+        failures=failures or None,
         opening=opening or None,
         rollouts=shown,
-        has_more=has_more,
-        cursor=str(offset + len(shown)) if has_more else None,
+        has_more=found.has_more,
+        cursor=str(offset + len(shown)) if found.has_more else None,
         cut=cut,
-        next=_next_step(store, run_id, split, at, shown, index, bool(cut), has_more),
+        next=_next_step(found, shown, bool(cut)),
     )
 
 
 def _opening(rows: list[Rollout]) -> list[Message]:
-    """What all prompts begin with, as a rule instructions and examples; nothing for a single row."""
+    """The messages that all prompts begin with; empty for a single row."""
     prompts = [row.messages[: prompt_length(row)] for row in rows] if len(rows) > 1 else []
     columns = takewhile(
         lambda column: all(each == column[0] for each in column), zip(*prompts, strict=False)
@@ -203,27 +218,19 @@ def _step(step: int | None, steps: list[int], *, search: bool) -> int | None:
     return steps[-1] if step is None and steps else step
 
 
-def _offset(cursor: str | None) -> int:
-    if cursor is not None and not cursor.isdigit():
-        raise FlashError(
-            "invalid_argument",
-            "that is no cursor of rollouts",
-            cursor=cursor,
-            fix="pass it unchanged",
-        )
-    return int(cursor or 0)
-
-
 def _nothing(run: Run, step: int | None, steps: list[int], split: str, others: bool) -> Rollouts:
     run_id, state = run.id, run.state
     if steps:
         next_step = f"there are {split} rollouts of the steps {_ranges(steps)}, none of step {step}"
     elif others:
-        next_step = f"it has none of these: split={'eval' if split == 'train' else 'train'!r} has the others"
+        other = "eval" if split == "train" else "train"
+        next_step = f"it has no {split} rollouts: split={other!r} has the others"
     elif split == "eval" and run.algorithm != "eval":
-        next_step = f"no evaluation was made: evaluate(model={run_id!r}) makes one, as eval_before and eval_after do"
+        makes = f"evaluate(model={run_id!r}) makes one, as eval_before and eval_after do"
+        next_step = f"no evaluation was made: {makes}"
     elif state in ACTIVE and run.algorithm != "sft":
-        next_step = f"the run is {state} and has none yet: status(run_id={run_id!r}, wait_s=40) waits for the first"
+        waits = f"status(run_id={run_id!r}, wait_s=40) waits for the first"
+        next_step = f"the run is {state} and has none yet: {waits}"
     else:
         next_step = f"the run is {state} and has none; status(run_id={run_id!r}) has what there is"
     return Rollouts(run_id=run_id, total=0, rollouts=[], has_more=False, next=next_step)
@@ -257,9 +264,7 @@ def _within(
 
 
 def _from(texts: list[str], start: int, characters: int) -> list[int]:
-    """Messages from `start` on, as many as there is room for; long ones count only as far as they
-    will be shown.
-    """
+    """Numbers of the messages from `start` that fit; a long one counts as LONG_MESSAGE."""
     numbers: list[int] = []
     for number in range(start, len(texts)):
         characters -= min(_cost(texts[number]), LONG_MESSAGE) + MESSAGE_FRAME
@@ -284,13 +289,13 @@ def _around(texts: list[str], most: int, around: str) -> list[int]:
 
 
 def _cost(text: str) -> int:
-    """Characters that it takes as JSON: line ends and quotes take two."""
+    """Its characters as JSON, where line ends and quotes take two."""
     return len(to_text(text)) - 2
 
 
 def share_out(total: int, wanted: list[int]) -> list[int]:
-    """Split `total`: small wishes are met whole, the rest is shared equally; at least
-    LEAST_PER_MESSAGE for each.
+    """Split `total`: small requests get all they want, the others share the rest equally; each gets
+    at least LEAST_PER_MESSAGE.
     """
     shares, left = [0] * len(wanted), total
     for rank, place in enumerate(sorted(range(len(wanted)), key=wanted.__getitem__)):
@@ -305,7 +310,7 @@ def _text(content: Any) -> str:
 
 
 def _frame_size(row: Rollout) -> int:
-    """Characters that a row takes beside its messages."""
+    """Characters of a row besides its messages."""
     return 290 + sum(min(len(to_text(part)), 700) for part in (row.metrics, row.reason, row.error))
 
 
@@ -352,36 +357,30 @@ def _excerpt(text: str, allowed: int, around: str) -> str:
         return shorten(text, limit)
     kept = max(limit - 50, len(around))
     start = max(0, min(place - (kept - len(around)) // 2, len(text) - kept))
-    return f"…[{start} characters cut]… {text[start : start + kept]} …[{len(text) - start - kept} characters cut]…"
+    after = len(text) - start - kept
+    shown = text[start : start + kept]
+    return f"…[{start} characters cut]… {shown} …[{after} characters cut]…"
 
 
-def _next_step(
-    store: Store,
-    run_id: str,
-    split: str,
-    step: int | None,
-    shown: list[RolloutView],
-    index: int | None,
-    was_cut: bool,
-    has_more: bool,
-) -> str:
-    if not shown and index is not None:
-        count = store.rollout_count(run_id, split, step)
-        return f"this step has {count} {split} rollouts: index is 0 to {count - 1}"
+def _next_step(found: _Found, shown: list[RolloutView], was_cut: bool) -> str:
+    run_id = found.run_id
+    if not shown and found.index is not None:
+        count = found.store.rollout_count(run_id, found.split, found.step)
+        return f"this step has {count} {found.split} rollouts: index is 0 to {count - 1}"
     if not shown:
         return "nothing matches: try step=-1, or without contains and success"
-    first, options = shown[0], list[str]()
+    options: list[str] = []
+    first = shown[0]
     last = first.messages[-1].number if first.messages else None
-    if index is not None and last is not None and last + 1 < (first.messages_in_all or 0):
-        options.append(f"from_message={last + 1} goes on")
-    elif index is not None and was_cut:
-        kind = "rollouts" if split == "train" else "evaluations"
-        options.append(
-            f"the resource flash://runs/{run_id}/{kind}/{first.step} has every text whole"
-        )
+    if found.index is not None and last is not None and last + 1 < (first.messages_in_all or 0):
+        options.append(f"from_message={last + 1} continues")
+    elif found.index is not None and was_cut:
+        kind = "rollouts" if found.split == "train" else "evaluations"
+        whole = f"flash://runs/{run_id}/{kind}/{first.step}"
+        options.append(f"the resource {whole} has every text whole")
     elif was_cut:
-        which = f"run_id={run_id!r}, split={split!r}, step={first.step}, index={first.index}"
+        which = f"run_id={run_id!r}, split={found.split!r}, step={first.step}, index={first.index}"
         options.append(f"rollouts({which}) shows the first one longer")
-    if has_more:
+    if found.has_more:
         options.append("cursor brings more")
     return "; ".join([*options, f"status(run_id={run_id!r}) has the numbers"])

@@ -1,11 +1,10 @@
-"""status: how a run stands, what its numbers mean, and what to do next; or the list of runs."""
+"""status: the report on a run, or the list of runs."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-import anyio
-import anyio.to_thread
+from anyio.to_thread import run_sync
 from pydantic import Field
 
 from flash_mcp.judgement.curve import of_run
@@ -23,7 +22,7 @@ class RunLine(Part):
 
     run_id: str
     owner: str | None = None
-    """Whose it is, where it is another's."""
+    """Its owner, if it is not yours."""
     state: RunState
     algorithm: str
     model: str
@@ -46,7 +45,7 @@ class Status(Result):
     changed: bool | None = None
     """With wait_s: whether something changed while waiting."""
     runs: list[RunLine] | None = None
-    """Without run_id: the newest first."""
+    """Without run_id: newest first."""
     counts: dict[str, int] | None = None
     """Without run_id: runs by state."""
     has_more: bool | None = None
@@ -64,53 +63,47 @@ async def status(
     limit: Annotated[int, Field(ge=1, le=40)] = 15,
     cursor: str | None = None,
 ) -> Status:
-    """Report how one run stands, what its numbers mean and what to do next; without run_id, list
+    """Report the progress of a run, what its numbers mean and what to do next. Without run_id, list
     the runs.
 
-    A run's report has its state and step, the trend of reward and success, held-out evaluations
-    with their noise band and a verdict, speed and time left, whether it is worth continuing,
-    warning signs with remedies, and the error of a failed run with evidence. Transcripts: rollouts.
-    Saved adapters: checkpoints.
+    The report has the state and step, the trend of reward and success, held-out evaluations with
+    their noise band and a verdict, speed and time left, whether to continue, warning signs with
+    remedies, and the error of a failed run with evidence. For transcripts call rollouts, for saved
+    adapters checkpoints.
 
     Args:
-        run_id: Run id; left out: the list of runs, the newest first.
+        run_id: Run id. Without it: the list of runs, newest first.
         wait_s: With run_id: seconds to wait, 0 to 45, for a new step, evaluation, checkpoint or
-            state; returns as soon as there is one. Default 0.
+            state; returns at the first change. Default 0.
         detail: detailed adds all metrics, failure modes, lineage, every value of the run with its
             source, and the end of its log. Default concise.
-        curve: With run_id: show the reward curve too, to those who see pictures. Default false.
-        state: Without run_id: only runs of this state.
-        limit: Without run_id: runs a page, 1 to 40; default 15.
-        cursor: Without run_id: `cursor` of the page before.
+        curve: With run_id: add the reward curve as a picture. Default false.
+        state: Without run_id: only runs in this state.
+        limit: Without run_id: runs per page, 1 to 40; default 15.
+        cursor: Without run_id: `cursor` of the previous page.
     """
     store = open_store()
     if run_id is None:
-        return await anyio.to_thread.run_sync(_list, store, state, limit, cursor)
+        return await run_sync(_list, store, state, limit, cursor)
     changed = await wait_for_change(store, run_id, wait_s) if wait_s else None
     if curve:
-        illustrate(await anyio.to_thread.run_sync(of_run, store, run_id))
-    view, next_step = await anyio.to_thread.run_sync(view_of, store, run_id, detail == "detailed")
+        illustrate(await run_sync(of_run, store, run_id))
+    view, next_step = await run_sync(view_of, store, run_id, detail == "detailed")
     return Status(run=view, changed=changed, next=next_step)
-
-
-# -- one run ---------------------------------------------------------------------------------------
-
-
-# -- the list --------------------------------------------------------------------------------------
 
 
 def _list(store: Store, state: str | None, limit: int, cursor: str | None) -> Status:
     rows = store.runs(state, limit + 1, cursor)
     lines = [_line(store, row) for row in rows[:limit]]
     has_more = len(rows) > limit
-    if lines:
-        next_step = f"status(run_id={lines[0].run_id!r}) reports one" + (
-            "; cursor brings older ones" if has_more else ""
-        )
+    if has_more:
+        next_step = f"status(run_id={lines[0].run_id!r}) reports one; cursor brings older ones"
+    elif lines:
+        next_step = f"status(run_id={lines[0].run_id!r}) reports one"
     elif state:
         next_step = f"no run is {state}: leave state out for all"
     else:
-        next_step = "no runs yet: train starts one; catalog shows the environments there are"
+        next_step = "no runs yet: train starts one; catalog lists the environments"
     return Status(
         runs=lines,
         counts=store.run_counts(),

@@ -1,4 +1,4 @@
-"""Results within the size that an agent is sent: 8,000 characters."""
+"""Keep results within 8,000 characters."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ def to_text(body: Any) -> str:
 
 
 def unwrapped(text: str) -> str:
-    """`text` with each paragraph on one line, so that nobody sees where the source breaks lines."""
+    """`text` with each paragraph on one line."""
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
 
 def utc(moment: float) -> str:
-    """A time of time.time(), to the minute."""
+    """A time of time.time() in UTC, to the minute."""
     return time.strftime("%Y-%m-%d %H:%M", time.gmtime(moment))
 
 
 def shorten(text: str, limit: int) -> str:
-    """`text` within `limit` characters: its two ends, and between them how much was cut."""
+    """`text` within `limit` characters: its start and end, and how much was cut between them."""
     if len(text) <= limit:
         return text
     kept = max(limit - 40, 20)
@@ -37,36 +37,37 @@ def shorten(text: str, limit: int) -> str:
 
 
 def fit(body: dict[str, Any], limit: int) -> dict[str, Any]:
-    """`body` as JSON within `limit` characters: the last guard, for tools that misjudged what they
-    return.
+    """`body` as JSON within `limit` characters, as a guard for tools that return too much.
 
-    Shortens the longest text or list, again and again, and says so under `cut`.
+    Halves the longest text or list until the result fits, and says so under `cut`.
     """
     if len(to_text(body)) <= limit:
         return body
     body = cast("dict[str, Any]", json.loads(to_text(body)))
-    note = "this result was too long: long texts and lists were shortened; narrow the call, or use its cursor"
-    next_step = body.pop("next", None)
-    body["cut"] = f"{body['cut']}; {note}" if body.get("cut") else note
-    body |= {} if next_step is None else {"next": next_step}
+    note = (
+        "this result was too long: long texts and lists were shortened; "
+        "narrow the call, or use its cursor"
+    )
+    if earlier := body.get("cut"):
+        note = f"{earlier}; {note}"
+    body["cut"] = note
+    if "next" in body:
+        body["next"] = body.pop("next")  # stays last
     while len(to_text(body)) > limit and (candidates := list(_cuttable(body))):
         _, _, holder, key = max(candidates, key=lambda candidate: candidate[:2])
         value = holder[key]
-        holder[key] = (
-            shorten(value, len(value) // 2) if isinstance(value, str) else value[: len(value) // 2]
-        )
+        half = len(value) // 2
+        holder[key] = shorten(value, half) if isinstance(value, str) else value[:half]
     return body
 
 
 def _cuttable(holder: Any) -> Iterable[tuple[bool, int, Any, Any]]:
-    """(is plain, size, container, key) of every long text and list. Lists of objects go last: they
-    hold the answer.
+    """(is plain, size, container, key) of every long text and list. Lists of objects are cut last:
+    they are the answer.
     """
-    items: Iterable[tuple[Any, Any]] = (
-        cast("dict[str, Any]", holder).items()
-        if isinstance(holder, dict)
-        else enumerate(cast("list[Any]", holder))
-    )
+    items: Iterable[tuple[Any, Any]] = enumerate(cast("list[Any]", holder))
+    if isinstance(holder, dict):
+        items = cast("dict[str, Any]", holder).items()
     for key, value in items:
         size = len(to_text(value))
         if isinstance(value, list):

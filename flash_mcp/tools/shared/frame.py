@@ -1,12 +1,15 @@
-"""The frame of every tool: a typed function, its annotations, and a result model that ends with
-what to do next.
+"""What every tool has: a typed function with annotations, and a result that ends with `next`.
 
-    def checkpoints(run_id: Annotated[str, Field(description="...")]) -> Checkpoints:
-        \"\"\"What the tool does, for an agent to read. Use `status` for a run's progress.\"\"\"
+    def checkpoints(run_id: RunId, limit: Annotated[int, Field(ge=1, le=30)] = 10) -> Checkpoints:
+        \"\"\"What the tool does, for an agent to read. For a run's progress, call status.
 
-Functions may be sync (they run on a thread) or async (blocking work goes through anyio.to_thread).
-Every failure that they foresee is a FlashError. The server and the command line are both built on
-`registry.TOOLS`; nothing here imports the MCP SDK."""
+        Args:
+            limit: Checkpoints per page, 1 to 30; default 10.
+        \"\"\"
+
+Functions are sync (they run on a thread) or async (blocking work goes through anyio.to_thread).
+Every anticipated failure is a FlashError. The server and the command line are both built on
+`registry.TOOLS`. Nothing here imports the MCP SDK."""
 
 from __future__ import annotations
 
@@ -41,14 +44,14 @@ ARGUMENT = re.compile(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", re.MULTILINE)
 
 
 class Part(BaseModel):
-    """A piece of a result. Fields that are None are left out of what is sent."""
+    """A piece of a result. Fields that are None are not sent."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     @field_validator("*", mode="before")
     @classmethod
     def _encodable(cls, value: Any) -> Any:
-        return encodable(value)  # environments and files of others may hold what has no UTF-8 form
+        return encodable(value)  # environments may return text that has no UTF-8 form
 
     @model_serializer(mode="wrap")
     def _without_nulls(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -64,9 +67,9 @@ class Result(Part):
     """What a tool returns. `next` is sent last."""
 
     next: str
-    """What to do next: the tool to call, or what to look at."""
+    """What to do next: the tool to call, or what to check."""
     cut: str | None = None
-    """What was left out to keep this result short."""
+    """What was omitted to keep this result short."""
 
     @model_serializer(mode="wrap")
     def _without_nulls(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -81,10 +84,10 @@ class Result(Part):
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool function with what a client should know before it calls.
+    """A tool function, and what a client should know before it calls it.
 
     `read_only`: changes nothing. `destructive`: may undo or delete. `idempotent`: calling again
-    changes nothing more. `open_world`: reaches beyond this machine's state, for instance to a model
+    changes nothing more. `open_world`: reaches beyond this machine's state, for example to a model
     hub."""
 
     function: Callable[..., Any]
@@ -144,20 +147,15 @@ def _describe_arguments(function: Callable[..., Any]) -> None:
 
 
 def check_arguments(tool: Tool, arguments: dict[str, Any]) -> None:
-    """FlashError(unknown_argument) naming the nearest accepted one, where `tool` lacks one of
-    `arguments`.
-    """
+    """FlashError(unknown_argument) for an argument that `tool` lacks, with the nearest name."""
     accepted = list(tool.signature.parameters)
     unknown = [name for name in arguments if name not in accepted]
     if not unknown:
         return
     guesses = [f"{name!r}{_did_you_mean(name, accepted)}" for name in unknown]
-    raise FlashError(
-        "unknown_argument",
-        f"{tool.name} has no argument {', '.join(guesses)}; nothing was done",
-        argument=unknown[0],
-        fix=f"{tool.name} accepts: {', '.join(accepted) or 'no arguments'}",
-    )
+    what = f"{tool.name} has no argument {', '.join(guesses)}; nothing was done"
+    fix = f"{tool.name} accepts: {', '.join(accepted) or 'no arguments'}"
+    raise FlashError("unknown_argument", what, argument=unknown[0], fix=fix)
 
 
 def _did_you_mean(name: str, accepted: list[str]) -> str:
@@ -170,15 +168,13 @@ _progress: ContextVar[Progress | None] = ContextVar("progress", default=None)
 
 
 async def report(message: str, share: float | None = None) -> None:
-    """Tell the caller how far a long call has come; `share` is in 0..1. Does nothing where nobody
-    listens.
-    """
+    """Send progress of a long call to its client, if the client listens; `share` is in 0..1."""
     if listener := _progress.get():
         await listener(message, share)
 
 
 def listen(listener: Progress) -> None:
-    """Make `listener` the one whom `report` tells, for the calls of this context."""
+    """Send what this context reports to `listener`."""
     _progress.set(listener)
 
 
@@ -186,20 +182,24 @@ _illustrations: ContextVar[list[Curve] | None] = ContextVar("illustrations", def
 
 
 def illustrate(curve: Curve) -> None:
-    """Have a curve shown beside the result, by callers that can. It says nothing that the result
-    does not.
-    """
+    """Add a curve to the result as a picture. It shows nothing that the result lacks."""
     if (kept := _illustrations.get()) is not None:
         kept.append(curve)
 
 
 def illustrations() -> list[Curve]:
-    """The list, empty as yet, of what the call that is about to be made in this context
-    illustrates.
-    """
+    """A new list that collects the curves of the next call in this context."""
     kept: list[Curve] = []
     _illustrations.set(kept)
     return kept
 
 
 RunId = Annotated[str, Field(min_length=1, description="Run id, as returned by train.")]
+
+
+def page_offset(cursor: str | None, tool: str) -> int:
+    """The number that a cursor of `tool` stands for; 0 without one."""
+    if cursor is not None and not cursor.isdigit():
+        what = f"that is no cursor of {tool}"
+        raise FlashError("invalid_argument", what, cursor=cursor, fix="pass it unchanged")
+    return int(cursor or 0)

@@ -1,4 +1,4 @@
-"""What tools share that load an environment in a child process or hand it to a worker."""
+"""Load an environment in a child process, for the tools that do so."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from flash_mcp.tools.shared.frame import report
 
 EVIDENCE_CHARACTERS = 900
 INSTALL_TIMEOUT_S = 15.0
-"""How long a call waits for an environment's packages; the installation goes on for the next call.
-"""
+"""Time that a call waits for an environment's packages. The installation continues afterwards."""
 FIXES = {
-    "not_ready": "call again in half a minute; the installation goes on meanwhile, and is made once",
-    "requirements_failed": "mend requirements.txt: names and versions that exist, and fit together and this Python",
+    "not_ready": "call again in half a minute; the installation continues and happens only once",
+    "requirements_failed": "correct requirements.txt: every name and version has to exist, and to "
+    "fit the others and this Python",
 }
 
 Secrets = Annotated[
     list[str] | None,
     Field(
         max_length=64,
-        description="Names of environment variables of the server that the environment's process may see. Values are "
-        "never stored.",
+        description="Names of the server's environment variables that the environment may read. "
+        "Values are never stored.",
     ),
 ]
 Arguments = Annotated[
@@ -42,30 +42,28 @@ Arguments = Annotated[
 
 
 def check_machine() -> None:
-    """FlashError(engine_missing) where the packages that sample and train are not installed."""
-    missing = [
-        name for name in ("torch", "vllm", "trl", "peft") if importlib.util.find_spec(name) is None
-    ]
-    if missing:
-        fix = "install flash-mcp[cpu] or, with an NVIDIA GPU, flash-mcp[gpu] beside this server, and call again"
+    """FlashError(engine_missing) if packages for sampling or training are missing."""
+    needed = ("torch", "vllm", "trl", "peft")
+    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
+        extra = "flash-mcp[cpu] or, with an NVIDIA GPU, flash-mcp[gpu]"
+        fix = f"install {extra} where this server is installed, and call again"
         raise FlashError("engine_missing", f"not installed here: {', '.join(missing)}", fix=fix)
 
 
 def secret_values(names: Sequence[str] | None) -> dict[str, str]:
-    """{name: value} from the server's environment; FlashError(invalid_argument) naming those that
-    it lacks.
+    """{name: value} from the server's environment.
 
-    One that the caller's token was not given is lacking.
+    FlashError(invalid_argument) names those that it lacks, or that the caller's token may not use.
     """
-    granted = os.environ.keys() if caller().is_local else caller().secrets & os.environ.keys()
+    granted = set(os.environ)
+    if not caller().is_local:
+        granted &= caller().secrets
     absent = [name for name in names or () if name not in granted]
     if absent:
-        fix = "set them in the environment of the server (and name them in the token), or leave them out of secrets"
-        raise FlashError(
-            "invalid_argument",
-            f"secrets that the server does not have: {', '.join(absent)}",
-            fix=fix,
-        )
+        how = "set them in the server's environment (and name them in the token)"
+        fix = f"{how}, or leave them out of secrets"
+        what = f"secrets that the server does not have: {', '.join(absent)}"
+        raise FlashError("invalid_argument", what, fix=fix)
     return {name: os.environ[name] for name in names or ()}
 
 
@@ -80,9 +78,7 @@ async def hosted(
     start_timeout_s: float,
     fix: str,
 ) -> AsyncGenerator[EnvironmentHost]:
-    """A folder's environment in a child process; a fault of its code is a FlashError that ends with
-    `fix`.
-    """
+    """A folder's environment in a child process. A fault of its code becomes a FlashError."""
     try:
         async with await EnvironmentHost.start(
             folder,
@@ -102,26 +98,22 @@ def loaded(
     environment: EnvironmentVersion, *, secrets: Sequence[str] | None, **options: Any
 ) -> AbstractAsyncContextManager[EnvironmentHost]:
     """A published environment, `hosted` with these options; `secrets` are names."""
-    name = f"{environment.name}@{environment.digest}"
-    return hosted(Path(environment.path), name, secrets=secret_values(secrets), **options)
+    path = Path(environment.path)
+    return hosted(path, environment.reference, secrets=secret_values(secrets), **options)
 
 
 def contamination_note(shared: Overlap) -> str | None:
-    """What to tell the author of splits that share tasks; None where they share none."""
+    """A warning for splits that share tasks; None if they share none."""
     if not shared.shared:
         return None
-    return (
-        f"CONTAMINATED: {shared.shared} of {shared.eval_tasks} eval tasks are train tasks too ({shared}): an "
-        "evaluation measures memory"
-    )
+    how_many = f"{shared.shared} of {shared.eval_tasks} eval tasks are train tasks too"
+    return f"CONTAMINATED: {how_many} ({shared}): an evaluation measures memory"
 
 
 def as_flash_error(fault: EnvironmentFault, environment: str, fix: str) -> FlashError:
-    """A fault of environment code as the error of a tool, with the end of its traceback as
-    evidence.
-    """
+    """A fault of environment code as a tool's error, with the end of its traceback."""
     fix = remedy(fault) or FIXES.get(fault.code, fix)
-    evidence = (
-        f"\n{fault.traceback.strip()[-EVIDENCE_CHARACTERS:]}\n" if fault.traceback.strip() else ""
-    )
+    evidence = ""
+    if traceback := fault.traceback.strip():
+        evidence = f"\n{traceback[-EVIDENCE_CHARACTERS:]}\n"
     return FlashError(fault.code, f"{fault.what}{evidence}", environment=environment, fix=fix)

@@ -1,4 +1,4 @@
-"""Every value of a run or an evaluation, and where it came from."""
+"""Resolve every value of a run or an evaluation, and its source."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def resolve_eval(
     attempts: int,
     given: Json,
 ) -> ResolvedEval:
-    """Every value of the evaluation: `given` ones, then those of the run whose checkpoint it is,
-    then the recipe's.
+    """Every value of the evaluation: from `given`, else from the checkpoint's run, else from the
+    recipe.
 
-    Without a temperature one attempt a task is greedy, and several are sampled at 1.
+    Without a temperature, a single attempt per task is greedy; several are sampled at 1.
     """
     run = dict(subject.run.spec) if subject.run else {}
     if subject.run and subject.run.environment != environment.name:
@@ -112,15 +112,14 @@ def resolved_spec(
     from_file = read_toml(Path(config).expanduser()) if config else {}
     if "environment" not in from_file | given:
         fix = "pass environment=NAME, as returned by env_push; catalog lists what was pushed"
-        raise FlashError(
-            "invalid_argument", "environment: missing, here and in the config file", fix=fix
-        )
+        what = "environment: missing, here and in the config file"
+        raise FlashError("invalid_argument", what, fix=fix)
     fields = from_file | given
     spec = validate(fields)
     card = base_model(spec.model)
     dataset = datasets.find(spec.dataset) if spec.dataset else None
     pinned = {"model": card.name, "dataset": dataset.reference if dataset else None}
-    # A relative folder or another spelling: it has to mean the same everywhere.
+    # A relative folder or another spelling has to mean the same everywhere.
     if other := {name: value for name, value in pinned.items() if getattr(spec, name) != value}:
         spec = validate({**fields, **other})
     resolved = resolve(spec, file_fields=frozenset(from_file) - frozenset(given))
@@ -131,50 +130,46 @@ def resolved_spec(
 
 
 def init_adapter(store: Store, spec: RunSpec, card: ModelCard) -> Json | None:
-    """What job.json says of the adapter to start from. FlashError(adapter_mismatch) where it does
-    not fit the run.
+    """The adapter to start from, as job.json has it. FlashError(adapter_mismatch) if it does not
+    fit the run.
     """
     reference = spec.init_from_adapter
     if reference is None:
         return None
+    run_id = step = digest = base = None
     if caller().is_local and Path(reference).expanduser().is_dir():
-        folder, run_id, step, digest = Path(reference).expanduser().absolute(), None, None, None
+        folder = Path(reference).expanduser().absolute()
     else:
         run_id, _, at = reference.partition("@")
         if at and not at.isdigit():
             fix = "use RUN_ID, RUN_ID@STEP (a number), or an adapter folder"
-            raise FlashError(
-                "invalid_argument", f"{at!r} is no step", init_from_adapter=reference, fix=fix
-            )
-        checkpoint, files = (
-            store.checkpoint(run_id, int(at) if at else None),
-            RunFolder(store.run(run_id).folder),
-        )
+            what = f"{at!r} is no step"
+            raise FlashError("invalid_argument", what, init_from_adapter=reference, fix=fix)
+        checkpoint = store.checkpoint(run_id, int(at) if at else None)
+        run = store.run(run_id)
+        base = run.model
+        files = RunFolder(run.folder)
         if not at and (whole := files.newest_good_checkpoint()) is not None:
             checkpoint = store.checkpoint(run_id, whole)
-        step, digest = checkpoint.step, checkpoint.digest
+        step = checkpoint.step
+        digest = checkpoint.digest
         folder = files.fetch_checkpoint(step, store.base / "adapters" / f"{run_id}-{step}")
-    _check_adapter(folder, spec, card, base=store.run(run_id).model if run_id else None)
+    _check_adapter(folder, spec, card, base)
     if digest is None:
-        digest = hashlib.sha256((folder / "adapter_model.safetensors").read_bytes()).hexdigest()[
-            :16
-        ]
+        weights = (folder / "adapter_model.safetensors").read_bytes()
+        digest = hashlib.sha256(weights).hexdigest()[:16]
     return {"path": str(folder), "run_id": run_id, "step": step, "digest": digest}
 
 
 def _check_adapter(folder: Path, spec: RunSpec, card: ModelCard, base: str | None) -> None:
     config = read_adapter_config(folder)
     if not (folder / "adapter_model.safetensors").is_file():
-        raise FlashError(
-            "unknown_checkpoint", "the adapter has no adapter_model.safetensors", folder=folder
-        )
+        what = "the adapter has no adapter_model.safetensors"
+        raise FlashError("unknown_checkpoint", what, folder=folder)
     base = base or str(config.get("base_model_name_or_path") or "")
     wrong: list[str] = []
-    if (
-        base
-        and base not in (card.name, card.address)
-        and Path(base).name.lower() != Path(card.name).name.lower()
-    ):
+    same_name = Path(base).name.lower() == Path(card.name).name.lower()
+    if base and base not in (card.name, card.address) and not same_name:
         wrong.append(f"base model {base} (the run: {card.name})")
     check_adapter(config, rank=spec.lora_rank, alpha=spec.lora_alpha, wrong=wrong)
 

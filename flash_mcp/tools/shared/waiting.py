@@ -1,9 +1,12 @@
-"""Waiting for runs, and what keeps them from going on."""
+"""Waiting for runs and deployments, and making sure that a supervisor runs them."""
 
 from __future__ import annotations
 
+import functools
 import shutil
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 import anyio
 import anyio.to_thread
@@ -18,10 +21,13 @@ from flash_mcp.supervisor import keeper, secrets
 from flash_mcp.supervisor.process import LOG, is_supervised
 from flash_mcp.tools.shared.frame import report
 
+T = TypeVar("T")
+
 POLL_S = 0.25
-
-
 WAIT_LIMIT_S = 42.0
+MAX_WAIT_S = 43.0
+"""Less than the 45 s after which the server ends a call: the answer takes time too."""
+LEAST_FREE_BYTES = 16 * 2**20
 
 
 async def submit(
@@ -31,9 +37,7 @@ async def submit(
     subject: Subject,
     key: str | None,
 ) -> tuple[Run, bool, FlashError | None]:
-    """Put an evaluation into the queue, and see that somebody looks after it; last, why nobody
-    does.
-    """
+    """Queue an evaluation and make sure that a supervisor runs; last, why none does."""
     run, created = await anyio.to_thread.run_sync(
         queue.enqueue, store, resolved, environment, subject.adapter, key
     )
@@ -58,42 +62,59 @@ def tried_again(run_id: str) -> str:
     return f"The server tries again every few seconds; status(run_id={run_id!r}) tells how it goes"
 
 
+def deadline_after(wait_s: float) -> float:
+    """When a call that may wait `wait_s` has to answer, by time.monotonic()."""
+    return time.monotonic() + min(wait_s, MAX_WAIT_S)
+
+
+async def wait_until(
+    read: Callable[[], T],
+    done: Callable[[T], bool],
+    deadline: float,
+    progress: Callable[[T], tuple[str, float | None]],
+) -> T:
+    """What `read` returns once it is `done`, or at `deadline`. `read` runs on a thread.
+
+    `progress` says what to report of it meanwhile: a message and a share in 0..1."""
+    found = await anyio.to_thread.run_sync(read)
+    while not done(found) and time.monotonic() < deadline:
+        await anyio.sleep(POLL_S)
+        found = await anyio.to_thread.run_sync(read)
+        await report(*progress(found))
+    return found
+
+
 async def ended(store: Store, run_id: str, deadline: float) -> Run:
     """The run as soon as it has ended, or as it is at `deadline` (of time.monotonic)."""
-    run = await anyio.to_thread.run_sync(store.run, run_id)
-    while run.ended is None and time.monotonic() < deadline:
-        await anyio.sleep(POLL_S)
-        run = await anyio.to_thread.run_sync(store.run, run_id)
+
+    def progress(run: Run) -> tuple[str, float]:
         share = run.step / run.steps if run.steps else 0.0
-        await report(
-            f"{run_id}: {run.phase or run.state}, {run.step} of {run.steps} attempts", share
-        )
-    return run
+        at = f"{run.step} of {run.steps} attempts"
+        return f"{run_id}: {run.phase or run.state}, {at}", share
 
-
-MAX_WAIT_S = 43.0
-"""Less than the 45 s after which a call is left: the answer takes time too."""
-
-
-LEAST_FREE_BYTES = 16 * 2**20
+    read = functools.partial(store.run, run_id)
+    return await wait_until(read, lambda run: run.ended is not None, deadline, progress)
 
 
 async def wait_for_change(store: Store, run_id: str, wait_s: float) -> bool:
-    deadline = time.monotonic() + min(wait_s, MAX_WAIT_S)
-    seen = await anyio.to_thread.run_sync(_fingerprint, store, run_id)
-    while time.monotonic() < deadline:
-        if seen[0] not in ACTIVE:
-            return False
-        await anyio.sleep(POLL_S)
-        now = await anyio.to_thread.run_sync(_fingerprint, store, run_id)
-        if now != seen:
-            return True
-        await report(f"{run_id}: {now[0]}, step {now[1]}")
-    return False
+    """Wait until something about an active run changes; whether something did."""
+    deadline = deadline_after(wait_s)
+    read = functools.partial(_fingerprint, store, run_id)
+    seen = await anyio.to_thread.run_sync(read)
+    if seen[0] not in ACTIVE:
+        return False
+    found = await wait_until(
+        read,
+        lambda now: now != seen,
+        deadline,
+        lambda now: (f"{run_id}: {now[0]}, step {now[1]}", None),
+    )
+    return found != seen
 
 
 def _fingerprint(store: Store, run_id: str) -> tuple[str, int, int, int, int, str | None]:
-    """What counts as a change. The phase only before the first step: later it changes all the time.
+    """What counts as a change. The phase counts only before the first step: later it changes all
+    the time.
 
     An evaluation counts attempts instead of steps, many a second: a tenth of them is a change.
     """
@@ -102,14 +123,9 @@ def _fingerprint(store: Store, run_id: str) -> tuple[str, int, int, int, int, st
     step = newest.step if newest else 0
     if run.algorithm == "eval" and run.steps:
         step = run.step - run.step % max(1, run.steps // 10)
-    return (
-        run.state,
-        step,
-        run.attempt,
-        len(store.evals(run_id)),
-        len(store.checkpoints(run_id)),
-        run.phase if not step else None,
-    )
+    phase = run.phase if not step else None
+    evaluations = len(store.evals(run_id))
+    return run.state, step, run.attempt, evaluations, len(store.checkpoints(run_id)), phase
 
 
 def obstacle(store: Store) -> FlashError | None:
