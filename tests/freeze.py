@@ -21,7 +21,7 @@ import shutil
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 from unittest.mock import patch
 
 import anyio
@@ -65,7 +65,7 @@ def frozen(folder: Path) -> dict[str, str]:
         files |= {f"help/{name}.txt": text for name, text in helps().items()}
         files |= {f"tables/{name}.md": text for name, text in tables().items()}
         files["codes.json"] = pretty(CODES)
-        files["flags.json"] = pretty(get_args(health.FlagName))
+        files["flags.json"] = pretty(health.FLAG_NAMES)
     return {name: f"{text.rstrip()}\n" for name, text in files.items()}
 
 

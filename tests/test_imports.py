@@ -19,8 +19,8 @@ FLOORS = (
     ("environments.process",),
     ("environments.checks", "environments.examples"),
     ("flash_mcp.protocol",),
-    ("flash_mcp.state",),
     ("flash_mcp.judgement",),
+    ("flash_mcp.state",),
     ("flash_mcp.supervisor",),
     ("flash_mcp.tools.shared",),
     ("flash_mcp.tools",),
@@ -93,6 +93,12 @@ def test_no_import_runs_upward(package: str):
         if ours is not None and theirs is not None and theirs > ours:
             upward.append(f"{module} imports {imported}")
     assert upward == []
+
+
+def test_judgement_is_pure_functions_of_records():
+    imported = {name for _, name in imports_of("flash_mcp.judgement")}
+    assert "flash_mcp.protocol.records" in imported
+    assert all(name.startswith(("flash_mcp.judgement", "flash_mcp.protocol")) for name in imported)
 
 
 def test_no_imports_form_a_circle():

@@ -241,7 +241,7 @@ async def _draw(session: Session, run_id: str, path: Path) -> None:
     )
     await anyio.Path(path).write_bytes(base64.b64decode(blob.blob))
     session.console.print()
-    print(visible(curve.terminal(curve.of_run(open_store(), run_id))))  # noqa: T201  rich would wrap it
+    print(visible(curve.terminal(open_store().curve(run_id))))  # noqa: T201  rich would wrap it
     session.console.print(f"  the same as a picture: {path}", highlight=False)
 
 

@@ -97,7 +97,7 @@ class Screen:
         from flash_mcp.judgement import curve  # noqa: PLC0415
 
         columns, rows = shutil.get_terminal_size()
-        points = curve.of_run(open_store(), view["run_id"])
+        points = open_store().curve(view["run_id"])
         lines = curve.terminal(
             points, min(columns - 1, 100), max(8, min(rows - 4, 18))
         ).splitlines()

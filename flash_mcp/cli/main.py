@@ -396,7 +396,7 @@ def curve(arguments: argparse.Namespace) -> None:
     from flash_mcp.judgement import curve as drawing  # noqa: PLC0415
     from flash_mcp.state.store import open_store  # noqa: PLC0415
 
-    points = drawing.of_run(open_store(), arguments.run_id)
+    points = open_store().curve(arguments.run_id)
     if arguments.png is not None:
         _write(arguments.png, drawing.png(points), "--png")
     if arguments.json:

@@ -1,8 +1,13 @@
-"""Whether one evaluation is better than another: a test that fits the data, a verdict, and how much
-more would decide.
+"""Whether one evaluation is better than another: a test that fits the data, a verdict, and how many
+more tasks would decide.
 
-The unit is the task, never the attempt: attempts of one task are alike. Values are per task, means
-over its attempts."""
+    improved, regressed  more than chance explains
+    no_change            if there is a change, it is smaller than `effect`
+    underpowered         neither can be said; `decide_n` tasks (on each side, if unpaired) would
+                         show a change of the size seen, or of `effect` if that is larger
+
+The unit is the task, not the attempt, because attempts at one task are alike. Values are per task:
+means over its attempts."""
 
 from __future__ import annotations
 
@@ -10,94 +15,91 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Literal
+from typing import Annotated, Literal
 
-from flash_mcp.judgement import health, statistics
+from pydantic import PlainSerializer
+
+from flash_mcp.judgement import statistics
 from flash_mcp.judgement.statistics import Interval
+from flash_mcp.protocol.parts import Part, Rounded
+from flash_mcp.protocol.records import Evaluation, Json
 
 Outcome = Literal["improved", "no_change", "regressed", "underpowered"]
 Test = Literal["mcnemar_exact", "paired_bootstrap", "noise_band"]
 
 MIN_CHANGE = 0.05
-"""Of a share of successes: what is smaller is no change, unless the caller says otherwise."""
+"""The smallest change of a success share that counts, unless the caller says otherwise."""
 LEAST_TASKS = 10
-"""With fewer, the absence of a difference is never claimed."""
+"""With fewer tasks, no_change is never claimed."""
 SIGNIFICANT = 0.05
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """`change` = other - base, in the metric's own unit; `low` to `high` is where the true change
-    lies 95 times of 100.
+def _three_digits(p: float) -> float:
+    return float(f"{p:.3g}")
 
-    improved, regressed: more than chance explains. no_change: whatever change there is, it is
-    smaller than `effect`. underpowered: neither can be said; `decide_n` tasks (a side, where
-    unpaired) would tell a change of the size seen, or of `effect` where less was seen."""
+
+class Change(Part):
+    """How much one metric differs: other - base."""
 
     outcome: Outcome
+    """no_change: smaller than min_change; underpowered: too few tasks to say anything."""
+    change: Rounded
+    low: Rounded
+    """95 % interval."""
+    high: Rounded
+    test: Test
+    p: Annotated[float, PlainSerializer(_three_digits, return_type=float)] | None = None
+    """Of McNemar's exact test."""
+    decide_n: int | None = None
+    """Where underpowered: tasks that would decide."""
+    explanation: str
+
+
+class Verdict(Part):
+    """The newest held-out evaluation against the one before training."""
+
+    outcome: Outcome | Literal["contaminated"]
+    """As compare says it. underpowered: too few examples to say anything. contaminated: eval tasks
+    were trained on, so nothing was judged."""
+    explanation: str
+    """The change, its noise band, and on how many examples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Measured:
+    """What a test found; `spread` is the variance of one observation (see statistics.needed)."""
+
     test: Test
     change: float
-    low: float
-    high: float
-    tasks: tuple[int, int]
-    p: float | None
-    decide_n: int | None
-    explanation: str
+    interval: Interval
+    significant: bool
+    tasks: int
+    """On the smaller side."""
+    spread: float
+    how: str
+    p: float | None = None
 
 
 def compare_paired(
     base: Sequence[float], other: Sequence[float], *, effect: float, seed: int = 0
-) -> Comparison:
-    """Compare the same tasks on two sides: exact McNemar where each value is 0 or 1, else a paired
-    bootstrap.
+) -> Change:
+    """Compare the same tasks on two sides: exact McNemar test if each value is 0 or 1, else a
+    paired bootstrap.
 
     ValueError for no tasks, or another number of them on each side.
     """
     differences = [after - before for before, after in zip(base, other, strict=True)]
     if not differences:
         raise ValueError("no tasks to compare")
-    count, change = len(differences), fmean(differences)
-    if all(value in (0, 1) for value in (*base, *other)):
-        won, lost = differences.count(1), differences.count(-1)
-        p = statistics.mcnemar(won, lost)
-        verdict = health.compare_pairs(
-            [(bool(before), bool(after)) for before, after in zip(base, other, strict=True)]
-        )
-        interval = Interval(verdict.low, verdict.high)
-        spread = (won + lost + 2) / (count + 2) - change**2
-        how = f"exact McNemar test on the same {count} tasks ({won} newly solved, {lost} no longer; p = {p:.3g})"
-        return _judged(
-            "mcnemar_exact",
-            change,
-            interval,
-            p < SIGNIFICANT,
-            (count, count),
-            effect,
-            spread,
-            how,
-            p,
-        )
-    # One difference each way is added, for the reason that judge.compare_pairs adds one: few tasks
-    # that happen to agree would otherwise claim to be free of noise.
-    largest = max(effect, *map(abs, differences))
-    smoothed = [*differences, largest, -largest]
-    interval = statistics.bootstrap_mean(smoothed, seed=seed)
-    how = f"paired bootstrap over the same {count} tasks ({statistics.RESAMPLES} resamples, seed {seed})"
-    tests = interval.excludes_zero()
-    return _judged(
-        "paired_bootstrap",
-        change,
-        interval,
-        tests,
-        (count, count),
-        effect,
-        statistics.spread(smoothed),
-        how,
-        None,
+    measured = (
+        _mcnemar(differences)
+        if _are_outcomes(base, other)
+        else _bootstrap(differences, effect, seed)
     )
+    return _judged(measured, effect)
 
 
-def compare_unpaired(base: Sequence[float], other: Sequence[float], *, effect: float) -> Comparison:
+def compare_unpaired(base: Sequence[float], other: Sequence[float], *, effect: float) -> Change:
     """Compare different tasks by the noise band of each side: 1.96 sqrt(p (1 - p) / N) for shares
     of successes.
 
@@ -105,62 +107,153 @@ def compare_unpaired(base: Sequence[float], other: Sequence[float], *, effect: f
     """
     if not base or not other:
         raise ValueError("no tasks to compare")
-    counts = (len(base), len(other))
-    change = fmean(other) - fmean(base)
-    if all(value in (0, 1) for value in (*base, *other)):
-        verdict = health.compare((fmean(base), counts[0]), (fmean(other), counts[1]))
-        interval = Interval(verdict.low, verdict.high)
-        spread = sum(share * (1 - share) for share in (_smoothed(base), _smoothed(other)))
-    else:
-        errors = [statistics.spread(side) / len(side) for side in (base, other)]
-        half = statistics.Z95 * math.sqrt(sum(errors))
-        interval = Interval(change - half, change + half)
-        spread = statistics.spread(base) + statistics.spread(other)
-    how = f"noise bands of {counts[0]} and {counts[1]} different tasks"
-    decided = interval.excludes_zero() and min(counts) >= LEAST_TASKS
-    return _judged("noise_band", change, interval, decided, counts, effect, spread, how, None)
+    return _judged(_noise_bands(base, other), effect)
 
 
-def shared(base: Mapping[str, float], other: Mapping[str, float]) -> list[str]:
-    """Task ids that stand on both sides, in the order of `base`; none where they are the smaller
-    side's lesser part.
+def compare_evaluations(
+    base: Evaluation, trained: Evaluation, pairs: Sequence[tuple[float, float]]
+) -> Change:
+    """Compare two evaluations of one run, paired by example if the rollouts of both were kept."""
+    if pairs:
+        before, after = zip(*pairs, strict=True)
+        return compare_paired(before, after, effect=MIN_CHANGE)
+    return compare_unpaired(
+        _successes(base.summary), _successes(trained.summary), effect=MIN_CHANGE
+    )
+
+
+def verdict(change: Change, overlap: Json | None) -> Verdict:
+    """The verdict on a run. Held-out figures on trained tasks are no evidence of learning."""
+    if overlap is None:
+        return Verdict(outcome=change.outcome, explanation=change.explanation)
+    tasks = f"{overlap['shared']} of {overlap['eval_tasks']} eval tasks are train tasks too"
+    return Verdict(
+        outcome="contaminated",
+        explanation=f"CONTAMINATED: {tasks} ({overlap['evidence']}): this measures memory. "
+        f"not to be trusted: {change.explanation}",
+    )
+
+
+def shared(base: Mapping[str, object], other: Mapping[str, object]) -> list[str]:
+    """Ids of the tasks on both sides, in the order of `base`; none if they are less than half of
+    the smaller side.
     """
     both = [task for task in base if task in other]
     return both if 2 * len(both) >= min(len(base), len(other)) else []
 
 
-def _judged(
-    test: Test,
-    change: float,
-    interval: Interval,
-    significant: bool,
-    tasks: tuple[int, int],
-    effect: float,
-    spread: float,
-    how: str,
-    p: float | None,
-) -> Comparison:
-    decide_n: int | None = None
-    if significant:
-        outcome: Outcome = "improved" if change > 0 else "regressed"
-        meaning = "more than chance explains"
-    elif interval.within(effect) and min(tasks) >= LEAST_TASKS:
-        outcome, meaning = "no_change", f"if there is a change, it is smaller than {effect:g}"
-    else:
-        outcome, aim = "underpowered", max(abs(change), effect)
-        decide_n = max(statistics.needed(spread, aim), LEAST_TASKS)
-        side = " on each side" if test == "noise_band" else ""
-        reason = "chance alone may explain it"
-        if p is not None and interval.excludes_zero():
-            reason = f"p is not below {SIGNIFICANT}, so {reason}"
-        elif min(tasks) < LEAST_TASKS and (interval.excludes_zero() or interval.within(effect)):
-            reason = f"fewer than {LEAST_TASKS} tasks are too few to say"
-        meaning = f"{reason}; about {decide_n} tasks{side} would tell a change of {aim:.2g}"
-    explanation = f"{change:+.3f}, 95 % interval {interval.low:+.3f} to {interval.high:+.3f}, by {how}: {meaning}"
-    return Comparison(
-        outcome, test, change, interval.low, interval.high, tasks, p, decide_n, explanation
+def _mcnemar(differences: Sequence[float]) -> _Measured:
+    count = len(differences)
+    change = fmean(differences)
+    won = differences.count(1)
+    lost = differences.count(-1)
+    p = statistics.mcnemar(won, lost)
+    # One change each way is added to the interval (Agresti and Min 2005). Without them, few tasks
+    # that happen to agree would claim to be free of noise.
+    middle = (won - lost) / (count + 2)
+    changed = (won + lost + 2) / (count + 2)
+    half = statistics.Z95 * math.sqrt(max(changed - middle**2, 0.0) / (count + 2))
+    gone = f"{won} newly solved, {lost} no longer"
+    return _Measured(
+        test="mcnemar_exact",
+        change=change,
+        interval=Interval(middle - half, middle + half),
+        significant=p < SIGNIFICANT,
+        tasks=count,
+        spread=changed - change**2,
+        how=f"exact McNemar test on the same {count} tasks ({gone}; p = {p:.3g})",
+        p=p,
     )
 
 
-def _smoothed(values: Sequence[float]) -> float:
-    return (sum(values) + 1) / (len(values) + 2)
+def _bootstrap(differences: Sequence[float], effect: float, seed: int) -> _Measured:
+    count = len(differences)
+    # One difference each way is added, for the same reason as in McNemar's interval.
+    largest = max(effect, *map(abs, differences))
+    smoothed = [*differences, largest, -largest]
+    interval = statistics.bootstrap_mean(smoothed, seed=seed)
+    draws = f"{statistics.RESAMPLES} resamples, seed {seed}"
+    return _Measured(
+        test="paired_bootstrap",
+        change=fmean(differences),
+        interval=interval,
+        significant=interval.excludes_zero(),
+        tasks=count,
+        spread=statistics.spread(smoothed),
+        how=f"paired bootstrap over the same {count} tasks ({draws})",
+    )
+
+
+def _noise_bands(base: Sequence[float], other: Sequence[float]) -> _Measured:
+    change = fmean(other) - fmean(base)
+    if _are_outcomes(base, other):
+        # One success and one failure are added to each side (Agresti and Caffo 2000): a share of
+        # exactly 0 or 1 would otherwise claim to be free of noise.
+        shares = [(sum(side) + 1) / (len(side) + 2) for side in (base, other)]
+        counts = [len(base) + 2, len(other) + 2]
+        spreads = [share * (1 - share) for share in shares]
+        middle = shares[1] - shares[0]
+    else:
+        counts = [len(base), len(other)]
+        spreads = [statistics.spread(base), statistics.spread(other)]
+        middle = change
+    errors = [spread / count for spread, count in zip(spreads, counts, strict=True)]
+    half = statistics.Z95 * math.sqrt(sum(errors))
+    interval = Interval(middle - half, middle + half)
+    tasks = min(len(base), len(other))
+    return _Measured(
+        test="noise_band",
+        change=change,
+        interval=interval,
+        significant=interval.excludes_zero() and tasks >= LEAST_TASKS,
+        tasks=tasks,
+        spread=sum(spreads),
+        how=f"noise bands of {len(base)} and {len(other)} different tasks",
+    )
+
+
+def _judged(measured: _Measured, effect: float) -> Change:
+    change = measured.change
+    interval = measured.interval
+    enough = measured.tasks >= LEAST_TASKS
+    decide_n: int | None = None
+    if measured.significant:
+        outcome: Outcome = "improved" if change > 0 else "regressed"
+        meaning = "more than chance explains"
+    elif interval.within(effect) and enough:
+        outcome = "no_change"
+        meaning = f"if there is a change, it is smaller than {effect:g}"
+    else:
+        outcome = "underpowered"
+        aim = max(abs(change), effect)
+        decide_n = max(statistics.needed(measured.spread, aim), LEAST_TASKS)
+        side = " on each side" if measured.test == "noise_band" else ""
+        reason = "chance alone may explain it"
+        if measured.p is not None and interval.excludes_zero():
+            reason = f"p is not below {SIGNIFICANT}, so {reason}"
+        elif not enough and (interval.excludes_zero() or interval.within(effect)):
+            reason = f"fewer than {LEAST_TASKS} tasks are too few to say"
+        meaning = f"{reason}; about {decide_n} tasks{side} would tell a change of {aim:.2g}"
+    band = f"95 % interval {interval.low:+.3f} to {interval.high:+.3f}"
+    return Change(
+        outcome=outcome,
+        change=change,
+        low=interval.low,
+        high=interval.high,
+        test=measured.test,
+        p=measured.p,
+        decide_n=decide_n,
+        explanation=f"{change:+.3f}, {band}, by {measured.how}: {meaning}",
+    )
+
+
+def _are_outcomes(base: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether each value is a success or a failure, not a share or a reward."""
+    return all(value in (0, 1) for value in (*base, *other))
+
+
+def _successes(summary: Json) -> list[float]:
+    """One value an example, 1 for each that succeeded."""
+    count = int(summary["n"])
+    solved = round(summary["success"] * count)
+    return [1.0] * solved + [0.0] * (count - solved)

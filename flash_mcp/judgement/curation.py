@@ -1,35 +1,33 @@
-"""From what models wrote to what one can learn from: which tasks, which attempts of them, and which
-are held back.
+"""Which attempts to fine-tune on: at which tasks, which of them, and which are held back.
 
     curated = curate(attempts, Plan(keep=compile_filter("pass@4 < 0.9")), held_out)
     curated.train, curated.holdout, curated.counts
 
-Pure functions; tools/curation.py reads the runs, and datasets.py keeps the result. Nothing depends
-on the order of the attempts, on chance or on the clock: the same attempts and plan are the same
-dataset, whenever it is made."""
+Pure functions: tools/curate.py reads the runs, and state/datasets.py keeps the result. Nothing
+depends on the order of the attempts, on chance or on the clock: the same attempts and plan always
+give the same dataset."""
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
+import itertools
 import json
-from collections import Counter
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict
 
-from environments.process.host import EnvironmentFault, EnvironmentHost
 from flash_mcp.judgement.task_filter import TaskFilter, TaskScores
 from flash_mcp.protocol.records import Json
 
 Select = Literal["correct", "best", "best-n", "shortest", "all"]
 Source = Literal["rollouts", "evaluations"]
-MAX_OPENED = 1000
-OPENING_TIMEOUT_S = 15.0
+Task = tuple[str, str]
+"""Split and id."""
+Key = tuple[str, Source, int, int]
+PROVENANCE = ("run_id", "source", "step", "index", "task_id", "split", "reward", "success")
 
 
 @dataclass(frozen=True)
@@ -54,55 +52,34 @@ class Attempt:
     """Environment code or its process failed: it says nothing about the model."""
 
     @property
-    def task(self) -> tuple[str, str]:
+    def task(self) -> Task:
         """An id alone is not enough: train and eval rows may be numbered alike."""
         return self.split, self.task_id
 
     @property
-    def key(self) -> tuple[str, Source, int, int]:
+    def key(self) -> Key:
         return self.run_id, self.source, self.step, self.index
 
     @property
     def answers(self) -> list[str]:
         """What the model wrote."""
-        said = (
-            message
-            for message in self.messages[self.prompt_messages :]
-            if message["role"] == "assistant"
-        )
-        return [str(message["content"]) for message in said]
+        said = self.messages[self.prompt_messages :]
+        return [str(message["content"]) for message in said if message["role"] == "assistant"]
 
     @property
     def is_learnable(self) -> bool:
-        """Whether it can be learnt from: an answer that was cut off would teach to stop in the
-        middle.
-        """
+        """A cut-off answer is not learnt from: it would teach to stop in the middle."""
         return not self.truncated and any(answer.strip() for answer in self.answers)
 
     def row(self) -> Json:
-        """The attempt as a line of a dataset, without what the environment said after the last
-        answer.
-        """
-        last = max(
-            number for number, message in enumerate(self.messages) if message["role"] == "assistant"
-        )
-        provenance = {
-            name: getattr(self, name)
-            for name in (
-                "run_id",
-                "source",
-                "step",
-                "index",
-                "task_id",
-                "split",
-                "reward",
-                "success",
-            )
-        }
+        """The attempt as a line of a dataset, up to its last answer."""
+        messages = self.messages
+        while messages[-1]["role"] != "assistant":
+            messages = messages[:-1]
         return {
-            "messages": self.messages[: last + 1],
+            "messages": messages,
             "prompt_messages": self.prompt_messages,
-            "provenance": provenance,
+            "provenance": {name: getattr(self, name) for name in PROVENANCE},
         }
 
 
@@ -122,11 +99,9 @@ class Plan:
 
     def is_correct(self, attempt: Attempt) -> bool:
         """As the environment judged it, or by its reward where a threshold is given."""
-        return (
-            attempt.success
-            if self.success_threshold is None
-            else attempt.reward >= self.success_threshold
-        )
+        if self.success_threshold is None:
+            return attempt.success
+        return attempt.reward >= self.success_threshold
 
     def to_dict(self) -> Json:
         values = {name: value for name, value in vars(self).items() if name != "keep"}
@@ -136,38 +111,44 @@ class Plan:
 class Counts(BaseModel):
     """Where every attempt and every task went."""
 
-    attempts: int = Field(default=0, description="Attempts read.")
-    repeated: int = Field(default=0, description="Left out: the same attempt a second time.")
-    eval_attempts: int = Field(
-        default=0, description="At tasks of the eval split; left out unless allowed."
-    )
-    eval_tasks: int = Field(default=0, description="Those tasks.")
-    errors: int = Field(
-        default=0, description="Left out: environment code failed, which says nothing of the model."
-    )
-    tasks: int = Field(default=0, description="Tasks with attempts that count.")
-    always_solved: int = Field(default=0, description="Tasks whose attempts were all correct.")
-    sometimes_solved: int = Field(
-        default=0, description="Tasks of which some attempts were correct."
-    )
-    never_solved: int = Field(default=0, description="Tasks without a correct attempt.")
-    insufficient: int = Field(
-        default=0, description="Tasks left out: fewer attempts than the filter's pass@k needs."
-    )
-    filtered: int = Field(default=0, description="Tasks left out by the filter.")
-    unselected: int = Field(
-        default=0, description="Tasks that passed the filter without an attempt to select."
-    )
-    truncated: int = Field(
-        default=0, description="Attempts at tasks that passed, left out: cut off or empty answers."
-    )
-    duplicates: int = Field(
-        default=0, description="Attempts at tasks that passed, left out: word for word another one."
-    )
-    train_tasks: int = Field(default=0, description="Tasks to train on.")
-    train_rows: int = Field(default=0, description="Conversations to train on.")
-    holdout_tasks: int = Field(default=0, description="Tasks held back.")
-    holdout_rows: int = Field(default=0, description="Conversations held back.")
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    attempts: int = 0
+    """Attempts read."""
+    repeated: int = 0
+    """Left out: the same attempt a second time."""
+    eval_attempts: int = 0
+    """At tasks of the eval split; left out unless allowed."""
+    eval_tasks: int = 0
+    """Those tasks."""
+    errors: int = 0
+    """Left out: environment code failed, which says nothing of the model."""
+    tasks: int = 0
+    """Tasks with attempts that count."""
+    always_solved: int = 0
+    """Tasks whose attempts were all correct."""
+    sometimes_solved: int = 0
+    """Tasks of which some attempts were correct."""
+    never_solved: int = 0
+    """Tasks without a correct attempt."""
+    insufficient: int = 0
+    """Tasks left out: fewer attempts than the filter's pass@k needs."""
+    filtered: int = 0
+    """Tasks left out by the filter."""
+    unselected: int = 0
+    """Tasks that passed the filter without an attempt to select."""
+    truncated: int = 0
+    """Attempts at tasks that passed, left out: cut off or empty answers."""
+    duplicates: int = 0
+    """Attempts at tasks that passed, left out: word for word another one."""
+    train_tasks: int = 0
+    """Tasks to train on."""
+    train_rows: int = 0
+    """Conversations to train on."""
+    holdout_tasks: int = 0
+    """Tasks held back."""
+    holdout_rows: int = 0
+    """Conversations held back."""
 
 
 @dataclass(frozen=True)
@@ -188,17 +169,20 @@ def curate(attempts: Iterable[Attempt], plan: Plan, held_out: HeldOut) -> Curate
         before = sum(map(len, learnable.values()))
         learnable = _without_duplicates(learnable)
         counts.duplicates = before - sum(map(len, learnable.values()))
-    train, holdout = list[Attempt](), list[Attempt]()
+    train: list[Attempt] = []
+    holdout: list[Attempt] = []
     for task, candidates in learnable.items():
         chosen = _select(candidates, plan)
-        counts.unselected += not chosen
-        if is_held_back(task[1], plan.holdout):
+        if not chosen:
+            counts.unselected += 1
+        elif is_held_back(task[1], plan.holdout):
             holdout += chosen
-            counts.holdout_tasks += bool(chosen)
+            counts.holdout_tasks += 1
         else:
             train += chosen
-            counts.train_tasks += bool(chosen)
-    counts.train_rows, counts.holdout_rows = len(train), len(holdout)
+            counts.train_tasks += 1
+    counts.train_rows = len(train)
+    counts.holdout_rows = len(holdout)
     return Curated(train, holdout, counts)
 
 
@@ -206,10 +190,8 @@ def is_held_back(task_id: str, share: float) -> bool:
     """Whether a task belongs to the holdout. Its id alone decides, so that more runs or tasks move
     none across.
     """
-    return (
-        int.from_bytes(hashlib.sha256(task_id.encode(errors="replace")).digest()[:8])
-        < share * 2**64
-    )
+    digest = hashlib.sha256(task_id.encode(errors="replace")).digest()
+    return int.from_bytes(digest[:8]) < share * 2**64
 
 
 def scores_of(attempts: list[Attempt], plan: Plan) -> TaskScores:
@@ -221,51 +203,52 @@ def scores_of(attempts: list[Attempt], plan: Plan) -> TaskScores:
 
 def _by_task(
     attempts: Iterable[Attempt], plan: Plan, held_out: HeldOut, counts: Counts
-) -> dict[tuple[str, str], list[Attempt]]:
-    """The attempts that count, each once, by task and in an order of their own."""
-    found: dict[tuple[str, Source, int, int], Attempt] = {}
+) -> dict[Task, list[Attempt]]:
+    """The attempts that count, each once, by task and in an order that depends on them alone."""
+    found: dict[Key, Attempt] = {}
     for attempt in attempts:
         counts.attempts += 1
-        counts.repeated += attempt.key in found
         found.setdefault(attempt.key, attempt)
-    tasks: dict[tuple[str, str], list[Attempt]] = {}
-    eval_tasks: set[tuple[str, str]] = set()
+    counts.repeated = counts.attempts - len(found)
+    tasks: dict[Task, list[Attempt]] = {}
+    eval_tasks: set[Task] = set()
     for key in sorted(found):
         attempt = found[key]
-        if held_out.holds(attempt):
+        is_held_out = held_out.holds(attempt)
+        if is_held_out:
             counts.eval_attempts += 1
             eval_tasks.add(attempt.task)
-            if not plan.allow_eval_tasks:
-                continue
+        if is_held_out and not plan.allow_eval_tasks:
+            continue
         if attempt.failed:
             counts.errors += 1
         else:
             tasks.setdefault(attempt.task, []).append(attempt)
-    counts.eval_tasks, counts.tasks = len(eval_tasks), len(tasks)
+    counts.eval_tasks = len(eval_tasks)
+    counts.tasks = len(tasks)
     return tasks
 
 
 def _passes(attempts: list[Attempt], plan: Plan, counts: Counts) -> bool:
     scores = scores_of(attempts, plan)
-    counts.always_solved += scores.n_correct == scores.n
-    counts.sometimes_solved += 0 < scores.n_correct < scores.n
-    counts.never_solved += not scores.solved
+    if scores.n_correct == scores.n:
+        counts.always_solved += 1
+    elif scores.solved:
+        counts.sometimes_solved += 1
+    else:
+        counts.never_solved += 1
     verdict = plan.keep(scores) if plan.keep else True
-    counts.insufficient += verdict is None
-    counts.filtered += verdict is False
+    if verdict is None:
+        counts.insufficient += 1
+    elif not verdict:
+        counts.filtered += 1
     return verdict is True
 
 
-def _without_duplicates(
-    tasks: dict[tuple[str, str], list[Attempt]],
-) -> dict[tuple[str, str], list[Attempt]]:
-    """Of attempts with the same words the one that was rewarded best, whatever tasks they were made
-    at.
-    """
+def _without_duplicates(tasks: dict[Task, list[Attempt]]) -> dict[Task, list[Attempt]]:
+    """Attempts with the same words, at whatever tasks: only the one with the best reward is kept."""
     first: dict[str, Attempt] = {}
-    for attempt in sorted(
-        (each for attempts in tasks.values() for each in attempts), key=_best_first
-    ):
+    for attempt in sorted(itertools.chain.from_iterable(tasks.values()), key=_best_first):
         first.setdefault(_digest(attempt.row()["messages"]), attempt)
     kept = {attempt.key for attempt in first.values()}
     return {
@@ -331,42 +314,10 @@ class HeldOut:
         )
 
 
-async def read_held_out(host: EnvironmentHost) -> HeldOut:
-    """Ask a loaded environment. Raises EnvironmentFault where it cannot list its tasks.
-
-    Prompts are asked for MAX_OPENED tasks at most and for OPENING_TIMEOUT_S: environments may be
-    slow to open one."""
-    train, held_out = await host.tasks("train"), await host.tasks("eval")
-    asked = Counter(question for _, question in held_out)
-    prompts: list[str] = []
-
-    async def look(index: int) -> None:
-        with suppress(EnvironmentFault):  # a task that cannot be opened cannot be trained on either
-            opening = await host.open("eval", index)
-            prompts.append(prompt_digest(opening.messages))
-            await host.close(opening.episode)
-
-    with suppress(TimeoutError):
-        async with asyncio.timeout(OPENING_TIMEOUT_S), asyncio.TaskGroup() as group:
-            for index in range(min(len(held_out), MAX_OPENED)):
-                group.create_task(look(index))
-    return HeldOut(
-        ids=frozenset(task_id for task_id, _ in held_out),
-        questions=frozenset(question for question, times in asked.items() if times == 1),
-        prompts=frozenset(prompts),
-        train_questions=dict(train),
-        opened=len(prompts),
-        total=len(held_out),
-    )
-
-
 def prompt_digest(messages: Iterable[Json]) -> str:
-    """Of what a task shows the model, whatever its spacing and case."""
+    """The digest of what a task shows the model, whatever its spacing and case."""
     text = "\n".join(str(message.get("content")) for message in messages)
     return hashlib.sha256(" ".join(text.casefold().split()).encode(errors="replace")).hexdigest()
-
-
-# -- files -----------------------------------------------------------------------------------------
 
 
 def _digest(body: Any) -> str:

@@ -6,21 +6,21 @@ from __future__ import annotations
 
 import importlib
 import io
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from flash_mcp.judgement import health
+from flash_mcp.protocol.records import Evaluation, Run
 
-if TYPE_CHECKING:
-    from flash_mcp.state.store import Store
-
-
+Line = list[tuple[int, float]]
+"""(step, value) in order of steps."""
 METRICS = {
     "grpo": {"reward": "reward/mean", "success": "success/rate"},
     "sft": {"loss": "loss", "held-out loss": "eval_loss"},
     "eval": {},
 }
-"""What is drawn of each algorithm's runs."""
+"""Metrics that are drawn of each algorithm's runs."""
 
 
 @dataclass(frozen=True)
@@ -34,37 +34,26 @@ class Point:
 
 @dataclass(frozen=True)
 class Curve:
-    """`lines` are {name: [(step, value)]}: means over the rollouts of a training step, or the
-    losses of sft.
-    """
-
     title: str
-    lines: dict[str, list[tuple[int, float]]]
+    lines: dict[str, Line]
+    """Means over the rollouts of a training step, or the losses of sft."""
     held_out: list[Point]
 
 
-def of_run(store: Store, run_id: str, points: int = 400) -> Curve:
-    """The curve of a run. FlashError(unknown_run)."""
-    run = store.run(run_id)
-    measured = {
-        name: store.series(run_id, metric, points)
-        for name, metric in METRICS[run.algorithm].items()
-    }
-    held_out = [
-        Point(
-            row.step,
-            row.summary["success"],
-            health.noise_band(row.summary["success"], int(row.summary["n"])),
-        )
-        for row in store.evals(run_id)
-        if row.summary["n"]  # none, and no rate, where environment code failed every attempt
-    ]
-    title = f"{run_id}: {run.model} on {run.environment}"
-    return Curve(title, {name: line for name, line in measured.items() if line}, held_out)
+def drawn(run: Run, lines: Mapping[str, Line], evaluations: Sequence[Evaluation]) -> Curve:
+    """The curve of a run, from its metrics by name and its evaluations."""
+    held_out: list[Point] = []
+    for row in evaluations:
+        count = int(row.summary["n"])
+        if count:  # else environment code failed every attempt, and there is no rate
+            success = row.summary["success"]
+            held_out.append(Point(row.step, success, health.noise_band(success, count)))
+    title = f"{run.id}: {run.model} on {run.environment}"
+    return Curve(title, {name: line for name, line in lines.items() if line}, held_out)
 
 
 def terminal(curve: Curve, width: int = 90, height: int = 18) -> str:
-    """The curve in characters, without colour codes; one line where there is nothing to draw yet."""
+    """The curve in characters, without colour codes; one line if nothing can be drawn yet."""
     if not curve.lines and not curve.held_out:
         return f"{curve.title}: no steps yet"
     plot: Any = importlib.import_module("plotext")  # untyped

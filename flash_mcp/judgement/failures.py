@@ -4,12 +4,13 @@
     empty      the model wrote nothing
     looping    it said the same again and again
     truncated  it was cut off at max_tokens or max_length
-    wrapped    the answer stands in a code fence, \\boxed{}, quotes or bold, which no success of the sample does
-    unparsed   the scorer's own words, or a part of the reward named like a format, say that it found no answer
+    wrapped    the answer is in a code fence, \\boxed{}, quotes or bold, unlike each success
+    unparsed   the scorer's reason, or a part of the reward named like a format, says that it found
+               no answer
     wrong      none of these: as a rule an answer that is not right
 
-Read from what any environment reports, so the last three are guesses: a scorer that gives no reason
-and has no part for the format leaves `wrong`."""
+The last three are guesses, because they are read from what any environment reports: if a scorer
+gives no reason and has no part for the format, they are all `wrong`."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from flash_mcp.protocol.records import Rollout
 FailureMode = Literal["error", "empty", "looping", "truncated", "wrapped", "unparsed", "wrong"]
 
 SAMPLE_ROLLOUTS = 256
-"""Of a step with more, so many are drawn at random and looked at."""
+"""At most so many rollouts of a step are looked at, drawn at random."""
 LOOP_CHARACTERS = 40
 """Shorter repetitions at the end of a text are no loop."""
 LOOP_PERIOD = 120
@@ -40,8 +41,8 @@ FORMAT_PART = re.compile(
     r"format|parse|tagged|valid|well_?formed|syntax|answered|schema", re.IGNORECASE
 )
 NO_ANSWER = re.compile(
-    r"\bno (final |valid )?(answer|tags?|number|match|json|code)\b|not (be )?pars|unpars|malformed|not valid|invalid|"
-    r"missing|wrong format|not found",
+    r"\bno (final |valid )?(answer|tags?|number|match|json|code)\b|not (be )?pars|unpars|malformed"
+    r"|not valid|invalid|missing|wrong format|not found",
     re.IGNORECASE,
 )
 

@@ -1,86 +1,66 @@
-"""What a run's numbers mean: trends, noise bands, a verdict, and warning signs with their remedy.
+"""What a run's numbers mean: trends, noise bands, and warning signs with their remedy.
 
-Pure functions of numbers, so that every sentence an agent reads can be tested.
-"""
+One table of checks (`CHECKS`) judges the steps of a run and the sample before it, with the same
+thresholds. A sample is judged as one step."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, pstdev
 from typing import Literal
 
-from flash_mcp.judgement.statistics import mcnemar
+from flash_mcp.judgement import attempts
+from flash_mcp.protocol.parts import Part, Rounded
+from flash_mcp.protocol.records import Try
 
 Metrics = Mapping[str, float | None]
-Outcome = Literal["improved", "no_change", "regressed"]
 Severity = Literal["warning", "problem"]
-FlagName = Literal[
-    "environment_errors",
-    "no_gradient",
-    "uniform_groups",
-    "truncation",
-    "reward_flat",
-    "reward_falling",
-    "length_collapse",
-    "entropy_collapse",
-    "policy_mismatch",
-    "overfitting",
-    "too_hard",
-    "too_easy",
-    "reward_without_success",
-    "reward_follows_length",
-    "repeated_outputs",
-    "policy_spike",
-    "contaminated_split",
-]
-
+CONTAMINATED = "contaminated_split"
 BARS = "▁▂▃▄▅▆▇█"
 WINDOW = 10
-"""Steps that a flag looks at: the newest so many."""
+"""The newest steps, which most checks look at."""
+LEAST_STEPS = 3
+"""A run with fewer steps has no warning signs."""
 LONG = 20
-"""Values of which the first and the last third have a noise worth the name."""
+"""With fewer values, the noise of their first and last third cannot be estimated."""
+SOLVED = 0.9
+"""Success share from which a run has little left to learn."""
+SPIKES = {"kl": 0.5, "sampling_kl": 0.05, "is_ratio/clipped_share": 0.05}
+"""Metrics that may jump, each with the value below which a jump does not count."""
 
 
-@dataclass(frozen=True)
-class Trend:
-    """`first` and `last` are means over the first and last `width` values; `spark` is the whole as
-    tiny bars.
-    """
+class Trend(Part):
+    """How a metric moved over the training steps so far."""
 
-    first: float
-    last: float
-    best: float
-    width: int
+    first: Rounded
+    """Mean over the first steps."""
+    last: Rounded
+    """Mean over the newest steps."""
+    best: Rounded
+    """The best single step."""
+    over_steps: int
+    """Steps that first and last are each averaged over."""
     spark: str
+    """All steps as bars, from least to greatest."""
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """`change` = trained - base, in success share; `low` to `high` is where the true change lies 95
-    times of 100.
-    """
+class Flag(Part):
+    """A warning sign."""
 
-    outcome: Outcome
-    change: float
-    low: float
-    high: float
-    explanation: str
-
-
-@dataclass(frozen=True)
-class Flag:
-    """A warning sign: what the numbers say, and what usually helps."""
-
-    name: FlagName
+    name: str
+    """What it is called in the playbook."""
     severity: Severity
+    """problem: the run is unlikely to get anywhere."""
     evidence: str
+    """The numbers."""
     remedy: str
+    """What usually helps."""
 
 
-def trend(values: Sequence[float]) -> Trend | None:
+def trend(values: Sequence[float], *, lower_is_better: bool = False) -> Trend | None:
     """None for no values. The ends are averaged over a fifth of the values, at least 1 and at most
     10.
     """
@@ -88,7 +68,11 @@ def trend(values: Sequence[float]) -> Trend | None:
         return None
     width = min(10, max(1, len(values) // 5))
     return Trend(
-        fmean(values[:width]), fmean(values[-width:]), max(values), width, sparkline(values)
+        first=fmean(values[:width]),
+        last=fmean(values[-width:]),
+        best=min(values) if lower_is_better else max(values),
+        over_steps=width,
+        spark=sparkline(values),
     )
 
 
@@ -99,7 +83,8 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
     count = min(width, len(values))
     edges = [round(index * len(values) / count) for index in range(count + 1)]
     means = [fmean(values[start:end]) for start, end in itertools.pairwise(edges)]
-    low, high = min(means), max(means)
+    low = min(means)
+    high = max(means)
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(BARS[round((mean - low) * scale)] for mean in means)
 
@@ -111,81 +96,51 @@ def noise_band(share: float, count: int) -> float:
     return 1.96 * math.sqrt(max(share * (1 - share), 0.0) / count) if count else 1.0
 
 
-def compare(base: tuple[float, int], trained: tuple[float, int]) -> Verdict:
-    """Verdict on two (success share, examples) that were measured on different examples.
-
-    One success and one failure are added to each side first (Agresti and Caffo 2000): a share of
-    exactly 0 or 1 would otherwise claim to be free of noise."""
-    shares = [(share * count + 1) / (count + 2) for share, count in (base, trained)]
-    counts = [base[1] + 2, trained[1] + 2]
-    band = 1.96 * math.sqrt(
-        sum(share * (1 - share) / count for share, count in zip(shares, counts, strict=True))
-    )
-    return _judged(
-        trained[0] - base[0], shares[1] - shares[0], band, f"{base[1]} and {trained[1]} examples"
-    )
-
-
-def compare_pairs(pairs: Sequence[tuple[bool, bool]]) -> Verdict:
-    """Verdict on (base succeeded, trained succeeded) of the same examples.
-
-    Only examples whose outcome changed carry information. For the interval one change each way is
-    added for the same reason as above (Agresti and Min 2005); McNemar's exact test decides."""
-    won = sum(trained and not base for base, trained in pairs)
-    lost = sum(base and not trained for base, trained in pairs)
-    count = len(pairs) + 2
-    middle = (won - lost) / count
-    band = 1.96 * math.sqrt(max((won + lost + 2) / count - middle**2, 0.0) / count)
-    detail = f"the same {len(pairs)} examples ({won} newly solved, {lost} no longer)"
-    return _judged(
-        (won - lost) / max(len(pairs), 1),
-        middle,
-        band,
-        detail,
-        significant=mcnemar(won, lost) < 0.05,
-    )
-
-
-def _judged(
-    change: float, middle: float, band: float, detail: str, *, significant: bool = True
-) -> Verdict:
-    low, high = middle - band, middle + band
-    outcome: Outcome = "no_change"
-    if significant:
-        outcome = "improved" if low > 0 else "regressed" if high < 0 else "no_change"
-    words = {
-        "improved": "more than chance explains",
-        "no_change": "within what chance explains",
-        "regressed": "worse than chance explains",
-    }
-    interval = f"95 % interval {low:+.3f} to {high:+.3f}"
-    return Verdict(
-        outcome, change, low, high, f"{change:+.3f} on {detail}, {interval}: {words[outcome]}"
-    )
+# -- warning signs ---------------------------------------------------------------------------------
 
 
 def flags(history: Sequence[Metrics]) -> list[Flag]:
     """Warning signs in a run's metrics, one mapping a step in order of steps; the gravest first.
 
-    Where the mappings hold their `step` too, the evidence says which steps it is from.
+    If the mappings hold their `step` too, the evidence says which steps it is from.
     """
-    recent = history[-WINDOW:]
-    found = [check(history, recent) for check in _CHECKS] if len(history) >= 3 else []
-    return gravest_first(flag for flag in found if flag)
+    if len(history) < LEAST_STEPS:
+        return []
+    return _found(Steps(history))
 
 
-def gravest_first(found: Iterable[Flag]) -> list[Flag]:
-    return sorted(found, key=lambda flag: flag.severity != "problem")
+def sample_flags(tries: Sequence[Try]) -> list[Flag]:
+    """What a sample of groups, made before training, says against training on them; the gravest
+    first.
+    """
+    groups = attempts.by_task(tries)
+    valid = [each for group in groups.values() for each in group]
+    metrics: dict[str, float | None] = {}
+    if tries:
+        metrics["rollouts/error_share"] = 1 - len(valid) / len(tries)
+    if valid:
+        outcomes = [{each.success for each in group} for group in groups.values()]
+        rewards = [{each.reward for each in group} for group in groups.values()]
+        metrics |= {
+            "rollouts/truncated_share": fmean(each.truncated for each in valid),
+            "groups/uniform_share": attempts.uniform_share(groups),
+            "groups/solved_share": outcomes.count({True}) / len(groups),
+            "groups/zero_share": rewards.count({0.0}) / len(groups),
+            "reward/mean": fmean(each.reward for each in valid),
+            "success/rate": fmean(each.success for each in valid),
+        }
+    return _found(Steps([metrics], is_sample=True))
 
 
 def contaminated(shared: int, eval_tasks: int, evidence: str) -> Flag:
     """The flag of a run of whose `eval_tasks` tasks `shared` are train tasks too."""
+    tasks = f"{shared} of {eval_tasks} eval tasks are train tasks too ({evidence})"
     return Flag(
-        "contaminated_split",
-        "problem",
-        f"{shared} of {eval_tasks} eval tasks are train tasks too ({evidence}): held-out figures measure memory",
-        "take them out of one of the splits, env_test it, env_push it and train again; trust no held-out figure of "
-        "this run",
+        name=CONTAMINATED,
+        severity="problem",
+        evidence=f"{tasks}: held-out figures measure memory",
+        remedy="take them out of one of the splits, env_test it, env_push it and train again; "
+        "trust no held-out figure of this run",
     )
 
 
@@ -193,34 +148,46 @@ def outlook(history: Sequence[Metrics], found: Sequence[Flag], verdict: str | No
     """One line on whether the run is worth continuing, and why: yes, doubtful, no, or too early to
     say.
     """
-    graver = next((flag for flag in found if flag.severity == "problem"), None)
-    if graver and verdict == "improved":
-        return f"doubtful: the held-out success rose, but {graver.name}: {graver.evidence}"
-    if graver:
-        return f"no: {graver.name}: {graver.evidence}"
-    if len(history) < 3:
-        return f"too early to say: {len(history)} of the 3 steps that warning signs need"
+    problem = next((flag for flag in found if flag.severity == "problem"), None)
+    if problem and verdict == "improved":
+        return f"doubtful: the held-out success rose, but {problem.name}: {problem.evidence}"
+    if problem:
+        return f"no: {problem.name}: {problem.evidence}"
+    if len(history) < LEAST_STEPS:
+        return (
+            f"too early to say: {len(history)} of the {LEAST_STEPS} steps that warning signs need"
+        )
     if verdict == "regressed":
         return "no: the held-out success fell; an earlier checkpoint may be better"
-    recent = history[-WINDOW:]
-    success = _mean(recent, "success/rate")
-    if success is not None and success > 0.9:
-        return (
-            f"no need: solved, success {success:.0%} in {_steps(recent)}; harder tasks, or the end"
-        )
-    doubt = next((flag for flag in found if flag.name in _DOUBTS), None)
+    steps = Steps(history)
+    recent = steps.recent()
+    success = recent.mean("success/rate")
+    if success is not None and success > SOLVED:
+        return f"no need: solved, success {success:.0%} in {recent}; harder tasks, or the end"
+    doubt = next((flag for flag in found if flag.name in DOUBTS), None)
     if doubt:
         return f"doubtful: {doubt.name}: {doubt.evidence}"
-    name, sign = ("reward/mean", 1) if _column(history, "reward/mean") else ("loss", -1)
-    moved = trend(values := _column(history, name))
+    return _progress(steps, found)
+
+
+def _progress(steps: Steps, found: Sequence[Flag]) -> str:
+    """The outlook of a run without problems or doubts, by its reward or its loss."""
+    name = "reward/mean" if steps.column("reward/mean") else "loss"
+    values = steps.column(name)
+    moved = trend(values)
     if moved is None:
         return "too early to say: nothing was measured yet"
-    said = f"{name.partition('/')[0]} went from {moved.first:.3g} to {moved.last:.3g} over {_steps(history)}"
-    if sign * (moved.last - moved.first) <= 0:
+    short = name.partition("/")[0]
+    said = f"{short} went from {moved.first:.3g} to {moved.last:.3g} over {steps}"
+    gain = moved.last - moved.first
+    if name == "loss":
+        gain = -gain
+    if gain <= 0:
         return f"doubtful: {said}"
     if len(values) < LONG and not _is_monotone(values):
         return f"too early to say: {said}, which chance alone may explain"
-    return f"yes: {said}" + (f"; mind {', '.join(flag.name for flag in found)}" if found else "")
+    minded = f"; mind {', '.join(flag.name for flag in found)}" if found else ""
+    return f"yes: {said}{minded}"
 
 
 def _is_monotone(values: Sequence[float]) -> bool:
@@ -234,301 +201,373 @@ def _is_monotone(values: Sequence[float]) -> bool:
     return abs(rises) - 1 > 1.96 * math.sqrt(count * (count - 1) * (2 * count + 5) / 18)
 
 
-def _steps(history: Sequence[Metrics]) -> str:
-    """Which steps these are."""
-    first, last = history[0].get("step"), history[-1].get("step")
-    return (
-        f"the last {len(history)} steps"
-        if first is None or last is None
-        else f"steps {first:g} to {last:g}"
-    )
+class Steps:
+    """Metrics of steps in their order, or of a sample; as text, which steps these are."""
+
+    def __init__(self, metrics: Sequence[Metrics], *, is_sample: bool = False) -> None:
+        self.metrics = metrics
+        self.is_sample = is_sample
+
+    def __len__(self) -> int:
+        return len(self.metrics)
+
+    def __str__(self) -> str:
+        if self.is_sample:
+            return "the sample"
+        first = self.metrics[0].get("step")
+        last = self.metrics[-1].get("step")
+        if first is None or last is None:
+            return f"the last {len(self)} steps"
+        return f"steps {first:g} to {last:g}"
+
+    def recent(self) -> Steps:
+        return Steps(self.metrics[-WINDOW:], is_sample=self.is_sample)
+
+    def column(self, name: str) -> list[float]:
+        values = (metrics.get(name) for metrics in self.metrics)
+        return [value for value in values if value is not None and math.isfinite(value)]
+
+    def mean(self, name: str) -> float | None:
+        values = self.column(name)
+        return fmean(values) if values else None
+
+    def share(self, name: str) -> float:
+        """The mean; 0 if the metric is absent."""
+        return self.mean(name) or 0.0
 
 
-def _column(history: Sequence[Metrics], name: str) -> list[float]:
-    return [
-        value
-        for metrics in history
-        if (value := metrics.get(name)) is not None and math.isfinite(value)
-    ]
+@dataclass(frozen=True)
+class Sign:
+    """What a check found."""
+
+    evidence: str
+    remedy: str
+    is_problem: bool = False
 
 
-def _mean(history: Sequence[Metrics], name: str) -> float | None:
-    values = _column(history, name)
-    return fmean(values) if values else None
+Check = Callable[[Steps, Steps], Sign | None]
+"""Looks at all steps, and at the newest; None if nothing is wrong."""
 
 
-def _errors(history: Sequence[Metrics], recent: Sequence[Metrics]) -> Flag | None:
-    share = _mean(recent, "rollouts/error_share")
-    if share is None or share < 0.02:
+def _found(steps: Steps) -> list[Flag]:
+    recent = steps.recent()
+    flags: list[Flag] = []
+    for name, check in CHECKS.items():
+        sign = check(steps, recent)
+        if sign:
+            severity: Severity = "problem" if sign.is_problem else "warning"
+            flags.append(
+                Flag(name=name, severity=severity, evidence=sign.evidence, remedy=sign.remedy)
+            )
+    return sorted(flags, key=lambda flag: flag.severity != "problem")
+
+
+def _errors(steps: Steps, recent: Steps) -> Sign | None:
+    share = recent.share("rollouts/error_share")
+    if share < 0.02:
         return None
-    return Flag(
-        "environment_errors",
-        "problem" if share >= 0.2 else "warning",
-        f"{share:.0%} of the rollouts of {_steps(recent)} failed in environment code: nothing is learnt from them",
-        "read them with rollouts (which=worst; see each row's error), mend environment.py, env_test, env_push",
+    return Sign(
+        f"{share:.0%} of the rollouts of {recent} failed in environment code: "
+        "nothing is learnt from them",
+        "read them with rollouts (which=worst; see each row's error), fix environment.py, "
+        "env_test, env_push",
+        is_problem=share >= 0.2,
     )
 
 
-def _truncated(history: Sequence[Metrics], recent: Sequence[Metrics]) -> Flag | None:
-    share = _mean(recent, "rollouts/truncated_share")
-    if share is None or share < 0.2:
+def _no_gradient(steps: Steps, recent: Steps) -> Sign | None:
+    norms = recent.column("grad_norm")
+    if len(norms) < LEAST_STEPS or max(norms) > 1e-9 or _is_solved(recent):
         return None
-    return Flag(
-        "truncation",
-        "problem" if share >= 0.5 else "warning",
-        f"{share:.0%} of the rollouts of {_steps(recent)} were cut off at max_tokens or max_length",
-        "train with a greater max_tokens (and max_length) or stop_sequences, or ask for shorter answers in the prompt",
+    return Sign(
+        f"the gradient was 0 in each of the last {len(norms)} steps",
+        "every group is uniform: change the reward or the tasks; see rollouts",
+        is_problem=True,
     )
 
 
-def _uniform(history: Sequence[Metrics], recent: Sequence[Metrics]) -> Flag | None:
-    share, reward = _mean(recent, "groups/uniform_share"), _mean(recent, "reward/mean")
-    if share is None or share < 0.6:
+def _is_solved(recent: Steps) -> bool:
+    return recent.share("success/rate") > 0.8
+
+
+def _uniform(steps: Steps, recent: Steps) -> Sign | None:
+    """Groups in which all rollouts score the same have no advantage: GRPO's gradient is zero."""
+    share = recent.share("groups/uniform_share")
+    if share < 0.6:
         return None
-    right, zero = (
-        _mean(recent, "groups/solved_share") or 0.0,
-        _mean(recent, "groups/zero_share") or 0.0,
-    )
-    solved = _is_solved(recent) or right > share / 2
-    if solved:
+    right = recent.share("groups/solved_share")
+    zero = recent.share("groups/zero_share")
+    is_solved = _is_solved(recent) or right > share / 2
+    if is_solved:
         remedy = "the tasks are solved: stop here, or train on harder ones"
     elif zero > 0.5:
-        remedy = "nothing is ever paid: let the scorer pay for partial progress, use easier tasks, or train sft first"
+        remedy = (
+            "nothing is ever paid: let the scorer pay for partial progress, use easier tasks, "
+            "or train sft first"
+        )
     else:
-        remedy = "make partial progress pay, use easier tasks, or train with a greater group_size or temperature"
-    return Flag(
-        "uniform_groups",
-        "problem" if share >= 0.95 and not solved else "warning",
-        f"in {share:.0%} of the groups of {_steps(recent)} all rollouts scored the same (mean reward "
-        f"{reward or 0.0:.2f}; all zero in {zero:.0%}, all right in {right:.0%}): they teach nothing",
+        remedy = (
+            "make partial progress pay, use easier tasks, or train with a greater group_size "
+            "or temperature"
+        )
+    shares = f"all zero in {zero:.0%}, all right in {right:.0%}"
+    return Sign(
+        f"in {share:.0%} of the groups of {recent} all rollouts scored the same (mean reward "
+        f"{recent.share('reward/mean'):.2f}; {shares}): they teach nothing",
         remedy,
+        # A run that ends with solved tasks is done; one that begins with them learns nothing.
+        is_problem=share >= 0.95 and (steps.is_sample or not is_solved),
     )
 
 
-def _is_solved(recent: Sequence[Metrics]) -> bool:
-    return (_mean(recent, "success/rate") or 0.0) > 0.8
-
-
-def _hard(history: Sequence[Metrics], recent: Sequence[Metrics]) -> Flag | None:
-    unsolved = _mean(recent, "groups/unsolved_share")
-    if len(recent) < WINDOW or unsolved is None or unsolved < 0.8 or _uniform(history, recent):
+def _too_hard(steps: Steps, recent: Steps) -> Sign | None:
+    unsolved = recent.share("groups/unsolved_share")
+    if len(recent) < WINDOW or unsolved < 0.8 or _uniform(steps, recent):
         return None
-    return Flag(
-        "too_hard",
-        "warning",
-        f"in {unsolved:.0%} of the groups of {_steps(recent)} no rollout succeeded, in {_middle(recent):.0%} some did: "
-        "success itself is hardly ever compared",
+    return Sign(
+        f"in {unsolved:.0%} of the groups of {recent} no rollout succeeded, in "
+        f"{_middle(recent):.0%} some did: success itself is hardly ever compared",
         "train on easier tasks first, on sft gold answers first, or with a greater group_size",
     )
 
 
-def _easy(history: Sequence[Metrics], recent: Sequence[Metrics]) -> Flag | None:
-    solved = _mean(recent, "groups/solved_share")
-    if len(recent) < WINDOW or solved is None or solved < 0.8 or _uniform(history, recent):
+def _too_easy(steps: Steps, recent: Steps) -> Sign | None:
+    solved = recent.share("groups/solved_share")
+    if len(recent) < WINDOW or solved < 0.8 or _uniform(steps, recent):
         return None
-    return Flag(
-        "too_easy",
-        "warning",
-        f"in {solved:.0%} of the groups of {_steps(recent)} every rollout succeeded, in {_middle(recent):.0%} only "
-        "some did",
+    return Sign(
+        f"in {solved:.0%} of the groups of {recent} every rollout succeeded, in "
+        f"{_middle(recent):.0%} only some did",
         "stop here, or train on harder tasks: what is left to learn is in the reward's other parts",
     )
 
 
-def _middle(recent: Sequence[Metrics]) -> float:
-    """Share of groups in which some rollouts succeeded and some did not: those that teach success."""
-    return max(
-        0.0,
-        1
-        - (_mean(recent, "groups/solved_share") or 0.0)
-        - (_mean(recent, "groups/unsolved_share") or 0.0),
+def _middle(recent: Steps) -> float:
+    """Share of groups in which some rollouts succeeded and some did not."""
+    ends = recent.share("groups/solved_share") + recent.share("groups/unsolved_share")
+    return max(0.0, 1 - ends)
+
+
+def _truncation(steps: Steps, recent: Steps) -> Sign | None:
+    share = recent.share("rollouts/truncated_share")
+    if share < 0.2:
+        return None
+    return Sign(
+        f"{share:.0%} of the rollouts of {recent} were cut off at max_tokens or max_length",
+        "train with a greater max_tokens (and max_length) or stop_sequences, or ask for shorter "
+        "answers in the prompt",
+        is_problem=share >= 0.5,
     )
 
 
-def _change(values: Sequence[float]) -> tuple[float, float] | None:
-    """(mean of the last third less that of the first, half-width of its noise); None for fewer than
-    LONG values.
-    """
+def _solved(steps: Steps, recent: Steps) -> Sign | None:
+    """For a sample alone: the outlook says the same of a run."""
+    success = recent.share("success/rate")
+    if not steps.is_sample or success < SOLVED:
+        return None
+    return Sign(
+        f"{success:.0%} of the rollouts succeed already, before any training",
+        "take harder tasks: there is little left to learn from these",
+    )
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Mean of the last third of the values less that of the first, and its noise."""
+
+    change: float
+    band: float
+
+    def __str__(self) -> str:
+        return f"{self.change:+.3f} ± {self.band:.3f}"
+
+
+def _difference(values: Sequence[float]) -> Difference | None:
+    """None for fewer than LONG values."""
     if len(values) < LONG:
         return None
     third = len(values) // 3
-    first, last = values[:third], values[-third:]
-    return fmean(last) - fmean(first), 1.96 * math.sqrt(
-        (pstdev(first) ** 2 + pstdev(last) ** 2) / third
-    )
+    first = values[:third]
+    last = values[-third:]
+    band = 1.96 * math.sqrt((pstdev(first) ** 2 + pstdev(last) ** 2) / third)
+    return Difference(fmean(last) - fmean(first), band)
 
 
-def _flat(history: Sequence[Metrics], recent: Sequence[Metrics]) -> Flag | None:
-    found = _change(_column(history, "reward/mean"))
-    if found is None or (_mean(recent, "success/rate") or 0.0) > 0.9:
+def _reward_change(steps: Steps, recent: Steps) -> Difference | None:
+    """None for a run that is solved, or too short to tell."""
+    if recent.share("success/rate") > SOLVED:
         return None
-    change, band = found
-    if change > band:
+    return _difference(steps.column("reward/mean"))
+
+
+def _reward_evidence(steps: Steps, moved: Difference) -> str:
+    return f"mean reward of the last third of {steps} less that of the first: {moved}"
+
+
+def _reward_flat(steps: Steps, recent: Steps) -> Sign | None:
+    moved = _reward_change(steps, recent)
+    if moved is None or abs(moved.change) > moved.band:
         return None
-    falls = change < -band
-    return Flag(
-        "reward_falling" if falls else "reward_flat",
-        "problem" if falls else "warning",
-        f"mean reward of the last third of {_steps(history)} less that of the first: {change:+.3f} ± {band:.3f}",
-        "lower learning_rate, or look for a reward that pays for the wrong thing"
-        if falls
-        else "look at rollouts for what is paid; raise learning_rate (LoRA often takes 1e-4 to 2e-4) or make partial "
-        "progress pay",
+    return Sign(
+        _reward_evidence(steps, moved),
+        "look at rollouts for what is paid; raise learning_rate (LoRA often takes 1e-4 to 2e-4) "
+        "or make partial progress pay",
     )
 
 
-def _unearned(history: Sequence[Metrics], recent: Sequence[Metrics]) -> Flag | None:
-    reward, success = (
-        _change(_column(history, "reward/mean")),
-        _change(_column(history, "success/rate")),
-    )
-    share = _mean(recent, "success/rate") or 0.0
-    if (
-        reward is None
-        or success is None
-        or reward[0] <= max(reward[1], 0.02)
-        or success[0] > success[1]
-        or share > 0.9
-    ):
+def _reward_falling(steps: Steps, recent: Steps) -> Sign | None:
+    moved = _reward_change(steps, recent)
+    if moved is None or moved.change >= -moved.band:
         return None
-    return Flag(
-        "reward_without_success",
-        "problem" if success[0] < -success[1] else "warning",
-        f"from the first to the last third of {_steps(history)} the reward changed by {reward[0]:+.3f} ± "
-        f"{reward[1]:.3f}, "
-        f"success by {success[0]:+.3f} ± {success[1]:.3f}, to {share:.0%}",
-        "read rollouts (which=best): what is paid that is no success? Pay less for it in the scorer, env_test, "
-        "env_push, train again",
+    return Sign(
+        _reward_evidence(steps, moved),
+        "lower learning_rate, or look for a reward that pays for the wrong thing",
+        is_problem=True,
     )
 
 
-def _collapse(history: Sequence[Metrics], recent: Sequence[Metrics]) -> Flag | None:
-    lengths = trend(_column(history, "tokens/completion_mean"))
-    rewards = trend(_column(history, "reward/mean"))
-    if not lengths or not rewards or len(history) < WINDOW:
+def _reward_without_success(steps: Steps, recent: Steps) -> Sign | None:
+    reward = _reward_change(steps, recent)
+    success = _difference(steps.column("success/rate"))
+    if reward is None or success is None:
+        return None
+    if reward.change <= max(reward.band, 0.02) or success.change > success.band:
+        return None
+    share = recent.share("success/rate")
+    return Sign(
+        f"from the first to the last third of {steps} the reward changed by {reward}, "
+        f"success by {success}, to {share:.0%}",
+        "read rollouts (which=best): what is paid that is no success? Pay less for it in the "
+        "scorer, env_test, env_push, train again",
+        is_problem=success.change < -success.band,
+    )
+
+
+def _length_collapse(steps: Steps, recent: Steps) -> Sign | None:
+    lengths = trend(steps.column("tokens/completion_mean"))
+    rewards = trend(steps.column("reward/mean"))
+    if not lengths or not rewards or len(steps) < WINDOW:
         return None
     if lengths.last > 0.5 * lengths.first or rewards.last < rewards.first + 0.02:
         return None
-    success = trend(_column(history, "success/rate"))
-    earned = success is not None and success.last > success.first + 0.1
+    success = trend(steps.column("success/rate"))
+    is_earned = success is not None and success.last > success.first + 0.1
     # A success that is never false is none: as a rule the environment does not judge it apart from
     # the score.
-    held = (
+    is_held = (
         success is not None and 0.3 < success.last < 0.999 and success.last >= success.first - 0.05
     )
     told = f", success from {success.first:.0%} to {success.last:.0%}" if success else ""
-    return Flag(
-        "length_collapse",
-        "warning" if earned or held else "problem",
-        f"answers shrank from {lengths.first:.0f} to {lengths.last:.0f} tokens over {_steps(history)} while the reward "
-        f"rose from {rewards.first:.3f} to {rewards.last:.3f}{told}",
-        "read rollouts (which=best): where they exploit the scorer, change the scorer and env_push; short answers may "
-        "also be right",
+    return Sign(
+        f"answers shrank from {lengths.first:.0f} to {lengths.last:.0f} tokens over {steps} while "
+        f"the reward rose from {rewards.first:.3f} to {rewards.last:.3f}{told}",
+        "read rollouts (which=best): where they exploit the scorer, change the scorer and "
+        "env_push; short answers may also be right",
+        is_problem=not is_earned and not is_held,
     )
 
 
-def _length(history: Sequence[Metrics], recent: Sequence[Metrics]) -> Flag | None:
-    found = _column(recent, "tokens/reward_correlation")
+def _reward_follows_length(steps: Steps, recent: Steps) -> Sign | None:
+    found = recent.column("tokens/reward_correlation")
     if len(found) < 5 or abs(fmean(found)) < 0.7:
         return None
-    longer = fmean(found) > 0
-    return Flag(
-        "reward_follows_length",
-        "warning",
-        f"among rollouts of one prompt with the same success, {'longer' if longer else 'shorter'} ones are paid more: "
-        f"correlation {fmean(found):+.2f} in {len(found)} of {_steps(recent)}",
-        "read rollouts (which=best) and look at what the scorer counts; take length out of it, unless it is the goal",
+    which = "longer" if fmean(found) > 0 else "shorter"
+    return Sign(
+        f"among rollouts of one prompt with the same success, {which} ones are paid more: "
+        f"correlation {fmean(found):+.2f} in {len(found)} of {recent}",
+        "read rollouts (which=best) and look at what the scorer counts; take length out of it, "
+        "unless it is the goal",
     )
 
 
-def _repeated(history: Sequence[Metrics], recent: Sequence[Metrics]) -> Flag | None:
-    share, success = _mean(recent, "rollouts/repeated_share"), _mean(recent, "success/rate") or 0.0
-    # Answers of a few tokens repeat by themselves.
-    if (
-        share is None
-        or share < 0.75
-        or success > 0.7
-        or (_mean(recent, "tokens/completion_mean") or 0.0) < 8
-    ):
+def _repeated_outputs(steps: Steps, recent: Steps) -> Sign | None:
+    share = recent.share("rollouts/repeated_share")
+    success = recent.share("success/rate")
+    are_words = recent.share("tokens/completion_mean") < 8  # these repeat by themselves
+    if share < 0.75 or success > 0.7 or are_words:
         return None
-    return Flag(
-        "repeated_outputs",
-        "warning",
-        f"{share:.0%} of the rollouts of {_steps(recent)} repeat another of their group word for word, at "
+    return Sign(
+        f"{share:.0%} of the rollouts of {recent} repeat another of their group word for word, at "
         f"{success:.0%} success: nothing new is tried",
-        "train with a higher temperature or a lower learning_rate from an earlier checkpoint (init_from_adapter)",
+        "train with a higher temperature or a lower learning_rate from an earlier checkpoint "
+        "(init_from_adapter)",
     )
 
 
-def _spike(history: Sequence[Metrics], recent: Sequence[Metrics]) -> Flag | None:
-    for name, least in (("kl", 0.5), ("sampling_kl", 0.05), ("is_ratio/clipped_share", 0.05)):
-        values = _column(recent, name)
+def _policy_spike(steps: Steps, recent: Steps) -> Sign | None:
+    for name, least in SPIKES.items():
+        values = recent.column(name)
         if len(values) < 5 or max(values) < max(least, 5 * median(values)):
             continue
-        at = next(metrics.get("step") for metrics in recent if metrics.get(name) == max(values))
-        where = f"in one of {_steps(recent)}" if at is None else f"at step {at:g}"
-        return Flag(
-            "policy_spike",
-            "warning",
-            f"{name} jumped to {max(values):.3g} {where}; the median of {_steps(recent)} is {median(values):.3g}",
-            "train with a lower learning_rate or max_grad_norm; if the reward fell too, go on from the checkpoint "
-            "before it (init_from_adapter=RUN_ID@STEP)",
+        at = next(step.get("step") for step in recent.metrics if step.get(name) == max(values))
+        where = f"in one of {recent}" if at is None else f"at step {at:g}"
+        jump = f"{name} jumped to {max(values):.3g} {where}"
+        return Sign(
+            f"{jump}; the median of {recent} is {median(values):.3g}",
+            "train with a lower learning_rate or max_grad_norm; if the reward fell too, go on from "
+            "the checkpoint before it (init_from_adapter=RUN_ID@STEP)",
         )
     return None
 
 
-def _entropy(history: Sequence[Metrics], recent: Sequence[Metrics]) -> Flag | None:
-    entropy, success = trend(_column(history, "entropy")), _mean(recent, "success/rate")
-    if success is None:  # sft is there to make one answer sure
+def _entropy_collapse(steps: Steps, recent: Steps) -> Sign | None:
+    entropy = trend(steps.column("entropy"))
+    success = recent.mean("success/rate")
+    if success is None or success > SOLVED:  # sft has no success: its aim is to be sure
         return None
-    if not entropy or entropy.first <= 0 or entropy.last > 0.15 * entropy.first or success > 0.9:
+    if not entropy or entropy.first <= 0 or entropy.last > 0.15 * entropy.first:
         return None
-    return Flag(
-        "entropy_collapse",
-        "warning",
-        f"entropy fell from {entropy.first:.3f} to {entropy.last:.3f} at {success:.0%} success: little else is tried",
+    fall = f"entropy fell from {entropy.first:.3f} to {entropy.last:.3f}"
+    return Sign(
+        f"{fall} at {success:.0%} success: little else is tried",
         "lower learning_rate, raise temperature, or add kl_penalty_coef=0.01",
     )
 
 
-def _mismatch(history: Sequence[Metrics], recent: Sequence[Metrics]) -> Flag | None:
-    ratio = _mean(recent, "is_ratio/mean")
+def _policy_mismatch(steps: Steps, recent: Steps) -> Sign | None:
+    ratio = recent.mean("is_ratio/mean")
     if ratio is None or abs(ratio - 1) < 0.2:
         return None
-    return Flag(
-        "policy_mismatch",
-        "warning",
-        f"the trainer's and the engine's probabilities differ: mean ratio {ratio:.2f} instead of about 1",
-        "with top_p below 1 that is so by itself, the engine's being of the nucleus alone: set top_p=1; else keep "
-        "importance_sampling on and lower learning_rate",
+    return Sign(
+        "the trainer's and the engine's probabilities differ: "
+        f"mean ratio {ratio:.2f} instead of about 1",
+        "with top_p below 1 that is so by itself, the engine's being of the nucleus alone: set "
+        "top_p=1; else keep importance_sampling on and lower learning_rate",
     )
 
 
-def _still(history: Sequence[Metrics], recent: Sequence[Metrics]) -> Flag | None:
-    norms = _column(recent, "grad_norm")
-    if len(norms) < 3 or max(norms) > 1e-9 or _is_solved(recent):
-        return None
-    return Flag(
-        "no_gradient",
-        "problem",
-        f"the gradient was 0 in each of the last {len(norms)} steps",
-        "every group is uniform: change the reward or the tasks; see rollouts",
-    )
-
-
-def _overfit(history: Sequence[Metrics], recent: Sequence[Metrics]) -> Flag | None:
-    losses = _column(history, "eval_loss")
+def _overfitting(steps: Steps, recent: Steps) -> Sign | None:
+    losses = steps.column("eval_loss")
     if len(losses) < 3 or losses[-1] <= 1.05 * min(losses):
         return None
-    return Flag(
-        "overfitting",
-        "warning",
+    return Sign(
         f"the held-out loss rose from {min(losses):.3f} to {losses[-1]:.3f}",
         "use an earlier checkpoint, fewer epochs, or more data",
     )
 
 
-_DOUBTS: frozenset[FlagName] = frozenset(
+CHECKS: dict[str, Check] = {
+    "environment_errors": _errors,
+    "no_gradient": _no_gradient,
+    "uniform_groups": _uniform,
+    "too_hard": _too_hard,
+    "too_easy": _too_easy,
+    "truncation": _truncation,
+    "solved": _solved,
+    "reward_flat": _reward_flat,
+    "reward_falling": _reward_falling,
+    "reward_without_success": _reward_without_success,
+    "length_collapse": _length_collapse,
+    "reward_follows_length": _reward_follows_length,
+    "entropy_collapse": _entropy_collapse,
+    "repeated_outputs": _repeated_outputs,
+    "policy_mismatch": _policy_mismatch,
+    "policy_spike": _policy_spike,
+    "overfitting": _overfitting,
+}
+"""In the order in which they are shown. A sample has the metrics of four of them."""
+FLAG_NAMES = (*CHECKS, CONTAMINATED)
+DOUBTS = frozenset(
     {
         "reward_flat",
         "reward_without_success",
@@ -541,23 +580,4 @@ _DOUBTS: frozenset[FlagName] = frozenset(
         "overfitting",
     }
 )
-"""Warnings with which going on is doubtful; with the others it is worth it while the numbers move.
-"""
-
-_CHECKS: tuple[Callable[[Sequence[Metrics], Sequence[Metrics]], Flag | None], ...] = (
-    _errors,
-    _still,
-    _uniform,
-    _hard,
-    _easy,
-    _truncated,
-    _flat,
-    _unearned,
-    _collapse,
-    _length,
-    _entropy,
-    _repeated,
-    _mismatch,
-    _spike,
-    _overfit,
-)
+"""Warnings that make going on doubtful. With the others it is worth it while the numbers move."""

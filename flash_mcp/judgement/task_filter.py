@@ -1,12 +1,16 @@
-"""The language in which curate says which tasks to keep: a truth about the attempts at one task.
+"""The language in which curate selects tasks: a boolean expression over one task's attempts.
 
     keep = compile_filter("pass@4 >= 0.25 and not avg > 0.9")
-    keep(TaskScores(n=8, n_correct=3, avg=0.5, best=1.0, worst=0.0))     # True; None where attempts do not suffice
+    keep(TaskScores(n=8, n_correct=3, avg=0.5, best=1.0, worst=0.0))  # True
 
 Numbers are avg, best, worst, n, n_correct, pass@k and literals, joined by + - *; < <= > >= == !=
-compare them; `solved` is a truth by itself; and, or, not join truths. The text is cut into words
-that are all checked, then read by Python's `ast` for its precedence, then turned into closures over
-whitelisted nodes: nothing of it is ever executed."""
+compare them; `solved` is true or false by itself; and, or, not join these.
+
+Python's `ast` parses the expression, so the precedence is Python's. Three steps are ours. The words
+are checked before, because `pass@4` is no Python and a wrong word deserves an error that names the
+right one; a grammar for lark or pyparsing would need the same checks. Only whitelisted nodes are
+accepted, and each is checked to be a number or a truth. They are evaluated here, in three-valued
+logic: nothing of the text is ever executed."""
 
 from __future__ import annotations
 
@@ -15,10 +19,10 @@ import difflib
 import math
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, cast
 
 from flash_mcp.judgement.statistics import pass_at_k
 from flash_mcp.protocol.errors import FlashError
@@ -29,16 +33,22 @@ JOINS = ("and", "or", "not")
 MAX_CHARACTERS = 500
 MAX_DEPTH = 40
 MAX_K = 9999
+_PASS = "pass_"
+"""`pass@4` is the name `pass_4` to Python."""
 FORM = (
-    "compare avg, best, worst, n, n_correct or pass@k with a number, as in `pass@4 >= 0.25 and n >= 4`; `solved` "
-    "stands alone; and, or, not and parentheses join them"
+    "compare avg, best, worst, n, n_correct or pass@k with a number, as in `pass@4 >= 0.25 and "
+    "n >= 4`; `solved` stands alone; and, or, not and parentheses join them"
 )
 
 _WORD = re.compile(
-    r"(?P<at>[A-Za-z_]\w*\s*@\s*[-+]?[\w.]*)|(?P<name>[A-Za-z_]\w*)|(?P<number>(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)"
+    r"(?P<at>[A-Za-z_]\w*\s*@\s*[-+]?[\w.]*)"
+    r"|(?P<name>[A-Za-z_]\w*)"
+    r"|(?P<number>(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)"
     r"|(?P<sign><=|>=|==|!=|[-<>()+*])",
     re.ASCII,
 )
+_SIGN = re.compile(r"&&?|\|\|?|.", re.DOTALL)
+"""What stands where no word does."""
 _MEANT = {
     "=": "==",
     "&": "and",
@@ -67,7 +77,7 @@ _ARITHMETIC: dict[type[ast.AST], Callable[..., Any]] = {
 
 @dataclass(frozen=True)
 class TaskScores:
-    """What the attempts at one task came to, at least one; `avg`, `best` and `worst` are rewards."""
+    """One or more attempts at one task; `avg`, `best` and `worst` are rewards."""
 
     n: int
     n_correct: int
@@ -80,7 +90,7 @@ class TaskScores:
         return self.n_correct > 0
 
     def pass_at(self, k: int) -> float | None:
-        """None where fewer than k attempts were made: what they would have come to is not known."""
+        """None if fewer than k attempts were made."""
         return pass_at_k(self.n, self.n_correct, k) if self.n >= k else None
 
 
@@ -88,14 +98,14 @@ class TaskScores:
 class TaskFilter:
     """A compiled filter. Called with a task's scores it says whether the task passes.
 
-    None says that this cannot be told: the task has fewer attempts than a pass@k needs, and the
+    None means that this cannot be told: the task has fewer attempts than a pass@k needs, and the
     rest of the filter does not decide without it."""
 
     text: str
-    _evaluate: Callable[[TaskScores], bool | None]
+    _tree: ast.expr
 
     def __call__(self, scores: TaskScores) -> bool | None:
-        return self._evaluate(scores)
+        return _evaluate(self._tree, scores)
 
 
 def compile_filter(text: str) -> TaskFilter:
@@ -103,189 +113,164 @@ def compile_filter(text: str) -> TaskFilter:
     language.
     """
     if len(text) > MAX_CHARACTERS:
-        raise _refusal(
-            text[:50] + "…", f"it has {len(text)} characters", f"use at most {MAX_CHARACTERS}"
-        )
+        start = f"{text[:50]}…"
+        raise _refusal(start, f"it has {len(text)} characters", f"use at most {MAX_CHARACTERS}")
     source = " ".join(_words(text))
     if not source:
         raise _refusal(text, "it is empty", f"leave it out to keep every task, or {FORM}")
     try:
-        tree = ast.parse(source, mode="eval")
-        compiled = _Compiler(text).compile(tree.body, 0)
+        tree = ast.parse(source, mode="eval").body
+        is_truth = _Checker(text).is_truth(tree)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise _refusal(
-            text, f"it does not read as an expression ({getattr(error, 'msg', error)})", FORM
-        ) from error
-    if not compiled.is_truth:
-        raise _refusal(
-            text,
-            "it is a number, neither true nor false",
-            f"compare it, as in `{_shown(tree.body)} > 0.5`",
-        )
-    return TaskFilter(text, compiled.evaluate)
+        reason = getattr(error, "msg", error)
+        raise _refusal(text, f"it does not read as an expression ({reason})", FORM) from error
+    if not is_truth:
+        compared = f"compare it, as in `{_shown(tree)} > 0.5`"
+        raise _refusal(text, "it is a number, neither true nor false", compared)
+    return TaskFilter(text, tree)
 
 
 def _words(text: str) -> list[str]:
-    """The words of a filter, each of them one that the language knows; `pass@4` is `pass_4`."""
+    """The words of a filter, each of which the language knows."""
     words: list[str] = []
     place = 0
     while rest := text[place:].lstrip():
         place = len(text) - len(rest)
         found = _WORD.match(rest)
         if found is None:
-            sign = re.match(r"&&?|\|\|?|.", rest, re.DOTALL)
+            sign = _SIGN.match(rest)
             given = sign[0] if sign else rest[0]
-            fix = f"write {_MEANT[given]}" if given in _MEANT else FORM
-            raise _refusal(
-                text, f"{given!r} at character {place + 1} is not part of the language", fix
-            )
+            what = f"{given!r} at character {place + 1} is not part of the language"
+            raise _refusal(text, what, f"write {_MEANT[given]}" if given in _MEANT else FORM)
         word = found[0]
+        place += len(word)
         if found.lastgroup == "at":
-            word = f"pass_{_attempts_of(text, word)}"
+            word = f"{_PASS}{_attempts_of(text, word)}"
         elif found.lastgroup == "name":
             _check_name(text, word)
         elif found.lastgroup == "number" and not math.isfinite(float(word)):
             raise _refusal(text, f"{word} is too large", "use a smaller number")
         words.append(word)
-        place += len(found[0])
     return words
 
 
 def _attempts_of(text: str, word: str) -> int:
     name, _, k = (part.strip() for part in word.partition("@"))
     if name != "pass":
-        near = f"{name} alone" if name in NUMBERS + TRUTHS else f"pass@{k}"
-        raise _refusal(text, f"{word!r}: only pass, in lower case, takes an @", f"write {near}")
+        meant = f"{name} alone" if name in NUMBERS + TRUTHS else f"pass@{k}"
+        what = f"{word!r}: only pass, in lower case, takes an @"
+        raise _refusal(text, what, f"write {meant}")
     if not re.fullmatch(r"[1-9]\d*", k, re.ASCII) or len(k) > len(str(MAX_K)):
-        raise _refusal(
-            text,
-            f"{word!r}: k is a number of attempts",
-            f"write pass@k with a whole number from 1 to {MAX_K}, as pass@4",
-        )
+        fix = f"write pass@k with a whole number from 1 to {MAX_K}, as pass@4"
+        raise _refusal(text, f"{word!r}: k is a number of attempts", fix)
     return int(k)
 
 
 def _check_name(text: str, name: str) -> None:
-    if name in NUMBERS + TRUTHS + JOINS:
+    known = (*NUMBERS, *TRUTHS, *JOINS)
+    if name in known:
         return
     if name == "pass":
         raise _refusal(text, "pass needs a number of attempts", "write pass@4")
-    near = difflib.get_close_matches(name.lower(), NUMBERS + TRUTHS + JOINS, n=1, cutoff=0.6)
-    known = f"the names are {', '.join(NUMBERS + TRUTHS)} and pass@k"
-    raise _refusal(
-        text, f"{name!r} is not a name", f"write {near[0]!r}; {known}" if near else known
-    )
+    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.6)
+    fix = f"the names are {', '.join(NUMBERS + TRUTHS)} and pass@k"
+    if near:
+        fix = f"write {near[0]!r}; {fix}"
+    raise _refusal(text, f"{name!r} is not a name", fix)
 
 
-class _Compiled(NamedTuple):
-    is_truth: bool
-    evaluate: Callable[[TaskScores], Any]
-    """A number or a truth; None where attempts do not suffice."""
+class _Checker:
+    """Checks that a tree has whitelisted nodes alone, with numbers and truths where they belong."""
 
-
-class _Compiler:
     def __init__(self, text: str) -> None:
         self.text = text
 
-    def compile(self, node: ast.expr, depth: int) -> _Compiled:
-        """The closure of one node of the whitelist; an error for any other."""
+    def is_truth(self, node: ast.expr, depth: int = 0) -> bool:
+        """Whether a node is true or false, not a number; FlashError if it is neither."""
         if depth > MAX_DEPTH:
-            self._refuse(f"it is nested more than {MAX_DEPTH} deep", "write it flatter")
+            what = f"it is nested more than {MAX_DEPTH} deep"
+            raise _refusal(self.text, what, "write it flatter")
         match node:
-            case ast.BoolOp(op=op, values=values):
-                return _joined(
-                    isinstance(op, ast.Or), [self._truth(value, depth + 1) for value in values]
-                )
+            case ast.BoolOp(values=parts):
+                self._check_truths(parts, depth)
+                return True
             case ast.UnaryOp(op=ast.Not(), operand=operand):
-                return _negated(self._truth(operand, depth + 1))
-            case ast.Compare(left=left, ops=ops, comparators=others):
-                parts = [self._number(part, depth + 1) for part in (left, *others)]
-                pairs = [
-                    _applied(_COMPARISONS[type(op)], *sides, is_truth=True)
-                    for op, sides in zip(ops, pairwise(parts), strict=True)
-                    if type(op) in _COMPARISONS
-                ]
-                return _joined(False, pairs) if len(pairs) == len(ops) else self._unknown(node)
-            case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() as op, right=right):
-                return _applied(
-                    _ARITHMETIC[type(op)],
-                    self._number(left, depth + 1),
-                    self._number(right, depth + 1),
-                )
-            case ast.UnaryOp(op=ast.UAdd() | ast.USub() as op, operand=operand):
-                return _applied(_ARITHMETIC[type(op)], self._number(operand, depth + 1))
-            case ast.Constant(value=int() | float() as value):
-                return _constant(float(value))
-            case ast.Name(id=name) if name.startswith("pass_"):
-                return _Compiled(
-                    False, operator.methodcaller("pass_at", int(name.removeprefix("pass_")))
-                )
-            case ast.Name(id=name) if name in NUMBERS + TRUTHS:
-                return _Compiled(name in TRUTHS, operator.attrgetter(name))
+                self._check_truths([operand], depth)
+                return True
+            case ast.Compare(left=left, ops=ops, comparators=others) if _COMPARISONS.keys() >= {
+                type(op) for op in ops
+            }:
+                self._check_numbers([left, *others], depth)
+                return True
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
+                self._check_numbers([left, right], depth)
+                return False
+            case ast.UnaryOp(op=op, operand=operand) if type(op) in _ARITHMETIC:
+                self._check_numbers([operand], depth)
+                return False
+            case ast.Constant(value=int() | float()):
+                return False
+            case ast.Name(id=name) if name in NUMBERS or name.startswith(_PASS):
+                return False
+            case ast.Name(id=name) if name in TRUTHS:
+                return True
             case _:
-                return self._unknown(node)
+                raise _refusal(self.text, f"`{_shown(node)}` is not part of the language", FORM)
 
-    def _number(self, node: ast.expr, depth: int) -> _Compiled:
-        compiled = self.compile(node, depth)
-        if compiled.is_truth:
-            shown = _shown(node)
-            self._refuse(
-                f"`{shown}` is true or false, not a number", f"write `{shown}` or `not {shown}`"
+    def _check_truths(self, nodes: Sequence[ast.expr], depth: int) -> None:
+        for node in nodes:
+            if not self.is_truth(node, depth + 1):
+                shown = _shown(node)
+                what = f"`{shown}` is a number, neither true nor false"
+                raise _refusal(self.text, what, f"compare it, as in `{shown} > 0.5`")
+
+    def _check_numbers(self, nodes: Sequence[ast.expr], depth: int) -> None:
+        for node in nodes:
+            if self.is_truth(node, depth + 1):
+                shown = _shown(node)
+                what = f"`{shown}` is true or false, not a number"
+                raise _refusal(self.text, what, f"write `{shown}` or `not {shown}`")
+
+
+def _evaluate(node: ast.expr, scores: TaskScores) -> Any:
+    """The value of a checked node: a number or a truth; None if attempts do not suffice."""
+    match node:
+        case ast.BoolOp(op=op, values=parts):
+            return _joined(isinstance(op, ast.Or), [_evaluate(part, scores) for part in parts])
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            return _applied(operator.not_, _evaluate(operand, scores))
+        case ast.Compare(left=left, ops=ops, comparators=others):
+            sides = pairwise(_evaluate(part, scores) for part in (left, *others))
+            compared = zip(ops, sides, strict=True)
+            return _joined(
+                False, [_applied(_COMPARISONS[type(op)], *pair) for op, pair in compared]
             )
-        return compiled
-
-    def _truth(self, node: ast.expr, depth: int) -> _Compiled:
-        compiled = self.compile(node, depth)
-        if not compiled.is_truth:
-            shown = _shown(node)
-            self._refuse(
-                f"`{shown}` is a number, neither true nor false",
-                f"compare it, as in `{shown} > 0.5`",
-            )
-        return compiled
-
-    def _unknown(self, node: ast.expr) -> NoReturn:
-        self._refuse(f"`{_shown(node)}` is not part of the language", FORM)
-
-    def _refuse(self, what: str, fix: str) -> NoReturn:
-        raise _refusal(self.text, what, fix)
+        case ast.BinOp(left=left, op=op, right=right):
+            values = [_evaluate(left, scores), _evaluate(right, scores)]
+            return _applied(_ARITHMETIC[type(op)], *values)
+        case ast.UnaryOp(op=op, operand=operand):
+            return _applied(_ARITHMETIC[type(op)], _evaluate(operand, scores))
+        case ast.Constant(value=value):
+            return float(cast(float, value))
+        case ast.Name(id=name) if name.startswith(_PASS):
+            return scores.pass_at(int(name.removeprefix(_PASS)))
+        case _:
+            return getattr(scores, cast(ast.Name, node).id)
 
 
-def _constant(number: float) -> _Compiled:
-    def evaluate(scores: TaskScores) -> float:
-        return number
-
-    return _Compiled(False, evaluate)
+def _applied(operation: Callable[..., Any], *values: Any) -> Any:
+    return None if None in values else operation(*values)
 
 
-def _applied(operation: Callable[..., Any], *parts: _Compiled, is_truth: bool = False) -> _Compiled:
-    def evaluate(scores: TaskScores) -> Any:
-        values = [part.evaluate(scores) for part in parts]
-        return None if None in values else operation(*values)
-
-    return _Compiled(is_truth, evaluate)
-
-
-def _joined(is_or: bool, parts: list[_Compiled]) -> _Compiled:
-    """Three-valued and/or: what is not known matters only where the other parts do not decide."""
-
-    def evaluate(scores: TaskScores) -> bool | None:
-        truths = [part.evaluate(scores) for part in parts]
-        return is_or if is_or in truths else None if None in truths else not is_or
-
-    return _Compiled(True, evaluate)
-
-
-def _negated(part: _Compiled) -> _Compiled:
-    def evaluate(scores: TaskScores) -> bool | None:
-        truth = part.evaluate(scores)
-        return None if truth is None else not truth
-
-    return _Compiled(True, evaluate)
+def _joined(is_or: bool, truths: Sequence[bool | None]) -> bool | None:
+    """Three-valued and/or: what is unknown matters only if the other parts do not decide."""
+    if is_or in truths:
+        return is_or
+    return None if None in truths else not is_or
 
 
 def _shown(node: ast.expr) -> str:
-    return re.sub(r"\bpass_(\d+)", r"pass@\1", ast.unparse(node))
+    return re.sub(rf"\b{_PASS}(\d+)", r"pass@\1", ast.unparse(node))
 
 
 def _refusal(text: str, what: str, fix: str) -> FlashError:

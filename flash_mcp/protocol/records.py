@@ -112,6 +112,22 @@ class Rollout(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Try(Record):
+    """One attempt at a task, without its transcript."""
+
+    index: int
+    task_id: str
+    success: bool
+    reward: float
+    error: str | None
+    """The code, if environment code failed."""
+    truncated: bool
+    tokens: int
+    """That the model wrote."""
+    turns: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evaluation(Record):
     """An evaluation's summary: evals/STEP.json without its rollouts."""
 

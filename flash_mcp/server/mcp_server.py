@@ -40,7 +40,7 @@ from starlette.applications import Starlette
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flash_mcp import __version__
-from flash_mcp.judgement.curve import Curve, of_run, png
+from flash_mcp.judgement.curve import Curve, png
 from flash_mcp.protocol.errors import FlashError, as_flash_error, nearest
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import RunFolder
@@ -302,7 +302,7 @@ def run_evaluation(run_id: str, step: int) -> str:
 
 def run_curve(run_id: str) -> bytes:
     """The run's reward curve as a picture."""
-    return png(of_run(open_store(), run_id))
+    return png(open_store().curve(run_id))
 
 
 def train_a_model(goal: str) -> str:

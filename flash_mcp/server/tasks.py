@@ -200,9 +200,9 @@ async def _how_it_went(run: Run) -> Json:
 async def _what_was_found(run: Run) -> Json:
     store = open_store()
     found = await run_sync(scores, store, run)
-    following = await run_sync(after_evaluation, store, run)
+    near = await run_sync(store.near, run)
     shown = {} if found is None else {"scores": found.model_dump(mode="json")}
-    return {"done": run.step, **shown, "next": following}
+    return {"done": run.step, **shown, "next": after_evaluation(run, near)}
 
 
 ENDINGS: dict[str, Callable[[Run], Awaitable[Json]]] = {

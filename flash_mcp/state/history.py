@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from flash_mcp.judgement.curve import METRICS, Curve, drawn
+from flash_mcp.judgement.health import WINDOW
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import (
     ACTIVE,
@@ -13,11 +16,44 @@ from flash_mcp.protocol.records import (
     Event,
     Json,
     Rollout,
+    Run,
     StepMetrics,
+    Try,
 )
 from flash_mcp.state.database import marks, pick
 from flash_mcp.state.runs import RunTable
 from flash_mcp.state.schema import RolloutOrder
+
+NEWEST_STEPS = WINDOW
+"""Steps of which the speed is the mean; the newest steps of an outline are whole."""
+OUTLINE_STEPS = 400
+"""About the number of steps of a long run that an outline has."""
+TRENDS = {"grpo": ("reward/mean", "success/rate"), "sft": ("loss",), "eval": ("loss",)}
+"""Metrics whose trend is shown, by algorithm."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunHistory:
+    """All that the report on one run is made from."""
+
+    run: Run
+    evaluations: list[Evaluation]
+    checkpoints: list[Checkpoint]
+    recent: list[StepMetrics]
+    """The newest steps."""
+    outline: list[StepMetrics]
+    """Steps of the whole run, as many as a judgement needs."""
+    values: dict[str, list[float]]
+    """The metrics whose trend is shown, at every step."""
+    warnings: list[str]
+    sampling: Event | None
+    """When the worker of an evaluation began to sample."""
+    pairs: list[tuple[float, float]]
+    """Success before training and at the newest evaluation, for each example."""
+    tries: list[Try]
+    """Attempts of an evaluation, else none."""
+    near: list[Run]
+    """Those of Store.near for an evaluation, else none."""
 
 
 class HistoryTables(RunTable):
@@ -202,6 +238,85 @@ class HistoryTables(RunTable):
             return
         known = pick(manifest, "step", "epoch", "time", "digest", "size_bytes", "metrics")
         self._put("checkpoints", {"run_id": run_id, **known, "path": path})
+
+    def load(self, run_id: str) -> RunHistory:
+        """FlashError(unknown_run)."""
+        run = self.run(run_id)
+        is_eval = run.algorithm == "eval"
+        evaluations = self.evals(run_id)
+        recent = self.metrics(run_id, limit=NEWEST_STEPS)
+        last = recent[-1].step if recent else 0
+        sampling = self.events(run_id, 1, ["sampling"]) if is_eval else []
+        return RunHistory(
+            run=run,
+            evaluations=evaluations,
+            checkpoints=self.checkpoints(run_id),
+            recent=recent,
+            outline=self.outline(run_id, max(1, last // OUTLINE_STEPS), last - NEWEST_STEPS),
+            values={name: self.values(run_id, name) for name in TRENDS[run.algorithm]},
+            warnings=[event.message for event in self.events(run_id, 3, ["warning"])],
+            sampling=sampling[0] if sampling else None,
+            pairs=[] if is_eval else self._pairs(run_id, evaluations),
+            tries=self.tries(run_id, evaluations[-1].step) if is_eval and evaluations else [],
+            near=self.near(run) if is_eval else [],
+        )
+
+    def _pairs(self, run_id: str, evaluations: Sequence[Evaluation]) -> list[tuple[float, float]]:
+        """(success at the first evaluation, at the last) of each example that environment code
+        failed at neither; none if their files were lost.
+        """
+        steps = [row.step for row in evaluations if row.summary["n"]]
+        if len(steps) < 2:
+            return []
+        sql = """SELECT a.success AS base, b.success AS trained FROM rollouts a JOIN rollouts b
+                 ON a.run_id = b.run_id AND a.split = b.split AND a.position = b.position
+                 WHERE a.run_id = ? AND a.split = 'eval' AND a.step = ? AND b.step = ?
+                 AND json_extract(a.body, '$.error') IS NULL
+                 AND json_extract(b.body, '$.error') IS NULL"""
+        rows = self.query(sql, [run_id, steps[0], steps[-1]])
+        return [(float(row["base"]), float(row["trained"])) for row in rows]
+
+    def tries(self, run_id: str, step: int) -> list[Try]:
+        """Every attempt of a run's evaluation at `step`, in order."""
+        sql = """SELECT position, success, reward, json_extract(body, '$.task_id') AS task_id,
+                 json_extract(body, '$.error.code') AS code,
+                 coalesce(json_extract(body, '$.truncated'), 0) AS truncated,
+                 coalesce(json_extract(body, '$.completion_tokens'), 0) AS tokens,
+                 coalesce(json_extract(body, '$.turns'), 0) AS turns
+                 FROM rollouts WHERE run_id = ? AND split = 'eval' AND step = ? ORDER BY position"""
+        found: list[Try] = []
+        for row in self.query(sql, [run_id, step]):
+            position = row["position"]
+            task_id = position if row["task_id"] is None else row["task_id"]
+            row |= {
+                "index": position,
+                "task_id": str(task_id),
+                "success": bool(row["success"]),
+                "error": row["code"],
+                "truncated": bool(row["truncated"]),
+            }
+            found.append(Try.of(row))
+        return found
+
+    def transcript(self, run_id: str, step: int, index: int) -> Rollout:
+        """One attempt of an evaluation with its messages."""
+        sql = """SELECT body FROM rollouts
+                 WHERE run_id = ? AND split = 'eval' AND step = ? AND position = ?"""
+        return Rollout.of(self.query(sql, [run_id, step, index])[0]["body"])
+
+    def curve(self, run_id: str, points: int = 400) -> Curve:
+        """FlashError(unknown_run)."""
+        run = self.run(run_id)
+        names = METRICS[run.algorithm].items()
+        lines = {name: self.series(run_id, metric, points) for name, metric in names}
+        return drawn(run, lines, self.evals(run_id))
+
+    def near(self, run: Run) -> list[Run]:
+        """Other runs that the advice on an evaluation depends on: those that are active, the oldest
+        first, and the newest that succeeded.
+        """
+        rows = [*self.active_runs(), *self.runs("succeeded", limit=50)]
+        return [row for row in rows if row.id != run.id]
 
 
 def _rollout_filter(

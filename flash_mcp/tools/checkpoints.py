@@ -104,7 +104,7 @@ async def cancel(
 
 def _after_cancel(run: Run, has_checkpoint: bool) -> str:
     if run.algorithm == "eval" and run.state == "cancelled":
-        return after_evaluation(open_store(), run)
+        return after_evaluation(run, open_store().near(run))
     if run.state != "cancelled":
         return f"it is saving; status(run_id={run.id!r}, wait_s=40) returns when it has ended"
     if has_checkpoint:

@@ -2,108 +2,100 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from statistics import fmean
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from flash_mcp.judgement import attempts as evaluations
-from flash_mcp.judgement import comparison, health
-from flash_mcp.judgement.attempts import Try
+from flash_mcp.judgement import attempts, comparison, health
+from flash_mcp.judgement.comparison import Change, Outcome
+from flash_mcp.judgement.health import Flag
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.records import Evaluation, Json, Run
+from flash_mcp.protocol.parts import Part, Rounded
+from flash_mcp.protocol.records import Evaluation, Json, Run, Try
 from flash_mcp.state import references
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.shared.fitting import shorten, to_text
-from flash_mcp.tools.shared.frame import Part, Result
+from flash_mcp.tools.shared.frame import Result
 from flash_mcp.tools.shared.next_steps import after_comparison, repeated
-from flash_mcp.tools.shared.scores import Change
 
 FLIP_CHARACTERS = 4200
-"""Of transcripts in one comparison."""
+"""All transcripts in one comparison have at most so many."""
+Metric = Literal["success", "reward"]
 
 
 class Side(Part):
     """One side of a comparison."""
 
     run_id: str
-    step: int = Field(description="Step that was evaluated; 0 is before training.")
-    of: str = Field(description="The model, in words.")
+    step: int
+    """Step that was evaluated; 0 is before training."""
+    of: str
+    """The model, in words."""
     environment: str
     tasks: int
-    attempts: int = Field(description="Attempts at each task.")
-    success: float
-    band: float = Field(description="Noise: 1.96 sqrt(p(1-p)/tasks).")
-    reward: float
-    errors: int | None = Field(
-        default=None, description="Attempts left out because environment code failed."
-    )
+    attempts: int
+    """Attempts at each task."""
+    success: Rounded
+    band: Rounded
+    """Noise: 1.96 sqrt(p(1-p)/tasks)."""
+    reward: Rounded
+    errors: int | None = None
+    """Attempts left out because environment code failed."""
 
 
 class Flip(Part):
     """A task that came out differently."""
 
     task_id: str
-    base: float = Field(description="Share of successes, base.")
-    other: float = Field(description="Share of successes, other.")
-    base_index: int = Field(description="For rollouts: index of the attempt of base that is shown.")
+    base: Rounded
+    """Share of successes, base."""
+    other: Rounded
+    """Share of successes, other."""
+    base_index: int
+    """For rollouts: index of the attempt of base that is shown."""
     other_index: int
-    prompt: str = Field(description="The last message before the model's first turn.")
-    base_text: str = Field(description="What the model wrote and was answered, shortened.")
+    prompt: str
+    """The last message before the model's first turn."""
+    base_text: str
+    """What the model wrote and was answered, shortened."""
     other_text: str
 
 
 class Compare(Result):
     """A comparison of two evaluations."""
 
-    verdict: comparison.Outcome | Literal["contaminated", "confounded"] = Field(
-        description="Of `metric`; contaminated: eval tasks were trained on; confounded: model and settings both differ."
-    )
+    verdict: Outcome | Literal["contaminated", "confounded"]
+    """Of `metric`; contaminated: eval tasks were trained on; confounded: model and settings both
+    differ."""
     metric: str
     base: Side
     other: Side
-    paired_tasks: int = Field(
-        description="Tasks on both sides that the tests pair; 0: the sides were not paired."
-    )
-    left_out: int | None = Field(default=None, description="Tasks on one side only.")
+    paired_tasks: int
+    """Tasks on both sides that the tests pair; 0: the sides were not paired."""
+    left_out: int | None = None
+    """Tasks on one side only."""
     success: Change
     reward: Change
-    newly_solved: int = Field(description="Paired tasks with more successes than before.")
-    no_longer: int = Field(description="Paired tasks with fewer.")
-    flips: list[Flip] | None = Field(
-        default=None, description="Some of both kinds, the largest changes first."
-    )
-    notes: list[str] | None = Field(default=None, description="What limits the comparison.")
+    newly_solved: int
+    """Paired tasks with more successes than before."""
+    no_longer: int
+    """Paired tasks with fewer."""
+    flips: list[Flip] | None = None
+    """Some of both kinds, the largest changes first."""
+    notes: list[str] | None = None
+    """What limits the comparison."""
 
 
 def compare(
-    base: Annotated[
-        str,
-        Field(
-            min_length=1,
-            description="An evaluation; a training run, for its newest evaluation; or RUN@STEP. Alone: a training run, "
-            "whose first and newest evaluations are compared.",
-        ),
-    ],
-    other: Annotated[
-        str | None, Field(min_length=1, description="The same kinds; is it better than base?")
-    ] = None,
-    metric: Annotated[
-        Literal["success", "reward"],
-        Field(description="What the verdict is on; both are shown. Default success."),
-    ] = "success",
-    min_change: Annotated[
-        float,
-        Field(gt=0, le=1, description="The smallest change that matters to you; default 0.05."),
-    ] = 0.05,
-    flips: Annotated[
-        int,
-        Field(
-            ge=0,
-            le=5,
-            description="Tasks of each kind to show that came out differently; default 2.",
-        ),
-    ] = 2,
+    base: Annotated[str, Field(min_length=1)],
+    other: Annotated[str | None, Field(min_length=1)] = None,
+    metric: Metric = "success",
+    min_change: Annotated[float, Field(gt=0, le=1)] = 0.05,
+    flips: Annotated[int, Field(ge=0, le=5)] = 2,
 ) -> Compare:
     """Say whether one evaluation is better than another: improved, no_change, regressed or
     underpowered.
@@ -112,109 +104,133 @@ def compare(
     rewards and for several attempts a task. Otherwise the noise bands decide. `underpowered` comes
     with the number of tasks that would decide. Evaluations are made by evaluate, or by train with
     eval_before, eval_after or eval_every. Two models are judged only where both were sampled alike.
+
+    Args:
+        base: An evaluation; a training run, for its newest evaluation; or RUN@STEP. Alone: a
+            training run, whose first and newest evaluations are compared.
+        other: The same kinds; is it better than base?
+        metric: What the verdict is on; both are shown. Default success.
+        min_change: The smallest change that matters to you; default 0.05.
+        flips: Tasks of each kind to show that came out differently; default 2.
     """
     store = open_store()
-    (base_run, base_eval), (other_run, other_eval) = _sides(store, base, other)
-    if base_run.environment != other_run.environment:
-        fix = f"evaluate both on one of them: evaluate(environment={base_run.environment!r}, model=...)"
-        what = (
-            f"{base_run.id} is of {base_run.environment}, {other_run.id} of {other_run.environment}"
-        )
-        raise FlashError(
-            "invalid_argument", f"different environments cannot be compared: {what}", fix=fix
-        )
-    places = (base_run.id, base_eval.step), (other_run.id, other_eval.step)
-    tries = [evaluations.tries(store, *place) for place in places]
-    tasks = [evaluations.by_task(side) for side in tries]
-    both = comparison.shared(*(evaluations.means(side, "success") for side in tasks))
-    changes = {name: _change(tasks, both, name, min_change) for name in ("success", "reward")}
-    differing = evaluations.differing(base_run, other_run)
-    one_model = evaluations.weights(base_run, places[0][1]) == evaluations.weights(
-        other_run, places[1][1]
-    )
-    confounded = bool(differing) and not one_model
-    if differing:
-        whose = (
-            "the change may come from that"
-            if one_model
-            else "the change may come from that, not from the model"
-        )
-        for found in changes.values():
-            found.explanation += f"; but the two differ in {', '.join(differing)}: {whose}"
-    moved = _moved(tasks, both)
-    left_out = len({*tasks[0]} ^ {*tasks[1]}) if both else 0
-    shown = [
-        *[task for task in moved if moved[task] > 0][:flips],
-        *[task for task in moved if moved[task] < 0][:flips],
-    ]
-    each = FLIP_CHARACTERS // max(len(shown), 1)
-    on_eval = all(run.spec.get("split", "eval") == "eval" for run in (base_run, other_run))
-    trained = _is_trained(base_run, base_eval) or _is_trained(other_run, other_eval)
-    overlap = store.overlap(other_run) if on_eval and trained else None
-    memory = health.contaminated(**overlap) if overlap else None
-    notes = [
-        *([f"CONTAMINATED: {memory.evidence}"] if memory else []),
-        *_limits(base_run, other_run, tasks, both),
-    ]
-    more = (
-        f"rollouts(run_id={other_run.id!r}, split='eval', step={places[1][1]}, index=other_index)"
-    )
-    following = [
-        repeated(base_run, places[0][1], other_run, differing) if confounded
-        else after_comparison(store, changes[metric], other_run, places[1][1], differing),
-        *([f"{more} shows a flip whole"] if shown else []),
-    ]  # fmt: skip
+    pair = _pair(store, base, other)
+    memory = _memory(store, pair)
+    changes = {name: pair.change(name, min_change) for name in ("success", "reward")}
+    moved = pair.moved()
+    better = [task for task, change in moved.items() if change > 0]
+    worse = [task for task, change in moved.items() if change < 0]
+    shown = [*better[:flips], *worse[:flips]]
+    notes = [f"CONTAMINATED: {memory.evidence}"] if memory else []
+    notes += _limits(pair)
+    verdict: Outcome | Literal["contaminated", "confounded"] = changes[metric].outcome
+    if pair.is_confounded:
+        verdict = "confounded"
+    if memory:
+        verdict = "contaminated"
     return Compare(
-        verdict="contaminated"
-        if memory
-        else "confounded"
-        if confounded
-        else changes[metric].outcome,
+        verdict=verdict,
         metric=metric,
-        base=_side(base_run, base_eval, tries[0]),
-        other=_side(other_run, other_eval, tries[1]),
-        paired_tasks=len(both),
-        left_out=left_out or None,
+        base=_side(pair.base),
+        other=_side(pair.other),
+        paired_tasks=len(pair.shared),
+        left_out=len({*pair.base.tasks} ^ {*pair.other.tasks}) or None if pair.shared else None,
         success=changes["success"],
         reward=changes["reward"],
-        newly_solved=sum(change > 0 for change in moved.values()),
-        no_longer=sum(change < 0 for change in moved.values()),
-        flips=[_flip(store, task, tasks, places, each) for task in shown] or None,
+        newly_solved=len(better),
+        no_longer=len(worse),
+        flips=[_flip(store, task, pair, len(shown)) for task in shown] or None,
         notes=notes or None,
-        next=memory.remedy if memory else "; ".join(following),
+        next=memory.remedy if memory else _next_step(store, pair, changes[metric], bool(shown)),
     )
 
 
-def _sides(
-    store: Store, base: str, other: str | None
-) -> tuple[tuple[Run, Evaluation], tuple[Run, Evaluation]]:
+# -- the two evaluations ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """One evaluation with its attempts."""
+
+    run: Run
+    row: Evaluation
+    tries: Sequence[Try]
+
+    @cached_property
+    def tasks(self) -> dict[str, list[Try]]:
+        return attempts.by_task(self.tries)
+
+    def means(self, metric: Metric) -> dict[str, float]:
+        return attempts.means(self.tasks, metric)
+
+    @property
+    def weights(self) -> tuple[str, str | None, int | None]:
+        return attempts.weights(self.run, self.row.step)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the model had learnt here: a base model remembers no task, whatever the splits
+        share.
+        """
+        return bool(self.run.init_adapter) or (self.run.algorithm != "eval" and self.row.step > 0)
+
+
+@dataclass(frozen=True)
+class Pair:
+    base: Evaluated
+    other: Evaluated
+
+    @cached_property
+    def shared(self) -> list[str]:
+        """The tasks that are paired."""
+        return comparison.shared(self.base.tasks, self.other.tasks)
+
+    @cached_property
+    def differing(self) -> list[str]:
+        """Settings that differ."""
+        return attempts.differing(self.base.run, self.other.run)
+
+    @property
+    def is_confounded(self) -> bool:
+        return bool(self.differing) and self.base.weights != self.other.weights
+
+    def change(self, metric: Metric, effect: float) -> Change:
+        base = self.base.means(metric)
+        other = self.other.means(metric)
+        if self.shared:
+            before = [base[task] for task in self.shared]
+            after = [other[task] for task in self.shared]
+            found = comparison.compare_paired(before, after, effect=effect)
+        else:
+            before = [*base.values()]
+            after = [*other.values()]
+            found = comparison.compare_unpaired(before, after, effect=effect)
+        if self.differing:
+            names = ", ".join(self.differing)
+            found.explanation += f"; but the two differ in {names}: the change may come from that"
+            if self.is_confounded:
+                found.explanation += ", not from the model"
+        return found
+
+    def moved(self) -> dict[str, float]:
+        """{paired task: change of its share of successes} if it changed, the largest first."""
+        base = self.base.means("success")
+        other = self.other.means("success")
+        changes = {task: other[task] - base[task] for task in self.shared}
+        ordered = sorted(changes.items(), key=lambda item: -abs(item[1]))
+        return {task: change for task, change in ordered if change}
+
+
+def _pair(store: Store, base: str, other: str | None) -> Pair:
     if other is None:
-        run, step = _reference(store, base)
-        steps = [row.step for row in store.evals(run.id)]
-        if step is not None or len(steps) < 2:
-            made = f"; it has evaluations of the steps {steps}" if steps else ""
-            asked = [
-                name for name in ("eval_before", "eval_after", "eval_every") if run.spec.get(name)
-            ]
-            code, what = "invalid_argument", f"{base} alone has no before and after{made}"
-            fix = (
-                "name the other evaluation; evaluate makes one"
-                if steps
-                else "train with eval_before and eval_after"
-            )
-            if step is None and run.ended is None and asked and asked != ["eval_before"]:
-                code, what = (
-                    "not_ready",
-                    f"{base} is {run.state} and has no before and after yet{made}",
-                )
-                fix = f"status(run_id={base!r}, wait_s=40) waits for it; compare again once it has ended"
-            raise FlashError(code, what, base=base, fix=fix)
-        first = evaluations.evaluation_at(store, run, steps[0])
-        return (run, first), (run, evaluations.evaluation_at(store, run, None))
-    first, second = ((run, evaluations.evaluation_at(store, run, step)) for run, step in (
-        _reference(store, reference) for reference in (base, other)
-    ))  # fmt: skip
-    if (first[0].id, first[1].step) == (second[0].id, second[1].step):
+        pair = _before_and_after(store, base)
+    else:
+        pair = Pair(
+            _evaluated(store, *_named(store, base)), _evaluated(store, *_named(store, other))
+        )
+    ours = pair.base.run
+    theirs = pair.other.run
+    if (ours.id, pair.base.row.step) == (theirs.id, pair.other.row.step):
         raise FlashError(
             "invalid_argument",
             "both are the same evaluation",
@@ -222,114 +238,132 @@ def _sides(
             other=other,
             fix="name two",
         )
-    return first, second
+    if ours.environment != theirs.environment:
+        what = f"{ours.id} is of {ours.environment}, {theirs.id} of {theirs.environment}"
+        call = f"evaluate(environment={ours.environment!r}, model=...)"
+        raise FlashError(
+            "invalid_argument",
+            f"different environments cannot be compared: {what}",
+            fix=f"evaluate both on one of them: {call}",
+        )
+    return pair
 
 
-def _reference(store: Store, text: str) -> tuple[Run, int | None]:
+def _before_and_after(store: Store, base: str) -> Pair:
+    """The first and the newest evaluation of a training run."""
+    run, step = _named(store, base)
+    steps = [row.step for row in store.evals(run.id)]
+    if step is None and len(steps) > 1:
+        return Pair(_evaluated(store, run, steps[0]), _evaluated(store, run, None))
+    made = f"; it has evaluations of the steps {steps}" if steps else ""
+    later = run.spec.get("eval_after") or run.spec.get("eval_every")
+    if step is None and run.ended is None and later:
+        wait = f"status(run_id={base!r}, wait_s=40) waits for it"
+        raise FlashError(
+            "not_ready",
+            f"{base} is {run.state} and has no before and after yet{made}",
+            base=base,
+            fix=f"{wait}; compare again once it has ended",
+        )
+    fix = "train with eval_before and eval_after"
+    if steps:
+        fix = "name the other evaluation; evaluate makes one"
+    raise FlashError(
+        "invalid_argument", f"{base} alone has no before and after{made}", base=base, fix=fix
+    )
+
+
+def _named(store: Store, text: str) -> tuple[Run, int | None]:
     named = references.RUN.fullmatch(text)
     if named is None:
-        fix = "name a run as RUN or RUN@STEP; evaluate makes an evaluation of any model and returns its run_id"
-        raise FlashError("invalid_argument", f"{text!r} is no run", fix=fix)
+        forms = "name a run as RUN or RUN@STEP"
+        made = "evaluate makes an evaluation of any model and returns its run_id"
+        raise FlashError("invalid_argument", f"{text!r} is no run", fix=f"{forms}; {made}")
     return store.run(named["run"]), int(named["step"]) if named["step"] else None
 
 
-def _is_trained(run: Run, row: Evaluation) -> bool:
-    """Whether the model had learnt here: a base model remembers no task, whatever the splits share."""
-    return bool(run.init_adapter) or (run.algorithm != "eval" and row.step > 0)
+def _evaluated(store: Store, run: Run, step: int | None) -> Evaluated:
+    row = attempts.evaluation_at(run, store.evals(run.id), step)
+    return Evaluated(run, row, store.tries(run.id, row.step))
 
 
-def _change(
-    tasks: list[dict[str, list[Try]]], both: list[str], metric: str, effect: float
-) -> Change:
-    base, other = (evaluations.means(side, metric) for side in tasks)
-    if both:
-        found = comparison.compare_paired(
-            [base[task] for task in both], [other[task] for task in both], effect=effect
-        )
-    else:
-        found = comparison.compare_unpaired([*base.values()], [*other.values()], effect=effect)
-    return Change(
-        outcome=found.outcome,
-        change=round(found.change, 4),
-        low=round(found.low, 4),
-        high=round(found.high, 4),
-        test=found.test,
-        p=None if found.p is None else float(f"{found.p:.3g}"),
-        decide_n=found.decide_n,
-        explanation=found.explanation,
-    )
+def _memory(store: Store, pair: Pair) -> Flag | None:
+    """The flag of a contaminated split, if either model was trained and both were evaluated on the
+    eval split.
+    """
+    splits = {side.run.spec.get("split", "eval") for side in (pair.base, pair.other)}
+    is_trained = pair.base.is_trained or pair.other.is_trained
+    overlap = store.overlap(pair.other.run) if splits == {"eval"} and is_trained else None
+    return health.contaminated(**overlap) if overlap else None
 
 
-def _side(run: Run, row: Evaluation, found: list[Try]) -> Side:
-    tasks = evaluations.by_task(found)
-    success, reward = (
-        fmean(evaluations.means(tasks, metric).values()) for metric in ("success", "reward")
-    )
+# -- what is shown ---------------------------------------------------------------------------------
+
+
+def _side(side: Evaluated) -> Side:
+    run = side.run
+    success = fmean(side.means("success").values())
     return Side(
         run_id=run.id,
-        step=row.step,
-        of=_name(run, row.step),
+        step=side.row.step,
+        of=_model(run, side.row.step),
         environment=f"{run.environment}@{run.environment_digest}",
-        tasks=len(tasks),
-        attempts=evaluations.settings(run)["attempts"],
-        success=round(success, 4),
-        band=round(health.noise_band(success, len(tasks)), 4),
-        reward=round(reward, 4),
-        errors=sum(attempt.error is not None for attempt in found) or None,
+        tasks=len(side.tasks),
+        attempts=attempts.settings(run)["attempts"],
+        success=success,
+        band=health.noise_band(success, len(side.tasks)),
+        reward=fmean(side.means("reward").values()),
+        errors=len([each for each in side.tries if each.error is not None]) or None,
     )
 
 
-def _name(run: Run, step: int) -> str:
+def _model(run: Run, step: int) -> str:
+    """The model in words."""
     if run.algorithm == "eval":
         checkpoint = run.spec["checkpoint"]
         return f"{run.model} with {checkpoint}" if checkpoint else run.model
-    return (
-        f"{run.model} with {run.id}@{step}"
-        if step
-        else f"{run.model} before the training of {run.id}"
-    )
+    if step:
+        return f"{run.model} with {run.id}@{step}"
+    return f"{run.model} before the training of {run.id}"
 
 
-def _moved(tasks: list[dict[str, list[Try]]], both: list[str]) -> dict[str, float]:
-    """{task id: change of its share of successes} where there is one, the largest first."""
-    base, other = (evaluations.means(side, "success") for side in tasks)
-    changes = {task: other[task] - base[task] for task in both if other[task] != base[task]}
-    return dict(sorted(changes.items(), key=lambda item: -abs(item[1])))
+@dataclass(frozen=True)
+class Shown:
+    """One side of a flip: a typical attempt."""
+
+    index: int
+    prompt: str
+    text: str
 
 
-def _flip(
-    store: Store,
-    task: str,
-    tasks: list[dict[str, list[Try]]],
-    places: tuple[tuple[str, int], tuple[str, int]],
-    characters: int,
-) -> Flip:
-    """A task that moved, with a typical attempt of each side: a failure where it failed more, a
-    success otherwise.
+def _flip(store: Store, task: str, pair: Pair, count: int) -> Flip:
+    """A task that moved, as one of `count`, with a typical attempt of each side: a failure where it
+    failed more, a success otherwise.
     """
-    base, other = (side[task] for side in tasks)
-    shares = [fmean(each.success for each in side) for side in (base, other)]
-    indices = [
-        next(each.index for each in side if each.success == (share == max(shares)))
-        for side, share in zip((base, other), shares, strict=True)
-    ]
-    rows = [
-        evaluations.transcript(store, *place, index)
-        for place, index in zip(places, indices, strict=True)
-    ]
-    prompts = [evaluations.prompt_length(row) for row in rows]
-    first: list[Json] = rows[0].messages[: prompts[0]]
-    texts = [_conversation(row.messages[start:]) for row, start in zip(rows, prompts, strict=True)]
+    base = pair.base.means("success")[task]
+    other = pair.other.means("success")[task]
+    ours = _shown(store, pair.base, task, base > other)
+    theirs = _shown(store, pair.other, task, other > base)
+    characters = FLIP_CHARACTERS // count
     return Flip(
         task_id=task,
-        base=round(shares[0], 4),
-        other=round(shares[1], 4),
-        base_index=indices[0],
-        other_index=indices[1],
-        prompt=_excerpt(str(first[-1].get("content")) if first else "", characters // 4),
-        base_text=_excerpt(texts[0], characters * 3 // 8),
-        other_text=_excerpt(texts[1], characters * 3 // 8),
+        base=base,
+        other=other,
+        base_index=ours.index,
+        other_index=theirs.index,
+        prompt=_excerpt(ours.prompt, characters // 4),
+        base_text=_excerpt(ours.text, characters * 3 // 8),
+        other_text=_excerpt(theirs.text, characters * 3 // 8),
     )
+
+
+def _shown(store: Store, side: Evaluated, task: str, success: bool) -> Shown:
+    index = next(each.index for each in side.tasks[task] if each.success == success)
+    row = store.transcript(side.run.id, side.row.step, index)
+    start = attempts.prompt_length(row)
+    prompt = row.messages[:start]
+    last = str(prompt[-1].get("content")) if prompt else ""
+    return Shown(index, last, _conversation(row.messages[start:]))
 
 
 def _excerpt(text: str, characters: int) -> str:
@@ -338,19 +372,23 @@ def _excerpt(text: str, characters: int) -> str:
     return text if cost <= characters else shorten(text, characters * len(text) // cost)
 
 
-def _conversation(messages: list[Json]) -> str:
+def _conversation(messages: Sequence[Json]) -> str:
     """The model's turns as they are, what answered them in brackets."""
-    texts = [(message["role"] == "assistant", str(message.get("content"))) for message in messages]
-    return "\n".join(text if mine else f"[{text}]" for mine, text in texts)
+    turns: list[str] = []
+    for message in messages:
+        text = str(message.get("content"))
+        turns.append(text if message["role"] == "assistant" else f"[{text}]")
+    return "\n".join(turns)
 
 
-def _limits(base: Run, other: Run, tasks: list[dict[str, list[Try]]], both: list[str]) -> list[str]:
+def _limits(pair: Pair) -> list[str]:
+    """What limits the comparison."""
     notes: list[str] = []
-    if base.environment_digest != other.environment_digest:
-        notes.append(
-            "the two are of different versions of the environment: tasks and scorer may differ"
-        )
-    ours, theirs = evaluations.settings(base), evaluations.settings(other)
+    if pair.base.run.environment_digest != pair.other.run.environment_digest:
+        two = "the two are of different versions of the environment"
+        notes.append(f"{two}: tasks and scorer may differ")
+    ours = attempts.settings(pair.base.run)
+    theirs = attempts.settings(pair.other.run)
     differing = [
         f"{name} {shorten(str(ours[name]), 100)} and {shorten(str(theirs[name]), 100)}"
         for name in ours
@@ -358,12 +396,32 @@ def _limits(base: Run, other: Run, tasks: list[dict[str, list[Try]]], both: list
     ]
     if differing:
         notes.append(f"the two were not made alike: {'; '.join(differing)}")
-    if not both:
-        notes.append(
-            "the sides have too few tasks in common to be paired: the same tasks on both sides tell far more"
-        )
-    if not any(
-        attempt.success for side in tasks for attempts in side.values() for attempt in attempts
-    ):
+    if not pair.shared:
+        few = "the sides have too few tasks in common to be paired"
+        notes.append(f"{few}: the same tasks on both sides tell far more")
+    valid = (each for each in (*pair.base.tries, *pair.other.tries) if each.error is None)
+    if not any(each.success for each in valid):
         notes.append("nothing succeeded on either side: reward tells more than success here")
     return notes
+
+
+def _next_step(store: Store, pair: Pair, change: Change, has_flips: bool) -> str:
+    run = pair.other.run
+    step = pair.other.row.step
+    if pair.is_confounded:
+        advice = repeated(pair.base.run, pair.base.row.step, run, pair.differing)
+    else:
+        advice = after_comparison(change, run, step, pair.differing, _split_size(store, run))
+    if not has_flips:
+        return advice
+    call = f"rollouts(run_id={run.id!r}, split='eval', step={step}, index=other_index)"
+    return f"{advice}; {call} shows a flip whole"
+
+
+def _split_size(store: Store, run: Run) -> int | None:
+    """The tasks of the split that was evaluated, as env_push counted them."""
+    try:
+        data = store.environment(f"{run.environment}@{run.environment_digest}").data
+    except FlashError:  # it was removed
+        return None
+    return data.get("tasks", {}).get(run.spec.get("split", "eval"))

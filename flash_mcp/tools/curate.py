@@ -1,9 +1,10 @@
-"""curate: from what models wrote in runs and evaluations to a dataset for supervised fine-tuning."""
+"""curate: a dataset for supervised fine-tuning, from the attempts of runs and evaluations."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Literal, cast
 
 import anyio.to_thread
 from pydantic import Field
@@ -13,12 +14,14 @@ from flash_mcp.judgement.attempts import prompt_length
 from flash_mcp.judgement.curation import Attempt, Counts, Curated, HeldOut, Plan, Select, Source
 from flash_mcp.judgement.task_filter import compile_filter
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.parts import Part, Rounded
 from flash_mcp.protocol.records import Json, Rollout, Run
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state import datasets
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.shared.fitting import shorten
-from flash_mcp.tools.shared.frame import Part, Result, report
+from flash_mcp.tools.shared.frame import Result, report
+from flash_mcp.tools.shared.held_out import read_held_out
 from flash_mcp.tools.shared.loading import loaded
 from flash_mcp.tools.shared.next_steps import passed_on
 
@@ -30,108 +33,56 @@ EXAMPLE_CHARACTERS = 400
 class Example(Part):
     """A conversation that was selected."""
 
-    part: Literal["train", "holdout"] = Field(
-        description="train, or holdout where its task is held back."
-    )
+    part: Literal["train", "holdout"]
+    """train, or holdout where its task is held back."""
     task_id: str
     run_id: str
-    source: Source = Field(description="rollouts, or evaluations.")
+    source: Source
+    """rollouts, or evaluations."""
     step: int
-    index: int = Field(description="With run_id and step: what the rollouts tool shows whole.")
-    reward: float
-    asked: str = Field(description="The last message of its prompt, shortened.")
-    answered: str = Field(description="The model's last answer, shortened.")
+    index: int
+    """With run_id and step: what the rollouts tool shows whole."""
+    reward: Rounded
+    asked: str
+    """The last message of its prompt, shortened."""
+    answered: str
+    """The model's last answer, shortened."""
 
 
 class Curate(Result):
     """A dataset, or with dry_run what it would be."""
 
-    dataset: str | None = Field(
-        default=None, description="NAME@DIGEST: exactly these rows, for good; none if dry_run."
-    )
-    created: bool | None = Field(
-        default=None, description="False where the same rows had been kept under that name."
-    )
-    path: str | None = Field(
-        default=None, description="Folder with train.jsonl, holdout.jsonl and manifest.json."
-    )
-    environment: str = Field(description="NAME@DIGEST that all attempts were made in.")
-    models: list[str] = Field(description="Base models that wrote the attempts.")
-    counts: Counts = Field(description="Where every attempt and every task went.")
-    notes: list[str] | None = Field(
-        default=None, description="What is worth a thought before it is trained on."
-    )
-    examples: list[Example] = Field(description="A few of the conversations.")
+    dataset: str | None = None
+    """NAME@DIGEST: exactly these rows, for good; none if dry_run."""
+    created: bool | None = None
+    """False where the same rows had been kept under that name."""
+    path: str | None = None
+    """Folder with train.jsonl, holdout.jsonl and manifest.json."""
+    environment: str
+    """NAME@DIGEST that all attempts were made in."""
+    models: list[str]
+    """Base models that wrote the attempts."""
+    counts: Counts
+    """Where every attempt and every task went."""
+    notes: list[str] | None = None
+    """What is worth a thought before it is trained on."""
+    examples: list[Example]
+    """A few of the conversations."""
 
 
 async def curate(
-    runs: Annotated[
-        list[str],
-        Field(
-            min_length=1,
-            max_length=50,
-            description="Ids of training runs and evaluations to take attempts from.",
-        ),
-    ],
-    name: Annotated[
-        str | None, Field(description="Name to keep the dataset under; only dry_run goes without.")
-    ] = None,
-    filter: Annotated[
-        str | None,
-        Field(
-            description="Which tasks, by their attempts: comparisons of avg, best, worst (rewards), n, n_correct and "
-            "pass@k, and `solved`, with and, or, not: 'pass@4 >= 0.2 and avg < 0.9'. Default: every task."
-        ),
-    ] = None,
-    select: Annotated[
-        Select,
-        Field(
-            description="Which attempts of a task: correct (default), best (one, right or not), best-n (the "
-            "max_per_task best), shortest (of the correct), all."
-        ),
-    ] = "correct",
-    max_per_task: Annotated[
-        int | None,
-        Field(
-            ge=1,
-            le=10_000,
-            description="Attempts of a task at most; default: no bound, shortest: 1.",
-        ),
-    ] = None,
-    success_threshold: Annotated[
-        float | None,
-        Field(
-            description="Reward from which an attempt is correct, in filter and select; default: its own `success`."
-        ),
-    ] = None,
-    source: Annotated[
-        Source | None,
-        Field(description="Only training rollouts or only evaluations; default: both."),
-    ] = None,
-    since_step: Annotated[
-        int, Field(ge=0, description="Only attempts of this step and later ones; default 0.")
-    ] = 0,
-    holdout: Annotated[
-        float,
-        Field(
-            ge=0,
-            lt=1,
-            description="Share of tasks held back to measure the loss on, by a hash of the id; default 0.",
-        ),
-    ] = 0.0,
-    deduplicate: Annotated[
-        bool,
-        Field(description="Keep one of several attempts with the very same words; default true."),
-    ] = True,
-    allow_eval_tasks: Annotated[
-        bool,
-        Field(
-            description="Learn tasks of the eval split too, which spoils it for judging; default false."
-        ),
-    ] = False,
-    dry_run: Annotated[
-        bool, Field(description="Show counts and examples and write nothing; default false.")
-    ] = False,
+    runs: Annotated[list[str], Field(min_length=1, max_length=50)],
+    name: str | None = None,
+    filter: str | None = None,
+    select: Select = "correct",
+    max_per_task: Annotated[int | None, Field(ge=1, le=10_000)] = None,
+    success_threshold: float | None = None,
+    source: Source | None = None,
+    since_step: Annotated[int, Field(ge=0)] = 0,
+    holdout: Annotated[float, Field(ge=0, lt=1)] = 0.0,
+    deduplicate: bool = True,
+    allow_eval_tasks: bool = False,
+    dry_run: bool = False,
 ) -> Curate:
     """Make an SFT dataset from the attempts of runs and evaluations: filter tasks, select attempts,
     hold tasks back.
@@ -139,7 +90,27 @@ async def curate(
     Attempts that environment code failed, and answers that were cut off, are left out and counted;
     so are tasks of the environment's eval split, recognised by id, question or prompt. All runs
     must be of one environment version. Training on the result: train with algorithm='sft' and
-    dataset. Reading transcripts: rollouts."""
+    dataset. Reading transcripts: rollouts.
+
+    Args:
+        runs: Ids of training runs and evaluations to take attempts from.
+        name: Name to keep the dataset under; only dry_run goes without.
+        filter: Which tasks, by their attempts: comparisons of avg, best, worst (rewards), n,
+            n_correct and pass@k, and `solved`, with and, or, not: 'pass@4 >= 0.2 and avg < 0.9'.
+            Default: every task.
+        select: Which attempts of a task: correct (default), best (one, right or not), best-n (the
+            max_per_task best), shortest (of the correct), all.
+        max_per_task: Attempts of a task at most; default: no bound, shortest: 1.
+        success_threshold: Reward from which an attempt is correct, in filter and select; default:
+            its own `success`.
+        source: Only training rollouts or only evaluations; default: both.
+        since_step: Only attempts of this step and later ones; default 0.
+        holdout: Share of tasks held back to measure the loss on, by a hash of the id; default 0.
+        deduplicate: Keep one of several attempts with the very same words; default true.
+        allow_eval_tasks: Learn tasks of the eval split too, which spoils it for judging; default
+            false.
+        dry_run: Show counts and examples and write nothing; default false.
+    """
     plan = Plan(
         keep=compile_filter(filter) if filter is not None else None,
         select=select,
@@ -171,23 +142,27 @@ async def curate(
         return _nothing(result, dry_run)
     if dry_run or name is None:
         return result
-    manifest = _manifest(rows, source, since_step, plan, curated)
-    train, holdout_rows = (
-        [attempt.row() for attempt in part] for part in (curated.train, curated.holdout)
-    )
-    kept = await anyio.to_thread.run_sync(
-        datasets.register, name, train, holdout_rows, manifest, store.base
-    )
-    result.dataset, result.created, result.path = (
-        f"{kept.name}@{kept.digest}",
-        kept.created,
-        str(kept.path),
-    )
-    result.next = (
-        f"train(environment={result.environment!r}, algorithm='sft', dataset={result.dataset!r}, validate_only=true"
-        f"{passed_on(_secrets_of(rows), rows[0].spec.get('environment_args'))})"
-    )
+    chosen: Json = {"source": source, "since_step": since_step, **plan.to_dict()}
+    await anyio.to_thread.run_sync(_keep, store, result, name, rows, curated, chosen)
     return result
+
+
+def _keep(
+    store: Store, result: Curate, name: str, rows: Sequence[Run], curated: Curated, chosen: Json
+) -> None:
+    """Register the dataset, and say so in the result."""
+    train = [attempt.row() for attempt in curated.train]
+    holdout = [attempt.row() for attempt in curated.holdout]
+    manifest = _manifest(rows, curated, chosen)
+    kept = datasets.register(name, train, holdout, manifest, store.base)
+    result.dataset = f"{kept.name}@{kept.digest}"
+    result.created = kept.created
+    result.path = str(kept.path)
+    needed = passed_on(_secrets_of(rows), rows[0].spec.get("environment_args"))
+    result.next = (
+        f"train(environment={result.environment!r}, algorithm='sft', dataset={result.dataset!r}, "
+        f"validate_only=true{needed})"
+    )
 
 
 def _check(name: str | None, plan: Plan, dry_run: bool) -> None:
@@ -204,19 +179,19 @@ def _check(name: str | None, plan: Plan, dry_run: bool) -> None:
 
 
 def _pooled(store: Store, run_ids: Sequence[str]) -> list[Run]:
-    """The runs, each once. FlashError(invalid_argument) where their environment's version or
-    arguments differ.
+    """The runs, each once. FlashError(invalid_argument) if their environment's version or arguments
+    differ.
     """
     rows = [store.run(run_id) for run_id in dict.fromkeys(run_ids)]
-    kinds = {(_environment_of(row), _arguments_of(row)) for row in rows}
-    if len(kinds) > 1:
-        told = "; ".join(
-            f"{row.id}: {_environment_of(row)} {_arguments_of(row)}" for row in rows[:8]
-        )
+    kinds = {row.id: f"{_environment_of(row)} {_arguments_of(row)}" for row in rows}
+    if len({*kinds.values()}) > 1:
+        told = "; ".join(f"{run_id}: {kinds[run_id]}" for run_id in [*kinds][:8])
         raise FlashError(
             "invalid_argument",
-            f"attempts in different environments cannot be pooled: a task or a reward may mean something else ({told})",
-            fix="pass runs of one environment version with the same environment_args, and curate the others apart",
+            "attempts in different environments cannot be pooled: a task or a reward may mean "
+            f"something else ({told})",
+            fix="pass runs of one environment version with the same environment_args, and curate "
+            "the others apart",
         )
     return rows
 
@@ -249,18 +224,14 @@ async def _held_out(store: Store, row: Run) -> HeldOut:
         start_timeout_s=LOAD_TIMEOUT_S,
         fix="env_test it; without its eval split nothing can be kept out",
     ) as host:
-        return await curation.read_held_out(host)
+        return await read_held_out(host)
 
 
 def _curated(
     rows: Sequence[Run], source: Source | None, since_step: int, plan: Plan, held_out: HeldOut
 ) -> Curated:
-    attempts = (
-        attempt
-        for row in rows
-        for attempt in read_attempts(row, source)
-        if attempt.step >= since_step
-    )
+    made = itertools.chain.from_iterable(read_attempts(row, source) for row in rows)
+    attempts = (attempt for attempt in made if attempt.step >= since_step)
     return curation.curate(attempts, plan, held_out)
 
 
@@ -294,102 +265,98 @@ def _attempt(run_id: str, source: Source, step: int, row: Rollout) -> Attempt:
     )
 
 
-def _manifest(
-    rows: Sequence[Run], source: Source | None, since_step: int, plan: Plan, curated: Curated
-) -> Json:
+def _manifest(rows: Sequence[Run], curated: Curated, chosen: Json) -> Json:
     """Where a dataset came from. Nothing in it depends on when it is made."""
-    used = curated.train + curated.holdout
-    runs = [
-        {
-            "run_id": row.id,
-            "algorithm": row.algorithm,
-            "model": row.model,
-            "init_adapter": row.init_adapter,
-            "rows": sum(attempt.run_id == row.id for attempt in used),
-            "steps": sorted({attempt.step for attempt in used if attempt.run_id == row.id}),
-        }
-        for row in sorted(rows, key=lambda row: row.id)
-    ]
+    runs: list[Json] = []
+    for row in sorted(rows, key=lambda row: row.id):
+        used = [each for each in (*curated.train, *curated.holdout) if each.run_id == row.id]
+        runs.append(
+            {
+                "run_id": row.id,
+                "algorithm": row.algorithm,
+                "model": row.model,
+                "init_adapter": row.init_adapter,
+                "rows": len(used),
+                "steps": sorted({attempt.step for attempt in used}),
+            }
+        )
     environment: Json = {
         "name": rows[0].environment,
         "digest": rows[0].environment_digest,
         "args": rows[0].spec.get("environment_args") or {},
     }
-    chosen = {"source": source, "since_step": since_step, **plan.to_dict()}
-    return {
-        "environment": environment,
-        "runs": runs,
-        **chosen,
-        "counts": curated.counts.model_dump(),
-    }
+    counts = curated.counts.model_dump()
+    return {"environment": environment, "runs": runs, **chosen, "counts": counts}
 
 
 def _notes(curated: Curated, plan: Plan, held_out: HeldOut) -> list[str]:
-    counts, notes = curated.counts, list[str]()
+    counts = curated.counts
+    notes: list[str] = []
+    tasks = f"{counts.eval_tasks} tasks of the eval split"
     if counts.eval_tasks and plan.allow_eval_tasks:
-        notes.append(
-            f"{counts.eval_tasks} tasks of the eval split may be learnt: evaluations on it will no longer tell whether "
-            "the model got better"
-        )
+        lost = "evaluations on it will no longer tell whether the model got better"
+        notes.append(f"{tasks} may be learnt: {lost}")
     elif counts.eval_tasks:
-        notes.append(
-            f"{counts.eval_tasks} tasks of the eval split were left out: {counts.eval_attempts} attempts"
-        )
+        notes.append(f"{tasks} were left out: {counts.eval_attempts} attempts")
     if not plan.allow_eval_tasks and held_out.opened < held_out.total:
-        notes.append(
-            f"prompts were compared with those of {held_out.opened} of {held_out.total} eval tasks; the others were "
-            "told by id and question alone"
-        )
+        compared = f"{held_out.opened} of {held_out.total} eval tasks"
+        others = "the others were told by id and question alone"
+        notes.append(f"prompts were compared with those of {compared}; {others}")
     if counts.insufficient:
-        notes.append(
-            f"{counts.insufficient} tasks have fewer attempts than pass@k needs: make more of them"
-        )
+        few = f"{counts.insufficient} tasks have fewer attempts than pass@k needs"
+        notes.append(f"{few}: make more of them")
     if plan.holdout and curated.train and not curated.holdout:
         notes.append(f"no task fell into the holdout of {plan.holdout:.0%}: too few tasks")
-    wrong = sum(not plan.is_correct(attempt) for attempt in curated.train)
+    wrong = [attempt for attempt in curated.train if not plan.is_correct(attempt)]
     if wrong:
-        notes.append(
-            f"{wrong} of {len(curated.train)} rows to train on are not correct; they will be learnt all the same"
-        )
+        share = f"{len(wrong)} of {len(curated.train)} rows to train on"
+        notes.append(f"{share} are not correct; they will be learnt all the same")
     return notes
 
 
 def _examples(curated: Curated) -> list[Example]:
     """The first of each part, and more of those to train on."""
-    shown = [("train", attempt) for attempt in curated.train[: EXAMPLES - bool(curated.holdout)]]
-    shown += [("holdout", attempt) for attempt in curated.holdout[:1]]
-    return [
-        Example(
-            part=cast(Any, part),
-            **{
-                field: getattr(attempt, field)
-                for field in ("task_id", "run_id", "source", "step", "index")
-            },
-            reward=round(attempt.reward, 4),
-            asked=shorten(
-                str(attempt.messages[attempt.prompt_messages - 1]["content"]), EXAMPLE_CHARACTERS
-            ),
-            answered=shorten(attempt.answers[-1], EXAMPLE_CHARACTERS),
-        )
-        for part, attempt in shown
-    ]
+    held_back = [_example("holdout", attempt) for attempt in curated.holdout[:1]]
+    count = EXAMPLES - len(held_back)
+    return [*(_example("train", attempt) for attempt in curated.train[:count]), *held_back]
+
+
+def _example(part: Literal["train", "holdout"], attempt: Attempt) -> Example:
+    asked = str(attempt.messages[attempt.prompt_messages - 1]["content"])
+    return Example(
+        part=part,
+        task_id=attempt.task_id,
+        run_id=attempt.run_id,
+        source=attempt.source,
+        step=attempt.step,
+        index=attempt.index,
+        reward=attempt.reward,
+        asked=shorten(asked, EXAMPLE_CHARACTERS),
+        answered=shorten(attempt.answers[-1], EXAMPLE_CHARACTERS),
+    )
 
 
 def _nothing(result: Curate, dry_run: bool) -> Curate:
     """The dry run that says why nothing is left to train on, or that as an error."""
-    counts = {name: count for name, count in result.counts.model_dump().items() if count}
-    if result.counts.attempts == 0:
-        fix = "status(run_id=...) says whether the runs have come to a step or an evaluation; see source, since_step"
-    elif result.counts.eval_attempts and not result.counts.tasks:
-        fix = "take attempts at train tasks: a grpo run's rollouts, or evaluate with split='train'"
-    elif result.counts.holdout_rows:
+    counts = result.counts
+    if counts.attempts == 0:
+        runs = "status(run_id=...) says whether the runs have come to a step or an evaluation"
+        fix = f"{runs}; see source, since_step"
+    elif counts.eval_attempts and not counts.tasks:
+        attempts = "a grpo run's rollouts, or evaluate with split='train'"
+        fix = f"take attempts at train tasks: {attempts}"
+    elif counts.holdout_rows:
         fix = "lower holdout, or add attempts at more tasks"
-    elif result.counts.insufficient or result.counts.filtered:
-        fix = "loosen the filter; counts say how many tasks it left out, and how often tasks were solved"
+    elif counts.insufficient or counts.filtered:
+        left_out = "counts say how many tasks it left out, and how often tasks were solved"
+        fix = f"loosen the filter; {left_out}"
     else:
-        fix = "no attempt is correct: select='best' takes the best there is, success_threshold another bar"
+        best = "select='best' takes the best there is, success_threshold another bar"
+        fix = f"no attempt is correct: {best}"
     if dry_run:
         result.next = fix
         return result
-    told = ", ".join(f"{name} {count}" for name, count in counts.items()) or "no attempts"
-    raise FlashError("dataset_invalid", f"nothing is left to train on: {told}", fix=fix)
+    told = ", ".join(f"{name} {count}" for name, count in counts.model_dump().items() if count)
+    raise FlashError(
+        "dataset_invalid", f"nothing is left to train on: {told or 'no attempts'}", fix=fix
+    )

@@ -49,12 +49,11 @@ from flash_mcp.tools.shared.loading import (
     hosted,
     secret_values,
 )
-from flash_mcp.tools.shared.next_steps import after_test, passed_on
+from flash_mcp.tools.shared.next_steps import after_sample, after_test, passed_on
 from flash_mcp.tools.shared.preflight import (
     GROUP_SIZE,
     SAMPLE_LIMIT_S,
     Sample,
-    after_sample,
     sample_groups,
 )
 

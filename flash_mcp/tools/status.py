@@ -7,13 +7,13 @@ from typing import Annotated, Literal
 from anyio.to_thread import run_sync
 from pydantic import Field
 
-from flash_mcp.judgement.curve import of_run
+from flash_mcp.protocol.parts import rounded
 from flash_mcp.protocol.records import Run, RunState
 from flash_mcp.state.owners import caller
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.shared.fitting import utc
 from flash_mcp.tools.shared.frame import Part, Result, illustrate
-from flash_mcp.tools.shared.run_view import SPEED_STEPS, RunView, mean, rounded, view_of
+from flash_mcp.tools.shared.run_view import SPEED_STEPS, RunView, mean_of, view_of
 from flash_mcp.tools.shared.waiting import wait_for_change
 
 
@@ -87,7 +87,7 @@ async def status(
         return await run_sync(_list, store, state, limit, cursor)
     changed = await wait_for_change(store, run_id, wait_s) if wait_s else None
     if curve:
-        illustrate(await run_sync(of_run, store, run_id))
+        illustrate(await run_sync(store.curve, run_id))
     view, next_step = await run_sync(view_of, store, run_id, detail == "detailed")
     return Status(run=view, changed=changed, next=next_step)
 
@@ -114,7 +114,7 @@ def _list(store: Store, state: str | None, limit: int, cursor: str | None) -> St
 
 
 def _line(store: Store, run: Run) -> RunLine:
-    rewards = [row.metrics for row in store.metrics(run.id, limit=SPEED_STEPS)]
+    newest = store.metrics(run.id, limit=SPEED_STEPS)
     return RunLine(
         run_id=run.id,
         owner=run.owner if run.owner != caller().owner else None,
@@ -124,7 +124,7 @@ def _line(store: Store, run: Run) -> RunLine:
         environment=run.environment,
         step=run.step,
         steps=run.steps,
-        reward=rounded(mean(rewards, "reward/mean"), 3),
+        reward=rounded(mean_of(newest, "reward/mean"), 3),
         created=utc(run.created),
         error=run.error["code"] if run.error and run.state == "failed" else None,
     )

@@ -21,7 +21,7 @@ from environments.process import sandbox
 from environments.process.host import EnvironmentFault, EnvironmentHost
 from environments.process.sandbox import Needs
 from flash_mcp.judgement.attempts import DEFAULT_MAX_LENGTH
-from flash_mcp.judgement.curation import prompt_digest, read_held_out
+from flash_mcp.judgement.curation import prompt_digest
 from flash_mcp.protocol.base_models import ModelCard
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import EnvironmentVersion, Json, Run
@@ -32,13 +32,14 @@ from flash_mcp.state.references import Subject
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.shared.fitting import to_text
 from flash_mcp.tools.shared.frame import Part, Result, report, unwrapped
+from flash_mcp.tools.shared.held_out import read_held_out
 from flash_mcp.tools.shared.loading import check_machine, contamination_note, loaded
+from flash_mcp.tools.shared.next_steps import after_sample
 from flash_mcp.tools.shared.preflight import (
     GROUP_SIZE,
     SAMPLE_LIMIT_S,
     RunTime,
     Sample,
-    after_sample,
     run_time,
     sample_groups,
 )

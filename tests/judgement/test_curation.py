@@ -257,9 +257,15 @@ def test_a_row_ends_with_the_last_answer_and_says_where_it_came_from():
     ).row()
     assert row["messages"] == messages[:4]
     assert row["provenance"] == {
-        "run_id": "run-a", "source": "rollouts", "step": 3, "index": 7, "task_id": "t0", "split": "train",
-        "reward": 1.0, "success": True,
-    }  # fmt: skip
+        "run_id": "run-a",
+        "source": "rollouts",
+        "step": 3,
+        "index": 7,
+        "task_id": "t0",
+        "split": "train",
+        "reward": 1.0,
+        "success": True,
+    }
 
 
 @given(

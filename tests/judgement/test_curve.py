@@ -9,16 +9,14 @@ from tests.samples import finished_run, queued_run, started_run
 
 
 def test_the_terminal_curve_shows_all_three_series_and_no_colour_codes(tmp_path: Path):
-    text = curve.terminal(
-        curve.of_run(open_store(), finished_run(tmp_path).id), width=80, height=16
-    )
+    text = curve.terminal(open_store().curve(finished_run(tmp_path).id), width=80, height=16)
     assert all(label in text for label in ("reward", "success", "held-out success", "step"))
     assert "\x1b" not in text
     assert max(map(len, text.splitlines())) <= 80
 
 
 def test_the_picture_is_a_png_of_some_size(tmp_path: Path):
-    picture = curve.png(curve.of_run(open_store(), finished_run(tmp_path).id))
+    picture = curve.png(open_store().curve(finished_run(tmp_path).id))
     assert picture.startswith(b"\x89PNG\r\n")
     width, height = struct.unpack(">II", picture[16:24])
     assert (width, height) == (960, 540)
@@ -32,14 +30,14 @@ def test_a_fine_tuning_run_has_a_curve_of_its_losses(tmp_path: Path):
         open_store().put_metrics(
             run.id, {"step": step, "epoch": 1, "time": 1.0, "metrics": metrics}
         )
-    found = curve.of_run(open_store(), run.id)
+    found = open_store().curve(run.id)
     assert len(found.lines["loss"]) == 8 and found.lines["held-out loss"] == [(4, 2.0), (8, 2.0)]
     text = curve.terminal(found, width=80, height=16)
     assert "loss" in text and "held-out loss" in text and curve.png(found).startswith(b"\x89PNG")
 
 
 def test_a_run_without_steps_has_a_curve_that_says_so(tmp_path: Path):
-    empty = curve.of_run(open_store(), queued_run(tmp_path).id)
+    empty = open_store().curve(queued_run(tmp_path).id)
     assert "no steps yet" in curve.terminal(empty)
     assert curve.png(empty).startswith(b"\x89PNG")
 
@@ -51,12 +49,12 @@ def test_an_evaluation_whose_attempts_all_failed_is_no_point(tmp_path: Path):
     )
     failed = {"step": 10, "epoch": 1, "time": 1.0, "summary": summary, "rollouts": []}
     open_store().put_evaluation(run_id, failed)
-    points = curve.of_run(open_store(), run_id)
+    points = open_store().curve(run_id)
     assert [point.step for point in points.held_out] == [0, 20]
     assert "held-out" in curve.terminal(points) and curve.png(points).startswith(b"\x89PNG")
 
 
 def test_held_out_points_carry_their_noise_band(tmp_path: Path):
-    points = curve.of_run(open_store(), finished_run(tmp_path, solved=50).id).held_out
+    points = open_store().curve(finished_run(tmp_path, solved=50).id).held_out
     assert [(point.step, point.success) for point in points] == [(0, 0.2), (20, 0.5)]
     assert round(points[1].band, 3) == 0.098

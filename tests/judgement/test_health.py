@@ -1,226 +1,422 @@
-"""What the tools say of a run's health: contaminated splits, failure modes, lineage, and the
-detailed status.
-"""
-
 from __future__ import annotations
 
-import os
-from pathlib import Path
+import math
+import random
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from flash_mcp import __version__
-from flash_mcp.protocol.run_folder import RunFolder, RunWriter
-from flash_mcp.state import queue
-from flash_mcp.state.queue import code_version
-from flash_mcp.state.store import open_store
-from flash_mcp.tools.registry import TOOLS
-from flash_mcp.tools.shared.fitting import RESULT_CHARACTERS, to_text
-from tests.places import ROOT
-from tests.samples import (
-    ENVIRONMENT,
-    evaluate,
-    finished_run,
-    learn,
-    read_in,
-    sample_rollout,
-    save_adapter,
-    started_run,
-)
-from tests.samples import supervised as supervised_by_the_test
+from flash_mcp.judgement import health
+from flash_mcp.protocol.records import Try
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("supervised")]
-
-SAME_QUESTIONS = ENVIRONMENT.replace('f"go {n}"', 'f"say {n}"')
-SAME_IDS = ENVIRONMENT.replace('f"eval-{n}"', 'f"train-{n}"')
-
-
-@pytest.fixture
-def supervised(flash_home: Path):
-    with supervised_by_the_test():
-        yield
+HEALTHY: dict[str, float | None] = {
+    "reward/mean": 0.5,
+    "success/rate": 0.5,
+    "groups/uniform_share": 0.1,
+    "rollouts/truncated_share": 0.0,
+    "rollouts/error_share": 0.0,
+    "tokens/completion_mean": 40.0,
+    "entropy": 1.0,
+    "grad_norm": 0.5,
+    "is_ratio/mean": 1.0,
+    "is_ratio/clipped_share": 0.0,
+    "sampling_kl": 0.001,
+    "groups/zero_share": 0.0,
+    "groups/solved_share": 0.2,
+    "groups/unsolved_share": 0.2,
+    "rollouts/repeated_share": 0.1,
+    "tokens/reward_correlation": -0.2,
+}
 
 
-async def call(tool: str, /, **arguments: Any) -> dict[str, Any]:
-    result = TOOLS[tool].function(**arguments)
-    body = (await result if hasattr(result, "__await__") else result).model_dump(mode="json")
-    assert len(to_text(body)) <= RESULT_CHARACTERS
-    return body
+def history(steps: int = 12, **columns: list[float]) -> list[dict[str, float | None]]:
+    """Steps from 1 on, healthy but for the columns given."""
+    return [
+        {"step": step + 1, **HEALTHY, **{name: values[step] for name, values in columns.items()}}
+        for step in range(steps)
+    ]
 
 
-def environment_folder(folder: Path, code: str) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "environment.py").write_text(code)
-    return folder
+def names(metrics: list[dict[str, float | None]]) -> list[str]:
+    return [flag.name for flag in health.flags(metrics)]
 
 
-def work_on(run_id: str) -> RunWriter:
-    """Be the worker of a queued run."""
-    store = open_store()
-    run = queue.claim(store)
-    assert run is not None and run.id == run_id
-    folder = RunFolder(run.folder)
-    folder.create(queue.job(run))
-    queue.mark_running(store, run_id, run.attempt)
-    return folder.claim(run.attempt)
+def rising(first: float, last: float, steps: int) -> list[float]:
+    return [first + (last - first) * step / (steps - 1) for step in range(steps)]
+
+
+def test_a_trend_averages_a_fifth_of_the_values_at_each_end():
+    found = health.trend([0.0] * 5 + [1.0] * 5)
+    assert found is not None
+    assert (found.first, found.last, found.best, found.over_steps) == (0.0, 1.0, 1.0, 2)
+
+
+def test_no_values_have_no_trend():
+    assert health.trend([]) is None
+
+
+def test_a_sparkline_goes_from_the_least_to_the_greatest_value():
+    assert health.sparkline([0, 1]) == "▁█"
+    assert health.sparkline([5, 5, 5]) == "▁▁▁"
+    assert health.sparkline([]) == ""
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300), st.integers(1, 40))
+def test_a_sparkline_never_has_more_bars_than_asked_for(values: list[float], width: int):
+    assert len(health.sparkline(values, width)) == min(width, len(values))
+
+
+def test_the_noise_band_is_the_normal_interval_of_a_share():
+    assert health.noise_band(0.5, 100) == pytest.approx(0.098)
+    assert health.noise_band(1.0, 100) == 0.0
+    assert health.noise_band(0.5, 0) == 1.0
+
+
+LEARNING = {"reward/mean": rising(0.2, 0.8, 30), "success/rate": rising(0.1, 0.7, 30)}
+SPIKE = [0.01] * 7 + [0.9, 0.02, 0.01, 0.01, 0.01]
+
+
+def test_a_mismatch_names_the_nucleus_which_explains_it():
+    (flag,) = health.flags(history(5, **{"is_ratio/mean": [0.7] * 5}))
+    assert "set top_p=1" in flag.remedy
+
+
+def test_a_healthy_run_has_no_flags():
+    assert names(history(30, **LEARNING)) == []
 
 
 @pytest.mark.parametrize(
-    ("code", "evidence"),
+    ("flag", "steps", "columns", "evidence"),
     [
-        (SAME_QUESTIONS, "40 ask what a train task asks"),
-        (SAME_IDS, "40 have the id of a train task"),
+        (
+            "environment_errors",
+            5,
+            {"rollouts/error_share": [0.3] * 5},
+            "30% of the rollouts of steps 1 to 5",
+        ),
+        ("truncation", 5, {"rollouts/truncated_share": [0.4] * 5}, "40%"),
+        (
+            "uniform_groups",
+            5,
+            {"groups/uniform_share": [0.9] * 5},
+            "90% of the groups of steps 1 to 5",
+        ),
+        (
+            "uniform_groups",
+            5,
+            {
+                "groups/uniform_share": [0.9] * 5,
+                "groups/zero_share": [0.85] * 5,
+                "reward/mean": [0.01] * 5,
+            },
+            "all zero in 85%",
+        ),
+        ("no_gradient", 5, {"grad_norm": [0.0] * 5}, "5 steps"),
+        ("policy_mismatch", 5, {"is_ratio/mean": [0.5] * 5}, "0.50"),
+        ("policy_spike", 12, {"kl": SPIKE}, "kl jumped to 0.9 at step 8"),
+        ("policy_spike", 12, {"sampling_kl": SPIKE}, "sampling_kl jumped to 0.9 at step 8"),
+        (
+            "policy_spike",
+            12,
+            {"is_ratio/clipped_share": SPIKE},
+            "is_ratio/clipped_share jumped to 0.9 at step 8",
+        ),
+        (
+            "reward_flat",
+            30,
+            {"reward/mean": [0.3 + 0.05 * (-1) ** step for step in range(30)]},
+            "± 0.0",
+        ),
+        ("reward_falling", 30, {"reward/mean": rising(0.8, 0.2, 30)}, "-0.4"),
+        ("reward_without_success", 30, {"reward/mean": rising(0.2, 0.8, 30)}, "success by +0.000"),
+        (
+            "too_hard",
+            10,
+            {"groups/unsolved_share": [0.9] * 10, "groups/solved_share": [0.0] * 10},
+            "in 10% some did",
+        ),
+        (
+            "too_easy",
+            10,
+            {"groups/unsolved_share": [0.0] * 10, "groups/solved_share": [0.85] * 10},
+            "in 15% only",
+        ),
+        ("repeated_outputs", 5, {"rollouts/repeated_share": [0.8] * 5}, "80%"),
+        (
+            "reward_follows_length",
+            6,
+            {"tokens/reward_correlation": [-0.9] * 6},
+            "shorter ones are paid more",
+        ),
+        (
+            "reward_follows_length",
+            6,
+            {"tokens/reward_correlation": [0.9] * 6},
+            "longer ones are paid more",
+        ),
+        ("entropy_collapse", 30, {"entropy": rising(1.0, 0.01, 30), **LEARNING}, "at 61% success"),
+        (
+            "length_collapse",
+            30,
+            {"tokens/completion_mean": rising(100, 5, 30), **LEARNING},
+            "15% to 65%",
+        ),
+        ("overfitting", 5, {"eval_loss": [2.0, 1.5, 1.4, 1.6, 1.9]}, "1.900"),
     ],
-    ids=["same question", "same id"],
 )
-async def test_a_contaminated_split_is_said_wherever_it_is_seen(
-    tmp_path: Path, code: str, evidence: str
+def test_each_warning_sign_is_raised_alone_with_its_numbers_and_a_remedy(
+    flag: str, steps: int, columns: dict[str, list[float]], evidence: str
 ):
-    folder = environment_folder(tmp_path / "echo", code)
-    tested = await call("env_test", folder=str(folder))
-    assert [
-        evidence in probe["evidence"] for probe in tested["probes"] if probe["name"] == "tasks"
-    ] == [True]
-    assert not tested["passed"]
+    found = health.flags(history(steps, **columns))
+    assert [each.name for each in found] == [flag]
+    assert evidence in found[0].evidence
+    assert found[0].remedy
 
-    pushed = await call("env_push", name="echo", folder=str(folder))
+
+@pytest.mark.parametrize(
+    ("steps", "columns"),
+    [
+        pytest.param(5, {"rollouts/error_share": [0.01] * 5}, id="a rare error"),
+        pytest.param(5, {"rollouts/truncated_share": [0.15] * 5}, id="a few long answers"),
+        pytest.param(5, {"groups/uniform_share": [0.5] * 5}, id="half of the groups uniform"),
+        pytest.param(5, {"grad_norm": [0.0, 0.0, 0.1, 0.0, 0.0]}, id="a gradient now and then"),
+        pytest.param(5, {"is_ratio/mean": [0.95] * 5}, id="a slight mismatch"),
+        pytest.param(12, {"kl": rising(0.0, 0.4, 12)}, id="a steady drift"),
+        pytest.param(12, {"sampling_kl": [0.01] * 11 + [0.03]}, id="noise of the engine"),
+        pytest.param(12, {"reward/mean": [0.3] * 12}, id="flat, but too short to tell"),
+        pytest.param(
+            30,
+            {"reward/mean": rising(0.9, 0.95, 30), "success/rate": [0.95] * 30},
+            id="flat, but solved",
+        ),
+        pytest.param(
+            9,
+            {"groups/unsolved_share": [0.9] * 9, "groups/solved_share": [0.0] * 9},
+            id="a hard start",
+        ),
+        pytest.param(10, {"groups/unsolved_share": [0.5] * 10}, id="half of the tasks hard"),
+        pytest.param(10, {"groups/solved_share": [0.6] * 10}, id="most of the tasks easy"),
+        pytest.param(
+            5,
+            {"rollouts/repeated_share": [0.9] * 5, "tokens/completion_mean": [2.0] * 5},
+            id="answers of one word",
+        ),
+        pytest.param(
+            5,
+            {"rollouts/repeated_share": [0.85] * 5, "success/rate": [0.8] * 5},
+            id="repeated, and right",
+        ),
+        pytest.param(
+            6,
+            {"tokens/reward_correlation": [-0.9, 0.5, -0.9, 0.4, -0.8, 0.1]},
+            id="length here and there",
+        ),
+        pytest.param(
+            30, {"tokens/completion_mean": rising(100, 60, 30), **LEARNING}, id="somewhat shorter"
+        ),
+        pytest.param(
+            15, {"tokens/completion_mean": rising(100, 5, 15)}, id="shorter, but not paid for"
+        ),
+        pytest.param(30, {"entropy": rising(1.0, 0.3, 30), **LEARNING}, id="some entropy left"),
+        pytest.param(5, {"eval_loss": [2.0, 1.5, 1.4, 1.41, 1.42]}, id="a held-out loss at rest"),
+        pytest.param(
+            3,
+            {"tokens/completion_mean": [99, 60, 48], "reward/mean": [0.1, 0.1, 0.2]},
+            id="short at first",
+        ),
+        pytest.param(
+            5, {"grad_norm": [0.0] * 5, "success/rate": [1.0] * 5}, id="nothing left to learn"
+        ),
+    ],
+)
+def test_what_resembles_a_warning_sign_raises_none(steps: int, columns: dict[str, list[float]]):
+    assert names(history(steps, **columns)) == []
+
+
+def test_fine_tuning_is_meant_to_make_one_answer_sure():
+    tuned = [
+        {"step": step, "loss": 0.1, "grad_norm": 0.5, "entropy": value}
+        for step, value in enumerate(rising(1.3, 0.1, 30))
+    ]
+    assert health.flags(tuned) == []
+
+
+@pytest.mark.parametrize(
+    ("success", "severity"),
+    [
+        (rising(0.1, 0.8, 30), "warning"),
+        ([0.6] * 30, "warning"),
+        (rising(0.6, 0.1, 30), "problem"),
+        ([0.0] * 30, "problem"),
+        ([1.0] * 30, "problem"),
+    ],
+    ids=["earned", "held", "lost", "never there", "never judged"],
+)
+def test_a_reward_that_rises_by_shortening_is_a_problem_unless_success_bears_it_out(
+    success: list[float], severity: str
+):
+    shrinking = {"tokens/completion_mean": rising(100, 20, 30), "reward/mean": rising(0.1, 0.9, 30)}
+    found = health.flags(history(30, **shrinking, **{"success/rate": success}))
+    assert [flag.severity for flag in found if flag.name == "length_collapse"] == [severity]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "begins"),
+    [
+        (history(2), "too early to say: 2 of the 3 steps"),
+        (history(30, **LEARNING), "yes: reward went from 0.252 to 0.748 over steps 1 to 30"),
+        (history(30, **LEARNING, **{"rollouts/truncated_share": [0.3] * 30}), "yes: "),
+        (history(5, **{"grad_norm": [0.0] * 5}), "no: no_gradient: the gradient was 0"),
+        (history(30, **{"reward/mean": [0.3] * 30}), "doubtful: reward_flat: "),
+        (
+            history(12, **{"reward/mean": rising(0.9, 0.95, 12), "success/rate": [0.95] * 12}),
+            "no need: solved",
+        ),
+        (
+            [{"step": step, "loss": 2 - step / 10} for step in range(1, 9)],
+            "yes: loss went from 1.9 to 1.2",
+        ),
+        (
+            [{"step": step, "loss": 1 + step / 10} for step in range(1, 9)],
+            "doubtful: loss went from",
+        ),
+    ],
+)
+def test_one_line_says_whether_the_run_is_worth_continuing(
+    metrics: list[dict[str, float | None]], begins: str
+):
+    line = health.outlook(metrics, health.flags(metrics))
+    assert line.startswith(begins)
+    assert "\n" not in line
+
+
+def test_a_run_whose_held_out_success_fell_is_not_worth_continuing():
+    assert health.outlook(history(30, **LEARNING), [], "regressed").startswith(
+        "no: the held-out success fell"
+    )
+
+
+def test_uniform_groups_of_solved_tasks_are_no_problem_but_the_end():
+    solved = history(5, **{"groups/uniform_share": [0.9] * 5, "success/rate": [0.95] * 5})
+    assert [(flag.severity, "solved" in flag.remedy) for flag in health.flags(solved)] == [
+        ("warning", True)
+    ]
+
+
+def test_a_run_that_learns_from_few_groups_is_worth_continuing():
+    few = history(
+        30, **LEARNING, **{"groups/uniform_share": [0.65] * 30, "groups/solved_share": [0.35] * 30}
+    )
+    (flag,) = health.flags(few)
     assert (
-        pushed["contaminated"].startswith("CONTAMINATED: 40 of 60 eval tasks")
-        and evidence in pushed["contaminated"]
+        flag.severity == "warning"
+        and "solved" in flag.remedy
+        and "all right in 35%" in flag.evidence
     )
-    assert "train(" not in pushed["next"]
+    assert health.outlook(few, [flag]).startswith("yes: reward went from 0.25")
+    none = history(30, **{"groups/uniform_share": [1.0] * 30, "groups/solved_share": [0.0] * 30})
+    assert health.flags(none)[0].severity == "problem"
 
-    started = await call("train", environment="echo", steps=20)
-    assert started["notes"][0].startswith("CONTAMINATED: 40 of 60 eval tasks")
 
-    writer = work_on(started["run_id"])
-    evaluate(writer, 0, 20)
-    learn(writer, range(1, 21))
-    save_adapter(writer, 20, tmp_path)
-    evaluate(writer, 20, 90)
-    writer.commit_result("succeeded", 20)
-    read_in(open_store(), started["run_id"])
-    queue.finish(open_store(), started["run_id"], 1, "succeeded", step=20)
-    body = await call("status", run_id=started["run_id"])
-    verdict, flag = body["run"]["verdict"], body["run"]["flags"][0]
-    assert verdict["outcome"] == "contaminated"
-    assert verdict["explanation"].startswith(
-        "CONTAMINATED: 40 of 60 eval tasks are train tasks too"
-    )
-    assert evidence in verdict["explanation"]
-    assert (flag["name"], flag["severity"]) == ("contaminated_split", "problem")
-    assert body["run"]["outlook"].startswith("no: contaminated_split")
-    assert "deploy" not in body["next"] and "env_push" in body["next"]
+def test_problems_stand_before_warnings():
+    both = history(5, **{"rollouts/truncated_share": [0.3] * 5, "rollouts/error_share": [0.5] * 5})
+    assert [flag.severity for flag in health.flags(both)] == ["problem", "warning"]
 
-    compared = await call("compare", base=started["run_id"])
-    assert (compared["verdict"], compared["success"]["outcome"]) == ("contaminated", "improved")
-    assert (
-        compared["notes"][0].startswith("CONTAMINATED: 40 of 60 eval tasks")
-        and "env_push" in compared["next"]
-    )
-    for model, spoiled in ((f"{started['run_id']}@20", True), (f"{started['run_id']}@0", False)):
-        notes = (await call("evaluate", model=model, wait_s=0)).get("notes", [])
-        assert (
-            any(note.startswith("CONTAMINATED: 40 of 60 eval tasks") for note in notes) == spoiled
+
+def test_missing_and_undefined_numbers_raise_no_flag():
+    assert names([dict.fromkeys(HEALTHY)] * 40) == []
+    assert names([dict.fromkeys(HEALTHY, math.nan)] * 40) == []
+
+
+@pytest.mark.parametrize("count", [3, 5, 10, 19])
+def test_noise_of_a_few_steps_is_not_called_progress(count: int) -> None:
+    draws = random.Random(0)
+    said = [
+        health.outlook(
+            [{"step": step, "reward/mean": 0.3 + draws.gauss(0, 0.05)} for step in range(count)], []
         )
-
-
-async def test_base_models_that_were_never_trained_are_compared_on_a_contaminated_split(
-    tmp_path: Path,
-):
-    pushed = await call(
-        "env_push", name="echo", folder=str(environment_folder(tmp_path / "echo", SAME_IDS))
-    )
-    trained = (await call("train", environment="echo", steps=20))["run_id"]
-    evaluated: list[str] = []
-    for model, solved in (("smollm2-135m-instruct", 20), ("smollm2-360m-instruct", 90)):
-        run_id = (await call("evaluate", environment=pushed["environment"], model=model, wait_s=0))[
-            "run_id"
-        ]
-        rows = [sample_rollout(0, index * 4, float(index < solved)) for index in range(100)]
-        summary = {
-            "n": 100,
-            "success": solved / 100,
-            "reward_mean": solved / 100,
-            "error_share": 0.0,
-        }
-        body = {"step": 0, "epoch": 1, "time": 1.0, "summary": summary, "rollouts": rows}
-        for each in (run_id, trained):  # before training, too, it is a base model
-            open_store().put_evaluation(each, body)
-        evaluated.append(run_id)
-    for base, other in (evaluated, (evaluated[0], f"{trained}@0")):
-        compared = await call("compare", base=base, other=other)
-        assert compared["verdict"] == "improved" and "CONTAMINATED" not in str(compared)
-
-
-async def test_a_clean_split_is_not_spoken_of(tmp_path: Path):
-    folder = environment_folder(tmp_path / "echo", ENVIRONMENT)
-    assert "contaminated" not in await call("env_push", name="echo", folder=str(folder))
-    started = await call("train", environment="echo", steps=20, eval_before=True, eval_after=True)
-    assert "notes" not in started
-    assert "overlap" not in open_store().run(started["run_id"]).lineage
-
-
-async def test_failure_modes_are_counted_by_status_and_named_by_rollouts(tmp_path: Path):
-    run, writer = started_run(tmp_path)
-    texts = ["", "so " * 100, "nothing", "The answer is 84."]
-    rows = [
-        sample_rollout(1, index, 0.9 if index == 3 else 0.0, text)
-        for index, text in enumerate(texts)
+        for _ in range(200)
     ]
-    writer.rollouts(1, rows)
-    read_in(open_store(), run.id)
-    expected = {"empty": 1, "looping": 1, "wrong": 1}
-    assert (await call("status", run_id=run.id, detail="detailed"))["run"]["failures"] == expected
-    assert "failures" not in (await call("status", run_id=run.id))["run"]
-    page = await call("rollouts", run_id=run.id, which="index", limit=4)
-    assert page["failures"] == expected
-    assert [each.get("failure") for each in page["rollouts"]] == ["empty", "looping", "wrong", None]
-    everywhere = await call("rollouts", run_id=run.id, step=-1, which="index", limit=4)
-    assert [each.get("failure") for each in everywhere["rollouts"]] == [
-        "empty",
-        "looping",
-        "wrong",
-        None,
-    ]
-    assert "failures" not in everywhere
+    assert sum(line.startswith("yes") for line in said) <= 10
 
 
-async def test_the_detailed_form_has_every_metric_and_where_the_run_comes_from(tmp_path: Path):
-    earlier = finished_run(tmp_path)
-    started = await call("train", environment="echo", init_from_adapter=f"{earlier.id}@10")
-    learn(work_on(started["run_id"]), range(1, 21))
-    read_in(open_store(), started["run_id"])
-    view = (await call("status", run_id=started["run_id"], detail="detailed"))["run"]
-    assert view["metrics"]["reward/mean"].startswith("0.2057 -> ")
-    assert set(view["metrics"]) >= {"loss", "entropy", "grad_norm", "tokens/completion_mean"}
-    assert view["sources"] == {"argument": ["environment", "init_from_adapter"]}
-    lineage = view["lineage"]
-    assert (lineage["parent"], lineage["environment"]) == (
-        f"{earlier.id}@10",
-        "echo@0123456789abcdef",
+def test_a_few_steps_that_rise_one_after_the_other_are_progress() -> None:
+    rising = [{"step": step, "reward/mean": 0.1 * step} for step in range(1, 6)]
+    assert health.outlook(rising, []).startswith(
+        "yes: reward went from 0.1 to 0.5 over steps 1 to 5"
     )
-    assert lineage["parent_digest"] == open_store().checkpoint(earlier.id, 10).digest
-    assert lineage["code"] == code_version()
-    concise = (await call("status", run_id=started["run_id"]))["run"]
-    assert not {"metrics", "lineage", "failures", "sources"} & set(concise)
+    assert health.outlook(rising[:4], []) == (
+        "too early to say: reward went from 0.1 to 0.4 over steps 1 to 4, "
+        "which chance alone may explain"
+    )
+    problem = health.Flag(
+        name="truncation", severity="problem", evidence="50 % were cut", remedy="raise max_tokens"
+    )
+    assert health.outlook(rising, [problem], "improved").startswith(
+        "doubtful: the held-out success rose, but truncation"
+    )
 
 
-async def test_the_code_version_names_the_commit_of_a_checkout_and_reaches_the_worker(
-    tmp_path: Path,
+# -- a sample before training ----------------------------------------------------------------------
+
+
+def group(task: str, *rewards: float, **values: Any) -> list[Try]:
+    """Attempts at one task; correct from a reward of 1 on."""
+    given = {"error": None, "truncated": False, "tokens": 9, "turns": 1, **values}
+    return [
+        Try(index=index, task_id=task, reward=reward, success=reward >= 1, **given)
+        for index, reward in enumerate(rewards)
+    ]
+
+
+def of_sample(groups: list[list[Try]]) -> list[tuple[str, str]]:
+    found = health.sample_flags([each for group in groups for each in group])
+    return [(flag.name, flag.severity) for flag in found]
+
+
+MIXED = [group(f"mixed-{number}", 0.0, 1.0) for number in range(4)]
+SAME = [group(f"same-{number}", 0.5, 0.5) for number in range(6)]
+CUT = [group(f"cut-{number}", 0.0, 1.0, truncated=True) for number in range(4)]
+
+
+def test_a_sample_with_differences_has_no_flags():
+    assert of_sample(MIXED) == []
+
+
+def test_a_sample_of_solved_tasks_is_a_problem_before_training():
+    solved = [group(f"solved-{number}", 1.0, 1.0) for number in range(8)]
+    assert of_sample(solved) == [("uniform_groups", "problem"), ("solved", "warning")]
+
+
+def test_a_sample_that_fails_everywhere_has_only_that_to_say():
+    failed = [group(f"failed-{number}", 0.0, 0.0, error="environment_error") for number in range(8)]
+    assert of_sample(failed) == [("environment_errors", "problem")]
+    assert health.sample_flags([]) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "groups", "severity"),
+    [
+        ("uniform_groups", [*SAME[:4], *MIXED], None),
+        ("uniform_groups", [*SAME, *MIXED], "warning"),
+        ("uniform_groups", SAME, "problem"),
+        ("truncation", [*CUT[:1], *MIXED], "warning"),
+        ("truncation", CUT, "problem"),
+    ],
+)
+def test_a_sample_and_steps_with_the_same_numbers_are_judged_alike(
+    name: str, groups: list[list[Try]], severity: str | None
 ):
-    assert code_version().startswith(__version__)
-    root = ROOT
-    described = os.system(f"git -C '{root}' rev-parse HEAD >/dev/null 2>&1") == 0  # noqa: ASYNC221
-    if (root / ".git").exists() and described:
-        assert "+g" in code_version()
-    run, writer = started_run(tmp_path)
-    assert writer.folder.job()["lineage"] == run.lineage == {"code": code_version()}
-
-
-async def test_a_store_made_before_lineage_was_kept_is_read(tmp_path: Path):
-    run = finished_run(tmp_path)
-    open_store().execute("UPDATE runs SET lineage = '{}' WHERE id = ?", [run.id])
-    view = (await call("status", run_id=run.id, detail="detailed"))["run"]
-    assert "code" not in view["lineage"] and view["verdict"]["outcome"] == "improved"
+    assert dict(of_sample(groups)).get(name) == severity
+    uniform = sum(len({each.reward for each in group}) == 1 for group in groups) / len(groups)
+    truncated = sum(group[0].truncated for group in groups) / len(groups)
+    steps = history(
+        5,
+        **{
+            "groups/uniform_share": [uniform] * 5,
+            "rollouts/truncated_share": [truncated] * 5,
+        },
+    )
+    assert {flag.name: flag.severity for flag in health.flags(steps)}.get(name) == severity

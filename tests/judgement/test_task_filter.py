@@ -191,9 +191,10 @@ def audited():
 
 
 PIECES = [
-    "__import__('os').system('true')", "().__class__", "lambda: n", "[n for n in (1,)]", "(n := 3)", "f'{n}'", "n.real",
-    "print(n)", "exec", "eval('1')", "n if n else n", "*n", "**n", "n[0]", "{n}", "yield", "await n", "pass@4", "avg",
-    "solved", " and ", " or ", " not ", "(", ")", "<", "==", "+", "-", "*", "1", "0.5", "n", "@", ";", "\n", "#", "\\",
+    "__import__('os').system('true')", "().__class__", "lambda: n", "[n for n in (1,)]", "(n := 3)",
+    "f'{n}'", "n.real", "print(n)", "exec", "eval('1')", "n if n else n", "*n", "**n", "n[0]",
+    "{n}", "yield", "await n", "pass@4", "avg", "solved", " and ", " or ", " not ", "(", ")", "<",
+    "==", "+", "-", "*", "1", "0.5", "n", "@", ";", "\n", "#", "\\",
 ]  # fmt: skip
 
 

@@ -27,11 +27,11 @@ from pydantic import (
     Field,
     SerializerFunctionWrapHandler,
     create_model,
-    field_validator,
     model_serializer,
 )
 
-from flash_mcp.protocol.errors import FlashError, encodable, nearest
+from flash_mcp.protocol.errors import FlashError, nearest
+from flash_mcp.protocol.parts import Part
 from flash_mcp.tools.shared.fitting import unwrapped
 
 if TYPE_CHECKING:
@@ -41,26 +41,6 @@ CALL_TIMEOUT_S = 45.0
 ARGUMENTS = "\n\nArgs:\n"
 ARGUMENT = re.compile(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", re.MULTILINE)
 """"    name: text" and the more deeply indented lines that continue it."""
-
-
-class Part(BaseModel):
-    """A piece of a result. Fields that are None are not sent."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _encodable(cls, value: Any) -> Any:
-        return encodable(value)  # environments may return text that has no UTF-8 form
-
-    @model_serializer(mode="wrap")
-    def _without_nulls(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        fields = cast("dict[str, Any]", handler(self))
-        return {
-            name: value
-            for name, value in fields.items()
-            if value is not None or name not in type(self).model_fields
-        }
 
 
 class Result(Part):

@@ -1,143 +1,65 @@
-"""All wording of `next`: what to do after a result."""
+"""All wording of `next`: what to do after a result. Pure functions of records and verdicts."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flash_mcp.judgement import attempts as evaluations
-from flash_mcp.judgement import health
-from flash_mcp.judgement.comparison import Comparison
-from flash_mcp.protocol.errors import FlashError
+from flash_mcp.judgement import attempts
+from flash_mcp.judgement.comparison import Change
+from flash_mcp.judgement.health import Flag
 from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.spec import default_of
-from flash_mcp.state.store import Store
-from flash_mcp.tools.shared.scores import Change
+from flash_mcp.tools.shared.preflight import Sample
 
-
-def after_evaluation(store: Store, run: Run) -> str:
-    """What to do next with an evaluation."""
-    run_id = run.id
-    if run.ended is None:
-        ahead = [
-            row.id for row in store.active_runs() if row.id != run_id and row.created < run.created
-        ]
-        waits = f"; it waits for {ahead[0]}" if run.state == "queued" and ahead else ""
-        return f"status(run_id={run_id!r}, wait_s=40) has the scores once they are there{waits}"
-    if run.state == "failed":
-        return f"status(run_id={run_id!r}) has the evidence; act on it, then evaluate again"
-    if run.state == "cancelled":
-        return "evaluate starts another; the attempts made so far are in no result"
-    failures = f"rollouts(run_id={run_id!r}, which='worst') shows what fails"
-    others = [
-        row
-        for row in store.runs("succeeded", limit=50)
-        if row.algorithm == "eval"
-        and row.created < run.created
-        and _differ_in_model_alone(row, run)
-    ]
-    if others:
-        # The less trained is the base: without an adapter, then before training, then the earlier.
-        base, other = sorted(
-            (others[0], run), key=lambda row: (bool(row.init_adapter), row.spec["step"] > 0)
-        )
-        return f"compare(base={base.id!r}, other={other.id!r}) says whether it differs; {failures}"
-    return f"{failures}; evaluate another model on the same tasks, then compare"
-
-
-def _differ_in_model_alone(one: Run, other: Run) -> bool:
-    alike = (one.environment, one.environment_digest) == (
-        other.environment,
-        other.environment_digest,
-    )
-    models = [evaluations.weights(run, run.spec["step"]) for run in (one, other)]
-    same_split = one.spec["split"] == other.spec["split"]
-    return alike and same_split and models[0] != models[1] and not evaluations.differing(one, other)
-
-
-def after_comparison(
-    store: Store, found: Change, other: Run, step: int, differing: list[str]
-) -> str:
-    trained = other.spec["checkpoint"] if other.algorithm == "eval" else f"{other.id}@{step}"
-    if found.outcome == "underpowered":
-        return f"claim no change; {_more_tasks(store, found.decide_n or 0, other)}, then compare"
-    if differing:
-        return f"both are one model, so the change says nothing of training: it is of {', '.join(differing)}"
-    if found.outcome == "improved" and trained and step:
-        name, _, at = trained.partition("@")
-        return f"deploy(run_id={name!r}, step={at}) serves it"
-    return "change one thing and train again"
-
-
-def _more_tasks(store: Store, needed: int, run: Run) -> str:
-    split = run.spec.get("split", "eval")
-    try:
-        recorded = store.environment(f"{run.environment}@{run.environment_digest}").data
-    except FlashError:  # it was removed
-        recorded = {}
-    size: int | None = recorded.get("tasks", {}).get(split)
-    # Recorded when it was pushed: other environment_args may have given this evaluation more.
-    if size is None or size >= needed or size < len(run.spec.get("tasks", ())):
-        return f"evaluate both on about {needed} tasks (several attempts at each narrow it too)"
-    return (
-        f"about {needed} tasks would decide and the {split} split has no more than {size}: evaluate both on all {size} "
-        f"with more attempts at each and a temperature above 0, or add tasks to the {split} split and env_push"
-    )
-
-
-def repeated(base: Run, step: int, other: Run, differing: list[str]) -> str:
-    """The call that evaluates base again with the settings of other."""
-    spec = base.spec
-    model = (spec["checkpoint"] or base.model) if base.algorithm == "eval" else f"{base.id}@{step}"
-    chosen = {
-        "environment": f"{other.environment}@{other.environment_digest}",
-        "model": model,
-        "split": other.spec.get("split", "eval"),
-        **evaluations.settings(other),
-        **({"secrets": other.spec["secrets"]} if other.spec["secrets"] else {}),
-    }
-    tasks = other.spec.get("tasks")
-    if tasks and tasks == list(range(len(tasks))):
-        chosen["limit"] = len(tasks)
-    long = f"<that of {other.id}>"  # environment_args may be too long to repeat
-    given = ", ".join(
-        f"{name}={text if len(text := repr(value)) <= 300 else long}"
-        for name, value in chosen.items()
-    )
-    return (
-        f"claim nothing and deploy nothing: the two differ in {', '.join(differing)}; evaluate({given}) "
-        f"repeats base as other was made, then compare(base=its run_id, other={other.id!r})"
-    )
+# -- a run -----------------------------------------------------------------------------------------
 
 
 def after_status(
-    run: Run, flags: list[health.Flag], verdict: Comparison | None, has_checkpoint: bool
+    run: Run, flags: Sequence[Flag], change: Change | None, has_checkpoint: bool
 ) -> str:
-    run_id, state = run.id, run.state
-    if state == "failed":
-        resume = (
-            f"; its checkpoints stay: {going_on(run)} goes on from the newest"
-            if has_checkpoint
-            else ""
-        )
-        return f"act on error.fix, then train again{resume}"
-    if state == "cancelled":
+    """`change` is that of the held-out success, unless it cannot be trusted."""
+    run_id = run.id
+    if run.state == "failed":
+        resume = f"; its checkpoints stay: {going_on(run)} goes on from the newest"
+        return f"act on error.fix, then train again{resume if has_checkpoint else ''}"
+    if run.state == "cancelled":
         return f"deploy(run_id={run_id!r}) or {going_on(run)}" if has_checkpoint else "train again"
     if any(flag.name == "contaminated_split" for flag in flags):
-        return "take the shared tasks out of one of the splits, env_test, env_push and train again: see flags"
+        cleaned = "take the shared tasks out of one of the splits, env_test, env_push"
+        return f"{cleaned} and train again: see flags"
     problem = next((flag for flag in flags if flag.severity == "problem"), None)
-    if state == "succeeded" and (verdict or not problem):
-        return _after_success(run, verdict)
+    is_done = run.state == "succeeded"
+    if is_done and (change or not problem):
+        return _after_success(run, change)
     if problem:
-        end = (
-            "train again with its remedy"
-            if state == "succeeded"
-            else "cancel if it is not worth its time"
-        )
-        return f"{problem.name}: see rollouts(run_id={run_id!r}, which='worst'); {end}"
+        end = "train again with its remedy" if is_done else "cancel if it is not worth its time"
+        return f"{problem.name}: see {_worst(run)}; {end}"
     return f"status(run_id={run_id!r}, wait_s=40) returns at the next change"
+
+
+def _after_success(run: Run, change: Change | None) -> str:
+    run_id = run.id
+    if change is None and run.algorithm == "sft":
+        measured = f"evaluate(model={run_id!r}) measures it on held-out tasks"
+        return f"{measured}, and compare sets it against the base model"
+    if change is None:
+        best = f"rollouts(run_id={run_id!r}, which='best') shows what was learnt"
+        return f"{best}; deploy(run_id={run_id!r}) serves it"
+    if change.outcome == "improved":
+        return f"deploy(run_id={run_id!r}), then chat with the base model beside it"
+    if change.outcome == "underpowered":
+        call = f"evaluate(environment={run.environment!r}, model={run_id!r})"
+        needed = f"about {change.decide_n} eval tasks would decide"
+        return f"{needed}: {call} and with model='{run_id}@0', then compare"
+    failing = f"rollouts(run_id={run_id!r}, which='worst', split='eval')"
+    return f"{failing} shows what still fails; change one thing and train again"
+
+
+def _worst(run: Run) -> str:
+    return f"rollouts(run_id={run.id!r}, which='worst')"
 
 
 def going_on(run: Run, step: int | None = None) -> str:
@@ -149,42 +71,150 @@ def going_on(run: Run, step: int | None = None) -> str:
     fields = {"environment": run.environment, "init_from_adapter": start}
     if run.model != default_of("model"):
         fields["model"] = run.model
-    fields |= {
-        name: spec[name] for name in ("environment_args", "secrets", "dataset") if spec.get(name)
-    }
-    shape = ("algorithm", "max_tokens", "lora_rank", "lora_alpha")
-    fields |= {name: spec[name] for name in shape if spec[name] != default_of(name)}
+    for name in ("environment_args", "secrets", "dataset"):
+        if spec.get(name):
+            fields[name] = spec[name]
+    for name in ("algorithm", "max_tokens", "lora_rank", "lora_alpha"):
+        if spec[name] != default_of(name):
+            fields[name] = spec[name]
     return f"train({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
 
 
-def _after_success(run: Run, verdict: Comparison | None) -> str:
+# -- an evaluation ---------------------------------------------------------------------------------
+
+
+def after_evaluation(run: Run, near: Sequence[Run]) -> str:
+    """What to do next with an evaluation; `near` are those of Store.near."""
     run_id = run.id
-    if verdict is None and run.algorithm == "sft":
-        return f"evaluate(model={run_id!r}) measures it on held-out tasks, and compare sets it against the base model"
-    if verdict is None:
-        return f"rollouts(run_id={run_id!r}, which='best') shows what was learnt; deploy(run_id={run_id!r}) serves it"
-    if verdict.outcome == "improved":
-        return f"deploy(run_id={run_id!r}), then chat with the base model beside it"
-    if verdict.outcome == "underpowered":
-        call = f"evaluate(environment={run.environment!r}, model={run_id!r}) and with model='{run_id}@0'"
-        return f"about {verdict.decide_n} eval tasks would decide: {call}, then compare"
-    failing = f"rollouts(run_id={run_id!r}, which='worst', split='eval')"
-    return f"{failing} shows what still fails; change one thing and train again"
+    earlier = [row for row in near if row.created < run.created]
+    if run.ended is None:
+        ahead = next((row for row in earlier if row.ended is None), None)
+        waits = f"; it waits for {ahead.id}" if ahead and run.state == "queued" else ""
+        return f"status(run_id={run_id!r}, wait_s=40) has the scores once they are there{waits}"
+    if run.state == "failed":
+        return f"status(run_id={run_id!r}) has the evidence; act on it, then evaluate again"
+    if run.state == "cancelled":
+        return "evaluate starts another; the attempts made so far are in no result"
+    failures = f"{_worst(run)} shows what fails"
+    partner = next((row for row in earlier if _differ_in_model_alone(row, run)), None)
+    if partner is None:
+        return f"{failures}; evaluate another model on the same tasks, then compare"
+    # The less trained is the base: without an adapter, then before training, then the earlier.
+    base, other = sorted((partner, run), key=_training)
+    return f"compare(base={base.id!r}, other={other.id!r}) says whether it differs; {failures}"
 
 
-def passed_on(secrets: Iterable[str] | None, environment_args: Mapping[str, Any] | None) -> str:
-    """What a call that loads the environment has to be given as well, as this one was; secrets by
-    name alone.
-    """
-    names = list(secrets or ())
-    return (f", secrets={names!r}" if names else "") + (
-        f", environment_args={json.dumps(environment_args, ensure_ascii=False)}"
-        if environment_args
-        else ""
+def _training(evaluation: Run) -> tuple[bool, bool]:
+    return bool(evaluation.init_adapter), evaluation.spec["step"] > 0
+
+
+def _differ_in_model_alone(one: Run, other: Run) -> bool:
+    """Whether `one` is a finished evaluation that compare can set against `other`."""
+    if one.algorithm != "eval" or one.state != "succeeded":
+        return False
+    if _tasks(one) != _tasks(other) or attempts.differing(one, other):
+        return False
+    return attempts.weights(one, one.spec["step"]) != attempts.weights(other, other.spec["step"])
+
+
+def _tasks(evaluation: Run) -> tuple[str, str, str]:
+    return evaluation.environment, evaluation.environment_digest, evaluation.spec["split"]
+
+
+# -- a comparison ----------------------------------------------------------------------------------
+
+
+def after_comparison(
+    change: Change, other: Run, step: int, differing: Sequence[str], split_size: int | None
+) -> str:
+    """`split_size` is the number of tasks in the split, if it is known."""
+    trained = other.spec["checkpoint"] if other.algorithm == "eval" else f"{other.id}@{step}"
+    if change.outcome == "underpowered":
+        more = _more_tasks(change.decide_n or 0, other, split_size)
+        return f"claim no change; {more}, then compare"
+    if differing:
+        names = ", ".join(differing)
+        return f"both are one model, so the change says nothing of training: it is of {names}"
+    if change.outcome == "improved" and trained and step:
+        name, _, at = trained.partition("@")
+        return f"deploy(run_id={name!r}, step={at}) serves it"
+    return "change one thing and train again"
+
+
+def _more_tasks(needed: int, run: Run, size: int | None) -> str:
+    # The size was recorded by env_push: other environment_args may have given this run more tasks.
+    if size is None or size >= needed or size < len(run.spec.get("tasks", ())):
+        return f"evaluate both on about {needed} tasks (several attempts at each narrow it too)"
+    split = run.spec.get("split", "eval")
+    return (
+        f"about {needed} tasks would decide and the {split} split has no more than {size}: "
+        f"evaluate both on all {size} with more attempts at each and a temperature above 0, "
+        f"or add tasks to the {split} split and env_push"
     )
 
 
-def after_test(failed: list[str], environment: str | None, path: Path, needed: str) -> str:
+def repeated(base: Run, step: int, other: Run, differing: Sequence[str]) -> str:
+    """The call that evaluates base again with the settings of other."""
+    spec = base.spec
+    model = (spec["checkpoint"] or base.model) if base.algorithm == "eval" else f"{base.id}@{step}"
+    chosen = {
+        "environment": f"{other.environment}@{other.environment_digest}",
+        "model": model,
+        "split": other.spec.get("split", "eval"),
+        **attempts.settings(other),
+    }
+    if other.spec["secrets"]:
+        chosen["secrets"] = other.spec["secrets"]
+    tasks = other.spec.get("tasks")
+    if tasks and tasks == list(range(len(tasks))):
+        chosen["limit"] = len(tasks)
+    given: list[str] = []
+    for name, value in chosen.items():
+        text = repr(value)
+        if len(text) > 300:  # environment_args
+            text = f"<that of {other.id}>"
+        given.append(f"{name}={text}")
+    return (
+        f"claim nothing and deploy nothing: the two differ in {', '.join(differing)}; "
+        f"evaluate({', '.join(given)}) repeats base as other was made, "
+        f"then compare(base=its run_id, other={other.id!r})"
+    )
+
+
+# -- a sample before training ----------------------------------------------------------------------
+
+
+def after_sample(sampled: Sample) -> str:
+    """What to do next with a sample of groups."""
+    run_id = sampled.run_id
+    state = sampled.state
+    if state in ("failed", "cancelled"):
+        why = f"status(run_id={run_id!r}) says why the sample {state}"
+        return f"{why}; the same call tries again"
+    if sampled.outlook is None:
+        waits = f"status(run_id={run_id!r}, wait_s=40) waits for it"
+        now = "is queued behind other runs" if state == "queued" else "is under way"
+        return f"the sample {now}: {waits}; then the same call again reads it"
+    if sampled.outlook == "hopeless" and sampled.findings:
+        return f"do not start yet: {sampled.findings[0].remedy}"
+    return f"rollouts(run_id={run_id!r}) shows what it wrote; train starts the run"
+
+
+# -- an environment --------------------------------------------------------------------------------
+
+
+def passed_on(secrets: Iterable[str] | None, environment_args: Mapping[str, Any] | None) -> str:
+    """The arguments of this call that a call which loads the environment needs too; secrets by name
+    alone.
+    """
+    names = list(secrets or ())
+    given = f", secrets={names!r}" if names else ""
+    if environment_args:
+        given += f", environment_args={json.dumps(environment_args, ensure_ascii=False)}"
+    return given
+
+
+def after_test(failed: Sequence[str], environment: str | None, path: Path, needed: str) -> str:
     if failed:
         return f"mend what {failed[0]} says, then env_test again"
     if environment is None:

@@ -1,8 +1,7 @@
-"""A few real groups from the model before any training: what GRPO would have to learn from, and how
-long it would take.
+"""A few groups of rollouts before any training: what GRPO can learn from, and how long it takes.
 
-The groups are an evaluation of the train split, sampled as training would: the same queue, engine
-and scheduler. Asked for again with the same values, the same evaluation answers."""
+The groups are an evaluation of the train split, sampled as in training: with the same queue, engine
+and scheduler. A second call with the same values finds the same evaluation."""
 
 from __future__ import annotations
 
@@ -10,66 +9,55 @@ import hashlib
 import json
 import math
 import random
-from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
 
 import anyio.to_thread
-from pydantic import Field
 
-from flash_mcp.judgement import attempts as evaluations
-from flash_mcp.judgement import statistics
-from flash_mcp.judgement.attempts import Try
+from flash_mcp.judgement import attempts, health, statistics
+from flash_mcp.judgement.health import Flag
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.parts import Part, Rounded
 from flash_mcp.protocol.records import EnvironmentVersion, Json, Run
 from flash_mcp.protocol.spec import RunSpec
 from flash_mcp.state.references import Subject
 from flash_mcp.state.store import Store
 from flash_mcp.tools.shared import resolve
 from flash_mcp.tools.shared.fitting import shorten
-from flash_mcp.tools.shared.frame import Part
-from flash_mcp.tools.shared.scores import Scores, scores
+from flash_mcp.tools.shared.scores import Scores, scores_of
 from flash_mcp.tools.shared.waiting import ended, submit
 
 GROUPS = 8
 GROUP_SIZE = 8
 SAMPLE_LIMIT_S = 40.0
-"""Of a call that samples; the sample itself goes on."""
+"""How long a call waits for its sample; the sample itself goes on."""
 TRAINING_SHARE = 1.0
-"""Seconds of training for one of generation, where no run of the model tells: 1.05 was measured for
-SmolLM2-135M on a CPU. It may well be half or twice that elsewhere.
+"""Seconds of training for one of generation, until a run of the model has measured it: it was 1.05
+for SmolLM2-135M on a CPU, and may be half or twice that elsewhere.
 """
-
-
-class Finding(Part):
-    """What speaks against starting."""
-
-    name: Literal["environment_errors", "uniform_groups", "truncation", "solved"] = Field(
-        description="What it is called in the playbook."
-    )
-    severity: Literal["warning", "hopeless"] = Field(
-        description="hopeless: nothing can be learnt from such groups."
-    )
-    evidence: str
-    remedy: str
 
 
 class Sample(Part):
     """Groups that the untrained model generated."""
 
-    run_id: str = Field(
-        description="The evaluation that made them; rollouts shows the transcripts."
-    )
+    run_id: str
+    """The evaluation that made them; rollouts shows the transcripts."""
     state: str
-    done: int = Field(description="Rollouts made so far.")
-    of: int = Field(description="Rollouts wanted.")
-    groups: int = Field(description="Tasks of the train split, drawn at random.")
-    group_size: int = Field(description="Rollouts of each.")
-    scores: Scores | None = Field(default=None, description="Once all are made.")
-    outlook: Literal["good", "doubtful", "hopeless"] | None = Field(
-        default=None, description="Whether there is something to learn from."
-    )
-    findings: list[Finding] | None = Field(default=None, description="The gravest first.")
+    done: int
+    """Rollouts made so far."""
+    of: int
+    """Rollouts wanted."""
+    groups: int
+    """Tasks of the train split, drawn at random."""
+    group_size: int
+    """Rollouts of each."""
+    scores: Scores | None = None
+    """Once all are made."""
+    outlook: Literal["good", "doubtful", "hopeless"] | None = None
+    """Whether there is something to learn from."""
+    findings: list[Flag] | None = None
+    """The gravest first."""
     error: str | None = None
 
 
@@ -79,10 +67,12 @@ class RunTime(Part):
     seconds: int
     low_s: int
     high_s: int
-    basis: str = Field(description="What it was computed from.")
-    cost: float | None = Field(default=None, description="At price_per_hour, in its currency.")
-    cost_low: float | None = None
-    cost_high: float | None = None
+    basis: str
+    """What it was computed from."""
+    cost: Rounded | None = None
+    """At price_per_hour, in its currency."""
+    cost_low: Rounded | None = None
+    cost_high: Rounded | None = None
 
 
 async def sample_groups(
@@ -95,134 +85,50 @@ async def sample_groups(
     given: Json,
     deadline: float,
 ) -> Sample:
-    """GROUPS groups of the train split's `tasks`, waited for until `deadline` (of time.monotonic)."""
+    """GROUPS groups of the train split's `tasks`; waits until `deadline` (of time.monotonic)."""
     chosen = sorted(random.Random(given.get("seed") or 0).sample(range(tasks), min(GROUPS, tasks)))
     resolved = resolve.resolve_eval(
         subject, environment, split="train", tasks=chosen, attempts=group_size, given=given
     )
-    asked = json.dumps(
-        [environment.digest, subject.adapter, resolved.spec.model_dump()], sort_keys=True
-    )
-    digest = hashlib.sha256(asked.encode()).hexdigest()[:16]
+    asked = [environment.digest, subject.adapter, resolved.spec.model_dump()]
+    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
     number = 1
-    run, created, trouble = await submit(
-        store, resolved, environment, subject, f"preflight-{digest}-1"
-    )
-    while not created and run.state in ("failed", "cancelled"):  # that one has no answer
-        number += 1
-        run, created, trouble = await submit(
-            store, resolved, environment, subject, f"preflight-{digest}-{number}"
-        )
+    while True:
+        key = f"preflight-{digest}-{number}"
+        run, created, trouble = await submit(store, resolved, environment, subject, key)
+        if created or run.state not in ("failed", "cancelled"):
+            break
+        number += 1  # that one has no answer
     if trouble is None:
         run = await ended(store, run.id, deadline)
     return await anyio.to_thread.run_sync(_describe, store, run, trouble)
 
 
 def _describe(store: Store, run: Run, trouble: FlashError | None) -> Sample:
-    spec, error = (
-        run.spec,
-        run.error if run.state == "failed" else trouble and trouble.to_dict(),
-    )
-    found = scores(store, run) if run.ended else None
-    findings = judge_groups(evaluations.tries(store, run.id, spec["step"])) if found else []
-    outlook = "hopeless" if any(each.severity == "hopeless" for each in findings) else "doubtful"
-    return Sample(
+    spec = run.spec
+    sample = Sample(
         run_id=run.id,
         state=run.state,
         done=run.step,
         of=spec["steps"],
         groups=len(spec["tasks"]),
         group_size=spec["attempts"],
-        scores=found,
-        outlook=None if found is None else outlook if findings else "good",
-        findings=findings or None,
-        error=shorten(f"[{error['code']}] {error['what']}", 1000) if error else None,
     )
-
-
-def judge_groups(attempts: Sequence[Try]) -> list[Finding]:
-    """What a sample of groups says against training on them; the gravest first."""
-    tasks = evaluations.by_task(attempts)
-    valid = [attempt for group in tasks.values() for attempt in group]
-    found: list[Finding] = []
-    if errors := len(attempts) - len(valid):
-        share = errors / len(attempts)
-        severity = "hopeless" if share > 0.5 else "warning"
-        evidence = f"{errors} of {len(attempts)} rollouts failed in environment code"
-        remedy = "read them with rollouts, mend environment.py, env_test, env_push"
-        found.append(
-            Finding(name="environment_errors", severity=severity, evidence=evidence, remedy=remedy)
-        )
-    if valid:
-        found += [
-            finding for check in (_uniform, _truncated, _solved) if (finding := check(tasks, valid))
-        ]
-    return sorted(found, key=lambda finding: finding.severity != "hopeless")
-
-
-def _uniform(tasks: dict[str, list[Try]], valid: list[Try]) -> Finding | None:
-    """Groups in which all rollouts score the same have no advantage: GRPO's gradient is zero."""
-    share = evaluations.uniform_share(tasks)
-    if share is None or share < 0.5:
-        return None
-    success, reward = fmean(each.success for each in valid), fmean(each.reward for each in valid)
-    same = round(share * len(tasks))
-    evidence = (
-        f"in {same} of {len(tasks)} groups all rollouts scored the same (mean reward {reward:.2f})"
-    )
-    if success > 0.8:
-        remedy = "the tasks are solved: take harder ones, or leave it"
-    elif reward == 0:
-        remedy = (
-            "nothing is ever paid: give partial progress a reward, take easier tasks, show the format in the prompt, "
-            "or start with algorithm='sft' on gold answers and go on from its adapter"
-        )
-    else:
-        remedy = "make partial progress pay in finer steps, take tasks of mixed difficulty, or raise group_size"
-    return Finding(
-        name="uniform_groups",
-        severity="hopeless" if share == 1 else "warning",
-        evidence=evidence,
-        remedy=remedy,
-    )
-
-
-def _truncated(tasks: dict[str, list[Try]], valid: list[Try]) -> Finding | None:
-    share = fmean(each.truncated for each in valid)
-    if share < 0.2:
-        return None
-    return Finding(
-        name="truncation",
-        severity="hopeless" if share > 0.9 else "warning",
-        evidence=f"{share:.0%} of the rollouts were cut off at max_tokens or max_length",
-        remedy="raise max_tokens (and max_length), ask for shorter answers in the prompt, or set stop_sequences",
-    )
-
-
-def _solved(tasks: dict[str, list[Try]], valid: list[Try]) -> Finding | None:
-    success = fmean(each.success for each in valid)
-    if success < 0.9:
-        return None
-    return Finding(
-        name="solved",
-        severity="warning",
-        evidence=f"{success:.0%} of the rollouts succeed already, before any training",
-        remedy="take harder tasks: there is little left to learn from these",
-    )
-
-
-def after_sample(sampled: Sample) -> str:
-    """What to do next with a sample."""
-    if sampled.state in ("failed", "cancelled"):
-        return f"status(run_id={sampled.run_id!r}) says why the sample {sampled.state}; the same call tries again"
-    if sampled.outlook is None:
-        waits = f"status(run_id={sampled.run_id!r}, wait_s=40) waits for it"
-        now = "is queued behind other runs" if sampled.state == "queued" else "is under way"
-        return f"the sample {now}: {waits}; then the same call again reads it"
-    if sampled.outlook == "hopeless":
-        return f"do not start yet: {sampled.findings[0].remedy if sampled.findings else 'see findings'}"
-    look = f"rollouts(run_id={sampled.run_id!r}) shows what it wrote"
-    return f"{look}; train starts the run"
+    error = trouble.to_dict() if trouble else None
+    if run.state == "failed":
+        error = run.error
+    if error:
+        sample.error = shorten(f"[{error['code']}] {error['what']}", 1000)
+    evaluations = store.evals(run.id) if run.ended else []
+    if evaluations:
+        tries = store.tries(run.id, evaluations[-1].step)
+        findings = health.sample_flags(tries)
+        sample.scores = scores_of(evaluations[-1], tries)
+        sample.findings = findings or None
+        sample.outlook = "doubtful" if findings else "good"
+        if any(flag.severity == "problem" for flag in findings):
+            sample.outlook = "hopeless"
+    return sample
 
 
 # -- how long it will take -------------------------------------------------------------------------
@@ -231,79 +137,73 @@ def after_sample(sampled: Sample) -> str:
 def run_time(
     store: Store, spec: RunSpec, found: Sample, *, eval_tasks: int, price_per_hour: float | None
 ) -> RunTime | None:
-    """The time of a GRPO run, from the sample's tokens and speed; None where the sample has no
-    speed.
+    """The time of a GRPO run, from the sample's tokens and speed; None if the sample has no speed.
 
-    The band holds the scatter of the tokens over tasks, and what is not known of the optimizer's
+    The band covers the scatter of the tokens over tasks, and the uncertainty of the optimizer's
     share."""
-    run = store.run(found.run_id)
-    attempts = evaluations.tries(store, run.id, run.spec["step"])
-    groups = [
-        fmean(each.tokens for each in group) for group in evaluations.by_task(attempts).values()
-    ]
     speed = found.scores.tokens_per_s if found.scores else None
-    if not speed or not groups or not fmean(groups) or spec.algorithm != "grpo":
+    if not speed or spec.algorithm != "grpo":
         return None
-    tokens = fmean(groups)
+    run = store.run(found.run_id)
+    tasks = attempts.by_task(store.tries(run.id, run.spec["step"]))
+    groups = [fmean(each.tokens for each in group) for group in tasks.values()]
+    tokens = fmean(groups) if groups else 0.0
+    if not tokens:
+        return None
     scatter = statistics.Z95 * math.sqrt(statistics.spread(groups) / len(groups)) / tokens
-    share, error, told = _training_share(store, spec)
+    share = _training_share(store, spec)
     rollouts = spec.steps_of(rows=0) * spec.conversations_per_step
     held_out = _evaluations(spec) * min(spec.eval_examples, eval_tasks)
-    generate_s, evaluate_s = rollouts * tokens / speed, held_out * tokens / speed
-    seconds = generate_s * (1 + share) + evaluate_s
-    low = (generate_s * (1 + share / error) + evaluate_s) * max(1 - scatter, 0.1)
-    high = (generate_s * (1 + share * error) + evaluate_s) * (1 + scatter)
+    generate_s = rollouts * tokens / speed
+    evaluate_s = held_out * tokens / speed
+    least_s = generate_s * (1 + share.value / share.factor) + evaluate_s
+    most_s = generate_s * (1 + share.value * share.factor) + evaluate_s
     evals = f" and {held_out} held-out attempts" if held_out else ""
-    return priced(
-        RunTime(
-            seconds=round(seconds),
-            low_s=round(low),
-            high_s=round(high),
-            basis=f"{rollouts} rollouts{evals} of {tokens:.0f} tokens at {speed:.0f} tokens/s, and {told}",
-        ),
-        price_per_hour,
+    work = f"{rollouts} rollouts{evals} of {tokens:.0f} tokens at {speed:.0f} tokens/s"
+    time = RunTime(
+        seconds=round(generate_s * (1 + share.value) + evaluate_s),
+        low_s=round(least_s * max(1 - scatter, 0.1)),
+        high_s=round(most_s * (1 + scatter)),
+        basis=f"{work}, and {share.basis}",
     )
+    if price_per_hour is not None:
+        time.cost = time.seconds / 3600 * price_per_hour
+        time.cost_low = time.low_s / 3600 * price_per_hour
+        time.cost_high = time.high_s / 3600 * price_per_hour
+    return time
 
 
-def priced(time: RunTime, price_per_hour: float | None) -> RunTime:
-    """With what it costs, where a price is given."""
-    if price_per_hour is None:
-        return time
-    cost, low, high = (
-        round(seconds / 3600 * price_per_hour, 4)
-        for seconds in (time.seconds, time.low_s, time.high_s)
-    )
-    return time.model_copy(update={"cost": cost, "cost_low": low, "cost_high": high})
+@dataclass(frozen=True)
+class TrainingShare:
+    """Seconds of training for each of generation; it may be wrong by `factor`."""
+
+    value: float
+    factor: float
+    basis: str
 
 
-def _training_share(store: Store, spec: RunSpec) -> tuple[float, float, str]:
-    """(seconds of training for one of generation, factor that it may be wrong by, where that is
-    from)
-    """
+def _training_share(store: Store, spec: RunSpec) -> TrainingShare:
     for run in store.runs(limit=50):
         if (run.model, run.algorithm) != (spec.model, spec.algorithm):
             continue
-        train, rollout = (
-            store.series(run.id, name, points=1) for name in ("time/train_s", "time/rollout_s")
-        )
+        train = store.series(run.id, "time/train_s", points=1)
+        rollout = store.series(run.id, "time/rollout_s", points=1)
         if train and rollout and rollout[0][1]:
             share = train[0][1] / rollout[0][1]
-            return share, 1.4, f"{share:.2g} s of training for each of generation as in {run.id}"
-    return (
-        TRAINING_SHARE,
-        2.0,
-        f"a guess of {TRAINING_SHARE:g} s of training for each of generation",
-    )
+            told = f"{share:.2g} s of training for each of generation as in {run.id}"
+            return TrainingShare(share, 1.4, told)
+    told = f"a guess of {TRAINING_SHARE:g} s of training for each of generation"
+    return TrainingShare(TRAINING_SHARE, 2.0, told)
 
 
 def _evaluations(spec: RunSpec) -> int:
-    """How many evaluations a grpo run makes."""
-    steps = spec.steps_of(rows=0)  # those of a grpo run do not depend on its rows
-    count = 0
-    if spec.eval_every:
-        count += steps // spec.eval_every
+    """How often a run with this spec evaluates."""
+    steps = spec.steps_of(rows=0)  # a grpo run's steps do not depend on its rows
+    every = spec.eval_every
+    is_due_at_end = bool(every) and steps % every == 0
+    count = steps // every if every else 0
     if spec.eval_before:
         count += 1
-    if spec.eval_after and not (spec.eval_every and steps % spec.eval_every == 0):
+    if spec.eval_after and not is_due_at_end:
         count += 1
     return count

@@ -1,0 +1,226 @@
+"""What the tools say of a run's health: contaminated splits, failure modes, lineage, and the
+detailed status.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flash_mcp import __version__
+from flash_mcp.protocol.run_folder import RunFolder, RunWriter
+from flash_mcp.state import queue
+from flash_mcp.state.queue import code_version
+from flash_mcp.state.store import open_store
+from flash_mcp.tools.registry import TOOLS
+from flash_mcp.tools.shared.fitting import RESULT_CHARACTERS, to_text
+from tests.places import ROOT
+from tests.samples import (
+    ENVIRONMENT,
+    evaluate,
+    finished_run,
+    learn,
+    read_in,
+    sample_rollout,
+    save_adapter,
+    started_run,
+)
+from tests.samples import supervised as supervised_by_the_test
+
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("supervised")]
+
+SAME_QUESTIONS = ENVIRONMENT.replace('f"go {n}"', 'f"say {n}"')
+SAME_IDS = ENVIRONMENT.replace('f"eval-{n}"', 'f"train-{n}"')
+
+
+@pytest.fixture
+def supervised(flash_home: Path):
+    with supervised_by_the_test():
+        yield
+
+
+async def call(tool: str, /, **arguments: Any) -> dict[str, Any]:
+    result = TOOLS[tool].function(**arguments)
+    body = (await result if hasattr(result, "__await__") else result).model_dump(mode="json")
+    assert len(to_text(body)) <= RESULT_CHARACTERS
+    return body
+
+
+def environment_folder(folder: Path, code: str) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "environment.py").write_text(code)
+    return folder
+
+
+def work_on(run_id: str) -> RunWriter:
+    """Be the worker of a queued run."""
+    store = open_store()
+    run = queue.claim(store)
+    assert run is not None and run.id == run_id
+    folder = RunFolder(run.folder)
+    folder.create(queue.job(run))
+    queue.mark_running(store, run_id, run.attempt)
+    return folder.claim(run.attempt)
+
+
+@pytest.mark.parametrize(
+    ("code", "evidence"),
+    [
+        (SAME_QUESTIONS, "40 ask what a train task asks"),
+        (SAME_IDS, "40 have the id of a train task"),
+    ],
+    ids=["same question", "same id"],
+)
+async def test_a_contaminated_split_is_said_wherever_it_is_seen(
+    tmp_path: Path, code: str, evidence: str
+):
+    folder = environment_folder(tmp_path / "echo", code)
+    tested = await call("env_test", folder=str(folder))
+    assert [
+        evidence in probe["evidence"] for probe in tested["probes"] if probe["name"] == "tasks"
+    ] == [True]
+    assert not tested["passed"]
+
+    pushed = await call("env_push", name="echo", folder=str(folder))
+    assert (
+        pushed["contaminated"].startswith("CONTAMINATED: 40 of 60 eval tasks")
+        and evidence in pushed["contaminated"]
+    )
+    assert "train(" not in pushed["next"]
+
+    started = await call("train", environment="echo", steps=20)
+    assert started["notes"][0].startswith("CONTAMINATED: 40 of 60 eval tasks")
+
+    writer = work_on(started["run_id"])
+    evaluate(writer, 0, 20)
+    learn(writer, range(1, 21))
+    save_adapter(writer, 20, tmp_path)
+    evaluate(writer, 20, 90)
+    writer.commit_result("succeeded", 20)
+    read_in(open_store(), started["run_id"])
+    queue.finish(open_store(), started["run_id"], 1, "succeeded", step=20)
+    body = await call("status", run_id=started["run_id"])
+    verdict, flag = body["run"]["verdict"], body["run"]["flags"][0]
+    assert verdict["outcome"] == "contaminated"
+    assert verdict["explanation"].startswith(
+        "CONTAMINATED: 40 of 60 eval tasks are train tasks too"
+    )
+    assert evidence in verdict["explanation"]
+    assert (flag["name"], flag["severity"]) == ("contaminated_split", "problem")
+    assert body["run"]["outlook"].startswith("no: contaminated_split")
+    assert "deploy" not in body["next"] and "env_push" in body["next"]
+
+    compared = await call("compare", base=started["run_id"])
+    assert (compared["verdict"], compared["success"]["outcome"]) == ("contaminated", "improved")
+    assert (
+        compared["notes"][0].startswith("CONTAMINATED: 40 of 60 eval tasks")
+        and "env_push" in compared["next"]
+    )
+    for model, spoiled in ((f"{started['run_id']}@20", True), (f"{started['run_id']}@0", False)):
+        notes = (await call("evaluate", model=model, wait_s=0)).get("notes", [])
+        assert (
+            any(note.startswith("CONTAMINATED: 40 of 60 eval tasks") for note in notes) == spoiled
+        )
+
+
+async def test_base_models_that_were_never_trained_are_compared_on_a_contaminated_split(
+    tmp_path: Path,
+):
+    pushed = await call(
+        "env_push", name="echo", folder=str(environment_folder(tmp_path / "echo", SAME_IDS))
+    )
+    trained = (await call("train", environment="echo", steps=20))["run_id"]
+    evaluated: list[str] = []
+    for model, solved in (("smollm2-135m-instruct", 20), ("smollm2-360m-instruct", 90)):
+        run_id = (await call("evaluate", environment=pushed["environment"], model=model, wait_s=0))[
+            "run_id"
+        ]
+        rows = [sample_rollout(0, index * 4, float(index < solved)) for index in range(100)]
+        summary = {
+            "n": 100,
+            "success": solved / 100,
+            "reward_mean": solved / 100,
+            "error_share": 0.0,
+        }
+        body = {"step": 0, "epoch": 1, "time": 1.0, "summary": summary, "rollouts": rows}
+        for each in (run_id, trained):  # before training, too, it is a base model
+            open_store().put_evaluation(each, body)
+        evaluated.append(run_id)
+    for base, other in (evaluated, (evaluated[0], f"{trained}@0")):
+        compared = await call("compare", base=base, other=other)
+        assert compared["verdict"] == "improved" and "CONTAMINATED" not in str(compared)
+
+
+async def test_a_clean_split_is_not_spoken_of(tmp_path: Path):
+    folder = environment_folder(tmp_path / "echo", ENVIRONMENT)
+    assert "contaminated" not in await call("env_push", name="echo", folder=str(folder))
+    started = await call("train", environment="echo", steps=20, eval_before=True, eval_after=True)
+    assert "notes" not in started
+    assert "overlap" not in open_store().run(started["run_id"]).lineage
+
+
+async def test_failure_modes_are_counted_by_status_and_named_by_rollouts(tmp_path: Path):
+    run, writer = started_run(tmp_path)
+    texts = ["", "so " * 100, "nothing", "The answer is 84."]
+    rows = [
+        sample_rollout(1, index, 0.9 if index == 3 else 0.0, text)
+        for index, text in enumerate(texts)
+    ]
+    writer.rollouts(1, rows)
+    read_in(open_store(), run.id)
+    expected = {"empty": 1, "looping": 1, "wrong": 1}
+    assert (await call("status", run_id=run.id, detail="detailed"))["run"]["failures"] == expected
+    assert "failures" not in (await call("status", run_id=run.id))["run"]
+    page = await call("rollouts", run_id=run.id, which="index", limit=4)
+    assert page["failures"] == expected
+    assert [each.get("failure") for each in page["rollouts"]] == ["empty", "looping", "wrong", None]
+    everywhere = await call("rollouts", run_id=run.id, step=-1, which="index", limit=4)
+    assert [each.get("failure") for each in everywhere["rollouts"]] == [
+        "empty",
+        "looping",
+        "wrong",
+        None,
+    ]
+    assert "failures" not in everywhere
+
+
+async def test_the_detailed_form_has_every_metric_and_where_the_run_comes_from(tmp_path: Path):
+    earlier = finished_run(tmp_path)
+    started = await call("train", environment="echo", init_from_adapter=f"{earlier.id}@10")
+    learn(work_on(started["run_id"]), range(1, 21))
+    read_in(open_store(), started["run_id"])
+    view = (await call("status", run_id=started["run_id"], detail="detailed"))["run"]
+    assert view["metrics"]["reward/mean"].startswith("0.2057 -> ")
+    assert set(view["metrics"]) >= {"loss", "entropy", "grad_norm", "tokens/completion_mean"}
+    assert view["sources"] == {"argument": ["environment", "init_from_adapter"]}
+    lineage = view["lineage"]
+    assert (lineage["parent"], lineage["environment"]) == (
+        f"{earlier.id}@10",
+        "echo@0123456789abcdef",
+    )
+    assert lineage["parent_digest"] == open_store().checkpoint(earlier.id, 10).digest
+    assert lineage["code"] == code_version()
+    concise = (await call("status", run_id=started["run_id"]))["run"]
+    assert not {"metrics", "lineage", "failures", "sources"} & set(concise)
+
+
+async def test_the_code_version_names_the_commit_of_a_checkout_and_reaches_the_worker(
+    tmp_path: Path,
+):
+    assert code_version().startswith(__version__)
+    root = ROOT
+    described = os.system(f"git -C '{root}' rev-parse HEAD >/dev/null 2>&1") == 0  # noqa: ASYNC221
+    if (root / ".git").exists() and described:
+        assert "+g" in code_version()
+    run, writer = started_run(tmp_path)
+    assert writer.folder.job()["lineage"] == run.lineage == {"code": code_version()}
+
+
+async def test_a_store_made_before_lineage_was_kept_is_read(tmp_path: Path):
+    run = finished_run(tmp_path)
+    open_store().execute("UPDATE runs SET lineage = '{}' WHERE id = ?", [run.id])
+    view = (await call("status", run_id=run.id, detail="detailed"))["run"]
+    assert "code" not in view["lineage"] and view["verdict"]["outcome"] == "improved"
