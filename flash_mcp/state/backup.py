@@ -24,18 +24,10 @@ from flash_mcp import __version__
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import RunFolder, disk_error
-from flash_mcp.state.schema import JSON_COLUMNS
 from flash_mcp.state.store import Store
 
 FOLDERS = ("environments", "datasets", "runs")
 LABEL = "backup.json"
-PATHS = {
-    "runs": ("folder", "environment_path", "init_adapter", "dataset", "spec"),
-    "checkpoints": ("path",),
-    "environments": ("path",),
-    "deployments": ("adapter_path",),
-}
-"""Columns that name files of the state directory."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +110,6 @@ def restore(base: Path, file: Path) -> Summary:
             label = _extract(file, staged)
             store = Store(staged)
             store.check()
-            _move_paths(store, str(label["home"]), str(base))
             store.close()
             for name in (*FOLDERS, "flash.db"):  # the database last: with it the state is whole
                 if (staged / name).exists():
@@ -184,16 +175,6 @@ def _extract(file: Path, into: Path) -> Json:
             "upload_invalid", f"that is no whole backup: {error}", file=file, fix=fix
         ) from error
     return label
-
-
-def _move_paths(store: Store, old: str, new: str) -> None:
-    with store.transaction():
-        for table, columns in PATHS.items():
-            for column in columns:
-                # Only where a path begins: in JSON anywhere after a quote.
-                quote, place = ('"', "> 0") if column in JSON_COLUMNS else ("", "= 1")
-                sql = f"UPDATE {table} SET {column} = replace({column}, ?1, ?2) WHERE instr({column}, ?1) {place}"
-                store.execute(sql, [f"{quote}{old}/", f"{quote}{new}/"])
 
 
 def _summary(base: Path, file: Path, saved: float, damaged: list[str]) -> Summary:

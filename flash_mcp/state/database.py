@@ -22,6 +22,7 @@ from typing import Any, cast
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
+from flash_mcp.state.home_paths import NAMES, from_stored, make_relative, to_stored
 from flash_mcp.state.owners import caller
 from flash_mcp.state.schema import JSON_COLUMNS, execute, migrations
 from flash_mcp.state.sqlite import Database, sqlite3  # pyright: ignore[reportPrivateImportUsage]
@@ -108,10 +109,35 @@ class Connection:
             return execute(self._db, sql, values)
 
     def query(self, sql: str, values: Sequence[Any] = ()) -> list[dict[str, Any]]:
-        """Rows as dicts, JSON columns decoded."""
+        """Rows as dicts: JSON columns decoded, paths absolute."""
         with _named_errors(self.path):
             found = cast("Iterable[Json]", self._db.query(sql, tuple(values)))  # pyright: ignore[reportUnknownMemberType]
-            return [{name: decode(name, value) for name, value in row.items()} for row in found]
+            return [self._decoded(row) for row in found]
+
+    def _decoded(self, row: Json) -> Json:
+        for name, value in row.items():
+            if value is None:
+                continue
+            if name in JSON_COLUMNS:
+                row[name] = json.loads(value)
+            if name in NAMES:
+                row[name] = from_stored(self.base, row[name])
+        return row
+
+    def encode(self, name: str, value: Any) -> Any:
+        """A column's value as SQLite takes it; paths in the state directory relative."""
+        if isinstance(value, Path):
+            value = os.fspath(value)
+        if name in NAMES:
+            value = to_stored(self.base, value)
+        if isinstance(value, (dict, list, tuple)):
+            return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
+        return value
+
+    def make_paths_relative(self) -> None:
+        """Rewrite absolute paths that a process of the version before stored after the migration."""
+        with self.transaction():
+            make_relative(self._db, self.base)
 
     def insert(self, table: str, row: Mapping[str, Any]) -> None:
         """A new row; a repeated key is an error."""
@@ -119,7 +145,7 @@ class Connection:
 
     def _put(self, table: str, row: Mapping[str, Any], verb: str = "INSERT OR REPLACE") -> None:
         sql = f"{verb} INTO main.{table} ({', '.join(row)}) VALUES ({marks(row)})"
-        self.execute(sql, [encode(value) for value in row.values()])
+        self.execute(sql, [self.encode(name, value) for name, value in row.items()])
 
 
 def _hide_what_is_not_the_callers(db: Database) -> None:
@@ -177,13 +203,3 @@ def pick(row: Mapping[str, Any], *names: str) -> Json:
 
 def marks(values: Iterable[Any]) -> str:
     return ", ".join("?" for _ in values)
-
-
-def encode(value: Any) -> Any:
-    if isinstance(value, (dict, list, tuple)):
-        return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
-    return os.fspath(value) if isinstance(value, Path) else value
-
-
-def decode(name: str, value: Any) -> Any:
-    return json.loads(value) if name in JSON_COLUMNS and value is not None else value

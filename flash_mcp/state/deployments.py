@@ -8,7 +8,7 @@ from typing import Any
 
 from flash_mcp.protocol.errors import FlashError, did_you_mean
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Deployment
-from flash_mcp.state.database import Connection, encode, marks
+from flash_mcp.state.database import Connection, marks
 
 
 class DeploymentTable(Connection):
@@ -53,5 +53,5 @@ class DeploymentTable(Connection):
         values["updated"] = time.time()
         assignments = ", ".join(f"{name} = ?" for name in values)
         sql = f"UPDATE main.deployments SET {assignments} WHERE id = (SELECT id FROM deployments WHERE id = ?) {only}"
-        encoded = [encode(value) for value in values.values()]
+        encoded = [self.encode(name, value) for name, value in values.items()]
         return self.execute(sql, [*encoded, deployment_id, *expected_states]) == 1

@@ -5,15 +5,13 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.records import Json
+from flash_mcp.protocol.errors import FlashError, did_you_mean
+from flash_mcp.protocol.records import EnvironmentVersion, Json
+from flash_mcp.state.database import Connection
 from flash_mcp.state.owners import caller
 
 if TYPE_CHECKING:
     from flash_mcp.state.versions import Stage, Version
-from flash_mcp.protocol.errors import did_you_mean
-from flash_mcp.protocol.records import EnvironmentVersion
-from flash_mcp.state.database import Connection
 
 
 class EnvironmentTable(Connection):

@@ -152,7 +152,8 @@ def _run(store: Store, run_id: str) -> _Found:
 
 def _environment(store: Store, found: _Version) -> _Found:
     whole, path = found.reference, found.path
-    _check_unused(whole, store.query("SELECT id FROM runs WHERE environment_path = ?", [str(path)]))
+    stored = store.encode("path", path)
+    _check_unused(whole, store.query("SELECT id FROM runs WHERE environment_path = ?", [stored]))
     values = [found.owner, found.name, found.digest]
     sql = "DELETE FROM environments WHERE owner = ? AND name = ? AND digest = ?"
     return _Found("environment", whole, found.owner, _own(store, [path]), [(sql, values)])
@@ -160,10 +161,8 @@ def _environment(store: Store, found: _Version) -> _Found:
 
 def _dataset(store: Store, found: _Version) -> _Found:
     whole, path = found.reference, found.path
-    _check_unused(
-        whole,
-        store.query("SELECT id FROM runs WHERE json_extract(dataset, '$.path') = ?", [str(path)]),
-    )
+    sql = "SELECT id FROM runs WHERE json_extract(dataset, '$.path') = ?"
+    _check_unused(whole, store.query(sql, [store.encode("path", path)]))
     return _Found("dataset", whole, found.owner, [path], [])
 
 

@@ -6,13 +6,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal, cast
 
 from flash_mcp.protocol.records import Json
+from flash_mcp.state.home_paths import make_relative
 from flash_mcp.state.owners import LOCAL_OWNER
 from flash_mcp.state.sqlite import Database, Migrations
 
 RolloutOrder = Literal["worst", "best", "random", "index"]
 
 JSON_COLUMNS = frozenset(
-    {
+    [
         "spec",
         "sources",
         "init_adapter",
@@ -24,9 +25,8 @@ JSON_COLUMNS = frozenset(
         "data",
         "body",
         "secrets",
-    }
+    ]
 )
-
 
 migrations = Migrations("flash_mcp")
 
@@ -109,6 +109,11 @@ def _owners(db: Database) -> None:  # pyright: ignore[reportUnusedFunction]
         id TEXT PRIMARY KEY, owner TEXT NOT NULL, hash TEXT NOT NULL UNIQUE, access TEXT NOT NULL,
         secrets TEXT NOT NULL, created REAL NOT NULL, expires REAL, used REAL, revoked REAL)""",
     )
+
+
+@migrations(name="relative_paths")
+def _relative_paths(db: Database) -> None:  # pyright: ignore[reportUnusedFunction]
+    make_relative(db)
 
 
 def _rebuild(db: Database, table: str, old: str, new: str) -> None:

@@ -14,8 +14,6 @@ from flash_mcp.state.store import Store
 log = logging.getLogger(__name__)
 
 Name = TypeVar("Name", int, str)
-
-
 FILES_PER_COMMIT = 64  # few enough to let other writers in between
 
 
@@ -77,11 +75,8 @@ class Reader:
                 for name in names:
                     try:
                         put(name)
-                    except (
-                        KeyError,
-                        TypeError,
-                        ValueError,
-                    ):  # a damaged file must not keep the run from ending
+                    except (KeyError, TypeError, ValueError):
+                        # A damaged file must not keep the run from ending.
                         log.exception("%s: %s %s cannot be read", self.run_id, kind, name)
             self._seen.update({(kind, name): versions[name] for name in names})
 

@@ -42,9 +42,7 @@ WORKER = (*PYTHON, "worker.main")
 PROBE_TIMEOUT_S = 1.0
 LOG_TAIL_BYTES = 4000
 SHORT_OF_MEMORY = 0.05
-"""Of what an attempt held and the machine had left: with less than this left, memory is what ended
-it.
-"""
+"""If less than this share of memory was free at the last heartbeat, report `out_of_memory`."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +172,8 @@ class Supervisor:
             if is_new:
                 log.exception("%s: trouble with attempt %s", run.id, run.attempt)
             if is_new and not isinstance(error, FlashError):  # those come by themselves, and go
-                what = f"the supervisor had trouble with attempt {run.attempt}, and tried again: {error!r}"
+                where = f"the supervisor had trouble with attempt {run.attempt}"
+                what = f"{where}, and tried again: {error!r}"
                 with suppress(FlashError):  # a full disk, which others may not mind
                     self._note(run, "trouble", what, kind="warning")
 
@@ -186,10 +185,8 @@ class Supervisor:
         folder, key = RunFolder(run.folder), f"{run.id}-{run.attempt}"
         # Without its secrets an attempt cannot be started: one that an earlier supervisor started
         # is found, another is gone, and the run waits in the queue.
-        is_lacking = bool(self.vault.lacking(run.id, run.spec["secrets"]))
-        handle = (
-            Handle(key, "") if is_lacking or final_result(folder) else self._submit(run, folder)
-        )
+        may_start = not self.vault.lacking(run.id, run.spec["secrets"]) and not final_result(folder)
+        handle = self._submit(run, folder) if may_start else Handle(key, "")
         reader = known.reader if known else Reader(self.store, run.id, folder)
         self._attempts[run.id] = Attempt(run.id, run.attempt, folder, handle, reader)
 
@@ -242,8 +239,9 @@ class Supervisor:
         result = attempt.folder.result()
         if result is None or result["epoch"] != attempt.number:
             return None
-        default = FlashError("worker_failed", f"attempt {attempt.number} gave up", run_id=run.id)
-        return FlashError.from_dict(result["error"]) if result["error"] else default
+        if result["error"]:
+            return FlashError.from_dict(result["error"])
+        return FlashError("worker_failed", f"attempt {attempt.number} gave up", run_id=run.id)
 
     def _diagnose(self, run: Run, attempt: Attempt, hint: Hint) -> FlashError | None:
         """Why the attempt has to be given up, if it has."""
@@ -258,28 +256,24 @@ class Supervisor:
                 return self._error("out_of_memory", f"{what}; {shortage}", run, attempt)
             return self._error("worker_failed", what, run, attempt)
         if attempt.cancelled_at and now - attempt.cancelled_at > patience.cancel_grace_s:
-            return self._error(
-                "stalled", f"attempt {attempt.number} did not end when asked to", run, attempt
-            )
+            what = f"attempt {attempt.number} did not end when asked to"
+            return self._error("stalled", what, run, attempt)
         if hint.state != "alive":
             return None
         if attempt.has_beat and silent_s > patience.beat_silent_s:
-            return self._error(
-                "stalled",
-                f"attempt {attempt.number} gave no sign for {silent_s:.0f} s",
-                run,
-                attempt,
-            )
+            what = f"attempt {attempt.number} gave no sign for {silent_s:.0f} s"
+            return self._error("stalled", what, run, attempt)
         if still_s > run.spec["stall_timeout_s"]:
             what = f"attempt {attempt.number} made no progress for {still_s:.0f} s"
             return self._error("stalled", what, run, attempt)
         return None
 
     def _error(self, code: str, what: str, run: Run, attempt: Attempt) -> FlashError:
+        log_path = f"{run.folder}/log.{attempt.number}"
         return FlashError(
             code,
             what,
-            fix=f"read the end of its log, and the whole of it in {run.folder}/log.{attempt.number}",
+            fix=f"read the end of its log, and the whole of it in {log_path}",
             run_id=run.id,
             attempt=attempt.number,
             phase=attempt.beat.get("phase"),
@@ -352,13 +346,8 @@ class Supervisor:
         log.info("%s: %s", run.id, self.store.run(run.id).state)
 
     def _note(self, run: Run, what: str, message: str, **values: object) -> None:
-        row: Json = {
-            "time": time.time(),
-            "epoch": run.attempt,
-            "kind": "attempt",
-            "message": message,
-            **values,
-        }
+        row: Json = {"time": time.time(), "epoch": run.attempt, "kind": "attempt"}
+        row |= {"message": message, **values}
         self.store.put_event(run.id, f"{run.attempt:04d}-{what}", row)
 
     def _serve(self) -> bool:
@@ -367,8 +356,8 @@ class Supervisor:
         if not live and self._serving is None:
             return False
         try:
-            if self._serving is None:
-                from flash_mcp.supervisor.model_servers import Deployments  # noqa: PLC0415  only where there is something to serve
+            if self._serving is None:  # imported only if there is something to serve
+                from flash_mcp.supervisor.model_servers import Deployments  # noqa: PLC0415
 
                 self._serving = Deployments(self.store, self.base)
             self._serving.tick()
@@ -393,7 +382,8 @@ def _memory_shortage(beat: Json) -> str | None:
     held, left = beat.get("held_bytes", 0), beat.get("available_bytes", 1)
     if left > SHORT_OF_MEMORY * (held + left):
         return None
-    return f"its last beat held {held / 2**30:.1f} GiB and {left / 2**30:.1f} GiB of the machine's memory were left"
+    rest = f"{left / 2**30:.1f} GiB of the machine's memory were left"
+    return f"its last beat held {held / 2**30:.1f} GiB and {rest}"
 
 
 # -- one per state directory -----------------------------------------------------------------------
@@ -409,6 +399,7 @@ def supervise(base: Path, make: Callable[[Path], Supervisor] = Supervisor) -> bo
         with lock:
             Holder(os.getpid(), __version__).write(lock)
             supervisor = make(base)
+            supervisor.store.make_paths_relative()
             supervisor.vault.open()
             try:
                 supervisor.run()

@@ -109,7 +109,9 @@ class Server:
     @classmethod
     def read(cls, folder: Path) -> Server | None:
         try:
-            return cls(**json.loads((folder / "server.json").read_text()))
+            told: Json = json.loads((folder / "server.json").read_text())
+            told["folder"] = str(folder)  # the state directory may have moved
+            return cls(**told)
         except (FileNotFoundError, ValueError, TypeError):  # none, or what a power cut left of one
             return None
 
@@ -270,15 +272,10 @@ class Deployments:
             log.exception("trouble with the server of %s", model)
             if isinstance(error, OSError):  # of the disk, as a rule: nobody would be told otherwise
                 known = disk_error(error, self.home)
-                what, fix = (
-                    f"its server cannot be started: {error}",
-                    "mend that and call deploy again",
-                )
-                known = (
-                    known
-                    if isinstance(known, FlashError)
-                    else FlashError("deployment_failed", what, fix=fix)
-                )
+                if not isinstance(known, FlashError):
+                    what = f"its server cannot be started: {error}"
+                    fix = "mend that and call deploy again"
+                    known = FlashError("deployment_failed", what, fix=fix)
                 rows = [row for row in self.store.deployments(("starting",)) if row.model == model]
                 self._fail([row for row in rows if row.pid is None], known)
 
@@ -442,7 +439,10 @@ def diagnose(server: Server, what: str | None = None) -> FlashError:
     )  # vLLM quotes some in its warnings
     what = what or f"the server ended: {cause[0][:400] if cause else 'its log does not say why'}"
     if re.search(NO_MEMORY, text, re.IGNORECASE):
-        fix = "wait for the run that trains on this machine, or undeploy another model, and call deploy again"
+        fix = (
+            "wait for the run that trains on this machine, or undeploy another model, and call "
+            "deploy again"
+        )
         return FlashError("out_of_memory", what, fix=fix, log=server.log, tail=tail)
     fix = "read the log, mend the cause and call deploy again"
     return FlashError("deployment_failed", what, fix=fix, log=server.log, tail=tail)

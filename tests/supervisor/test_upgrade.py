@@ -17,7 +17,8 @@ import pytest
 
 from flash_mcp import __version__
 from flash_mcp.protocol.run_folder import RunFolder
-from flash_mcp.state.store import open_store
+from flash_mcp.state.home_paths import HERE
+from flash_mcp.state.store import Store, open_store
 from flash_mcp.supervisor import keeper, process
 from flash_mcp.supervisor.launch.base import Handle
 from flash_mcp.supervisor.launch.local import LocalLauncher
@@ -104,6 +105,12 @@ def old_supervisor(
         server.stop()
 
 
+def stored_paths(store: Store) -> list[str]:
+    """The paths of checkpoints, of which the old version wrote some, as they stand in the file."""
+    with sqlite3.connect(store.path) as database:
+        return [path for (path,) in database.execute("SELECT path FROM checkpoints")]
+
+
 def _has_come_so_far(base: Path) -> bool:
     """Asked of files alone: the new code's store would change the database."""
     (folder,) = [*(base / "runs").glob("run-*")] or [base]
@@ -120,7 +127,7 @@ def test_the_new_version_takes_over_a_run_and_a_deployment_of_the_old(
     store = open_store()
     keeper.look_after(store)
     assert old_supervisor.wait(30) != 0
-    wait_for(lambda: Holder.read(flash_home) != Holder(old_supervisor.pid))
+    wait_for(lambda: Holder.read(flash_home) not in (None, Holder(old_supervisor.pid)))
     holder = Holder.read(flash_home)
     assert holder
     assert holder.version == __version__
@@ -139,6 +146,7 @@ def test_the_new_version_takes_over_a_run_and_a_deployment_of_the_old(
     launched = [event.name for event in store.events(run.id, 99, ["attempt"])]
     assert launched == ["0001-launched"]
 
+    assert all(path.startswith(HERE) for path in stored_paths(store))
     (deployment,) = store.deployments()
     assert deployment.state == "ready"
     assert deployment.pid

@@ -172,12 +172,9 @@ class LocalLauncher(Launcher):
         ended = child.poll() if child else None
         if ended is None:
             return Hint("gone")
-        return Hint(
-            "gone",
-            f"killed by signal {signal.Signals(-ended).name}"
-            if ended < 0
-            else f"exit code {ended}",
-        )
+        if ended < 0:
+            return Hint("gone", f"killed by signal {signal.Signals(-ended).name}")
+        return Hint("gone", f"exit code {ended}")
 
 
 def _wait_until(condition: Callable[[], bool]) -> None:

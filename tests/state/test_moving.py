@@ -1,0 +1,171 @@
+"""A state directory that is moved: the database names its files relative to it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flash_mcp.protocol.paths import environments_dir
+from flash_mcp.protocol.records import Checkpoint, Deployment, EnvironmentVersion, Run
+from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.spec import RunSpec, resolve
+from flash_mcp.state import queue
+from flash_mcp.state.backup import backup, restore
+from flash_mcp.state.home_paths import HERE, PATH_COLUMNS
+from flash_mcp.state.owners import Caller, acting_as
+from flash_mcp.state.schema import migrations
+from flash_mcp.state.serving import request
+from flash_mcp.state.sqlite import Database
+from flash_mcp.state.store import Store, open_store
+from flash_mcp.state.versions import inline_files, staged
+from tests.samples import ENVIRONMENT, finished_run
+
+Everything = tuple[list[Run], list[Checkpoint], list[EnvironmentVersion], list[Deployment]]
+
+
+def furnish(home: Path, scratch: Path) -> None:
+    """A run with checkpoints, one that starts from it and from a dataset, environments of two
+    owners, and a deployment."""
+    store = open_store()
+    run = finished_run(scratch)
+    for owner in ("local", "alice"):
+        with acting_as(Caller(owner)), staged("sums", _files()) as stage:
+            store.publish(stage)
+    adapter = {"path": store.checkpoint(run.id).path, "run_id": run.id, "step": 20, "digest": "d"}
+    dataset = {"name": "rows", "digest": "e", "path": str(home / "datasets" / "rows" / "e")}
+    Path(dataset["path"]).mkdir(parents=True)
+    Path(dataset["path"], "train.jsonl").touch()
+    args = {"rows": f"{home}/rows", "nested": [{"of": f"{home}/more"}], "own": "./data", "n": 3}
+    spec = resolve(RunSpec(environment="sums", algorithm="sft", environment_args=args))
+    queue.enqueue(store, spec, store.environment("sums"), adapter, dataset=dataset)
+    request(store, run.id)
+
+
+def _files() -> dict[str, bytes]:
+    return dict(inline_files({"environment.py": ENVIRONMENT}))  # pyright: ignore[reportReturnType]
+
+
+def everything(store: Store) -> Everything:
+    runs = store.runs()
+    checkpoints = [row for run in runs for row in store.checkpoints(run.id)]
+    return runs, checkpoints, store.environments(), store.deployments()
+
+
+def as_text(found: Everything) -> str:
+    return json.dumps([[vars(row) for row in rows] for rows in found])
+
+
+def stored_texts(base: Path) -> list[str]:
+    """What stands in the columns that hold paths."""
+    db = Database(base / "flash.db")
+    found: list[str] = []
+    for table, columns in PATH_COLUMNS.items():
+        for row in db.query(f"SELECT {', '.join(columns)} FROM {table}"):
+            found += [text for text in row.values() if text is not None]
+    db.close()
+    return found
+
+
+def make_old(base: Path) -> None:
+    """Rewrite the database as the version before stored it: absolute paths, no such migration."""
+    db = Database(base / "flash.db")
+    for table, columns in PATH_COLUMNS.items():
+        for column in columns:
+            db.execute(f"UPDATE {table} SET {column} = replace({column}, ?, ?)", [HERE, f"{base}/"])
+    db.execute("DELETE FROM _sqlite_migrations WHERE name = 'relative_paths'")
+    db.conn.commit()
+    db.close()
+
+
+@pytest.fixture
+def furnished(flash_home: Path, tmp_path: Path) -> Path:
+    furnish(flash_home, tmp_path)
+    open_store().close()
+    return flash_home
+
+
+def check_moved(before: Everything, old: Path, new: Path) -> None:
+    """Everything reads in the new place as it did in the old one."""
+    after = everything(Store(new))
+    assert as_text(after) == as_text(before).replace(f"{old}/", f"{new}/")
+    runs, checkpoints, environments, deployments = after
+    for run in runs:
+        if run.attempt:
+            assert RunFolder(run.folder).newest_good_checkpoint() == 20
+    assert checkpoints
+    paths = [row.path for row in checkpoints]
+    paths += [row.path for row in environments if row.name == "sums"]
+    paths += [str(row.adapter_path) for row in deployments]
+    assert all(Path(path).is_dir() and Path(path).is_relative_to(new) for path in paths)
+    (waiting,) = [run for run in runs if not run.attempt]
+    assert waiting.init_adapter and waiting.dataset
+    for path in (waiting.environment_path, waiting.init_adapter["path"], waiting.dataset["path"]):
+        assert Path(path).is_dir() and Path(path).is_relative_to(new)
+    assert waiting.spec["environment_args"]["own"] == "./data"
+
+
+def test_a_moved_state_directory_reads_as_before(furnished: Path, tmp_path: Path) -> None:
+    before = everything(Store(furnished))
+    new = tmp_path / "elsewhere"
+    furnished.rename(new)
+    check_moved(before, furnished, new)
+    assert not [text for text in stored_texts(new) if str(furnished) in text or str(new) in text]
+
+
+def test_an_old_database_is_made_relative_also_where_it_was_moved_before(
+    furnished: Path, tmp_path: Path
+) -> None:
+    before = everything(Store(furnished))
+    stored = sorted(stored_texts(furnished))
+    make_old(furnished)
+    assert str(furnished) in "".join(stored_texts(furnished))
+    new = tmp_path / "elsewhere"
+    furnished.rename(new)
+    check_moved(before, furnished, new)
+    assert sorted(stored_texts(new)) == stored
+
+
+def test_an_old_backup_is_restored_elsewhere(
+    furnished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = everything(Store(furnished))
+    monkeypatch.setattr(Store, "copy_to", lambda _, path: path.write_bytes(old))
+    make_old(furnished)
+    old = (furnished / "flash.db").read_bytes()
+    backup(furnished, tmp_path / "state.tar")
+    new = tmp_path / "elsewhere"
+    new.mkdir()
+    restore(new, tmp_path / "state.tar")
+    check_moved(before, furnished, new)
+
+
+def test_a_database_with_environments_alone_is_made_relative(tmp_path: Path) -> None:
+    db = Database(tmp_path / "flash.db")
+    migrations.apply(db, stop_before="relative_paths")
+    rest = {"size_bytes": 1, "pushed": 1.0, "data": "{}"}
+    for owner, folder in (("local", "sums"), ("alice", "@alice/sums")):
+        path = f"/old/home/environments/{folder}/0123"
+        row = {"name": "sums", "digest": "0123", "path": path, "owner": owner, **rest}
+        db["environments"].insert(row)
+    db["environments"].insert(
+        {"name": "beside", "digest": "0", "path": "/mnt/e", "owner": "local", **rest}
+    )
+    db.conn.commit()
+    db.close()
+    paths = {row.path for row in Store(tmp_path).environments()}
+    root = environments_dir(tmp_path)
+    assert paths == {f"{root}/sums/0123", f"{root}/@alice/sums/0123", "/mnt/e"}
+
+
+def test_what_a_process_of_the_version_before_still_writes_is_made_relative(
+    furnished: Path,
+) -> None:
+    store = Store(furnished)
+    (run,) = [run for run in store.runs() if run.attempt]
+    path = f"{run.folder}/checkpoints/10"
+    store.execute("UPDATE checkpoints SET path = ? WHERE step = 10", [path])
+    store.make_paths_relative()
+    assert f"{HERE}runs/{run.id}/checkpoints/10" in stored_texts(furnished)
+    assert store.checkpoint(run.id, 10).path == path
