@@ -115,8 +115,9 @@ def fill(store: Store, runs: int) -> list[str]:
         with store.transaction():
             for number, run_id in enumerate(ids[start : start + 500], start):
                 if run_id != first.id:
-                    values = {"id": run_id, "state": "succeeded", "created": template["created"] - runs + number,
-                              "started": 1.0, "ended": 2.0, "idempotency_key": None}  # fmt: skip
+                    created = template["created"] - runs + number
+                    values = {"id": run_id, "state": "succeeded", "created": created}
+                    values |= {"started": 1.0, "ended": 2.0, "idempotency_key": None}
                     store.insert("runs", {**template, **values})
                 for step in range(1, STEPS + 1):
                     reward = 0.5 + 0.4 * step / STEPS + noise.gauss(0, 0.02)
@@ -194,13 +195,11 @@ def poll_over_http(base: Path, ids: list[str], agents: int, polls: int) -> Json:
             agents // AGENT_PROCESSES + (number < agents % AGENT_PROCESSES)
             for number in range(AGENT_PROCESSES)
         ]
-        children = [
-            subprocess.Popen(
-                [sys.executable, "-m", "bench.control", str(port), str(count), str(polls), *ids[number * 40 :][:40]],
-                stdout=subprocess.PIPE, env=environment,
-            )
-            for number, count in enumerate(share)
-        ]  # fmt: skip
+        children: list[subprocess.Popen[bytes]] = []
+        for number, count in enumerate(share):
+            settings = (str(port), str(count), str(polls), *ids[number * 40 :][:40])
+            command = [sys.executable, "-m", "bench.control", *settings]
+            children.append(subprocess.Popen(command, stdout=subprocess.PIPE, env=environment))
         told = [json.loads(child.communicate(timeout=300)[0]) for child in children]
     finally:
         server.terminate()

@@ -30,7 +30,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Task:
-    """What is learnt, and how much of it. `environment` None: the calculator that env_setup writes."""
+    """What is trained, and for how long. `environment` None: the calculator of env_setup."""
 
     about: str
     environment: str | None
@@ -184,30 +184,36 @@ def markdown(figures: Json) -> str:
         )
         lines += [f"## {name}", "", f"{found['about'][0].upper()}{found['about'][1:]}.", ""]
         lines += ["| model | success | 95 % interval | reward | tokens |", "|---|---|---|---|---|"]
-        lines += [
-            f"| {model} | {row['success']:.3f} | {row['low']:.3f} to {row['high']:.3f} | {row['reward']:.3f} | "
-            f"{row['tokens_mean']:.1f} |"
-            for model, row in found["evaluations"].items()
-        ]
+        for model, row in found["evaluations"].items():
+            interval = f"{row['low']:.3f} to {row['high']:.3f}"
+            lines.append(
+                f"| {model} | {row['success']:.3f} | {interval} | {row['reward']:.3f} | "
+                f"{row['tokens_mean']:.1f} |"
+            )
+        curated = (
+            "No rollout was correct, so there was nothing to curate, and `sft` trained on the gold "
+            "answers."
+        )
+        if counts:
+            curated = (
+                f"`curate` kept {counts['train_rows']} conversations of {counts['train_tasks']} "
+                f"tasks for training and held {counts['holdout_rows']} out."
+            )
         lines += [
             "",
-            f"The base model sampled {sampled['n']} rollouts on {sampled['tasks']} train tasks ({attempts}). "
-            + (
-                f"`curate` kept {counts['train_rows']} conversations of {counts['train_tasks']} tasks for training and "
-                f"held {counts['holdout_rows']} out."
-                if counts
-                else "No rollout was correct, so there was nothing to curate, and `sft` trained on the gold answers."
-            ),
+            f"The base model sampled {sampled['n']} rollouts on {sampled['tasks']} train tasks "
+            f"({attempts}). {curated}",
             "",
-            "| compared | verdict | change of success | 95 % interval | newly solved, no longer | test |",
+            "| compared | verdict | change of success | 95 % interval | newly solved, no longer "
+            "| test |",
             "|---|---|---|---|---|---|",
         ]
         for row in found["comparisons"]:
             chance = "" if row["p"] is None else f", p = {row['p']:.2g}"
             lines.append(
                 f"| {row['base']} to {row['other']} | {row['verdict']} | {row['change']:+.3f} | "
-                f"{row['low']:+.3f} to {row['high']:+.3f} | {row['newly_solved']}, {row['no_longer']} | "
-                f"{row['test']}{chance} |"
+                f"{row['low']:+.3f} to {row['high']:+.3f} | "
+                f"{row['newly_solved']}, {row['no_longer']} | {row['test']}{chance} |"
             )
         times = ", ".join(f"{step} {seconds:.0f}" for step, seconds in found["seconds"].items())
         lines += ["", f"Seconds: {times}.", ""]

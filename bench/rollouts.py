@@ -2,7 +2,8 @@
 
     ours      worker.rollouts.scheduler.collect
     flash     rollout_async of freesolo-flash-dev: no barrier, one thread for the environment
-    barrier   every rollout waits for the slowest at each turn, environment calls one by one: TRL's tool loop
+    barrier   TRL's tool loop: at each turn all rollouts wait for the slowest, and environment calls
+              run one by one
 
 All three get the same prompts, seeds, token budgets and environment, whose every call takes
 `latency_s`. No turn ends early, so that all of them generate the same number of tokens whatever
@@ -45,10 +46,10 @@ ENV_SLOTS = 32
 """Environment calls at once: the recipe's env_concurrency."""
 MAX_LENGTH = 1536
 SYSTEM = (
-    "You work through questions step by step. Write down what is known, name what is missing, and go on from there. "
-    "When you are told to go on, take up your last thought instead of starting again. Keep every line short, do not "
-    "repeat the question, and do not apologise. Nobody minds a wrong turn that is noticed; a right answer without its "
-    "way is worth nothing here."
+    "You work through questions step by step. Write down what is known, name what is missing, and "
+    "go on from there. When you are told to go on, take up your last thought instead of starting "
+    "again. Keep every line short, do not repeat the question, and do not apologise. Nobody minds "
+    "a wrong turn that is noticed; a right answer without its way is worth nothing here."
 )
 REPLY = [{"role": "user", "content": "Go on: what follows from that?"}]
 
@@ -79,7 +80,8 @@ def workloads(*, quick: bool) -> list[Workload]:
 
 def messages(rollout: int) -> list[Json]:
     """The start of a conversation; the rollouts of a group share it."""
-    question = f"A train leaves at {rollout // GROUP + 5} o'clock and needs {rollout // GROUP + 90} minutes. And then?"
+    group = rollout // GROUP
+    question = f"A train leaves at {group + 5} o'clock and needs {group + 90} minutes. And then?"
     return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
 
 
@@ -381,10 +383,21 @@ def _sum_up(cell: Json, work: Workload, bounds: list[Json]) -> None:
 
 def rows(result: Json) -> Iterator[list[str]]:
     """The table, its header first."""
-    yield ["turns", "latency", "ours / flash / barrier, s", "over flash", "over barrier", "decode batch",
-           "iterations / longest", "engine, env, longest: bound s", "share"]  # fmt: skip
+    yield [
+        "turns",
+        "latency",
+        "ours / flash / barrier, s",
+        "over flash",
+        "over barrier",
+        "decode batch",
+        "iterations / longest",
+        "engine, env, longest: bound s",
+        "share",
+    ]
     for cell in result["cells"]:
-        systems, bound = [cell["systems"][name] for name in SYSTEMS], cell["bound"]
+        systems = [cell["systems"][name] for name in SYSTEMS]
+        bound = cell["bound"]
+        engine_s = bound["decode_s"] + bound["prefill_s"]
         yield [
             cell["turns"],
             f"{1000 * cell['latency_s']:.0f} ms",
@@ -392,7 +405,7 @@ def rows(result: Json) -> Iterator[list[str]]:
             *(f"{system['ours_is_faster_by']:.2f}" for system in systems[1:]),
             _joined(f"{system['decode_batch']:.1f}" for system in systems),
             _joined(f"{system['iterations_over_longest']:.2f}" for system in systems),
-            f"{bound['decode_s'] + bound['prefill_s']:.1f}, {bound['environment_s']:.1f}, {bound['longest_s']:.1f}",
+            f"{engine_s:.1f}, {bound['environment_s']:.1f}, {bound['longest_s']:.1f}",
             f"{cell['bound_share']:.2f}",
         ]
 

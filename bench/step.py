@@ -3,8 +3,8 @@ weights.
 
     ours             worker.training.grpo.Trainer
     trl              GRPOTrainer with the same loss and no gradient checkpointing
-    trl as it comes  GRPOTrainer with its defaults: checkpointing, and no correction of the sampling mismatch, for which
-                     it would need a pass more
+    trl as it comes  GRPOTrainer with its defaults: checkpointing, and no correction of the sampling
+                     mismatch, for which it would need one more pass
 
 What is timed is `training_step` over the step's micro-batches: from finished rollouts to gradients,
 no optimizer. Gradients are compared in bf16, where both are off by rounding, and in fp32, which
@@ -360,11 +360,23 @@ def _operations_per_s(weight: Tensor) -> float:
 
 def rows(result: Json) -> Iterator[list[str]]:
     """The table, its header first."""
-    yield ["rollouts", "ours / trl / trl as it comes, s", "over trl", "over trl as it comes",
-           "gradient: cosine, difference to trl", "in fp32", "ours / trl to fp32", "tokens packed / padded", "bound s",
-           "share"]  # fmt: skip
+    yield [
+        "rollouts",
+        "ours / trl / trl as it comes, s",
+        "over trl",
+        "over trl as it comes",
+        "gradient: cosine, difference to trl",
+        "in fp32",
+        "ours / trl to fp32",
+        "tokens packed / padded",
+        "bound s",
+        "share",
+    ]
     for case in result["cases"]:
-        gradient, difference = case["gradient"], "norm_difference"
+        gradient = case["gradient"]
+        difference = "norm_difference"
+        ours = gradient["ours to fp32"][difference]
+        trl = gradient["trl to fp32"][difference]
         yield [
             f"{case['rollouts']} {case['label']}",
             " / ".join(f"{statistics.median(times):.2f}" for times in case["seconds"].values()),
@@ -372,7 +384,7 @@ def rows(result: Json) -> Iterator[list[str]]:
             f"{case['over']['trl as it comes']:.2f}",
             f"{gradient['ours to trl']['cosine']:.5f}, {gradient['ours to trl'][difference]:.3f}",
             f"{gradient['ours to trl in fp32'][difference]:.0e}",
-            f"{gradient['ours to fp32'][difference]:.3f} / {gradient['trl to fp32'][difference]:.3f}",
+            f"{ours:.3f} / {trl:.3f}",
             f"{case['tokens']['packed']} / {case['tokens']['padded']}",
             f"{case['bound_s']:.2f}",
             f"{case['bound_share']:.2f}",

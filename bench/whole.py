@@ -22,7 +22,7 @@ from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import read_toml, resolve, validate
 
 Json = dict[str, Any]
-CALCULATOR = Path(__file__).parents[1] / "environments" / "calculator"
+CALCULATOR = Path(__file__).parents[1] / "environments" / "examples" / "calculator"
 MODULES = {"ours": "worker.main", "plain trl": "bench.whole"}
 TIMEOUT_S = 1800
 
@@ -128,8 +128,8 @@ def rows(result: Json) -> Iterator[list[str]]:
             *(f"{value:.2f}" for value in medians),
             " ".join(f"{statistics.fmean(step):.2f}" for step in rewards),
         ]
-    yield [f"plain trl over ours {result['over_trl']:.2f}", "", "", f"{100 * result['sync_share']:.1f} % of a step",
-           "", "", ""]  # fmt: skip
+    over = f"plain trl over ours {result['over_trl']:.2f}"
+    yield [over, "", "", f"{100 * result['sync_share']:.1f} % of a step", "", "", ""]
 
 
 def _attempt_on_trl() -> int:
@@ -137,7 +137,8 @@ def _attempt_on_trl() -> int:
     from worker import main as worker  # noqa: PLC0415
 
     worker.prepare_process()
-    from bench.step import plain_trainer  # noqa: PLC0415  torch reads the environment that was just prepared
+    # torch reads the environment that was just prepared
+    from bench.step import plain_trainer  # noqa: PLC0415
     from worker import train as attempt  # noqa: PLC0415
 
     attempt.Trainer = lambda *args, packed, keep_tokens, **options: plain_trainer(*args, **options)

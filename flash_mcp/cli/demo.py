@@ -1,17 +1,9 @@
-"""The whole loop on a small real model: what an agent would do, through a real MCP client over
-stdio.
-
-    flash-mcp demo [--json FILE] [--curve FILE.png]
-
-Scaffolds the calculator environment, publishes and checks it, trains, watches, reads rollouts,
-compares base and trained model on held-out tasks, deploys the adapter and talks to it. State is
-kept in FLASH_HOME, so that every flash-mcp command shows the run afterwards."""
+"""`flash-mcp demo`: the whole loop on a small real model, as an agent would play it, through a real
+MCP client over stdio. `flash-mcp demo --help` says what it does."""
 
 from __future__ import annotations
 
-import argparse
 import base64
-import contextlib
 import json
 import os
 import sys
@@ -38,26 +30,26 @@ from rich.progress import (
 )
 
 from flash_mcp.cli import follow
-from flash_mcp.cli.output import visible
+from flash_mcp.cli.output import say, visible
 from flash_mcp.judgement import curve
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import ACTIVE
 from flash_mcp.state.store import open_store
 
 Json = dict[str, Any]
-MOST_LINES = 12
 
 
 class Session:
-    """Calls tools, shows what is called and what comes back, and keeps the time."""
+    """Calls tools, shows calls and results, and measures the time."""
 
     def __init__(self, client: Client, console: Console) -> None:
-        self.client, self.console = client, console
+        self.client = client
+        self.console = console
         self.tools_called: list[str] = []
         self.seconds: dict[str, float] = {}
 
     async def call(self, tool: str, *, quiet: bool = False, **arguments: Any) -> Json:
-        """The tool's structured result; FlashError with its text where it failed."""
+        """The tool's structured result. FlashError with the error's text if it failed."""
         if tool not in self.tools_called:
             self.tools_called.append(tool)
         if not quiet:
@@ -65,14 +57,9 @@ class Session:
             self.console.print(f"\n[bold cyan]{tool}[/]({_escaped(shown)})", highlight=False)
         result = await self.client.call_tool(tool, arguments)
         if result.is_error:
-            text = " ".join(
-                block.text for block in result.content if isinstance(block, TextContent)
-            )
-            raise FlashError(
-                "internal",
-                f"{tool} failed: {text}",
-                fix="mend what it names and run the demo again",
-            )
+            blocks = [block.text for block in result.content if isinstance(block, TextContent)]
+            what = f"{tool} failed: {' '.join(blocks)}"
+            raise FlashError("internal", what, fix="fix this error and run the demo again")
         content = cast(Json, result.structured_content)
         if not quiet and "next" in content:
             self.console.print(f"  [dim]next: {_escaped(content['next'])}[/]", highlight=False)
@@ -99,60 +86,71 @@ async def run(
     """
     started = time.monotonic()
     async with connected(console) as session:
-        call = session.call
         with session.timed("environment"):
-            known = await call("catalog")
-            console.print(
-                f"  models: {', '.join(entry['name'] for entry in known.get('models', []))}"
-            )
-            await call("env_setup", folder=str(folder), template="calculator")
-            if environment is None:
-                environment = (await call("env_push", folder=str(folder), name="calculator"))[
-                    "environment"
-                ]
-            checked = await call("env_test", environment=environment)
-            _show_probes(console, checked)
+            environment = await _prepare(session, folder, environment)
         wanted: Json = {"config": str(folder / "configs" / "rl.toml"), "environment": environment}
         if model:
             wanted["model"] = model
         with session.timed("train"):
-            estimate = (await call("train", **wanted, validate_only=True))["estimate"]
-            console.print(f"  {estimate['steps']} steps, {estimate['rollouts']} rollouts")
-            run_id = (await call("train", **wanted))["run_id"]
-            view = await watch(session, run_id)
+            view = await _train(session, wanted)
+        run_id: str = view["run_id"]
         _show_verdict(console, view)
         await _show_rollout(session, run_id)
-        saved = (await call("checkpoints", run_id=run_id))["checkpoints"]
-        console.print(
-            f"  {len(saved)} checkpoints, the newest at step {saved[0]['step']} in {saved[0]['path']}"
-        )
+        saved = (await session.call("checkpoints", run_id=run_id))["checkpoints"]
+        newest = f"the newest at step {saved[0]['step']} in {saved[0]['path']}"
+        console.print(f"  {len(saved)} checkpoints, {newest}")
         await _draw(session, run_id, curve_path)
         with session.timed("deploy"):
             deployment = await _deploy(session, run_id)
         with session.timed("chat"):
             talk = await _chat(session, run_id, deployment)
-        await call("undeploy", deployment=deployment)
+        await session.call("undeploy", deployment=deployment)
         with session.timed("cancel"):
             await _cancel_another(session, wanted)
-        held_out: list[Json] = view["held_out"]
         session.seconds["all"] = round(time.monotonic() - started, 1)
-        return {
-            "run_id": run_id,
-            "steps": view["step"],
-            "reward_first": view["reward"]["first"],
-            "reward_last": view["reward"]["last"],
-            "heldout_base": {key: held_out[0][key] for key in ("n", "success", "band")},
-            "heldout_trained": {key: held_out[-1][key] for key in ("n", "success", "band")},
-            "verdict": view["verdict"]["outcome"],
-            "tools_called": session.tools_called,
-            "seconds": session.seconds,
-            "chat": {"base": talk["base"]["text"], "adapter": talk["adapter"]["text"]},
-        }
+        return _figures(session, view, talk)
+
+
+async def _prepare(session: Session, folder: Path, environment: str | None) -> str:
+    """Write and publish the calculator, unless there is an environment, and check it."""
+    known = await session.call("catalog")
+    names = [entry["name"] for entry in known.get("models", [])]
+    session.console.print(f"  models: {', '.join(names)}")
+    await session.call("env_setup", folder=str(folder), template="calculator")
+    if environment is None:
+        pushed = await session.call("env_push", folder=str(folder), name="calculator")
+        environment = str(pushed["environment"])
+    checked = await session.call("env_test", environment=environment)
+    _show_probes(session.console, checked)
+    return environment
+
+
+async def _train(session: Session, wanted: Json) -> Json:
+    estimate = (await session.call("train", **wanted, validate_only=True))["estimate"]
+    session.console.print(f"  {estimate['steps']} steps, {estimate['rollouts']} rollouts")
+    run_id = (await session.call("train", **wanted))["run_id"]
+    return await watch(session, run_id)
+
+
+def _figures(session: Session, view: Json, talk: Json) -> Json:
+    held_out: list[Json] = view["held_out"]
+    return {
+        "run_id": view["run_id"],
+        "steps": view["step"],
+        "reward_first": view["reward"]["first"],
+        "reward_last": view["reward"]["last"],
+        "heldout_base": {key: held_out[0][key] for key in ("n", "success", "band")},
+        "heldout_trained": {key: held_out[-1][key] for key in ("n", "success", "band")},
+        "verdict": view["verdict"]["outcome"],
+        "tools_called": session.tools_called,
+        "seconds": session.seconds,
+        "chat": {"base": talk["base"]["text"], "adapter": talk["adapter"]["text"]},
+    }
 
 
 @asynccontextmanager
 async def connected(console: Console) -> AsyncGenerator[Session]:
-    """A server of our own as a child, spoken to over its stdin and stdout."""
+    """A session with a server of its own, a child process, over stdin and stdout."""
     command = StdioServerParameters(
         command=sys.executable, args=["-P", "-m", "flash_mcp.cli", "serve"], env=dict(os.environ)
     )
@@ -163,16 +161,11 @@ async def connected(console: Console) -> AsyncGenerator[Session]:
 
 async def watch(session: Session, run_id: str) -> Json:
     """Follow the run to its end with a progress bar."""
-    columns = (
-        TextColumn("  {task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
+    bar = (TextColumn("  {task.description}"), BarColumn(), MofNCompleteColumn())
     session.console.print(
         f"\n[bold cyan]status[/](run_id={run_id!r}, wait_s=20), until it ends", highlight=False
     )
-    with Progress(*columns, console=session.console) as progress:
+    with Progress(*bar, TimeElapsedColumn(), console=session.console) as progress:
         task = progress.add_task("queued", total=None)
         while True:
             view = (await session.call("status", quiet=True, run_id=run_id, wait_s=20))["run"]
@@ -181,67 +174,52 @@ async def watch(session: Session, run_id: str) -> Json:
                 break
     if view["state"] != "succeeded":
         error: Json = view.get("error") or {}
-        raise FlashError(
-            "worker_failed",
-            f"the run {view['state']}: {error.get('what')}",
-            fix=error.get("fix") or "",
-        )
+        what = f"the run {view['state']}: {error.get('what')}"
+        raise FlashError("worker_failed", what, fix=error.get("fix") or "")
     return view
 
 
 def _show_progress(progress: Progress, task: TaskID, view: Json) -> None:
-    phase = view.get("phase") or view["state"]
-    reward = (
-        f", reward {view['reward']['last']:.2f} {view['reward']['spark']}"
-        if view.get("reward")
-        else ""
-    )
-    progress.update(
-        task, description=f"{phase}{reward}", completed=view["step"], total=view.get("steps")
-    )
+    text = view.get("phase") or view["state"]
+    if reward := view.get("reward"):
+        text += f", reward {reward['last']:.2f} {reward['spark']}"
+    progress.update(task, description=text, completed=view["step"], total=view.get("steps"))
 
 
 def _show_probes(console: Console, checked: Json) -> None:
+    marks = {True: "[green]passed[/]", False: "[red]failed[/]", None: "[dim]left out[/]"}
     for probe in checked["probes"]:
-        mark = {True: "[green]passed[/]", False: "[red]failed[/]"}.get(
-            probe.get("passed"), "[dim]left out[/]"
-        )
-        console.print(f"  {mark} {probe['name']}: {_escaped(probe['evidence'])}", highlight=False)
+        text = f"{marks[probe.get('passed')]} {probe['name']}: {_escaped(probe['evidence'])}"
+        console.print(f"  {text}", highlight=False)
 
 
 def _show_verdict(console: Console, view: Json) -> None:
     for row in view["held_out"]:
-        console.print(
-            f"  held out, step {row['step']}: {row['success']:.3f} ± {row['band']:.3f} of {row['n']} tasks"
-        )
-    console.print(
-        f"  [bold]{view['verdict']['outcome']}[/]: {_escaped(view['verdict']['explanation'])}",
-        highlight=False,
-    )
+        success = f"{row['success']:.3f} ± {row['band']:.3f} of {row['n']} tasks"
+        console.print(f"  held out, step {row['step']}: {success}")
+    verdict = view["verdict"]
+    text = f"[bold]{verdict['outcome']}[/]: {_escaped(verdict['explanation'])}"
+    console.print(f"  {text}", highlight=False)
 
 
 async def _show_rollout(session: Session, run_id: str) -> None:
-    found = await session.call(
-        "rollouts", run_id=run_id, which="best", limit=1, max_characters=2000
-    )
-    for rollout in found["rollouts"]:
+    wanted: Json = {"run_id": run_id, "which": "best", "limit": 1, "max_characters": 2000}
+    for rollout in (await session.call("rollouts", **wanted))["rollouts"]:
         for message in rollout["messages"][-4:]:
-            session.console.print(
-                f"  {message['role']:>9}  {visible(message['content'])}",
-                markup=False,
-                highlight=False,
-            )
+            _show_said(session.console, message["role"], message["content"])
         session.console.print(f"  reward {rollout['reward']}, success {rollout['success']}")
+
+
+def _show_said(console: Console, who: str, text: str) -> None:
+    console.print(f"  {who:>9}  {visible(text)}", markup=False, highlight=False)
 
 
 async def _draw(session: Session, run_id: str, path: Path) -> None:
     picture = await session.client.read_resource(f"flash://runs/{run_id}/curve.png")
-    blob = next(
-        content for content in picture.contents if isinstance(content, BlobResourceContents)
-    )
-    await anyio.Path(path).write_bytes(base64.b64decode(blob.blob))
+    blobs = (part for part in picture.contents if isinstance(part, BlobResourceContents))
+    await anyio.Path(path).write_bytes(base64.b64decode(next(blobs).blob))
     session.console.print()
-    print(visible(curve.terminal(open_store().curve(run_id))))  # noqa: T201  rich would wrap it
+    say(curve.terminal(open_store().curve(run_id)))  # rich would wrap it
     session.console.print(f"  the same as a picture: {path}", highlight=False)
 
 
@@ -249,34 +227,28 @@ async def _deploy(session: Session, run_id: str) -> str:
     deployed = await session.call("deploy", run_id=run_id)
     while deployed["state"] == "starting":
         deployed = await session.call("deploy", quiet=True, run_id=run_id)
-    session.console.print(
-        f"  {deployed['state']} at {deployed['base_url']} after {deployed['seconds']:.0f} s"
-    )
+    where = f"{deployed['state']} at {deployed['base_url']}"
+    session.console.print(f"  {where} after {deployed['seconds']:.0f} s")
     return deployed["deployment"]
 
 
 async def _chat(session: Session, run_id: str, deployment: str) -> Json:
     """Ask base and adapter a held-out question as the environment asks it."""
-    shown = await session.call(
-        "rollouts", quiet=True, run_id=run_id, split="eval", which="index", limit=2
-    )
+    wanted: Json = {"run_id": run_id, "split": "eval", "which": "index", "limit": 2}
+    shown = await session.call("rollouts", quiet=True, **wanted)
     question: list[Json] = [*(shown.get("opening") or []), shown["rollouts"][0]["messages"][0]]
     messages = [{"role": message["role"], "content": message["content"]} for message in question]
     talk = await session.call(
         "chat", deployment=deployment, messages=messages, side_by_side=True, max_tokens=48
     )
-    said = {
-        "user": question[-1]["content"],
-        "base": talk["base"]["text"],
-        "adapter": talk["adapter"]["text"],
-    }
-    for who, text in said.items():
-        session.console.print(f"  {who:>9}  {visible(text)}", markup=False, highlight=False)
+    _show_said(session.console, "user", question[-1]["content"])
+    for who in ("base", "adapter"):
+        _show_said(session.console, who, talk[who]["text"])
     return talk
 
 
 async def _cancel_another(session: Session, wanted: Json) -> None:
-    """Start a second run and end it: a cancelled run ends as cancelled, whatever it was doing."""
+    """Start a second run and cancel it; it ends as cancelled from any state."""
     run_id = (await session.call("train", **wanted, seed=1))["run_id"]
     state = (await session.call("cancel", run_id=run_id))["state"]
     while state in ACTIVE:
@@ -293,58 +265,40 @@ def _brief(value: Any) -> str:
     return text if len(text) <= 70 else f"{text[:69]}…"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="flash-mcp demo",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
-    parser.add_argument(
-        "--curve", type=Path, metavar="FILE", default=Path("reward-curve.png"), help="the picture"
-    )
-    parser.add_argument("--model", help="base model (default: the config's)")
-    parser.add_argument(
-        "--environment", help="NAME, NAME@DIGEST or reasoning-gym:DATASET (default: the calculator)"
-    )
-    options = parser.parse_args(arguments)
+def play(
+    figures_path: Path | None, curve_path: Path, model: str | None, environment: str | None
+) -> int:
+    """Play the demo, write its figures and return the exit code."""
     console = Console(soft_wrap=True)
     with tempfile.TemporaryDirectory(prefix="flash-demo-") as folder:
         target = Path(folder) / "calculator"
-        figures = told(console, run, target, options.curve, options.model, options.environment)
+        figures = told(console, run, target, curve_path, model, environment)
     if figures is None:
         return 1
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
-    console.print(
-        f"\n{figures['seconds']['all']:.0f} s in all.  flash-mcp status {figures['run_id']}  shows it again."
-    )
+    if figures_path:
+        figures_path.write_text(json.dumps(figures, indent=2) + "\n")
+    seconds = figures["seconds"]["all"]
+    console.print(f"\n{seconds:.0f} s in all. Show it again: flash-mcp status {figures['run_id']}")
     return 0
 
 
 def told(console: Console, act: Callable[..., Awaitable[Json]], *arguments: Any) -> Json | None:
-    """What `act(console, *arguments)` returns; None once a FlashError of it was shown."""
+    """The result of `act(console, *arguments)`; None after a FlashError, which is shown."""
     try:
         return follow.run(act, console, *arguments)
     except FlashError as error:
-        console.print(visible(str(error)), style="red", markup=False, highlight=False)
+        known: BaseException = error
     except BaseExceptionGroup as group:
-        known, _ = group.split(FlashError)
-        if known is None:
+        matching, _ = group.split(FlashError)
+        if matching is None:
             raise
-        console.print(visible(str(_first(known))), style="red", markup=False, highlight=False)
+        known = _first(matching)
+    console.print(visible(str(known)), style="red", markup=False, highlight=False)
     return None
 
 
-def _first(group: BaseExceptionGroup[Any]) -> BaseException:
-    inner = group.exceptions[0]
-    return (
-        _first(cast("BaseExceptionGroup[Any]", inner))
-        if isinstance(inner, BaseExceptionGroup)
-        else inner
-    )
-
-
-if __name__ == "__main__":
-    with contextlib.suppress(KeyboardInterrupt):
-        sys.exit(main())
+def _first(error: BaseException) -> BaseException:
+    """The first error in a group of groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = cast("BaseExceptionGroup[Any]", error).exceptions[0]
+    return error

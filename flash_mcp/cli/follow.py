@@ -1,6 +1,4 @@
-"""Staying with a run from a terminal until it has ended: a line at every change, or the curve drawn
-over itself.
-"""
+"""Following a run in a terminal until it ends: a line at every change, or the curve, redrawn."""
 
 from __future__ import annotations
 
@@ -29,25 +27,22 @@ WAIT_S = 30.0
 
 
 def run(function: Callable[..., Awaitable[Found]], *arguments: Any) -> Found:
-    """What the coroutine function returns. Raises KeyboardInterrupt on Ctrl-C, whenever it comes."""
+    """Run a coroutine function to its end. Raises KeyboardInterrupt on Ctrl-C at any moment."""
     import anyio  # noqa: PLC0415
 
     try:
         return anyio.run(function, *arguments)
-    except (
-        asyncio.CancelledError
-    ) as error:  # asyncio forgets a signal that comes in the moment in which it starts
+    except asyncio.CancelledError as error:
+        # asyncio loses a signal that arrives while its loop starts.
         raise KeyboardInterrupt from error
 
 
 def until_ended(
     run_id: str, *, timeout_s: float | None = None, quiet: bool = False
 ) -> tuple[int, Status | None]:
-    """(exit code, the run's last report) once it has ended, `timeout_s` has passed, or on Ctrl-C,
-    which only detaches.
+    """Wait until the run ends or `timeout_s` passes: (exit code, the run's last report).
 
-    Progress goes to stderr. FlashError(unknown_run).
-    """
+    Ctrl-C only detaches. Progress goes to stderr. FlashError(unknown_run)."""
     from flash_mcp.tools.status import status  # noqa: PLC0415
 
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -69,9 +64,9 @@ def until_ended(
             wait_s = min(WAIT_S, left)
     except KeyboardInterrupt:
         sys.stderr.write(
-            f"\ndetached; the run goes on. Come back: flash-mcp status {run_id} --follow\n"
+            f"\ndetached; the run goes on. Follow it again: flash-mcp status {run_id} --follow\n"
+            f"Cancel it: flash-mcp cancel {run_id}\n"
         )
-        sys.stderr.write(f"End it: flash-mcp cancel {run_id}\n")
         return INTERRUPTED, None
 
 
@@ -82,13 +77,14 @@ class Lines:
         self._seen = ""
 
     def __call__(self, view: dict[str, Any]) -> None:
-        if (line := progress_line(view)) != self._seen:
+        line = progress_line(view)
+        if line != self._seen:
             sys.stderr.write(f"{visible(line)}\n")
             self._seen = line
 
 
 class Screen:
-    """The curve with the newest line below it, each drawn over the one before."""
+    """The curve and the newest line below it, each drawn over the one before."""
 
     def __init__(self) -> None:
         self._height = 0
@@ -98,9 +94,8 @@ class Screen:
 
         columns, rows = shutil.get_terminal_size()
         points = open_store().curve(view["run_id"])
-        lines = curve.terminal(
-            points, min(columns - 1, 100), max(8, min(rows - 4, 18))
-        ).splitlines()
+        height = max(8, min(rows - 4, 18))
+        lines = curve.terminal(points, min(columns - 1, 100), height).splitlines()
         lines.append(progress_line(view)[: columns - 1])
         up = f"\033[{self._height}F\033[J" if self._height else ""
         sys.stderr.write(up + visible("\n".join(lines)) + "\n")

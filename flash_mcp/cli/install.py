@@ -1,6 +1,6 @@
-"""Telling coding agents of this server: their own configuration, changed only where it has to be.
+"""Adds this server to the configuration of a coding agent.
 
-What is there stays, comments included; the file is replaced at once or not at all, and a copy of
+Everything else in the file stays, comments included. The file is replaced atomically, and a copy of
 the old one is kept."""
 
 from __future__ import annotations
@@ -22,16 +22,12 @@ from flash_mcp.protocol.errors import FlashError
 
 Json = dict[str, Any]
 PASSED_ON = ("FLASH_HOME", "FLASH_MODELS")
-"""Variables of this environment that the server needs as well, because agents start it with their
-own.
-"""
+"""Variables that the entry sets, because agents start the server with their own environment."""
 
 
 @dataclass(frozen=True)
 class Installed:
-    """What was, or would be, written. `backup` is the copy of what was there; `text` the whole new
-    file.
-    """
+    """What was, or would be, written: `text` is the new file, `backup` a copy of the old one."""
 
     client: str
     path: Path
@@ -41,20 +37,20 @@ class Installed:
 
 
 def install(client: str, *, name: str = "flash", write: bool = True) -> Installed:
-    """Add this server to what one of CLIENTS reads. FlashError(invalid_argument) where the file is
-    not understood.
-    """
-    locate, merge = CLIENTS[client]
-    path = Path(os.path.realpath(locate()))  # a link to it, as dotfile managers make, stays one
-    old = path.read_text() if path.exists() else ""
+    """Add this server to the configuration of one of CLIENTS.
+
+    FlashError(invalid_argument) if the file cannot be read or `name` is not a server name."""
     if not re.fullmatch("[A-Za-z0-9_-]+", name):
-        fix = "use letters of ASCII, digits, - and _"
+        fix = "use ASCII letters, digits, - and _"
         raise FlashError("invalid_argument", "that is no name of a server", name=name, fix=fix)
+    locate, merge = CLIENTS[client]
+    path = Path(os.path.realpath(locate()))  # keeps a link to it, as dotfile managers make one
+    old = path.read_text() if path.exists() else ""
     try:
         new = merge(old, name, entry())
     except ValueError as error:
-        fix = f"mend it, or add this server by hand: {merge('', name, entry())}"
-        what = f"the file is not understood, and was left as it is: {error}"
+        fix = f"correct it, or add this server by hand: {merge('', name, entry())}"
+        what = f"the file cannot be read, and was left as it is: {error}"
         raise FlashError("invalid_argument", what, path=path, fix=fix) from error
     changed = new != old
     backup = _replace(path, new) if write and changed else None
@@ -62,15 +58,15 @@ def install(client: str, *, name: str = "flash", write: bool = True) -> Installe
 
 
 def entry() -> Json:
-    """How to start this server: command, arguments, and variables of the environment."""
+    """How an agent starts this server: command, arguments and environment variables."""
     script = Path(sys.executable).with_name("flash-mcp")
-    command = [str(script)] if script.exists() else [sys.executable, "-m", "flash_mcp.cli"]
-    variables = {
-        variable: os.environ[variable] for variable in PASSED_ON if os.environ.get(variable)
-    }
-    return {"command": command[0], "args": [*command[1:], "serve"]} | (
-        {"env": variables} if variables else {}
-    )
+    server: Json = {"command": sys.executable, "args": ["-m", "flash_mcp.cli", "serve"]}
+    if script.exists():
+        server = {"command": str(script), "args": ["serve"]}
+    variables = {name: os.environ[name] for name in PASSED_ON if os.environ.get(name)}
+    if variables:
+        server["env"] = variables
+    return server
 
 
 def _claude() -> Path:
@@ -87,48 +83,50 @@ def _codex() -> Path:
 
 
 def merge_json(old: str, name: str, server: Json) -> str:
-    """`old` with `server` under mcpServers. ValueError where `old` is no JSON object."""
+    """`old` with `server` under mcpServers. ValueError if either is no JSON object."""
     settings: Any = json.loads(old) if old.strip() else {}
-    servers: Any = settings.setdefault("mcpServers", {}) if isinstance(settings, dict) else None  # pyright: ignore
+    if not isinstance(settings, dict):
+        raise ValueError("it should be a JSON object")
+    servers: Any = cast("Json", settings).setdefault("mcpServers", {})
     if not isinstance(servers, dict):
-        raise ValueError("mcpServers should be an object of an object")
-    if servers.get(name) == server:  # pyright: ignore[reportUnknownMemberType]
+        raise ValueError("mcpServers should be a JSON object")
+    if cast("Json", servers).get(name) == server:
         return old
     servers[name] = server
     return json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
 
 
 def merge_toml(old: str, name: str, server: Json) -> str:
-    """`old` with the table mcp_servers.NAME written anew at its end. ValueError where anything else
-    would change.
+    """`old` with the table mcp_servers.NAME replaced, at its end. ValueError if anything else would
+    change.
     """
     before = tomllib.loads(old)
     if cast("Json", before.get("mcp_servers", {})).get(name) == server:
         return old
-    table = re.compile(
-        rf"^\[mcp_servers\.{re.escape(name)}(\..*)?\][^\n]*\n(?:(?!\[).*(?:\n|\Z))*", re.MULTILINE
-    )
-    rest = table.sub("", old).rstrip()
+    header = rf"^\[mcp_servers\.{re.escape(name)}(\..*)?\][^\n]*\n"
+    lines_until_the_next_table = r"(?:(?!\[).*(?:\n|\Z))*"
+    rest = re.sub(header + lines_until_the_next_table, "", old, flags=re.MULTILINE).rstrip()
     new = (rest + "\n\n" if rest else "") + _table(f"mcp_servers.{name}", server)
     before.setdefault("mcp_servers", {})[name] = server
     if tomllib.loads(new) != before:
-        raise ValueError(f"mcp_servers.{name} stands there in a way that cannot be replaced safely")
+        raise ValueError(f"mcp_servers.{name} is written in a way that cannot be replaced safely")
     return new
 
 
 def _table(name: str, values: Json) -> str:
-    plain = {key: value for key, value in values.items() if not isinstance(value, dict)}
-    tables = {key: cast(Json, value) for key, value in values.items() if isinstance(value, dict)}
-    lines = [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in plain.items())]
-    return (
-        "\n".join(lines)
-        + "\n"
-        + "".join(f"\n{_table(f'{name}.{key}', value)}" for key, value in tables.items())
-    )
+    """A TOML table; tables in it come after its values."""
+    text = f"[{name}]\n"
+    tables = ""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            tables += f"\n{_table(f'{name}.{key}', cast(Json, value))}"
+        else:
+            text += f"{key} = {json.dumps(value)}\n"
+    return text + tables
 
 
 def _replace(path: Path, text: str) -> Path | None:
-    """Write `text` there at once, readable by whom it was before; the copy of what was there."""
+    """Write `text` atomically, with the permissions of the old file; the copy of the old file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     part.touch(mode=0o600)

@@ -1,7 +1,9 @@
-"""What models, environments and files of others wrote, on its way to a terminal or a page."""
+"""Printing results. Control characters in what models, environments and files wrote are made
+visible, because a terminal would obey them."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import re
@@ -11,31 +13,31 @@ from typing import TYPE_CHECKING, Any, cast
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-
-_PICTURES = (
-    {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}
-    | {0x7F: 0x2421}
-    | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
-)
-
-
-def visible(text: str) -> str:
-    """The text with a sign for every control character but tab and line end: a terminal would obey
-    them, to set its title, fill the clipboard or write over what stands there.
-    """
-    return text.translate(_PICTURES).encode("utf-8", "replace").decode()
-
-
+CELL_CHARACTERS = 60
+"""Rows with longer values are shown as lists, not as a table."""
+PICTURES = {
+    **{code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"},
+    0x7F: 0x2421,
+    **dict.fromkeys(range(0x80, 0xA0), 0xFFFD),
+}
 UNESCAPED = re.compile("[\x7f-\x9f]")
 """Control characters that JSON leaves as they are."""
 
 
+def visible(text: str) -> str:
+    """The text with a sign for every control character but tab and line end."""
+    return text.translate(PICTURES).encode("utf-8", "replace").decode()
+
+
 class VisibleFormatter(logging.Formatter):
+    """Log lines without control characters."""
+
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record))
 
 
 def say(text: str) -> None:
+    """Print a line to stdout."""
     sys.stdout.write(f"{visible(text)}\n")
 
 
@@ -44,54 +46,64 @@ def to_json(body: Any, **options: Any) -> str:
     return UNESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(body, **options))
 
 
+def answer(arguments: argparse.Namespace, body: Any, text: str, **options: Any) -> None:
+    """Print `body` as JSON where --json was given, else `text`."""
+    say(to_json(body, default=str, **options) if arguments.json else text)
+
+
 def show(result: BaseModel, as_json: bool) -> None:
+    """Print a tool's result."""
     body = result.model_dump(mode="json")
     say(to_json(body, ensure_ascii=False) if as_json else "\n".join(render(body)))
 
 
 def render(body: dict[str, Any], indent: str = "") -> list[str]:
-    """A result for people: a line a value, lists of flat objects as tables, long texts as blocks."""
+    """A result for people: one line per value, flat objects as tables, long texts as blocks."""
     lines: list[str] = []
+    inner = indent + "  "
     for name, value in body.items():
         if isinstance(value, dict):
-            lines += [f"{indent}{name}:", *render(cast("dict[str, Any]", value), indent + "  ")]
+            block = render(cast("dict[str, Any]", value), inner)
         elif isinstance(value, list) and value and isinstance(value[0], dict):
-            lines += [
-                f"{indent}{name}:",
-                *render_all(cast("list[dict[str, Any]]", value), indent + "  "),
-            ]
+            block = render_all(cast("list[dict[str, Any]]", value), inner)
         elif isinstance(value, str) and "\n" in value:
-            lines += [f"{indent}{name}:", *(f"{indent}  {line}" for line in value.splitlines())]
+            block = [f"{inner}{line}" for line in value.splitlines()]
         else:
             lines.append(f"{indent}{name}: {_plain(value)}")
+            continue
+        lines += [f"{indent}{name}:", *block]
     return lines
 
 
 def render_all(rows: list[dict[str, Any]], indent: str) -> list[str]:
-    if "content" in rows[0]:  # a conversation
-        return [
-            line
-            for row in rows
-            for line in _with_bullet(render({row["role"]: row["content"]}, indent + "  "), indent)
-        ]
-    if any(
-        isinstance(value, (dict, list)) or len(str(value)) > 60
-        for row in rows
-        for value in row.values()
-    ):
-        return [line for row in rows for line in _with_bullet(render(row, indent + "  "), indent)]
+    """A conversation or rows with long values as lists, other rows as a table."""
+    if "content" in rows[0]:
+        rows = [{row["role"]: row["content"]} for row in rows]
+    elif all(_is_short(value) for row in rows for value in row.values()):
+        return _table(rows, indent)
+    lines: list[str] = []
+    for row in rows:
+        rendered = render(row, indent + "  ")
+        if rendered:
+            lines += [f"{indent}- {rendered[0].strip()}", *rendered[1:]]
+    return lines
+
+
+def _is_short(value: Any) -> bool:
+    return not isinstance(value, (dict, list)) and len(str(value)) <= CELL_CHARACTERS
+
+
+def _table(rows: list[dict[str, Any]], indent: str) -> list[str]:
     names = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [names, *([_plain(row.get(name)) for name in names] for row in rows)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
-    return [
-        indent
-        + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in cells
-    ]
-
-
-def _with_bullet(lines: list[str], indent: str) -> list[str]:
-    return [f"{indent}- {lines[0].strip()}", *lines[1:]] if lines else []
+    cells = [names]
+    for row in rows:
+        cells.append([_plain(row.get(name)) for name in names])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines: list[str] = []
+    for line in cells:
+        padded = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        lines.append(f"{indent}{'  '.join(padded)}".rstrip())
+    return lines
 
 
 def _plain(value: Any) -> str:

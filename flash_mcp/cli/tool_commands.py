@@ -7,7 +7,6 @@ import functools
 import inspect
 import json
 import sys
-import textwrap
 import tomllib
 import types
 import typing
@@ -15,14 +14,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args, get_origin
 
+from flash_mcp.cli import follow
 from flash_mcp.cli.output import say, show, visible
+from flash_mcp.cli.parsing import Parser, add_command, example
 from flash_mcp.protocol.errors import FlashError
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from flash_mcp.tools.shared.frame import Tool
-
 
 POSITIONAL = {
     "chat": "message",
@@ -33,93 +33,96 @@ POSITIONAL = {
     "train": "config",
     "undeploy": "deployment",
 }
-"""The argument that reads better without its name; for other tools the one that they cannot do
-without.
-"""
+"""The argument that reads better without its name; for other tools it is the required one."""
 
-
-HELP_WIDTH = 100
+EXAMPLES = {
+    "cancel": "cancel run-2f9k1c8d --reason 'wrong data'",
+    "catalog": "catalog --kind models",
+    "chat": "chat 'What is 12 * 7?' --side-by-side",
+    "checkpoints": "checkpoints run-2f9k1c8d",
+    "compare": "compare run-2f9k1c8d --flips 3",
+    "curate": "curate run-2f9k1c8d,run-8d1c9k2f --name solved --filter 'avg < 0.9'",
+    "deploy": "deploy run-2f9k1c8d --step 100",
+    "env_push": "env-push ./calculator --name calculator",
+    "env_setup": "env-setup ./calculator --template calculator",
+    "env_test": "env-test ./calculator",
+    "evaluate": "evaluate calculator --model run-2f9k1c8d@100 --follow",
+    "rollouts": "rollouts run-2f9k1c8d --worst 3",
+    "status": "status run-2f9k1c8d --follow",
+    "train": "train configs/rl.toml --set steps=300 --follow",
+    "undeploy": "undeploy dep-2f9k1c8d",
+}
+FILES = "@FILE in place of a text is that file's text; a text that begins with @ is written @@..."
+CLEAR_LINE = "\r\033[K"
+METAVARS = {int: "INT", float: "NUMBER", str: "TEXT"}
 
 
 def add_tool(commands: Any, tool: Tool) -> None:
-    summary = " ".join(tool.description.split("\n\n")[0].split())
-    command = tool.name.replace("_", "-")
-    aliases = [tool.name] if command != tool.name else []
-    parser = commands.add_parser(
-        command,
-        aliases=aliases,
-        help=summary.split(". ")[0].replace("%", "%%"),
-        description=filled(tool.description).replace("%", "%%"),
-        epilog="@FILE in place of a text is that file's text; a text that begins with @ is written @@...",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    for parameter in tool.signature.parameters.values():
-        _add_argument(parser, tool.name, parameter)
+    """Add the tool as a command of the parser."""
+    name = tool.name.replace("_", "-")
+    aliases = [tool.name] if name != tool.name else []
+    ending = f"{example(f'flash-mcp {EXAMPLES[tool.name]}')}\n\n{FILES}"
+    run = functools.partial(_run_tool, tool)
+    parser = add_command(commands, name, tool.description, ending, run, aliases=aliases)
+    parameters = tool.signature.parameters.values()
+    required = [each.name for each in parameters if each.default is each.empty]
+    words = [POSITIONAL[tool.name]] if tool.name in POSITIONAL else required
+    for parameter in parameters:
+        _add_argument(parser, parameter, parameter.name in words)
     parser.add_argument(
         "--json", action="store_true", dest="as_json", help="print the result as JSON"
     )
-    if tool.name == "train":
-        text = "any field, as in the TOML file: --set steps=300 --set train.temperature=0.8"
-        parser.add_argument(
-            "--set",
-            action="append",
-            default=[],
-            dest="assignments",
-            metavar="FIELD=VALUE",
-            help=text,
-        )
-    if tool.name == "rollouts":
-        for which in ("worst", "best"):
-            text = (
-                f"the N transcripts with the {'lowest' if which == 'worst' else 'highest'} reward"
-            )
-            parser.add_argument(f"--{which}", type=int, default=None, metavar="N", help=text)
-    if tool.name in ("train", "status", "evaluate"):
-        parser.add_argument(
-            "--follow",
-            action="store_true",
-            help="stay until the run has ended; Ctrl-C only detaches",
-        )
-    options = [f"--{name.replace('_', '-')}" for name in tool.signature.parameters]
-    required = [
-        name for name, each in tool.signature.parameters.items() if each.default is each.empty
-    ]
-    words = [POSITIONAL[tool.name]] if tool.name in POSITIONAL else required
-    named = [name.replace("_", "-") for name in required if name not in words]
+    _add_extras(parser, tool.name)
     parser.set_defaults(
-        run=functools.partial(_run_tool, tool), options=options, words=words, named=named
+        options=[_flag(each.name) for each in parameters],
+        words=words,
+        named=[each.replace("_", "-") for each in required if each not in words],
     )
 
 
-def _add_argument(parser: argparse.ArgumentParser, tool: str, parameter: inspect.Parameter) -> None:
+def _add_extras(parser: Parser, tool: str) -> None:
+    """Options of the command that the tool does not have."""
+    if tool == "train":
+        text = "any field, as in the TOML file: --set steps=300 --set train.temperature=0.8"
+        parser.add_argument(
+            "--set", action="append", dest="assignments", metavar="FIELD=VALUE", help=text
+        )
+    if tool == "rollouts":
+        for which, order in (("worst", "lowest"), ("best", "highest")):
+            text = f"the N transcripts with the {order} reward"
+            parser.add_argument(f"--{which}", type=int, metavar="N", help=text)
+    if tool in ("train", "status", "evaluate"):
+        text = "wait until the run has ended; Ctrl-C only detaches"
+        parser.add_argument("--follow", action="store_true", help=text)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _add_argument(parser: Parser, parameter: inspect.Parameter, positional: bool) -> None:
     text = _description(parameter.annotation).replace("%", "%%")
     kind = _bare(parameter.annotation)
-    flag = f"--{parameter.name.replace('_', '-')}"
-    required = parameter.name if parameter.default is parameter.empty else None
-    if POSITIONAL.get(tool, required) == parameter.name:
-        # Either way of giving it is right: the flag stands for those who are used to it from the
-        # tool's argument.
-        metavar, reader = parameter.name.upper(), _reader(kind)
-        parser.add_argument(
-            parameter.name,
-            metavar=metavar,
-            nargs="?",
-            default=argparse.SUPPRESS,
-            help=text,
-            type=reader,
-        )
-        parser.add_argument(
-            flag,
-            default=argparse.SUPPRESS,
-            dest=parameter.name,
-            help=argparse.SUPPRESS,
-            type=reader,
-        )
-    elif kind is bool:
+    flag = _flag(parameter.name)
+    if kind is bool:
         parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
-    else:
-        parser.add_argument(flag, default=None, metavar="VALUE", help=text, type=_reader(kind))
+        return
+    reader = _reader(kind)
+    if not positional:
+        parser.add_argument(flag, metavar=_metavar(kind), help=text, type=reader)
+        return
+    # It may be given by its flag too. Without SUPPRESS, the default of the one that is left out
+    # would overwrite the other.
+    parser.add_argument(
+        parameter.name,
+        metavar=parameter.name.upper(),
+        nargs="?",
+        default=argparse.SUPPRESS,
+        help=text,
+        type=reader,
+    )
+    hidden = argparse.SUPPRESS
+    parser.add_argument(flag, dest=parameter.name, default=hidden, help=hidden, type=reader)
 
 
 def _description(annotation: Any) -> str:
@@ -131,28 +134,39 @@ def _description(annotation: Any) -> str:
     return f"{text} Default: {json.dumps(shown['default'])}." if shown else text
 
 
+def _metavar(kind: Any) -> str:
+    """How --help names a value: its choices or its type."""
+    if get_origin(kind) is typing.Literal:
+        return f"{{{','.join(map(str, get_args(kind)))}}}"
+    if get_origin(kind) is list and _bare(get_args(kind)[0]) is str:
+        return "A,B"
+    return METAVARS.get(kind, "JSON")
+
+
 def _bare(annotation: Any) -> Any:
     """The type without Annotated and `| None`."""
     if get_origin(annotation) is typing.Annotated:
         annotation = get_args(annotation)[0]
-    if get_origin(annotation) in (types.UnionType, typing.Union):
-        options = [option for option in get_args(annotation) if option is not type(None)]
-        return _bare(options[0]) if len(options) == 1 else annotation
-    return annotation
+    if get_origin(annotation) not in (types.UnionType, typing.Union):
+        return annotation
+    options = [option for option in get_args(annotation) if option is not type(None)]
+    return _bare(options[0]) if len(options) == 1 else annotation
 
 
 def _reader(kind: Any) -> Callable[[str], Any]:
-    """Text is read by `_text`; all else is JSON, and a list may be written with commas."""
+    """Reads an argument: text as `_text` does, all else as JSON; a list may have commas instead."""
     if kind is str:
         return _text
 
     def read(text: str) -> Any:
-        if text is argparse.SUPPRESS:  # argparse reads the default of an optional positional, too
+        if text is argparse.SUPPRESS:  # argparse also reads the default of an optional positional
             return text
         try:
             return json.loads(text)
         except ValueError:
-            return text.split(",") if get_origin(kind) is list else text
+            if get_origin(kind) is list:
+                return text.split(",")
+            return text
 
     return read
 
@@ -166,62 +180,62 @@ def _text(word: str) -> str:
     try:
         return Path(word[1:]).read_text()
     except (OSError, ValueError) as error:
-        raise argparse.ArgumentTypeError(
-            f"{error}; a text that begins with @ is written @{word}"
-        ) from error
+        what = f"{error}; a text that begins with @ is written @{word}"
+        raise argparse.ArgumentTypeError(what) from error
 
 
 def _run_tool(tool: Tool, arguments: argparse.Namespace) -> int:
     from flash_mcp.judgement import curve as drawing  # noqa: PLC0415
     from flash_mcp.tools.shared.frame import illustrations  # noqa: PLC0415
 
-    names = list(tool.signature.parameters)
-    given = {
-        name: value
-        for name, value in vars(arguments).items()
-        if name in names and value is not None
-    }
-    given |= _assignments(getattr(arguments, "assignments", []))
-    for which in ("worst", "best"):
-        if (count := getattr(arguments, which, None)) is not None:
-            given |= {"which": which, "limit": count}
     curves = illustrations()
     try:
-        result = call(tool, given)
+        result = call(tool, _given(tool, arguments))
     except KeyboardInterrupt:
         if not tool.read_only:
             sys.stderr.write(
-                "\nleft; what was started goes on. See: flash-mcp status, flash-mcp catalog\n"
+                "\ndetached; what was started goes on. See: flash-mcp status, flash-mcp catalog\n"
             )
         raise
-    follow, run_id = getattr(arguments, "follow", False), _run_of(result)
-    if follow and run_id is None:
-        fix = "name a run: flash-mcp status RUN_ID --follow"
-        raise FlashError("invalid_argument", "there is no one run to follow", fix=fix)
-    if follow and run_id:
+    if getattr(arguments, "follow", False):
+        run_id = _run_of(result)
+        if run_id is None:
+            fix = "name a run: flash-mcp status RUN_ID --follow"
+            raise FlashError("invalid_argument", "there is no one run to follow", fix=fix)
         return stay(run_id, arguments.as_json)
     show(result, arguments.as_json)
-    for points in [] if arguments.as_json else curves:
-        say(drawing.terminal(points))
+    if not arguments.as_json:
+        for points in curves:
+            say(drawing.terminal(points))
     return 0
 
 
-def stay(run_id: str, as_json: bool, **options: Any) -> int:
-    from flash_mcp.cli.follow import until_ended  # noqa: PLC0415
+def _given(tool: Tool, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The tool's arguments, from its own options and those of the command."""
+    values = vars(arguments)
+    names = tool.signature.parameters
+    given = {name: values[name] for name in names if values.get(name) is not None}
+    given |= _assignments(values.get("assignments") or [])
+    for which in ("worst", "best"):
+        if values.get(which) is not None:
+            given |= {"which": which, "limit": values[which]}
+    return given
 
-    code, report = until_ended(run_id, **options)
+
+def stay(run_id: str, as_json: bool, **options: Any) -> int:
+    """Wait until the run has ended, show its report and return the exit code."""
+    code, report = follow.until_ended(run_id, **options)
     if report is not None:
         show(report, as_json)
     return code
 
 
 def call(tool: Tool, given: dict[str, Any]) -> BaseModel:
-    """Check the arguments and run the tool, as the server does. FlashError for every failure that
-    was foreseen.
+    """Check the arguments and run the tool, as the server does. FlashError for every foreseen
+    failure.
     """
     from pydantic import ValidationError  # noqa: PLC0415
 
-    from flash_mcp.cli import follow  # noqa: PLC0415
     from flash_mcp.protocol.spec import explain  # noqa: PLC0415
     from flash_mcp.tools.shared.frame import check_arguments, listen  # noqa: PLC0415
 
@@ -229,51 +243,46 @@ def call(tool: Tool, given: dict[str, Any]) -> BaseModel:
     try:
         checked = tool.arguments(**given)
     except ValidationError as error:
-        raise FlashError(
-            "invalid_argument", explain(error), fix=f"see flash-mcp {tool.name} --help"
-        ) from error
+        fix = f"see flash-mcp {tool.name} --help"
+        raise FlashError("invalid_argument", explain(error), fix=fix) from error
     values = {name: getattr(checked, name) for name in given}
     if not inspect.iscoroutinefunction(tool.function):
         return cast("BaseModel", tool.function(**values))
 
     async def run() -> BaseModel:
-        listen(_tell)
+        listen(_show_progress)
         return cast("BaseModel", await tool.function(**values))
 
     return follow.run(run)
 
 
-async def _tell(message: str, share: float | None) -> None:
-    if sys.stderr.isatty():
-        sys.stderr.write(
-            f"\r\033[K{visible(message)}" + (f" {share:.0%}" if share is not None else "")
-        )
-        sys.stderr.write("\r\033[K" if share == 1.0 else "")
+async def _show_progress(message: str, share: float | None) -> None:
+    if not sys.stderr.isatty():
+        return
+    percent = "" if share is None else f" {share:.0%}"
+    sys.stderr.write(f"{CLEAR_LINE}{visible(message)}{percent}")
+    if share == 1.0:
+        sys.stderr.write(CLEAR_LINE)
 
 
 def _assignments(texts: Sequence[str]) -> dict[str, Any]:
-    """`a.b=3` as {"b": 3}: tables only group fields, as in the TOML file. A value that is no TOML
+    """`a.b=3` as {"b": 3}: tables only group fields, as in the TOML file. A value that is not TOML
     is text.
     """
     found: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
-            raise FlashError(
-                "invalid_argument", f"--set {text}: there is no '='", fix="write --set steps=300"
-            )
+            what = f"--set {text}: there is no '='"
+            raise FlashError("invalid_argument", what, fix="write --set steps=300")
+        field = name.strip().rpartition(".")[2]
         try:
-            found[name.strip().rpartition(".")[2]] = tomllib.loads(f"value = {value}")["value"]
+            found[field] = tomllib.loads(f"value = {value}")["value"]
         except tomllib.TOMLDecodeError:
-            found[name.strip().rpartition(".")[2]] = value
+            found[field] = value
     return found
 
 
 def _run_of(result: BaseModel) -> str | None:
     view = getattr(result, "run", None) or result
     return cast("str | None", getattr(view, "run_id", None))
-
-
-def filled(text: str) -> str:
-    """`text` with its paragraphs broken into lines of HELP_WIDTH."""
-    return "\n\n".join(textwrap.fill(paragraph, HELP_WIDTH) for paragraph in text.split("\n\n"))

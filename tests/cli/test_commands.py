@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -13,6 +15,7 @@ import pytest
 
 from flash_mcp.cli import main
 from flash_mcp.cli.doctor import examine
+from flash_mcp.cli.own_commands import COMMANDS
 from flash_mcp.state.store import open_store
 from flash_mcp.supervisor.process import is_supervised
 from flash_mcp.tools.registry import TOOLS
@@ -110,6 +113,44 @@ def test_errors_go_to_stderr_with_an_exit_code(run: Run, words: list[str], code:
     assert named in err
     assert err.startswith("[")
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["stats"], "there is no command 'stats'; did you mean 'status'"),
+        (["wait"], "required: RUN_ID. Fix: see flash-mcp wait --help"),
+        (["token"], "required: ACTION. Fix: see flash-mcp token --help"),
+        (["serve", "--port", "many"], "invalid int value: 'many'"),
+        (["install", "emacs"], "invalid choice: 'emacs'"),
+    ],
+)
+def test_wrong_usage_is_one_line_with_a_code(
+    words: list[str], named: str, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit) as ended:
+        main.main(words)
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out) == (2, "")
+    assert err.startswith("[") and err.count("\n") == 1 and named in err
+
+
+EXAMPLE = re.compile(r"^  flash-mcp (.*)$", re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, *(name.replace("_", "-") for name in TOOLS)])
+def test_every_help_has_an_example_that_the_command_takes(
+    name: str, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit):
+        main.main([name, "--help"])
+    text = capsys.readouterr().out
+    examples = [shlex.split(words) for words in EXAMPLE.findall(text)]
+    assert examples
+    for words in examples:
+        arguments, rest = main.parser_for(words).parse_known_args(words)
+        assert (words[0], rest) == (name, [])
+        assert callable(arguments.run)
 
 
 def test_no_command_is_wrong_usage(run: Run):

@@ -1,0 +1,468 @@
+"""Commands that are no tools. A command is a function of its parsed arguments; its docstring is its
+help, and COMMANDS holds its options and an example."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flash_mcp.cli.install import CLIENTS
+from flash_mcp.cli.install import install as install_server
+from flash_mcp.cli.output import answer, render, render_all, say, to_json
+from flash_mcp.cli.parsing import Parser, add_command, example
+from flash_mcp.cli.tool_commands import stay
+from flash_mcp.judgement import curve as drawing
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.paths import home
+from flash_mcp.state import backup as archives
+from flash_mcp.state import tokens
+from flash_mcp.state.owners import LOCAL_OWNER, Limits
+from flash_mcp.state.removal import remove as remove_one
+from flash_mcp.state.store import open_store
+from flash_mcp.supervisor.keeper import kept
+from flash_mcp.tools.shared.fitting import utc
+
+Arguments = argparse.Namespace
+Run = Callable[[Arguments], int | None]
+Option = tuple[str, dict[str, Any]]
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+# -- serving ---------------------------------------------------------------------------------------
+
+
+def serve(arguments: Arguments) -> None:
+    """Speak MCP on stdin and stdout, or over HTTP.
+
+    Agents start the server themselves on stdin and stdout; `flash-mcp install` configures them.
+    With --http one server serves many clients until Ctrl-C."""
+    if arguments.http:
+        _serve_http(arguments)
+        return
+    from flash_mcp.server.mcp_server import server  # noqa: PLC0415
+
+    with kept():
+        server.run()
+
+
+def _serve_http(arguments: Arguments) -> None:
+    host = str(arguments.host)
+    port = int(arguments.port)
+    has_tokens = bool(tokens.made(open_store()))
+    is_local = host in LOOPBACK and not arguments.allow_host
+    if not has_tokens and not is_local and not arguments.unauthenticated:
+        fix = (
+            "make a token with `flash-mcp token create NAME` and start again, listen on 127.0.0.1 "
+            "and reach it through `ssh -L`, or accept the risk with --unauthenticated"
+        )
+        what = "anyone who can reach this address could run code as you"
+        raise FlashError("invalid_argument", what, host=host, fix=fix)
+    _check_port(host, port)
+    from flash_mcp.server import http_server  # noqa: PLC0415
+    from flash_mcp.server.mcp_server import server  # noqa: PLC0415
+
+    authenticate = has_tokens and not arguments.unauthenticated
+    note = (
+        "Anyone who can connect acts as you. `flash-mcp token create NAME` makes a token; with "
+        "one, a server started without --unauthenticated refuses requests that lack it."
+    )
+    if authenticate:
+        note = (
+            "Every request needs `Authorization: Bearer TOKEN`; `flash-mcp token create NAME`, on "
+            "this machine, makes a token."
+        )
+    sys.stderr.write(f"flash-mcp listens on http://{host}:{port}/mcp\n{note}\n")
+    limits = Limits(
+        arguments.requests_per_minute, arguments.queued_runs, arguments.environment_mib << 20
+    )
+    options = {"authenticate": authenticate, "allow_hosts": arguments.allow_host, "limits": limits}
+    with kept():
+        http_server.serve(server, host, port, **options)
+
+
+def _check_port(host: str, port: int) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            what = f"cannot listen there: {error.strerror}"
+            fix = "choose another --port, or end the program that holds this one"
+            raise FlashError("port_taken", what, host=host, port=port, fix=fix) from error
+
+
+def create_token(arguments: Arguments) -> None:
+    """Make a token and show it, this once.
+
+    HTTP clients send it as `Authorization: Bearer TOKEN`. The token is the one line on stdout."""
+    token, text = tokens.create(
+        open_store(),
+        arguments.owner,
+        arguments.access,
+        expires_days=arguments.expires_days,
+        secret_names=arguments.secret,
+    )
+    answer(arguments, {**token, "token": text}, text)
+    sys.stderr.write(
+        f"{token['id']} of {token['owner']} ({token['access']}). It is not shown again: keep it "
+        "now. Restart a server that was started before the first token was made.\n"
+    )
+
+
+def list_tokens(arguments: Arguments) -> None:
+    """List all tokens, without their text."""
+    found = tokens.made(open_store())
+    if not found and not arguments.json:
+        sys.stderr.write("no tokens: `flash-mcp token create NAME` makes one\n")
+        return
+    rows: list[dict[str, Any]] = []
+    for token in found:
+        row: dict[str, Any] = {**token}
+        for name in ("created", "used", "expires", "revoked"):
+            row[name] = "-" if row[name] is None else utc(row[name])
+        rows.append(row)
+    answer(arguments, found, "\n".join(render_all(rows, "")) if rows else "")
+
+
+def revoke_tokens(arguments: Arguments) -> None:
+    """Revoke a token, or all of an owner.
+
+    A running server refuses it from the next request on."""
+    found = tokens.revoke(open_store(), arguments.reference)
+    answer(arguments, found, "\n".join(f"revoked {token['id']}" for token in found))
+
+
+def supervise(arguments: Arguments) -> int:
+    """Look after the runs in the foreground (train starts this by itself).
+
+    Exits with 1 if another supervisor looks after this state directory."""
+    from flash_mcp.supervisor.loop import Patience, Supervisor  # noqa: PLC0415
+    from flash_mcp.supervisor.loop import supervise as run  # noqa: PLC0415
+
+    logging.getLogger().setLevel(logging.INFO)
+    patience = Patience()
+    if arguments.idle_exit_s is not None:
+        patience = Patience(idle_exit_s=arguments.idle_exit_s)
+    if run(home(), lambda base: Supervisor(base, patience=patience)):
+        return 0
+    sys.stderr.write("another supervisor already looks after this state directory\n")
+    return 1
+
+
+# -- this machine ----------------------------------------------------------------------------------
+
+
+def demo(arguments: Arguments) -> int:
+    """Play the whole loop on a small real model, in minutes.
+
+    Does what an agent would do, through a real MCP client over stdio: writes the calculator
+    environment, publishes and checks it, trains, watches, reads rollouts, compares the base model
+    with the trained one on held-out tasks, deploys the adapter and talks to it. State is kept in
+    FLASH_HOME, so that every flash-mcp command shows the run afterwards."""
+    from flash_mcp.cli.demo import play  # noqa: PLC0415
+
+    return play(arguments.json, arguments.curve, arguments.model, arguments.environment)
+
+
+def doctor(arguments: Arguments) -> int:
+    """Check this machine and say how to fix what is wrong.
+
+    Looks at Python, the state directory, disk, memory, GPU, training packages, SQLite, the sandbox
+    and the supervisor. Exits with 1 if there is a problem."""
+    from flash_mcp.cli.doctor import examine  # noqa: PLC0415
+
+    findings = examine()
+    signs = {"ok": "ok     ", "warning": "WARNING", "problem": "PROBLEM"}
+    lines: list[str] = []
+    for finding in findings:
+        lines.append(f"{signs[finding.level]}  {finding.name}: {finding.detail}")
+        if finding.fix:
+            lines.append(f"         Fix: {finding.fix}")
+    answer(arguments, [vars(finding) for finding in findings], "\n".join(lines), indent=2)
+    return int(any(finding.level == "problem" for finding in findings))
+
+
+def install(arguments: Arguments) -> None:
+    """Add this server to a coding agent's configuration.
+
+    Other settings and comments stay, and a copy of the old file is kept."""
+    done = install_server(arguments.client, name=arguments.name, write=not arguments.only_print)
+    lines = [f"wrote {done.path}", f"restart {done.client}, and ask it to train a model"]
+    if done.backup:
+        lines[0] += f"; the old one is {done.backup}"
+    if not done.changed:
+        lines = [f"{done.path} has it already"]
+    if arguments.only_print:
+        lines = [done.text.rstrip()]
+    answer(arguments, dataclasses.asdict(done), "\n".join(lines))
+
+
+def backup(arguments: Arguments) -> None:
+    """Save runs, environments and the database to one file, while in use."""
+    _show_archive(arguments, archives.backup(home(), arguments.file.absolute()))
+
+
+def restore(arguments: Arguments) -> None:
+    """Restore a backup into an empty state directory; runs go on from there."""
+    _show_archive(arguments, archives.restore(home(), arguments.file.absolute()))
+
+
+def _show_archive(arguments: Arguments, held: archives.Summary) -> None:
+    answer(arguments, vars(held), "\n".join(render(vars(held))))
+
+
+def remove(arguments: Arguments) -> None:
+    """Delete runs, environment versions and datasets that nothing else depends on."""
+    store = open_store()
+    done = "would remove" if arguments.dry_run else "removed"
+    for reference in arguments.references:
+        gone = remove_one(store, reference, dry_run=arguments.dry_run)
+        whose = f" of {gone.owner}" if gone.kind == "run" and gone.owner != LOCAL_OWNER else ""
+        text = f"{done} {gone.kind} {gone.reference}{whose}, {gone.freed_bytes / 1e6:.1f} MB"
+        answer(arguments, vars(gone), text)
+
+
+# -- runs ------------------------------------------------------------------------------------------
+
+
+def curve(arguments: Arguments) -> None:
+    """Draw a run's reward curve in the terminal or as a picture.
+
+    Shows mean reward and success of the training rollouts, and held-out evaluations."""
+    points = open_store().curve(arguments.run_id)
+    if arguments.png is not None:
+        _write(arguments.png, drawing.png(points), "--png")
+    if arguments.json:
+        say(to_json(dataclasses.asdict(points)))
+    else:
+        say(str(arguments.png or drawing.terminal(points)))
+
+
+def report(arguments: Arguments) -> None:
+    """Write a run as one HTML page: health, curves, rollouts, lineage, values.
+
+    The page needs no network and no other file."""
+    from flash_mcp.cli.report import html  # noqa: PLC0415
+
+    out = arguments.out or Path(f"{arguments.run_id}.html")
+    _write(out, html(open_store(), arguments.run_id).encode(), "--out")
+    answer(arguments, {"path": str(out.absolute())}, str(out))
+
+
+def _write(path: Path, content: bytes, option: str) -> None:
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        fix = f"choose a file that you may write with {option}"
+        what = f"cannot write there: {error}"
+        raise FlashError("invalid_argument", what, path=path, fix=fix) from error
+
+
+def wait(arguments: Arguments) -> int:
+    """Return when a run has ended; the exit code says how.
+
+    0 succeeded, 3 failed, 4 cancelled, 5 --timeout-s passed. Prints the run's report."""
+    return stay(arguments.run_id, arguments.json, timeout_s=arguments.timeout_s, quiet=True)
+
+
+# -- the table -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Command:
+    """`run` takes the parsed arguments. At most one option of `exclusive` may be given."""
+
+    run: Run
+    examples: tuple[str, ...]
+    options: tuple[Option, ...] = ()
+    exclusive: tuple[Option, ...] = ()
+
+
+@dataclass(frozen=True)
+class Group:
+    """A command with sub-commands."""
+
+    text: str
+    examples: tuple[str, ...]
+    actions: dict[str, Command]
+
+
+def _option(name: str, text: str, metavar: str | None = None, **settings: Any) -> Option:
+    named = {} if metavar is None else {"metavar": metavar}
+    return name, {"help": text, **named, **settings}
+
+
+def _flag(name: str, text: str, **settings: Any) -> Option:
+    return name, {"help": text, "action": "store_true", **settings}
+
+
+def _repeated(name: str, text: str, metavar: str) -> Option:
+    settings: dict[str, Any] = {"action": "append", "default": []}
+    return _option(name, f"{text}; may be repeated", metavar, **settings)
+
+
+def _limit(name: str, default: int, what: str) -> Option:
+    return _option(name, f"at most N {what} (default {default})", "N", type=int, default=default)
+
+
+def _access(name: str, access: str, text: str) -> Option:
+    kept: dict[str, Any] = {"dest": "access", "const": access, "default": "write"}
+    return _option(name, text, action="store_const", **kept)
+
+
+CURVE = Path("reward-curve.png")
+JSON = _flag("--json", "print the result as JSON")
+REFERENCES = (
+    "RUN_ID, or NAME@DIGEST of an environment or dataset; another owner's is OWNER/NAME@DIGEST"
+)
+RUN_ID = _option("run_id", "run id, as returned by train", "RUN_ID")
+
+COMMANDS: dict[str, Command | Group] = {
+    "serve": Command(
+        serve,
+        ("flash-mcp serve", "flash-mcp serve --http --port 9000"),
+        (
+            _flag("--http", "Streamable HTTP at http://HOST:PORT/mcp"),
+            _option("--host", "address to listen on (default 127.0.0.1)", default="127.0.0.1"),
+            _option("--port", "port to listen on (default 8765)", type=int, default=8765),
+            _flag(
+                "--unauthenticated", "ask for no token: anyone who reaches HOST runs code as you"
+            ),
+            _repeated("--allow-host", "another Host to accept, such as a reverse proxy's", "NAME"),
+            _limit("--requests-per-minute", Limits.requests_per_minute, "for each token"),
+            _limit("--queued-runs", Limits.queued_runs, "for each owner"),
+            _limit("--environment-mib", Limits.environment_bytes >> 20, "MiB for each owner"),
+        ),
+    ),
+    "token": Group(
+        "Make, list and revoke the tokens that HTTP clients need.",
+        ("flash-mcp token create alice --read-only", "flash-mcp token revoke alice"),
+        {
+            "create": Command(
+                create_token,
+                ("flash-mcp token create ci --expires-days 30 --secret HF_TOKEN",),
+                (
+                    _option("owner", "its owner; all tokens of a name see the same runs", "NAME"),
+                    _option(
+                        "--expires-days", "days until it expires (default: never)", "N", type=float
+                    ),
+                    _repeated(
+                        "--secret", "server variable that its runs may use as a secret", "NAME"
+                    ),
+                    JSON,
+                ),
+                (
+                    _access("--read-only", "read", "may change nothing"),
+                    _access("--metrics-only", "metrics", "may read /metrics only"),
+                ),
+            ),
+            "list": Command(list_tokens, ("flash-mcp token list",), (JSON,)),
+            "revoke": Command(
+                revoke_tokens,
+                ("flash-mcp token revoke alice",),
+                (_option("reference", "id of a token, or name of an owner", "ID_OR_NAME"), JSON),
+            ),
+        },
+    ),
+    "supervise": Command(
+        supervise,
+        ("flash-mcp supervise --idle-exit-s 60",),
+        (_option("--idle-exit-s", "exit after S seconds without work", "S", type=float),),
+    ),
+    "demo": Command(
+        demo,
+        ("flash-mcp demo", "flash-mcp demo --json figures.json --curve curve.png"),
+        (
+            _option("--json", "write the figures to FILE", "FILE", type=Path),
+            _option("--curve", f"the picture (default {CURVE})", "FILE", type=Path, default=CURVE),
+            _option("--model", "base model (default: the config's)"),
+            _option("--environment", "a published environment (default: the calculator)"),
+        ),
+    ),
+    "doctor": Command(doctor, ("flash-mcp doctor",), (JSON,)),
+    "curve": Command(
+        curve,
+        ("flash-mcp curve run-2f9k1c8d --png curve.png",),
+        (RUN_ID, _option("--png", "write a picture instead", "FILE", type=Path), JSON),
+    ),
+    "report": Command(
+        report,
+        ("flash-mcp report run-2f9k1c8d --out report.html",),
+        (
+            RUN_ID,
+            _option("--out", "file to write (default ./RUN_ID.html)", "FILE", type=Path),
+            JSON,
+        ),
+    ),
+    "backup": Command(
+        backup,
+        ("flash-mcp backup flash.tar.gz",),
+        (
+            _option("file", "archive to write; compressed if it ends with .gz", "FILE", type=Path),
+            JSON,
+        ),
+    ),
+    "remove": Command(
+        remove,
+        ("flash-mcp remove run-2f9k1c8d calculator@3f2a9c --dry-run",),
+        (
+            _option("references", REFERENCES, "REFERENCE", nargs="+"),
+            _flag("--dry-run", "say what would be removed, and remove nothing"),
+            _flag("--json", "print {kind, reference, owner, freed_bytes} of each"),
+        ),
+    ),
+    "restore": Command(
+        restore,
+        ("flash-mcp restore flash.tar.gz",),
+        (_option("file", "archive that `flash-mcp backup` wrote", "FILE", type=Path), JSON),
+    ),
+    "wait": Command(
+        wait,
+        ("flash-mcp wait run-2f9k1c8d --timeout-s 3600",),
+        (RUN_ID, _option("--timeout-s", "stop waiting after S seconds", "S", type=float), JSON),
+    ),
+    "install": Command(
+        install,
+        ("flash-mcp install claude", "flash-mcp install codex --print"),
+        (
+            _option("client", "agent to configure", choices=tuple(CLIENTS)),
+            _option("--name", "what the agent calls the server (default flash)", default="flash"),
+            _flag("--print", "print the new file, and write nothing", dest="only_print"),
+            JSON,
+        ),
+    ),
+}
+
+
+def add_own(commands: Any, name: str, command: Command | Group) -> None:
+    """Add a command of COMMANDS to the parser."""
+    if isinstance(command, Group):
+        parser = add_command(commands, name, command.text, example(*command.examples), None)
+        actions = parser.add_subparsers(metavar="ACTION", required=True)
+        for action, each in command.actions.items():
+            add_own(actions, action, each)
+        return
+    text = command.run.__doc__ or ""
+    parser = add_command(commands, name, text, example(*command.examples), command.run)
+    _add_options(parser, command)
+
+
+def _add_options(parser: Parser, command: Command) -> None:
+    if command.exclusive:
+        group = parser.add_mutually_exclusive_group()
+        for name, settings in command.exclusive:
+            group.add_argument(name, **settings)
+    for name, settings in command.options:
+        parser.add_argument(name, **settings)
+    names = [name for name, _ in (*command.exclusive, *command.options)]
+    options = [name for name in names if name.startswith("-")]
+    words = [name for name in names if not name.startswith("-")]
+    parser.set_defaults(options=options, words=words, named=[])
