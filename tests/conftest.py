@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -17,11 +18,67 @@ SHARED_MODELS = (
     models_dir()
 )  # read before any test has a home of its own: real models are fetched once
 
+NO_TORCH = Path(__file__).with_name("no_torch")
+"""Modules named torch and vllm that refuse to be imported."""
+SLOW_FOLDERS = ("clients", "worker")
+SLOW_FIXTURES = {"tiny_model", "tiny_adapter", "fp32_model"}
+"""A test in one of these folders, or with one of these fixtures, is slow without being marked."""
+
+# The tests' models are tiny, and two tests run at a time: a second thread would spin for a core.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 settings.register_profile("unhurried", settings(), deadline=None)
 settings.load_profile("unhurried")
 
 # A shell's background jobs ignore it, and so would the commands that tests end with Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="run only tests that are not slow")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "slow: needs torch or vLLM, or takes seconds; scripts/test --fast leaves it out"
+    )
+
+
+def in_slow_folder(path: Path) -> bool:
+    return any(path.is_relative_to(Path(__file__).with_name(name)) for name in SLOW_FOLDERS)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Collecting imports: even that would load torch."""
+    return True if config.getoption("fast") and in_slow_folder(collection_path) else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).with_name("worker")):
+            item.add_marker(pytest.mark.xdist_group("worker"))  # they share models and runs
+        if in_slow_folder(item.path) or SLOW_FIXTURES & {*getattr(item, "fixturenames", ())}:
+            item.add_marker("slow")
+    if config.getoption("fast"):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+
+
+@pytest.fixture(autouse=True)
+def no_torch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that is not slow can import neither torch nor vLLM, and nor can its processes."""
+    if request.node.get_closest_marker("slow"):
+        return
+    monkeypatch.setattr(sys, "path", [str(NO_TORCH), *sys.path])
+    for path in NO_TORCH.glob("*.py"):
+        monkeypatch.delitem(
+            sys.modules, path.stem, raising=False
+        )  # another test may have loaded it
+    inherited = os.environ.get("PYTHONPATH")
+    folders = [str(NO_TORCH), *([inherited] if inherited else [])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(folders))
 
 
 @pytest.fixture

@@ -14,6 +14,8 @@ import pytest
 
 from bench import control
 
+pytestmark = pytest.mark.slow
+
 PEERS = Path(sys.prefix) / "peers"
 # Tests share their machine: a second, spinning engine thread would wait for a core most of the
 # time.

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.crash import crash_runs
+
+pytestmark = pytest.mark.slow
 
 
 def test_runs_whose_processes_are_killed_and_stopped_end_as_undisturbed_ones_do() -> None:

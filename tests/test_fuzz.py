@@ -2,10 +2,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from flash_mcp.tools.registry import TOOLS
 from tests.fuzz import fuzz
 
 
+@pytest.mark.slow
 def test_whatever_the_arguments_are_the_answer_is_a_result_or_a_coded_error(tmp_path: Path):
     outcomes = fuzz(200, tmp_path, seed=0)
     assert outcomes.total() >= 200

@@ -109,6 +109,7 @@ def test_no_imports_form_a_circle():
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
+@pytest.mark.slow
 def test_the_control_plane_loads_neither_the_training_side_nor_its_packages():
     code_of_all = ", ".join(
         name for name in modules_of("flash_mcp") if not name.endswith("__main__")
@@ -140,6 +141,7 @@ def test_the_protocol_loads_nothing_else_of_the_control_plane():
     assert all(name == "flash_mcp" or name.startswith("flash_mcp.protocol") for name in ours)
 
 
+@pytest.mark.slow
 def test_importing_the_package_leaves_the_path_alone():
     code = "import sys; before = [*sys.path]; import flash_mcp.server.mcp_server; print(sys.path == before)"
     done = subprocess.run(
@@ -148,6 +150,7 @@ def test_importing_the_package_leaves_the_path_alone():
     assert done.stdout.strip() == "True"
 
 
+@pytest.mark.slow
 def test_the_server_is_importable_fast():
     module = "flash_mcp.server.mcp_server"
     code = f"import time; start = time.perf_counter(); import {module}; print(time.perf_counter() - start)"
@@ -165,6 +168,7 @@ def test_the_server_is_importable_fast():
     )  # under 1.5 s on a quiet machine, most of it the MCP SDK; clients give a server 10 s to start
 
 
+@pytest.mark.slow
 def test_plotting_is_loaded_only_when_something_is_drawn():
     assert not roots(
         loaded_by("flash_mcp.server.mcp_server, flash_mcp.cli, flash_mcp.judgement.curve")

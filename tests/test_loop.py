@@ -8,12 +8,15 @@ import io
 from pathlib import Path
 
 import anyio
+import pytest
 from rich.console import Console
 
 from bench.loop import Json, Task, markdown, play
 from flash_mcp.cli.demo import connected, told
 from flash_mcp.protocol.errors import FlashError
 from tests.attempts import VOWELS
+
+pytestmark = pytest.mark.slow
 
 SHORT: Json = {"batch_size": 4, "lora_rank": 4, "learning_rate": 1e-3}
 

@@ -36,6 +36,7 @@ class AsyncRunner:
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        self._loop.close()
 
     def run(self, coroutine: Coroutine[Any, Any, T], *, stop: threading.Event | None = None) -> T:
         """The coroutine's result; meanwhile this thread serves `call_waiting`.

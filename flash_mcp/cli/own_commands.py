@@ -82,9 +82,11 @@ def _serve_http(arguments: Arguments) -> None:
     limits = Limits(
         arguments.requests_per_minute, arguments.queued_runs, arguments.environment_mib << 20
     )
-    options = {"authenticate": authenticate, "allow_hosts": arguments.allow_host, "limits": limits}
+    allow_hosts = arguments.allow_host
     with kept():
-        http_server.serve(server, host, port, **options)
+        http_server.serve(
+            server, host, port, authenticate=authenticate, allow_hosts=allow_hosts, limits=limits
+        )
 
 
 def _check_port(host: str, port: int) -> None:

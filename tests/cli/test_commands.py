@@ -77,6 +77,7 @@ def test_a_config_file_and_settings_start_a_run(run: Run, tmp_path: Path):
     assert (spec["steps"], spec["temperature"], spec["group_size"]) == (3, 0.8, 4)
 
 
+@pytest.mark.slow
 def test_validate_only_creates_nothing(run: Run, tmp_path: Path):
     push_echo(tmp_path)
     code, out, _ = run("train", "--environment", "echo", "--validate-only")
@@ -85,6 +86,7 @@ def test_validate_only_creates_nothing(run: Run, tmp_path: Path):
     assert open_store().runs() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "code", "named"),
     [
@@ -208,6 +210,7 @@ def test_no_control_character_of_others_reaches_the_terminal(
     assert json.loads(out)["rollouts"][0]["messages"][-1]["content"] == f"{hostile}said\n\tand more"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("state", "code"), [("succeeded", 0), ("cancelled", 4)])
 def test_following_ends_with_the_runs_own_exit_code(
     run: Run, tmp_path: Path, state: str, code: int
@@ -223,6 +226,7 @@ def test_following_ends_with_the_runs_own_exit_code(
     assert state in err
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_following_only_detaches(tmp_path: Path):
     with supervised():
         started, writer = started_run(tmp_path)
@@ -248,6 +252,7 @@ def test_status_draws_the_curve_where_it_is_asked_to(run: Run, tmp_path: Path):
     )
 
 
+@pytest.mark.slow
 def test_the_curve_is_drawn_and_written(run: Run, tmp_path: Path):
     finished = finished_run(tmp_path)
     assert "held-out success" in run("curve", finished.id)[1]
@@ -258,6 +263,7 @@ def test_the_curve_is_drawn_and_written(run: Run, tmp_path: Path):
     assert code == 2 and "choose a file that you may write with --png" in said
 
 
+@pytest.mark.slow
 def test_a_list_may_be_given_by_its_flag_or_left_out(run: Run, tmp_path: Path):
     finished = finished_run(tmp_path)
     for words in (["--runs", finished.id], [finished.id]):
@@ -292,6 +298,7 @@ def test_how_a_text_with_an_at_sign_is_written_is_told(
     assert "a text that begins with @ is written @@" in out + err and "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_starter_is_written_tested_and_published(run: Run, tmp_path: Path):
     folder = tmp_path / "sums"
     assert run("env-setup", str(folder))[0] == 0
@@ -332,6 +339,7 @@ def test_the_doctor_notices_an_open_state_directory(run: Run, flash_home: Path):
     assert [finding.level for finding in examine() if finding.name == "privacy"] == ["warning"]
 
 
+@pytest.mark.slow
 def test_supervise_leaves_when_idle_and_is_alone(flash_home: Path):
     flash_home.mkdir(parents=True)
     assert main.main(["supervise", "--idle-exit-s", "0.1"]) == 0
@@ -344,6 +352,7 @@ def supervise_while_another_does() -> int:
         return main.main(["supervise", "--idle-exit-s", "0.1"])
 
 
+@pytest.mark.slow
 def test_a_reader_that_stops_early_is_no_failure(tmp_path: Path):
     command = [sys.executable, "-m", "flash_mcp.cli", "rollouts", finished_run(tmp_path).id]
     with subprocess.Popen(

@@ -19,6 +19,8 @@ from flash_mcp.state.store import open_store
 from tests.places import ROOT
 from tests.samples import finished_run, learn, queued_run, read_in, started_run, supervised
 
+pytestmark = pytest.mark.slow
+
 FLASH = [sys.executable, "-m", "flash_mcp.cli"]
 
 

@@ -26,7 +26,7 @@ from flash_mcp.server.mcp_server import server
 from flash_mcp.state import references
 from flash_mcp.state.store import open_store
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
 @pytest.fixture(autouse=True)

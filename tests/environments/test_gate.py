@@ -11,7 +11,7 @@ import environments
 from environments.checks.gate import Probe, Report, check
 from tests.folders import environment_folder
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 EXAMPLES = Path(environments.__file__).parent / "examples"
 PROBES = [
     "loads",

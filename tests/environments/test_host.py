@@ -20,7 +20,7 @@ from environments.process.host import EnvironmentFault, EnvironmentHost
 from tests.folders import environment_folder
 from tests.watch import is_running
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
 async def fault_of(awaitable) -> EnvironmentFault:

@@ -22,7 +22,7 @@ from environments.process.faults import EnvironmentFault
 from environments.process.host import EnvironmentHost
 from tests.folders import environment_folder
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 SMALL = "six==1.17.0\n"
 
 

@@ -28,6 +28,7 @@ from tests.places import CALCULATOR
 from tests.watch import is_running
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.anyio,
     pytest.mark.skipif(
         not sys.platform.startswith("linux"), reason="the sandbox needs the Linux kernel"

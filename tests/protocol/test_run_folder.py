@@ -146,6 +146,7 @@ def files_of(folder: RunFolder) -> dict[str, bytes]:
     return {path: filesystem.cat_file(path) for path in filesystem.find(root)}
 
 
+@pytest.mark.slow
 def test_an_empty_folder_has_nothing_to_say(folder: RunFolder) -> None:
     assert (folder.newest_epoch(), folder.beat(), folder.result(), folder.is_cancelled()) == (
         0,
@@ -260,6 +261,7 @@ def test_a_checkpoint_is_whole_and_verified(folder: RunFolder, tmp_path: Path) -
     assert folder.read_json("checkpoints", "LATEST") == {"step": 10, "digest": manifest["digest"]}
 
 
+@pytest.mark.slow
 def test_the_same_checkpoint_written_twice_is_the_newer(folder: RunFolder, tmp_path: Path) -> None:
     writer = folder.claim(1)
     old = writer.commit_checkpoint(10, adapter(tmp_path, b"old"), {})
@@ -436,6 +438,7 @@ def test_packages_that_a_store_needs_are_named() -> None:
     assert "extra s3" in caught.value.fix and "gcs" in caught.value.what
 
 
+@pytest.mark.slow
 def test_a_worker_sits_out_an_object_store_that_goes_away_and_loses_nothing(
     far_url: str, object_store: ObjectStore, tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.anyio
 ROLLOUTS = ResourceTemplateReference(uri="flash://runs/{run_id}/rollouts/{step}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["auto", "legacy"])
 async def test_run_ids_and_steps_with_rollouts_are_completed(mode: str, tmp_path: Path):
     finished, queued = finished_run(tmp_path).id, queued_run(tmp_path / "other").id

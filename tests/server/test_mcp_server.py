@@ -245,6 +245,7 @@ async def test_a_result_that_is_too_long_is_cut_and_says_so(odd: Client):
     assert "too long" in body["cut"]
 
 
+@pytest.mark.slow
 async def test_a_call_that_hangs_is_left_while_others_are_served(
     odd: Client, monkeypatch: pytest.MonkeyPatch
 ):
@@ -312,6 +313,7 @@ async def test_the_playbook_is_a_resource_and_the_loop_a_prompt(client: Client):
     assert "Goal: teach it to add" in prompt.messages[0].content.text
 
 
+@pytest.mark.slow
 async def test_what_a_run_left_behind_can_be_read_as_resources(client: Client, tmp_path: Path):
     run = finished_run(tmp_path)
     base = f"flash://runs/{run.id}"
@@ -328,6 +330,7 @@ async def test_what_a_run_left_behind_can_be_read_as_resources(client: Client, t
     assert (await client.read_resource(f"{base}/log")).contents[0].text == ""
 
 
+@pytest.mark.slow
 async def test_the_curve_comes_beside_the_report_and_changes_none_of_its_words(
     client: Client, tmp_path: Path
 ):
@@ -357,6 +360,7 @@ NO_SUCH = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(TOOLS))
 async def test_every_tool_answers_about_what_does_not_exist(
     client: Client, name: str, tmp_path: Path
@@ -388,6 +392,7 @@ async def drive(client: Client, run_id: str) -> None:
     assert body_of(await client.call_tool("rollouts", {"run_id": run_id}))["total"] == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["auto", "legacy"])
 async def test_a_session_over_stdio(mode: str, tmp_path: Path, flash_home: Path):
     run = finished_run(tmp_path)
@@ -402,6 +407,7 @@ async def test_a_session_over_stdio(mode: str, tmp_path: Path, flash_home: Path)
             await drive(client, run.id)
 
 
+@pytest.mark.slow
 async def test_the_module_runs_under_the_sdks_own_command(flash_home: Path):
     command = StdioServerParameters(
         command=str(Path(sys.executable).with_name("mcp")),
@@ -447,6 +453,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@pytest.mark.slow
 async def test_a_session_over_http(tmp_path: Path):
     run, port = finished_run(tmp_path), free_port()
     with serving(port):

@@ -296,6 +296,7 @@ async def fresh_server(home: Path) -> AsyncGenerator[Client]:
         yield client
 
 
+@pytest.mark.slow
 async def test_a_task_outlives_the_server_that_made_it(flash_home: Path, tmp_path: Path):
     with supervised():
         async with fresh_server(flash_home) as client:

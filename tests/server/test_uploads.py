@@ -54,6 +54,7 @@ def left_behind() -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_a_large_environment_arrives_as_it_was_packed(team: Team, tmp_path: Path):
     folder = tmp_path / "large"
     (folder / "datasets").mkdir(parents=True)
@@ -139,6 +140,7 @@ ATTACKS: dict[str, Pack] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_hostile_archive_is_refused_and_leaves_nothing(team: Team, attack: str):
     with team.http(team.token("alice")) as http:
@@ -150,6 +152,7 @@ def test_a_hostile_archive_is_refused_and_leaves_nothing(team: Team, attack: str
     assert not Path("/tmp/flash-escape").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "body",
     [

@@ -25,6 +25,7 @@ from tests.watch import is_running
 __all__ = ["bench"]
 
 
+@pytest.mark.slow
 def test_a_backup_taken_while_a_supervisor_writes_goes_on_elsewhere(
     bench: Bench, tmp_path: Path
 ) -> None:

@@ -214,6 +214,7 @@ def claim_all(store: Store) -> list[Run]:
     return list(iter(lambda: queue.claim(store), None))
 
 
+@pytest.mark.slow
 def test_eight_processes_claim_every_run_once(store: Store) -> None:
     ids = {enqueue(store)[0].id for _ in range(120)}
     code = """

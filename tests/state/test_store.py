@@ -55,6 +55,7 @@ def put_metrics(
     store.put_metrics(run_id, {"step": step, "epoch": epoch, "time": 1.5, "metrics": metrics})
 
 
+@pytest.mark.slow
 def test_many_processes_can_open_a_new_store_at_once(tmp_path: Path) -> None:
     code = "import sys, pathlib; from flash_mcp.state.store import Store; Store(pathlib.Path(sys.argv[1])).runs()"
     children = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path)]) for _ in range(6)]
@@ -299,6 +300,7 @@ def test_a_deployment_changes_only_from_an_expected_state(store: Store) -> None:
         store.deployment("dep-2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "read",
     [

@@ -32,6 +32,8 @@ from flash_mcp.supervisor.secrets import give
 from tests.places import TESTS
 from tests.watch import is_running
 
+pytestmark = pytest.mark.slow
+
 WORKER = (sys.executable, str(TESTS / "scripted_worker.py"))
 HASTE = Patience(
     poll_s=0.02,

@@ -35,6 +35,8 @@ from flash_mcp.tools.deploy import Message, _answer, chat, deploy, describe, und
 from tests.places import TESTS
 from tests.watch import is_running
 
+pytestmark = pytest.mark.slow
+
 SCRIPTED = (sys.executable, str(TESTS / "scripted_server.py"))
 
 

@@ -29,7 +29,7 @@ from flash_mcp.supervisor.process import is_supervised
 from tests.folders import environment_folder
 from tests.places import ROOT, TESTS
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 SECRET = 'pl4nted/"sécret"+value=42'
 SUPERVISE = """
 import sys

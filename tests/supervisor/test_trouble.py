@@ -27,6 +27,8 @@ from tests.samples import finished_run, push_echo
 from tests.supervisor.test_loop import HASTE, Bench, bench, wait_for
 from tests.watch import is_running
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["bench"]
 DAY_S = 86_400.0
 

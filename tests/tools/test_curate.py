@@ -205,6 +205,7 @@ async def test_training_is_given_what_the_runs_had(
     assert body["next"].endswith(f"dataset={body['dataset']!r}, validate_only=true{carried}")
 
 
+@pytest.mark.slow
 async def test_runs_and_evaluations_are_pooled_and_no_attempt_counts_twice(client: Client):
     first = recorded(solved(), [answered(0, "t0", "0!!", split="train", attempt=0)])
     second = recorded([answered(n, "t0", f"0! {n}") for n in range(2)])
@@ -231,6 +232,7 @@ async def test_what_the_environment_failed_is_left_out_and_counted(client: Clien
     assert (counts["errors"], counts["tasks"], counts["train_rows"]) == (1, 2, 2)
 
 
+@pytest.mark.slow
 async def test_tasks_of_the_eval_split_are_kept_out_however_they_are_named(client: Client):
     planted = [
         answered(20, "t40", "100!", asked="SAY  100 "),
@@ -271,6 +273,7 @@ async def test_an_evaluation_of_the_eval_split_alone_gives_no_dataset(client: Cl
     assert (await curated(client, runs=[run.id], dry_run=True))["counts"]["train_rows"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "code", "expected"),
     [
@@ -366,6 +369,7 @@ async def test_a_run_is_pinned_to_its_dataset_and_as_long_as_its_rows(client: Cl
 # -- the dataset as the worker learns it -----------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_every_token_of_the_models_own_answers_is_learnt_and_no_other(
     numbers: None, tmp_path: Path
 ):
@@ -411,6 +415,7 @@ def hold_up(path: Path) -> Callable[[], None]:
     return lambda: os.close(os.open(path, os.O_RDWR))
 
 
+@pytest.mark.slow
 async def test_a_call_whose_reading_takes_too_long_is_left(
     numbers: None, monkeypatch: pytest.MonkeyPatch
 ):
@@ -427,6 +432,7 @@ async def test_a_call_whose_reading_takes_too_long_is_left(
     release()
 
 
+@pytest.mark.slow
 async def test_a_model_is_fine_tuned_on_a_curated_dataset(numbers: None, tiny_model: Path):
     run = recorded([answered(n, f"t{n}", f"{n}!") for n in range(40)])
     store = open_store()

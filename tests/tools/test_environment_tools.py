@@ -54,6 +54,7 @@ STARTER = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", ["calculator", "sort_words"])
 async def test_a_starter_is_complete_passes_its_test_and_can_be_pushed(
     client: Client, template: str, tmp_path: Path
@@ -222,6 +223,7 @@ async def test_secrets_and_arguments_reach_the_environment_and_are_kept_nowhere(
     )
 
 
+@pytest.mark.slow
 async def test_what_an_environment_is_loaded_with_is_carried_on(
     client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -200,6 +200,7 @@ async def test_several_attempts_are_sampled_and_give_pass_at_k(client: Client):
     assert "40 of the split's 60 tasks" in body["notes"]
 
 
+@pytest.mark.slow
 async def test_named_tasks_are_evaluated_and_unknown_ones_refused(client: Client):
     body = await evaluated(client, solved=10, task_ids=["eval-3", "eval-40"])
     assert (body["tasks"], body["scores"]["success"]) == (2, 0.5)
@@ -209,6 +210,7 @@ async def test_named_tasks_are_evaluated_and_unknown_ones_refused(client: Client
     assert (await call(client, "rollouts", run_id=trained["run_id"], split="train"))["total"] == 3
 
 
+@pytest.mark.slow
 async def test_a_runs_checkpoint_is_evaluated_as_the_run_was_trained(
     client: Client, tmp_path: Path
 ):
@@ -234,6 +236,7 @@ async def test_a_runs_checkpoint_is_evaluated_as_the_run_was_trained(
     assert "is an evaluation" in await refusal(client, "evaluate", model=body["run_id"])
 
 
+@pytest.mark.slow
 async def test_a_runs_arguments_go_with_its_environment_alone(client: Client, tmp_path: Path):
     run, writer = started_run(tmp_path / "run", environment_args={"solved": [0]})
     save_adapter(writer, 10, tmp_path)
@@ -291,6 +294,7 @@ async def test_what_cannot_be_evaluated_is_refused_and_leaves_nothing(
     assert open_store().runs() == []
 
 
+@pytest.mark.slow
 async def test_an_evaluation_that_takes_longer_goes_on_and_is_found_again(client: Client):
     asked = {
         "environment": "echo",
@@ -333,6 +337,7 @@ async def test_an_evaluation_is_cancelled_like_any_run(client: Client):
 # -- compare ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_two_evaluations_are_paired_by_task_and_the_flips_are_shown(client: Client):
     base = await evaluated(client, solved=10)
     other = await evaluated(client, solved=40, script={"say": "Surely"})
@@ -364,6 +369,7 @@ async def test_two_evaluations_are_paired_by_task_and_the_flips_are_shown(client
     assert (back["verdict"], back["no_longer"]) == ("regressed", 30)
 
 
+@pytest.mark.slow
 async def test_too_few_tasks_are_called_so_with_the_number_that_would_decide(client: Client):
     base, other = await evaluated(client, solved=20), await evaluated(client, solved=23)
     body = await call(client, "compare", base=base["run_id"], other=other["run_id"])
@@ -387,6 +393,7 @@ async def test_too_few_tasks_are_called_so_with_the_number_that_would_decide(cli
     assert lenient["verdict"] == "no_change"
 
 
+@pytest.mark.slow
 async def test_several_attempts_a_task_are_compared_by_bootstrap(client: Client):
     often = {"often": list(range(60))}
     base = await evaluated(client, script={"often": list(range(20))}, attempts=2)
@@ -399,6 +406,7 @@ async def test_several_attempts_a_task_are_compared_by_bootstrap(client: Client)
     )
 
 
+@pytest.mark.slow
 async def test_different_tasks_are_compared_by_noise_bands_and_it_says_so(client: Client):
     base = await evaluated(client, solved=5, split="train", limit=30)
     other = await evaluated(client, solved=55)
@@ -412,6 +420,7 @@ async def test_different_tasks_are_compared_by_noise_bands_and_it_says_so(client
     assert body["base"]["band"] == pytest.approx(1.96 * (5 / 30 * 25 / 30 / 30) ** 0.5, abs=1e-3)
 
 
+@pytest.mark.slow
 async def test_two_models_that_were_sampled_differently_are_not_judged(
     client: Client, tmp_path: Path
 ):
@@ -437,6 +446,7 @@ async def test_two_models_that_were_sampled_differently_are_not_judged(
     ] == "improved"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "given",
     [
@@ -459,6 +469,7 @@ async def test_whatever_changes_what_is_measured_confounds(
     assert f"differ in {next(iter(given))}:" in body["success"]["explanation"]
 
 
+@pytest.mark.slow
 async def test_a_nucleus_counts_where_something_is_sampled(client: Client, tmp_path: Path):
     run = finished_run(tmp_path / "run", solved=90)
     push_echo(tmp_path / "echo", ECHO)
@@ -470,6 +481,7 @@ async def test_a_nucleus_counts_where_something_is_sampled(client: Client, tmp_p
         assert body["verdict"] == verdict
 
 
+@pytest.mark.slow
 async def test_only_an_evaluation_of_another_model_made_alike_is_proposed_as_the_other_side(
     client: Client, tmp_path: Path
 ):
@@ -509,6 +521,7 @@ async def test_two_training_runs_are_compared_by_their_newest_evaluations(
     assert "flips" not in body and "other_index" not in body["next"]
 
 
+@pytest.mark.slow
 async def test_what_cannot_be_compared_is_refused(client: Client, tmp_path: Path):
     body = await evaluated(client)
     push_echo(tmp_path / "another", ECHO, name="another")
@@ -533,6 +546,7 @@ async def test_what_cannot_be_compared_is_refused(client: Client, tmp_path: Path
     )
 
 
+@pytest.mark.slow
 async def test_long_transcripts_and_many_flips_fit_into_one_result(client: Client):
     base = await evaluated(client, script={"say": 'a "quoted"\nline ' * 500})
     other = await evaluated(client, script={"say": "words " * 2000, "solved": list(range(30))})
@@ -592,6 +606,7 @@ async def test_the_time_takes_its_share_of_training_from_an_earlier_run_of_the_m
     assert earlier.id in expected["basis"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "outlook", "finding", "remedy"),
     [
@@ -635,6 +650,7 @@ async def test_sampling_goes_with_validation_alone(client: Client):
     )
 
 
+@pytest.mark.slow
 async def test_env_test_samples_a_model_on_a_folder_that_was_never_pushed(
     client: Client, tmp_path: Path
 ):
@@ -646,6 +662,7 @@ async def test_env_test_samples_a_model_on_a_folder_that_was_never_pushed(
     assert [row.name for row in open_store().environments()] == ["echo"]
 
 
+@pytest.mark.slow
 async def test_env_test_samples_nothing_where_a_check_failed(client: Client, tmp_path: Path):
     source = "class Sample(Addition):\n    def score_response(self, *_):\n        raise KeyError"
     folder = environment_folder(tmp_path / "broken", source)

@@ -210,7 +210,8 @@ def test_a_fine_tuned_adapter_warms_a_grpo_run(tiny_model: Path, tmp_path: Path)
             "digest": "",
         }
     }
-    warmed = make_run(tmp_path / "grpo", tiny_model, job=start, steps=1, max_tokens=8, **calculator)
+    few: dict[str, Any] = {"steps": 1, "batch_size": 2, "group_size": 2, "max_tokens": 8}
+    warmed = make_run(tmp_path / "grpo", tiny_model, job=start, **few, **calculator)
     with Attempt(warmed) as attempt:
         assert attempt.wait() == 0, attempt.log_path.read_text()
     assert warmed.checkpoint_steps() == [1]

@@ -247,10 +247,7 @@ def _view(found: RunHistory, judged: Judgement, held_up: Sequence[str]) -> RunVi
         warnings=warnings or None,
         error=_failure(run),
     )
-    if run.started:
-        view.elapsed_s = round((run.ended or time.time()) - run.started)
-    if run.steps and run.state in ACTIVE and step_s:
-        view.eta_s = round((run.steps - step) * step_s)
+    _add_times(view, run, step_s)
     if run.algorithm == "grpo":
         view.reward = health.trend(found.values["reward/mean"])
         view.success = health.trend(found.values["success/rate"])
@@ -262,6 +259,13 @@ def _view(found: RunHistory, judged: Judgement, held_up: Sequence[str]) -> RunVi
     if run.algorithm == "eval" and found.evaluations:
         view.scores = scores_of(found.evaluations[-1], found.tries)
     return view
+
+
+def _add_times(view: RunView, run: Run, step_s: float | None) -> None:
+    if run.started:
+        view.elapsed_s = round((run.ended or time.time()) - run.started)
+    if run.steps and run.state in ACTIVE and step_s:
+        view.eta_s = round((run.steps - view.step) * step_s)
 
 
 def _step_s(found: RunHistory) -> float | None:

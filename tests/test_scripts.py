@@ -1,0 +1,109 @@
+"""What developers and CI run: the fast tests, the second try, the limits on functions."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.places import ROOT, TESTS
+
+
+@pytest.mark.slow
+def test_the_fast_tests_are_collected_without_torch_and_vllm() -> None:
+    """While they run, the fixture no_torch keeps both from being imported."""
+    environment = {**os.environ, "PYTHONPATH": str(TESTS / "no_torch")}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--fast",
+        "--collect-only",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+    ]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "tests/protocol/test_spec.py::" in done.stdout
+    assert "tests/worker/" not in done.stdout
+
+
+@pytest.mark.parametrize("module", ["torch", "vllm"])
+def test_a_fast_test_and_its_processes_can_import_neither(module: str) -> None:
+    with pytest.raises(ImportError):
+        __import__(module)
+    done = subprocess.run(
+        [sys.executable, "-c", f"import {module}"], capture_output=True, text=True
+    )
+    assert "not marked slow" in done.stderr
+
+
+TOY = """
+from pathlib import Path
+
+def test_sound():
+    pass
+
+def test_shaky():
+    tries = Path("tries")
+    tries.write_text(tries.read_text() + "." if tries.exists() else ".")
+    assert len(tries.read_text()) > {failures}
+"""
+
+
+def ci(folder: Path, failures: int) -> tuple[int, list[str]]:
+    """Runs .ci/run beside two tests of which one fails so many times, and returns what it prints."""
+    for name in (".ci", "scripts"):
+        (folder / name).mkdir()
+    shutil.copy(ROOT / ".ci" / "run", folder / ".ci" / "run")
+    script = folder / "scripts" / "test"
+    script.write_text(f'#!/bin/sh\nexec {sys.executable} -m pytest -c /dev/null --rootdir=. "$@"\n')
+    script.chmod(0o755)
+    (folder / "test_toy.py").write_text(TOY.format(failures=failures))
+    done = subprocess.run([".ci/run"], cwd=folder, capture_output=True, text=True)
+    return done.returncode, done.stdout.splitlines()
+
+
+@pytest.mark.slow
+def test_ci_names_what_passed_only_at_the_second_try(tmp_path: Path) -> None:
+    status, lines = ci(tmp_path, failures=1)
+    assert status == 0
+    assert lines[-2:] == ["PASSED ONLY AT THE SECOND TRY", "test_toy.py::test_shaky"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("failures", "expected"), [(0, 0), (2, 1)])
+def test_ci_passes_or_fails_without_that_block(
+    tmp_path: Path, failures: int, expected: int
+) -> None:
+    status, lines = ci(tmp_path, failures)
+    assert status == expected
+    assert "PASSED ONLY AT THE SECOND TRY" not in lines
+
+
+def sizes(folder: Path, body: str, listed: str = "") -> str:
+    """Returns what scripts/function_sizes.py says of one module."""
+    for name in ("scripts", "worker"):
+        (folder / name).mkdir(exist_ok=True)
+    shutil.copy(ROOT / "scripts" / "function_sizes.py", folder / "scripts")
+    (folder / "scripts" / "long_functions.txt").write_text(listed)
+    (folder / "worker" / "a.py").write_text(f"class A:\n    def f(self, x):\n{body}")
+    command = [sys.executable, "scripts/function_sizes.py"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == (1 if done.stderr else 0)
+    return done.stderr
+
+
+def test_a_function_that_is_too_long_or_too_complex_must_be_listed(tmp_path: Path) -> None:
+    name = "worker/a.py::A.f"
+    long, complex_ = "        x += 1\n" * 60, "        x = x if x else 1\n" * 20
+    assert sizes(tmp_path, long).startswith(f"{name}: 61 lines, complexity 1;")
+    assert sizes(tmp_path, complex_).startswith(f"{name}: 21 lines, complexity 21;")
+    assert sizes(tmp_path, long, listed=name) == ""
+    assert sizes(tmp_path, "        x += 1\n" * 59) == ""
+    assert sizes(tmp_path, "        x += 1\n", listed=name).startswith(f"{name}: within the limits")
