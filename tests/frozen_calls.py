@@ -231,7 +231,7 @@ def play_evaluation(run_id: str, solved: int, tasks: int = 60) -> None:
     """Be the worker of an evaluation: the first `solved` tasks succeed, the last one fails in
     environment code.
     """
-    writer, step = start(run_id), open_store().run(run_id).spec["step"]
+    writer, step = start(run_id), open_store().run(run_id).spec.step
     rows = [
         {**sample_rollout(step, index, float(index < solved)), "task_id": f"eval-{index}"}
         for index in range(tasks)

@@ -76,7 +76,7 @@ def html(store: Store, run_id: str) -> str:
         steps=_steps(store, run_id),
         most_messages=MESSAGES,
         facts=_lineage(run, view),
-        values=run.spec,
+        values=run.spec.model_dump(),
         events=store.events(run_id, limit=30),
     )
     return f"{page}\n"

@@ -10,6 +10,7 @@ from flash_mcp.judgement import statistics
 from flash_mcp.protocol import base_models
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Evaluation, Rollout, Run, Try
+from flash_mcp.protocol.spec import EvalSpec
 
 DEFAULT_MAX_LENGTH = 4096
 Tasks = Mapping[str, Sequence[Try]]
@@ -117,17 +118,20 @@ def settings(run: Run) -> dict[str, Any]:
     training run are greedy.
     """
     spec = run.spec
-    is_eval = run.algorithm == "eval"
-    temperature = spec["temperature"] if is_eval else 0.0
+    temperature = 0.0
+    tries = 1
+    if isinstance(spec, EvalSpec):
+        temperature = spec.temperature
+        tries = spec.attempts
     return {
-        "attempts": spec["attempts"] if is_eval else 1,
+        "attempts": tries,
         "temperature": temperature,
-        "top_p": spec["top_p"] if temperature else 1.0,  # greedy decoding has no nucleus
-        "max_tokens": spec["max_tokens"],
-        "max_length": spec["max_length"] or _default_length(run.model),
-        "stop_sequences": spec["stop_sequences"],
-        "thinking": spec["thinking"],
-        "environment_args": spec["environment_args"],
+        "top_p": spec.top_p if temperature else 1.0,  # greedy decoding has no nucleus
+        "max_tokens": spec.max_tokens,
+        "max_length": spec.max_length or _default_length(run.model),
+        "stop_sequences": spec.stop_sequences,
+        "thinking": spec.thinking,
+        "environment_args": spec.environment_args,
     }
 
 

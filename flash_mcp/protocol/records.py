@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
+from flash_mcp.protocol.spec import EvalSpec, RunSpec, stored_spec
+
 Json = dict[str, Any]
 RunState = Literal["queued", "starting", "running", "succeeded", "failed", "cancelled"]
 DeploymentState = Literal["starting", "ready", "failed", "stopping", "stopped"]
@@ -42,7 +44,7 @@ class Run(Record):
     environment: str
     environment_digest: str
     environment_path: str
-    spec: Json
+    spec: RunSpec | EvalSpec
     sources: Json
     init_adapter: Json | None
     dataset: Json | None
@@ -73,6 +75,28 @@ class Run(Record):
     started: float | None
     ended: float | None
     updated: float
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Self:
+        """The run of a stored row."""
+        return super().of({**fields, "spec": stored_spec(fields["spec"])})
+
+    @property
+    def evaluation(self) -> EvalSpec:
+        """The spec of a run that is known to be an evaluation."""
+        assert isinstance(self.spec, EvalSpec)
+        return self.spec
+
+    @property
+    def training(self) -> RunSpec:
+        """The spec of a run that is known to train."""
+        assert isinstance(self.spec, RunSpec)
+        return self.spec
+
+    @property
+    def eval_split(self) -> str:
+        """The split that the run's evaluations take their tasks from."""
+        return self.spec.split if isinstance(self.spec, EvalSpec) else "eval"
 
 
 @dataclass(frozen=True, kw_only=True)

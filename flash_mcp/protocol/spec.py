@@ -243,7 +243,7 @@ def stored_spec(fields: dict[str, Any]) -> RunSpec | EvalSpec:
 
     It was checked when the run was created, so it is not checked again. A field that is newer than
     the run has its default; a field that exists no more is left out."""
-    if fields["algorithm"] != "eval":
+    if fields.get("algorithm") != "eval":
         return RunSpec.model_construct(**fields)
     newer = [name for name in EvalSpec.model_fields if name not in fields]
     defaults = {name: default_of(name) for name in newer if name in RunSpec.model_fields}

@@ -90,7 +90,7 @@ def job(run: Run) -> Json:
     """What job.json of a run holds."""
     return {
         "run_id": run.id,
-        "spec": run.spec,
+        "spec": run.spec.model_dump(),
         "sources": run.sources,
         "environment": {
             "name": run.environment,

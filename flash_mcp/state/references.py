@@ -154,7 +154,7 @@ def find_subject(store: Store, reference: str) -> Subject:
 def _checkpoint(store: Store, run_id: str, step: int | None) -> Subject:
     run = store.run(run_id)
     if run.algorithm == "eval":
-        fix = f"name the model that it evaluated: {run.spec['checkpoint'] or run.model!r}"
+        fix = f"name the model that it evaluated: {run.evaluation.checkpoint or run.model!r}"
         raise FlashError(
             "invalid_argument", f"{run_id} is an evaluation and has no model of its own", fix=fix
         )

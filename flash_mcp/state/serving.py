@@ -53,7 +53,7 @@ def request(
             )
     adapter = folder.fetch_checkpoint(step, store.base / "adapters" / f"{run_id}-{step}")
     rank = read_adapter_config(adapter, "r")["r"]
-    data = {"rank": rank, "port": port, "thinking": bool(run.spec.get("thinking"))}
+    data = {"rank": rank, "port": port, "thinking": bool(run.spec.thinking)}
     values = {
         "owner": run.owner,
         "name": name,

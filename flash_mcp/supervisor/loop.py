@@ -158,7 +158,7 @@ class Supervisor:
         """The oldest run whose secrets are known."""
         with self.store.transaction():  # a run that is enqueued after the look cannot be claimed
             runs = self.store.active_runs()
-            waiting = [run.id for run in runs if self.vault.lacking(run.id, run.spec["secrets"])]
+            waiting = [run.id for run in runs if self.vault.lacking(run.id, run.spec.secrets)]
             return queue.claim(self.store, waiting)
 
     def _guarded(self, run: Run, act: Callable[[Run], None]) -> None:
@@ -185,7 +185,7 @@ class Supervisor:
         folder, key = RunFolder(run.folder), f"{run.id}-{run.attempt}"
         # Without its secrets an attempt cannot be started: one that an earlier supervisor started
         # is found, another is gone, and the run waits in the queue.
-        may_start = not self.vault.lacking(run.id, run.spec["secrets"]) and not final_result(folder)
+        may_start = not self.vault.lacking(run.id, run.spec.secrets) and not final_result(folder)
         handle = self._submit(run, folder) if may_start else Handle(key, "")
         reader = known.reader if known else Reader(self.store, run.id, folder)
         self._attempts[run.id] = Attempt(run.id, run.attempt, folder, handle, reader)
@@ -198,7 +198,7 @@ class Supervisor:
             [*self.worker, run.folder, "--attempt", str(run.attempt)],
             {
                 **os.environ,
-                **self.vault.values(run.id, run.spec["secrets"]),
+                **self.vault.values(run.id, run.spec.secrets),
                 "FLASH_HOME": str(self.base),
             },
             Path(run.folder) / f"log.{run.attempt}",
@@ -263,7 +263,7 @@ class Supervisor:
         if attempt.has_beat and silent_s > patience.beat_silent_s:
             what = f"attempt {attempt.number} gave no sign for {silent_s:.0f} s"
             return self._error("stalled", what, run, attempt)
-        if still_s > run.spec["stall_timeout_s"]:
+        if still_s > run.spec.stall_timeout_s:
             what = f"attempt {attempt.number} made no progress for {still_s:.0f} s"
             return self._error("stalled", what, run, attempt)
         return None

@@ -153,7 +153,7 @@ def checkpoints(
     elif run.algorithm == "eval":
         next_step = f"an evaluation saves none; status(run_id={run_id!r}) has its scores"
     else:
-        every = f"save_every={run.spec['save_every']}"
+        every = f"save_every={run.training.save_every}"
         next_step = f"none yet: one is saved every {every} steps; status shows the progress"
     has_more = len(rows) > limit
     more = str(found[-1].step) if has_more else None

@@ -256,7 +256,7 @@ def _before_and_after(store: Store, base: str) -> Pair:
     if step is None and len(steps) > 1:
         return Pair(_evaluated(store, run, steps[0]), _evaluated(store, run, None))
     made = f"; it has evaluations of the steps {steps}" if steps else ""
-    later = run.spec.get("eval_after") or run.spec.get("eval_every")
+    later = run.training.eval_after or run.training.eval_every
     if step is None and run.ended is None and later:
         wait = f"status(run_id={base!r}, wait_s=40) waits for it"
         raise FlashError(
@@ -291,7 +291,7 @@ def _memory(store: Store, pair: Pair) -> Flag | None:
     """The flag of a contaminated split, if either model was trained and both were evaluated on the
     eval split.
     """
-    splits = {side.run.spec.get("split", "eval") for side in (pair.base, pair.other)}
+    splits = {side.run.eval_split for side in (pair.base, pair.other)}
     is_trained = pair.base.is_trained or pair.other.is_trained
     overlap = store.overlap(pair.other.run) if splits == {"eval"} and is_trained else None
     return health.contaminated(**overlap) if overlap else None
@@ -320,7 +320,7 @@ def _side(side: Evaluated) -> Side:
 def _model(run: Run, step: int) -> str:
     """The model in words."""
     if run.algorithm == "eval":
-        checkpoint = run.spec["checkpoint"]
+        checkpoint = run.evaluation.checkpoint
         return f"{run.model} with {checkpoint}" if checkpoint else run.model
     if step:
         return f"{run.model} with {run.id}@{step}"
@@ -424,4 +424,4 @@ def _split_size(store: Store, run: Run) -> int | None:
         data = store.environment(f"{run.environment}@{run.environment_digest}").data
     except FlashError:  # it was removed
         return None
-    return data.get("tasks", {}).get(run.spec.get("split", "eval"))
+    return data.get("tasks", {}).get(run.eval_split)

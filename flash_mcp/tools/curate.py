@@ -158,7 +158,7 @@ def _keep(
     result.dataset = f"{kept.name}@{kept.digest}"
     result.created = kept.created
     result.path = str(kept.path)
-    needed = passed_on(_secrets_of(rows), rows[0].spec.get("environment_args"))
+    needed = passed_on(_secrets_of(rows), rows[0].spec.environment_args)
     result.next = (
         f"train(environment={result.environment!r}, algorithm='sft', dataset={result.dataset!r}, "
         f"validate_only=true{needed})"
@@ -201,13 +201,13 @@ def _environment_of(row: Run) -> str:
 
 
 def _arguments_of(row: Run) -> str:
-    arguments = cast("Json", row.spec.get("environment_args") or {})
+    arguments = row.spec.environment_args
     return ", ".join(f"{name}={value!r}" for name, value in sorted(arguments.items()))
 
 
 def _secrets_of(rows: Sequence[Run]) -> list[str]:
     """Names of the secrets of the runs that have any; none where these differ."""
-    named = {tuple(sorted(row.spec.get("secrets") or ())) for row in rows} - {()}
+    named = {tuple(sorted(row.spec.secrets)) for row in rows} - {()}
     return list(named.pop()) if len(named) == 1 else []
 
 
@@ -218,8 +218,8 @@ async def _held_out(store: Store, row: Run) -> HeldOut:
     )
     async with loaded(
         environment,
-        args=spec.get("environment_args"),
-        secrets=spec.get("secrets"),
+        args=spec.environment_args,
+        secrets=spec.secrets,
         call_timeout_s=LOAD_TIMEOUT_S,
         start_timeout_s=LOAD_TIMEOUT_S,
         fix="env_test it; without its eval split nothing can be kept out",
@@ -283,7 +283,7 @@ def _manifest(rows: Sequence[Run], curated: Curated, chosen: Json) -> Json:
     environment: Json = {
         "name": rows[0].environment,
         "digest": rows[0].environment_digest,
-        "args": rows[0].spec.get("environment_args") or {},
+        "args": rows[0].spec.environment_args,
     }
     counts = curated.counts.model_dump()
     return {"environment": environment, "runs": runs, **chosen, "counts": counts}

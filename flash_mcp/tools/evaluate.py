@@ -207,30 +207,31 @@ def _chosen(
 
 
 def _describe(store: Store, run: Run, subject: Subject, known: int, created: bool) -> Evaluate:
-    spec = run.spec
+    spec = run.evaluation
     found = scores(store, run)
     notes: list[str] = []
     if subject.deployment:
         served = f"this evaluates what {subject.deployment} serves"
         notes.append(f"{served}, on an engine of its own, not its server")
-    if len(spec["tasks"]) < known:
-        notes.append(f"{len(spec['tasks'])} of the split's {known} tasks")
-    if subject.adapter and spec["split"] == "eval" and (overlap := store.overlap(run)):
+    if len(spec.tasks) < known:
+        notes.append(f"{len(spec.tasks)} of the split's {known} tasks")
+    if subject.adapter and spec.split == "eval" and (overlap := store.overlap(run)):
         notes.append(f"CONTAMINATED: {health.contaminated(**overlap).evidence}")
     if found:
         notes += thoughts(found)
     error = run.error
+    shown = {name: getattr(spec, name) for name in SHOWN}
     return Evaluate(
         run_id=run.id,
         state=run.state,
         created=created,
-        environment=spec["environment"],
+        environment=spec.environment,
         of=subject.name,
-        split=spec["split"],
-        tasks=len(spec["tasks"]),
-        attempts=spec["attempts"],
+        split=spec.split,
+        tasks=len(spec.tasks),
+        attempts=spec.attempts,
         done=run.step,
-        values={name: spec[name] for name in SHOWN if spec[name] not in (None, [])},
+        values={name: value for name, value in shown.items() if value not in (None, [])},
         scores=found,
         error=shorten(f"[{error['code']}] {error['what']}", 1500) if error else None,
         notes=notes or None,

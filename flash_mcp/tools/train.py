@@ -463,7 +463,7 @@ def _speed(
         if (run.model, run.algorithm, run.environment) != same:
             continue
         if points := store.series(run.id, "time/step_s", points=1):
-            earlier = run.spec["batch_size"] * (run.spec["group_size"] or 1)
+            earlier = run.training.batch_size * (run.training.group_size or 1)
             rollouts = (spec.batch_size or 1) * (spec.group_size or 1)
             return points[0][1] * rollouts / earlier, run.id
     return None, None

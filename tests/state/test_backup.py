@@ -143,7 +143,7 @@ def test_only_paths_of_the_state_directory_move(flash_home: Path, tmp_path: Path
     backup.restore(elsewhere, tmp_path / "b.tar")
     run = Store(elsewhere).run(run_id)
     assert run.environment_path == beside and run.folder == f"{elsewhere}/runs/{run_id}"
-    assert run.spec["environment_args"] == {"rows": f"{elsewhere}/rows", "base": beside}
+    assert run.spec.environment_args == {"rows": f"{elsewhere}/rows", "base": beside}
     assert Store(elsewhere).environments()[0].path == f"{elsewhere}/environments/e"
 
 

@@ -103,7 +103,7 @@ def check_moved(before: Everything, old: Path, new: Path) -> None:
     assert waiting.init_adapter and waiting.dataset
     for path in (waiting.environment_path, waiting.init_adapter["path"], waiting.dataset["path"]):
         assert Path(path).is_dir() and Path(path).is_relative_to(new)
-    assert waiting.spec["environment_args"]["own"] == "./data"
+    assert waiting.spec.environment_args["own"] == "./data"
 
 
 def test_a_moved_state_directory_reads_as_before(furnished: Path, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_a_new_run_is_queued_with_its_environment_pinned_and_no_folder_made(stor
         7,
         0,
     )
-    assert run.spec["environment"] == "calc@abcdef123456"
+    assert run.spec.environment == "calc@abcdef123456"
     assert run.sources["steps"] == "argument" and run.sources["group_size"] == "recipe"
     assert not Path(run.folder).exists()
 

@@ -43,7 +43,7 @@ def test_it_starts_what_was_killed_and_hands_secrets_over(
         end_supervisors(flash_home)
         wait_for(lambda: is_supervised(flash_home))
         monkeypatch.setenv("KNOWN_KEY", "value")
-        names = waiting_run.spec["secrets"]
+        names = waiting_run.spec.secrets
         wait_for(lambda: secrets.lacking(flash_home, waiting_run.id, names) == ["UNKNOWN_KEY"])
 
 

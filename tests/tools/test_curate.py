@@ -361,7 +361,7 @@ async def test_a_run_is_pinned_to_its_dataset_and_as_long_as_its_rows(client: Cl
     assert started["values"]["dataset"] == kept
     row = open_store().run(started["run_id"])
     job = queue.job(row)
-    assert row.spec["dataset"] == kept
+    assert row.spec.dataset == kept
     assert job["dataset"] == datasets.find(kept).pinned()
     assert f"{job['dataset']['name']}@{job['dataset']['digest']}" == kept
 

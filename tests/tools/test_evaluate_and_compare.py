@@ -218,7 +218,7 @@ async def test_a_runs_checkpoint_is_evaluated_as_the_run_was_trained(
     push_echo(tmp_path / "echo", ECHO)
     body = await call(client, "evaluate", model=run.id, max_tokens=33)
     spec = open_store().run(body["run_id"]).spec
-    assert (spec["checkpoint"], spec["step"], spec["lora_rank"], spec["max_tokens"]) == (
+    assert (spec.checkpoint, spec.step, spec.lora_rank, spec.max_tokens) == (
         f"{run.id}@20",
         20,
         32,
@@ -263,7 +263,7 @@ async def test_a_deployment_stands_for_the_adapter_that_it_serves(client: Client
     }
     open_store().add_deployment(served)
     body = await call(client, "evaluate", model="mine")
-    assert open_store().run(body["run_id"]).spec["checkpoint"] == f"{run.id}@10"
+    assert open_store().run(body["run_id"]).spec.checkpoint == f"{run.id}@10"
     assert any("what dep-1 serves" in note for note in body["notes"])
     open_store().update_deployment("dep-1", state="stopped")
 
@@ -582,7 +582,7 @@ async def test_a_sample_says_whether_there_is_something_to_learn_and_what_it_tak
     assert expected["cost"] == pytest.approx(expected["seconds"] / 1800, abs=1e-3)
     assert "guess" in expected["basis"]
     run = open_store().run(sample["run_id"])
-    assert (run.spec["split"], run.spec["temperature"]) == ("train", 1.0)
+    assert (run.spec.split, run.spec.temperature) == ("train", 1.0)
     again = await sampled(client, {"often": list(range(40))})
     assert again["sample"]["run_id"] == sample["run_id"]
     assert [row.algorithm for row in open_store().runs()] == ["eval"]

@@ -80,8 +80,8 @@ async def test_train_queues_a_run_that_is_pinned_to_the_newest_version(tmp_path:
     push_echo(tmp_path)
     started = await call("train", environment="echo", steps=7, learning_rate=2e-4)
     run = open_store().run(started["run_id"])
-    assert (run.state, run.spec["steps"]) == ("queued", 7)
-    assert run.spec["environment"] == started["environment"] == "echo@0123456789abcdef"
+    assert (run.state, run.spec.steps) == ("queued", 7)
+    assert run.spec.environment == started["environment"] == "echo@0123456789abcdef"
     assert started["created"] is True
     assert started["run_id"] in started["next"]
 

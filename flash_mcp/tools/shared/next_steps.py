@@ -66,17 +66,17 @@ def going_on(run: Run, step: int | None = None) -> str:
     """The call that starts another run of the same shape from an adapter of this one, by default
     the newest.
     """
-    spec = run.spec
+    spec = run.training
     start = run.id if step is None else f"{run.id}@{step}"
     fields = {"environment": run.environment, "init_from_adapter": start}
     if run.model != default_of("model"):
         fields["model"] = run.model
     for name in ("environment_args", "secrets", "dataset"):
-        if spec.get(name):
-            fields[name] = spec[name]
+        if value := getattr(spec, name):
+            fields[name] = value
     for name in ("algorithm", "max_tokens", "lora_rank", "lora_alpha"):
-        if spec[name] != default_of(name):
-            fields[name] = spec[name]
+        if getattr(spec, name) != default_of(name):
+            fields[name] = getattr(spec, name)
     return f"train({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
 
 
@@ -105,7 +105,7 @@ def after_evaluation(run: Run, near: Sequence[Run]) -> str:
 
 
 def _training(evaluation: Run) -> tuple[bool, bool]:
-    return bool(evaluation.init_adapter), evaluation.spec["step"] > 0
+    return bool(evaluation.init_adapter), evaluation.evaluation.step > 0
 
 
 def _differ_in_model_alone(one: Run, other: Run) -> bool:
@@ -114,11 +114,13 @@ def _differ_in_model_alone(one: Run, other: Run) -> bool:
         return False
     if _tasks(one) != _tasks(other) or attempts.differing(one, other):
         return False
-    return attempts.weights(one, one.spec["step"]) != attempts.weights(other, other.spec["step"])
+    return attempts.weights(one, one.evaluation.step) != attempts.weights(
+        other, other.evaluation.step
+    )
 
 
 def _tasks(evaluation: Run) -> tuple[str, str, str]:
-    return evaluation.environment, evaluation.environment_digest, evaluation.spec["split"]
+    return evaluation.environment, evaluation.environment_digest, evaluation.evaluation.split
 
 
 # -- a comparison ----------------------------------------------------------------------------------
@@ -128,7 +130,7 @@ def after_comparison(
     change: Change, other: Run, step: int, differing: Sequence[str], split_size: int | None
 ) -> str:
     """`split_size` is the number of tasks in the split, if it is known."""
-    trained = other.spec["checkpoint"] if other.algorithm == "eval" else f"{other.id}@{step}"
+    trained = other.evaluation.checkpoint if other.algorithm == "eval" else f"{other.id}@{step}"
     if change.outcome == "underpowered":
         more = _more_tasks(change.decide_n or 0, other, split_size)
         return f"claim no change; {more}, then compare"
@@ -141,11 +143,15 @@ def after_comparison(
     return "change one thing and train again"
 
 
+def _task_count(run: Run) -> int:
+    return len(run.evaluation.tasks) if run.algorithm == "eval" else 0
+
+
 def _more_tasks(needed: int, run: Run, size: int | None) -> str:
     # The size was recorded by env_push: other environment_args may have given this run more tasks.
-    if size is None or size >= needed or size < len(run.spec.get("tasks", ())):
+    if size is None or size >= needed or size < _task_count(run):
         return f"evaluate both on about {needed} tasks (several attempts at each narrow it too)"
-    split = run.spec.get("split", "eval")
+    split = run.eval_split
     return (
         f"about {needed} tasks would decide and the {split} split has no more than {size}: "
         f"evaluate both on all {size} with more attempts at each and a temperature above 0, "
@@ -155,19 +161,20 @@ def _more_tasks(needed: int, run: Run, size: int | None) -> str:
 
 def repeated(base: Run, step: int, other: Run, differing: Sequence[str]) -> str:
     """The call that evaluates base again with the settings of other."""
-    spec = base.spec
-    model = (spec["checkpoint"] or base.model) if base.algorithm == "eval" else f"{base.id}@{step}"
+    model = f"{base.id}@{step}"
+    if base.algorithm == "eval":
+        model = base.evaluation.checkpoint or base.model
     chosen = {
         "environment": f"{other.environment}@{other.environment_digest}",
         "model": model,
-        "split": other.spec.get("split", "eval"),
+        "split": other.eval_split,
         **attempts.settings(other),
     }
-    if other.spec["secrets"]:
-        chosen["secrets"] = other.spec["secrets"]
-    tasks = other.spec.get("tasks")
-    if tasks and tasks == list(range(len(tasks))):
-        chosen["limit"] = len(tasks)
+    if other.spec.secrets:
+        chosen["secrets"] = other.spec.secrets
+    count = _task_count(other)
+    if count and other.evaluation.tasks == list(range(count)):
+        chosen["limit"] = count
     given: list[str] = []
     for name, value in chosen.items():
         text = repr(value)

@@ -105,14 +105,14 @@ async def sample_groups(
 
 
 def _describe(store: Store, run: Run, trouble: FlashError | None) -> Sample:
-    spec = run.spec
+    spec = run.evaluation
     sample = Sample(
         run_id=run.id,
         state=run.state,
         done=run.step,
-        of=spec["steps"],
-        groups=len(spec["tasks"]),
-        group_size=spec["attempts"],
+        of=spec.steps,
+        groups=len(spec.tasks),
+        group_size=spec.attempts,
     )
     error = trouble.to_dict() if trouble else None
     if run.state == "failed":
@@ -145,7 +145,7 @@ def run_time(
     if not speed or spec.algorithm != "grpo":
         return None
     run = store.run(found.run_id)
-    tasks = attempts.by_task(store.tries(run.id, run.spec["step"]))
+    tasks = attempts.by_task(store.tries(run.id, run.evaluation.step))
     groups = [fmean(each.tokens for each in group) for group in tasks.values()]
     tokens = fmean(groups) if groups else 0.0
     if not tokens:

@@ -65,7 +65,7 @@ def resolve_eval(
 
     Without a temperature, a single attempt per task is greedy; several are sampled at 1.
     """
-    run = dict(subject.run.spec) if subject.run else {}
+    run = subject.run.spec.model_dump() if subject.run else {}
     if subject.run and subject.run.environment != environment.name:
         del run["environment_args"], run["secrets"]  # of another environment
     values: Json = {}

@@ -330,7 +330,9 @@ def _add_details(
     view.failures = failures or None
     view.metrics = _metrics(judged.history) or None
     view.lineage = _lineage(run, found.checkpoints)
-    view.values = {name: value for name, value in run.spec.items() if value not in (None, [], {})}
+    view.values = {
+        name: value for name, value in run.spec.model_dump().items() if value not in (None, [], {})
+    }
     view.sources = by_source(run.sources)
     view.log_tail = _log_tail(run, 2500) or None
 

@@ -152,5 +152,5 @@ def obstacles(store: Store, run: Run) -> list[str]:
         return [str(found)]
     if run.state == "running":
         return []
-    absent = secrets.lacking(store.base, run.id, run.spec["secrets"])
+    absent = secrets.lacking(store.base, run.id, run.spec.secrets)
     return [str(secrets.missing(run.id, absent))] if absent else []
