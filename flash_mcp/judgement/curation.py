@@ -246,7 +246,7 @@ def _passes(attempts: list[Attempt], plan: Plan, counts: Counts) -> bool:
 
 
 def _without_duplicates(tasks: dict[Task, list[Attempt]]) -> dict[Task, list[Attempt]]:
-    """Attempts with the same words, at whatever tasks: only the one with the best reward is kept."""
+    """Of attempts with the same words, at any tasks, keep the one with the best reward."""
     first: dict[str, Attempt] = {}
     for attempt in sorted(itertools.chain.from_iterable(tasks.values()), key=_best_first):
         first.setdefault(_digest(attempt.row()["messages"]), attempt)

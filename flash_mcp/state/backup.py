@@ -120,7 +120,7 @@ def restore(base: Path, file: Path) -> Summary:
 
 
 def _files(base: Path) -> Iterator[Path]:
-    """What there is to save. Folders that are removed meanwhile are passed over, as os.walk does."""
+    """What there is to save. Folders that are removed meanwhile are skipped, as by os.walk."""
     for folder in FOLDERS:
         for parent, below, names in os.walk(base / folder):
             # Names with a leading dot are being written: anywhere in a run, elsewhere where

@@ -135,7 +135,7 @@ class Connection:
         return value
 
     def make_paths_relative(self) -> None:
-        """Rewrite absolute paths that a process of the version before stored after the migration."""
+        """Rewrite absolute paths that an older version's process stored after the migration."""
         with self.transaction():
             make_relative(self._db, self.base)
 
@@ -191,7 +191,10 @@ def _named_errors(path: Path) -> Generator[None, None, None]:
     except sqlite3.DatabaseError as error:
         if "malformed" not in str(error) and "not a database" not in str(error):
             raise
-        fix = "bring back a backup with `flash-mcp restore`; what runs reported stays in their folders"
+        fix = (
+            "bring back a backup with `flash-mcp restore`; what runs reported stays in their"
+            " folders"
+        )
         raise FlashError(
             "state_corrupt", f"the database is damaged: {error}", path=path, fix=fix
         ) from error

@@ -52,6 +52,7 @@ class DeploymentTable(Connection):
         only = f"AND state IN ({marks(expected_states)})" if expected_states else ""
         values["updated"] = time.time()
         assignments = ", ".join(f"{name} = ?" for name in values)
-        sql = f"UPDATE main.deployments SET {assignments} WHERE id = (SELECT id FROM deployments WHERE id = ?) {only}"
+        sql = f"""UPDATE main.deployments SET {assignments}
+                  WHERE id = (SELECT id FROM deployments WHERE id = ?) {only}"""
         encoded = [self.encode(name, value) for name, value in values.items()]
         return self.execute(sql, [*encoded, deployment_id, *expected_states]) == 1

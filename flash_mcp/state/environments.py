@@ -51,14 +51,23 @@ class EnvironmentTable(Connection):
             return row, stage.commit()
 
     def _check_room(self, row: EnvironmentVersion) -> None:
-        others = "SELECT coalesce(sum(size_bytes), 0) AS n FROM environments WHERE (name, digest) != (?, ?)"
+        others = (
+            "SELECT coalesce(sum(size_bytes), 0) AS n FROM environments WHERE (name, digest) !="
+            " (?, ?)"
+        )
         stored, limit = (
             self.query(others, [row.name, row.digest])[0]["n"],
             caller().limits.environment_bytes,
         )
         if not caller().is_local and stored + row.size_bytes > limit:
-            what = f"your environments take {stored:,} of {limit:,} bytes, and this one {row.size_bytes:,} more"
-            fix = "push fewer or smaller files; whoever runs the server can remove versions or raise the limit"
+            what = (
+                f"your environments take {stored:,} of {limit:,} bytes, and this one"
+                f" {row.size_bytes:,} more"
+            )
+            fix = (
+                "push fewer or smaller files; whoever runs the server can remove versions or raise"
+                " the limit"
+            )
             raise FlashError("quota_exceeded", what, stored=stored, limit=limit, fix=fix)
 
     def environments(self) -> list[EnvironmentVersion]:

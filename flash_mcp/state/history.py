@@ -61,7 +61,8 @@ class HistoryTables(RunTable):
 
     def metrics(self, run_id: str, since: int = -1, limit: int | None = None) -> list[StepMetrics]:
         """Steps after `since`, in order; with `limit` only the last so many of them."""
-        sql = "SELECT step, epoch, time, metrics FROM metrics WHERE run_id = ? AND step > ? ORDER BY step DESC LIMIT ?"
+        sql = """SELECT step, epoch, time, metrics FROM metrics
+                 WHERE run_id = ? AND step > ? ORDER BY step DESC LIMIT ?"""
         rows = self.query(sql, [run_id, since, -1 if limit is None else limit])
         return [StepMetrics.of(row) for row in rows[::-1]]
 
@@ -69,7 +70,8 @@ class HistoryTables(RunTable):
         """Every `every`-th step from the first on, those with a held-out loss, and all after
         `after`, in order.
         """
-        sql = """SELECT step, epoch, time, metrics FROM metrics WHERE run_id = ? AND ((step - 1) % ? = 0 OR step > ?
+        sql = """SELECT step, epoch, time, metrics FROM metrics
+                 WHERE run_id = ? AND ((step - 1) % ? = 0 OR step > ?
                  OR json_extract(metrics, '$.eval_loss') IS NOT NULL) ORDER BY step"""
         return [StepMetrics.of(row) for row in self.query(sql, [run_id, every, after])]
 
@@ -92,7 +94,8 @@ class HistoryTables(RunTable):
         sql = """
             SELECT min(step) AS step, avg(value) AS mean FROM (
                 SELECT step, value, ntile(?) OVER (ORDER BY step) AS stretch FROM (
-                    SELECT step, (SELECT value FROM json_each(metrics) WHERE key = ?) AS value FROM metrics
+                    SELECT step, (SELECT value FROM json_each(metrics) WHERE key = ?) AS value
+                    FROM metrics
                     WHERE run_id = ?)
                 WHERE value IS NOT NULL)
             GROUP BY stretch ORDER BY stretch"""
@@ -120,10 +123,11 @@ class HistoryTables(RunTable):
         orders = {
             "worst": "reward, step DESC, position",
             "best": "reward DESC, step DESC, position",
-            "random": f"((step + {int(seed)}) * 48271 + position * 69621 + 11) * 16807 % 2147483647",
+            "random": f"((step + {seed:d}) * 48271 + position * 69621 + 11) * 16807 % 2147483647",
             "index": "step, position",
         }
-        sql = f"SELECT step, position, body FROM rollouts WHERE {where} ORDER BY {orders[order]} LIMIT ? OFFSET ?"
+        sql = f"""SELECT step, position, body FROM rollouts
+                  WHERE {where} ORDER BY {orders[order]} LIMIT ? OFFSET ?"""
         rows = self.query(sql, [*values, limit, offset])
         return [
             Rollout.of({**row["body"], "step": row["step"], "index": row["position"]})

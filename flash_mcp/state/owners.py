@@ -64,7 +64,7 @@ def caller() -> Caller:
 
 @contextmanager
 def acting_as(who: Caller) -> Generator[None, None, None]:
-    """Make `who` the caller within, for this task and the tasks and anyio threads that it starts."""
+    """Make `who` the caller within, in this task and the tasks and threads that it starts."""
     token = _caller.set(who)
     try:
         yield
@@ -89,7 +89,10 @@ def refuse_server_side(what: str, **values: object) -> None:
     words.
     """
     if not caller().is_local:
-        fix = "send contents instead: files={path: text} of env_push, or PUT /environments/NAME for an archive"
+        fix = (
+            "send contents instead: files={path: text} of env_push, or PUT /environments/NAME for"
+            " an archive"
+        )
         raise FlashError(
             "local_only",
             f"{what} of the server's machine cannot be named over HTTP",

@@ -114,9 +114,11 @@ def claim(store: Store, waiting: Collection[str] = ()) -> Run | None:
     now = time.time()
     with store.transaction():
         rows = store.query(
-            """UPDATE runs SET state = 'starting', attempt = attempt + 1, started = coalesce(started, ?), updated = ?
+            """UPDATE runs SET state = 'starting', attempt = attempt + 1,
+               started = coalesce(started, ?), updated = ?
                WHERE state = 'queued' AND id = (
-                   SELECT id FROM runs WHERE state = 'queued' AND (not_before <= ? OR not_before > ?)
+                   SELECT id FROM runs
+                   WHERE state = 'queued' AND (not_before <= ? OR not_before > ?)
                    AND id NOT IN (SELECT value FROM json_each(?)) ORDER BY created, id LIMIT 1)
                RETURNING *""",
             # Nobody waits longer than the longest delay: then the clock was set back.
@@ -137,7 +139,8 @@ def record_beat(store: Store, run_id: str, attempt: int, beat: Json, *, progress
     Step 0 is an attempt that has not come to the first step: the run's step stays where an earlier
     attempt was."""
     now = time.time()
-    assignments = """step = coalesce(nullif(?, 0), step), steps = coalesce(steps, ?), phase = ?, beat = ?,
+    assignments = """step = coalesce(nullif(?, 0), step), steps = coalesce(steps, ?),
+        phase = ?, beat = ?,
         progress = CASE WHEN ? THEN ? ELSE progress END"""
     values = [beat["step"], beat.get("steps"), beat["phase"], now, progressed, now]
     return _update(store, assignments, values, run_id, attempt, ("starting", "running"))
@@ -172,7 +175,8 @@ def finish(
 ) -> bool:
     """End the run. It ends as cancelled whatever `state` is, once that was requested."""
     assignments = """state = CASE WHEN cancel_requested IS NULL THEN ? ELSE 'cancelled' END,
-        error = CASE WHEN cancel_requested IS NULL THEN ? END, step = max(step, ?), phase = NULL, ended = ?"""
+        error = CASE WHEN cancel_requested IS NULL THEN ? END,
+        step = max(step, ?), phase = NULL, ended = ?"""
     encoded = None if error is None else json.dumps(error, default=str)
     values = [state, encoded, step, time.time()]
     return _update(store, assignments, values, run_id, attempt, ACTIVE)
@@ -194,7 +198,10 @@ def request_cancel(store: Store, run_id: str, reason: str = "") -> Run:
                 run_id=run_id,
                 fix="nothing is left to cancel; its checkpoints and rollouts stay",
             )
-        wanted = "cancel_requested = coalesce(cancel_requested, ?), cancel_reason = coalesce(cancel_reason, ?)"
+        wanted = (
+            "cancel_requested = coalesce(cancel_requested, ?), cancel_reason ="
+            " coalesce(cancel_reason, ?)"
+        )
         if not _update(
             store,
             f"{wanted}, state = 'cancelled', error = NULL, ended = ?",
@@ -282,7 +289,10 @@ def _check_quota(store: Store) -> None:
     limit = caller().limits.queued_runs
     if not caller().is_local and len(waiting) >= limit:
         first = waiting[0]["id"] if waiting else None
-        fix = f"try again once {first} has started, which status(run_id={first!r}, wait_s=40) waits for, or cancel one"
+        fix = (
+            f"try again once {first} has started, which status(run_id={first!r}, wait_s=40) waits"
+            " for, or cancel one"
+        )
         raise FlashError(
             "quota_exceeded", f"{len(waiting)} runs of yours are queued", limit=limit, fix=fix
         )

@@ -118,7 +118,10 @@ def _good_step(folder: RunFolder, run_id: str, step: int | None) -> int:
         return newest
     steps = folder.checkpoint_steps()
     what = f"run {run_id} has no checkpoint" + ("" if step is None else f" at step {step}")
-    wait = "wait for the first one: status shows the run's progress; a run that ended without one cannot be deployed"
+    wait = (
+        "wait for the first one: status shows the run's progress; a run that ended without one"
+        " cannot be deployed"
+    )
     fix = f"use one of the steps {steps}" if steps else wait
     raise FlashError("unknown_checkpoint", what, run_id=run_id, step=step, fix=fix)
 

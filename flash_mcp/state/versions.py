@@ -83,7 +83,10 @@ def folder_files(folder: Path) -> Files:
     is passed."""
     folder = folder.expanduser()
     if not folder.is_dir():
-        fix = "pass the folder that holds environment.py as an absolute path; env_setup writes one to start from"
+        fix = (
+            "pass the folder that holds environment.py as an absolute path; env_setup writes one to"
+            " start from"
+        )
         raise FlashError(
             "upload_invalid", f"there is no folder {str(folder)!r} on the server", fix=fix
         )
@@ -95,7 +98,7 @@ def folder_files(folder: Path) -> Files:
 
 
 def inline_files(texts: Mapping[str, str]) -> Files:
-    """What a push of files given as text consists of; FlashError(upload_invalid) as `folder_files`."""
+    """The files of a push that gives them as text; raises as `folder_files` does."""
     files = {path: text.encode(errors="surrogatepass") for path, text in texts.items()}
     _check(files)
     folders = {parent.as_posix() for path in files for parent in PurePosixPath(path).parents}
@@ -212,12 +215,18 @@ def _check(files: Files) -> None:
         _check_no_secret(path)
     if ENTRY_POINT not in files:
         shown = ", ".join(sorted(files)[:8]) or "nothing"
-        fix = "put environment.py, which defines load_environment, at the top of what is pushed; env_setup writes one"
+        fix = (
+            "put environment.py, which defines load_environment, at the top of what is pushed;"
+            " env_setup writes one"
+        )
         raise FlashError(
             "upload_invalid", f"there is no {ENTRY_POINT} among the files: {shown}", fix=fix
         )
     if len(files) > MAX_FILES:
-        fix = "leave out what the environment does not read, or pack many small files into one JSONL file"
+        fix = (
+            "leave out what the environment does not read, or pack many small files into one JSONL"
+            " file"
+        )
         raise FlashError("upload_invalid", f"there are more than {MAX_FILES} files", fix=fix)
     sizes = {
         path: len(source) if isinstance(source, bytes) else source.stat().st_size
@@ -225,8 +234,14 @@ def _check(files: Files) -> None:
     }
     largest = max(sizes, key=lambda path: sizes[path])
     if sizes[largest] > MAX_FILE_BYTES or sum(sizes.values()) > MAX_TOTAL_BYTES:
-        fix = f"keep each file within {MAX_FILE_BYTES >> 20} MiB and all within {MAX_TOTAL_BYTES >> 20} MiB"
-        what = f"the files are too large: {sum(sizes.values()):,} bytes, of which {largest} {sizes[largest]:,}"
+        fix = (
+            f"keep each file within {MAX_FILE_BYTES >> 20} MiB and all within"
+            f" {MAX_TOTAL_BYTES >> 20} MiB"
+        )
+        what = (
+            f"the files are too large: {sum(sizes.values()):,} bytes, of which {largest}"
+            f" {sizes[largest]:,}"
+        )
         raise FlashError("upload_invalid", what, fix=fix)
 
 
@@ -236,7 +251,10 @@ def check_path(path: str) -> None:
     """
     parts = path.split("/")
     if not path.isprintable() or "\\" in path or len(path.encode()) > MAX_PATH_BYTES:
-        what = f"has a control character or a backslash in its path, or more than {MAX_PATH_BYTES} bytes"
+        what = (
+            f"has a control character or a backslash in its path, or more than {MAX_PATH_BYTES}"
+            " bytes"
+        )
         raise refusal(path, what, "rename it")
     if path.startswith("/") or any(part in ("", ".", "..") for part in parts):
         raise refusal(
@@ -249,7 +267,10 @@ def check_path(path: str) -> None:
 def _check_no_secret(path: str) -> None:
     name = path.rpartition("/")[2]
     if SECRET_FILES.fullmatch(name) and not SECRET_EXAMPLES.fullmatch(name):
-        fix = "move it out; environment code gets secrets as environment variables, named by train(secrets=[...])"
+        fix = (
+            "move it out; environment code gets secrets as environment variables, named by"
+            " train(secrets=[...])"
+        )
         raise refusal(path, "looks like a secret, and what is pushed is kept and copied", fix)
 
 

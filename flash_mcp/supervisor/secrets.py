@@ -1,9 +1,9 @@
 """Values of secrets, from the server that took a `train` call to the supervisor, and never by way
 of a disk.
 
-    vault = Vault(base); vault.open()             # the supervisor: keeps {run: {name: value}} in memory
-    give(base, run_id, values)                    # any server of the same user, once the run is there
-    lacking(base, run_id, names)                  # which of them the supervisor does not have
+    vault = Vault(base); vault.open()     # the supervisor: keeps {run: {name: value}} in memory
+    give(base, run_id, values)            # any server of the same user, once the run is there
+    lacking(base, run_id, names)          # which of them the supervisor does not have
 
 They talk through a Unix socket in the state directory, and each makes sure that the other is the
 same user's. Values go in and do not come out: the supervisor hands them to the run's attempts. When

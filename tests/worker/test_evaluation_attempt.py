@@ -33,7 +33,13 @@ def make_evaluation(
     step = 7 if adapter else 0
     subject = Subject(str(model), 4096, step, adapter={"path": str(adapter)} if adapter else None)
     row = EnvironmentVersion(
-        name="vowels", digest="0", path=str(environment), size_bytes=1, pushed=0.0, data={}
+        owner="local",
+        name="vowels",
+        digest="0",
+        path=str(environment),
+        size_bytes=1,
+        pushed=0.0,
+        data={},
     )
     tasks, attempts = fields.pop("tasks", range(5)), fields.pop("attempts", 1)
     given = {"max_tokens": 16, "max_length": 256, **fields}

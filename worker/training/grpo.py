@@ -218,8 +218,8 @@ class Trainer(GRPOTrainer):
     def _importance_ratio(self, logps_GC: Tensor, inputs: dict[str, Any]) -> Tensor:
         """exp(trainer - engine), (G, C) or (G, 1), truncated or masked as the mode says.
 
-        As TRL computes it in `_generate_and_score_completions`; tests/worker/test_grpo.py compares the
-        two."""
+        As TRL computes it in `_generate_and_score_completions`; tests/worker/test_grpo.py compares
+        the two."""
         mask_GC = inputs["tool_mask"]
         difference_GC = (logps_GC - inputs["sampling_per_token_logps"]) * mask_GC
         sequence = self.vllm_importance_sampling_mode.startswith("sequence")

@@ -1,7 +1,7 @@
 """The two places where a training step with PyTorch's own operations is bound by memory traffic.
 
-Both are exact and have a gradient written by hand; tests/worker/test_kernels.py compares them with plain
-PyTorch and PEFT.
+Both are exact and have a gradient written by hand; tests/worker/test_kernels.py compares them with
+plain PyTorch and PEFT.
 
 Axes: N rows, I inputs, O outputs, R rank, H hidden size, V vocabulary."""
 

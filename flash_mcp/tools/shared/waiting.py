@@ -138,8 +138,8 @@ def obstacle(store: Store) -> FlashError | None:
     if is_supervised(store.base):
         return None
     fix = (
-        "wait a few seconds: a running server starts one, and so does `flash-mcp wait RUN`; if none "
-        f"comes, read the end of {LOG} in the state directory"
+        "wait a few seconds: a running server starts one, and so does `flash-mcp wait RUN`; if"
+        f" none comes, read the end of {LOG} in the state directory"
     )
     return FlashError("not_ready", "no supervisor runs", fix=fix)
 
