@@ -16,6 +16,7 @@ from flash_mcp.judgement.health import Flag
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.parts import Part, Rounded
 from flash_mcp.protocol.records import Evaluation, Json, Run, Try
+from flash_mcp.protocol.spec import RunSpec
 from flash_mcp.state import references
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.shared.fitting import shorten, to_text
@@ -256,7 +257,8 @@ def _before_and_after(store: Store, base: str) -> Pair:
     if step is None and len(steps) > 1:
         return Pair(_evaluated(store, run, steps[0]), _evaluated(store, run, None))
     made = f"; it has evaluations of the steps {steps}" if steps else ""
-    later = run.training.eval_after or run.training.eval_every
+    spec = run.spec
+    later = isinstance(spec, RunSpec) and (spec.eval_after or spec.eval_every)
     if step is None and run.ended is None and later:
         wait = f"status(run_id={base!r}, wait_s=40) waits for it"
         raise FlashError(

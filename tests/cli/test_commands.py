@@ -74,7 +74,7 @@ def test_a_config_file_and_settings_start_a_run(run: Run, tmp_path: Path):
     )
     assert (code, err) == (0, "")
     spec = open_store().run(json.loads(out)["run_id"]).spec
-    assert (spec["steps"], spec["temperature"], spec["group_size"]) == (3, 0.8, 4)
+    assert (spec.steps, spec.temperature, spec.group_size) == (3, 0.8, 4)
 
 
 @pytest.mark.slow

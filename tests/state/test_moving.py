@@ -54,7 +54,7 @@ def everything(store: Store) -> Everything:
 
 
 def as_text(found: Everything) -> str:
-    return json.dumps([[vars(row) for row in rows] for rows in found])
+    return json.dumps([[vars(row) for row in rows] for rows in found], default=RunSpec.model_dump)
 
 
 def stored_texts(base: Path) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.spec import RunSpec, resolve
+from flash_mcp.protocol.spec import RunSpec, resolve, stored_spec
 from flash_mcp.state import queue
 from flash_mcp.state.schema import migrations
 from flash_mcp.state.sqlite import Database
@@ -401,7 +401,7 @@ def test_a_database_without_owners_goes_on_working_as_the_local_owners(tmp_path:
 
     store = Store(tmp_path)
     migrated = store.run("run-1")
-    kept = run | {"spec": {"steps": 3}, "sources": {}}
+    kept = run | {"spec": stored_spec({"steps": 3}), "sources": {}}
     assert vars(migrated) | kept == vars(migrated) | {
         name: run[name] for name in kept if name not in vars(migrated)
     }
