@@ -34,8 +34,9 @@ from environments.base import ChatMessage
 from environments.process import requirements
 from environments.process.faults import EnvironmentFault
 from environments.process.redaction import Redactor
-from environments.process.sandbox import READABLE_VARIABLE, Bounds, Needs, state_directory
+from environments.process.sandbox import READABLE_VARIABLE, Bounds, Needs
 from environments.process.warden import MEMORY_EXIT_CODE, SWEEP_TIMEOUT_S
+from environments.settings import state_directory
 
 ABANDON_TIMEOUT_S = 5.0
 """A child that does not confirm within this time that it dropped a call is frozen, and killed."""

@@ -39,6 +39,7 @@ from typing import IO
 
 from environments.process import sandbox, warden
 from environments.process.faults import EnvironmentFault
+from environments.settings import state_directory
 
 FILE = "requirements.txt"
 INSTALL_TIMEOUT_S = 3600.0
@@ -64,7 +65,7 @@ another.
 
 def interpreters_dir() -> Path:
     """Holds a folder DIGEST for every installed set of requirements."""
-    return sandbox.state_directory() / "interpreters"
+    return state_directory() / "interpreters"
 
 
 def of_folder(folder: Path) -> list[str]:

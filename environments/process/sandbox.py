@@ -32,12 +32,13 @@ import signal
 import struct
 import sys
 import threading
-import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from environments.settings import read_toml
 
 FILE = "environment.toml"
 UNCOUNTED = (
@@ -48,11 +49,6 @@ STACK_BYTES = 8 << 20
 """The stack of one thread. The kernel counts all of it as soon as the thread starts."""
 READABLE_VARIABLE = "FLASH_READABLE"
 """More folders that environment code may read, separated by colons: data sets too large to push."""
-
-
-def state_directory() -> Path:
-    """FLASH_HOME. Environment code may not read it."""
-    return Path(os.environ.get("FLASH_HOME") or "~/.flash-mcp").expanduser().absolute()
 
 
 @dataclass(frozen=True)
@@ -70,26 +66,7 @@ class Needs:
     @classmethod
     def of(cls, folder: Path) -> Needs:
         """Read the folder's environment.toml. ValueError explains a file that cannot be used."""
-        try:
-            document = tomllib.loads((folder / FILE).read_text())
-        except (FileNotFoundError, NotADirectoryError):
-            return cls()
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise ValueError(f"{FILE} cannot be read: {error}") from error
-        known: dict[str, type] = {each.name: type(each.default) for each in fields(cls)}
-        if unknown := ", ".join(sorted(set(document) - set(known))):
-            raise ValueError(f"{FILE} has unknown keys {unknown}; it may have: {', '.join(known)}")
-        for name, value in document.items():
-            if known[name] is bool:
-                kind = "true or false"
-                fits = isinstance(value, bool)
-            else:
-                kind = "a number above 0"
-                # type, not isinstance: a bool is an int too.
-                fits = type(value) in (int, known[name]) and value > 0
-            if not fits:
-                raise ValueError(f"{FILE}: {name} must be {kind}, got {value!r:.80}")
-        return cls(**document)
+        return read_toml(cls, folder / FILE)
 
     def asked(self) -> dict[str, Any]:
         """The values that differ from the defaults."""

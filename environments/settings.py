@@ -1,0 +1,97 @@
+"""settings.toml in FLASH_HOME: what the operator of this machine allows.
+
+    [environments]
+    network = ["search", "alice/browser"]
+
+Only a person or program that may write to FLASH_HOME can change it: no tool does. It is read anew
+whenever a value is needed, so a change holds for the next process that starts."""
+
+from __future__ import annotations
+
+import math
+import os
+import tomllib
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
+
+FILE = "settings.toml"
+
+
+def state_directory() -> Path:
+    """FLASH_HOME."""
+    return Path(os.environ.get("FLASH_HOME") or "~/.flash-mcp").expanduser().absolute()
+
+
+@dataclass(frozen=True)
+class EnvironmentSettings:
+    """What environment code may have."""
+
+    network: tuple[str, ...] = ()
+    """Environments that get the network if their environment.toml asks for it: NAME, OWNER/NAME
+    for another owner's, or "*" for all."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The whole file. A section or value that is left out has its default."""
+
+    environments: EnvironmentSettings = EnvironmentSettings()
+
+
+def load_settings(home: Path | None = None) -> Settings:
+    """Read the file. ValueError names what is wrong in a file that cannot be used."""
+    return read_toml(Settings, (home or state_directory()) / FILE)
+
+
+def read_toml(kind: type[T], path: Path) -> T:
+    """A dataclass of tables, lists of texts, numbers and switches from a TOML file; its defaults if there is
+    no such file. ValueError names what is wrong in a file that cannot be used.
+    """
+    try:
+        document = tomllib.loads(path.read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        document = {}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(f"{path.name} cannot be read: {error}") from error
+    return _fill(kind, document, path.name)
+
+
+def _fill(kind: type[T], document: dict[str, Any], where: str) -> T:
+    defaults = {each.name: each.default for each in fields(kind)}
+    if unknown := ", ".join(sorted(set(document) - set(defaults))):
+        raise ValueError(f"{where} has unknown keys {unknown}; it may have: {', '.join(defaults)}")
+    values = {
+        name: _checked(value, defaults[name], f"{where}: {name}")
+        for name, value in document.items()
+    }
+    return kind(**values)
+
+
+def _checked(value: object, default: Any, where: str) -> Any:
+    """The value if it is of the default's kind."""
+    if is_dataclass(default) and not isinstance(default, type):
+        if isinstance(value, dict):
+            return _fill(type(default), cast("dict[str, Any]", value), where)
+        what = "a table"
+    elif isinstance(default, tuple):
+        texts = cast("list[object]", value)
+        if isinstance(value, list) and all(isinstance(text, str) for text in texts):
+            return tuple(texts)
+        what = "a list of texts"
+    elif isinstance(default, bool):
+        if isinstance(value, bool):
+            return value
+        what = "true or false"
+    else:
+        # A bool is an int too. Infinity and NaN are no limits.
+        is_number = isinstance(value, type(default) | int) and not isinstance(value, bool)
+        if is_number and 0 < cast("float", value) < math.inf:
+            return cast("float", value)
+        what = "a number above 0"
+    raise ValueError(f"{where} must be {what}, got {value!r:.80}")
