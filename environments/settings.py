@@ -50,8 +50,8 @@ def load_settings(home: Path | None = None) -> Settings:
 
 
 def read_toml(kind: type[T], path: Path) -> T:
-    """A dataclass of tables, lists of texts, numbers and switches from a TOML file; its defaults if there is
-    no such file. ValueError names what is wrong in a file that cannot be used.
+    """A dataclass of tables, lists of texts, numbers and switches from a TOML file; its defaults if
+    there is no such file. ValueError names what is wrong in a file that cannot be used.
     """
     try:
         document = tomllib.loads(path.read_text())

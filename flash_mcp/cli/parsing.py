@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from flash_mcp.protocol.errors import FlashError, nearest
+from flash_mcp.protocol.errors import FlashError, did_you_mean
 
 HELP_WIDTH = 100
 
@@ -57,9 +57,7 @@ def check_known(arguments: argparse.Namespace, rest: Sequence[str]) -> None:
     command: str = arguments.command
     option = rest[0].partition("=")[0]
     if option.startswith("-"):
-        near = nearest(option, arguments.options, count=1)
-        guess = f" (did you mean {near[0]}?)" if near else ""
-        what = f"there is no {option}{guess}"
+        what = f"there is no {option}{did_you_mean(option, arguments.options, count=1)}"
         raise FlashError("unknown_argument", what, fix=f"see flash-mcp {command} --help")
     takes = ", ".join(f"one {name.upper()}" for name in arguments.words) or "options only"
     named = "".join(f"; the {name} is --{name}" for name in arguments.named)

@@ -15,7 +15,6 @@ logic: nothing of the text is ever executed."""
 from __future__ import annotations
 
 import ast
-import difflib
 import math
 import operator
 import re
@@ -25,7 +24,7 @@ from itertools import pairwise
 from typing import Any, cast
 
 from flash_mcp.judgement.statistics import pass_at_k
-from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.errors import FlashError, nearest
 
 NUMBERS = ("avg", "best", "worst", "n", "n_correct")
 TRUTHS = ("solved",)
@@ -172,7 +171,7 @@ def _check_name(text: str, name: str) -> None:
         return
     if name == "pass":
         raise _refusal(text, "pass needs a number of attempts", "write pass@4")
-    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.6)
+    near = nearest(name.lower(), known)
     fix = f"the names are {', '.join(NUMBERS + TRUTHS)} and pass@k"
     if near:
         fix = f"write {near[0]!r}; {fix}"

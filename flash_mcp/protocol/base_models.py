@@ -5,7 +5,6 @@ A model is named by its catalog name, by a hub id (`owner/name`) or by a local f
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import re
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.errors import FlashError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -100,8 +99,7 @@ def find(name: str) -> ModelCard:
     if _HUB_ID.fullmatch(name):
         known = [card for card in _CARDS if card.address == name]
         return known[0] if known else ModelCard(name, f"hub:{name}")
-    near = difflib.get_close_matches(name.lower(), MODELS, n=3, cutoff=0.4)
-    guess = f"; did you mean {' or '.join(near)}?" if near else ""
+    guess = did_you_mean(name.lower(), MODELS, likeness=0.4)
     what = f"there is no model {name!r} in the catalog{guess}"
     others = "a hub id (owner/name); or an absolute path to a model folder"
     fix = f"use one of {', '.join(MODELS)}; or {others}"

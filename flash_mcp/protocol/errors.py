@@ -119,14 +119,14 @@ def _short(value: Any, limit: int = 120) -> str:
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
-def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
+def nearest(name: str, known: Iterable[str], *, count: int = 3, likeness: float = 0.5) -> list[str]:
     """The known names most like `name`, best first; empty if none resembles it."""
-    return difflib.get_close_matches(name, list(known), n=count, cutoff=0.5)
+    return difflib.get_close_matches(name, list(known), n=count, cutoff=likeness)
 
 
-def did_you_mean(wanted: str, known: Iterable[str]) -> str:
-    """`; did you mean 'X' or 'Y'?`, or empty if no known name resembles `wanted`."""
-    near = nearest(wanted, known)
+def did_you_mean(wanted: str, known: Iterable[str], **options: Any) -> str:
+    """`; did you mean 'X' or 'Y'?`, or empty if no known name is `nearest` to `wanted`."""
+    near = nearest(wanted, known, **options)
     return f"; did you mean {' or '.join(repr(name) for name in near)}?" if near else ""
 
 

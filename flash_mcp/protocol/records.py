@@ -82,6 +82,11 @@ class Run(Record):
         return super().of({**fields, "spec": stored_spec(fields["spec"])})
 
     @property
+    def environment_reference(self) -> str:
+        """NAME@DIGEST."""
+        return f"{self.environment}@{self.environment_digest}"
+
+    @property
     def evaluation(self) -> EvalSpec:
         """The spec of a run that is known to be an evaluation."""
         assert isinstance(self.spec, EvalSpec)

@@ -5,7 +5,6 @@ job.json. `resolve` records where every value came from."""
 
 from __future__ import annotations
 
-import difflib
 import math
 import tomllib
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.errors import FlashError, did_you_mean
 
 Algorithm = Literal["grpo", "sft"]
 LossType = Literal["dr_grpo", "grpo", "bnpo", "dapo"]
@@ -321,8 +320,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         table = cast("dict[str, Any]", value if is_table else {name: value})
         for field, inner in table.items():
             if field not in RunSpec.model_fields:
-                near = difflib.get_close_matches(field, RunSpec.model_fields, n=1, cutoff=0.5)
-                guess = f" (did you mean {near[0]!r}?)" if near else ""
+                guess = did_you_mean(field, RunSpec.model_fields, count=1)
                 fix = f"use fields of: {', '.join(RunSpec.model_fields)}"
                 raise refused(f"has an unknown field {field!r}{guess}", fix)
             if field in fields:

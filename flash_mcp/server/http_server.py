@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import anyio
-import anyio.to_thread
 import uvicorn
+from anyio.to_thread import run_sync
 from mcp.server import MCPServer
 from mcp.server.auth.middleware.bearer_auth import AuthenticatedUser
 from mcp.server.auth.provider import AccessToken
@@ -88,7 +88,7 @@ class Gate:
             fix = "use a known name of this server, or start it with --allow-host NAME"
             raise FlashError("host_refused", bytes(refused.body).decode(), fix=fix)
         authorization = request.headers.get("authorization", "")
-        who = await anyio.to_thread.run_sync(self._caller_of, authorization, limiter=self.threads)
+        who = await run_sync(self._caller_of, authorization, limiter=self.threads)
         if wait_s := self.rate.wait_s(who):
             fix = f"try again in {wait_s} s"
             what = f"more than {self.limits.requests_per_minute} requests a minute"
@@ -185,7 +185,7 @@ async def healthz(request: Request) -> Response:
     """200 if the database can be read, else 503."""
     try:
         with anyio.fail_after(5):
-            await anyio.to_thread.run_sync(open_store().query, "SELECT 1", abandon_on_cancel=True)
+            await run_sync(open_store().query, "SELECT 1", abandon_on_cancel=True)
     except Exception:
         return PlainTextResponse("unavailable\n", 503)
     return PlainTextResponse("ok\n")
@@ -194,7 +194,7 @@ async def healthz(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Counts for Prometheus: the caller's; with a metrics token, those of the whole machine."""
     with acting_as(LOCAL if caller().access == "metrics" else caller()):
-        text = await anyio.to_thread.run_sync(_counts)
+        text = await run_sync(_counts)
     return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
 

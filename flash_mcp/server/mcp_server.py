@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
 import anyio
-import anyio.to_thread
+from anyio.to_thread import run_sync
 from mcp.server import MCPServer
 from mcp.server.context import CallNext, HandlerResult, ServerRequestContext
 from mcp.server.extension import Extension
@@ -41,7 +41,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flash_mcp import __version__
 from flash_mcp.judgement.curve import Curve, png
-from flash_mcp.protocol.errors import FlashError, as_flash_error, nearest
+from flash_mcp.protocol.errors import FlashError, as_flash_error, did_you_mean
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import explain
@@ -151,10 +151,8 @@ class FlashServer(MCPServer[Any]):
             return
         tool = self.known.get(name)
         if tool is None:
-            near = nearest(name, self.known)
-            guess = f"; did you mean {near[0]!r}?" if near else ""
             fix = f"call one of: {', '.join(self.known)}"
-            what = f"there is no tool {name!r}{guess}"
+            what = f"there is no tool {name!r}{did_you_mean(name, self.known, count=1)}"
             raise FlashError("invalid_argument", what, tool=name, fix=fix)
         check_arguments(tool, arguments)
         if not tool.read_only:
@@ -180,9 +178,7 @@ async def _illustrated(
 ) -> CallToolResult | InputRequiredResult:
     """The result with its curves as pictures after the text."""
     if isinstance(result, CallToolResult) and curves:
-        pictures = [
-            await anyio.to_thread.run_sync(png, curve, abandon_on_cancel=True) for curve in curves
-        ]
+        pictures = [await run_sync(png, curve, abandon_on_cancel=True) for curve in curves]
         shown = [
             ImageContent(type="image", data=b64encode(data).decode(), mime_type="image/png")
             for data in pictures
@@ -244,7 +240,7 @@ def _never_blocking(function: Callable[..., Any]) -> Callable[..., Awaitable[Any
     @functools.wraps(function)
     async def call(**arguments: Any) -> Any:
         bound = functools.partial(function, **arguments)
-        return await anyio.to_thread.run_sync(bound, abandon_on_cancel=True)
+        return await run_sync(bound, abandon_on_cancel=True)
 
     return call
 
@@ -382,7 +378,7 @@ def add_completion(server: MCPServer) -> None:
         context: CompletionContext | None,
     ) -> Completion:
         run_id = ((context.arguments if context else None) or {}).get("run_id", "")
-        found = await anyio.to_thread.run_sync(_values, argument.name, run_id)
+        found = await run_sync(_values, argument.name, run_id)
         matching = [value for value in found if value.startswith(argument.value)]
         return Completion(
             values=matching[:MOST_COMPLETIONS],

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import anyio
-import anyio.to_thread
+from anyio.to_thread import run_sync
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
@@ -198,8 +198,8 @@ async def _receive(request: Request, name: str) -> EnvPush:
         )
         with tempfile.TemporaryFile(dir=root) as archive, unpacked as folder:
             await _write_body(request, archive)
-            await anyio.to_thread.run_sync(unpack, archive, Path(folder))
-            files = await anyio.to_thread.run_sync(folder_files, Path(folder))
+            await run_sync(unpack, archive, Path(folder))
+            files = await run_sync(folder_files, Path(folder))
             return await publish(name, files, load=load == "true")
     except OSError as error:
         raise disk_error(error, root) from error
@@ -214,7 +214,7 @@ async def _write_body(request: Request, archive: Any) -> None:
                 fix = f"keep the archive within {MAX_ARCHIVE_BYTES >> 20} MiB"
                 what = f"the archive has more than {MAX_ARCHIVE_BYTES:,} bytes"
                 raise FlashError("too_large", what, fix=fix)
-            await anyio.to_thread.run_sync(archive.write, chunk)
+            await run_sync(archive.write, chunk)
     if scope.cancelled_caught:
         fix = "send it over a faster connection, or make it smaller"
         what = f"it did not arrive within {UPLOAD_TIMEOUT_S:.0f} s"

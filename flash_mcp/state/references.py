@@ -41,7 +41,8 @@ sudoku survo syllogism time_intervals tower_of_hanoi tsumego word_ladder word_se
 word_sorting zebra_puzzles
 """.split()  # noqa: SIM905
 """All of that version but `composite`, which mixes others."""
-ENVIRONMENT = '''"""The reasoning-gym dataset {dataset}; its arguments are those of the adapter's `load`."""
+ENVIRONMENT = '''\
+"""The reasoning-gym dataset {dataset}; its arguments are those of the adapter's `load`."""
 
 from environments.adapters import reasoning_gym
 

@@ -60,7 +60,8 @@ CREATE TABLE runs (
 CREATE INDEX runs_by_state ON runs (state, created, id);
 CREATE INDEX runs_by_age ON runs (created, id);
 CREATE TABLE metrics (
-    run_id TEXT NOT NULL, step INTEGER NOT NULL, epoch INTEGER NOT NULL, time REAL NOT NULL, metrics TEXT NOT NULL,
+    run_id TEXT NOT NULL, step INTEGER NOT NULL, epoch INTEGER NOT NULL, time REAL NOT NULL,
+    metrics TEXT NOT NULL,
     PRIMARY KEY (run_id, step)) WITHOUT ROWID;
 CREATE TABLE rollouts (
     run_id TEXT NOT NULL, split TEXT NOT NULL, step INTEGER NOT NULL, position INTEGER NOT NULL,
@@ -68,23 +69,24 @@ CREATE TABLE rollouts (
     PRIMARY KEY (run_id, split, step, position));
 CREATE INDEX rollouts_by_reward ON rollouts (run_id, split, reward);
 CREATE TABLE evals (
-    run_id TEXT NOT NULL, step INTEGER NOT NULL, epoch INTEGER NOT NULL, time REAL NOT NULL, summary TEXT NOT NULL,
+    run_id TEXT NOT NULL, step INTEGER NOT NULL, epoch INTEGER NOT NULL, time REAL NOT NULL,
+    summary TEXT NOT NULL,
     PRIMARY KEY (run_id, step));
 CREATE TABLE events (
     run_id TEXT NOT NULL, name TEXT NOT NULL, time REAL NOT NULL, epoch INTEGER NOT NULL,
     kind TEXT NOT NULL, message TEXT NOT NULL, data TEXT NOT NULL,
     PRIMARY KEY (run_id, name));
 CREATE TABLE checkpoints (
-    run_id TEXT NOT NULL, step INTEGER NOT NULL, epoch INTEGER NOT NULL, time REAL NOT NULL, digest TEXT NOT NULL,
-    size_bytes INTEGER NOT NULL, path TEXT NOT NULL, metrics TEXT NOT NULL,
+    run_id TEXT NOT NULL, step INTEGER NOT NULL, epoch INTEGER NOT NULL, time REAL NOT NULL,
+    digest TEXT NOT NULL, size_bytes INTEGER NOT NULL, path TEXT NOT NULL, metrics TEXT NOT NULL,
     PRIMARY KEY (run_id, step));
 CREATE TABLE environments (
-    name TEXT NOT NULL, digest TEXT NOT NULL, path TEXT NOT NULL, size_bytes INTEGER NOT NULL, pushed REAL NOT NULL,
-    data TEXT NOT NULL, PRIMARY KEY (name, digest));
+    name TEXT NOT NULL, digest TEXT NOT NULL, path TEXT NOT NULL, size_bytes INTEGER NOT NULL,
+    pushed REAL NOT NULL, data TEXT NOT NULL, PRIMARY KEY (name, digest));
 CREATE TABLE deployments (
-    id TEXT PRIMARY KEY, name TEXT NOT NULL, model TEXT NOT NULL, run_id TEXT, step INTEGER, adapter_path TEXT,
-    state TEXT NOT NULL, error TEXT, base_url TEXT, pid INTEGER, data TEXT NOT NULL,
-    created REAL NOT NULL, updated REAL NOT NULL)
+    id TEXT PRIMARY KEY, name TEXT NOT NULL, model TEXT NOT NULL, run_id TEXT, step INTEGER,
+    adapter_path TEXT, state TEXT NOT NULL, error TEXT, base_url TEXT, pid INTEGER,
+    data TEXT NOT NULL, created REAL NOT NULL, updated REAL NOT NULL)
 """
 
 

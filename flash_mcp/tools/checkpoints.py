@@ -9,6 +9,7 @@ from typing import Annotated
 from anyio.to_thread import run_sync
 from pydantic import Field
 
+from flash_mcp.protocol.parts import rounded
 from flash_mcp.protocol.records import Run
 from flash_mcp.state import queue
 from flash_mcp.state.store import open_store
@@ -135,10 +136,10 @@ def checkpoints(
     found = [
         Checkpoint(
             step=row.step,
-            reward=_rounded(row.metrics.get("reward/mean")),
-            success=_rounded(row.metrics.get("success/rate")),
-            eval_success=_rounded(evaluated.get(row.step)),
-            loss=_rounded(row.metrics.get("loss")) if run.algorithm == "sft" else None,
+            reward=rounded(row.metrics.get("reward/mean"), 4),
+            success=rounded(row.metrics.get("success/rate"), 4),
+            eval_success=rounded(evaluated.get(row.step), 4),
+            loss=rounded(row.metrics.get("loss"), 4) if run.algorithm == "sft" else None,
             size_bytes=row.size_bytes,
             digest=row.digest,
             path=row.path,
@@ -165,7 +166,3 @@ def checkpoints(
         cursor=more,
         next=next_step,
     )
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 4)

@@ -309,7 +309,7 @@ def _side(side: Evaluated) -> Side:
         run_id=run.id,
         step=side.row.step,
         of=_model(run, side.row.step),
-        environment=f"{run.environment}@{run.environment_digest}",
+        environment=run.environment_reference,
         tasks=len(side.tasks),
         attempts=attempts.settings(run)["attempts"],
         success=success,
@@ -423,7 +423,7 @@ def _next_step(store: Store, pair: Pair, change: Change, has_flips: bool) -> str
 def _split_size(store: Store, run: Run) -> int | None:
     """The tasks of the split that was evaluated, as env_push counted them."""
     try:
-        data = store.environment(f"{run.environment}@{run.environment_digest}").data
+        data = store.environment(run.environment_reference).data
     except FlashError:  # it was removed
         return None
     return data.get("tasks", {}).get(run.eval_split)

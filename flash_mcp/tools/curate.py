@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal, cast
 
-import anyio.to_thread
+from anyio.to_thread import run_sync
 from pydantic import Field
 
 from flash_mcp.judgement import curation
@@ -123,15 +123,15 @@ async def curate(
     _check(name, plan, dry_run)
     store = open_store()
     # Reads are left to themselves when the call is: they may take longer than it has.
-    rows = await anyio.to_thread.run_sync(_pooled, store, runs, abandon_on_cancel=True)
+    rows = await run_sync(_pooled, store, runs, abandon_on_cancel=True)
     await report("asking the environment for its eval split")
     held_out = await _held_out(store, rows[0])
     await report("reading attempts")
-    curated = await anyio.to_thread.run_sync(
+    curated = await run_sync(
         _curated, rows, source, since_step, plan, held_out, abandon_on_cancel=True
     )
     result = Curate(
-        environment=_environment_of(rows[0]),
+        environment=rows[0].environment_reference,
         models=sorted({row.model for row in rows}),
         counts=curated.counts,
         notes=_notes(curated, plan, held_out) or None,
@@ -143,7 +143,7 @@ async def curate(
     if dry_run or name is None:
         return result
     chosen: Json = {"source": source, "since_step": since_step, **plan.to_dict()}
-    await anyio.to_thread.run_sync(_keep, store, result, name, rows, curated, chosen)
+    await run_sync(_keep, store, result, name, rows, curated, chosen)
     return result
 
 
@@ -183,7 +183,7 @@ def _pooled(store: Store, run_ids: Sequence[str]) -> list[Run]:
     differ.
     """
     rows = [store.run(run_id) for run_id in dict.fromkeys(run_ids)]
-    kinds = {row.id: f"{_environment_of(row)} {_arguments_of(row)}" for row in rows}
+    kinds = {row.id: f"{row.environment_reference} {_arguments_of(row)}" for row in rows}
     if len({*kinds.values()}) > 1:
         told = "; ".join(f"{run_id}: {kinds[run_id]}" for run_id in [*kinds][:8])
         raise FlashError(
@@ -194,10 +194,6 @@ def _pooled(store: Store, run_ids: Sequence[str]) -> list[Run]:
             "the others apart",
         )
     return rows
-
-
-def _environment_of(row: Run) -> str:
-    return f"{row.environment}@{row.environment_digest}"
 
 
 def _arguments_of(row: Run) -> str:
@@ -213,8 +209,8 @@ def _secrets_of(rows: Sequence[Run]) -> list[str]:
 
 async def _held_out(store: Store, row: Run) -> HeldOut:
     spec = row.spec
-    environment = await anyio.to_thread.run_sync(
-        store.environment, _environment_of(row), abandon_on_cancel=True
+    environment = await run_sync(
+        store.environment, row.environment_reference, abandon_on_cancel=True
     )
     async with loaded(
         environment,

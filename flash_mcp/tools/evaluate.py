@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import time
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-import anyio
-import anyio.to_thread
+from anyio.to_thread import run_sync
 from pydantic import Field
 
 from flash_mcp.judgement import health
-from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.errors import FlashError, nearest
 from flash_mcp.protocol.records import EnvironmentVersion, Json, Run
 from flash_mcp.protocol.spec import DEFAULT_MODEL
 from flash_mcp.state import references
 from flash_mcp.state.references import Subject
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.shared import resolve
-from flash_mcp.tools.shared.fitting import shorten
+from flash_mcp.tools.shared.fitting import error_text
 from flash_mcp.tools.shared.frame import Result, report
 from flash_mcp.tools.shared.loading import Arguments, Secrets, check_machine, loaded
 from flash_mcp.tools.shared.next_steps import after_evaluation
@@ -118,9 +116,9 @@ async def evaluate(
     """
     started = time.monotonic()
     store = open_store()
-    subject = await anyio.to_thread.run_sync(references.find_subject, store, model)
+    subject = await run_sync(references.find_subject, store, model)
     reference = _environment_of(environment, subject)
-    row = await anyio.to_thread.run_sync(references.environment, store, reference)
+    row = await run_sync(references.environment, store, reference)
     check_machine()
     given: Json = {
         "temperature": temperature,
@@ -146,7 +144,7 @@ async def evaluate(
     )
     if trouble is None:
         run = await ended(store, run.id, started + min(wait_s, WAIT_LIMIT_S))
-    result = await anyio.to_thread.run_sync(_describe, store, run, subject, len(known), created)
+    result = await run_sync(_describe, store, run, subject, len(known), created)
     if trouble:
         result.next = f"{trouble} The evaluation is queued. {tried_again(run.id)}"
     return result
@@ -160,7 +158,7 @@ def _environment_of(environment: str | None, subject: Subject) -> str:
         raise FlashError(
             "invalid_argument", "a base model says nothing of the environment to use", fix=fix
         )
-    return f"{subject.run.environment}@{subject.run.environment_digest}"
+    return subject.run.environment_reference
 
 
 async def task_names(
@@ -178,12 +176,10 @@ async def task_names(
         fix="fix the folder, env_test it, env_push it, and call again",
     ) as host:
         tasks = await host.tasks(split) if host.splits.get(split) else []
-    reference = f"{environment.name}@{environment.digest}"
     if not tasks:
         fix = "add rows to that split (env.eval_dataset is the eval split), or name the other one"
-        raise FlashError(
-            "dataset_invalid", f"{reference} has no task in its {split} split", split=split, fix=fix
-        )
+        what = f"{environment.reference} has no task in its {split} split"
+        raise FlashError("dataset_invalid", what, split=split, fix=fix)
     return [name for name, _ in tasks]
 
 
@@ -193,7 +189,7 @@ def _chosen(
     places = {name: place for place, name in enumerate(known)}
     unknown = [name for name in task_ids or () if name not in places]
     if unknown:
-        near = difflib.get_close_matches(unknown[0], known, n=3, cutoff=0.5) or known[:3]
+        near = nearest(unknown[0], known) or known[:3]
         what = f"{len(unknown)} of task_ids are not in the {split} split, the first: {unknown[0]!r}"
         raise FlashError("invalid_argument", what, fix=f"use ids like {', '.join(map(repr, near))}")
     tasks = list(range(len(known)))
@@ -219,7 +215,6 @@ def _describe(store: Store, run: Run, subject: Subject, known: int, created: boo
         notes.append(f"CONTAMINATED: {health.contaminated(**overlap).evidence}")
     if found:
         notes += thoughts(found)
-    error = run.error
     shown = {name: getattr(spec, name) for name in SHOWN}
     return Evaluate(
         run_id=run.id,
@@ -233,7 +228,7 @@ def _describe(store: Store, run: Run, subject: Subject, known: int, created: boo
         done=run.step,
         values={name: value for name, value in shown.items() if value not in (None, [])},
         scores=found,
-        error=shorten(f"[{error['code']}] {error['what']}", 1500) if error else None,
+        error=error_text(run.error, 1500),
         notes=notes or None,
         next=after_evaluation(run, store.near(run)),
     )

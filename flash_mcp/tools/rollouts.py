@@ -12,7 +12,7 @@ from flash_mcp.judgement.attempts import prompt_length
 from flash_mcp.judgement.failures import SAMPLE_ROLLOUTS, FailureMode, failure_counts, failure_modes
 from flash_mcp.protocol.records import ACTIVE, Json, Rollout, Run
 from flash_mcp.state.store import Store, open_store
-from flash_mcp.tools.shared.fitting import RESULT_CHARACTERS, shorten, to_text
+from flash_mcp.tools.shared.fitting import RESULT_CHARACTERS, error_text, shorten, to_text
 from flash_mcp.tools.shared.frame import Part, Result, RunId, page_offset
 
 LEAST_PER_MESSAGE = 80
@@ -319,7 +319,6 @@ def _rollout(shown: _Shown, excerpts: dict[int, str]) -> RolloutView:
     row, messages = shown.rollout, shown.messages
     is_whole = len(excerpts) == len(messages)
     parts = {name: round(value, 4) for name, value in row.metrics.items()}
-    error = row.error
     return RolloutView(
         step=row.step,
         index=row.index,
@@ -333,7 +332,7 @@ def _rollout(shown: _Shown, excerpts: dict[int, str]) -> RolloutView:
         completion_tokens=row.completion_tokens,
         metrics=parts or None,
         reason=shorten(row.reason or "", 300) or None,
-        error=shorten(f"[{error['code']}] {error['what']}", 600) if error else None,
+        error=error_text(row.error, 600),
         messages=[
             Message(
                 role=messages[number]["role"],

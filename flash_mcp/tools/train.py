@@ -126,7 +126,8 @@ def _with_fields_of_run_spec(
         inspect.Parameter(name, keyword, default=None, annotation=_argument(name, info))
         for name, info in RunSpec.model_fields.items()
     ]
-    function.__signature__ = inspect.Signature([*fields, *own], return_annotation=Train)  # pyright: ignore[reportFunctionMemberAccess]
+    signature = inspect.Signature([*fields, *own], return_annotation=Train)
+    function.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
     function.__annotations__ = {p.name: p.annotation for p in (*fields, *own)} | {"return": Train}
     return function
 
@@ -251,8 +252,7 @@ async def _plan(
         raise FlashError("invalid_argument", what, fix=fix)
     first = await run_sync(queue.asked_before, store, resolved, idempotency_key)
     if first:
-        reference = f"{first.environment}@{first.environment_digest}"
-        environment = await run_sync(references.environment, store, reference)
+        environment = await run_sync(references.environment, store, first.environment_reference)
         adapter = first.init_adapter
     else:
         environment = await run_sync(references.environment, store, spec.environment)

@@ -90,7 +90,7 @@ def test_validate_only_creates_nothing(run: Run, tmp_path: Path):
 @pytest.mark.parametrize(
     ("words", "code", "named"),
     [
-        (["train", "--step", "3"], 2, "did you mean --steps?"),
+        (["train", "--step", "3"], 2, "did you mean '--steps'?"),
         (["train", "--environment", "echo", "--steps", "0"], 2, "steps"),
         (["train", "--environment", "echo", "--set", "stepz=3"], 2, "did you mean 'steps'?"),
         (["train", "--environment", "echo", "--set", "steps"], 2, "no '='"),

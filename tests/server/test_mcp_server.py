@@ -135,7 +135,7 @@ async def test_every_tool_refuses_an_argument_that_it_does_not_have(client: Clie
 
 async def test_an_unknown_argument_is_refused_with_the_nearest_name(client: Client):
     text = text_of(await client.call_tool("train", {"environment": "echo", "step": 3}))
-    assert "'step' (did you mean 'steps'?)" in text
+    assert "'step'; nothing was done; did you mean 'steps'?" in text
 
 
 async def test_an_unknown_tool_is_refused_with_the_nearest_name(client: Client):

@@ -41,7 +41,7 @@ def test_an_unknown_name_is_told_with_its_neighbours_and_the_alternatives(name: 
     assert caught.value.code == "unknown_model"
     assert "smollm2-135m-instruct" in caught.value.fix and "hub id" in caught.value.fix
     if name == "smollm-135m":
-        assert "did you mean smollm2-135m-instruct" in caught.value.what
+        assert "did you mean 'smollm2-135m-instruct'" in caught.value.what
 
 
 def test_a_folder_is_described_from_its_files(tiny_model: Path) -> None:

@@ -36,6 +36,11 @@ def shorten(text: str, limit: int) -> str:
     )
 
 
+def error_text(error: dict[str, Any] | None, limit: int) -> str | None:
+    """`[code] what happened` of FlashError.to_dict(), within `limit` characters."""
+    return shorten(f"[{error['code']}] {error['what']}", limit) if error else None
+
+
 def fit(body: dict[str, Any], limit: int) -> dict[str, Any]:
     """`body` as JSON within `limit` characters, as a guard for tools that return too much.
 

@@ -30,7 +30,7 @@ from pydantic import (
     model_serializer,
 )
 
-from flash_mcp.protocol.errors import FlashError, nearest
+from flash_mcp.protocol.errors import FlashError, did_you_mean
 from flash_mcp.protocol.parts import Part
 from flash_mcp.tools.shared.fitting import unwrapped
 
@@ -132,15 +132,10 @@ def check_arguments(tool: Tool, arguments: dict[str, Any]) -> None:
     unknown = [name for name in arguments if name not in accepted]
     if not unknown:
         return
-    guesses = [f"{name!r}{_did_you_mean(name, accepted)}" for name in unknown]
-    what = f"{tool.name} has no argument {', '.join(guesses)}; nothing was done"
+    guesses = "".join(did_you_mean(name, accepted, count=1) for name in unknown)
+    what = f"{tool.name} has no argument {', '.join(map(repr, unknown))}; nothing was done{guesses}"
     fix = f"{tool.name} accepts: {', '.join(accepted) or 'no arguments'}"
     raise FlashError("unknown_argument", what, argument=unknown[0], fix=fix)
-
-
-def _did_you_mean(name: str, accepted: list[str]) -> str:
-    near = nearest(name, accepted, count=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 Progress = Callable[[str, float | None], Awaitable[None]]

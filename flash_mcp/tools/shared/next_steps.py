@@ -165,7 +165,7 @@ def repeated(base: Run, step: int, other: Run, differing: Sequence[str]) -> str:
     if base.algorithm == "eval":
         model = base.evaluation.checkpoint or base.model
     chosen = {
-        "environment": f"{other.environment}@{other.environment_digest}",
+        "environment": other.environment_reference,
         "model": model,
         "split": other.eval_split,
         **attempts.settings(other),

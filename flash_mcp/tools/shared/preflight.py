@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
 
-import anyio.to_thread
+from anyio.to_thread import run_sync
 
 from flash_mcp.judgement import attempts, health, statistics
 from flash_mcp.judgement.health import Flag
@@ -24,7 +24,7 @@ from flash_mcp.protocol.spec import RunSpec
 from flash_mcp.state.references import Subject
 from flash_mcp.state.store import Store
 from flash_mcp.tools.shared import resolve
-from flash_mcp.tools.shared.fitting import shorten
+from flash_mcp.tools.shared.fitting import error_text
 from flash_mcp.tools.shared.scores import Scores, scores_of
 from flash_mcp.tools.shared.waiting import ended, submit
 
@@ -101,7 +101,7 @@ async def sample_groups(
         number += 1  # that one has no answer
     if trouble is None:
         run = await ended(store, run.id, deadline)
-    return await anyio.to_thread.run_sync(_describe, store, run, trouble)
+    return await run_sync(_describe, store, run, trouble)
 
 
 def _describe(store: Store, run: Run, trouble: FlashError | None) -> Sample:
@@ -117,8 +117,7 @@ def _describe(store: Store, run: Run, trouble: FlashError | None) -> Sample:
     error = trouble.to_dict() if trouble else None
     if run.state == "failed":
         error = run.error
-    if error:
-        sample.error = shorten(f"[{error['code']}] {error['what']}", 1000)
+    sample.error = error_text(error, 1000)
     evaluations = store.evals(run.id) if run.ended else []
     if evaluations:
         tries = store.tries(run.id, evaluations[-1].step)

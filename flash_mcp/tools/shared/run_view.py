@@ -232,7 +232,7 @@ def _view(found: RunHistory, judged: Judgement, held_up: Sequence[str]) -> RunVi
         state=run.state,
         algorithm=run.algorithm,
         model=run.model,
-        environment=f"{run.environment}@{run.environment_digest}",
+        environment=run.environment_reference,
         step=step,
         steps=run.steps,
         phase=run.phase,
@@ -362,7 +362,7 @@ def _metrics(history: Sequence[Metrics]) -> dict[str, str]:
 def _lineage(run: Run, saved: Sequence[Checkpoint]) -> Lineage:
     lineage = Lineage(
         code=run.lineage.get("code"),
-        environment=f"{run.environment}@{run.environment_digest}",
+        environment=run.environment_reference,
         checkpoints={row.step: row.digest for row in saved[-3:]} or None,
     )
     adapter = run.init_adapter

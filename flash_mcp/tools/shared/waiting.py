@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import anyio
-import anyio.to_thread
+from anyio.to_thread import run_sync
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import ACTIVE, EnvironmentVersion, Run
@@ -38,9 +38,7 @@ async def submit(
     key: str | None,
 ) -> tuple[Run, bool, FlashError | None]:
     """Queue an evaluation and make sure that a supervisor runs; last, why none does."""
-    run, created = await anyio.to_thread.run_sync(
-        queue.enqueue, store, resolved, environment, subject.adapter, key
-    )
+    run, created = await run_sync(queue.enqueue, store, resolved, environment, subject.adapter, key)
     return run, created, await look_after(store, run)
 
 
@@ -51,7 +49,7 @@ async def look_after(store: Store, run: Run) -> FlashError | None:
     """
     if run.ended is None:
         try:
-            await anyio.to_thread.run_sync(keeper.look_after, store)
+            await run_sync(keeper.look_after, store)
         except FlashError as error:
             return error
     return None
@@ -76,10 +74,10 @@ async def wait_until(
     """What `read` returns once it is `done`, or at `deadline`. `read` runs on a thread.
 
     `progress` says what to report of it meanwhile: a message and a share in 0..1."""
-    found = await anyio.to_thread.run_sync(read)
+    found = await run_sync(read)
     while not done(found) and time.monotonic() < deadline:
         await anyio.sleep(POLL_S)
-        found = await anyio.to_thread.run_sync(read)
+        found = await run_sync(read)
         await report(*progress(found))
     return found
 
@@ -100,7 +98,7 @@ async def wait_for_change(store: Store, run_id: str, wait_s: float) -> bool:
     """Wait until something about an active run changes; whether something did."""
     deadline = deadline_after(wait_s)
     read = functools.partial(_fingerprint, store, run_id)
-    seen = await anyio.to_thread.run_sync(read)
+    seen = await run_sync(read)
     if seen[0] not in ACTIVE:
         return False
     found = await wait_until(
