@@ -23,8 +23,7 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import home
 from flash_mcp.state import backup as archives
 from flash_mcp.state import tokens
-from flash_mcp.state.owners import LOCAL_OWNER, Limits
-from flash_mcp.state.removal import remove as remove_one
+from flash_mcp.state.owners import Limits
 from flash_mcp.state.store import open_store
 from flash_mcp.supervisor.keeper import kept
 from flash_mcp.tools.shared.fitting import utc
@@ -222,14 +221,13 @@ def _show_archive(arguments: Arguments, held: archives.Summary) -> None:
 
 
 def remove(arguments: Arguments) -> None:
-    """Delete runs, environment versions and datasets that nothing else depends on."""
-    store = open_store()
-    done = "would remove" if arguments.dry_run else "removed"
-    for reference in arguments.references:
-        gone = remove_one(store, reference, dry_run=arguments.dry_run)
-        whose = f" of {gone.owner}" if gone.kind == "run" and gone.owner != LOCAL_OWNER else ""
-        text = f"{done} {gone.kind} {gone.reference}{whose}, {gone.freed_bytes / 1e6:.1f} MB"
-        answer(arguments, vars(gone), text)
+    """Delete runs, environment versions and datasets that nothing else depends on.
+
+    On a terminal, and for --older-than and --failed, it shows first what goes and asks; --yes
+    answers. With these options it leaves out what is in use. Afterwards the database shrinks."""
+    from flash_mcp.cli.remove import remove_all  # noqa: PLC0415
+
+    remove_all(arguments)
 
 
 # -- runs ------------------------------------------------------------------------------------------
@@ -414,11 +412,17 @@ COMMANDS: dict[str, Command | Group] = {
     ),
     "remove": Command(
         remove,
-        ("flash-mcp remove run-2f9k1c8d calculator@3f2a9c --dry-run",),
         (
-            _option("references", REFERENCES, "REFERENCE", nargs="+"),
+            "flash-mcp remove run-2f9k1c8d calculator@3f2a9c --dry-run",
+            "flash-mcp remove --failed --older-than 30d",
+        ),
+        (
+            _option("references", REFERENCES, "REFERENCE", nargs="*"),
+            _option("--older-than", "every run that ended so long ago: 12h, 30d or 8w", "AGE"),
+            _flag("--failed", "every run that failed"),
             _flag("--dry-run", "say what would be removed, and remove nothing"),
-            _flag("--json", "print {kind, reference, owner, freed_bytes} of each"),
+            _flag("--yes", "remove without asking"),
+            _flag("--json", "print {kind, reference, owner, freed_bytes, used_by} of each"),
         ),
     ),
     "restore": Command(

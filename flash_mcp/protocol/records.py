@@ -17,6 +17,7 @@ Json = dict[str, Any]
 RunState = Literal["queued", "starting", "running", "succeeded", "failed", "cancelled"]
 DeploymentState = Literal["starting", "ready", "failed", "stopping", "stopped"]
 ACTIVE: tuple[RunState, ...] = ("queued", "starting", "running")
+ENDED: tuple[RunState, ...] = ("succeeded", "failed", "cancelled")
 LIVE_DEPLOYMENT: tuple[DeploymentState, ...] = ("starting", "ready", "stopping")
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import threading
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -28,6 +29,11 @@ from flash_mcp.state.schema import JSON_COLUMNS, execute, migrations
 from flash_mcp.state.sqlite import Database, sqlite3  # pyright: ignore[reportPrivateImportUsage]
 
 BUSY_TIMEOUT_S = 10
+INCREMENTAL = 2
+"""SQLite's number for auto_vacuum=INCREMENTAL."""
+PAGES_AT_ONCE = 1000
+WORTH_REWRITING = 0.25
+"""The share of free pages from which a database of an older version is rewritten."""
 
 
 class Connection:
@@ -43,6 +49,8 @@ class Connection:
         # Two processes that turn WAL on at once fail whatever their busy time-out.
         with (base / "flash.db.lock").open("a") as lock, _named_errors(self.path):
             fcntl.flock(lock, fcntl.LOCK_EX)
+            # Holds for a database that has no tables yet; `shrink` changes an older one.
+            execute(self._db, "PRAGMA auto_vacuum=INCREMENTAL")
             execute(self._db, "PRAGMA journal_mode=WAL")
             with self.transaction():
                 migrations.apply(self._db)
@@ -82,6 +90,27 @@ class Connection:
         """FlashError(state_corrupt) where a page of the database is damaged. Reads all of it."""
         with _named_errors(self.path):
             _check(self._db.conn)
+
+    def shrink(self) -> int:
+        """Give the pages of deleted rows back to the disk; the bytes that the file lost.
+
+        A few pages at a time, so that no writer waits for long. A database of an older version is
+        rewritten once, if the disk has room for two copies of it."""
+        before = self.path.stat().st_size
+        db = self._db.conn
+        with _named_errors(self.path):
+            if _pragma(db, "auto_vacuum") != INCREMENTAL:
+                free = _pragma(db, "freelist_count") / max(1, _pragma(db, "page_count"))
+                if free < WORTH_REWRITING or shutil.disk_usage(self.base).free < 2 * before:
+                    return 0
+                db.execute("PRAGMA auto_vacuum=INCREMENTAL")
+                db.execute("VACUUM")
+            for _ in range(0, _pragma(db, "freelist_count"), PAGES_AT_ONCE):
+                with self.transaction():
+                    # Each row that is fetched stands for a page that was given back.
+                    db.execute(f"PRAGMA incremental_vacuum({PAGES_AT_ONCE})").fetchall()
+            db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        return before - self.path.stat().st_size
 
     @contextmanager
     def transaction(self) -> Generator[None, None, None]:
@@ -164,6 +193,11 @@ def _hide_what_is_not_the_callers(db: Database) -> None:
         else:
             theirs = "false"
         execute(db, f"CREATE TEMP VIEW [{table}] AS SELECT * FROM main.[{table}] WHERE {theirs}")
+
+
+def _pragma(connection: Any, name: str) -> int:
+    (value,) = connection.execute(f"PRAGMA {name}").fetchone()
+    return value
 
 
 def _check(connection: Any) -> None:

@@ -1,5 +1,4 @@
-"""Take away runs, versions of environments and datasets that nobody wants any more, and nothing
-that others stand on.
+"""Remove runs, versions of environments and datasets, and nothing that others depend on.
 
     remove(store, "run-2f9k1c8d")            # Removed("run", "run-2f9k1c8d", "local", 12_345_678)
     remove(store, "calculator@3f2a9c")       # a version of an environment, or of a dataset
@@ -12,16 +11,19 @@ user, who sees everything."""
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
 
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.records import ACTIVE, LIVE_DEPLOYMENT
+from flash_mcp.protocol.records import ACTIVE, ENDED, LIVE_DEPLOYMENT
 from flash_mcp.protocol.run_folder import disk_error
 from flash_mcp.state import datasets
+from flash_mcp.state.database import marks
+from flash_mcp.state.disk import size_of
 from flash_mcp.state.owners import LOCAL_OWNER
 from flash_mcp.state.store import Store
 
@@ -37,6 +39,8 @@ class Removed:
     reference: str
     owner: str
     freed_bytes: int
+    used_by: list[str]
+    """Ended runs and evaluations that started from it. They stay, and still name it."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class _Found:
     owner: str
     folders: list[Path]
     deletions: list[tuple[str, list[Any]]]
+    used_by: list[str] = field(default_factory=list[str])
 
 
 @dataclass(frozen=True)
@@ -73,19 +78,25 @@ def remove(store: Store, reference: str, *, dry_run: bool = False) -> Removed:
     away = store.base / "removed"
     with store.transaction():
         found = _find(store, reference)
-        freed = sum(
-            file.stat().st_size
-            for folder in found.folders
-            for file in folder.rglob("*")
-            if file.is_file()
-        )
+        freed = sum(size_of(folder) for folder in found.folders)
         if not dry_run:
             for sql, values in found.deletions:
                 store.execute(sql, values)
             _move(found.folders, away)
     if not dry_run:
         shutil.rmtree(away, ignore_errors=True)  # what one that was killed left there too
-    return Removed(found.kind, found.reference, found.owner, freed)
+    return Removed(found.kind, found.reference, found.owner, freed, found.used_by)
+
+
+def ended_runs(
+    store: Store, *, older_than_s: float | None = None, only_failed: bool = False
+) -> list[str]:
+    """The ids of runs that ended so long ago, the oldest first."""
+    states = ("failed",) if only_failed else ENDED
+    before = time.time() - (older_than_s or 0.0)
+    sql = f"""SELECT id FROM runs WHERE state IN ({marks(states)}) AND ended <= ?
+              ORDER BY ended, id"""
+    return [row["id"] for row in store.query(sql, [*states, before])]
 
 
 def _move(folders: Iterable[Path], away: Path) -> None:
@@ -144,10 +155,12 @@ def _run(store: Store, run_id: str) -> _Found:
         raise _in_use(
             run_id, f"{starts[0]} starts from its adapter", "wait for its end, or cancel it"
         )
+    sql = "SELECT id FROM runs WHERE json_extract(init_adapter, '$.run_id') = ? ORDER BY created"
+    used_by = [row["id"] for row in store.query(sql, [run_id])]
     folders = [Path(run.folder), *(store.base / "attempts").glob(f"{run_id}-*")]
     deletions = [(f"DELETE FROM {table} WHERE run_id = ?", [run_id]) for table in OF_A_RUN]
     deletions.append(("DELETE FROM runs WHERE id = ?", [run_id]))
-    return _Found("run", run_id, run.owner, _own(store, folders), deletions)
+    return _Found("run", run_id, run.owner, _own(store, folders), deletions, used_by)
 
 
 def _environment(store: Store, found: _Version) -> _Found:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -249,3 +253,110 @@ def test_remove_as_a_command(
     gone = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [each["reference"] for each in gone] == [run.id, reference]
     assert not store.runs() and not store.environments()
+
+
+# -- by age and outcome, and the question ----------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def ended_ago(store: Store, run: Run, days: float, state: str = "succeeded") -> None:
+    values = [state, time.time() - days * 86_400, run.id]
+    store.execute("UPDATE runs SET state = ?, ended = ? WHERE id = ?", values)
+
+
+def test_runs_are_removed_by_age_and_outcome_once_somebody_says_yes(
+    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    environment = published(store)
+    old, failed, new, served = (made(store, environment, tmp_path) for _ in range(4))
+    active = made(store, environment, tmp_path, end=False)
+    ended_ago(store, old, 40)
+    ended_ago(store, failed, 31, "failed")
+    ended_ago(store, served, 50)
+    store.update_deployment(f"dep-{served.id}", state="ready")
+    everything = {run.id for run in store.runs()}
+    assert main.main(["remove", "--older-than", "30d"]) != 0
+    told = capsys.readouterr()
+    assert "nothing was removed" in told.err and "--yes" in told.err
+    assert f"would remove run {old.id}" in told.out and f"would remove run {failed.id}" in told.out
+    assert new.id not in told.out and active.id not in told.out
+    assert f"dep-{served.id} serves it" in told.err
+    assert {run.id for run in store.runs()} == everything
+    assert main.main(["remove", "--older-than", "30d", "--failed", "--yes"]) == 0
+    assert {run.id for run in store.runs()} == everything - {failed.id}
+    assert main.main(["remove", "--older-than", "30d", "--yes", "--json"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert json.loads(lines[-1])["reference"] == old.id
+    assert {run.id for run in store.runs()} == {new.id, served.id, active.id}
+
+
+@pytest.mark.parametrize(("answer", "is_removed"), [("y\n", True), ("\n", False), ("", False)])
+def test_a_terminal_is_asked_and_shown_what_started_from_it(
+    store: Store,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    answer: str,
+    is_removed: bool,
+) -> None:
+    environment = published(store)
+    base = made(store, environment, tmp_path)
+    start: Json = {"path": base.folder, "run_id": base.id, "step": 3, "digest": "0"}
+    child = made(store, environment, tmp_path, init_adapter=start)
+    monkeypatch.setattr(sys, "stdin", Terminal(answer))
+    assert (main.main(["remove", base.id]) == 0) is is_removed
+    assert f"{child.id} started from it" in capsys.readouterr().out
+    assert [run.id for run in store.runs()] == [child.id] + [base.id] * (not is_removed)
+
+
+@pytest.mark.parametrize("words", [[], ["--older-than", "soon"]])
+def test_remove_without_anything_to_remove_is_refused(
+    store: Store, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    assert main.main(["remove", *words]) != 0
+    assert "invalid_argument" in capsys.readouterr().err
+
+
+# -- the database shrinks --------------------------------------------------------------------------
+
+
+def filled(store: Store) -> None:
+    with store.transaction():
+        for step in range(400):
+            row = {"step": step, "epoch": 1, "time": 0.0, "metrics": {"text": "x" * 10_000}}
+            store.put_metrics("run-gone", row)
+
+
+def test_the_database_shrinks_after_a_removal_while_others_read_and_write(store: Store) -> None:
+    filled(store)
+    store.query("PRAGMA wal_checkpoint(TRUNCATE)")
+    other = Store(store.base)
+    full = store.path.stat().st_size
+    store.execute("DELETE FROM metrics")
+    assert other.runs() == []
+    assert store.shrink() > full * 0.8 and store.path.stat().st_size < full * 0.2
+    published(other)
+    store.check()
+    assert store.shrink() == 0
+
+
+def test_a_database_of_an_older_version_is_rewritten_once_if_there_is_room(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for pragma in ("PRAGMA auto_vacuum=NONE", "VACUUM"):
+        store._db.execute(pragma)  # pyright: ignore[reportPrivateUsage]
+    filled(store)
+    store.query("PRAGMA wal_checkpoint(TRUNCATE)")
+    full = store.path.stat().st_size
+    assert store.shrink() == 0, "it holds what it needs"
+    store.execute("DELETE FROM metrics")
+    with monkeypatch.context() as patched:
+        patched.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+        assert store.shrink() == 0 and store.path.stat().st_size == full
+    assert store.shrink() > full * 0.8
+    assert store.query("PRAGMA auto_vacuum")[0]["auto_vacuum"] == 2
+    store.check()

@@ -1,0 +1,105 @@
+"""`flash-mcp remove`: what it would remove, the question, and the removal."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from dataclasses import asdict
+
+from flash_mcp.cli.output import answer, say
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.state.disk import in_words
+from flash_mcp.state.owners import LOCAL_OWNER
+from flash_mcp.state.removal import Removed, ended_runs, remove
+from flash_mcp.state.store import Store, open_store
+
+AGE = re.compile(r"(\d+)([hdw])")
+SECONDS = {"h": 3600.0, "d": 86_400.0, "w": 604_800.0}
+NAMED = 5
+"""Ids that are named in a line."""
+
+
+def remove_all(arguments: argparse.Namespace) -> None:
+    """Remove what the arguments name."""
+    store = open_store()
+    age_s = _seconds(arguments.older_than)
+    is_filtered = age_s is not None or arguments.failed
+    if not arguments.references and not is_filtered:
+        fix = "name what to remove, or pass --older-than or --failed; see flash-mcp remove --help"
+        raise FlashError("invalid_argument", "nothing was named", fix=fix)
+    found: list[str] = []
+    if is_filtered:
+        found = ended_runs(store, older_than_s=age_s, only_failed=arguments.failed)
+    references = [*arguments.references, *found]
+    asks = (is_filtered or sys.stdin.isatty()) and not arguments.yes
+    if arguments.dry_run or asks:
+        some = _look(store, references, arguments, keeps_going=is_filtered or asks)
+        if arguments.dry_run or not some:
+            return
+        _ask(len(references))
+    freed = 0
+    for reference in references:
+        try:
+            gone = remove(store, reference)
+        except FlashError as error:
+            if error.code != "in_use" or reference not in found:
+                raise
+            sys.stderr.write(f"{error.what}\n")
+            continue
+        freed += gone.freed_bytes
+        answer(arguments, asdict(gone), f"removed {_line(gone)}")
+    shrunk = store.shrink()
+    if is_filtered and not arguments.json:
+        say(f"freed {in_words(freed)}; the database shrank by {in_words(shrunk)}")
+
+
+def _look(
+    store: Store, references: list[str], arguments: argparse.Namespace, *, keeps_going: bool
+) -> bool:
+    """Print what would go; whether anything would."""
+    total = 0
+    count = 0
+    for reference in references:
+        try:
+            gone = remove(store, reference, dry_run=True)
+        except FlashError as error:
+            if error.code != "in_use" or not keeps_going:
+                raise
+            sys.stderr.write(f"{error.what}\n")
+            continue
+        total += gone.freed_bytes
+        count += 1
+        answer(arguments, asdict(gone), f"would remove {_line(gone)}")
+    if len(references) > 1 and not arguments.json:
+        say(f"{count} of {len(references)}, {in_words(total)}")
+    return count > 0
+
+
+def _ask(count: int) -> None:
+    """FlashError(invalid_argument) unless a person says yes."""
+    if sys.stdin.isatty():
+        sys.stderr.write(f"Remove {'it' if count == 1 else 'these'} for good? [y/N] ")
+        sys.stderr.flush()
+        if sys.stdin.readline().strip().lower() in ("y", "yes"):
+            return
+    raise FlashError("invalid_argument", "nothing was removed", fix="repeat it with --yes")
+
+
+def _line(gone: Removed) -> str:
+    whose = f" of {gone.owner}" if gone.kind == "run" and gone.owner != LOCAL_OWNER else ""
+    text = f"{gone.kind} {gone.reference}{whose}, {gone.freed_bytes / 1e6:.1f} MB"
+    if gone.used_by:
+        more = f" and {len(gone.used_by) - NAMED} more" if len(gone.used_by) > NAMED else ""
+        text += f"; {', '.join(gone.used_by[:NAMED])}{more} started from it"
+    return text
+
+
+def _seconds(age: str | None) -> float | None:
+    if age is None:
+        return None
+    found = AGE.fullmatch(age)
+    if found is None:
+        fix = "write hours, days or weeks, as in 12h, 30d or 8w"
+        raise FlashError("invalid_argument", f"--older-than cannot be {age!r:.100}", fix=fix)
+    return int(found[1]) * SECONDS[found[2]]
