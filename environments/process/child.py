@@ -9,11 +9,13 @@ descriptor REQUESTS and writes each reply to REPLIES as soon as it is ready:
     {"number": 7, "value": {...}}   or   {"number": 7, "fault": [code, what, traceback]}
 
 What user code prints goes to stderr. Coroutine methods run in the event loop, all others in
-threads, as many at once as the client sends."""
+threads, as many at once as the client sends. The main thread, the only one that may use signals,
+runs load_environment and, with max_score_concurrency = 1, score_episode."""
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import faulthandler
 import functools
 import hashlib
@@ -26,12 +28,13 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from queue import SimpleQueue
+from typing import Any, Never, cast
 
 from environments.adapters import freesolo
 from environments.base import (
@@ -47,6 +50,7 @@ from environments.base import (
 )
 from environments.process import sandbox
 from environments.process.faults import EnvironmentFault
+from environments.process.generators import Generators, switch_global_generators
 
 MAX_THREADS = 4096
 MAX_REPLY_BYTES = 8 << 20
@@ -69,6 +73,7 @@ class Episode:
 
     environment: Environment
     example: TaskExample
+    generators: Generators
     messages: list[ChatMessage] = field(default_factory=list[ChatMessage])
     prompt_length: int = 0
     final_text: str | None = None
@@ -80,18 +85,46 @@ class Episode:
         return self.messages[self.prompt_length :]
 
 
+class MainThread(Executor):
+    """Runs calls on the main thread, one at a time."""
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._calls.put((future, functools.partial(fn, *args, **kwargs)))
+        return future
+
+    def serve(self) -> Never:
+        """Run the calls that come. The main thread calls this."""
+        while True:
+            future, function = self._calls.get()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function())
+                except BaseException as error:
+                    future.set_exception(error)
+
+
 class Child:
     """Serves requests. A method `op_NAME` serves the requests whose `op` is NAME; `reply` sends
     one line.
     """
 
     def __init__(
-        self, folder: Path, confined: dict[str, str], reply: Callable[[dict[str, Any]], None]
+        self,
+        folder: Path,
+        confined: dict[str, str],
+        main_thread: Executor,
+        reply: Callable[[dict[str, Any]], None],
     ) -> None:
         self.folder = folder
         self._confined = confined
         self._reply = reply
+        self._main_thread = main_thread
         self._pool = ThreadPoolExecutor(MAX_THREADS)
+        self._score_pool: Executor = self._pool
         self._environment: Environment | None = None
         self._splits: dict[str, Sequence[TaskExample]] = {}
         self._episodes: dict[int, Episode] = {}
@@ -122,7 +155,8 @@ class Child:
     # -- requests ----------------------------------------------------------------------------------
 
     async def op_load(self, args: dict[str, Any]) -> dict[str, Any]:
-        environment = await self._call(self._import_and_load, args, code="environment_invalid")
+        load = functools.partial(self._call, pool=self._main_thread, code="environment_invalid")
+        environment = await load(self._import_and_load, args)
         if not isinstance(environment, Environment):
             raise _invalid(
                 f"load_environment returned {_kind(environment)}; it must return an object of a "
@@ -130,10 +164,13 @@ class Child:
                 "environments.adapters.gym.GymEnvironment wraps objects with reset and step"
             )
         self._environment = environment
-        self._splits = await self._call(self._read_splits, environment, code="environment_invalid")
+        self._splits = await load(self._read_splits, environment)
+        score_concurrency = max(1, int(environment.max_score_concurrency))
+        if score_concurrency == 1:
+            self._score_pool = self._main_thread
         return {
             "splits": {name: len(examples) for name, examples in self._splits.items()},
-            "max_score_concurrency": max(1, int(environment.max_score_concurrency)),
+            "max_score_concurrency": score_concurrency,
             "sandbox": self._confined,
         }
 
@@ -182,10 +219,12 @@ class Child:
 
     async def op_start_episode(self, episode: int, split: str, index: int) -> dict[str, Any]:
         example = self._example(split, index)
+        generators = Generators(f"{split} {_task_id(example)}")
+        generators.use()
         environment = await self._call(self._loaded.new_episode, example)
         if not isinstance(environment, Environment):
             raise _error(f"new_episode must return an environment, got {_kind(environment)}")
-        opened = self._episodes[episode] = Episode(environment, example)
+        opened = self._episodes[episode] = Episode(environment, example, generators)
         try:
             prompt = await self._call(environment.start_episode, example, "")
             opened.messages = _messages(prompt, "start_episode", OPENING_ROLES)
@@ -235,7 +274,8 @@ class Child:
                 total_tokens=total_tokens,
             )
             score = state.environment.score_episode
-            return _score(await self._call(score, state.example, finished))
+            result = await self._call(score, state.example, finished, pool=self._score_pool)
+            return _score(result)
         finally:
             await self.op_close_episode(episode)
 
@@ -255,12 +295,16 @@ class Child:
 
     async def op_close_episode(self, episode: int) -> None:
         state = self._episodes.pop(episode, None)
+        if state is not None:
+            state.generators.use()
         if state is None or type(state.environment).close_episode is Environment.close_episode:
             return
         await self._call(state.environment.close_episode)
 
     async def op_sft_completion(self, split: str, index: int) -> list[ChatMessage]:
-        gold = await self._call(self._loaded.sft_completion, self._example(split, index))
+        example = self._example(split, index)
+        Generators(f"{split} {_task_id(example)}").use()
+        gold = await self._call(self._loaded.sft_completion, example)
         return _messages(gold, "sft_completion", OPENING_ROLES)
 
     async def op_abandon(self, target: int) -> dict[str, Any]:
@@ -280,15 +324,23 @@ class Child:
     # -- user code ---------------------------------------------------------------------------------
 
     async def _call(
-        self, method: Callable[..., Any], *args: Any, code: str = "environment_error"
+        self,
+        method: Callable[..., Any],
+        *args: Any,
+        pool: Executor | None = None,
+        code: str = "environment_error",
     ) -> Any:
-        """Run a method of the user's: a coroutine in this event loop, anything else in a thread."""
+        """Run a method of the user's: a coroutine in this event loop, anything else in a thread of
+        `pool`, by default any thread.
+        """
         task = cast("asyncio.Task[Any]", asyncio.current_task())
         self._methods[task] = method.__name__.lstrip("_")
         try:
             if inspect.iscoroutinefunction(method):
                 return await method(*args)
-            value, error = await self._in_thread(task, functools.partial(method, *args))
+            value, error = await self._in_thread(
+                pool or self._pool, task, functools.partial(method, *args)
+            )
             if error is not None:
                 raise error
             return await value if inspect.isawaitable(value) else value
@@ -302,7 +354,7 @@ class Child:
             del self._methods[task]
 
     async def _in_thread(
-        self, task: asyncio.Task[Any], function: Callable[[], Any]
+        self, pool: Executor, task: asyncio.Task[Any], function: Callable[[], Any]
     ) -> tuple[Any, BaseException | None]:
         def run() -> tuple[Any, BaseException | None]:
             self._threads[task] = threading.get_ident()
@@ -315,7 +367,9 @@ class Child:
             finally:
                 del self._threads[task]
 
-        return await asyncio.get_running_loop().run_in_executor(self._pool, run)
+        # The context says whose generators the function draws from.
+        in_context = functools.partial(contextvars.copy_context().run, run)
+        return await asyncio.get_running_loop().run_in_executor(pool, in_context)
 
     def _fault(self, method: str, error: BaseException, code: str) -> EnvironmentFault:
         frame = error.__traceback__
@@ -365,7 +419,9 @@ class Child:
     def _episode(self, episode: int) -> Episode:
         if episode not in self._episodes:
             raise _error(f"episode {episode} is not open")
-        return self._episodes[episode]
+        state = self._episodes[episode]
+        state.generators.use()
+        return state
 
 
 def _awaited_places(awaited: Any) -> Iterator[traceback.FrameSummary]:
@@ -491,11 +547,15 @@ def _line(message: dict[str, Any]) -> str:
     return json.dumps({"number": message["number"], "fault": ["environment_error", what, ""]})
 
 
-async def _serve(folder: Path, confined: dict[str, str], requests: int, replies: int) -> None:
+async def _serve(
+    folder: Path, confined: dict[str, str], main_thread: MainThread, requests: int, replies: int
+) -> None:
     loop = asyncio.get_running_loop()
     replies_pipe = os.fdopen(replies, "wb", buffering=0)
     transport, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, replies_pipe)
-    child = Child(folder, confined, lambda m: transport.write(_line(m).encode() + b"\n"))
+    child = Child(
+        folder, confined, main_thread, lambda m: transport.write(_line(m).encode() + b"\n")
+    )
     requests_pipe = os.fdopen(requests, "rb", buffering=0)
     await loop.connect_read_pipe(lambda: _Requests(child.receive), requests_pipe)
     await asyncio.Event().wait()
@@ -511,7 +571,20 @@ def main() -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     sys.path.insert(0, bounds.folder)
-    asyncio.run(_serve(Path(bounds.folder), confined, requests, replies))
+    switch_global_generators()
+    main_thread = MainThread()
+    serving = _serve(Path(bounds.folder), confined, main_thread, requests, replies)
+    threading.Thread(target=_run_or_exit, args=(serving,), daemon=True).start()
+    main_thread.serve()
+
+
+def _run_or_exit(serving: Coroutine[Any, Any, None]) -> None:
+    """Run the event loop. The process ends if it fails."""
+    try:
+        asyncio.run(serving)
+    except BaseException:
+        traceback.print_exc()
+    os._exit(1)
 
 
 if __name__ == "__main__":

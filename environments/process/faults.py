@@ -30,8 +30,22 @@ ARGUMENT_ERROR = re.compile(
 )
 
 
+OFF_MAIN_THREAD = re.compile(
+    r"^(\w+) raised (?:ValueError|RuntimeError): .*\b(?:in|from) (?:the )?main thread"
+)
+"""What `signal` says, and what libraries say that use it for their time limits."""
+
+
 def remedy(fault: EnvironmentFault) -> str | None:
-    """The fix of a fault that wrong secrets or environment_args caused. None for other faults."""
+    """The fix of a fault that wrong secrets, wrong environment_args or a call on the wrong thread
+    caused. None for other faults.
+    """
+    if called := OFF_MAIN_THREAD.match(fault.what):
+        if called[1] == "score_episode":
+            what = "set max_score_concurrency = 1 on the environment"
+            return f"{what}: score_episode then runs on the main thread, one call at a time"
+        what = "only load_environment and, with max_score_concurrency = 1, score_episode run on it"
+        return f"do this in score_episode, or turn off the time limit of that library: {what}"
     is_load = fault.code == "environment_invalid"
     key = re.search(r"raised KeyError: '([A-Z][A-Z0-9_]+)'", fault.what)
     # After loading, a dict of the environment's own may have lacked such a key, too.

@@ -86,7 +86,7 @@ FAULTS = {
     "a score that is drawn": (
         "def score_response(self, example, text):\n"
         "        right = (text or '').strip() == example.output\n"
-        "        return RewardResult(0.8 + random.random() / 10 if right else 0.0, success=right)",
+        "        return RewardResult(0.8 + random.Random().random() / 10 if right else 0.0, success=right)",
         {"isolation", "determinism"},
         "determinism",
         "two processes disagree on train[0]: score",

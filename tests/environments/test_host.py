@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from environments.process.faults import remedy
 from environments.process.host import EnvironmentFault, EnvironmentHost
 from tests.folders import environment_folder
 from tests.watch import is_running
@@ -147,6 +148,33 @@ async def test_each_episode_has_state_of_its_own_and_is_closed_once(tmp_path: Pa
         await host.close(other.episode)
         await host.close(other.episode)
         assert (await host.open("train", 0)).messages[0]["content"] == "2"
+
+
+SIGNALS = """
+    import signal
+    class Sample(Echo):
+        max_score_concurrency = {most}
+        def score_episode(self, example, episode):
+            signal.signal(signal.SIGALRM, lambda *_: None)
+            return RewardResult(1.0)
+"""
+
+
+async def test_scores_one_at_a_time_may_use_signals_and_so_may_loading(tmp_path: Path) -> None:
+    source = SIGNALS.format(most=1) + "\n    signal.signal(signal.SIGALRM, signal.SIG_IGN)\n"
+    async with await EnvironmentHost.start(environment_folder(tmp_path, source)) as host:
+        openings = [await host.open("train", 0) for _ in range(4)]
+        scores = await asyncio.gather(*(host.score(opening.episode) for opening in openings))
+        assert [score.reward for score in scores] == [1.0] * 4
+
+
+async def test_signals_in_other_threads_are_explained(tmp_path: Path) -> None:
+    folder = environment_folder(tmp_path, SIGNALS.format(most=32))
+    async with await EnvironmentHost.start(folder) as host:
+        opening = await host.open("train", 0)
+        fault = await fault_of(host.score(opening.episode))
+        assert "signal only works in main thread" in fault.what
+        assert "max_score_concurrency = 1" in (remedy(fault) or "")
 
 
 async def test_thirty_two_calls_run_at_once(tmp_path: Path) -> None:
@@ -307,7 +335,7 @@ class Sample(Echo):
             open(os.path.join(os.environ["HOME"], "hanging"), "w").close()
             time.sleep(1000)
         if assistant_response == "die": os._exit(3)
-        if assistant_response == "crash": os.kill(os.getpid(), 11)
+        if assistant_response == "crash": __import__("ctypes").string_at(0)
         if assistant_response == "hold": re.match("(a+)+$", "a" * 40 + "b")
         return EnvironmentStepResult(done=False, messages=[{"role": "user", "content": str(os.getpid())}])
 """

@@ -1,0 +1,127 @@
+"""Each episode has random generators of its own, under the names of the global ones.
+
+    switch_global_generators()           # once, before environment code is imported
+    generators = Generators(task_id)     # a new episode; equal seeds draw equal numbers
+    generators.use()                     # what runs in this context draws from them
+
+Games draw from the global generators of `random` and `numpy.random`, and many episodes run in one
+process. With a shared generator an episode's game would depend on what the others draw, so the
+rollouts of a group would play different games. Code that runs outside of every episode, such as
+load_environment and threads that the code itself starts, draws from the process's generators.
+Generators that code makes itself are its own. PyTorch's global generator is shared: it has no
+switch. The gate's isolation check finds code that depends on it."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+_process_generator: random.Random = random._inst  # type: ignore[attr-defined]
+
+
+class Generators:
+    """The generators of one episode."""
+
+    def __init__(self, seed: str) -> None:
+        self._seed = seed
+        self.python = random.Random(seed)
+        self._numpy: Any = None
+
+    def use(self) -> None:
+        """Make what runs from here on in this context draw from these generators."""
+        _current.set(self)
+
+    def numpy(self, make: Callable[[int], Any]) -> Any:
+        """numpy's RandomState, made by `make(seed)` when it is first used."""
+        if self._numpy is None:
+            self._numpy = make(random.Random(self._seed).getrandbits(32))
+        return self._numpy
+
+
+_current: ContextVar[Generators | None] = ContextVar("generators", default=None)
+
+
+def switch_global_generators() -> None:
+    """Replace the functions of `random` and, when it is imported, of `numpy.random`."""
+    switch = _Switch()
+    for name in random.__all__:
+        if getattr(getattr(random, name), "__self__", None) is _process_generator:
+            setattr(random, name, getattr(switch, name))
+    sys.meta_path.insert(0, _NumpyFinder())
+
+
+def _python() -> random.Random:
+    current = _current.get()
+    return _process_generator if current is None else current.python
+
+
+class _Switch(random.Random):
+    """Draws from the episode's generator. Every method of Random is built on these."""
+
+    def random(self) -> float:
+        return _python().random()
+
+    def getrandbits(self, k: int, /) -> int:
+        return _python().getrandbits(k)
+
+    def seed(self, a: Any = None, version: int = 2) -> None:
+        _python().seed(a, version)
+
+    def getstate(self) -> tuple[Any, ...]:
+        return _python().getstate()
+
+    def setstate(self, state: tuple[Any, ...]) -> None:
+        _python().setstate(state)
+
+    def gauss(self, mu: float = 0.0, sigma: float = 1.0) -> float:
+        # It keeps the second number of each pair, which belongs to the episode too.
+        return _python().gauss(mu, sigma)
+
+
+class _NumpyFinder(MetaPathFinder):
+    """Switches numpy.random when it is imported."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != "numpy.random":
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_switch(module: ModuleType) -> None:
+                execute(module)
+                _switch_numpy(module)
+
+            spec.loader.exec_module = execute_and_switch
+        return spec
+
+
+def _switch_numpy(module: Any) -> None:
+    """Replace the functions that draw from numpy's global RandomState."""
+    shared = module.mtrand._rand
+    # Three functions that are methods of it under another name.
+    methods = {"seed": "seed", "ranf": "random_sample", "sample": "random_sample"}
+    for name in dir(module):
+        if getattr(getattr(module, name), "__self__", None) is shared:
+            methods[name] = name
+    for name, method in methods.items():
+        setattr(module, name, _drawn_by_episode(method, shared, module.RandomState))
+
+
+def _drawn_by_episode(method: str, shared: Any, make: Callable[[int], Any]) -> Callable[..., Any]:
+    def draw(*args: Any, **kwargs: Any) -> Any:
+        current = _current.get()
+        state = shared if current is None else current.numpy(make)
+        return getattr(state, method)(*args, **kwargs)
+
+    draw.__name__ = method
+    draw.__doc__ = getattr(shared, method).__doc__
+    return draw
