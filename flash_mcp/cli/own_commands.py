@@ -220,6 +220,23 @@ def _show_archive(arguments: Arguments, held: archives.Summary) -> None:
     answer(arguments, vars(held), "\n".join(render(vars(held))))
 
 
+def recover(arguments: Arguments) -> None:
+    """Rebuild a lost or damaged database from the run folders.
+
+    Takes in the runs and environments that the database does not know; rows that exist stay as they
+    are. Runs that had not ended go on. A damaged database is moved aside."""
+    from flash_mcp.supervisor.recovery import recover as rebuild  # noqa: PLC0415
+
+    found = rebuild(home())
+    taken = f"took in {len(found.runs)} runs and {len(found.environments)} environments"
+    lines = [f"{taken}; {found.kept} were there already"]
+    if found.damaged:
+        lines.append(f"the damaged database is {found.damaged}; restart running servers")
+    lines += [f"not taken in: {problem}" for problem in found.problems]
+    lines += [f"lost: {what}" for what in found.lost]
+    answer(arguments, dataclasses.asdict(found), "\n".join(lines))
+
+
 def remove(arguments: Arguments) -> None:
     """Delete runs, environment versions and datasets that nothing else depends on.
 
@@ -430,6 +447,7 @@ COMMANDS: dict[str, Command | Group] = {
         ("flash-mcp restore flash.tar.gz",),
         (_option("file", "archive that `flash-mcp backup` wrote", "FILE", type=Path), JSON),
     ),
+    "recover": Command(recover, ("flash-mcp recover",), (JSON,)),
     "wait": Command(
         wait,
         ("flash-mcp wait run-2f9k1c8d --timeout-s 3600",),

@@ -226,8 +226,8 @@ def _named_errors(path: Path) -> Generator[None, None, None]:
         if "malformed" not in str(error) and "not a database" not in str(error):
             raise
         fix = (
-            "bring back a backup with `flash-mcp restore`; what runs reported stays in their"
-            " folders"
+            "build it anew from the run folders with `flash-mcp recover`, or bring back a backup"
+            " with `flash-mcp restore`"
         )
         raise FlashError(
             "state_corrupt", f"the database is damaged: {error}", path=path, fix=fix

@@ -27,21 +27,22 @@ NAMES = frozenset(name for names in PATH_COLUMNS.values() for name in names)
 
 def to_stored(base: Path, value: Any) -> Any:
     """`value` with HERE for the state directory at the beginning of every text in it."""
-    return _moved(value, f"{base}/", HERE)
+    return moved(value, f"{base}/", HERE)
 
 
 def from_stored(base: Path, value: Any) -> Any:
     """The inverse of `to_stored`, in a state directory that may have moved since."""
-    return _moved(value, HERE, f"{base}/")
+    return moved(value, HERE, f"{base}/")
 
 
-def _moved(value: Any, old: str, new: str) -> Any:
+def moved(value: Any, old: str, new: str) -> Any:
+    """`value` with `new` for `old` at the beginning of every text in it."""
     if isinstance(value, str):
         return new + value.removeprefix(old) if value.startswith(old) else value
     if isinstance(value, dict):
-        return {name: _moved(each, old, new) for name, each in cast("Json", value).items()}
+        return {name: moved(each, old, new) for name, each in cast("Json", value).items()}
     if isinstance(value, list | tuple):
-        return [_moved(each, old, new) for each in cast("list[Any]", value)]
+        return [moved(each, old, new) for each in cast("list[Any]", value)]
     return value
 
 

@@ -90,6 +90,7 @@ def job(run: Run) -> Json:
     """What job.json of a run holds."""
     return {
         "run_id": run.id,
+        "owner": run.owner,
         "spec": run.spec.model_dump(),
         "sources": run.sources,
         "environment": {

@@ -1,0 +1,232 @@
+"""Rebuild a lost or damaged database from the folders of a state directory.
+
+Run folders hold the spec, metrics, rollouts, evaluations, events and checkpoints of every run that
+was started. What only the database held is lost; `Recovered.lost` names it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.paths import environments_dir, runs_dir
+from flash_mcp.protocol.records import Json
+from flash_mcp.protocol.run_folder import RunFolder, disk_error
+from flash_mcp.state.disk import size_of
+from flash_mcp.state.home_paths import moved
+from flash_mcp.state.owners import LOCAL_OWNER
+from flash_mcp.state.store import Store
+from flash_mcp.state.versions import DIGEST_LENGTH, digest_of
+from flash_mcp.supervisor.ingest import Reader
+from flash_mcp.supervisor.loop import final_result
+from flash_mcp.supervisor.process import take_lock
+
+log = logging.getLogger(__name__)
+DATABASE = "flash.db"
+LOST = (
+    "tokens and deployments",
+    "idempotency keys: a repeated call starts another run",
+    "what env_push recorded about environments",
+    "runs that were queued and never started",
+)
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """What was taken in, and what was not."""
+
+    runs: list[str] = field(default_factory=list[str])
+    environments: list[str] = field(default_factory=list[str])
+    """OWNER/NAME@DIGEST, without the owner for the local one."""
+    kept: int = 0
+    """Runs and environments that the database had already; nothing of them changed."""
+    problems: list[str] = field(default_factory=list[str])
+    """Folders that could not be taken in, and why."""
+    damaged: str | None = None
+    """Where the damaged database lies now."""
+    lost: tuple[str, ...] = ()
+    """What no folder holds."""
+
+
+def recover(base: Path) -> Recovered:
+    """Take runs and environments that the database does not know from their folders.
+
+    Rows that exist are left as they are. A damaged database is moved aside first. A run that had
+    not ended is queued, and continues with its next attempt. FlashError(state_busy) while a
+    supervisor looks after the state directory, FlashError(disk_full)."""
+    base.mkdir(parents=True, exist_ok=True, mode=0o700)
+    lock = take_lock(base)
+    if lock is None:
+        fix = "wait until it has left, about a minute after its last run ended, or end its process"
+        what = "a supervisor looks after this state directory"
+        raise FlashError("state_busy", what, path=base, fix=fix)
+    with lock:
+        try:
+            damaged = _set_aside(base)
+            store = Store(base)
+            runs = _take_runs(store)
+            environments = _take_environments(store)
+        except OSError as error:
+            raise disk_error(error, base) from error
+    taken = runs.runs or environments.environments
+    return Recovered(
+        runs=runs.runs,
+        environments=environments.environments,
+        kept=runs.kept + environments.kept,
+        problems=[*runs.problems, *environments.problems],
+        damaged=damaged,
+        lost=LOST if taken or damaged else (),
+    )
+
+
+def _set_aside(base: Path) -> str | None:
+    """Move a damaged database away, for a person to look at; where it lies now."""
+    try:
+        Store(base).check()
+    except FlashError as error:
+        if error.code != "state_corrupt":
+            raise
+    else:
+        return None
+    name = f"{DATABASE}.damaged-{time.strftime('%Y%m%d-%H%M%S')}"
+    # The database last: while it is there, a second call finds it damaged again.
+    for suffix in ("-wal", "-shm", ""):
+        path = base / f"{DATABASE}{suffix}"
+        if path.exists():
+            path.replace(base / f"{name}{suffix}")
+    return str(base / name)
+
+
+# -- runs ------------------------------------------------------------------------------------------
+
+
+def _take_runs(store: Store) -> Recovered:
+    known = {row["id"] for row in store.query("SELECT id FROM main.runs")}
+    taken: list[str] = []
+    problems: list[str] = []
+    kept = 0
+    folders = runs_dir(store.base)
+    for path in sorted(folders.iterdir()) if folders.is_dir() else ():
+        if path.name.startswith(".") or not path.is_dir():
+            continue
+        if path.name in known:
+            kept += 1
+            continue
+        try:
+            # A run is taken in whole or not at all: a second call looks only at those without row.
+            with store.transaction():
+                store.insert("runs", _row(store, path))
+                Reader(store, path.name, RunFolder(path)).read(now=True)
+        except (FlashError, KeyError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, FlashError) and error.code == "disk_full":
+                raise
+            log.debug("%s", path, exc_info=True)
+            problems.append(f"runs/{path.name}: {error}")
+        else:
+            taken.append(path.name)
+    return Recovered(runs=taken, kept=kept, problems=problems)
+
+
+def _row(store: Store, path: Path) -> Json:
+    """The row of a run as its folder tells it."""
+    folder = RunFolder(path)
+    job = _in_this_home(store.base, folder.job())
+    if job["run_id"] != path.name:
+        raise ValueError(f"its job.json is that of {job['run_id']}")
+    spec = job["spec"]
+    environment = job["environment"]
+    beat = _readable(folder, "beat.json") or {}
+    attempt = folder.newest_epoch()
+    now = time.time()
+    row: Json = {
+        "id": path.name,
+        "owner": job.get("owner", LOCAL_OWNER),
+        "state": "queued",
+        "algorithm": spec["algorithm"],
+        "model": job["model"],
+        "environment": environment["name"],
+        "environment_digest": environment["digest"],
+        "environment_path": environment["path"],
+        "spec": spec,
+        "sources": job["sources"],
+        "init_adapter": job["init_adapter"],
+        "dataset": job["dataset"],
+        "lineage": job.get("lineage", {}),
+        "request_digest": "",
+        "folder": str(path),
+        "attempt": attempt,
+        "max_attempts": spec["max_attempts"],
+        "steps": spec.get("steps") or beat.get("steps"),
+        "step": max([beat.get("step", 0), *folder.metric_steps()]),
+        "created": job["created"],
+        "started": (_readable(folder, "epoch", str(attempt)) or {}).get("time"),
+        "updated": now,
+    }
+    if result := final_result(folder):
+        row["state"] = result["state"]
+        row["error"] = result["error"]
+        row["step"] = max(row["step"], int(result["step"]))
+        row["ended"] = result["time"]
+    elif folder.is_cancelled():
+        row["state"] = "cancelled"
+        row["ended"] = now
+    if row["state"] == "cancelled":
+        row["cancel_requested"] = row["ended"]
+    return row
+
+
+def _readable(folder: RunFolder, *parts: str) -> Json | None:
+    """A file that the row can do without; None if it is missing or damaged."""
+    try:
+        return folder.read_json(*parts)
+    except ValueError:
+        return None
+
+
+def _in_this_home(base: Path, job: Json) -> Json:
+    """job.json holds absolute paths; the state directory may have moved since."""
+    environment = job["environment"]
+    below = f"{environment['name']}/{environment['digest']}"
+    home, marker, rest = str(environment["path"]).partition("/environments/")
+    if marker and rest.endswith(below):
+        return moved(job, f"{home}/", f"{base}/")
+    return job
+
+
+# -- environments ----------------------------------------------------------------------------------
+
+
+def _take_environments(store: Store) -> Recovered:
+    rows = store.query("SELECT owner, name, digest FROM main.environments")
+    known = {(row["owner"], row["name"], row["digest"]) for row in rows}
+    taken: list[str] = []
+    problems: list[str] = []
+    kept = 0
+    for owner, path in _versions(environments_dir(store.base)):
+        name = path.parent.name
+        reference = f"{name}@{path.name}"
+        if owner != LOCAL_OWNER:
+            reference = f"{owner}/{reference}"
+        if (owner, name, path.name) in known:
+            kept += 1
+        elif digest_of(path) != path.name:
+            problems.append(f"environment {reference}: its files were changed since it was pushed")
+        else:
+            row: Json = {"owner": owner, "name": name, "digest": path.name, "path": path}
+            row |= {"size_bytes": size_of(path), "pushed": path.stat().st_mtime, "data": {}}
+            store.insert("environments", row)
+            taken.append(reference)
+    return Recovered(environments=taken, kept=kept, problems=problems)
+
+
+def _versions(root: Path) -> Iterator[tuple[str, Path]]:
+    """(owner, folder) of every version, whoever pushed it."""
+    for folder in sorted(root.glob("[!.]*")):
+        is_owner = folder.name.startswith("@")
+        owner = folder.name[1:] if is_owner else LOCAL_OWNER
+        for path in sorted(folder.glob("[!.]*/*" if is_owner else "*")):
+            if len(path.name) == DIGEST_LENGTH and path.is_dir():
+                yield owner, path
