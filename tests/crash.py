@@ -353,9 +353,9 @@ def check(store: Store, run: Run, steps: int, outcome: Outcome) -> None:
         expect(f"rollouts of step {step}", [row.index for row in rows], list(range(len(rows))))
     expect("steps with checkpoints", [row.step for row in store.checkpoints(run.id)], every)
     for step in folder.checkpoint_steps():
-        folder.verify_checkpoint(step)
+        saved = folder.verify_checkpoint(step)
         if outcome.flavour == "quick":
-            state = Path(folder.path("checkpoints", str(step), "state")).read_text()
+            state = Path(saved["path"], "state").read_text()
             expect(f"state after step {step}", state, state_after(step))
     prefix = f"flash-{hashlib.sha256(run.folder.encode()).hexdigest()[:12]}-"
     expect("scratch folders", list(Path(tempfile.gettempdir()).glob(f"{prefix}*")), [])

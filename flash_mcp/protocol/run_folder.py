@@ -12,10 +12,10 @@
                            evals/STEP.json exists
     events/EPOCH-N.json    {"time", "epoch", "kind", "message", ...}
     log.N                  the output of attempt N
-    checkpoints/STEP/      a PEFT adapter and the trainer's state, with MANIFEST.json (sha256 of
-                           every file); in an object store, which cannot rename a folder, the
-                           files are in checkpoints/STEP/EPOCH/
-    checkpoints/LATEST     {"step", "digest"}, written last
+    checkpoints/STEP/EPOCH-N/
+                           a PEFT adapter and the trainer's state, with MANIFEST.json (sha256 of
+                           every file), written last: the Nth checkpoint that attempt EPOCH saved.
+                           The newest one of a step counts
     cancel                 the server asks the worker to save and end
     result.json            {"state", "step", "error", ...}: ends the run
 
@@ -36,6 +36,7 @@ import json
 import logging
 import os
 import random
+import re
 import shutil
 import socket
 import time
@@ -55,6 +56,8 @@ log = logging.getLogger(__name__)
 PATIENCE_S = 600.0
 RETRY_DELAY_S = (0.1, 15.0)
 READ_BYTES = 8 << 20
+SAVED = re.compile(r"(\d+)-(\d+)")
+"""EPOCH-N, the name of a checkpoint's folder."""
 
 
 class RunFolder:
@@ -186,27 +189,38 @@ class RunFolder:
 
     def checkpoint_steps(self) -> list[int]:
         """Steps with a complete checkpoint, oldest first."""
-        steps: list[int] = []
-        for name in self._names("checkpoints"):
-            if name.isdigit() and self._fs.exists(self.path("checkpoints", name, "MANIFEST.json")):
-                steps.append(int(name))
-        return sorted(steps)
+        steps = sorted(int(name) for name in self._names("checkpoints") if name.isdigit())
+        return [step for step in steps if self.manifest(step)]
 
     def manifest(self, step: int) -> Json | None:
-        """{"step", "epoch", "digest", "size_bytes", "files": {name: sha256}, "metrics": {...}}"""
-        return self.read_json("checkpoints", str(step), "MANIFEST.json")
+        """The newest complete checkpoint of that step: {"step", "epoch", "time", "digest",
+        "size_bytes", "files": {name: sha256}, "metrics": {...}, "path": the folder of the files}.
+
+        Each attempt saves into folders of its own, and a complete checkpoint never changes. So an
+        attempt that was stopped while it saved, and wakes later, cannot touch its successor's.
+        """
+        names = [name for name in self._names("checkpoints", str(step)) if SAVED.fullmatch(name)]
+        # Earlier versions have one folder for each step, which every attempt replaced.
+        for name in (*sorted(names, key=_saved_by, reverse=True), "."):
+            place = f"checkpoints/{step}/{name}".removesuffix("/.")
+            if manifest := self.read_json(place, "MANIFEST.json"):
+                return {**manifest, "path": self.path(place)}
+        return None
 
     def verify_checkpoint(self, step: int) -> Json:
         """The manifest, if every file matches it; otherwise FlashError(checkpoint_corrupt) or
         FlashError(unknown_checkpoint).
         """
+        manifest = self._manifest(step)
+        _check_files(manifest, lambda name: self._digest(f"{manifest['path']}/{name}"))
+        return manifest
+
+    def _manifest(self, step: int) -> Json:
         manifest = self.manifest(step)
         if manifest is None:
             what = "there is no checkpoint at that step"
             fix = f"use one of {self.checkpoint_steps()}"
             raise FlashError("unknown_checkpoint", what, step=step, fix=fix)
-        folder = self._files_of(manifest)
-        _check_files(manifest, lambda name: self._digest(f"{folder}/{name}"))
         return manifest
 
     def newest_good_checkpoint(self) -> int | None:
@@ -223,16 +237,14 @@ class RunFolder:
 
     def fetch_checkpoint(self, step: int, into: Path) -> Path:
         """The folder of a verified checkpoint: its own if it is local, else a copy at `into`."""
-        manifest = self.manifest(step)
-        if self.is_local or manifest is None:
-            self.verify_checkpoint(step)
-            return Path(self.path("checkpoints", str(step)))
+        if self.is_local:
+            return Path(self.verify_checkpoint(step)["path"])
+        manifest = self._manifest(step)
         local = RunFolder(into)
-        folder = self._files_of(manifest)
         for name in manifest["files"]:
             (into / name).parent.mkdir(parents=True, exist_ok=True)
             try:
-                self._fs.get_file(f"{folder}/{name}", str(into / name))
+                self._fs.get_file(f"{manifest['path']}/{name}", str(into / name))
             except FileNotFoundError:
                 continue
         _check_files(manifest, lambda name: local._digest(str(into / name)))
@@ -243,13 +255,6 @@ class RunFolder:
         return None if text is None else cast(Json, json.loads(text))
 
     # -- files -------------------------------------------------------------------------------------
-
-    def _files_of(self, manifest: Json) -> str:
-        """The folder of a checkpoint's files. In an object store, each attempt has its own: an
-        attempt that resumes in the middle of writing must not mix its files with its successor's.
-        """
-        step = self.path("checkpoints", str(manifest["step"]))
-        return step if self.is_local else f"{step}/{manifest['epoch']}"
 
     def _digest(self, path: str) -> str | None:
         """sha256 of a file; None if it does not exist."""
@@ -320,6 +325,7 @@ class RunWriter:
         self.folder = folder
         self.epoch = epoch
         self._events = 0
+        self._saves = 0
         self._shards = 0
 
     def check_owner(self) -> None:
@@ -370,71 +376,56 @@ class RunWriter:
         self._events += 1
 
     def commit_checkpoint(self, step: int, source: Path, metrics: Json) -> Json:
-        """Copy the files of local folder `source` to checkpoint `step` and return its manifest.
+        """Copy the files of local folder `source` to a new checkpoint of `step`; its manifest.
 
-        MANIFEST.json is written after the files, and LATEST last: a checkpoint without a manifest
-        does not exist. A second checkpoint of the same step replaces the first."""
-        files: dict[str, Path] = {}
-        digests: dict[str, str] = {}
-        size_bytes = 0
-        for path in sorted(source.rglob("*")):
-            if path.is_file():
-                name = str(path.relative_to(source))
-                files[name] = path
-                digests[name] = hashlib.sha256(path.read_bytes()).hexdigest()
-                size_bytes += path.stat().st_size
-        digest = hashlib.sha256(_dump(digests)).hexdigest()[:16]
+        MANIFEST.json is written last: a checkpoint without it does not exist. The newest checkpoint
+        of a step counts. The files of one that failed are removed."""
+        self.check_owner()
+        self._saves += 1
+        place = f"checkpoints/{step}/{self.epoch}-{self._saves}"
+        paths = {str(path.relative_to(source)): path for path in sorted(source.rglob("*"))}
+        files = {name: path for name, path in paths.items() if path.is_file()}
+        digests = {name: _sha256(path) for name, path in files.items()}
         manifest: Json = {
             "step": step,
             "epoch": self.epoch,
             "time": time.time(),
-            "digest": digest,
+            "digest": hashlib.sha256(_dump(digests)).hexdigest()[:16],
             "files": digests,
-            "size_bytes": size_bytes,
+            "size_bytes": sum(path.stat().st_size for path in files.values()),
             "metrics": metrics,
         }
-        self.check_owner()
-        target = self.folder.path("checkpoints", str(step))
         try:
-            if self.folder.is_local:
-                self._put_local(Path(target), files, manifest)
-            else:
-                self._put_remote(target, files, manifest)
-        except OSError as error:
-            raise disk_error(error, source) from error
-        self._write("checkpoints/LATEST", _dump({"step": step, "digest": digest}))
-        return manifest
+            self._put_files(place, files)
+            self._write(f"{place}/MANIFEST.json", _dump(manifest))
+        except BaseException as error:
+            self.folder._remove(place)
+            if isinstance(error, OSError):
+                self.check_owner()  # a successor removes what it finds unfinished
+                raise disk_error(error, Path(self.folder.path(place))) from error
+            raise
+        self._remove_unfinished(step)
+        return {**manifest, "path": self.folder.path(place)}
 
-    def _put_local(self, target: Path, files: dict[str, Path], manifest: Json) -> None:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        staging = target.with_name(f".{self.epoch}.{target.name}.{uuid4().hex}")
-        try:
+    def _put_files(self, place: str, files: dict[str, Path]) -> None:
+        target = self.folder.path(place)
+        if not self.folder.is_local:
             for name, path in files.items():
-                (staging / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, staging / name)
-            (staging / "MANIFEST.json").write_bytes(_dump(manifest))
-            _sync_tree(staging)
-            self.check_owner()
-            if target.exists():
-                target.rename(staging.with_name(f"{staging.name}.old"))
-            staging.rename(target)
-        finally:
-            # Also what earlier attempts began, but never what a newer one is writing.
-            for stale in target.parent.glob(".*"):
-                epoch = stale.name.split(".")[1]
-                if epoch.isdigit() and int(epoch) <= self.epoch:
-                    shutil.rmtree(stale, ignore_errors=True)
-
-    def _put_remote(self, target: str, files: dict[str, Path], manifest: Json) -> None:
-        folder = self.folder
-        fs = folder._fs
-        known = folder.manifest(manifest["step"])
-        if known and known["epoch"] == self.epoch:  # its files are about to be replaced
-            fs.rm_file(f"{target}/MANIFEST.json")
+                self.folder._fs.put_file(str(path), f"{target}/{name}")
+            return
         for name, path in files.items():
-            fs.put_file(str(path), f"{folder._files_of(manifest)}/{name}")
-        self.check_owner()
-        fs.pipe_file(f"{target}/MANIFEST.json", _dump(manifest))
+            copy = Path(target, name)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
+        _sync_tree(Path(target))
+
+    def _remove_unfinished(self, step: int) -> None:
+        """Remove what attempts that are over left of a checkpoint of this step."""
+        for name in self.folder._names("checkpoints", str(step)):
+            place = f"checkpoints/{step}/{name}"
+            is_over = SAVED.fullmatch(name) and _saved_by(name)[0] < self.epoch
+            if is_over and not self.folder._fs.exists(f"{self.folder.path(place)}/MANIFEST.json"):
+                self.folder._remove(place)
 
     def commit_result(
         self, state: str, step: int, error: FlashError | None = None, **values: Any
@@ -506,6 +497,17 @@ def _unreachable(path: str, error: Exception) -> FlashError:
     fix = f"check that the store answers and that {variables} are right; the run resumes"
     what = f"the run folder's store does not answer: {error}"
     return FlashError("store_unreachable", what, path=path, fix=fix)
+
+
+def _saved_by(name: str) -> tuple[int, int]:
+    """The attempt that saved the checkpoint of this folder, and the number of its save."""
+    epoch, _, number = name.partition("-")
+    return int(epoch), int(number)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _check_files(manifest: Json, digest_of: Callable[[str], str | None]) -> None:

@@ -58,9 +58,7 @@ class Reader:
         self._take(
             "checkpoints",
             {step: str(manifest["time"]) for step, manifest in manifests.items()},
-            lambda step: store.put_checkpoint(
-                run_id, manifests[step], folder.path("checkpoints", str(step))
-            ),
+            lambda step: store.put_checkpoint(run_id, manifests[step], manifests[step]["path"]),
         )
         ended = time.monotonic()
         self._next_at = ended + 20 * (ended - started)

@@ -131,16 +131,6 @@ def file_system(folder: RunFolder) -> tuple[Any, str]:
     return fsspec.core.url_to_fs(folder.url, use_listings_cache=False)
 
 
-def file_of_checkpoint(folder: RunFolder, step: int, name: str) -> str:
-    """Its path; in an object store each attempt that saved the step has files of its own."""
-    (path,) = [
-        path
-        for path in files_of(folder)
-        if f"/checkpoints/{step}/" in path and path.endswith(f"/{name}")
-    ]
-    return path
-
-
 def files_of(folder: RunFolder) -> dict[str, bytes]:
     filesystem, root = file_system(folder)
     return {path: filesystem.cat_file(path) for path in filesystem.find(root)}
@@ -258,7 +248,6 @@ def test_a_checkpoint_is_whole_and_verified(folder: RunFolder, tmp_path: Path) -
     assert set(manifest["files"]) == {"adapter.bin", "optimizer/state.bin"}
     fetched = folder.fetch_checkpoint(10, tmp_path / "fetched")
     assert (fetched / "optimizer" / "state.bin").read_bytes() == b"moments"
-    assert folder.read_json("checkpoints", "LATEST") == {"step": 10, "digest": manifest["digest"]}
 
 
 @pytest.mark.slow
@@ -292,11 +281,12 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     for step in (5, 10):
         writer.commit_checkpoint(step, adapter(tmp_path), {})
     filesystem, _ = file_system(folder)
-    filesystem.pipe_file(file_of_checkpoint(folder, 10, "adapter.bin"), b"weight?")
+    paths = {step: f"{(folder.manifest(step) or {})['path']}/adapter.bin" for step in (5, 10)}
+    filesystem.pipe_file(paths[10], b"weight?")
     with pytest.raises(FlashError, match="checkpoint_corrupt"):
         folder.verify_checkpoint(10)
     assert folder.newest_good_checkpoint() == 5
-    filesystem.rm_file(file_of_checkpoint(folder, 5, "adapter.bin"))
+    filesystem.rm_file(paths[5])
     assert folder.newest_good_checkpoint() is None
     with pytest.raises(FlashError, match="checkpoint_corrupt"):
         folder.fetch_checkpoint(5, tmp_path / "fetched")
@@ -305,9 +295,9 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
 def test_a_checkpoint_without_its_manifest_does_not_exist(
     folder: RunFolder, tmp_path: Path
 ) -> None:
-    folder.claim(1).commit_checkpoint(5, adapter(tmp_path), {})
-    filesystem, root = file_system(folder)
-    filesystem.rm_file(f"{root}/checkpoints/5/MANIFEST.json")
+    manifest = folder.claim(1).commit_checkpoint(5, adapter(tmp_path), {})
+    filesystem, _ = file_system(folder)
+    filesystem.rm_file(f"{manifest['path']}/MANIFEST.json")
     assert folder.checkpoint_steps() == []
     with pytest.raises(FlashError, match="unknown_checkpoint"):
         folder.verify_checkpoint(5)
@@ -332,8 +322,7 @@ def test_a_zombie_changes_nothing(folder: RunFolder, tmp_path: Path) -> None:
     for deed in deeds:
         with pytest.raises(FlashError, match="fenced"):
             deed()
-    left = {path: body for path, body in files_of(folder).items() if "/checkpoints/." not in path}
-    assert left == before
+    assert files_of(folder) == before
 
 
 def test_a_cancel_and_a_result_reach_the_other_side(folder: RunFolder, url: str) -> None:
@@ -393,6 +382,64 @@ def test_a_zombie_that_wakes_while_its_successor_saves_takes_nothing_from_it(
     assert folder.verify_checkpoint(7) == manifests[0]
     fetched = folder.fetch_checkpoint(7, tmp_path / "fetched")
     assert (fetched / "adapter.bin").read_bytes() == b"fresh"
+
+
+@contextmanager
+def suppress_fenced() -> Generator[None]:
+    try:
+        yield
+    except FlashError as error:
+        assert error.code == "fenced"
+
+
+def test_a_zombie_that_wakes_after_its_last_check_takes_nothing_from_its_successor(
+    folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The older attempt was stopped before it wrote the manifest, and found itself the owner."""
+    zombie = folder.claim(1)
+    check = zombie.check_owner
+    checks = iter([check, lambda: (check(), successor_saves()), check])
+    saved = []
+
+    def successor_saves() -> None:
+        owner = folder.claim(2)
+        saved.append(owner.commit_checkpoint(7, adapter(tmp_path, b"fresh"), {}))
+        owner.commit_result("succeeded", 7)
+
+    monkeypatch.setattr(zombie, "check_owner", lambda: next(checks)())
+    with suppress_fenced():
+        zombie.commit_checkpoint(7, adapter(tmp_path, b"stale"), {})
+    assert folder.verify_checkpoint(7) == saved[0]
+    fetched = folder.fetch_checkpoint(7, tmp_path / "fetched")
+    assert (fetched / "adapter.bin").read_bytes() == b"fresh"
+
+
+@pytest.mark.slow
+def test_a_successor_removes_what_a_killed_attempt_left_of_the_same_checkpoint(
+    folder: RunFolder, tmp_path: Path
+) -> None:
+    lost = folder.claim(1).commit_checkpoint(7, adapter(tmp_path), {})
+    filesystem, _ = file_system(folder)
+    filesystem.rm_file(f"{lost['path']}/MANIFEST.json")
+    folder.claim(2).commit_checkpoint(7, adapter(tmp_path), {})
+    assert not [path for path in files_of(folder) if path.startswith(f"{lost['path']}/")]
+    assert folder.verify_checkpoint(7)["epoch"] == 2
+
+
+def test_a_checkpoint_of_a_version_without_a_folder_for_each_attempt_is_read_and_replaced(
+    tmp_path: Path,
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    made = folder.claim(1).commit_checkpoint(7, adapter(tmp_path, b"old"), {})
+    step = Path(folder.path("checkpoints", "7"))
+    Path(made["path"]).rename(tmp_path / "moved")
+    step.rmdir()
+    (tmp_path / "moved").rename(step)
+    assert folder.checkpoint_steps() == [7]
+    assert folder.verify_checkpoint(7)["path"] == str(step)
+    folder.claim(2).commit_checkpoint(7, adapter(tmp_path, b"new"), {})
+    fetched = folder.fetch_checkpoint(7, tmp_path / "fetched")
+    assert (fetched / "adapter.bin").read_bytes() == b"new"
 
 
 # -- object stores ---------------------------------------------------------------------------------

@@ -399,7 +399,8 @@ def test_a_run_without_a_checkpoint_or_with_a_damaged_one_is_refused(
     run_id = make_run(
         store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")}
     )
-    Path(store.run(run_id).folder, "checkpoints", "2", "adapter_model.safetensors").write_bytes(b"")
+    saved = RunFolder(store.run(run_id).folder).verify_checkpoint(2)
+    Path(saved["path"], "adapter_model.safetensors").write_bytes(b"")
     assert request(store, run_id).step == 1, "the newest good one"
     with pytest.raises(FlashError) as caught:
         request(store, run_id, step=2)

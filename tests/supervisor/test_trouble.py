@@ -157,7 +157,7 @@ def test_a_damaged_checkpoint_is_passed_over_by_the_next_attempt_and_refused_by_
     run = bench.train({"steps": 6, "1": {"at": 5, "do": "hold"}, "2": {"at": 5, "do": "hold"}})
     bench.until(lambda: bench.step(run) == 5 and len(bench.store.checkpoints(run.id)) == 4)
     folder = RunFolder(run.folder)
-    Path(folder.path("checkpoints", "4", "adapter.bin")).write_bytes(b"\0" * 64)
+    Path(folder.verify_checkpoint(4)["path"], "adapter.bin").write_bytes(b"\0" * 64)
     with pytest.raises(FlashError, match="checkpoint_corrupt"):
         request(bench.store, run.id, step=4)
     bench.supervisor.launcher.cancel(bench.supervisor._attempts[run.id].handle)

@@ -296,7 +296,7 @@ def damage(file: Path) -> None:
 
 async def test_a_warm_start_takes_no_damaged_checkpoint(tmp_path: Path):
     earlier = finished_run(tmp_path)
-    damage(Path(earlier.folder, "checkpoints", "20", "adapter_model.safetensors"))
+    damage(Path(open_store().checkpoint(earlier.id, 20).path, "adapter_model.safetensors"))
     error = await refused("train", environment="echo", init_from_adapter=f"{earlier.id}@20")
     assert error.code == "checkpoint_corrupt" and "adapter_model.safetensors" in error.what
     started = await call("train", environment="echo", init_from_adapter=earlier.id)

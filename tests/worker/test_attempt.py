@@ -131,7 +131,7 @@ def test_the_final_adapter_loads_in_peft_and_was_trained(whole_run: Any, tiny_mo
     from peft import PeftModel  # noqa: PLC0415
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
-    folder = Path(whole_run.path("checkpoints", "5"))
+    folder = Path(whole_run.verify_checkpoint(5)["path"])
     PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), folder)
     assert any(
         weight.any()
@@ -280,7 +280,7 @@ def test_a_warm_start_begins_with_the_other_runs_adapter(
 ) -> None:
     start = {
         "init_adapter": {
-            "path": whole_run.path("checkpoints", "5"),
+            "path": whole_run.verify_checkpoint(5)["path"],
             "run_id": "run",
             "step": 5,
             "digest": "",

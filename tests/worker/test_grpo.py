@@ -297,7 +297,7 @@ def test_a_trainer_that_resumes_ends_where_one_that_was_not_stopped_ends(
         return folder
 
     whole, cut = attempt("whole", 4), attempt("cut", stop)
-    attempt("cut", 4, cut.path("checkpoints", str(stop)))
+    attempt("cut", 4, cut.verify_checkpoint(stop)["path"])
     assert (
         cut.manifest(4)["files"]["adapter_model.safetensors"]
         == whole.manifest(4)["files"]["adapter_model.safetensors"]

@@ -167,7 +167,7 @@ def test_fine_tuning_that_resumes_ends_where_it_would_have(
             output_dir=str(tmp_path / "out"), callbacks=[reporter], packed=True,
         )  # fmt: skip
         session: Any = SimpleNamespace(spec=spec, pulse=pulse, reporter=reporter)
-        came_from = (resume, Path(folder.path("checkpoints", str(resume)))) if resume else None
+        came_from = (resume, Path(folder.verify_checkpoint(resume)["path"])) if resume else None
         assert _optimize(trainer, session, came_from) == steps
         return folder
 
@@ -204,7 +204,7 @@ def test_a_fine_tuned_adapter_warms_a_grpo_run(tiny_model: Path, tmp_path: Path)
 
     start = {
         "init_adapter": {
-            "path": tuned.path("checkpoints", "6"),
+            "path": tuned.verify_checkpoint(6)["path"],
             "run_id": "sft",
             "step": 6,
             "digest": "",
