@@ -38,10 +38,27 @@ class EnvironmentSettings:
 
 
 @dataclass(frozen=True)
+class DiskSettings:
+    """How much of the disk runs and owners may take. A default of 0 is no limit."""
+
+    run_days: float = 0.0
+    """Days after its end in which a run keeps its files: checkpoints, logs, rollouts of its
+    training."""
+    total_gib: float = 0.0
+    """GiB that all run folders may take. Beyond it the runs that ended first lose their files."""
+    uploads_gib: float = 0.0
+    """GiB of environments that an owner over HTTP may store; by default serve's
+    --environment-mib."""
+    datasets_gib: float = 2.0
+    """GiB of datasets that an owner over HTTP may store."""
+
+
+@dataclass(frozen=True)
 class Settings:
     """The whole file. A section or value that is left out has its default."""
 
     environments: EnvironmentSettings = EnvironmentSettings()
+    disk: DiskSettings = DiskSettings()
 
 
 def load_settings(home: Path | None = None) -> Settings:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import hashlib
 import logging
 import os
 import resource
@@ -27,6 +26,7 @@ import psutil
 
 from environments.process.host import EnvironmentFault
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.paths import scratch_prefix
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import RunFolder, RunWriter, disk_error
 from flash_mcp.protocol.spec import EvalSpec, stored_spec
@@ -109,7 +109,7 @@ def _sweep_scratch(url: str) -> str:
     """Remove what killed attempts of this run left in the temporary folder; the prefix of this
     attempt's scratch folder.
     """
-    prefix = f"flash-{hashlib.sha256(url.encode()).hexdigest()[:12]}-"
+    prefix = scratch_prefix(url)
     for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         shutil.rmtree(left, ignore_errors=True)
     return prefix

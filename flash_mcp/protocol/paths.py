@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -32,3 +33,8 @@ def models_dir(base: Path | None = None) -> Path:
     """Base models ready for use. Several state directories can share it through FLASH_MODELS."""
     shared = os.environ.get("FLASH_MODELS")
     return Path(shared).expanduser().absolute() if shared else (base or home()) / "models"
+
+
+def scratch_prefix(folder: str) -> str:
+    """How the temporary folders of a run's attempts begin; `folder` is its run folder."""
+    return f"flash-{hashlib.sha256(folder.encode()).hexdigest()[:12]}-"

@@ -76,6 +76,8 @@ class Run(Record):
     started: float | None
     ended: float | None
     updated: float
+    files_removed: float | None = None
+    """When the operator's limits removed its files."""
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Self:

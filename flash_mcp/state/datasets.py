@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.paths import datasets_dir
+from flash_mcp.protocol.paths import datasets_dir, home
 from flash_mcp.protocol.records import Json
+from flash_mcp.state.disk import check_quota, disk_settings, size_of
 from flash_mcp.state.owners import LOCAL_OWNER
 from flash_mcp.state.versions import Version, digest_of, owner_dir, staged
 
@@ -66,12 +67,16 @@ def register(
     """Keep rows and manifest for good; the same ones under the same name are the dataset that is
     there already.
 
-    Raises FlashError(invalid_argument | disk_full).
+    Raises FlashError(invalid_argument | quota_exceeded | disk_full).
     """
     files = {TRAIN: dump_rows(train)} | ({HOLDOUT: dump_rows(holdout)} if holdout else {})
     checksums = {file: hashlib.sha256(content).hexdigest() for file, content in files.items()}
     body = json.dumps({**manifest, "name": name, "files": checksums}, indent=1, sort_keys=True)
     with staged(name, {**files, MANIFEST: body.encode()}, root=datasets_dir(base)) as stage:
+        if not (stage.parent / stage.digest).exists():
+            stored = sum(size_of(path) for versions in _known(base).values() for path in versions)
+            limit = int(disk_settings(base or home()).datasets_gib * 2**30)
+            check_quota("datasets", stored, stage.size_bytes, limit, "datasets_gib")
         return stage.commit()
 
 

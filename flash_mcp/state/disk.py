@@ -6,6 +6,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from environments.settings import FILE, DiskSettings, load_settings
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.state.owners import caller
+
 
 def size_of(folder: Path) -> int:
     """Bytes of the files below `folder`; 0 if it does not exist. Files may vanish meanwhile."""
@@ -33,3 +37,27 @@ def _sizes(folder: Path) -> Iterator[int]:
 def in_words(size: float) -> str:
     """A number of bytes for people: 12.3 MB, 4.5 GB."""
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
+def disk_settings(base: Path) -> DiskSettings:
+    """[disk] of settings.toml. FlashError(invalid_argument) if the file cannot be used."""
+    try:
+        return load_settings(base).disk
+    except ValueError as error:
+        what = f"the settings of this server cannot be used: {error}"
+        fix = f"whoever runs the server corrects {base / FILE}"
+        raise FlashError("invalid_argument", what, fix=fix) from error
+
+
+def check_quota(what: str, stored: int, more: int, limit: int, key: str) -> None:
+    """FlashError(quota_exceeded) if a caller over HTTP would store more than `limit` bytes of
+    `what`; `key` is the setting of [disk] that decides.
+    """
+    if caller().is_local or stored + more <= limit:
+        return
+    told = f"your {what} take {stored:,} of {limit:,} bytes, and this one {more:,} more"
+    fix = (
+        f"store fewer or smaller {what}; whoever runs the server can remove versions, or raise"
+        f" {key} in [disk] of {FILE}"
+    )
+    raise FlashError("quota_exceeded", told, stored=stored, limit=limit, fix=fix)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from flash_mcp.protocol.errors import FlashError, did_you_mean
 from flash_mcp.protocol.records import EnvironmentVersion, Json
 from flash_mcp.state.database import Connection
+from flash_mcp.state.disk import check_quota, disk_settings
 from flash_mcp.state.owners import caller
 
 if TYPE_CHECKING:
@@ -55,20 +56,11 @@ class EnvironmentTable(Connection):
             "SELECT coalesce(sum(size_bytes), 0) AS n FROM environments WHERE (name, digest) !="
             " (?, ?)"
         )
-        stored, limit = (
-            self.query(others, [row.name, row.digest])[0]["n"],
-            caller().limits.environment_bytes,
-        )
-        if not caller().is_local and stored + row.size_bytes > limit:
-            what = (
-                f"your environments take {stored:,} of {limit:,} bytes, and this one"
-                f" {row.size_bytes:,} more"
-            )
-            fix = (
-                "push fewer or smaller files; whoever runs the server can remove versions or raise"
-                " the limit"
-            )
-            raise FlashError("quota_exceeded", what, stored=stored, limit=limit, fix=fix)
+        stored = self.query(others, [row.name, row.digest])[0]["n"]
+        limit = caller().limits.environment_bytes
+        if allowed := disk_settings(self.base).uploads_gib:
+            limit = int(allowed * 2**30)
+        check_quota("environments", stored, row.size_bytes, limit, "uploads_gib")
 
     def environments(self) -> list[EnvironmentVersion]:
         """All versions, the caller's own first, by name, the newest of a name first."""

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.records import ACTIVE, ENDED, LIVE_DEPLOYMENT
+from flash_mcp.protocol.records import ACTIVE, ENDED, LIVE_DEPLOYMENT, Run
 from flash_mcp.protocol.run_folder import disk_error
 from flash_mcp.state import datasets
 from flash_mcp.state.database import marks
@@ -75,16 +75,15 @@ def remove(store: Store, reference: str, *, dry_run: bool = False) -> Removed:
     A version is the local owner's as NAME@DIGEST, another's as OWNER/NAME@DIGEST; six characters of
     the digest do. FlashError(in_use | unknown_run | unknown_environment | unknown_dataset |
     disk_full)."""
-    away = store.base / "removed"
     with store.transaction():
         found = _find(store, reference)
         freed = sum(size_of(folder) for folder in found.folders)
         if not dry_run:
             for sql, values in found.deletions:
                 store.execute(sql, values)
-            _move(found.folders, away)
+            move_away(store, found.folders)
     if not dry_run:
-        shutil.rmtree(away, ignore_errors=True)  # what one that was killed left there too
+        empty_away(store)
     return Removed(found.kind, found.reference, found.owner, freed, found.used_by)
 
 
@@ -99,13 +98,20 @@ def ended_runs(
     return [row["id"] for row in store.query(sql, [*states, before])]
 
 
-def _move(folders: Iterable[Path], away: Path) -> None:
+def move_away(store: Store, folders: Iterable[Path]) -> None:
+    """Move folders to where `empty_away` deletes them: a folder is moved whole or not at all."""
+    away = store.base / "removed"
     try:
         away.mkdir(exist_ok=True)
         for folder in folders:
             folder.rename(away / uuid4().hex)
     except OSError as error:
         raise disk_error(error, away) from error
+
+
+def empty_away(store: Store) -> None:
+    """Delete what was moved away, also by a process that was killed before it did."""
+    shutil.rmtree(store.base / "removed", ignore_errors=True)
 
 
 def _find(store: Store, reference: str) -> _Found:
@@ -157,10 +163,14 @@ def _run(store: Store, run_id: str) -> _Found:
         )
     sql = "SELECT id FROM runs WHERE json_extract(init_adapter, '$.run_id') = ? ORDER BY created"
     used_by = [row["id"] for row in store.query(sql, [run_id])]
-    folders = [Path(run.folder), *(store.base / "attempts").glob(f"{run_id}-*")]
     deletions = [(f"DELETE FROM {table} WHERE run_id = ?", [run_id]) for table in OF_A_RUN]
     deletions.append(("DELETE FROM runs WHERE id = ?", [run_id]))
-    return _Found("run", run_id, run.owner, _own(store, folders), deletions, used_by)
+    return _Found("run", run_id, run.owner, run_folders(store, run), deletions, used_by)
+
+
+def run_folders(store: Store, run: Run) -> list[Path]:
+    """All folders of a run in the state directory."""
+    return _own(store, [Path(run.folder), *(store.base / "attempts").glob(f"{run.id}-*")])
 
 
 def _environment(store: Store, found: _Version) -> _Found:

@@ -118,6 +118,11 @@ def _relative_paths(db: Database) -> None:  # pyright: ignore[reportUnusedFuncti
     make_relative(db)
 
 
+@migrations(name="files_removed")
+def _files_removed(db: Database) -> None:  # pyright: ignore[reportUnusedFunction]
+    execute(db, "ALTER TABLE runs ADD COLUMN files_removed REAL")
+
+
 def _rebuild(db: Database, table: str, old: str, new: str) -> None:
     """Make a table anew with `new` for `old` in its definition, rows, indexes and later columns
     kept.

@@ -32,6 +32,7 @@ from flash_mcp.supervisor.launch.base import Handle, Hint, Launch, Launcher
 from flash_mcp.supervisor.launch.local import LocalLauncher
 from flash_mcp.supervisor.process import PYTHON, Holder, take_lock, wait_for
 from flash_mcp.supervisor.secrets import Vault
+from flash_mcp.supervisor.upkeep import Upkeep
 
 if TYPE_CHECKING:
     from flash_mcp.supervisor.model_servers import Deployments
@@ -108,6 +109,7 @@ class Supervisor:
         self.store = Store(base)
         self.launcher = launcher or LocalLauncher(base / "attempts")
         self.vault = Vault(base)
+        self.upkeep = Upkeep(self.store)
         self._attempts: dict[str, Attempt] = {}
         self._troubles: dict[str, str] = {}
         self._serving: Deployments | None = None
@@ -116,7 +118,8 @@ class Supervisor:
         """Tick until there was nothing to do for `idle_exit_s`."""
         busy_at = time.monotonic()
         while True:
-            if self._tick_unless_held_up():
+            is_busy = self._tick_unless_held_up()
+            if self.upkeep.step() or is_busy:
                 busy_at = time.monotonic()
             elif time.monotonic() - busy_at >= self.patience.idle_exit_s:
                 return

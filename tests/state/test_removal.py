@@ -215,13 +215,13 @@ def test_whoever_is_stopped_in_between_can_call_again(
 ) -> None:
     run = made(store, published(store), tmp_path)
     before = rows_of(store, run)
-    move: Callable[..., Any] = removal._move  # pyright: ignore[reportPrivateUsage]
+    move: Callable[..., Any] = removal.move_away
 
     def die_after(*args: Any) -> None:
         move(*args)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(removal, "_move", die_after)
+    monkeypatch.setattr(removal, "move_away", die_after)
     with pytest.raises(KeyboardInterrupt):
         remove(store, run.id)
     assert rows_of(store, run) == before

@@ -1,0 +1,97 @@
+"""Frees the disk beside the supervisor's other work, within what the operator allows."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from environments.settings import FILE, load_settings
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.records import Run
+from flash_mcp.state.disk import size_of
+from flash_mcp.state.retention import delete, drop_files, ended, leftovers
+from flash_mcp.state.store import Store
+
+log = logging.getLogger(__name__)
+EVERY_S = 3600.0
+PIECES_S = 0.05
+"""The supervisor does its other work in between."""
+DAY_S = 86_400.0
+
+
+class Upkeep:
+    """Sweeps leftovers and applies the limits of settings.toml once an hour, a piece at a time."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._pieces: Iterator[None] | None = None
+        self._next_at = time.monotonic()
+        self._sizes: dict[str, int] = {}
+        """Bytes of the folders of ended runs, which do not grow."""
+
+    def step(self) -> bool:
+        """Do the next pieces; whether others follow at once."""
+        if self._pieces is None:
+            if time.monotonic() < self._next_at:
+                return False
+            self._pieces = self._all_pieces()
+        until = time.monotonic() + PIECES_S
+        try:
+            while time.monotonic() < until:
+                next(self._pieces)
+        except StopIteration:
+            pass
+        except (FlashError, OSError, ValueError) as error:  # a full disk, a broken settings.toml
+            log.warning("clearing the disk was put off: %s", error)
+        else:
+            return True
+        self._pieces = None
+        self._next_at = time.monotonic() + EVERY_S
+        return False
+
+    def _all_pieces(self) -> Iterator[None]:
+        for path in leftovers(self._store):
+            log.info("deleting a leftover: %s", path)
+            delete(path)
+            yield
+        allowed = load_settings(self._store.base).disk
+        dropped = False
+        if allowed.run_days:
+            why = f"it ended more than {allowed.run_days:g} days ago: run_days"
+            for run in ended(self._store, before=time.time() - allowed.run_days * DAY_S):
+                dropped |= self._drop(run, why)
+                yield
+        if allowed.total_gib:
+            limit = allowed.total_gib * 2**30
+            total = 0
+            for folder in sorted(Path(self._store.base, "runs").glob("*")):
+                total += self._size(folder)
+                yield
+            why = f"run folders took {total / 2**30:.1f} of {allowed.total_gib:g} GiB: total_gib"
+            for run in ended(self._store):
+                if total <= limit:
+                    break
+                size = self._size(Path(run.folder))
+                if self._drop(run, why):
+                    dropped = True
+                    total -= size
+                yield
+        if dropped:
+            self._store.shrink()
+
+    def _drop(self, run: Run, why: str) -> bool:
+        what = f"its files were removed, {why} in [disk] of {FILE}"
+        if not drop_files(self._store, run.id, what):
+            return False
+        log.warning("%s: %s", run.id, what)
+        return True
+
+    def _size(self, folder: Path) -> int:
+        known = self._sizes.get(folder.name)
+        if known is None:
+            known = size_of(folder)
+            if (folder / "result.json").exists():
+                self._sizes[folder.name] = known
+        return known
