@@ -35,6 +35,16 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def outer_pid(ancestor: int, inner: int) -> int:
+    """The pid, for us, of the descendant that calls itself `inner` in its PID namespace."""
+    for process in psutil.Process(ancestor).children(recursive=True):
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        names = status.partition("NSpid:")[2].split("\n")[0].split()
+        if int(names[-1]) == inner:
+            return process.pid
+    raise LookupError(inner)
+
+
 def watch(run: RunFolder, attempt: Attempt, timeout_s: float) -> tuple[list[Held], float]:
     """What the attempt held after each step, and the peak of its resident memory in MiB, until it
     ends.

@@ -15,23 +15,18 @@ from __future__ import annotations
 import asyncio
 import codecs
 import contextlib
-import fcntl
 import itertools
 import json
 import os
-import shutil
 import signal
 import sys
-import tempfile
-import time
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, cast
 
 from environments.base import ChatMessage
-from environments.process import requirements
+from environments.process import requirements, scratch
 from environments.process.faults import EnvironmentFault
 from environments.process.redaction import Redactor
 from environments.process.sandbox import READABLE_VARIABLE, Bounds, Needs
@@ -41,9 +36,6 @@ from environments.settings import state_directory
 ABANDON_TIMEOUT_S = 5.0
 """A child that does not confirm within this time that it dropped a call is frozen, and killed."""
 STDERR_TAIL_CHARACTERS = 4000
-SCRATCH_PREFIX = "flash-environment-"
-SCRATCH_MIN_AGE_S = 60.0
-"""The process that made a younger scratch folder may not have locked it yet."""
 MAX_LINE_BYTES = 16 << 20
 """Size of a reply. environments.process.child sends no longer ones; they could fill our memory."""
 MAX_PRINTED_BYTES = 8 << 20
@@ -123,7 +115,7 @@ class EnvironmentHost:
         self._numbers = itertools.count(1)
         self._starting = asyncio.Lock()
         self._stopped = False
-        self._scratch, self._scratch_lock = _scratch_folder()
+        self._scratch, self._scratch_lock = scratch.scratch_folder()
 
     @classmethod
     async def start(
@@ -223,7 +215,7 @@ class EnvironmentHost:
         for child in self._children:
             child.kill(STOPPED)
         await asyncio.gather(*(child.gone.wait() for child in self._children))
-        await asyncio.to_thread(_remove, self._scratch)
+        await asyncio.to_thread(scratch.remove, self._scratch)
         self._scratch_lock.close()
 
     # -- children ----------------------------------------------------------------------------------
@@ -528,38 +520,6 @@ class _Child(asyncio.SubprocessProtocol):
             self._fail_pending()
             self._transport.close()
             self.gone.set()
-
-
-def _scratch_folder() -> tuple[Path, ExitStack]:
-    """A private folder, locked until this process or the stack ends. Also removes the folders of
-    processes that are gone.
-    """
-    for old in Path(tempfile.gettempdir()).glob(f"{SCRATCH_PREFIX}*"):
-        with contextlib.suppress(OSError), ExitStack() as stack:
-            if time.time() - old.stat().st_mtime > SCRATCH_MIN_AGE_S:
-                _lock(old, stack)
-                _remove(old)
-    folder = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX))
-    stack = ExitStack()
-    _lock(folder, stack)
-    return folder, stack
-
-
-def _remove(folder: Path) -> None:
-    """Remove what user code made, even folders whose mode forbids it."""
-    for place, folders, _ in os.walk(folder):
-        for name in folders:
-            path = Path(place, name)
-            if not path.is_symlink():
-                with contextlib.suppress(OSError):
-                    path.chmod(0o700)
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def _lock(folder: Path, stack: ExitStack) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
-    stack.callback(os.close, descriptor)
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _exit_reason(code: int | None) -> str:

@@ -37,7 +37,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from environments.process import sandbox, warden
+from environments.process import kernel, sandbox, warden
 from environments.process.faults import EnvironmentFault
 from environments.settings import state_directory
 
@@ -289,7 +289,7 @@ def _run(*command: str, capture: bool = False) -> str:
 
 def _install_confined(target: Path, versions: IO[str], parent_pid: int) -> None:
     """Runs in a fork of the installer. The sandbox forbids opening `versions`, so it is open."""
-    sandbox.die_with_parent(parent_pid, by=signal.SIGTERM)
+    kernel.die_with_parent(parent_pid, by=signal.SIGTERM)
     _confine(target)
     try:
         versions.write(install(target))
@@ -318,7 +318,7 @@ def main() -> None:
             folder.mkdir(exist_ok=True)
         with (target / "versions").open("w") as versions:
             install_confined = partial(_install_confined, target, versions, os.getpid())
-            is_done = sandbox.works_in_a_fork(install_confined)
+            is_done = kernel.works_in_a_fork(install_confined)
         if is_done:
             (target / "versions").replace(target / "ready")
         else:

@@ -5,10 +5,15 @@
     # the same from Python: goes on in a new process in the sandbox; the caller becomes its warden
     found = enclose(bounds)
 
-A process that makes its own session outlives its process group. The kernel makes the warden the
-parent of such orphans (PR_SET_CHILD_SUBREAPER), so it finds and kills them when environment code
-ends or SIGTERM arrives, and then ends with the same status. Twice a second it adds up their memory.
-It runs no user code.
+    host --starts--> warden --forks--> first process --forks--> environment code
+                                       (pid 1 of a PID namespace)
+
+The kernel ends a PID namespace as a whole with its first process. That process is ours: it takes
+in orphans, passes SIGUSR1 on, and dies with the warden. Where no PID namespace can be had there is
+no first process. Then the kernel makes the warden the parent of orphans (PR_SET_CHILD_SUBREAPER);
+when environment code ends or SIGTERM arrives, it stops all of them, so that they start no others,
+and kills them. The warden ends with the status of environment code. Twice a second it adds up the
+memory of the processes. Neither of the two runs user code.
 
 The sandbox (environments.process.sandbox) is set up before INTERPRETER starts. An interpreter with
 its own packages runs their code at once (.pth files), and a package's build may have written the
@@ -19,19 +24,31 @@ from __future__ import annotations
 import json
 import os
 import resource
+import select
 import signal
+import struct
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
-from environments.process.sandbox import Bounds, confine, die_with_parent, set_subreaper
+from environments.process.kernel import (
+    CAP_KILL,
+    die_with_parent,
+    end_with_parent,
+    keep_capabilities,
+    set_dumpable,
+    set_subreaper,
+)
+from environments.process.namespaces import Mounts, Own, enter_namespaces, own_mounts, pids_by_user
+from environments.process.sandbox import Bounds, confine
 
 CHECK_EVERY_S = 0.5
 SWEEP_TIMEOUT_S = 5.0
 MEMORY_EXIT_CODE = 97
 """The exit code that tells the host that the processes used too much memory."""
+STATUS = struct.Struct("i")
 HEEDED = {signal.SIGTERM, signal.SIGCHLD, signal.SIGUSR1}
 
 
@@ -39,32 +56,96 @@ def enclose(bounds: Bounds) -> dict[str, str]:
     """Go on in a new process in the sandbox, with this one as its warden. Returns what `confine`
     found, in the new process only.
     """
-    warden = _watch(bounds.memory_bytes)
-    found = confine(bounds)
-    die_with_parent(warden)  # again, because becoming another user undoes it
-    return found
-
-
-def _watch(memory_bytes: int) -> int:
-    """Fork. Return the parent's pid in the child; never return in the parent."""
     if not sys.platform.startswith("linux"):
-        return os.getppid()
+        return confine(bounds, Own(), Mounts())
     set_subreaper()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # memory may hold secrets
     signal.pthread_sigmask(signal.SIG_BLOCK, HEEDED)
+    own = enter_namespaces()
     warden = os.getpid()
+    ended, ending = os.pipe()
     child = os.fork()
-    if child == 0:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, HEEDED)
+    if child:
+        os.close(ending)
+        _watch(child, own, bounds.memory_bytes, ended)
+    os.close(ended)
+    parent = warden
+    if own.has_processes:
+        _die_with_reader(ending)
+    else:
         die_with_parent(warden)
-        return warden
+    with suppress(OSError):
+        # If memory runs out, the kernel kills these processes before the trainer.
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    mounts = own_mounts(bounds.writable, bounds.memory_bytes // 2, own)
+    if own.has_processes:
+        child = os.fork()
+        if child:
+            _be_first(child, ending)
+        parent = 1
+    os.close(ending)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HEEDED)
+    found = confine(bounds, own, mounts)
+    die_with_parent(parent)  # not earlier, because becoming another user undoes it
+    return found
+
+
+# -- the first process of the namespace ------------------------------------------------------------
+
+
+def _die_with_reader(pipe: int) -> None:
+    """Die with the parent, which holds the other end. A namespace hides the parent's pid."""
+    end_with_parent()
+    poll = select.poll()
+    poll.register(pipe, 0)
+    if poll.poll(0):
+        os._exit(1)
+
+
+def _be_first(child: int, ending: int) -> NoReturn:
+    """Reap until `child` ends, write its wait status to `ending`, and end all others."""
     try:
         _let_go_of_pipes()
-        status = _wait(child, memory_bytes)
-        _sweep()
-        _end_as(status)
+        set_dumpable(False)
+        keep_capabilities(*([CAP_KILL] if os.getuid() == 0 else []))
+        while True:
+            heard = signal.sigwaitinfo(HEEDED)
+            if heard.si_signo == signal.SIGUSR1:
+                os.kill(child, signal.SIGUSR1)
+            elif (status := _reap().get(child)) is not None:
+                os.write(ending, STATUS.pack(status))
+                break
+    finally:
+        os._exit(0)
+
+
+# -- the warden ------------------------------------------------------------------------------------
+
+
+def _watch(child: int, own: Own, memory_bytes: int, ended: int) -> NoReturn:
+    """Wait for environment code, end all that it started, and end as it did."""
+    try:
+        _let_go_of_pipes()
+        set_dumpable(False)
+        ended_by = _wait(child, own, memory_bytes)
+        if own.has_processes:
+            own_status = _end_namespace(child, ended)
+        else:
+            own_status = signal.SIGKILL
+            _sweep(own)
+        _end_as(own_status if ended_by is None else ended_by)
     finally:
         os._exit(1)
+
+
+def _end_namespace(first: int, ended: int) -> int:
+    """Kill its first process. The wait status that it told of environment code, if it did."""
+    with suppress(ProcessLookupError):
+        os.kill(first, signal.SIGKILL)
+    with suppress(ChildProcessError):
+        os.waitpid(first, 0)  # returns when all its processes have ended
+    told = os.read(ended, STATUS.size)
+    return STATUS.unpack(told)[0] if told else signal.SIGKILL
 
 
 def _let_go_of_pipes() -> None:
@@ -73,19 +154,26 @@ def _let_go_of_pipes() -> None:
         os.dup2(null, descriptor)
 
 
-def _wait(child: int, memory_bytes: int) -> int:
-    """The wait status of environment code, or the status with which it is to be ended."""
+def _wait(child: int, own: Own, memory_bytes: int) -> int | None:
+    """The wait status of environment code, or the status with which it is to be ended. None if the
+    first process of its namespace ended.
+    """
+    root = child if own.has_processes else os.getpid()
+    next_check = time.monotonic() + CHECK_EVERY_S
     while True:
-        heard = signal.sigtimedwait(HEEDED, CHECK_EVERY_S)
-        if heard is None:
-            if _uses_more(list(_descendants(os.getpid())), memory_bytes):
+        heard = signal.sigtimedwait(HEEDED, max(0.0, next_check - time.monotonic()))
+        if time.monotonic() >= next_check:
+            if _uses_more(_descendants(root), memory_bytes):
                 return MEMORY_EXIT_CODE << 8
-        elif heard.si_signo == signal.SIGTERM:
+            next_check = time.monotonic() + CHECK_EVERY_S
+        if heard is None:
+            continue
+        if heard.si_signo == signal.SIGTERM:
             return signal.SIGKILL
-        elif heard.si_signo == signal.SIGUSR1:
+        if heard.si_signo == signal.SIGUSR1:
             os.kill(child, signal.SIGUSR1)
         elif (status := _reap().get(child)) is not None:
-            return status
+            return None if own.has_processes else status
 
 
 def _reap() -> dict[int, int]:
@@ -100,12 +188,14 @@ def _reap() -> dict[int, int]:
     return statuses
 
 
-def _sweep() -> None:
+def _sweep(own: Own) -> None:
     """Kill until no process is left. The children of a killed process fall to this one, which
     finds them in the next round.
     """
     deadline = time.monotonic() + SWEEP_TIMEOUT_S
-    while (left := list(_descendants(os.getpid()))) and time.monotonic() < deadline:
+    while (left := _stopped(deadline)) and time.monotonic() < deadline:
+        if own.exclusive_uid and pids_by_user().get(own.exclusive_uid, left) <= left:
+            _kill_all_of(own.exclusive_uid)
         for pid in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -113,16 +203,51 @@ def _sweep() -> None:
         _reap()
 
 
-def _descendants(pid: int) -> Iterator[int]:
+def _stopped(deadline: float) -> set[int]:
+    """All descendants, stopped. Only one that still runs starts others, so none is missed when a
+    round finds no new one.
+    """
+    stopped: set[int] = set()
+    while (new := _descendants(os.getpid()) - stopped) and time.monotonic() < deadline:
+        for pid in new:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+        stopped |= new
+    return stopped
+
+
+def _kill_all_of(uid: int) -> None:
+    """Kill all processes of a user at once: none of them can start another meanwhile."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setresuid(uid, uid, uid)
+            os.kill(-1, signal.SIGKILL)
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+
+
+def _descendants(pid: int) -> set[int]:
+    found: set[int] = set()
+    waiting = [pid]
+    while waiting:
+        new = _children(waiting.pop()) - found
+        found |= new
+        waiting += new
+    return found
+
+
+def _children(pid: int) -> set[int]:
+    found: set[int] = set()
     with suppress(OSError):
         for thread in Path(f"/proc/{pid}/task").iterdir():
             with suppress(OSError):
-                for child in map(int, (thread / "children").read_text().split()):
-                    yield child
-                    yield from _descendants(child)
+                found |= set(map(int, (thread / "children").read_text().split()))
+    return found
 
 
-def _uses_more(pids: list[int], memory_bytes: int) -> bool:
+def _uses_more(pids: set[int], memory_bytes: int) -> bool:
     """Whether they use more together. Shared memory is divided among them only if that can change
     the answer, because it is slow.
     """

@@ -150,7 +150,7 @@ def _model() -> Outcome:
 
 def _sandbox() -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
-        command = (sys.executable, "-P", "-m", "environments.process.sandbox", folder, folder)
+        command = (sys.executable, "-P", "-m", "environments.process.probe", folder, folder)
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
     if done.returncode:
         detail = shorten(done.stderr.strip(), 500)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import os
 import shutil
@@ -13,19 +14,20 @@ import tempfile
 import textwrap
 import time
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
+from environments.process import warden
 from environments.process.host import EnvironmentFault, EnvironmentHost
 from environments.process.sandbox import Needs, describe
 from flash_mcp.protocol.paths import environments_dir
 from flash_mcp.state.store import open_store
 from tests.folders import environment_folder
 from tests.places import CALCULATOR
-from tests.watch import is_running
+from tests.watch import is_running, outer_pid
 
 pytestmark = [
     pytest.mark.slow,
@@ -63,8 +65,14 @@ class Attack:
             await self.told(code)
         return caught.value
 
+    def process(self, inner: str) -> psutil.Process:
+        """The process that the code calls `inner`."""
+        return psutil.Process(outer_pid(self.processes()[0].pid, int(inner)))
+
     def processes(self) -> list[psutil.Process]:
-        """The warden, the process that runs the code, and all that it started."""
+        """The warden, the namespace's first process, the one that runs the code, and all that it
+        started.
+        """
         warden = psutil.Process(self.host._children[-1]._transport.get_pid())
         return [warden, *warden.children(recursive=True)]
 
@@ -252,15 +260,63 @@ async def test_other_processes_can_be_neither_signalled_nor_looked_into(tmp_path
         bystander = subprocess.Popen(["sleep", "60"])  # noqa: ASYNC220
         try:
             for victim in (bystander.pid, attack.processes()[0].pid):
-                assert (
-                    "not permitted" in (await attack.fault(f"import os; os.kill({victim}, 9)")).what
-                )
-                assert (
-                    await attack.fault(f"open('/proc/{victim}/environ').read()")
-                ).code == "environment_access"
+                fault = await attack.fault(f"import os; os.kill({victim}, 9)")
+                assert "No such process" in fault.what or "not permitted" in fault.what
+                fault = await attack.fault(f"open('/proc/{victim}/environ').read()")
+                assert "No such file" in fault.what or fault.code == "environment_access"
         finally:
             bystander.kill()
             bystander.wait()
+
+
+async def test_it_sees_its_own_processes_only(tmp_path: Path) -> None:
+    listed = (
+        "import os; told = sorted(int(name) for name in os.listdir('/proc') if name.isdecimal())"
+    )
+    async with attack_on(tmp_path) as attack:
+        if why := attack.host.sandbox["process_tree"] or attack.host.sandbox["proc"]:
+            pytest.skip(why)
+        assert await attack.told(listed) == "[1, 2]"
+
+
+LIMITS_OF_OTHERS = """
+import ctypes, errno, os, resource, struct, subprocess
+victim = VICTIM or subprocess.Popen(["sleep", "60"]).pid
+libc = ctypes.CDLL(None, use_errno=True)
+none = struct.pack("QQ", 0, 0)
+tries = {
+    "prlimit": lambda: libc.prlimit(victim, resource.RLIMIT_NOFILE, none, None),
+    "setpriority": lambda: libc.setpriority(0, victim, 19),
+    "setpriority of all": lambda: libc.setpriority(2, 0, 19),
+    "sched_setaffinity": lambda: libc.sched_setaffinity(victim, 8, struct.pack("Q", 1)),
+    "sched_setscheduler": lambda: libc.sched_setscheduler(victim, 5, struct.pack("i", 0)),
+    "sched_setattr": lambda: libc.syscall(ATTR, victim, struct.pack("IIQiIQQQ", 48, 5, 0, 0, 0, 0, 0, 0), 0),
+    "ioprio_set": lambda: libc.syscall(IOPRIO, 1, victim, 3 << 13),
+}
+told = [name for name, action in tries.items() if action() == 0]
+own = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, own)
+os.nice(0)
+os.sched_setaffinity(0, os.sched_getaffinity(0))
+"""
+"""What it could change of the process VICTIM, or of one of its own. Its own limits must work."""
+
+
+def limits_of(victim: int) -> str:
+    numbers = {"x86_64": (314, 251), "aarch64": (274, 30)}[os.uname().machine]
+    code = LIMITS_OF_OTHERS.replace("VICTIM", str(victim))
+    return code.replace("ATTR", str(numbers[0])).replace("IOPRIO", str(numbers[1]))
+
+
+async def test_limits_and_priorities_of_others_cannot_be_changed(tmp_path: Path) -> None:
+    bystander = subprocess.Popen(["sleep", "60"])  # noqa: ASYNC220
+    try:
+        async with attack_on(tmp_path) as attack:
+            # "of all" are the processes of its user that it can see.
+            assert await attack.told(limits_of(bystander.pid)) == "['setpriority of all']"
+    finally:
+        bystander.kill()
+        bystander.wait()
 
 
 # -- network ---------------------------------------------------------------------------------------
@@ -515,14 +571,44 @@ os.waitpid(middle, 0)
 @pytest.mark.parametrize("end", ["stop", "crash", "warden told to end"])
 async def test_daemons_of_environment_code_end_with_it(tmp_path: Path, end: str) -> None:
     async with attack_on(tmp_path) as attack:
-        daemon = psutil.Process(int(await attack.told(DAEMON)))
-        warden, *_ = processes = attack.processes()
-        assert daemon in processes and daemon.ppid() == warden.pid  # it fell to the warden
+        daemon = attack.process(await attack.told(DAEMON))
+        warden, first, *_ = processes = attack.processes()
+        heir = warden if attack.host.sandbox["process_tree"] else first
+        assert daemon in processes and daemon.ppid() == heir.pid
         if end == "crash":
             await attack.fault("import os; os.abort()")
         if end == "warden told to end":
             warden.terminate()
     await all_ended(processes)
+
+
+async def test_all_ends_with_a_warden_or_a_first_process_that_is_killed(tmp_path: Path) -> None:
+    async with attack_on(tmp_path) as attack:
+        if why := attack.host.sandbox["process_tree"]:
+            pytest.skip(why)
+        for victim in range(2):
+            await attack.told(DAEMON)
+            processes = attack.processes()
+            assert len(processes) == 4
+            processes[victim].kill()
+            await all_ended(processes)
+
+
+async def test_the_code_cannot_end_the_first_process_of_its_namespace(tmp_path: Path) -> None:
+    kill = """
+        import os, signal
+        for number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM, signal.SIGCHLD):
+            try:
+                os.kill(1, number)
+            except PermissionError:
+                pass
+        told = "alive"
+    """
+    async with attack_on(tmp_path) as attack:
+        if why := attack.host.sandbox["process_tree"]:
+            pytest.skip(why)
+        assert await attack.told(kill) == "alive"
+        assert await attack.told("told = 1") == "1"
 
 
 # -- as a user without rights ----------------------------------------------------------------------
@@ -561,9 +647,14 @@ async def test_the_walls_stand_for_a_user_without_rights_too() -> None:
         environment_folder(Path(place, "folder"), ATTACKER)
         Path(place, "folder", "environment.toml").write_text("processes = 40")  # noqa: ASYNC240
         Path(place, "secret").write_text("")  # noqa: ASYNC240
+        Path(place, "home").mkdir()  # noqa: ASYNC240
+        os.chown(Path(place, "home"), 4242, 4242)
         os.chown(
             Path(place, "secret"), 4242, 4242
         )  # Landlock would let it do all that its owner may, but open it
+        victim = subprocess.Popen(  # noqa: ASYNC220
+            ["setpriv", "--reuid", "4242", "--regid", "4242", "--clear-groups", "sleep", "60"]
+        )
         attacks = {
             f"open({place + '/secret'!r})": ("files", "environment_access"),
             f"import os; os.chmod({place + '/secret'!r}, 0o666)": (
@@ -576,6 +667,7 @@ async def test_the_walls_stand_for_a_user_without_rights_too() -> None:
                 "(4242, '\\n')",
             ),
             "import multiprocessing; told = multiprocessing.Lock().acquire()": ("", "True"),
+            limits_of(victim.pid): ("process_tree", "['setpriority of all']"),
             "import os, time\nwhile True:\n  if os.fork() == 0: time.sleep(60)": (
                 "processes",
                 "environment_processes",
@@ -585,8 +677,11 @@ async def test_the_walls_stand_for_a_user_without_rights_too() -> None:
             ["setpriv", "--reuid", "4242", "--regid", "4242", "--clear-groups", "/usr/bin/python3", "-c", AS_A_USER,
              f"{place}/folder", *attacks],
             capture_output=True, text=True, cwd=place, timeout=60, check=False,
-            env={"PYTHONPATH": place, "PATH": os.environ["PATH"], "HOME": place},
+            env={"PYTHONPATH": place, "PATH": os.environ["PATH"], "HOME": f"{place}/home"},
         )  # fmt: skip
+        assert victim.poll() is None
+        victim.kill()
+        victim.wait()
         assert done.returncode == 0, done.stderr
         walls, told = json.loads(done.stdout.splitlines()[-1])
     for (wall, expected), found in zip(attacks.values(), told, strict=True):
@@ -604,14 +699,111 @@ async def test_where_no_namespace_can_be_had_environments_work_and_terminals_are
     environment_folder(tmp_path / "folder", ATTACKER)
     works = "import multiprocessing, tempfile; tempfile.mkdtemp(); told = multiprocessing.Lock().acquire()"
     attacks = [works, "open('/dev/ptmx', 'w')", f"import os; os.chmod({str(tmp_path)!r}, 0o777)"]
+    attacks += [limits_of(0)]
     server = [sys.executable, "-c", AS_A_USER, tmp_path / "folder", *attacks]
-    powerless = ["setpriv", "--bounding-set", "-sys_admin", "--inh-caps", "-sys_admin", *server]
-    told = subprocess.check_output(powerless, timeout=60)  # noqa: ASYNC221
-    assert json.loads(told.splitlines()[-1])[1] == [
-        "True",
-        "environment_access",
-        "environment_access",
-    ]
+    told = subprocess.check_output([*POWERLESS, *server], timeout=60)  # noqa: ASYNC221
+    walls, told = json.loads(told.splitlines()[-1])
+    assert told == ["True", "environment_access", "environment_access", "[]"]
+    assert "no PID namespace can be had" in walls["process_tree"]
+
+
+POWERLESS = ["setpriv", "--bounding-set", "-sys_admin", "--inh-caps", "-sys_admin"]
+"""Root in a container that may make no namespace."""
+
+FLED = """
+import os, sys, time
+def flee(depth):
+    while depth:
+        if os.fork():
+            time.sleep(600)
+        os.setsid()
+        depth -= 1
+    while True:  # as many as it may have, each of which starts another one when one ends
+        try:
+            if os.fork() == 0:
+                os.setsid()
+        except OSError:
+            time.sleep(0.02)
+"""
+
+BOMB_HOST = """
+import asyncio, json, sys
+from pathlib import Path
+from environments.process.host import EnvironmentHost
+
+async def main():
+    host = await EnvironmentHost.start(Path(sys.argv[1]), timeout_s=30)
+    episode = (await host.open("train", 0)).episode
+    told = await host.step(episode, sys.argv[2])
+    print(json.dumps([host.sandbox, told.messages[0]["content"]]))
+    await host.stop()
+
+asyncio.run(main())
+"""
+
+
+def left_of(mark: str) -> list[psutil.Process]:
+    """Processes that have `mark` among their variables."""
+    found: list[psutil.Process] = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("FLASH_MARK") == mark:
+                found.append(process)
+    return [process for process in found if is_running(process.pid)]
+
+
+@pytest.mark.skipif(
+    os.getuid() != 0 or not shutil.which("setpriv"), reason="only root can give powers up"
+)
+@pytest.mark.parametrize("depth", [0, 100])
+async def test_a_fork_bomb_ends_where_no_namespace_can_be_had(tmp_path: Path, depth: int) -> None:
+    environment_folder(tmp_path / "folder", ATTACKER)
+    (tmp_path / "folder" / "environment.toml").write_text(f"processes = {depth + 150}")
+    bomb = f"""
+import os
+os.environ["FLASH_MARK"] = "x"
+pid = os.fork()
+if pid == 0:
+    os.execv({sys.executable!r}, ["python", "-S", "-c", {FLED + f"flee({depth})"!r}])
+import time
+deadline = time.monotonic() + 25
+while time.monotonic() < deadline:
+    numbers = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+    names = [n for n in numbers if os.path.exists(f"/proc/{{n}}") and os.stat(f"/proc/{{n}}").st_uid == os.getuid()]
+    if len(names) > {depth} + 100:
+        break
+    time.sleep(0.1)
+told = len(names)
+"""
+    server = [*POWERLESS, sys.executable, "-c", BOMB_HOST, tmp_path / "folder", bomb]
+    done = subprocess.run(server, capture_output=True, text=True, timeout=120, check=False)  # noqa: ASYNC221
+    sandbox, told = json.loads(done.stdout.splitlines()[-1])
+    assert "no PID namespace can be had" in sandbox["process_tree"]
+    assert int(told) > depth + 100, told
+    assert "Traceback" not in done.stderr
+    assert left_of("x") == []
+
+
+async def test_a_long_chain_of_processes_is_walked_without_recursion() -> None:
+    """A chain of 1,150 once raised RecursionError; 150 do so where Python may recurse 100 deep."""
+    chain = "import os, time\nfor _ in range(150):\n    if os.fork(): break\ntime.sleep(60)"
+    top = subprocess.Popen([sys.executable, "-S", "-c", chain])  # noqa: ASYNC220
+    usual = sys.getrecursionlimit()
+    depth = len(inspect.stack())
+    found: set[int] = set()
+    try:
+        async with asyncio.timeout(60):
+            while len(found) < 150:
+                sys.setrecursionlimit(depth + 100)
+                found = warden._descendants(top.pid)
+                sys.setrecursionlimit(usual)
+                await asyncio.sleep(0.01)
+    finally:
+        sys.setrecursionlimit(usual)
+        top.kill()
+        top.wait()
+        for pid in found:
+            os.kill(pid, 9)
 
 
 # -- what honest code needs ------------------------------------------------------------------------

@@ -1,0 +1,20 @@
+"""Print what the sandbox protects on this machine, as JSON, for the doctor.
+
+python -m environments.process.probe FOLDER SCRATCH
+"""
+
+import json
+import sys
+
+from environments.process import warden
+from environments.process.sandbox import Bounds
+
+
+def main() -> None:
+    folder, scratch = sys.argv[1:]
+    found = warden.enclose(Bounds(folder, scratch, hidden=folder))
+    sys.stdout.write(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

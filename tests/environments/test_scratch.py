@@ -1,0 +1,125 @@
+"""Scratch folders that hostile code left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from environments.process import scratch
+from tests.places import ROOT
+
+pytestmark = pytest.mark.slow
+
+HOSTILE = """
+    import os, sys
+    os.chdir(sys.argv[1])
+    os.symlink(sys.argv[2], "link to a folder")
+    os.symlink(sys.argv[2] + "/kept", "link to a file")
+    os.mkfifo("fifo")
+    os.makedirs("closed/inside/deep")
+    open("closed/inside/file", "w").close()
+    os.chmod("closed/inside", 0)
+    os.chmod("closed", 0)
+    os.mkdir("wide")
+    for number in range(300):
+        os.mkdir(f"wide/{number}")
+        open(f"wide/{number}/x", "w").close()
+    for depth in range(3000):
+        os.mkdir("deep")
+        os.symlink(sys.argv[2], "out")
+        os.chdir("deep")
+"""
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "kept").write_text("")
+    (tmp_path / "outside").chmod(0o750)
+    return tmp_path / "outside"
+
+
+def fill(folder: Path, outside: Path) -> None:
+    command = [sys.executable, "-c", textwrap.dedent(HOSTILE), folder, outside]
+    subprocess.run(command, check=True, timeout=60)
+
+
+def test_all_is_removed_and_no_link_is_followed(tmp_path: Path, outside: Path) -> None:
+    folder = tmp_path / "left"
+    folder.mkdir()
+    fill(folder, outside)
+    scratch.remove(folder)
+    assert not folder.exists()
+    assert [path.name for path in outside.iterdir()] == ["kept"]
+    assert outside.stat().st_mode & 0o777 == 0o750
+
+
+def test_a_link_in_the_place_of_a_folder_leads_nowhere(tmp_path: Path, outside: Path) -> None:
+    (tmp_path / "link").symlink_to(outside)
+    scratch.remove(tmp_path / "link")
+    assert (outside / "kept").exists()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
+def test_a_user_without_rights_removes_it_too(tmp_path: Path) -> None:
+    code = f"""
+        import os, sys, tempfile
+        from pathlib import Path
+        sys.path.insert(0, {str(ROOT)!r})
+        from environments.process import scratch
+        place = Path(tempfile.mkdtemp())
+        os.chown(place, 4242, 4242)
+        os.setgroups([])
+        os.setresgid(4242, 4242, 4242)
+        os.setresuid(4242, 4242, 4242)
+        (place / "left").mkdir()
+        (place / "outside").mkdir()
+        sys.argv = ["", str(place / "left"), str(place / "outside")]
+        exec({textwrap.dedent(HOSTILE)!r})
+        os.chdir(place)
+        scratch.remove(place / "left")
+        print(os.listdir(place))
+        scratch.remove(place)
+    """
+    told = subprocess.check_output(
+        [sys.executable, "-c", textwrap.dedent(code)], timeout=60, text=True
+    )
+    assert told == "['outside']\n"
+
+
+def test_what_a_dead_process_left_is_swept_and_the_rest_stays(
+    tmp_path: Path, outside: Path, flash_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scratch, "MIN_AGE_S", -1.0)
+    home = flash_home / "scratch"
+    for name in ("left", "locked", "another user's"):
+        (home / name).mkdir(parents=True)
+    fill(home / "left", outside)
+    (home / "a file").write_text("")
+    (home / "a link").symlink_to(outside)
+    kept = {"locked", "a file", "a link"}
+    if os.getuid() == 0:
+        os.chown(home / "another user's", 4242, 4242)
+        kept.add("another user's")
+    with ExitStack() as stack:
+        scratch._lock(home / "locked", stack)
+        mine, lock = scratch.scratch_folder()
+        until(lambda: {path.name for path in home.iterdir()} == kept | {mine.name})
+        assert mine.parent == home and home.stat().st_mode & 0o777 == 0o700
+        lock.close()
+    assert (outside / "kept").exists()
