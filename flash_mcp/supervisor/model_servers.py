@@ -186,15 +186,13 @@ class Server:
         The server alone is asked: it ends its engine, which leaves its shared memory behind when it
         is told as well."""
         record = self._record
-        if record is None or not record.owns_its_group():
+        if record is None:
             return
         if record.is_alive():
             with suppress(ProcessLookupError):
                 os.kill(record.pid, signal.SIGTERM)
             _wait_for_group(record.pid)
-        with suppress(ProcessLookupError):
-            os.killpg(record.pid, signal.SIGKILL)
-        _wait_for_group(record.pid)
+        record.kill_group()
 
 
 def _wait_for_group(group: int) -> None:

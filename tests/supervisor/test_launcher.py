@@ -200,6 +200,35 @@ def test_another_process_with_the_attempts_old_pid_is_left_alone(here: Harness) 
         bystander.wait()
 
 
+def test_a_foreign_group_whose_leader_had_the_attempts_pid_is_left_alone(
+    here: Harness, tmp_path: Path
+) -> None:
+    """The leader of that group has ended as well: nothing but its members shows whose it is."""
+    note = tmp_path / "member"
+    code = f"""
+import os, pathlib, signal
+child = os.fork()
+if child:
+    pathlib.Path({str(note)!r}).write_text(str(child))
+signal.pause()
+"""
+    leader = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    until(lambda: note.exists() and note.read_text())
+    member = int(note.read_text())
+    try:
+        stat = Path(f"/proc/{leader.pid}/stat").read_text().split(" ")
+        leader.kill()
+        leader.wait()
+        stat[21] = str(int(stat[21]) - 1)  # the attempt started a hundredth of a second before
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        launcher = here.reopen()
+        (here.logs.parent / "records" / "run-1-1").write_text(f"0 {boot} {' '.join(stat)}")
+        launcher.cancel(launcher.submit(here.launch()))
+        assert is_running(member)
+    finally:
+        os.kill(member, signal.SIGKILL)
+
+
 def test_an_attempt_of_before_the_last_boot_is_gone(here: Harness) -> None:
     launcher = here.reopen()
     handle = launcher.submit(here.launch())

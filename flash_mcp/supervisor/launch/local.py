@@ -24,6 +24,8 @@ from flash_mcp.supervisor.launch.devices import installed
 
 SIGNAL_TIMEOUT_S = 10.0
 KEEP_RECORDS_S = 7 * 86_400
+MARK = "FLASH_ATTEMPT"
+"""The environment variable that an attempt's processes are known by: "BOOT PID" of the first."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 # $0 is the record, $1 the slot, the rest the command. `ln` fails where the record exists: then the
@@ -32,6 +34,7 @@ REGISTER_AND_EXEC = f"""
 read -r boot < {BOOT_ID} && read -r stat < /proc/$$/stat || exit 126
 echo "$1 $boot $stat" > "$0.$$" && ln "$0.$$" "$0"
 registered=$?; rm -f "$0.$$"; [ $registered = 0 ] || exit 126
+export {MARK}="$boot $$" SPT_NOENV=1  # vLLM sets titles, by default over the environment
 shift; exec "$@"
 """
 
@@ -61,15 +64,37 @@ class Record:
         state = self._state()
         return state is not None and state not in "ZX"
 
-    def owns_its_group(self) -> bool:
-        """Whether the process group of that number is the attempt's: the leader, ended or not, has
-        not been replaced.
+    def kill_group(self) -> None:
+        """End the process and what is left of its group, which may outlive it."""
+        if self._state() is not None:  # even if it ended, its number leads no other group
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            _wait_until(lambda: not self.is_alive())
+        if self.boot == boot_id():
+            _wait_until(lambda: not self._kill_members())
 
-        A group may outlive its leader, and as long as it does no other process is given the
-        leader's pid."""
-        return self.boot == boot_id() and (
-            self._state() is not None or not Path(f"/proc/{self.pid}").exists()
-        )
+    def _kill_members(self) -> bool:
+        """Kill the members that carry the mark; whether there were any. The group may be another's
+        by now: once all members have ended, its number is free.
+        """
+        found = False
+        for path in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                descriptor = os.pidfd_open(int(path.name))  # what is checked is what is killed
+                try:
+                    if self._is_member(path):
+                        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                        found = True
+                finally:
+                    os.close(descriptor)
+        return found
+
+    def _is_member(self, process: Path) -> bool:
+        fields = (process / "stat").read_text().rpartition(") ")[2].split()
+        if fields[0] in "ZX" or int(fields[2]) != self.pid:
+            return False
+        mark = f"{MARK}={self.boot} {self.pid}".encode()
+        return mark in (process / "environ").read_bytes().split(b"\0")
 
     def _state(self) -> str | None:
         try:
@@ -117,11 +142,8 @@ class LocalLauncher(Launcher):
         return {handle.key: self._hint(handle.key) for handle in handles}
 
     def cancel(self, handle: Handle) -> None:
-        record = Record.read(self.records / handle.key)
-        if record and record.owns_its_group():
-            with suppress(ProcessLookupError):
-                os.killpg(record.pid, signal.SIGKILL)
-            _wait_until(lambda: not record.is_alive())
+        if record := Record.read(self.records / handle.key):
+            record.kill_group()
         if child := self._children.pop(handle.key, None):
             child.poll()
 
