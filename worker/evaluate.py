@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from flash_mcp.protocol import records
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import RunWriter
 from flash_mcp.protocol.spec import EvalSpec
@@ -43,7 +44,8 @@ def evaluate(job: Json, spec: EvalSpec, writer: RunWriter, pulse: Pulse, scratch
     )
     # An earlier attempt of the run may have ended after it wrote the result.
     if found := writer.folder.evaluation(spec.step):
-        check_errors(found["rollouts"], spec.max_error_share)
+        made = [records.Rollout.of(row) for row in found["rollouts"]]
+        check_errors(made, spec.max_error_share)
         return len(tasks)
     recorder = Recorder(writer, pulse, spec.step)
     missing = [task for task in tasks if task.index not in recorder.rows]
@@ -63,7 +65,8 @@ def evaluate(job: Json, spec: EvalSpec, writer: RunWriter, pulse: Pulse, scratch
                 recorder.flush()
     rows = [recorder.rows[task.index] for task in tasks]
     summary = summarize_evaluation(rows, seconds=recorder.seconds)
-    writer.evaluation(spec.step, {**summary, "tokens_per_s": recorder.tokens_per_s}, rows)
+    summary["tokens_per_s"] = recorder.tokens_per_s
+    writer.evaluation(spec.step, summary, [row.fields() for row in rows])
     log.info("eval %s", summary)
     check_errors(rows, spec.max_error_share)
     return len(tasks)
@@ -79,7 +82,9 @@ class Recorder:
         self.writer = writer
         self.pulse = pulse
         self.step = step
-        self.rows: dict[int, Json] = {row["index"]: row for row in writer.folder.attempts(step)}
+        self.rows: dict[int, records.Rollout] = {}
+        for row in writer.folder.attempts(step):
+            self.rows[row["index"]] = records.Rollout.of(row)
         self.pulse.step = len(self.rows)
         self.seconds = 0.0
         self._tokens = 0
@@ -99,11 +104,11 @@ class Recorder:
         self._started = self._written = time.monotonic()
 
     def add(self, rollout: Rollout) -> None:
-        row = rollout.row(self.step)
-        self.rows[row["index"]] = row
+        row = rollout.record(self.step)
+        self.rows[row.index] = row
         self.pulse.step = len(self.rows)
-        self._tokens += row["completion_tokens"]
-        self._unwritten.append(row)
+        self._tokens += row.completion_tokens
+        self._unwritten.append(row.fields())
         if self._writing.done() and time.monotonic() - self._written > SHARD_EVERY_S:
             self._write()
 

@@ -7,7 +7,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -21,6 +21,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from environments.process.host import EnvironmentHost
 from environments.process.sandbox import describe
+from flash_mcp.protocol import records
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import RunWriter
@@ -334,12 +335,12 @@ class TrainingSession(Session[RunSpec]):
         rollouts = self.collect(tasks, self.limits)
         rollout_s = time.monotonic() - started
         groups = [rollouts[at : at + size] for at in range(0, len(rollouts), size)]
-        rows: list[Json] = []
+        rows: list[records.Rollout] = []
         for group in groups:
             advantages_G = cast(Any, group_advantages(group, scale=scales_advantages(spec)))
             for rollout, advantage in zip(group, advantages_G.tolist(), strict=True):
-                rows.append(rollout.row(step, advantage))
-        self.writer.rollouts(step, rows)
+                rows.append(rollout.record(step, advantage))
+        self.writer.rollouts(step, [row.fields() for row in rows])
         check_errors(rows, spec.max_error_share)
         tokens = sum(rollout.transcript.model_tokens for rollout in rollouts if rollout.transcript)
         self.reporter.pending = {
@@ -366,12 +367,12 @@ class TrainingSession(Session[RunSpec]):
         ours = self.limits
         limits = Limits(ours.max_tokens, ours.max_length, temperature=0.0, stop=ours.stop)
         started = time.monotonic()
-        rows: list[Json] = []
+        rows: list[records.Rollout] = []
         tasks = task_groups("eval", range(total), 1, lambda example, index, attempt: index)
-        self.collect_blocks(tasks, limits, lambda rollout: rows.append(rollout.row(step)))
-        rows.sort(key=lambda row: row["index"])
+        self.collect_blocks(tasks, limits, lambda rollout: rows.append(rollout.record(step)))
+        rows.sort(key=lambda row: row.index)
         summary = summarize_evaluation(rows, seconds=time.monotonic() - started)
-        self.writer.evaluation(step, summary, rows)
+        self.writer.evaluation(step, summary, [row.fields() for row in rows])
         log.info("step %s: eval %s", step, summary)
 
     def _before_step(self, step: int, steps: int) -> None:
@@ -398,18 +399,18 @@ def _order(epoch: int, total: int, seed: int) -> list[int]:
     return random.Random(f"{seed}/{epoch}").sample(range(total), total)
 
 
-def check_errors(rows: list[Json], max_share: float) -> None:
+def check_errors(rows: Sequence[records.Rollout], max_share: float) -> None:
     """FlashError(environment_error) with the evidence if more than `max_share` of the rollouts
     failed.
     """
-    errors = [row for row in rows if row["error"]]
+    errors = [(row.task_id, row.error) for row in rows if row.error]
     if len(errors) <= max_share * len(rows):
         return
-    first = errors[0]["error"]
+    task_id, first = errors[0]
     raise FlashError(
         "environment_error",
         f"{len(errors)} of {len(rows)} rollouts failed in environment code; the "
-        f"first, on task {errors[0]['task_id']}: [{first['code']}] {first['what']}",
+        f"first, on task {task_id}: [{first['code']}] {first['what']}",
         max_error_share=max_share,
         fix="run env_test, mend the environment and push it again",
     )

@@ -31,6 +31,10 @@ class Record:
         names = (known.name for known in dataclasses.fields(cls))
         return cls(**{name: fields[name] for name in names if name in fields})
 
+    def fields(self) -> Json:
+        """The inverse of `of`."""
+        return dict(vars(self))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run(Record):

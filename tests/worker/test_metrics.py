@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -167,7 +168,8 @@ def trained(
     for step, length in enumerate(lengths, start=1):
         host = Scorer(judge=lambda text, step=step: judge(step, text))
         groups, _ = run_virtually(one_step(step, Writer(length=length), host))
-        writer.rollouts(step, [rollout.row(step) for group in groups for rollout in group])
+        rollouts = itertools.chain.from_iterable(groups)
+        writer.rollouts(step, [rollout.record(step).fields() for rollout in rollouts])
         writer.metrics(step, summarize(groups))
     read_in(open_store(), run.id)
     return run.id

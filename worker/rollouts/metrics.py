@@ -4,11 +4,13 @@ them.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from flash_mcp.protocol import records
 from worker.rollouts.scheduler import Rollout
 
 LEAST_FREEDOM = 6
@@ -19,24 +21,18 @@ def summarize(groups: Sequence[Sequence[Rollout]]) -> dict[str, Any]:
     """The metrics of one step's groups; means are over the rollouts that the environment did not
     fail.
     """
-    total = sum(len(group) for group in groups)
+    total = sum(map(len, groups))
     passed = [[rollout for rollout in group if not rollout.error] for group in groups]
-    scored = [group for group in passed if group]
-    valid = [rollout for group in scored for rollout in group]
+    scored = list(filter(None, passed))
+    valid = list(itertools.chain.from_iterable(scored))
     transcripts = [rollout.transcript for rollout in valid if rollout.transcript]
     rewards = [rollout.reward for rollout in valid]
-    metrics: dict[str, Any] = {}
-    # First: a component may have the name of one of ours.
-    for name in sorted({name for rollout in valid for name in rollout.metrics}):
-        metrics[f"reward/{name}"] = mean(r.metrics[name] for r in valid if name in r.metrics)
-    return metrics | {
+    # The parts come first: one may have the name of a metric of ours.
+    return _reward_parts(valid) | {
         "reward/mean": mean(rewards),
-        "reward/std": statistics.pstdev(rewards) if rewards else None,
+        "reward/std": _deviation(rewards),
         "success/rate": mean(rollout.success for rollout in valid),
-        "groups/uniform_share": mean(len({r.reward for r in group}) <= 1 for group in passed),
-        "groups/zero_share": mean(not any(r.reward for r in group) for group in scored),
-        "groups/solved_share": mean(all(r.success for r in group) for group in scored),
-        "groups/unsolved_share": mean(not any(r.success for r in group) for group in scored),
+        **_group_shares(passed),
         "rollouts/truncated_share": mean(transcript.truncated for transcript in transcripts),
         "rollouts/repeated_share": repeated_share(scored),
         "rollouts/error_share": 1 - len(valid) / total,
@@ -47,21 +43,46 @@ def summarize(groups: Sequence[Sequence[Rollout]]) -> dict[str, Any]:
     }
 
 
-def summarize_evaluation(rows: Sequence[dict[str, Any]], *, seconds: float) -> dict[str, Any]:
+def _reward_parts(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """The mean of each part of the reward, over the rollouts that have it."""
+    values: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        for name, value in rollout.metrics.items():
+            values.setdefault(f"reward/{name}", []).append(value)
+    return {name: statistics.fmean(values[name]) for name in sorted(values)}
+
+
+def _group_shares(groups: Sequence[Sequence[Rollout]]) -> dict[str, Any]:
+    """Shares of groups, without the rollouts that the environment failed. A group that is empty
+    without them is uniform and counts in no other share.
+    """
+    shares: dict[str, list[bool]] = {"uniform": [], "zero": [], "solved": [], "unsolved": []}
+    for group in groups:
+        rewards = {rollout.reward for rollout in group}
+        outcomes = {rollout.success for rollout in group}
+        shares["uniform"].append(len(rewards) <= 1)
+        if group:
+            shares["zero"].append(rewards == {0.0})
+            shares["solved"].append(outcomes == {True})
+            shares["unsolved"].append(outcomes == {False})
+    return {f"groups/{name}_share": mean(values) for name, values in shares.items()}
+
+
+def summarize_evaluation(rows: Sequence[records.Rollout], *, seconds: float) -> dict[str, Any]:
     """The metrics in evals/STEP.json; shares and means are over the attempts that the environment
     did not fail.
     """
-    valid = [row for row in rows if not row["error"]]
-    rewards = [row["reward"] for row in valid]
+    valid = [row for row in rows if not row.error]
+    rewards = [row.reward for row in valid]
     return {
         "n": len(valid),
-        "success": mean(row["success"] for row in valid),
+        "success": mean(row.success for row in valid),
         "reward_mean": mean(rewards),
-        "reward_std": statistics.pstdev(rewards) if rewards else None,
-        "truncated_share": mean(row["truncated"] for row in valid),
+        "reward_std": _deviation(rewards),
+        "truncated_share": mean(row.truncated for row in valid),
         "error_share": 1 - len(valid) / len(rows) if rows else 0.0,
-        "completion_tokens_mean": mean(row["completion_tokens"] for row in valid),
-        "turns_mean": mean(row["turns"] for row in valid),
+        "completion_tokens_mean": mean(row.completion_tokens for row in valid),
+        "turns_mean": mean(row.turns for row in valid),
         "seconds": round(seconds, 1),
     }
 
@@ -114,3 +135,7 @@ def mean(values: Iterable[float]) -> float | None:
     """The mean; None of no values."""
     found = list(values)
     return statistics.fmean(found) if found else None
+
+
+def _deviation(values: Sequence[float]) -> float | None:
+    return statistics.pstdev(values) if values else None

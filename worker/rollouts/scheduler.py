@@ -17,10 +17,12 @@ import logging
 import zlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from environments.process.host import EnvironmentFault, Opening, Score, Step
+from flash_mcp.protocol import records
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.records import Json
 from worker.rollouts.transcript import ChatTemplate, Transcript
 from worker.rollouts.turns import Completion, RolloutEngine, Sampling
 
@@ -86,7 +88,8 @@ class Limits:
 
 @dataclass
 class Rollout:
-    """A finished conversation. `transcript` is None if the environment failed at its start."""
+    """A conversation while it is made. `transcript` is None if the environment failed at its
+    start."""
 
     task: Task
     task_id: str
@@ -100,33 +103,35 @@ class Rollout:
     error: dict[str, str] | None = None
     seconds: float = 0.0
 
-    def row(self, step: int, advantage: float | None = None) -> dict[str, Any]:
-        """The rollout as rollouts/STEP.jsonl holds it."""
-        transcript = self.transcript
-        completion = len(transcript.completion_ids) if transcript else 0
-        sampled = transcript.model_tokens if transcript else 0
-        return {
-            "step": step,
-            "index": self.task.index,
-            "group": self.task.group,
-            "task_id": self.task_id,
-            "split": self.task.split,
-            "attempt": self.task.attempt,
-            "messages": transcript.messages if transcript else [],
-            "reward": self.reward,
-            "success": self.success,
-            "advantage": advantage,
-            "metrics": self.metrics,
-            "reason": self.reason,
-            "error": self.error,
-            "turns": self.turns,
-            "prompt_tokens": len(transcript.prompt_ids) if transcript else 0,
-            "completion_tokens": sampled,
-            "env_tokens": completion - sampled,
-            "truncated": bool(transcript and transcript.truncated),
-            "finish": self.finish,
-            "seconds": round(self.seconds, 3),
-        }
+    def record(self, step: int, advantage: float | None = None) -> records.Rollout:
+        """The rollout as rollouts/STEP.jsonl and evals/STEP.json hold it."""
+        written: Json = {}
+        if transcript := self.transcript:
+            written = {
+                "messages": transcript.messages,
+                "prompt_tokens": len(transcript.prompt_ids),
+                "completion_tokens": transcript.model_tokens,
+                "env_tokens": len(transcript.completion_ids) - transcript.model_tokens,
+                "truncated": transcript.truncated,
+            }
+        return records.Rollout(
+            step=step,
+            index=self.task.index,
+            group=self.task.group,
+            task_id=self.task_id,
+            split=self.task.split,
+            attempt=self.task.attempt,
+            reward=self.reward,
+            success=self.success,
+            advantage=advantage,
+            metrics=self.metrics,
+            reason=self.reason,
+            error=self.error,
+            turns=self.turns,
+            finish=self.finish,
+            seconds=round(self.seconds, 3),
+            **written,
+        )
 
 
 class Generator:
