@@ -229,7 +229,8 @@ def _chart(title: str, given: Sequence[Series]) -> Chart:
 
 
 def _line(colour: int, series: Series, x: Axis, y: Axis) -> Line:
-    first, last = series.points[0][1], series.points[-1][1]
+    first = series.points[0][1]
+    last = series.points[-1][1]
     summary = f"{series.name} from {first:.3g} to {last:.3g}"
     points = [(x(step), y(value)) for step, value in series.points]
     if not series.bands:

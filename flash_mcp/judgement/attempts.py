@@ -9,22 +9,13 @@ from typing import Any, Literal
 from flash_mcp.judgement import statistics
 from flash_mcp.protocol import base_models
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.records import Evaluation, Rollout, Run, Try
+from flash_mcp.protocol.records import Evaluation, Run, Try
 from flash_mcp.protocol.spec import EvalSpec
 
 DEFAULT_MAX_LENGTH = 4096
+Metric = Literal["success", "reward"]
 Tasks = Mapping[str, Sequence[Try]]
 """Attempts by task id."""
-
-
-def prompt_length(row: Rollout) -> int:
-    """Messages before the model's first turn; examples within the prompt are assistant messages
-    too.
-    """
-    messages = row.messages
-    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    turns = min(row.turns, len(answers))
-    return answers[-turns] if turns else len(messages) - 1
 
 
 def by_task(attempts: Sequence[Try]) -> dict[str, list[Try]]:
@@ -38,7 +29,7 @@ def by_task(attempts: Sequence[Try]) -> dict[str, list[Try]]:
     return found
 
 
-def means(tasks: Tasks, metric: Literal["success", "reward"]) -> dict[str, float]:
+def means(tasks: Tasks, metric: Metric) -> dict[str, float]:
     """{task id: mean of success (as 0 and 1) or reward over its attempts}"""
     return {
         task: fmean(float(getattr(each, metric)) for each in attempts)
@@ -63,13 +54,18 @@ def pass_at(tasks: Tasks) -> dict[str, float]:
     }
 
 
+def distinct(tasks: Tasks, metric: Metric) -> list[set[float]]:
+    """The different values of `metric` among the attempts at each task."""
+    return [{getattr(each, metric) for each in attempts} for attempts in tasks.values()]
+
+
 def uniform_share(tasks: Tasks) -> float | None:
     """Share of the tasks attempted more than once whose attempts all got the same reward; None
     if there are none.
     """
-    groups = [attempts for attempts in tasks.values() if len(attempts) > 1]
-    same = [len({each.reward for each in attempts}) == 1 for attempts in groups]
-    return fmean(same) if same else None
+    groups = {task: attempts for task, attempts in tasks.items() if len(attempts) > 1}
+    rewards = distinct(groups, "reward")
+    return fmean(len(values) == 1 for values in rewards) if rewards else None
 
 
 def evaluation_at(run: Run, evaluations: Sequence[Evaluation], step: int | None) -> Evaluation:
@@ -82,35 +78,22 @@ def evaluation_at(run: Run, evaluations: Sequence[Evaluation], step: int | None)
     run_id = run.id
     if found:
         shown = f"rollouts(run_id={run_id!r}, split='eval', step={found[-1].step})"
-        raise FlashError(
-            "environment_error",
-            f"every attempt of {run_id} failed in environment code",
-            fix=f"{shown} shows why; fix the environment",
-        )
+        what = f"every attempt of {run_id} failed in environment code"
+        raise FlashError("environment_error", what, fix=f"{shown} shows why; fix the environment")
     if run.ended is None:
-        raise FlashError(
-            "not_ready",
-            f"{run_id} has not come to that evaluation yet",
-            run_id=run_id,
-            step=step,
-            fix=f"status(run_id={run_id!r}, wait_s=40) waits for it",
-        )
+        what = f"{run_id} has not come to that evaluation yet"
+        fix = f"status(run_id={run_id!r}, wait_s=40) waits for it"
+        raise FlashError("not_ready", what, run_id=run_id, step=step, fix=fix)
     if run.algorithm == "eval":
-        raise FlashError(
-            "not_ready",
-            f"the evaluation {run_id} {run.state} without a result",
-            fix=f"status(run_id={run_id!r}) says why; call evaluate again",
-        )
+        what = f"the evaluation {run_id} {run.state} without a result"
+        fix = f"status(run_id={run_id!r}) says why; call evaluate again"
+        raise FlashError("not_ready", what, fix=fix)
     steps = ", ".join(str(row.step) for row in evaluations)
     made = f"it has those of the steps {steps}; " if steps else ""
     model = run_id if step is None else f"{run_id}@{step}"
-    raise FlashError(
-        "invalid_argument",
-        f"{run_id} has no such evaluation",
-        run_id=run_id,
-        step=step,
-        fix=f"{made}evaluate(model='{model}') makes one",
-    )
+    what = f"{run_id} has no such evaluation"
+    fix = f"{made}evaluate(model='{model}') makes one"
+    raise FlashError("invalid_argument", what, run_id=run_id, step=step, fix=fix)
 
 
 def settings(run: Run) -> dict[str, Any]:

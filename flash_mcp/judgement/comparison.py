@@ -91,12 +91,9 @@ def compare_paired(
     differences = [after - before for before, after in zip(base, other, strict=True)]
     if not differences:
         raise ValueError("no tasks to compare")
-    measured = (
-        _mcnemar(differences)
-        if _are_outcomes(base, other)
-        else _bootstrap(differences, effect, seed)
-    )
-    return _judged(measured, effect)
+    if _are_outcomes(base, other):
+        return _judged(_mcnemar(differences), effect)
+    return _judged(_bootstrap(differences, effect, seed), effect)
 
 
 def compare_unpaired(base: Sequence[float], other: Sequence[float], *, effect: float) -> Change:

@@ -162,9 +162,11 @@ def curate(attempts: Iterable[Attempt], plan: Plan, held_out: HeldOut) -> Curate
     """The attempts to learn from, by task, and what became of the others."""
     counts = Counts()
     tasks = _by_task(attempts, plan, held_out, counts)
-    kept = [task for task in sorted(tasks) if _passes(tasks[task], plan, counts)]
-    learnable = {task: [each for each in tasks[task] if each.is_learnable] for task in kept}
-    counts.truncated = sum(len(tasks[task]) - len(learnable[task]) for task in kept)
+    learnable: dict[Task, list[Attempt]] = {}
+    for task in sorted(tasks):
+        if _passes(tasks[task], plan, counts):
+            learnable[task] = [each for each in tasks[task] if each.is_learnable]
+            counts.truncated += len(tasks[task]) - len(learnable[task])
     if plan.deduplicate:
         before = sum(map(len, learnable.values()))
         learnable = _without_duplicates(learnable)

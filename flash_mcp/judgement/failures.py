@@ -53,8 +53,10 @@ def failure_modes(
     """The mode of each rollout, None for a success. What successes look like is taken from
     `sample`, or these rows.
     """
-    successes = [row for row in (rows if sample is None else sample) if row.success]
-    accepted = {name for row in successes for text in answers(row)[-1:] for name in _wrappers(text)}
+    accepted: set[str] = set()
+    for row in rows if sample is None else sample:
+        if row.success and row.answers:
+            accepted |= _wrappers(row.answers[-1])
     return [_mode(row, accepted) for row in rows]
 
 
@@ -63,23 +65,12 @@ def failure_counts(rows: Sequence[Rollout]) -> dict[str, int]:
     return dict(Counter(mode for mode in failure_modes(rows) if mode).most_common())
 
 
-def answers(row: Rollout) -> list[str]:
-    """What the model wrote, turn by turn. Assistant messages of the prompt are examples, and come
-    first.
-    """
-    said = [message for message in row.messages if message["role"] == "assistant"]
-    return [
-        str(message.get("content") or "")
-        for message in said[len(said) - min(row.turns, len(said)) :]
-    ]
-
-
 def _mode(row: Rollout, accepted: set[str]) -> FailureMode | None:
     if row.error:
         return "error"
     if row.success:
         return None
-    turns = answers(row)
+    turns = row.answers
     if not any(text.strip() for text in turns):
         return "empty"
     if _loops(turns):
@@ -110,10 +101,13 @@ def _ends_in_a_loop(text: str) -> bool:
 
 def _is_parsed(row: Rollout) -> bool | None:
     """Whether the scorer found an answer; None where it does not say."""
-    named = {name: value for name, value in row.metrics.items() if FORMAT_PART.search(name)}
-    if parts := [
-        value == 0 if BAD_PART.search(name) else value > 0 for name, value in named.items()
-    ]:
+    parts: list[bool] = []
+    for name, value in row.metrics.items():
+        if FORMAT_PART.search(name) and BAD_PART.search(name):
+            parts.append(value == 0)
+        elif FORMAT_PART.search(name):
+            parts.append(value > 0)
+    if parts:
         return all(parts)
     return False if NO_ANSWER.search(row.reason or "") else None
 

@@ -114,18 +114,16 @@ def sample_flags(tries: Sequence[Try]) -> list[Flag]:
     first.
     """
     groups = attempts.by_task(tries)
-    valid = [each for group in groups.values() for each in group]
+    valid = list(itertools.chain.from_iterable(groups.values()))
     metrics: dict[str, float | None] = {}
     if tries:
         metrics["rollouts/error_share"] = 1 - len(valid) / len(tries)
     if valid:
-        outcomes = [{each.success for each in group} for group in groups.values()]
-        rewards = [{each.reward for each in group} for group in groups.values()]
         metrics |= {
             "rollouts/truncated_share": fmean(each.truncated for each in valid),
             "groups/uniform_share": attempts.uniform_share(groups),
-            "groups/solved_share": outcomes.count({True}) / len(groups),
-            "groups/zero_share": rewards.count({0.0}) / len(groups),
+            "groups/solved_share": attempts.distinct(groups, "success").count({True}) / len(groups),
+            "groups/zero_share": attempts.distinct(groups, "reward").count({0.0}) / len(groups),
             "reward/mean": fmean(each.reward for each in valid),
             "success/rate": fmean(each.success for each in valid),
         }

@@ -40,7 +40,8 @@ def wilson(successes: float, count: float) -> Interval:
     1."""
     if count <= 0:
         return Interval(0.0, 1.0)
-    share, z2 = successes / count, Z95**2
+    share = successes / count
+    z2 = Z95**2
     middle = (share + z2 / (2 * count)) / (1 + z2 / count)
     half = Z95 * math.sqrt(share * (1 - share) / count + z2 / (4 * count**2)) / (1 + z2 / count)
     return Interval(max(0.0, middle - half), min(1.0, middle + half))
@@ -96,7 +97,8 @@ def bootstrap_mean(values: Sequence[float], *, seed: int = 0) -> Interval:
     """
     if not values:
         raise ValueError("there is nothing to resample")
-    rng, count = random.Random(seed), len(values)
+    rng = random.Random(seed)
+    count = len(values)
     means = sorted(sum(rng.choices(values, k=count)) / count for _ in range(RESAMPLES))
     return Interval(_quantile(means, 0.025), _quantile(means, 0.975))
 

@@ -78,14 +78,20 @@ class FlashError(Exception):
     def __init__(self, code: str, what: str, *, fix: str = "", **values: Any) -> None:
         if code not in CODES:
             raise ValueError(f"unregistered error code {code!r}")
-        what, fix = encodable(what.rstrip()), encodable(fix.rstrip())
-        super().__init__(what)
-        self.code, self.what, self.fix, self.values = code, what, fix, encodable(values)
+        self.code = code
+        self.what: str = encodable(what.rstrip())
+        self.fix: str = encodable(fix.rstrip())
+        self.values: dict[str, Any] = encodable(values)
+        super().__init__(self.what)
 
     def __str__(self) -> str:
         values = "".join(f" {name}={_short(value)}" for name, value in self.values.items())
-        what = self.what if self.what.endswith((".", "!", "?")) else f"{self.what}."
-        return f"[{self.code}{values}] {what}" + (f" Fix: {self.fix}" if self.fix else "")
+        text = f"[{self.code}{values}] {self.what}"
+        if not self.what.endswith((".", "!", "?")):
+            text += "."
+        if self.fix:
+            text += f" Fix: {self.fix}"
+        return text
 
     def to_dict(self) -> dict[str, Any]:
         """The error as JSON, for result.json and the store."""
@@ -127,7 +133,7 @@ def nearest(name: str, known: Iterable[str], *, count: int = 3, likeness: float 
 def did_you_mean(wanted: str, known: Iterable[str], **options: Any) -> str:
     """`; did you mean 'X' or 'Y'?`, or empty if no known name is `nearest` to `wanted`."""
     near = nearest(wanted, known, **options)
-    return f"; did you mean {' or '.join(repr(name) for name in near)}?" if near else ""
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
 MAX_LOG_BYTES = 4 << 20

@@ -146,6 +146,24 @@ class Rollout(Record):
     finish: str = "done"
     seconds: float = 0.0
 
+    @property
+    def prompt_messages(self) -> int:
+        """Messages before the model's first turn; examples within the prompt are assistant messages
+        too.
+        """
+        said: list[int] = []
+        for number, message in enumerate(self.messages):
+            if message["role"] == "assistant":
+                said.append(number)
+        turns = min(self.turns, len(said))
+        return said[-turns] if turns else len(self.messages) - 1
+
+    @property
+    def answers(self) -> list[str]:
+        """What the model wrote, turn by turn."""
+        made = self.messages[self.prompt_messages :] if self.turns else []
+        return [str(each.get("content") or "") for each in made if each["role"] == "assistant"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Try(Record):

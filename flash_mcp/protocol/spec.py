@@ -281,7 +281,8 @@ def check_adapter(
 
     `wrong` lists what the caller has already found not to fit.
     """
-    its_rank, its_alpha = config.get("r"), config.get("lora_alpha")
+    its_rank = config.get("r")
+    its_alpha = config.get("lora_alpha")
     wrong = list(wrong)
     if its_rank != rank:
         wrong.append(f"rank {its_rank} (the run: lora_rank={rank})")
@@ -334,9 +335,8 @@ def validate(fields: dict[str, Any]) -> RunSpec:
     try:
         return RunSpec(**fields)
     except ValidationError as error:
-        raise FlashError(
-            "invalid_argument", explain(error), fix="correct the fields named and call again"
-        ) from error
+        fix = "correct the fields named and call again"
+        raise FlashError("invalid_argument", explain(error), fix=fix) from error
 
 
 def explain(error: ValidationError) -> str:

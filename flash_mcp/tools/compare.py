@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from flash_mcp.judgement import attempts, comparison, health
+from flash_mcp.judgement.attempts import Metric
 from flash_mcp.judgement.comparison import Change, Outcome
 from flash_mcp.judgement.health import Flag
 from flash_mcp.protocol.errors import FlashError
@@ -19,13 +20,12 @@ from flash_mcp.protocol.records import Evaluation, Json, Run, Try
 from flash_mcp.protocol.spec import RunSpec
 from flash_mcp.state import references
 from flash_mcp.state.store import Store, open_store
-from flash_mcp.tools.shared.fitting import shorten, to_text
+from flash_mcp.tools.shared.fitting import shorten, shorten_as_json
 from flash_mcp.tools.shared.frame import Result
 from flash_mcp.tools.shared.next_steps import after_comparison, repeated
 
 FLIP_CHARACTERS = 4200
 """All transcripts in one comparison have at most so many."""
-Metric = Literal["success", "reward"]
 
 
 class Side(Part):
@@ -135,7 +135,7 @@ def compare(
         base=_side(pair.base),
         other=_side(pair.other),
         paired_tasks=len(pair.shared),
-        left_out=len({*pair.base.tasks} ^ {*pair.other.tasks}) or None if pair.shared else None,
+        left_out=pair.left_out or None,
         success=changes["success"],
         reward=changes["reward"],
         newly_solved=len(better),
@@ -186,6 +186,11 @@ class Pair:
         """The tasks that are paired."""
         return comparison.shared(self.base.tasks, self.other.tasks)
 
+    @property
+    def left_out(self) -> int:
+        """Tasks on one side only, if the others are paired."""
+        return len(self.base.tasks.keys() ^ self.other.tasks.keys()) if self.shared else 0
+
     @cached_property
     def differing(self) -> list[str]:
         """Settings that differ."""
@@ -232,21 +237,13 @@ def _pair(store: Store, base: str, other: str | None) -> Pair:
     ours = pair.base.run
     theirs = pair.other.run
     if (ours.id, pair.base.row.step) == (theirs.id, pair.other.row.step):
-        raise FlashError(
-            "invalid_argument",
-            "both are the same evaluation",
-            base=base,
-            other=other,
-            fix="name two",
-        )
+        what = "both are the same evaluation"
+        raise FlashError("invalid_argument", what, base=base, other=other, fix="name two")
     if ours.environment != theirs.environment:
-        what = f"{ours.id} is of {ours.environment}, {theirs.id} of {theirs.environment}"
+        both = f"{ours.id} is of {ours.environment}, {theirs.id} of {theirs.environment}"
+        what = f"different environments cannot be compared: {both}"
         call = f"evaluate(environment={ours.environment!r}, model=...)"
-        raise FlashError(
-            "invalid_argument",
-            f"different environments cannot be compared: {what}",
-            fix=f"evaluate both on one of them: {call}",
-        )
+        raise FlashError("invalid_argument", what, fix=f"evaluate both on one of them: {call}")
     return pair
 
 
@@ -260,19 +257,15 @@ def _before_and_after(store: Store, base: str) -> Pair:
     spec = run.spec
     later = isinstance(spec, RunSpec) and (spec.eval_after or spec.eval_every)
     if step is None and run.ended is None and later:
+        what = f"{base} is {run.state} and has no before and after yet{made}"
         wait = f"status(run_id={base!r}, wait_s=40) waits for it"
-        raise FlashError(
-            "not_ready",
-            f"{base} is {run.state} and has no before and after yet{made}",
-            base=base,
-            fix=f"{wait}; compare again once it has ended",
-        )
+        fix = f"{wait}; compare again once it has ended"
+        raise FlashError("not_ready", what, base=base, fix=fix)
     fix = "train with eval_before and eval_after"
     if steps:
         fix = "name the other evaluation; evaluate makes one"
-    raise FlashError(
-        "invalid_argument", f"{base} alone has no before and after{made}", base=base, fix=fix
-    )
+    what = f"{base} alone has no before and after{made}"
+    raise FlashError("invalid_argument", what, base=base, fix=fix)
 
 
 def _named(store: Store, text: str) -> tuple[Run, int | None]:
@@ -315,7 +308,7 @@ def _side(side: Evaluated) -> Side:
         success=success,
         band=health.noise_band(success, len(side.tasks)),
         reward=fmean(side.means("reward").values()),
-        errors=len([each for each in side.tries if each.error is not None]) or None,
+        errors=sum(each.error is not None for each in side.tries) or None,
     )
 
 
@@ -353,25 +346,19 @@ def _flip(store: Store, task: str, pair: Pair, count: int) -> Flip:
         other=other,
         base_index=ours.index,
         other_index=theirs.index,
-        prompt=_excerpt(ours.prompt, characters // 4),
-        base_text=_excerpt(ours.text, characters * 3 // 8),
-        other_text=_excerpt(theirs.text, characters * 3 // 8),
+        prompt=shorten_as_json(ours.prompt, characters // 4),
+        base_text=shorten_as_json(ours.text, characters * 3 // 8),
+        other_text=shorten_as_json(theirs.text, characters * 3 // 8),
     )
 
 
 def _shown(store: Store, side: Evaluated, task: str, success: bool) -> Shown:
     index = next(each.index for each in side.tasks[task] if each.success == success)
     row = store.transcript(side.run.id, side.row.step, index)
-    start = attempts.prompt_length(row)
+    start = row.prompt_messages
     prompt = row.messages[:start]
     last = str(prompt[-1].get("content")) if prompt else ""
     return Shown(index, last, _conversation(row.messages[start:]))
-
-
-def _excerpt(text: str, characters: int) -> str:
-    """The text within so many characters of JSON, where line ends and quotes take two."""
-    cost = len(to_text(text)) - 2
-    return text if cost <= characters else shorten(text, characters * len(text) // cost)
 
 
 def _conversation(messages: Sequence[Json]) -> str:

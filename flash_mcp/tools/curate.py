@@ -10,7 +10,6 @@ from anyio.to_thread import run_sync
 from pydantic import Field
 
 from flash_mcp.judgement import curation
-from flash_mcp.judgement.attempts import prompt_length
 from flash_mcp.judgement.curation import Attempt, Counts, Curated, HeldOut, Plan, Select, Source
 from flash_mcp.judgement.task_filter import compile_filter
 from flash_mcp.protocol.errors import FlashError
@@ -167,15 +166,12 @@ def _keep(
 
 def _check(name: str | None, plan: Plan, dry_run: bool) -> None:
     if name is None and not dry_run:
+        what = "name: missing; the dataset is kept under one"
         fix = "pass name='...', or dry_run=true to look first"
-        raise FlashError(
-            "invalid_argument", "name: missing; the dataset is kept under one", fix=fix
-        )
+        raise FlashError("invalid_argument", what, fix=fix)
     if plan.select == "best-n" and plan.max_per_task is None:
-        fix = "pass max_per_task=4, for instance"
-        raise FlashError(
-            "invalid_argument", "select='best-n' needs max_per_task, which is its n", fix=fix
-        )
+        what = "select='best-n' needs max_per_task, which is its n"
+        raise FlashError("invalid_argument", what, fix="pass max_per_task=4, for instance")
 
 
 def _pooled(store: Store, run_ids: Sequence[str]) -> list[Run]:
@@ -255,7 +251,7 @@ def _attempt(run_id: str, source: Source, step: int, row: Rollout) -> Attempt:
         reward=row.reward,
         success=row.success,
         messages=row.messages,
-        prompt_messages=prompt_length(row),
+        prompt_messages=row.prompt_messages,
         truncated=row.truncated,
         failed=bool(row.error),
     )
@@ -353,6 +349,5 @@ def _nothing(result: Curate, dry_run: bool) -> Curate:
         result.next = fix
         return result
     told = ", ".join(f"{name} {count}" for name, count in counts.model_dump().items() if count)
-    raise FlashError(
-        "dataset_invalid", f"nothing is left to train on: {told or 'no attempts'}", fix=fix
-    )
+    what = f"nothing is left to train on: {told or 'no attempts'}"
+    raise FlashError("dataset_invalid", what, fix=fix)

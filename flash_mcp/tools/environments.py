@@ -60,7 +60,8 @@ from flash_mcp.tools.shared.preflight import (
 Template = Literal["calculator", "sort_words"]
 
 TEMPLATES = Path(environments.__file__).parent / "examples"
-LOAD_TIMEOUT_S, CALL_TIMEOUT_S = 25.0, 30.0
+LOAD_TIMEOUT_S = 25.0
+CALL_TIMEOUT_S = 30.0
 TEST_DEADLINE_S = 38.0
 
 

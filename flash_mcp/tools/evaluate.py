@@ -18,7 +18,7 @@ from flash_mcp.state import references
 from flash_mcp.state.references import Subject
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.shared import resolve
-from flash_mcp.tools.shared.fitting import error_text
+from flash_mcp.tools.shared.fitting import error_text, without_empty
 from flash_mcp.tools.shared.frame import Result, report
 from flash_mcp.tools.shared.loading import Arguments, Secrets, check_machine, loaded
 from flash_mcp.tools.shared.next_steps import after_evaluation
@@ -27,7 +27,7 @@ from flash_mcp.tools.shared.waiting import WAIT_LIMIT_S, ended, submit, tried_ag
 
 LOAD_TIMEOUT_S = 20.0
 MOST_ATTEMPTS = 50_000
-SHOWN = (
+SHOWN = {
     "temperature",
     "top_p",
     "max_tokens",
@@ -35,7 +35,7 @@ SHOWN = (
     "stop_sequences",
     "thinking",
     "seed",
-)
+}
 """Fields of the spec that are shown as `values`."""
 
 
@@ -155,9 +155,8 @@ def _environment_of(environment: str | None, subject: Subject) -> str:
         return environment
     if subject.run is None:
         fix = "pass environment=NAME, as returned by env_push; catalog lists what was pushed"
-        raise FlashError(
-            "invalid_argument", "a base model says nothing of the environment to use", fix=fix
-        )
+        what = "a base model says nothing of the environment to use"
+        raise FlashError("invalid_argument", what, fix=fix)
     return subject.run.environment_reference
 
 
@@ -215,7 +214,6 @@ def _describe(store: Store, run: Run, subject: Subject, known: int, created: boo
         notes.append(f"CONTAMINATED: {health.contaminated(**overlap).evidence}")
     if found:
         notes += thoughts(found)
-    shown = {name: getattr(spec, name) for name in SHOWN}
     return Evaluate(
         run_id=run.id,
         state=run.state,
@@ -226,7 +224,7 @@ def _describe(store: Store, run: Run, subject: Subject, known: int, created: boo
         tasks=len(spec.tasks),
         attempts=spec.attempts,
         done=run.step,
-        values={name: value for name, value in shown.items() if value not in (None, [])},
+        values=without_empty(spec.model_dump(include=SHOWN)),
         scores=found,
         error=error_text(run.error, 1500),
         notes=notes or None,

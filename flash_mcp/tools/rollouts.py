@@ -8,11 +8,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from flash_mcp.judgement.attempts import prompt_length
 from flash_mcp.judgement.failures import SAMPLE_ROLLOUTS, FailureMode, failure_counts, failure_modes
+from flash_mcp.protocol.parts import rounded
 from flash_mcp.protocol.records import ACTIVE, Json, Rollout, Run
 from flash_mcp.state.store import Store, open_store
-from flash_mcp.tools.shared.fitting import RESULT_CHARACTERS, error_text, shorten, to_text
+from flash_mcp.tools.shared.fitting import (
+    RESULT_CHARACTERS,
+    error_text,
+    json_characters,
+    shorten,
+    shorten_as_json,
+    to_text,
+)
 from flash_mcp.tools.shared.frame import Part, Result, RunId, page_offset
 
 LEAST_PER_MESSAGE = 80
@@ -78,6 +85,10 @@ class _Shown:
     @property
     def messages(self) -> list[Json]:
         return self.rollout.messages[self.opening :]
+
+    @property
+    def texts(self) -> list[str]:
+        return [_text(message.get("content")) for message in self.messages]
 
 
 class Rollouts(Result):
@@ -178,7 +189,7 @@ def _result(
     opening = _opening(rows)
     modes = failure_modes(rows, sample)
     rest = [_Shown(row, mode, len(opening)) for row, mode in zip(rows, modes, strict=True)]
-    taken = sum(_cost(message.content) + MESSAGE_FRAME for message in opening)
+    taken = sum(json_characters(message.content) + MESSAGE_FRAME for message in opening)
     taken += sum(_frame_size(row) for row in rows)
     room = min(RESULT_CHARACTERS - RESULT_FRAME - taken, max_characters)
     start = None if found.index is None else from_message
@@ -198,13 +209,13 @@ def _result(
 
 def _opening(rows: list[Rollout]) -> list[Message]:
     """The messages that all prompts begin with; empty for a single row."""
-    prompts = [row.messages[: prompt_length(row)] for row in rows] if len(rows) > 1 else []
+    prompts = [row.messages[: row.prompt_messages] for row in rows] if len(rows) > 1 else []
     columns = takewhile(
         lambda column: all(each == column[0] for each in column), zip(*prompts, strict=False)
     )
     shared: list[Json] = [column[0] for column in columns]
     texts = [_text(message.get("content")) for message in shared]
-    allowed = share_out(OPENING_CHARACTERS, [_cost(text) for text in texts])
+    allowed = share_out(OPENING_CHARACTERS, [json_characters(text) for text in texts])
     return [
         Message(role=message["role"], content=_excerpt(text, limit, ""))
         for message, text, limit in zip(shared, texts, allowed, strict=True)
@@ -219,7 +230,8 @@ def _step(step: int | None, steps: list[int], *, search: bool) -> int | None:
 
 
 def _nothing(run: Run, step: int | None, steps: list[int], split: str, others: bool) -> Rollouts:
-    run_id, state = run.id, run.state
+    run_id = run.id
+    state = run.state
     if steps:
         next_step = f"there are {split} rollouts of the steps {_ranges(steps)}, none of step {step}"
     elif others:
@@ -244,22 +256,22 @@ def _within(
     rows: list[_Shown], characters: int, around: str, from_message: int | None
 ) -> tuple[list[RolloutView], str | None]:
     """The rows with their texts cut to `characters` in all, and a note on what was left out."""
-    texts = [[_text(message.get("content")) for message in row.messages] for row in rows]
+    texts = [row.texts for row in rows]
     if from_message is not None:
         numbers = [_from(each, from_message, characters) for each in texts]
     else:
         most = max(3, characters // max(len(rows), 1) // (LEAST_PER_MESSAGE + MESSAGE_FRAME))
         numbers = [_around(each, most, around) for each in texts]
-    chosen = [each[number] for each, shown in zip(texts, numbers, strict=True) for number in shown]
-    allowed = iter(
-        share_out(characters - MESSAGE_FRAME * len(chosen), [_cost(text) for text in chosen])
-    )
-    shown = [
-        _rollout(row, {number: _excerpt(each[number], next(allowed), around) for number in some})
-        for row, each, some in zip(rows, texts, numbers, strict=True)
-    ]
-    left = sum(len(text) for each in texts for text in each)
-    left -= sum(len(message.content) for rollout in shown for message in rollout.messages)
+    wanted: list[int] = []
+    for each, some in zip(texts, numbers, strict=True):
+        wanted += [json_characters(each[number]) for number in some]
+    allowed = iter(share_out(characters - MESSAGE_FRAME * len(wanted), wanted))
+    shown: list[RolloutView] = []
+    left = 0
+    for row, each, some in zip(rows, texts, numbers, strict=True):
+        excerpts = {number: _excerpt(each[number], next(allowed), around) for number in some}
+        shown.append(_rollout(row, excerpts))
+        left += sum(map(len, each)) - sum(map(len, excerpts.values()))
     return shown, f"about {left} characters of text" if left > 0 else None
 
 
@@ -267,7 +279,7 @@ def _from(texts: list[str], start: int, characters: int) -> list[int]:
     """Numbers of the messages from `start` that fit; a long one counts as LONG_MESSAGE."""
     numbers: list[int] = []
     for number in range(start, len(texts)):
-        characters -= min(_cost(texts[number]), LONG_MESSAGE) + MESSAGE_FRAME
+        characters -= min(json_characters(texts[number]), LONG_MESSAGE) + MESSAGE_FRAME
         if numbers and characters < 0:
             break
         numbers.append(number)
@@ -288,16 +300,12 @@ def _around(texts: list[str], most: int, around: str) -> list[int]:
     return [0, *range(start, start + most - 1)]
 
 
-def _cost(text: str) -> int:
-    """Its characters as JSON, where line ends and quotes take two."""
-    return len(to_text(text)) - 2
-
-
 def share_out(total: int, wanted: list[int]) -> list[int]:
     """Split `total`: small requests get all they want, the others share the rest equally; each gets
     at least LEAST_PER_MESSAGE.
     """
-    shares, left = [0] * len(wanted), total
+    shares = [0] * len(wanted)
+    left = total
     for rank, place in enumerate(sorted(range(len(wanted)), key=wanted.__getitem__)):
         fair = max(left // (len(wanted) - rank), LEAST_PER_MESSAGE)
         shares[place] = min(wanted[place], fair)
@@ -316,7 +324,8 @@ def _frame_size(row: Rollout) -> int:
 
 def _rollout(shown: _Shown, excerpts: dict[int, str]) -> RolloutView:
     """`excerpts`: the text of each message that is shown, by its number."""
-    row, messages = shown.rollout, shown.messages
+    row = shown.rollout
+    messages = shown.messages
     is_whole = len(excerpts) == len(messages)
     parts = {name: round(value, 4) for name, value in row.metrics.items()}
     return RolloutView(
@@ -325,7 +334,7 @@ def _rollout(shown: _Shown, excerpts: dict[int, str]) -> RolloutView:
         task_id=row.task_id,
         reward=round(row.reward, 4),
         success=row.success,
-        advantage=None if row.advantage is None else round(row.advantage, 4),
+        advantage=rounded(row.advantage, 4),
         failure=shown.failure,
         finish=row.finish,
         turns=row.turns,
@@ -347,13 +356,11 @@ def _rollout(shown: _Shown, excerpts: dict[int, str]) -> RolloutView:
 
 def _excerpt(text: str, allowed: int, around: str) -> str:
     """`text` within `allowed` characters of JSON; where it holds `around`, the part that does."""
-    cost = _cost(text)
-    if cost <= allowed:
-        return text
-    limit = allowed * len(text) // cost
-    place = text.lower().find(around.lower()) if around else -1
-    if place < 0:
-        return shorten(text, limit)
+    shortened = shorten_as_json(text, allowed)
+    place = text.lower().find(around.lower())
+    if shortened == text or not around or place < 0:
+        return shortened
+    limit = allowed * len(text) // json_characters(text)
     kept = max(limit - 50, len(around))
     start = max(0, min(place - (kept - len(around)) // 2, len(text) - kept))
     after = len(text) - start - kept

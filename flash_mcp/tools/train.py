@@ -30,7 +30,7 @@ from flash_mcp.state import queue, references
 from flash_mcp.state.datasets import Dataset
 from flash_mcp.state.references import Subject
 from flash_mcp.state.store import Store, open_store
-from flash_mcp.tools.shared.fitting import to_text
+from flash_mcp.tools.shared.fitting import to_text, without_empty
 from flash_mcp.tools.shared.frame import Part, Result, report, unwrapped
 from flash_mcp.tools.shared.held_out import read_held_out
 from flash_mcp.tools.shared.loading import check_machine, contamination_note, loaded
@@ -227,13 +227,12 @@ class _Plan:
         return self.resolved.spec
 
     def result(self, **fields: Any) -> Train:
-        values = self.spec.model_dump()
         return Train(
             environment=self.environment.reference,
             model=self.spec.model,
             warm_start=adapter_name(self.adapter),
             estimate=self.estimate,
-            values={name: value for name, value in values.items() if value not in (None, [], {})},
+            values=without_empty(self.spec.model_dump()),
             sources=by_source(self.resolved.sources),
             notes=_notes(self) or None,
             **fields,

@@ -136,25 +136,33 @@ class Estimate:
 
 def estimate(model_path: Path, work: Workload, dtype: torch.dtype, capacity: int) -> Estimate:
     """The memory that an attempt needs if `capacity` bytes are available; on a GPU, of the card."""
-    on_gpu = torch.cuda.is_available()
     model = _without_storage(model_path, dtype, work.lora_rank)
     weights = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    process = PROCESS_BYTES
+    copies = ENGINE_COPIES
+    heap = HEAP_OVERHEAD
+    free = capacity
+    if torch.cuda.is_available():
+        process = GPU_PROCESS_BYTES
+        copies = 1
+        heap = 1.0
+        free -= weights
     kv_cache = engine_weights = 0
     if work.sequences:
-        engine_weights = weights if on_gpu else ENGINE_COPIES * weights
-        room = _cache_room(capacity - weights if on_gpu else capacity, engine_weights)
+        engine_weights = copies * weights
+        room = _cache_room(free, engine_weights)
         kv_cache = kv_cache_bytes(
             model.config, work.max_length, work.sequences, room, itemsize=dtype.itemsize
         )
     held, passing = _training_pass(model_path, dtype, work)
     return Estimate(
-        process=GPU_PROCESS_BYTES if on_gpu else PROCESS_BYTES,
+        process=process,
         weights=weights,
         engine_weights=engine_weights,
         kv_cache=kv_cache,
         adapter=4 * trained,  # with gradients and Adam's two moments
-        activations=held if on_gpu else round(HEAP_OVERHEAD * held),
+        activations=round(heap * held),
         logits=passing,
     )
 
@@ -258,9 +266,11 @@ def _control_group_rooms(membership: Path, root: Path) -> Iterator[int]:
         if controllers not in ("", "memory"):
             continue
         top = root / controllers
-        limit_file, used_file = "memory.max", "memory.current"
+        limit_file = "memory.max"
+        used_file = "memory.current"
         if controllers:
-            limit_file, used_file = "memory.limit_in_bytes", "memory.usage_in_bytes"
+            limit_file = "memory.limit_in_bytes"
+            used_file = "memory.usage_in_bytes"
         group = top / path.lstrip("/")
         for folder in (group, *group.parents):
             if not folder.is_relative_to(top):

@@ -29,7 +29,8 @@ from worker.training.kernels import token_logps
 log = logging.getLogger("worker")
 PACK_TOKENS = 4096
 """A longer sequence is split: its mask grows with the square, and one more prompt is cheaper."""
-BLOCK, HEAD_STEP = 64, 16
+BLOCK = 64
+HEAD_STEP = 16
 """Sequences, and rows of the head, are padded to multiples of these. On the CPU PyTorch compiles
 kernels for each new length and keeps them, which takes megabytes for each length.
 """
@@ -122,7 +123,8 @@ def _packs(ids_BT: Tensor, seen_BT: Tensor, starts: int) -> Iterator[tuple[Tenso
         for row in rows:
             if pack and size + lengths[row] > PACK_TOKENS:
                 yield prompt, pack
-                pack, size = [], len(prompt)
+                pack = []
+                size = len(prompt)
             pack.append(row)
             size += lengths[row]
         yield prompt, pack

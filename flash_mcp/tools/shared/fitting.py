@@ -36,6 +36,22 @@ def shorten(text: str, limit: int) -> str:
     )
 
 
+def json_characters(text: str) -> int:
+    """Its characters as JSON, where line ends and quotes take two."""
+    return len(to_text(text)) - 2
+
+
+def shorten_as_json(text: str, limit: int) -> str:
+    """`text` within `limit` characters of JSON."""
+    cost = json_characters(text)
+    return text if cost <= limit else shorten(text, limit * len(text) // cost)
+
+
+def without_empty(values: dict[str, Any]) -> dict[str, Any]:
+    """The values but None, [] and {}."""
+    return {name: value for name, value in values.items() if value not in (None, [], {})}
+
+
 def error_text(error: dict[str, Any] | None, limit: int) -> str | None:
     """`[code] what happened` of FlashError.to_dict(), within `limit` characters."""
     return shorten(f"[{error['code']}] {error['what']}", limit) if error else None

@@ -72,11 +72,14 @@ def resolve_eval(
     sources: dict[str, Source] = {}
     for name in SHARED_FIELDS:
         if given.get(name) is not None:
-            values[name], sources[name] = given[name], "argument"
+            values[name] = given[name]
+            sources[name] = "argument"
         elif name in TAKEN_FROM_RUN and name in run:
-            values[name], sources[name] = run[name], "run"
+            values[name] = run[name]
+            sources[name] = "run"
         else:
-            values[name], sources[name] = default_of(name), "recipe"
+            values[name] = default_of(name)
+            sources[name] = "recipe"
     if given.get("temperature") is None:
         values["temperature"] = 0.0 if attempts == 1 else 1.0
     room: int | None = values["max_length"] or (
@@ -177,4 +180,6 @@ def _check_adapter(folder: Path, spec: RunSpec, card: ModelCard, base: str | Non
 def adapter_name(adapter: Json | None) -> str | None:
     if adapter is None:
         return None
-    return f"{adapter['run_id']}@{adapter['step']}" if adapter["run_id"] else str(adapter["path"])
+    if run_id := adapter.get("run_id"):
+        return f"{run_id}@{adapter['step']}"
+    return str(adapter["path"])

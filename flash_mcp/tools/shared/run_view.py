@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any, cast
 
 from flash_mcp.judgement import comparison, health
@@ -25,8 +24,9 @@ from flash_mcp.protocol.records import (
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state.history import NEWEST_STEPS, RunHistory
 from flash_mcp.state.store import Store
-from flash_mcp.tools.shared.fitting import shorten
+from flash_mcp.tools.shared.fitting import shorten, without_empty
 from flash_mcp.tools.shared.next_steps import after_evaluation, after_status
+from flash_mcp.tools.shared.resolve import adapter_name
 from flash_mcp.tools.shared.scores import Scores, scores_of
 from flash_mcp.tools.shared.waiting import obstacles
 
@@ -330,9 +330,7 @@ def _add_details(
     view.failures = failures or None
     view.metrics = _metrics(judged.history) or None
     view.lineage = _lineage(run, found.checkpoints)
-    view.values = {
-        name: value for name, value in run.spec.model_dump().items() if value not in (None, [], {})
-    }
+    view.values = without_empty(run.spec.model_dump())
     view.sources = by_source(run.sources)
     view.log_tail = _log_tail(run, 2500) or None
 
@@ -349,9 +347,9 @@ def _newest_rollouts(store: Store, run_id: str) -> list[Rollout]:
 def _metrics(history: Sequence[Metrics]) -> dict[str, str]:
     """Every metric over the steps."""
     shown: dict[str, str] = {}
+    steps = health.Steps(history)
     for name in sorted({name for metrics in history for name in metrics} - {"step"}):
-        column = [metrics.get(name) for metrics in history]
-        values = [value for value in column if value is not None]
+        values = steps.column(name)
         found = health.trend(values)
         if found:
             spark = health.sparkline(values, 12)
@@ -365,11 +363,9 @@ def _lineage(run: Run, saved: Sequence[Checkpoint]) -> Lineage:
         environment=run.environment_reference,
         checkpoints={row.step: row.digest for row in saved[-3:]} or None,
     )
-    adapter = run.init_adapter
-    if adapter:
-        run_id = adapter.get("run_id")
-        lineage.parent = f"{run_id}@{adapter['step']}" if run_id else adapter["path"]
-        lineage.parent_digest = adapter["digest"]
+    if run.init_adapter:
+        lineage.parent = adapter_name(run.init_adapter)
+        lineage.parent_digest = run.init_adapter["digest"]
     if run.dataset:
         lineage.dataset = f"{run.dataset['name']}@{run.dataset['digest']}"
     return lineage
@@ -385,6 +381,4 @@ def by_source(sources: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def mean_of(rows: Sequence[StepMetrics], name: str) -> float | None:
-    column = [row.metrics.get(name) for row in rows]
-    values = [value for value in column if value is not None]
-    return fmean(values) if values else None
+    return health.Steps([row.metrics for row in rows]).mean(name)

@@ -79,7 +79,7 @@ def scores_of(evaluation: Evaluation, tries: Sequence[Try]) -> Scores:
     found.reward = fmean(each.reward for each in valid)
     found.pass_at = attempts.pass_at(tasks) or None
     if len(valid) > len(tasks):
-        kinds = [set(group) for group in outcomes]
+        kinds = attempts.distinct(tasks, "success")
         found.uniform_share = attempts.uniform_share(tasks)
         found.never_solved = kinds.count({False})
         found.always_solved = kinds.count({True})
