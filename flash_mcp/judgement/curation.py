@@ -85,10 +85,13 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to keep. `success_threshold` decides what is correct, for the filter and for the
-    selection alike.
+    """What to read and what to keep. `success_threshold` decides what is correct, for the filter
+    and for the selection alike.
     """
 
+    source: Source | None = None
+    """None: both."""
+    since_step: int = 0
     keep: TaskFilter | None = None
     select: Select = "correct"
     max_per_task: int | None = None
@@ -104,8 +107,9 @@ class Plan:
         return attempt.reward >= self.success_threshold
 
     def to_dict(self) -> Json:
-        values = {name: value for name, value in vars(self).items() if name != "keep"}
-        return {"filter": self.keep.text if self.keep else None, **values}
+        values = dict(vars(self))
+        keep: TaskFilter | None = values.pop("keep")
+        return {"filter": keep.text if keep else None, **values}
 
 
 class Counts(BaseModel):

@@ -111,6 +111,8 @@ async def curate(
         dry_run: Show counts and examples and write nothing; default false.
     """
     plan = Plan(
+        source=source,
+        since_step=since_step,
         keep=compile_filter(filter) if filter is not None else None,
         select=select,
         max_per_task=max_per_task,
@@ -120,15 +122,18 @@ async def curate(
         allow_eval_tasks=allow_eval_tasks,
     )
     _check(name, plan, dry_run)
+    return await _curated(runs, plan, None if dry_run else name)
+
+
+async def _curated(runs: Sequence[str], plan: Plan, name: str | None) -> Curate:
+    """The dataset, kept under `name`; with None, what it would be."""
     store = open_store()
     # Reads are left to themselves when the call is: they may take longer than it has.
     rows = await run_sync(_pooled, store, runs, abandon_on_cancel=True)
     await report("asking the environment for its eval split")
     held_out = await _held_out(store, rows[0])
     await report("reading attempts")
-    curated = await run_sync(
-        _curated, rows, source, since_step, plan, held_out, abandon_on_cancel=True
-    )
+    curated = await run_sync(_select, rows, plan, held_out, abandon_on_cancel=True)
     result = Curate(
         environment=rows[0].environment_reference,
         models=sorted({row.model for row in rows}),
@@ -138,21 +143,19 @@ async def curate(
         next="curate again with a name and without dry_run keeps it",
     )
     if not curated.train:
-        return _nothing(result, dry_run)
-    if dry_run or name is None:
-        return result
-    chosen: Json = {"source": source, "since_step": since_step, **plan.to_dict()}
-    await run_sync(_keep, store, result, name, rows, curated, chosen)
+        return _nothing(result, is_dry=name is None)
+    if name is not None:
+        await run_sync(_keep, store, result, name, rows, curated, plan)
     return result
 
 
 def _keep(
-    store: Store, result: Curate, name: str, rows: Sequence[Run], curated: Curated, chosen: Json
+    store: Store, result: Curate, name: str, rows: Sequence[Run], curated: Curated, plan: Plan
 ) -> None:
     """Register the dataset, and say so in the result."""
     train = [attempt.row() for attempt in curated.train]
     holdout = [attempt.row() for attempt in curated.holdout]
-    manifest = _manifest(rows, curated, chosen)
+    manifest = _manifest(rows, curated, plan)
     kept = datasets.register(name, train, holdout, manifest, store.base)
     result.dataset = f"{kept.name}@{kept.digest}"
     result.created = kept.created
@@ -219,11 +222,9 @@ async def _held_out(store: Store, row: Run) -> HeldOut:
         return await read_held_out(host)
 
 
-def _curated(
-    rows: Sequence[Run], source: Source | None, since_step: int, plan: Plan, held_out: HeldOut
-) -> Curated:
-    made = itertools.chain.from_iterable(read_attempts(row, source) for row in rows)
-    attempts = (attempt for attempt in made if attempt.step >= since_step)
+def _select(rows: Sequence[Run], plan: Plan, held_out: HeldOut) -> Curated:
+    made = itertools.chain.from_iterable(read_attempts(row, plan.source) for row in rows)
+    attempts = (attempt for attempt in made if attempt.step >= plan.since_step)
     return curation.curate(attempts, plan, held_out)
 
 
@@ -257,7 +258,7 @@ def _attempt(run_id: str, source: Source, step: int, row: Rollout) -> Attempt:
     )
 
 
-def _manifest(rows: Sequence[Run], curated: Curated, chosen: Json) -> Json:
+def _manifest(rows: Sequence[Run], curated: Curated, plan: Plan) -> Json:
     """Where a dataset came from. Nothing in it depends on when it is made."""
     runs: list[Json] = []
     for row in sorted(rows, key=lambda row: row.id):
@@ -278,7 +279,7 @@ def _manifest(rows: Sequence[Run], curated: Curated, chosen: Json) -> Json:
         "args": rows[0].spec.environment_args,
     }
     counts = curated.counts.model_dump()
-    return {"environment": environment, "runs": runs, **chosen, "counts": counts}
+    return {"environment": environment, "runs": runs, **plan.to_dict(), "counts": counts}
 
 
 def _notes(curated: Curated, plan: Plan, held_out: HeldOut) -> list[str]:
@@ -328,7 +329,7 @@ def _example(part: Literal["train", "holdout"], attempt: Attempt) -> Example:
     )
 
 
-def _nothing(result: Curate, dry_run: bool) -> Curate:
+def _nothing(result: Curate, *, is_dry: bool) -> Curate:
     """The dry run that says why nothing is left to train on, or that as an error."""
     counts = result.counts
     if counts.attempts == 0:
@@ -345,7 +346,7 @@ def _nothing(result: Curate, dry_run: bool) -> Curate:
     else:
         best = "select='best' takes the best there is, success_threshold another bar"
         fix = f"no attempt is correct: {best}"
-    if dry_run:
+    if is_dry:
         result.next = fix
         return result
     told = ", ".join(f"{name} {count}" for name, count in counts.model_dump().items() if count)
