@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
+import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -56,14 +59,35 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.is_relative_to(Path(__file__).with_name("worker")):
-            item.add_marker(pytest.mark.xdist_group("worker"))  # they share models and runs
         if in_slow_folder(item.path) or SLOW_FIXTURES & {*getattr(item, "fixturenames", ())}:
             item.add_marker("slow")
     if config.getoption("fast"):
         slow = [item for item in items if item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what the imports made stays, and a collection after each test need not look at it
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    """A test fails if it leaves a file, socket, process or loop to the garbage collector."""
+    yield
+    leaks: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "unraisablehook", lambda leak: leaks.append(describe_leak(leak)))
+        gc.collect()
+    if leaks:
+        pytest.fail("\n".join(leaks), pytrace=False)
+
+
+def describe_leak(leak: sys.UnraisableHookArgs) -> str:
+    """With python -X tracemalloc=10 it says where the object was made."""
+    made = tracemalloc.get_object_traceback(leak.object)
+    lines = made.format() if made else []
+    return "\n".join([f"{leak.exc_value!r} in {leak.object!r}", *lines])
 
 
 @pytest.fixture(autouse=True)

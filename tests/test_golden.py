@@ -10,8 +10,6 @@ import pytest
 
 from tests.freeze import GOLDEN, frozen
 
-pytestmark = pytest.mark.xdist_group("golden")  # the tests share what is slow to make
-
 NAMES = sorted(path.relative_to(GOLDEN).as_posix() for path in GOLDEN.rglob("*") if path.is_file())
 
 

@@ -43,6 +43,32 @@ def test_a_fast_test_and_its_processes_can_import_neither(module: str) -> None:
     assert "not marked slow" in done.stderr
 
 
+LEAK = """
+import pytest
+import socket
+
+@pytest.mark.slow
+def test_leaks():
+    cycle = [socket.socket()]
+    cycle.append(cycle)
+
+@pytest.mark.slow
+def test_is_sound():
+    pass
+"""
+
+
+@pytest.mark.slow
+def test_what_is_left_open_fails_the_test_that_left_it(tmp_path: Path) -> None:
+    (tmp_path / "test_toy.py").write_text(LEAK)
+    command = [sys.executable, "-m", "pytest", "-c", ROOT / "pyproject.toml"]
+    command += [f"--rootdir={tmp_path}", "-p", "tests.conftest", "-p", "no:cacheprovider", tmp_path]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert "ERROR test_toy.py::test_leaks - Failed: ResourceWarning(" in done.stdout
+    assert "2 passed, 1 error" in done.stdout
+
+
 TOY = """
 from pathlib import Path
 

@@ -31,6 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
@@ -183,6 +184,7 @@ def _start(target: Path, wanted: list[str]) -> tuple[subprocess.Popen[bytes], IO
         env=_installers_environment(target),
         start_new_session=True,
     )
+    weakref.finalize(process, log.close)  # once the last of those who wait for it has read its end
     return process, log
 
 

@@ -234,6 +234,7 @@ def browser() -> Generator[Any, None, None]:
         browser.close()
 
 
+@pytest.mark.slow
 def test_in_a_browser_the_page_is_legible_and_nothing_in_it_acts(tmp_path: Path, browser: Any):
     file = tmp_path / "report.html"
     file.write_text(html(open_store(), hostile_run(tmp_path).id), encoding="utf-8")

@@ -495,14 +495,13 @@ async def test_the_process_dies_with_a_parent_that_was_killed(tmp_path: Path) ->
             await asyncio.Event().wait()
         asyncio.run(main())
     """
-    parent = subprocess.Popen(  # noqa: ASYNC220
+    with subprocess.Popen(  # noqa: ASYNC220
         [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True
-    )
-    assert parent.stdout is not None
-    assert parent.stdout.readline() == "ready\n"
-    (child,) = psutil.Process(parent.pid).children()
-    parent.kill()
-    parent.wait()
+    ) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "ready\n"
+        (child,) = psutil.Process(parent.pid).children()
+        parent.kill()
 
     await until(lambda: not is_running(child.pid))
 

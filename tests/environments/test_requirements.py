@@ -200,7 +200,9 @@ def test_of_two_installers_one_installs(tmp_path: Path) -> None:
     """
     command = (sys.executable, "-c", textwrap.dedent(code))
     both = started(command, command)
-    assert [process.wait(timeout=60) for process in both] == [0, 0]
+    for process in both:
+        process.communicate(timeout=60)
+    assert [process.returncode for process in both] == [0, 0]
     assert (tmp_path / "venv" / "installed").read_text() == "once "
     assert (tmp_path / "ready").read_text() == "one==1"
 

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -323,8 +323,9 @@ async def test_limits_and_priorities_of_others_cannot_be_changed(tmp_path: Path)
 
 
 @pytest.fixture
-def listener() -> socket.socket:
-    return socket.create_server(("127.0.0.1", 0))
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener
 
 
 async def test_the_network_is_refused_and_the_refusal_says_how_to_ask(
@@ -378,7 +379,7 @@ async def test_an_environment_that_asks_for_the_network_gets_it(
         assert await attack.told(
             f"import socket; told = socket.create_connection({listener.getsockname()!r})"
         )
-        assert listener.accept()
+        listener.accept()[0].close()
 
 
 @pytest.mark.parametrize(

@@ -77,8 +77,8 @@ class ObjectStore:
         self._tell("start")
 
     def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        with self._process as server:
+            server.kill()
 
     def _tell(self, what: str) -> None:
         assert self._process.stdin and self._process.stdout

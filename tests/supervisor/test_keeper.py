@@ -69,6 +69,7 @@ def test_it_goes_on_after_trouble_and_tells_it_once(
     assert caplog.text.count("no supervisor could be started") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["stdio", "http"])
 def test_a_server_starts_one_without_being_asked(
     flash_home: Path, waiting_run: Run, transport: str

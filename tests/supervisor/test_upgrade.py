@@ -120,6 +120,7 @@ def _has_come_so_far(base: Path) -> bool:
     return states == [("ready",)] and beat is not None and beat["step"] == 3
 
 
+@pytest.mark.slow
 def test_the_new_version_takes_over_a_run_and_a_deployment_of_the_old(
     flash_home: Path, old_supervisor: subprocess.Popen[bytes]
 ) -> None:
