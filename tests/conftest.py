@@ -3,15 +3,18 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
 import sys
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 from hypothesis import settings
 
 from flash_mcp.protocol.paths import models_dir
+from tests import reaper
 
 WHEELS = Path(sys.prefix, "wheels")
 """What environments' interpreters are made of, where scripts/test has fetched it: see
@@ -46,6 +49,16 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "slow: needs torch or vLLM, or takes seconds; scripts/test --fast leaves it out"
     )
+    if reaper.VARIABLE not in os.environ:  # pytest-xdist's processes belong to the run that has it
+        start_reaper(config)
+
+
+def start_reaper(config: pytest.Config) -> None:
+    run = os.environ[reaper.VARIABLE] = uuid4().hex
+    process = subprocess.Popen(
+        [sys.executable, reaper.__file__, run], stdin=subprocess.PIPE, start_new_session=True
+    )
+    config.add_cleanup(process.communicate)
 
 
 def in_slow_folder(path: Path) -> bool:

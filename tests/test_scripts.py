@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
+from tests import reaper
 from tests.places import ROOT, TESTS
+from tests.supervisor.test_loop import wait_for
 
 
 @pytest.mark.slow
@@ -43,6 +46,16 @@ def test_a_fast_test_and_its_processes_can_import_neither(module: str) -> None:
     assert "not marked slow" in done.stderr
 
 
+def toy_run(folder: Path, tests: str) -> subprocess.Popen[str]:
+    """A pytest of `tests` with our settings and fixtures, as if nobody ran it within a test."""
+    (folder / "test_toy.py").write_text(tests)
+    command = [sys.executable, "-m", "pytest", "-c", ROOT / "pyproject.toml", f"--rootdir={folder}"]
+    command += ["-p", "tests.conftest", "-p", "no:cacheprovider", folder]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop(reaper.VARIABLE)
+    return subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
+
+
 LEAK = """
 import pytest
 import socket
@@ -60,13 +73,32 @@ def test_is_sound():
 
 @pytest.mark.slow
 def test_what_is_left_open_fails_the_test_that_left_it(tmp_path: Path) -> None:
-    (tmp_path / "test_toy.py").write_text(LEAK)
-    command = [sys.executable, "-m", "pytest", "-c", ROOT / "pyproject.toml"]
-    command += [f"--rootdir={tmp_path}", "-p", "tests.conftest", "-p", "no:cacheprovider", tmp_path]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert "ERROR test_toy.py::test_leaks - Failed: ResourceWarning(" in done.stdout
-    assert "2 passed, 1 error" in done.stdout
+    with toy_run(tmp_path, LEAK) as run:
+        output = run.communicate()[0]
+    assert "ERROR test_toy.py::test_leaks - Failed: ResourceWarning(" in output
+    assert "2 passed, 1 error" in output
+
+
+HANGS = """
+import pytest
+import subprocess
+from pathlib import Path
+
+@pytest.mark.slow
+def test_hangs():
+    child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    Path("child").write_text(f"{child.pid}.")
+    child.wait()
+"""
+
+
+@pytest.mark.slow
+def test_what_a_killed_run_started_ends_with_it(tmp_path: Path) -> None:
+    child = tmp_path / "child"
+    with toy_run(tmp_path, HANGS) as run:
+        wait_for(lambda: child.exists() and child.read_text().endswith("."))
+        run.kill()
+    wait_for(lambda: not psutil.pid_exists(int(child.read_text()[:-1])))
 
 
 TOY = """
