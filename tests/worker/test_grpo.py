@@ -354,29 +354,24 @@ def test_a_head_that_trl_does_not_know_either_is_refused() -> None:
         packing.check_trl_head(model, 1.0)
 
 
-def test_a_model_that_scales_its_logits_is_trained_as_trl_trains_it(
-    fp32_model: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("config", "fields"),
+    [
+        (transformers.GraniteConfig, {"logits_scaling": 8.0}),
+        # Experts, without a loss for their router.
+        (transformers.MixtralConfig, {"num_local_experts": 4, "sliding_window": None}),
+    ],
+)
+def test_other_kinds_of_models_are_trained_as_trl_trains_them(
+    fp32_model: Path, tmp_path: Path, config: type[Any], fields: dict[str, Any]
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(fp32_model)
-    config = transformers.GraniteConfig(
-        **{**BASE, "vocab_size": len(tokenizer)}, logits_scaling=8.0
+    model = AutoModelForCausalLM.from_config(
+        config(**{**BASE, "vocab_size": len(tokenizer)}, **fields)
     )
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "granite")
-    tokenizer.save_pretrained(tmp_path / "granite")
-    ours, theirs = both(tmp_path / "granite", tmp_path, make_rollouts(tokenizer), torch.float32)
-    assert (flat(ours) - flat(theirs)).norm() < 1e-5 * flat(theirs).norm()
-
-
-def test_experts_are_trained_without_a_loss_for_their_router(
-    fp32_model: Path, tmp_path: Path
-) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(fp32_model)
-    config = transformers.MixtralConfig(
-        **{**BASE, "vocab_size": len(tokenizer)}, num_local_experts=4, sliding_window=None
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "experts")
-    tokenizer.save_pretrained(tmp_path / "experts")
-    ours, theirs = both(tmp_path / "experts", tmp_path, make_rollouts(tokenizer), torch.float32)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    ours, theirs = both(tmp_path / "model", tmp_path, make_rollouts(tokenizer), torch.float32)
     assert (flat(ours) - flat(theirs)).norm() < 1e-5 * flat(theirs).norm()
 
 
