@@ -9,7 +9,7 @@ import difflib
 import functools
 import logging
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from logging.handlers import RotatingFileHandler
 from pathlib import Path, PurePath
 from typing import Any, cast
@@ -98,9 +98,10 @@ class FlashError(Exception):
         return {"code": self.code, "what": self.what, "fix": self.fix, "values": self.values}
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> FlashError:
-        """The inverse of `to_dict`."""
-        return cls(data["code"], data["what"], fix=data.get("fix", ""), **data.get("values", {}))
+    def from_dict(cls, data: Mapping[str, Any]) -> FlashError:
+        """The inverse of `to_dict`. A code of another version becomes `internal`."""
+        code = data["code"] if data["code"] in CODES else "internal"
+        return cls(code, data["what"], fix=data.get("fix", ""), **data.get("values", {}))
 
 
 def encodable(value: Any) -> Any:

@@ -51,6 +51,23 @@ import psutil
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
+from flash_mcp.protocol.run_files import (
+    MAX_BYTES,
+    MAX_ROLLOUTS_BYTES,
+    AttemptLine,
+    Beat,
+    Damaged,
+    EvaluationFile,
+    EventFile,
+    Manifest,
+    ManifestFile,
+    Metrics,
+    Result,
+    RolloutLine,
+    Shape,
+    decoded,
+    read_local,
+)
 
 log = logging.getLogger(__name__)
 PATIENCE_S = 600.0
@@ -80,6 +97,8 @@ class RunFolder:
         protocols: str | tuple[str, ...] = filesystem.protocol
         self.is_local = "file" in ((protocols,) if isinstance(protocols, str) else protocols)
         self._fs: Any = filesystem if self.is_local else _Patient(filesystem, patience_s)
+        self.damaged: dict[str, str] = {}
+        """Files that were found damaged when they were last read, and what is wrong with them."""
 
     def path(self, *parts: str) -> str:
         return "/".join((self.root, *parts))
@@ -122,20 +141,21 @@ class RunFolder:
 
     def newest_epoch(self) -> int:
         """The number of the owning attempt; 0 before the first claim."""
-        return max((int(name) for name in self._names("epoch") if name.isdigit()), default=0)
+        return max((int(name) for name in self._names("epoch") if name.isdecimal()), default=0)
 
     def job(self) -> Json:
         job = self.read_json("job.json")
         if job is None:
-            raise FlashError("unknown_run", "the run folder has no job.json", folder=self.url)
+            what = f"the run folder has no job.json{self._harm('job.json')}"
+            raise FlashError("unknown_run", what, folder=self.url)
         return job
 
-    def beat(self) -> Json | None:
-        return self.read_json("beat.json")
+    def beat(self) -> Beat | None:
+        return self._object(Beat, "beat.json")
 
-    def result(self) -> Json | None:
+    def result(self) -> Result | None:
         """The result of the owning attempt. A result of an earlier attempt does not count."""
-        result = self.read_json("result.json")
+        result = self._object(Result, "result.json")
         return result if result and result["epoch"] >= self.newest_epoch() else None
 
     def is_cancelled(self) -> bool:
@@ -145,56 +165,56 @@ class RunFolder:
         """{step: version}; the version changes when the file is replaced."""
         return self._versions("metrics", ".json")
 
-    def metrics(self, step: int) -> Json | None:
-        return self.read_json("metrics", f"{step}.json")
+    def metrics(self, step: int) -> Metrics | None:
+        return self._object(Metrics, f"metrics/{step}.json", step=step)
 
     def rollout_steps(self) -> dict[int, str]:
         return self._versions("rollouts", ".jsonl")
 
     def rollouts(self, step: int) -> list[Json]:
-        return _lines(self._read("rollouts", f"{step}.jsonl"))
+        return cast("list[Json]", self._lines(RolloutLine, f"rollouts/{step}.jsonl"))
 
     def eval_steps(self) -> dict[int, str]:
         return self._versions("evals", ".json")
 
-    def evaluation(self, step: int) -> Json | None:
-        return self.read_json("evals", f"{step}.json")
+    def evaluation(self, step: int) -> EvaluationFile | None:
+        name = f"evals/{step}.json"
+        return self._object(EvaluationFile, name, max_bytes=MAX_ROLLOUTS_BYTES, step=step)
 
     def attempts(self, step: int) -> list[Json]:
         """The attempts that a running evaluation has recorded so far, each once and in order."""
         rows: dict[int, Json] = {}
         for name in sorted(self._names("evals", str(step))):
             if name[0].isdigit():  # others are temporary files
-                for row in _lines(self._read("evals", str(step), name)):
-                    rows[row["index"]] = row
+                for row in self._lines(AttemptLine, f"evals/{step}/{name}"):
+                    rows[row["index"]] = cast(Json, row)
         return [rows[index] for index in sorted(rows)]
 
     def event_names(self) -> list[str]:
         return sorted(name for name in self._names("events") if name.endswith(".json"))
 
-    def event(self, name: str) -> Json | None:
-        return self.read_json("events", name)
+    def event(self, name: str) -> EventFile | None:
+        return self._object(EventFile, f"events/{name}")
 
     def log_tail(self, epoch: int, size_bytes: int = 8192) -> str:
-        """The end of the output of attempt `epoch`; empty if there is none."""
+        """The end of the output of attempt `epoch`; empty if there is none that can be read."""
         try:
             path = self.path(f"log.{epoch}")
             size = self._fs.size(path)
             if not size:  # object stores refuse an empty range
                 return ""
             tail: bytes = self._fs.cat_file(path, start=max(0, size - size_bytes), end=size)
-        except FileNotFoundError:
+        except REFUSALS:
             return ""
         return tail.decode(errors="replace")
 
     def checkpoint_steps(self) -> list[int]:
         """Steps with a complete checkpoint, oldest first."""
-        steps = sorted(int(name) for name in self._names("checkpoints") if name.isdigit())
+        steps = sorted(int(name) for name in self._names("checkpoints") if name.isdecimal())
         return [step for step in steps if self.manifest(step)]
 
-    def manifest(self, step: int) -> Json | None:
-        """The newest complete checkpoint of that step: {"step", "epoch", "time", "digest",
-        "size_bytes", "files": {name: sha256}, "metrics": {...}, "path": the folder of the files}.
+    def manifest(self, step: int) -> Manifest | None:
+        """The newest complete checkpoint of that step.
 
         Each attempt saves into folders of its own, and a complete checkpoint never changes. So an
         attempt that was stopped while it saved, and wakes later, cannot touch its successor's.
@@ -203,11 +223,11 @@ class RunFolder:
         # Earlier versions have one folder for each step, which every attempt replaced.
         for name in (*sorted(names, key=_saved_by, reverse=True), "."):
             place = f"checkpoints/{step}/{name}".removesuffix("/.")
-            if manifest := self.read_json(place, "MANIFEST.json"):
+            if manifest := self._object(ManifestFile, f"{place}/MANIFEST.json", step=step):
                 return {**manifest, "path": self.path(place)}
         return None
 
-    def verify_checkpoint(self, step: int) -> Json:
+    def verify_checkpoint(self, step: int) -> Manifest:
         """The manifest, if every file matches it; otherwise FlashError(checkpoint_corrupt) or
         FlashError(unknown_checkpoint).
         """
@@ -215,7 +235,7 @@ class RunFolder:
         _check_files(manifest, lambda name: self._digest(f"{manifest['path']}/{name}"))
         return manifest
 
-    def _manifest(self, step: int) -> Json:
+    def _manifest(self, step: int) -> Manifest:
         manifest = self.manifest(step)
         if manifest is None:
             what = "there is no checkpoint at that step"
@@ -251,8 +271,37 @@ class RunFolder:
         return into
 
     def read_json(self, *parts: str) -> Json | None:
-        text = self._read(*parts)
-        return None if text is None else cast(Json, json.loads(text))
+        return self._object(dict[str, Any], "/".join(parts))
+
+    def _object(
+        self, shape: type[Shape], name: str, *, max_bytes: int = MAX_BYTES, step: int | None = None
+    ) -> Shape | None:
+        """The JSON object in a file; None if there is none, or it is damaged."""
+        text = self._read(name, max_bytes)
+        if text is None:
+            return None
+        try:
+            found = decoded(text, shape)
+            if step is not None and (told := cast(Json, found)["step"]) != step:
+                raise Damaged(f"it is of step {told}")
+        except Damaged as error:
+            self.damaged[name] = str(error)
+            return None
+        return found
+
+    def _lines(self, shape: type[Shape], name: str) -> list[Shape]:
+        """The JSON objects in the lines of a file; damaged lines are left out."""
+        text = self._read(name, MAX_ROLLOUTS_BYTES) or ""
+        found: list[Shape] = []
+        # Not splitlines(): it also splits at U+2028, which JSON leaves unescaped within a string.
+        for number, line in enumerate(text.split("\n"), start=1):
+            if not line:
+                continue
+            try:
+                found.append(decoded(line, shape))
+            except Damaged as error:
+                self.damaged[name] = f"line {number}: {error}"
+        return found
 
     # -- files -------------------------------------------------------------------------------------
 
@@ -269,28 +318,40 @@ class RunFolder:
     def _names(self, *parts: str) -> list[str]:
         try:
             listed = cast("list[str]", self._fs.ls(self.path(*parts), detail=False, refresh=True))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
         return [name.rstrip("/").rsplit("/", 1)[-1] for name in listed]
 
     def _versions(self, folder: str, suffix: str) -> dict[int, str]:
         try:
             listed = cast("list[Json]", self._fs.ls(self.path(folder), detail=True, refresh=True))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return {}
         versions: dict[int, str] = {}
         for entry in listed:
             stem, dot, ending = entry["name"].rsplit("/", 1)[-1].partition(".")
-            if stem.isdigit() and dot + ending == suffix:
+            if stem.isdecimal() and dot + ending == suffix:
                 written = entry.get("ETag") or entry.get("mtime") or entry.get("created")
                 versions[int(stem)] = f"{written}-{entry['size']}-{entry.get('ino', '')}"
         return dict(sorted(versions.items()))
 
-    def _read(self, *parts: str) -> str | None:
+    def _read(self, name: str, max_bytes: int) -> str | None:
+        """A file's text; None if there is none, or it is damaged."""
+        self.damaged.pop(name, None)
         try:
-            return cast(bytes, self._fs.cat_file(self.path(*parts))).decode()
+            if self.is_local:
+                body = read_local(Path(self.path(name)), max_bytes)
+            else:
+                body = cast(bytes, self._fs.cat_file(self.path(name)))
+            return body.decode()
         except FileNotFoundError:
             return None
+        except (Damaged, UnicodeDecodeError) as error:
+            self.damaged[name] = str(error)
+            return None
+
+    def _harm(self, name: str) -> str:
+        return f" that can be read: {self.damaged[name]}" if name in self.damaged else ""
 
     def _remove(self, *parts: str) -> None:
         with suppress(FileNotFoundError):
@@ -311,7 +372,7 @@ class RunFolder:
                 stream.flush()
                 os.fsync(stream.fileno())
             guard()
-            temporary.replace(target)
+            _replace(temporary, target)
         except OSError as error:
             raise disk_error(error, target) from error
         finally:
@@ -375,7 +436,7 @@ class RunWriter:
         self._put(name, {"kind": kind, "message": message, **values})
         self._events += 1
 
-    def commit_checkpoint(self, step: int, source: Path, metrics: Json) -> Json:
+    def commit_checkpoint(self, step: int, source: Path, metrics: Json) -> Manifest:
         """Copy the files of local folder `source` to a new checkpoint of `step`; its manifest.
 
         MANIFEST.json is written last: a checkpoint without it does not exist. The newest checkpoint
@@ -386,7 +447,7 @@ class RunWriter:
         paths = {str(path.relative_to(source)): path for path in sorted(source.rglob("*"))}
         files = {name: path for name, path in paths.items() if path.is_file()}
         digests = {name: _sha256(path) for name, path in files.items()}
-        manifest: Json = {
+        manifest: ManifestFile = {
             "step": step,
             "epoch": self.epoch,
             "time": time.time(),
@@ -510,7 +571,7 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _check_files(manifest: Json, digest_of: Callable[[str], str | None]) -> None:
+def _check_files(manifest: Manifest, digest_of: Callable[[str], str | None]) -> None:
     for name, digest in manifest["files"].items():
         if digest_of(name) != digest:
             what, fix = f"{name} does not match its checksum", "use an earlier checkpoint"
@@ -526,6 +587,15 @@ def disk_error(error: OSError, path: Path) -> FlashError | OSError:
     return error
 
 
+def _replace(temporary: Path, target: Path) -> None:
+    """Rename, also over a folder that something made there: it is kept under another name."""
+    try:
+        temporary.replace(target)
+    except IsADirectoryError:
+        target.rename(target.with_name(f".{target.name}.{uuid4().hex}.folder"))
+        temporary.replace(target)
+
+
 def _sync_tree(folder: Path) -> None:
     for path in (*folder.rglob("*"), folder):
         descriptor = os.open(path, os.O_RDONLY)
@@ -539,11 +609,6 @@ def _dump(body: Any) -> bytes:
     text = json.dumps(body, ensure_ascii=False, separators=(",", ":"), default=str, allow_nan=False)
     # Lone surrogates, which an environment may write, have no UTF-8 form.
     return text.encode(errors="replace")
-
-
-def _lines(text: str | None) -> list[Json]:
-    # Not splitlines(): it also splits at U+2028, which JSON leaves unescaped within a string.
-    return [json.loads(line) for line in (text or "").split("\n") if line]
 
 
 def _place() -> Json:

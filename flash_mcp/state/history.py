@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -187,14 +187,14 @@ class HistoryTables(RunTable):
             fix=f"use one of the steps {[row.step for row in rows]}" if rows else wait,
         )
 
-    def _is_stale(self, table: str, run_id: str, row: Json) -> bool:
+    def _is_stale(self, table: str, run_id: str, row: Mapping[str, Any]) -> bool:
         """Whether a newer attempt reported that step: an attempt that was replaced, and woke,
         changes nothing.
         """
         sql = f"SELECT 1 FROM {table} WHERE run_id = ? AND step = ? AND epoch > ?"
         return bool(self.query(sql, [run_id, row["step"], row["epoch"]]))
 
-    def put_metrics(self, run_id: str, row: Json) -> None:
+    def put_metrics(self, run_id: str, row: Mapping[str, Any]) -> None:
         if self._is_stale("metrics", run_id, row):
             return
         self._put("metrics", {"run_id": run_id, **pick(row, "step", "epoch", "time", "metrics")})
@@ -221,7 +221,7 @@ class HistoryTables(RunTable):
             for row in rows:
                 self._put("rollouts", row)
 
-    def put_evaluation(self, run_id: str, evaluation: Json) -> None:
+    def put_evaluation(self, run_id: str, evaluation: Mapping[str, Any]) -> None:
         row: Json = {"run_id": run_id, **pick(evaluation, "step", "epoch", "time", "summary")}
         if self._is_stale("evals", run_id, row):
             return
@@ -229,7 +229,7 @@ class HistoryTables(RunTable):
             self.put_rollouts(run_id, "eval", row["step"], evaluation["rollouts"])
             self._put("evals", row)
 
-    def put_event(self, run_id: str, name: str, row: Json) -> None:
+    def put_event(self, run_id: str, name: str, row: Mapping[str, Any]) -> None:
         """An event never changes: the first of its name stays."""
         known = pick(row, "time", "epoch", "kind", "message")
         data = {key: value for key, value in row.items() if key not in known}
@@ -237,7 +237,7 @@ class HistoryTables(RunTable):
             "events", {"run_id": run_id, "name": name, **known, "data": data}, "INSERT OR IGNORE"
         )
 
-    def put_checkpoint(self, run_id: str, manifest: Json, path: str) -> None:
+    def put_checkpoint(self, run_id: str, manifest: Mapping[str, Any], path: str) -> None:
         if self._is_stale("checkpoints", run_id, manifest):
             return
         known = pick(manifest, "step", "epoch", "time", "digest", "size_bytes", "metrics")

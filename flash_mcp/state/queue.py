@@ -13,7 +13,7 @@ import json
 import secrets
 import subprocess
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +22,7 @@ from flash_mcp import __version__
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import runs_dir
 from flash_mcp.protocol.records import ACTIVE, EnvironmentVersion, Json, Run
+from flash_mcp.protocol.run_files import Beat
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import ResolvedEval, ResolvedSpec
 from flash_mcp.state.owners import caller
@@ -133,7 +134,7 @@ def mark_running(store: Store, run_id: str, attempt: int) -> bool:
     return _update(store, "state = 'running'", [], run_id, attempt, ("starting",))
 
 
-def record_beat(store: Store, run_id: str, attempt: int, beat: Json, *, progressed: bool) -> bool:
+def record_beat(store: Store, run_id: str, attempt: int, beat: Beat, *, progressed: bool) -> bool:
     """The attempt lives: its beat.json; `progressed` where its step or phase is another than
     before.
 
@@ -172,7 +173,7 @@ def finish(
     state: EndState,
     *,
     step: int = 0,
-    error: Json | None = None,
+    error: Mapping[str, Any] | None = None,
 ) -> bool:
     """End the run. It ends as cancelled whatever `state` is, once that was requested."""
     assignments = """state = CASE WHEN cancel_requested IS NULL THEN ? ELSE 'cancelled' END,

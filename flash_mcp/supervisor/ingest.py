@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from flash_mcp.protocol.records import Json
+from flash_mcp.protocol.run_files import Damaged
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state.store import Store
 
 log = logging.getLogger(__name__)
 
+Body = TypeVar("Body")
 Name = TypeVar("Name", int, str)
 FILES_PER_COMMIT = 64  # few enough to let other writers in between
 
@@ -54,7 +55,8 @@ class Reader:
         self._take(
             "events", events, lambda name: store.put_event(run_id, name, _found(folder.event(name)))
         )
-        manifests = {step: _found(folder.manifest(step)) for step in folder.checkpoint_steps()}
+        found = {step: folder.manifest(step) for step in folder.checkpoint_steps()}
+        manifests = {step: manifest for step, manifest in found.items() if manifest}
         self._take(
             "checkpoints",
             {step: str(manifest["time"]) for step, manifest in manifests.items()},
@@ -73,13 +75,17 @@ class Reader:
                 for name in names:
                     try:
                         put(name)
-                    except (KeyError, TypeError, ValueError):
+                        self.folder.damaged.pop(f"{kind}/{name}", None)
+                    except Damaged:  # the folder has noted what is wrong
+                        continue
+                    except (LookupError, TypeError, ValueError, ArithmeticError) as error:
                         # A damaged file must not keep the run from ending.
-                        log.exception("%s: %s %s cannot be read", self.run_id, kind, name)
+                        log.warning("%s: %s %s is damaged: %r", self.run_id, kind, name, error)
+                        self.folder.damaged.setdefault(f"{kind}/{name}", repr(error))
             self._seen.update({(kind, name): versions[name] for name in names})
 
 
-def _found(body: Json | None) -> Json:
+def _found(body: Body | None) -> Body:
     if body is None:
-        raise ValueError("the file is gone")
+        raise Damaged("it is gone or cannot be read")
     return body

@@ -10,20 +10,22 @@ any point; the workers go on."""
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from flash_mcp import __version__
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import home
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Json, Run
+from flash_mcp.protocol.run_files import Beat, FinalResult
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state import queue
 from flash_mcp.state.store import Store
@@ -62,6 +64,14 @@ class Patience:
     retry_delay_s: float = 1.0
     """Before the second attempt; doubled before each further one, up to a minute."""
     idle_exit_s: float = 60.0
+    trouble_s: float = 60.0
+    """Trouble with an attempt that lasts so long ends it."""
+
+
+OF_THE_MACHINE = ("disk_full", "not_ready", "state_busy", "state_corrupt", "store_unreachable")
+"""Errors that another attempt would meet as well: a run waits until they pass."""
+MAX_DAMAGED = 10
+"""Damaged files of a run that are reported."""
 
 
 @dataclass
@@ -75,22 +85,33 @@ class Attempt:
     folder: RunFolder
     handle: Handle
     reader: Reader
-    has_beat: bool = False
-    beat: Json = field(default_factory=dict[str, object])
+    beat: Beat | None = None
     beat_at: float = field(default_factory=time.monotonic)
     progress_at: float = field(default_factory=time.monotonic)
+    damaged: set[str] = field(default_factory=set[str])
+    """Damaged files that were reported."""
     cancelled_at: float | None = None
     result_at: float | None = None
 
-    def observe(self, beat: Json | None) -> tuple[bool, bool]:
+    def observe(self, beat: Beat | None) -> tuple[bool, bool]:
         """Take in beat.json as it is now: (it is a new one of this attempt, something moved)."""
         if beat is None or beat["epoch"] != self.number or beat == self.beat:
             return False, False
-        moved = any(beat.get(name) != self.beat.get(name) for name in ("step", "phase", "progress"))
-        self.has_beat, self.beat, self.beat_at = True, beat, time.monotonic()
+        before = self.beat or {}
+        moved = any(beat.get(name) != before.get(name) for name in ("step", "phase", "progress"))
+        self.beat, self.beat_at = beat, time.monotonic()
         if moved:
             self.progress_at = self.beat_at
         return True, moved
+
+
+@dataclass
+class Trouble:
+    """What kept the supervisor from looking after an attempt, and since when."""
+
+    attempt: int
+    since: float
+    last: str = ""
 
 
 class Supervisor:
@@ -111,7 +132,7 @@ class Supervisor:
         self.vault = Vault(base)
         self.upkeep = Upkeep(self.store)
         self._attempts: dict[str, Attempt] = {}
-        self._troubles: dict[str, str] = {}
+        self._troubles: dict[tuple[str, str], Trouble] = {}
         self._serving: Deployments | None = None
 
     def run(self) -> None:
@@ -145,16 +166,16 @@ class Supervisor:
             self.vault.forget(ended)
         taken = [run for run in active if run.state != "queued"]
         for run in taken:
-            self._guarded(run, self._attach)
+            self._guarded("attach", run, self._attach)
         handles = [attempt.handle for attempt in self._attempts.values()]
         hints = self.launcher.poll(handles) if handles else {}
         for run in taken:
-            self._guarded(run, lambda run: self._advance(run, hints))
+            self._guarded("advance", run, lambda run: self._advance(run, hints))
         for _ in range(self.launcher.capacity - len(taken)):
             claimed = self._claim()
             if claimed is None:
                 break
-            self._guarded(claimed, self._attach)
+            self._guarded("attach", claimed, self._attach)
         return self._serve() or bool(active)
 
     def _claim(self) -> Run | None:
@@ -164,21 +185,43 @@ class Supervisor:
             waiting = [run.id for run in runs if self.vault.lacking(run.id, run.spec.secrets)]
             return queue.claim(self.store, waiting)
 
-    def _guarded(self, run: Run, act: Callable[[Run], None]) -> None:
+    def _guarded(self, what: str, run: Run, act: Callable[[Run], None]) -> None:
         # One run's trouble (a full disk, a damaged file) is not another's. It is logged once, and
-        # tried again.
+        # tried again; if it does not pass, the attempt ends.
         try:
             act(run)
         except Exception as error:
-            is_new = self._troubles.get(run.id) != repr(error)
-            self._troubles[run.id] = repr(error)
+            now = time.monotonic()
+            trouble = self._troubles.setdefault((run.id, what), Trouble(run.attempt, now))
+            if trouble.attempt != run.attempt or is_of_the_machine(error):
+                trouble.attempt, trouble.since = run.attempt, now
+            is_new = trouble.last != repr(error)
+            trouble.last = repr(error)
             if is_new:
                 log.exception("%s: trouble with attempt %s", run.id, run.attempt)
             if is_new and not isinstance(error, FlashError):  # those come by themselves, and go
                 where = f"the supervisor had trouble with attempt {run.attempt}"
-                what = f"{where}, and tried again: {error!r}"
+                message = f"{where}, and tried again: {error!r}"
                 with suppress(FlashError):  # a full disk, which others may not mind
-                    self._note(run, "trouble", what, kind="warning")
+                    self._note(run, "trouble", message, kind="warning")
+            if now - trouble.since > self.patience.trouble_s:
+                self._give_up(run, error)
+        else:
+            self._troubles.pop((run.id, what), None)
+
+    def _give_up(self, run: Run, error: Exception) -> None:
+        """End the attempt after trouble that did not pass."""
+        attempt = self._attempts.get(run.id)
+        if attempt is None or attempt.number != run.attempt:
+            folder = RunFolder(run.folder)
+            handle = Handle(f"{run.id}-{run.attempt}", "")
+            reader = Reader(self.store, run.id, folder)
+            attempt = Attempt(run.id, run.attempt, folder, handle, reader)
+        what = f"trouble with attempt {run.attempt} that did not pass: {error!r}"
+        try:
+            self._replace(run, attempt, self._error("worker_failed", what, run, attempt))
+        except Exception:
+            log.exception("%s: attempt %s could not be ended", run.id, run.attempt)
 
     def _attach(self, run: Run) -> None:
         """Start the run's attempt, or find it where another supervisor had started it."""
@@ -221,21 +264,31 @@ class Supervisor:
             attempt.cancelled_at = attempt.cancelled_at or time.monotonic()
             if not attempt.folder.is_cancelled():
                 attempt.folder.request_cancel(run.cancel_reason or "")
-        is_new, moved = attempt.observe(attempt.folder.beat())
-        if is_new:
-            self._record_beat(attempt, moved)
+        beat = attempt.folder.beat()
+        is_new, moved = attempt.observe(beat)
+        if beat and is_new:
+            self._record_beat(attempt, beat, moved)
         attempt.reader.read()
+        self._note_damage(run, attempt)
         hint = hints.get(attempt.handle.key, Hint("unknown"))
         if result := final_result(attempt.folder):
             self._settle(run, attempt, result, hint)
         elif error := self._retryable_error(run, attempt) or self._diagnose(run, attempt, hint):
             self._replace(run, attempt, error)
 
-    def _record_beat(self, attempt: Attempt, moved: bool) -> None:
+    def _record_beat(self, attempt: Attempt, beat: Beat, moved: bool) -> None:
         queue.mark_running(self.store, attempt.run_id, attempt.number)
-        queue.record_beat(
-            self.store, attempt.run_id, attempt.number, attempt.beat, progressed=moved
-        )
+        queue.record_beat(self.store, attempt.run_id, attempt.number, beat, progressed=moved)
+
+    def _note_damage(self, run: Run, attempt: Attempt) -> None:
+        """Say once of each damaged file what is wrong with it."""
+        for name, what in attempt.folder.damaged.items():
+            if name in attempt.damaged or len(attempt.damaged) == MAX_DAMAGED:
+                continue
+            attempt.damaged.add(name)
+            log.warning("%s: %s is damaged: %s", run.id, name, what)
+            message = f"{name} is damaged and counts as absent: {what}"
+            self._note(run, f"damaged-{len(attempt.damaged)}", message, kind="warning")
 
     def _retryable_error(self, run: Run, attempt: Attempt) -> FlashError | None:
         """The error of an attempt that gave up in a way that another attempt may cure."""
@@ -251,7 +304,7 @@ class Supervisor:
         now, patience = time.monotonic(), self.patience
         silent_s, still_s = now - attempt.beat_at, now - attempt.progress_at
         if hint.state == "gone" and (
-            not attempt.has_beat or run.cancel_requested or silent_s > patience.beat_stale_s
+            not attempt.beat or run.cancel_requested or silent_s > patience.beat_stale_s
         ):
             how = f" ({hint.detail})" if hint.detail else ""
             what = f"attempt {attempt.number} ended without a result{how}"
@@ -263,7 +316,7 @@ class Supervisor:
             return self._error("stalled", what, run, attempt)
         if hint.state != "alive":
             return None
-        if attempt.has_beat and silent_s > patience.beat_silent_s:
+        if attempt.beat and silent_s > patience.beat_silent_s:
             what = f"attempt {attempt.number} gave no sign for {silent_s:.0f} s"
             return self._error("stalled", what, run, attempt)
         if still_s > run.spec.stall_timeout_s:
@@ -273,14 +326,17 @@ class Supervisor:
 
     def _error(self, code: str, what: str, run: Run, attempt: Attempt) -> FlashError:
         log_path = f"{run.folder}/log.{attempt.number}"
+        beat = attempt.beat or {}
+        damaged = dict(list(attempt.folder.damaged.items())[:MAX_DAMAGED])
         return FlashError(
             code,
             what,
             fix=f"read the end of its log, and the whole of it in {log_path}",
             run_id=run.id,
             attempt=attempt.number,
-            phase=attempt.beat.get("phase"),
-            step=attempt.beat.get("step"),
+            phase=beat.get("phase"),
+            step=beat.get("step"),
+            **({"damaged": damaged} if damaged else {}),
             log=attempt.folder.log_tail(attempt.number, LOG_TAIL_BYTES),
         )
 
@@ -289,10 +345,11 @@ class Supervisor:
         is wanted.
         """
         self.launcher.cancel(attempt.handle)
-        attempt.reader.read(now=True)
-        if result := final_result(attempt.folder):
-            self._finish(run, result)
-            return
+        with self._despite_trouble(run):
+            attempt.reader.read(now=True)
+            if result := final_result(attempt.folder):
+                self._finish(run, result["state"], result["step"], result["error"])
+                return
         self._note(run, "lost", error.what, error=error.to_dict())
         log.warning("%s: %s", run.id, error.what)
         delay_s = self.patience.retry_delay_s * 2 ** (attempt.number - 1)
@@ -304,18 +361,28 @@ class Supervisor:
             run,
             attempt.folder,
             "cancelled" if cancelled else "failed",
-            step=int(attempt.beat.get("step", run.step)),
+            step=attempt.beat["step"] if attempt.beat else run.step,
             error=None if cancelled else error.to_dict(),
         )
 
-    def _settle(self, run: Run, attempt: Attempt, result: Json, hint: Hint) -> None:
+    @contextmanager
+    def _despite_trouble(self, run: Run) -> Generator[None]:
+        """Log what fails within, unless it is the machine's: then the run waits."""
+        try:
+            yield
+        except Exception as error:
+            if is_of_the_machine(error):
+                raise
+            log.exception("%s: trouble while attempt %s is ended", run.id, run.attempt)
+
+    def _settle(self, run: Run, attempt: Attempt, result: FinalResult, hint: Hint) -> None:
         """The folder's result ends the run, once the attempt has left or had the time to."""
         attempt.result_at = attempt.result_at or time.monotonic()
         if hint.state == "alive" and time.monotonic() - attempt.result_at < self.patience.leave_s:
             return
         self.launcher.cancel(attempt.handle)
         attempt.reader.read(now=True)
-        self._finish(run, result)
+        self._finish(run, result["state"], result["step"], result["error"])
 
     def _end(
         self,
@@ -329,23 +396,20 @@ class Supervisor:
         """Write the result in the worker's stead, as an owner of the folder's own: no attempt can
         write any more.
         """
-        folder.create(queue.job(run))
-        writer = folder.claim(folder.newest_epoch() + 1)
-        writer.commit_result(
-            state, step, FlashError.from_dict(error) if error else None, retryable=False
-        )
-        self._finish(run, {"state": state, "step": step, "error": error})
+        with self._despite_trouble(run):
+            folder.create(queue.job(run))
+            writer = folder.claim(folder.newest_epoch() + 1)
+            cause = FlashError.from_dict(error) if error else None
+            writer.commit_result(state, step, cause, retryable=False)
+        self._finish(run, state, step, error)
 
-    def _finish(self, run: Run, result: Json) -> None:
-        queue.finish(
-            self.store,
-            run.id,
-            run.attempt,
-            result["state"],
-            step=int(result["step"]),
-            error=result["error"],
-        )
+    def _finish(
+        self, run: Run, state: queue.EndState, step: int, error: Mapping[str, Any] | None
+    ) -> None:
+        queue.finish(self.store, run.id, run.attempt, state, step=step, error=error)
         self._attempts.pop(run.id, None)
+        for what in ("attach", "advance"):
+            self._troubles.pop((run.id, what), None)
         log.info("%s: %s", run.id, self.store.run(run.id).state)
 
     def _note(self, run: Run, what: str, message: str, **values: object) -> None:
@@ -370,19 +434,26 @@ class Supervisor:
             return live
 
 
-def final_result(folder: RunFolder) -> Json | None:
+def is_of_the_machine(error: Exception) -> bool:
+    """Whether another attempt would meet the same error, until somebody mends the machine."""
+    if isinstance(error, FlashError):
+        return error.code in OF_THE_MACHINE
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def final_result(folder: RunFolder) -> FinalResult | None:
     """What ends the run, if it is there: not an error that another attempt may cure."""
     result = folder.result()
-    if result is None or result.get("retryable"):
+    if result is None or result.get("retryable") or result["state"] == "lost":
         return None
-    return result if result["state"] in ("succeeded", "failed", "cancelled") else None
+    return cast(FinalResult, result)
 
 
-def _memory_shortage(beat: Json) -> str | None:
+def _memory_shortage(beat: Beat | None) -> str | None:
     """What the last beat said, where so little memory was left that the kernel may have ended the
     attempt.
     """
-    held, left = beat.get("held_bytes", 0), beat.get("available_bytes", 1)
+    held, left = (beat or {}).get("held_bytes", 0), (beat or {}).get("available_bytes", 1)
     if left > SHORT_OF_MEMORY * (held + left):
         return None
     rest = f"{left / 2**30:.1f} GiB of the machine's memory were left"

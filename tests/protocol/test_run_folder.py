@@ -20,6 +20,7 @@ import pytest
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.run_folder import RunFolder
+from tests.damage import DAMAGES
 from tests.places import TESTS
 
 WORKER = TESTS / "scripted_worker.py"
@@ -440,6 +441,59 @@ def test_a_checkpoint_of_a_version_without_a_folder_for_each_attempt_is_read_and
     folder.claim(2).commit_checkpoint(7, adapter(tmp_path, b"new"), {})
     fetched = folder.fetch_checkpoint(7, tmp_path / "fetched")
     assert (fetched / "adapter.bin").read_bytes() == b"new"
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_counts_as_absent(tmp_path: Path, damage: str) -> None:
+    folder = RunFolder(tmp_path)
+    writer = folder.claim(1)
+    folder.create({"run_id": "run-1", "created": 1.5})
+    writer.beat(3, "train")
+    writer.metrics(3, {"loss": 0.5})
+    writer.rollouts(3, [{"index": 0, "reward": 1.0}])
+    writer.evaluation(3, {"n": 2}, [])
+    writer.event("warning", "slow")
+    writer.commit_checkpoint(3, adapter(tmp_path), {})
+    writer.commit_result("succeeded", 3)
+    readers = {
+        "beat.json": folder.beat,
+        "result.json": folder.result,
+        "metrics/3.json": lambda: folder.metrics(3),
+        "evals/3.json": lambda: folder.evaluation(3),
+        "events/0001-000000.json": lambda: folder.event("0001-000000.json"),
+        "rollouts/3.jsonl": lambda: folder.rollouts(3),
+        "checkpoints/3/1-1/MANIFEST.json": lambda: folder.manifest(3),
+    }
+    for name, read in readers.items():
+        assert read() and not folder.damaged
+        DAMAGES[damage](tmp_path / name)
+        assert not read()
+        if (name, damage) != ("rollouts/3.jsonl", "empty"):
+            assert folder.damaged.pop(name)
+    assert folder.checkpoint_steps() == []
+    DAMAGES[damage](tmp_path / "job.json")
+    if damage not in ("NaN", "other fields"):
+        with pytest.raises(FlashError, match=r"no job\.json that can be read"):
+            folder.job()
+    writer.beat(4, "train")  # also over a folder
+    assert (folder.beat() or {})["step"] == 4
+
+
+def test_a_file_of_another_step_is_damaged(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.claim(1).metrics(3, {"loss": 0.5})
+    Path(tmp_path, "metrics", "3.json").rename(tmp_path / "metrics" / "4.json")
+    assert folder.metrics(4) is None
+    assert folder.damaged == {"metrics/4.json": "it is of step 3"}
+
+
+def test_a_damaged_line_is_left_out(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.claim(1).rollouts(3, [{"index": 0, "reward": 1.0}, {"index": 1, "reward": 0.5}])
+    path = tmp_path / "rollouts" / "3.jsonl"
+    path.write_bytes(path.read_bytes()[:-5])
+    assert [row["index"] for row in folder.rollouts(3)] == [0]
+    assert "line 2" in folder.damaged["rollouts/3.jsonl"]
 
 
 # -- object stores ---------------------------------------------------------------------------------

@@ -1,0 +1,181 @@
+"""What the files of a run folder hold, and the check that they do.
+
+A file that is damaged (cut off, overwritten, of another type) counts as absent: `RunFolder` notes
+what is wrong with it, and nobody has to expect anything but these shapes."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, NotRequired, TypeVar, cast
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
+
+from flash_mcp.protocol.errors import encodable
+
+MAX_BYTES = 64 << 20
+"""The longest file that is read, but for those that hold rollouts."""
+MAX_ROLLOUTS_BYTES = 2 << 30
+
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+Number = int | float
+Numbers = dict[str, Number | None]
+
+
+class Damaged(ValueError):
+    """The file cannot be used; the message says why."""
+
+
+class File(TypedDict):
+    __pydantic_config__ = ConfigDict(strict=True, allow_inf_nan=False, extra="allow")  # type: ignore[misc]
+
+
+class Beat(File):
+    """beat.json"""
+
+    epoch: Count
+    step: Count
+    phase: str
+    progress: NotRequired[Count]
+    steps: NotRequired[Count | None]
+    held_bytes: NotRequired[Count]
+    available_bytes: NotRequired[Count]
+
+
+class ErrorBody(File):
+    """FlashError.to_dict()"""
+
+    code: str
+    what: str
+    fix: str
+    values: dict[str, Any]
+
+
+class Result(File):
+    """result.json"""
+
+    epoch: Count
+    time: Number
+    state: Literal["succeeded", "failed", "cancelled", "lost"]
+    step: Count
+    error: ErrorBody | None
+    retryable: NotRequired[bool]
+
+
+class FinalResult(Result):
+    """A result that ends the run."""
+
+    state: Literal["succeeded", "failed", "cancelled"]  # type: ignore[misc]
+
+
+class Metrics(File):
+    """metrics/STEP.json"""
+
+    epoch: Count
+    time: Number
+    step: Count
+    metrics: Numbers
+
+
+class RolloutLine(File):
+    """A line of rollouts/STEP.jsonl"""
+
+    reward: NotRequired[Number]
+    success: NotRequired[bool]
+    index: NotRequired[Count]
+
+
+class AttemptLine(File):
+    """A line of evals/STEP/EPOCH-N"""
+
+    index: Count
+
+
+class EvaluationFile(File):
+    """evals/STEP.json"""
+
+    epoch: Count
+    time: Number
+    step: Count
+    summary: Numbers
+    rollouts: list[dict[str, Any]]
+
+
+class EventFile(File):
+    """events/EPOCH-N.json"""
+
+    epoch: Count
+    time: Number
+    kind: str
+    message: str
+
+
+class ManifestFile(File):
+    """checkpoints/STEP/EPOCH-N/MANIFEST.json"""
+
+    step: Count
+    epoch: Count
+    time: Number
+    digest: str
+    files: dict[str, str]
+    size_bytes: Count
+    metrics: Numbers
+
+
+class Manifest(ManifestFile):
+    path: str
+    """The folder of the files."""
+
+
+Shape = TypeVar("Shape")
+
+
+def decoded(text: str, shape: type[Shape]) -> Shape:
+    """The JSON object in `text`; Damaged if it is none, or not of that shape."""
+    try:
+        body = json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"it is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise Damaged(f"it holds a {type(body).__name__}, not an object")
+    if "\\ud" in text:  # lone surrogates have no UTF-8 form: no database takes them
+        body = encodable(body)
+    try:
+        _adapter(shape).validate_python(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        name = ".".join(str(part) for part in first["loc"])
+        raise Damaged(f"{name}: {first['msg']}") from error
+    return cast(Shape, body)  # not what pydantic returns: that has other keys first
+
+
+def read_local(path: Path, max_bytes: int) -> bytes:
+    """A file's content. FileNotFoundError, or Damaged if it cannot be read or is too large.
+
+    Opening a named pipe would wait for a writer; this does not."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as stream:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise Damaged("it is no regular file")
+            if status.st_size > max_bytes:
+                raise Damaged(f"it has {status.st_size} bytes, more than {max_bytes}")
+            return stream.read(max_bytes)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise Damaged(f"it cannot be read: {error.strerror or error}") from error
+
+
+@cache
+def _adapter(shape: type[Shape]) -> TypeAdapter[Shape]:
+    return TypeAdapter(shape)
+
+
+def _refuse(constant: str) -> float:
+    raise ValueError(f"{constant} is no JSON number")
