@@ -37,6 +37,7 @@ def main() -> None:
         evaluate(folder, writer, plan)
         return
     writer.event("phase", f"starting from step {resumed}", resumed=resumed)
+    step = resumed
     for step in range(resumed + 1, plan.get("steps", 4) + 1):
         writer.beat(step, "train")
         if cue.get("at") == step:

@@ -87,6 +87,7 @@ class RolloutLine(File):
     reward: NotRequired[Number]
     success: NotRequired[bool]
     index: NotRequired[Count]
+    error: NotRequired[dict[str, Any] | None]
 
 
 class AttemptLine(File):

@@ -14,6 +14,7 @@ import secrets
 import subprocess
 import time
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -214,7 +215,8 @@ def request_cancel(store: Store, run_id: str, reason: str = "") -> Run:
         ):
             _update(store, wanted, [now, reason], run_id, None, ("starting", "running"))
     if run.state != "cancelled" and run.attempt:
-        RunFolder(run.folder).request_cancel(reason)
+        with suppress(OSError, FlashError):  # the supervisor asks as well, until it succeeds
+            RunFolder(run.folder).request_cancel(reason)
     return store.run(run_id)
 
 

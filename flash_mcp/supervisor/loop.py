@@ -64,6 +64,8 @@ class Patience:
     retry_delay_s: float = 1.0
     """Before the second attempt; doubled before each further one, up to a minute."""
     idle_exit_s: float = 60.0
+    max_gap_s: float = 5.0
+    """A longer time between two looks at an attempt counts as so long."""
     trouble_s: float = 60.0
     """Trouble with an attempt that lasts so long ends it."""
 
@@ -76,8 +78,10 @@ MAX_DAMAGED = 10
 
 @dataclass
 class Attempt:
-    """What is known of an attempt beyond its row. Clocks are this process's own: machines disagree
-    about the time.
+    """What is known of an attempt beyond its row.
+
+    Its times are seconds for which this process has watched it: machines disagree about the time,
+    and a pause of the whole machine is no silence of the attempt.
     """
 
     run_id: str
@@ -86,12 +90,23 @@ class Attempt:
     handle: Handle
     reader: Reader
     beat: Beat | None = None
-    beat_at: float = field(default_factory=time.monotonic)
-    progress_at: float = field(default_factory=time.monotonic)
+    watched_s: float = 0.0
+    looked_at: float = field(default_factory=time.monotonic)
+    """When `watched_s` was counted, by this process's clock."""
+    beat_at: float = 0.0
+    progress_at: float = 0.0
     damaged: set[str] = field(default_factory=set[str])
     """Damaged files that were reported."""
     cancelled_at: float | None = None
     result_at: float | None = None
+
+    def look(self, max_gap_s: float) -> None:
+        """Count the time since the last look, of a longer gap only `max_gap_s`: the supervisor, or
+        the machine, was stopped.
+        """
+        now = time.monotonic()
+        self.watched_s += min(now - self.looked_at, max_gap_s)
+        self.looked_at = now
 
     def observe(self, beat: Beat | None) -> tuple[bool, bool]:
         """Take in beat.json as it is now: (it is a new one of this attempt, something moved)."""
@@ -99,7 +114,7 @@ class Attempt:
             return False, False
         before = self.beat or {}
         moved = any(beat.get(name) != before.get(name) for name in ("step", "phase", "progress"))
-        self.beat, self.beat_at = beat, time.monotonic()
+        self.beat, self.beat_at = beat, self.watched_s
         if moved:
             self.progress_at = self.beat_at
         return True, moved
@@ -217,7 +232,8 @@ class Supervisor:
             handle = Handle(f"{run.id}-{run.attempt}", "")
             reader = Reader(self.store, run.id, folder)
             attempt = Attempt(run.id, run.attempt, folder, handle, reader)
-        what = f"trouble with attempt {run.attempt} that did not pass: {error!r}"
+        cause = f"{type(error).__name__}: {error}"
+        what = f"trouble with attempt {run.attempt} that did not pass: {cause}"
         try:
             self._replace(run, attempt, self._error("worker_failed", what, run, attempt))
         except Exception:
@@ -260,8 +276,10 @@ class Supervisor:
         attempt = self._attempts.get(run.id)
         if attempt is None or attempt.number != run.attempt:
             return
+        attempt.look(self.patience.max_gap_s)
         if run.cancel_requested:
-            attempt.cancelled_at = attempt.cancelled_at or time.monotonic()
+            if attempt.cancelled_at is None:
+                attempt.cancelled_at = attempt.watched_s
             if not attempt.folder.is_cancelled():
                 attempt.folder.request_cancel(run.cancel_reason or "")
         beat = attempt.folder.beat()
@@ -301,7 +319,7 @@ class Supervisor:
 
     def _diagnose(self, run: Run, attempt: Attempt, hint: Hint) -> FlashError | None:
         """Why the attempt has to be given up, if it has."""
-        now, patience = time.monotonic(), self.patience
+        now, patience = attempt.watched_s, self.patience
         silent_s, still_s = now - attempt.beat_at, now - attempt.progress_at
         if hint.state == "gone" and (
             not attempt.beat or run.cancel_requested or silent_s > patience.beat_stale_s
@@ -311,7 +329,10 @@ class Supervisor:
             if shortage := _memory_shortage(attempt.beat):
                 return self._error("out_of_memory", f"{what}; {shortage}", run, attempt)
             return self._error("worker_failed", what, run, attempt)
-        if attempt.cancelled_at and now - attempt.cancelled_at > patience.cancel_grace_s:
+        if (
+            attempt.cancelled_at is not None
+            and now - attempt.cancelled_at > patience.cancel_grace_s
+        ):
             what = f"attempt {attempt.number} did not end when asked to"
             return self._error("stalled", what, run, attempt)
         if hint.state != "alive":
@@ -377,8 +398,9 @@ class Supervisor:
 
     def _settle(self, run: Run, attempt: Attempt, result: FinalResult, hint: Hint) -> None:
         """The folder's result ends the run, once the attempt has left or had the time to."""
-        attempt.result_at = attempt.result_at or time.monotonic()
-        if hint.state == "alive" and time.monotonic() - attempt.result_at < self.patience.leave_s:
+        if attempt.result_at is None:
+            attempt.result_at = attempt.watched_s
+        if hint.state == "alive" and attempt.watched_s - attempt.result_at < self.patience.leave_s:
             return
         self.launcher.cancel(attempt.handle)
         attempt.reader.read(now=True)

@@ -88,8 +88,7 @@ def test_a_run_whose_folder_cannot_be_made_fails_with_the_evidence_and_lets_othe
     Path(run.folder).write_text("a file in its place")
     supervisor.tick()
     if is_cancelled:
-        with pytest.raises(OSError, match="Not a directory"):
-            queue.request_cancel(bench.store, run.id)
+        queue.request_cancel(bench.store, run.id)
     ended = bench.finish(run, supervisor=supervisor)
     if is_cancelled:
         assert (ended.state, ended.attempt, ended.error) == ("cancelled", 1, None)

@@ -4,6 +4,7 @@ killed and stopped.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -522,17 +523,18 @@ from pathlib import Path
 from flash_mcp.supervisor.launch.local import LocalLauncher
 from flash_mcp.supervisor.loop import Patience, Supervisor, supervise
 logging.basicConfig(level=logging.INFO)
+import json
 base = Path(sys.argv[1])
-patience = Patience(**{HASTE.__dict__!r})
+patience = Patience(**{{**{HASTE.__dict__!r}, **json.loads(sys.argv[2])}})
 launcher = LocalLauncher(base / "attempts", gpus=[])
 supervise(base, lambda base: Supervisor(base, launcher=launcher, worker={WORKER!r}, patience=patience))
 """
 
 
-def start_supervisor(bench: Bench) -> subprocess.Popen[bytes]:
+def start_supervisor(bench: Bench, **patience: float) -> subprocess.Popen[bytes]:
     with (bench.base / "supervisor.log").open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-c", SUPERVISE, str(bench.base)],
+            [sys.executable, "-c", SUPERVISE, str(bench.base), json.dumps(patience)],
             stdout=log,
             stderr=log,
             start_new_session=True,

@@ -24,7 +24,7 @@ from flash_mcp.supervisor.process import Holder, ensure_supervisor
 from flash_mcp.tools import status
 from flash_mcp.tools.registry import TOOLS
 from tests.samples import finished_run, push_echo
-from tests.supervisor.test_loop import HASTE, Bench, bench, wait_for
+from tests.supervisor.test_loop import HASTE, Bench, bench, start_supervisor, wait_for
 from tests.watch import is_running
 
 pytestmark = pytest.mark.slow
@@ -116,6 +116,48 @@ def test_a_cancelled_run_has_its_grace_whatever_the_clock_says(
     monkeypatch.setattr(time, "time", lambda: real() + jump_s)
     assert bench.finish(run).state == "cancelled"
     assert HASTE.cancel_grace_s < time.monotonic() - began < 60 * HASTE.cancel_grace_s
+
+
+# -- a machine that is paused ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_a_pause_of_the_machine_is_no_silence_of_the_attempt(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, is_cancelled: bool
+) -> None:
+    supervisor = bench.new_supervisor(cancel_grace_s=20.0)
+    run = bench.train({"steps": 4, "1": {"at": 2, "do": "hold"}}, stall_timeout_s=60.0)
+    bench.until(lambda: bench.step(run) == 2, supervisor=supervisor)
+    if is_cancelled:
+        queue.request_cancel(bench.store, run.id)
+        supervisor.tick()
+    worker = bench.pid(run)
+    os.kill(worker, signal.SIGSTOP)  # it wakes after the supervisor has
+    supervisor.tick()
+    real = time.monotonic
+    monkeypatch.setattr("flash_mcp.supervisor.loop.time.monotonic", lambda: real() + 130)
+    for _ in range(3):
+        supervisor.tick()
+    os.kill(worker, signal.SIGCONT)
+    Path(run.folder, "go").touch()
+    ended = bench.finish(run, supervisor=supervisor)
+    assert (ended.state, ended.attempt) == ("cancelled" if is_cancelled else "succeeded", 1)
+
+
+def test_a_supervisor_and_a_worker_that_were_stopped_go_on(bench: Bench) -> None:
+    run = bench.train({"steps": 4, "1": {"at": 2, "do": "hold"}})
+    supervisor = start_supervisor(bench, beat_silent_s=4.0, max_gap_s=0.5)
+    wait_for(lambda: bench.store.run(run.id).step == 2)
+    for act in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in (supervisor.pid, bench.pid(run)):
+            os.kill(pid, act)
+        if act == signal.SIGSTOP:
+            time.sleep(6)  # longer than the supervisor waits for a silent attempt
+    Path(run.folder, "go").touch()
+    wait_for(lambda: bench.store.run(run.id).ended)
+    ended = bench.store.run(run.id)
+    assert (ended.state, ended.attempt) == ("succeeded", 1)
+    assert supervisor.wait(60) == 0
 
 
 # -- damage on the disk ----------------------------------------------------------------------------
