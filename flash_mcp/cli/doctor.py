@@ -21,7 +21,7 @@ from flash_mcp.protocol.spec import DEFAULT_MODEL
 from flash_mcp.state import sqlite
 from flash_mcp.state.store import open_store
 from flash_mcp.supervisor.launch import devices
-from flash_mcp.supervisor.process import is_supervised
+from flash_mcp.supervisor.process import is_supervised, unfit
 from flash_mcp.tools.shared.fitting import shorten
 
 FREE_DISK_GIB = 5.0
@@ -166,6 +166,8 @@ def _sandbox() -> Outcome:
 
 
 def _supervisor() -> Outcome:
+    if found := unfit(home()):
+        return "problem" if found.hangs else "warning", found.what, found.fix
     if is_supervised(home()):
         return _ok("running")
     waiting = len(open_store().active_runs())

@@ -144,17 +144,22 @@ def revoke_tokens(arguments: Arguments) -> None:
 def supervise(arguments: Arguments) -> int:
     """Look after the runs in the foreground (train starts this by itself).
 
-    Exits with 1 if another supervisor looks after this state directory."""
+    Replaces one that hangs, or that is of an older version and not in a terminal. Exits with 1 if
+    another supervisor looks after this state directory."""
     from flash_mcp.supervisor.loop import Patience, Supervisor  # noqa: PLC0415
     from flash_mcp.supervisor.loop import supervise as run  # noqa: PLC0415
+    from flash_mcp.supervisor.process import replace_unfit, unfit  # noqa: PLC0415
 
     logging.getLogger().setLevel(logging.INFO)
     patience = Patience()
     if arguments.idle_exit_s is not None:
         patience = Patience(idle_exit_s=arguments.idle_exit_s)
-    if run(home(), lambda base: Supervisor(base, patience=patience)):
+    replace_unfit(home())
+    if run(home(), lambda base: Supervisor(base, patience=patience), is_foreground=True):
         return 0
     sys.stderr.write("another supervisor already looks after this state directory\n")
+    if found := unfit(home()):
+        sys.stderr.write(f"{found.what}: {found.fix}\n")
     return 1
 
 

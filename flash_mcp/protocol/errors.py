@@ -63,6 +63,7 @@ CODES: dict[str, str] = {
     "quota_exceeded": "the owner reached the limit of queued runs or of stored data",
     "too_large": "the body of the request is too large",
     "state_busy": "another program has locked the state directory",
+    "state_newer": "a newer version of flash-mcp has changed the database",
     "state_corrupt": "the database of the state directory is damaged",
     "store_unreachable": "the object store that holds the run folder does not answer",
     "internal": "a defect of flash-mcp; its id finds the traceback in the log",

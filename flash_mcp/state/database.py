@@ -21,11 +21,12 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+from flash_mcp import __version__
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from flash_mcp.state.home_paths import NAMES, from_stored, make_relative, to_stored
 from flash_mcp.state.owners import caller
-from flash_mcp.state.schema import JSON_COLUMNS, execute, migrations
+from flash_mcp.state.schema import JSON_COLUMNS, execute, migrations, newer_migrations
 from flash_mcp.state.sqlite import Database, sqlite3  # pyright: ignore[reportPrivateImportUsage]
 
 BUSY_TIMEOUT_S = 10
@@ -52,8 +53,16 @@ class Connection:
             # Holds for a database that has no tables yet; `shrink` changes an older one.
             execute(self._db, "PRAGMA auto_vacuum=INCREMENTAL")
             execute(self._db, "PRAGMA journal_mode=WAL")
+            self._refuse_newer()
             with self.transaction():
                 migrations.apply(self._db)
+
+    def _refuse_newer(self) -> None:
+        """Code that does not know all of a database's tables and columns could lose rows of it."""
+        if newer := newer_migrations(self._db):
+            fix = "install that version or a newer one, or set FLASH_HOME to another folder"
+            what = f"a newer version of flash-mcp than this {__version__} has changed the database"
+            raise FlashError("state_newer", what, path=self.path, unknown=newer, fix=fix)
 
     @property
     def _db(self) -> Database:

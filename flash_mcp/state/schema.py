@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any, Literal, cast
 
 from flash_mcp.protocol.records import Json
@@ -121,6 +122,22 @@ def _relative_paths(db: Database) -> None:  # pyright: ignore[reportUnusedFuncti
 @migrations(name="files_removed")
 def _files_removed(db: Database) -> None:  # pyright: ignore[reportUnusedFunction]
     execute(db, "ALTER TABLE runs ADD COLUMN files_removed REAL")
+
+
+@cache
+def schema() -> int:
+    """The number of migrations that this code knows."""
+    return len(_known_migrations())
+
+
+def newer_migrations(db: Database) -> list[str]:
+    """Migrations of the database that this code does not know."""
+    known = _known_migrations()
+    return [applied.name for applied in migrations.applied(db) if applied.name not in known]
+
+
+def _known_migrations() -> set[str]:
+    return {migration.name for migration in migrations.pending(Database(memory=True))}
 
 
 def _rebuild(db: Database, table: str, old: str, new: str) -> None:

@@ -23,10 +23,17 @@ class Reader:
     nothing.
     """
 
-    def __init__(self, store: Store, run_id: str, folder: RunFolder) -> None:
+    def __init__(
+        self,
+        store: Store,
+        run_id: str,
+        folder: RunFolder,
+        alive: Callable[[], None] = lambda: None,
+    ) -> None:
         self.store, self.run_id, self.folder = store, run_id, folder
         self._seen: dict[tuple[str, int | str], str] = {}
         self._next_at = 0.0
+        self._alive = alive
 
     def read(self, *, now: bool = False) -> None:
         """Take in what is new. Unless `now`, looking costs at most a twentieth of the time: folders
@@ -71,6 +78,7 @@ class Reader:
         ]
         for start in range(0, len(news), FILES_PER_COMMIT):
             names = news[start : start + FILES_PER_COMMIT]
+            self._alive()
             with self.store.transaction():
                 for name in names:
                     try:

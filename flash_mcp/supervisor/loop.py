@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from flash_mcp import __version__
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import home
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Json, Run
@@ -32,7 +31,7 @@ from flash_mcp.state.store import Store
 from flash_mcp.supervisor.ingest import Reader
 from flash_mcp.supervisor.launch.base import Handle, Hint, Launch, Launcher
 from flash_mcp.supervisor.launch.local import LocalLauncher
-from flash_mcp.supervisor.process import PYTHON, Holder, take_lock, wait_for
+from flash_mcp.supervisor.process import PYTHON, Holder, Ticker, take_lock, wait_for
 from flash_mcp.supervisor.secrets import Vault
 from flash_mcp.supervisor.upkeep import Upkeep
 
@@ -146,6 +145,8 @@ class Supervisor:
         self.launcher = launcher or LocalLauncher(base / "attempts")
         self.vault = Vault(base)
         self.upkeep = Upkeep(self.store)
+        self.alive: Callable[[], None] = lambda: None
+        """Called again and again while it works."""
         self._attempts: dict[str, Attempt] = {}
         self._troubles: dict[tuple[str, str], Trouble] = {}
         self._serving: Deployments | None = None
@@ -154,6 +155,7 @@ class Supervisor:
         """Tick until there was nothing to do for `idle_exit_s`."""
         busy_at = time.monotonic()
         while True:
+            self.alive()
             is_busy = self._tick_unless_held_up()
             if self.upkeep.step() or is_busy:
                 busy_at = time.monotonic()
@@ -249,7 +251,7 @@ class Supervisor:
         # is found, another is gone, and the run waits in the queue.
         may_start = not self.vault.lacking(run.id, run.spec.secrets) and not final_result(folder)
         handle = self._submit(run, folder) if may_start else Handle(key, "")
-        reader = known.reader if known else Reader(self.store, run.id, folder)
+        reader = known.reader if known else Reader(self.store, run.id, folder, self.alive)
         self._attempts[run.id] = Attempt(run.id, run.attempt, folder, handle, reader)
 
     def _submit(self, run: Run, folder: RunFolder) -> Handle:
@@ -485,7 +487,12 @@ def _memory_shortage(beat: Beat | None) -> str | None:
 # -- one per state directory -----------------------------------------------------------------------
 
 
-def supervise(base: Path, make: Callable[[Path], Supervisor] = Supervisor) -> bool:
+def supervise(
+    base: Path,
+    make: Callable[[Path], Supervisor] = Supervisor,
+    *,
+    is_foreground: bool = False,
+) -> bool:
     """Be the state directory's supervisor until idle; False where another one is already."""
     while True:
         # Whoever only asks holds the lock for an instant.
@@ -493,14 +500,17 @@ def supervise(base: Path, make: Callable[[Path], Supervisor] = Supervisor) -> bo
         if lock is None:
             return False
         with lock:
-            Holder(os.getpid(), __version__).write(lock)
+            Holder.here(is_foreground=is_foreground).write(lock)
+            ticker = Ticker(base)
             supervisor = make(base)
+            supervisor.alive = ticker
             supervisor.store.make_paths_relative()
             supervisor.vault.open()
             try:
                 supervisor.run()
             finally:
                 supervisor.vault.close()
+                ticker.close()
         # Whoever enqueued while the lock was held saw it held and started no other.
         if not supervisor.store.active_runs() and not supervisor.store.deployments(LIVE_DEPLOYMENT):
             return True

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import IO, TypeVar
 
@@ -22,12 +22,17 @@ import psutil
 from flash_mcp import __version__
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import home
+from flash_mcp.state.schema import schema
+from flash_mcp.supervisor.launch.local import boot_id, started_ticks
 
 log = logging.getLogger(__name__)
 Found = TypeVar("Found")
 
 LOCK = "supervisor.lock"
 LOG = "supervisor.log"
+TICK = "supervisor.tick"
+SILENT_S = 120.0
+"""A supervisor that has not ticked for so long hangs."""
 # -P: the working directory is the state directory, whose folder `environments` is no package.
 PYTHON = (sys.executable, "-P", "-m")
 START_TIMEOUT_S = 10.0
@@ -38,11 +43,11 @@ MAX_LOG_BYTES = 10_000_000
 def ensure_supervisor(base: Path | None = None) -> bool:
     """Start a supervisor for the state directory unless one is there; whether one was started.
 
-    One of an older version is asked to end and replaced; what it started goes on. A supervisor is
-    detached: it outlives the caller. One that was killed while it started is started again. Raises
-    FlashError(internal) where none stays."""
+    One that hangs or is of an older version is ended first; what it started goes on. A supervisor
+    is detached: it outlives the caller. One that was killed while it started is started again.
+    Raises FlashError(internal) where none stays."""
     base = base or home()
-    if is_supervised(base) and not _end_older(base):
+    if is_supervised(base) and not replace_unfit(base):
         return False
     log_path = base / LOG
     for _ in range(STARTS):
@@ -76,6 +81,29 @@ class Holder:
 
     pid: int
     version: str = ""
+    schema: int = 0
+    """The number of migrations that its code knows; 0 if it did not say."""
+    boot: str = ""
+    started_ticks: int = 0
+    """As the kernel counts: with `boot` and `pid`, it names one process for ever."""
+    since: float = 0.0
+    """CLOCK_MONOTONIC when it took the lock."""
+    is_foreground: bool = False
+    """Somebody started it in a terminal."""
+
+    @classmethod
+    def here(cls, *, is_foreground: bool = False) -> Holder:
+        """This process."""
+        pid = os.getpid()
+        return cls(
+            pid,
+            __version__,
+            schema(),
+            boot_id(),
+            started_ticks(pid) or 0,
+            time.monotonic(),
+            is_foreground,
+        )
 
     @classmethod
     def read(cls, base: Path) -> Holder | None:
@@ -84,22 +112,37 @@ class Holder:
             if text.strip().isdecimal():
                 return cls(int(text))
             told = json.loads(text)
-            return cls(int(told["pid"]), str(told["version"]))
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            known = {known.name for known in fields(cls)}
+            holder = cls(**{name: value for name, value in told.items() if name in known})
+            return replace(holder, pid=int(holder.pid), version=str(holder.version))
+        except (OSError, ValueError, TypeError, AttributeError):
             return None
 
     def write(self, stream: IO[str]) -> None:
         """Into the lock file, by whoever holds the lock."""
-        stream.truncate(0)
-        stream.write(f"{json.dumps(asdict(self))}\n")
-        stream.flush()
+        with suppress(OSError):  # a full disk: the lock counts without a name
+            stream.truncate(0)
+            stream.write(f"{json.dumps(asdict(self))}\n")
+            stream.flush()
 
     def is_older(self) -> bool:
         """Than this code. A newer one stays: two versions in use would replace each other's."""
-        return _numbers(self.version) < _numbers(__version__)
+        return self._code() < (_numbers(__version__), schema())
+
+    def is_newer(self) -> bool:
+        return self._code() > (_numbers(__version__), schema())
+
+    def _code(self) -> tuple[tuple[int, ...], int]:
+        return _numbers(self.version), self.schema or schema()
+
+    def silent_s(self, base: Path) -> float:
+        """Seconds since it last looked after anything; 0 if that is unknown."""
+        if not self.boot or self.boot != boot_id():
+            return 0.0
+        return max(0.0, time.monotonic() - max(self.since, _ticked(base, self.pid)))
 
     def is_supervisor_of(self, base: Path) -> bool:
-        """Whether that process is one that `ensure_supervisor` started: a pid may be reused."""
+        """Whether that process holds the lock: a pid may be reused."""
         try:
             process = psutil.Process(self.pid)
             if process.uids().real != os.getuid():
@@ -108,22 +151,110 @@ class Holder:
             files = [file.path for file in process.open_files()]
         except psutil.Error:
             return False
-        is_named = "flash_mcp.supervisor" in command and str(base) in command
-        return is_named and os.path.realpath(base / LOCK) in files
+        if self.boot:
+            same = (self.boot, self.started_ticks) == (boot_id(), started_ticks(self.pid))
+        else:
+            same = "flash_mcp.supervisor" in command and str(base) in command
+        return same and os.path.realpath(base / LOCK) in files
+
+    def kill(self, base: Path) -> None:
+        """End that very process at once."""
+        with suppress(ProcessLookupError):
+            descriptor = os.pidfd_open(self.pid)
+            try:
+                if self.is_supervisor_of(base):
+                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            finally:
+                os.close(descriptor)
+
+
+class Ticker:
+    """Says in supervisor.tick that this process looks after the state directory: 'PID SECONDS'.
+
+    It overwrites the same bytes, which needs no space on the disk."""
+
+    def __init__(self, base: Path) -> None:
+        self._file = None
+        with suppress(OSError):
+            self._file = (base / TICK).open("wb", buffering=0)
+        self()
+
+    def __call__(self) -> None:
+        if self._file:
+            with suppress(OSError):
+                line = f"{os.getpid()} {time.monotonic():.3f}".ljust(63)
+                os.pwrite(self._file.fileno(), f"{line}\n".encode(), 0)
+
+    def close(self) -> None:
+        if self._file:
+            self._file.close()
+
+
+def _ticked(base: Path, pid: int) -> float:
+    """CLOCK_MONOTONIC of the last tick of that process; 0 if it has not ticked."""
+    try:
+        writer, ticked = (base / TICK).read_text().split()
+        return float(ticked) if int(writer) == pid else 0.0
+    except (OSError, ValueError):
+        return 0.0
 
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version)))
 
 
-def _end_older(base: Path) -> bool:
-    """Ask a supervisor of an older version to end; whether the lock is free now."""
+@dataclass(frozen=True)
+class Unfit:
+    """What is wrong with a supervisor, and what a person can do."""
+
+    holder: Holder
+    what: str
+    fix: str
+    hangs: bool = False
+    may_be_killed: bool = False
+
+
+def unfit(base: Path) -> Unfit | None:
+    """What is wrong with the supervisor that holds the lock; None if nothing is."""
     holder = Holder.read(base)
-    if holder is None or not holder.is_older() or not holder.is_supervisor_of(base):
+    if holder is None or not is_supervised(base):
+        return None
+    named = f"the supervisor (pid {holder.pid})"
+    silent_s = holder.silent_s(base)
+    if silent_s > SILENT_S:
+        what = f"{named} has done nothing for {silent_s:.0f} s"
+        if holder.is_supervisor_of(base):
+            fix = "any running server ends it and starts another; so does `flash-mcp supervise`"
+            return Unfit(holder, what, fix, hangs=True, may_be_killed=True)
+        fix = f"end process {holder.pid} on the machine or in the container where it runs"
+        return Unfit(holder, what, fix, hangs=True)
+    if holder.is_older():
+        what = f"{named} is of version {holder.version or 'unknown'}; this is {__version__}"
+        if holder.is_foreground or not holder.is_supervisor_of(base):
+            fix = f"end process {holder.pid}, and start it again with this version"
+            return Unfit(holder, what, fix)
+        fix = "any running server replaces it; what it started goes on"
+        return Unfit(holder, what, fix, may_be_killed=True)
+    if holder.is_newer():
+        what = f"{named} is of version {holder.version}; this is only {__version__}"
+        return Unfit(holder, what, "restart this program with the newer version")
+    return None
+
+
+def replace_unfit(base: Path) -> bool:
+    """End a supervisor that hangs or is of an older version; whether the lock is free now.
+
+    A healthy one in a terminal is left alone."""
+    found = unfit(base)
+    if found is None or not found.may_be_killed:
         return False
-    log.warning("replacing the supervisor of version %s", holder.version or "unknown")
-    with suppress(ProcessLookupError):
-        os.kill(holder.pid, signal.SIGTERM)
+    log.warning("%s: it is replaced", found.what)
+    if not found.hangs:
+        with suppress(ProcessLookupError):
+            os.kill(found.holder.pid, signal.SIGTERM)
+        if wait_for(lambda: not is_supervised(base), START_TIMEOUT_S):
+            return True
+    found.holder.kill(base)
     return bool(wait_for(lambda: not is_supervised(base), START_TIMEOUT_S))
 
 

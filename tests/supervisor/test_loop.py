@@ -697,7 +697,8 @@ process.ensure_supervisor(pathlib.Path(sys.argv[1]))
     wait_for(lambda: len(supervisors(bench.base)) == 1 and Holder.read(bench.base))
     (survivor,) = supervisors(bench.base)
     try:
-        assert Holder.read(bench.base) == Holder(survivor.pid, __version__)
+        holder = Holder.read(bench.base)
+        assert holder and (holder.pid, holder.version) == (survivor.pid, __version__)
         assert is_supervised(bench.base)
         assert os.getsid(survivor.pid) != os.getsid(0)
     finally:

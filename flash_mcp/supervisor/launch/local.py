@@ -104,6 +104,14 @@ class Record:
         return state if (started, boot_id()) == (self.started_ticks, self.boot) else None
 
 
+def started_ticks(pid: int) -> int | None:
+    """When the process started, as the kernel counts; None if there is none."""
+    try:
+        return _state_and_start(Path(f"/proc/{pid}/stat").read_text())[1]
+    except OSError:
+        return None
+
+
 def boot_id() -> str:
     return BOOT_ID.read_text().strip()
 

@@ -18,7 +18,7 @@ from flash_mcp.state import queue
 from flash_mcp.state.references import Subject
 from flash_mcp.state.store import Store
 from flash_mcp.supervisor import keeper, secrets
-from flash_mcp.supervisor.process import LOG, is_supervised
+from flash_mcp.supervisor.process import LOG, is_supervised, unfit
 from flash_mcp.tools.shared.frame import report
 
 T = TypeVar("T")
@@ -133,6 +133,8 @@ def obstacle(store: Store) -> FlashError | None:
         fix = "free space there: the run goes on from its newest checkpoint"
         what = "the disk is as good as full"
         return FlashError("disk_full", what, path=store.base, free_bytes=free, fix=fix)
+    if (found := unfit(store.base)) and found.hangs:
+        return FlashError("not_ready", found.what, fix=found.fix)
     if is_supervised(store.base):
         return None
     fix = (
