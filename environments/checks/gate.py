@@ -15,22 +15,35 @@ import re
 import reprlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from environments.base import ChatMessage, EnvironmentSingleTurn
+from environments.checks.constants import Constant, best_constant
 from environments.checks.splits import shared_tasks
 from environments.process import requirements, sandbox
 from environments.process.faults import remedy
-from environments.process.host import EnvironmentFault, EnvironmentHost, Score
+from environments.process.host import EnvironmentFault, EnvironmentHost, Score, Step
 
 ROWS = {"train": 5, "eval": 3}
 """How many tasks of each split are tried, spread over the split."""
 LOW_SHARE = 0.5
 """A worthless answer may earn at most this share of the gold answer's reward."""
+HIT_SHARE = 0.25
+"""Worthless answers may succeed on at most this share of the tasks: one may be right by chance."""
+CONSTANT_TASKS = 30
+"""How many tasks constants are tried on."""
+CONSTANT_SHARE = 0.9
+"""One constant may succeed on less than this share of the tasks, and earn less than this share of
+the gold answers' reward."""
+MOST_REWARD = 1000.0
+SHORT_ANSWER = 24
+"""A gold answer of at most so many characters says nothing else once a character is changed."""
 JUNK = (
     "asdf qwer zxcv",
     "I cannot help with that.",
@@ -73,6 +86,8 @@ class Report:
     splits: dict[str, int] = field(default_factory=dict[str, int])
     probes: list[Probe] = field(default_factory=list[Probe])
     seconds: float = 0.0
+    constant: Constant | None = None
+    """The best answer that is the same for every task."""
 
     @property
     def passed(self) -> bool:
@@ -154,6 +169,7 @@ class _Gate:
         self._prompts: dict[Task, list[ChatMessage]] = {}
         self._golds: dict[Task, list[str]] = {}
         self._played: dict[Task, Played] = {}
+        self._junk_rewards: dict[Answers, list[float]] = {}
 
     @property
     def elapsed_s(self) -> float:
@@ -175,6 +191,9 @@ class _Gate:
             await self._probe("gold", self._check_gold, host)
             for name in WORTHLESS:
                 await self._probe(name, self._check_worthless, host, name)
+            await self._probe("near_gold", self._check_near_gold, host)
+            await self._probe("order", self._check_order, host)
+            await self._probe("constants", self._check_constants, host)
             await self._probe("isolation", self._check_isolation, host)
             await self._probe("determinism", self._check_determinism)
             self._add_times()
@@ -266,29 +285,125 @@ class _Gate:
 
     async def _check_worthless(self, host: EnvironmentHost, name: str) -> str:
         rewards: list[float] = []
-        doubtful: _SkippedError | None = None
+        hits: dict[Task, str] = {}
+        says_all: _SkippedError | None = None
         for task in self._tasks:
             for answers in self._worthless(name, task):
                 score = (await self._play(host, task, answers, repeat=True)).score
                 rewards.append(score.reward)
+                if name in ("junk", "empty", "none"):
+                    self._junk_rewards.setdefault(tuple(answers), []).append(score.reward)
                 if score.success:
                     what = f"{_show(answers)} counts as a success, with {_score_text(score)}"
                     what = f"{task}: {what}"
                     if name != "truncated" or self._ends_in_first_word(task, answers[-1] or ""):
-                        raise _FailedError(what, WORTHLESS[name])
-                    # Half of a long answer may hold all that counts.
-                    doubtful = doubtful or _SkippedError(what, WORTHLESS[name])
+                        hits.setdefault(task, what)
+                    else:
+                        # Half of a long answer may hold all that counts.
+                        says_all = says_all or _SkippedError(what, WORTHLESS[name])
                 elif task in self._played:
                     gold = self._played[task].score.reward
                     if not _is_low(score.reward, gold, partial=name == "truncated"):
                         earned = f"{_show(answers)} earned {_score_text(score)}"
                         fix = "pay less for what a model can write without solving the task"
                         raise _FailedError(f"{task}: {earned}, the gold answer {gold:g}", fix)
-        if doubtful:
-            raise doubtful
         if not rewards:
             raise _SkippedError("there is no gold answer to cut short", "")
+        self._judge_hits(hits, len(self._tasks), WORTHLESS[name])
+        if says_all:
+            raise says_all
         return f"{len(rewards)} answers, no success, rewards {_range(rewards)}"
+
+    def _judge_hits(self, hits: Mapping[Task, str], tasks: int, fix: str) -> None:
+        """Fail if wrong answers succeed on too many tasks. A single one may be right by chance."""
+        if hits:
+            first = next(iter(hits.values()))
+            if len(hits) > HIT_SHARE * tasks:
+                raise _FailedError(f"{first} (so on {len(hits)} of {tasks} tasks)", fix)
+            raise _SkippedError(f"{first} (on {len(hits)} of {tasks} tasks: maybe by chance)", "")
+
+    async def _check_near_gold(self, host: EnvironmentHost) -> str:
+        """Wrong answers that hold the gold answer, or all of it but a character."""
+        tasks = [task for task in self._tasks if self._other_gold(task)]
+        if not tasks:
+            raise _SkippedError("this needs gold answers that differ between tasks", "")
+        changed: dict[Task, str] = {}
+        hedged: dict[Task, str] = {}
+        for task in tasks:
+            *turns, gold = self._golds[task]
+            other = self._other_gold(task)
+            near = _with_a_change(gold)
+            if near and (await self._play(host, task, [*turns, near])).score.success:
+                what = f"{_show([near])} counts as a success; the gold answer is {_show([gold])}"
+                changed[task] = f"{task}: {what}"
+            # One of the two orders may be right: the first or the last answer counts.
+            both = [f"{gold}\n{other}", f"{other}\n{gold}"]
+            scores = [(await self._play(host, task, [*turns, text])).score for text in both]
+            if all(score.success for score in scores):
+                hedged[task] = f"{task}: {_show(both)}: both count as successes"
+        fix = "compare the whole answer with the gold answer, not a part or a rounded form of it"
+        self._judge_hits(changed, len(tasks), fix)
+        fix = "accept one answer: read one place, such as the last tag, and refuse several"
+        self._judge_hits(hedged, len(tasks), fix)
+        return f"{len(tasks)} tasks: a changed character and two answers at once are no successes"
+
+    def _other_gold(self, task: Task) -> str:
+        """The last turn of another task's gold answer, if it differs; else ""."""
+        if task not in self._golds:
+            return ""
+        last = self._golds[task][-1].strip()
+        others = (turns[-1] for turns in reversed(self._golds.values()))
+        return next((text for text in others if text.strip() != last), "")
+
+    async def _check_order(self, host: EnvironmentHost) -> str:
+        """Gold answers earn more than wrong ones of the right form, and those no less than junk."""
+        golds = [played.score.reward for played in self._played.values()]
+        most = max(map(abs, chain(golds, *self._junk_rewards.values())), default=0.0)
+        if most > MOST_REWARD:
+            what = f"a reward is {most:g}; advantages and losses suit rewards of about 1"
+            raise _FailedError(what, "scale the rewards, for instance to 0 to 1")
+        wrong: list[float] = []
+        for task in self._tasks:
+            if other := self._other_gold(task):
+                answers = [*self._golds[task][:-1], other]
+                wrong.append((await self._play(host, task, answers)).score.reward)
+        if not wrong or not self._junk_rewards:
+            raise _SkippedError("this needs gold answers that differ between tasks", "")
+        best = max(map(fmean, self._junk_rewards.values()))
+        mean_wrong = fmean(wrong)
+        mean_gold = fmean(golds)
+        if best > mean_wrong + (mean_gold - mean_wrong) * HIT_SHARE:
+            what = f"a junk answer earned {best:.3g}, well-formed wrong answers {mean_wrong:.3g}"
+            fix = "pay a wrong answer of the right form at least as much as junk"
+            raise _FailedError(f"{what} on average", fix)
+        return f"gold {mean_gold:.3g}, well-formed wrong {mean_wrong:.3g}, junk at most {best:.3g}"
+
+    async def _check_constants(self, host: EnvironmentHost) -> str:
+        """One answer must not win everywhere."""
+        split = "eval" if self.report.splits["eval"] else "train"
+        tasks = _spread(self.report.splits[split], CONSTANT_TASKS)
+        golds = [tuple(turns) for turns in self._golds.values()]
+        if golds:
+            golds = [await self._gold_turns(host, split, index) for index in tasks]
+        prompts = [message["content"] for prompt in self._prompts.values() for message in prompt]
+        constant = await best_constant(host, split, tasks, golds, prompts)
+        if constant is None:
+            raise _SkippedError("no constant could be scored", "")
+        self.report.constant = constant
+        count = f"{sum(constant.successes)} of {len(tasks)} {split} tasks"
+        text = f"the best constant {_show([constant.answer])} succeeds on {count}"
+        text += f", with a mean reward of {constant.mean_reward:.3g}"
+        rewards = [played.score.reward for played in self._played.values()]
+        gold_reward = fmean(rewards or [0.0])
+        pays = gold_reward > 0 and constant.mean_reward >= CONSTANT_SHARE * gold_reward
+        if len(tasks) > 2 and (constant.success_share >= CONSTANT_SHARE or pays):
+            fix = "make the scorer read the task, or balance the tasks: no one answer may win"
+            raise _FailedError(text, fix)
+        return text
+
+    async def _gold_turns(self, host: EnvironmentHost, split: str, index: int) -> tuple[str, ...]:
+        gold = await host.gold(split, index)
+        return tuple(message["content"] for message in gold if message["role"] == "assistant")
 
     def _ends_in_first_word(self, task: Task, beginning: str) -> bool:
         """Whether this beginning of the gold answer ends within the first word of it."""
@@ -296,20 +411,50 @@ class _Gate:
         return beginning.isalnum() and rest[:1].isalnum()
 
     async def _check_isolation(self, host: EnvironmentHost) -> str:
-        alone = dict(self._played)
-        if not alone:
-            for task in self._tasks:
-                alone[task] = await self._replay(host, task)
-        together = await asyncio.gather(*(self._replay(host, task) for task in alone))
-        for task, played in zip(alone, together, strict=True):
-            if played != alone[task]:
-                difference = _difference(alone[task], played)
+        wrong = [(task, [JUNK[0]]) for task in self._tasks]
+        plans: list[tuple[Task, Answers]] = []
+        alone: list[Played] = []
+        for plan in (*wrong, *self._golds.items()):
+            # An answer that raises has failed another check already.
+            with suppress(EnvironmentFault):
+                alone.append(await self._play(host, *plan, repeat=True))
+                plans.append(plan)
+        together = await self._interleave(host, plans)
+        for (task, _), one, other in zip(plans, alone, together, strict=True):
+            if one != other:
                 raise _FailedError(
-                    f"{task} went differently while other episodes ran than alone: {difference}",
+                    f"{task} went differently while other episodes ran than alone: "
+                    f"{_difference(one, other)}",
                     "set an episode's state as attributes in start_episode (each episode has a "
-                    "copy of the object); never change a list or dict that the copies share",
+                    "copy of the object); never change a list or dict that the copies share; "
+                    "draw from random or numpy.random, not from a generator that they share",
                 )
         return f"{len(together)} episodes at once went as they did one by one"
+
+    async def _interleave(
+        self, host: EnvironmentHost, plans: Sequence[tuple[Task, Answers]]
+    ) -> list[Played]:
+        """Play these conversations turn by turn: all open, all take their first turn, and so on."""
+        openings = await asyncio.gather(*(host.open(task.split, task.index) for task, _ in plans))
+        replies: list[list[ChatMessage]] = [[] for _ in plans]
+        active = list(range(len(plans)))
+        turn = 0
+        while active := [place for place in active if turn < openings[place].max_turns]:
+            calls: list[Awaitable[Step]] = []
+            for place in active:
+                answers = plans[place][1]
+                text = answers[min(turn, len(answers) - 1)]
+                calls.append(host.step(openings[place].episode, text))
+            steps = await asyncio.gather(*calls)
+            for place, step in zip(active, steps, strict=True):
+                replies[place] += step.messages
+            active = [p for p, step in zip(active, steps, strict=True) if not step.done]
+            turn += 1
+        scores = await asyncio.gather(*(host.score(opening.episode) for opening in openings))
+        return [
+            Played(opening.messages, said, score)
+            for opening, said, score in zip(openings, replies, scores, strict=True)
+        ]
 
     async def _check_determinism(self) -> str:
         async with await self._start_host() as first, await self._start_host() as second:
@@ -380,6 +525,20 @@ class _Gate:
         finally:
             seconds = time.monotonic() - begun
             self._slowest_s[method] = max(self._slowest_s.get(method, 0.0), seconds)
+
+
+def _with_a_change(gold: str) -> str:
+    """The gold answer with its last digit or letter changed; "" if it is long, where one character
+    need not matter.
+    """
+    if len(re.sub(r"<[^>]*>|\\boxed", "", gold)) > SHORT_ANSWER:
+        return ""
+    inside = re.search(r"(\w)(?=[^\w<]*(?:</\w+>\s*)?$)", gold)
+    if inside is None:
+        return ""
+    old = inside[1]
+    new = str((int(old) + 1) % 10) if old.isdigit() else ("x" if old != "x" else "y")
+    return gold[: inside.start()] + new + gold[inside.end() :]
 
 
 def _is_low(reward: float, gold: float, *, partial: bool) -> bool:

@@ -23,6 +23,9 @@ PROBES = [
     "none",
     "truncated",
     "prompt_echo",
+    "near_gold",
+    "order",
+    "constants",
     "isolation",
     "determinism",
     "time",
@@ -47,19 +50,19 @@ async def test_the_examples_pass_every_check(name: str) -> None:
 FAULTS = {
     "a scorer that raises on junk": (
         "def score_response(self, example, text): return RewardResult(float(int(text or 0) == int(example.output)))",
-        {"junk", "empty", "prompt_echo"},
+        {"junk", "empty", "prompt_echo", "near_gold"},
         "junk",
         "raised ValueError: invalid literal for int()",
     ),
     "a scorer that pays for any word": (
         "def score_response(self, example, text): return RewardResult(1.0 if text else 0.0)",
-        {"junk", "empty", "truncated", "prompt_echo"},
+        {"junk", "empty", "truncated", "prompt_echo", "near_gold", "constants"},
         "junk",
         "counts as a success, with reward 1",
     ),
     "a floor that makes everything a success": (
         "def score_response(self, example, text): return RewardResult(1.0 if text == example.output else 0.01)",
-        {"junk", "empty", "none", "truncated", "prompt_echo"},
+        {"junk", "empty", "none", "truncated", "prompt_echo", "near_gold", "constants"},
         "empty",
         "'' counts as a success, with reward 0.01",
     ),
@@ -67,7 +70,7 @@ FAULTS = {
         "def score_response(self, example, text):\n"
         "        right = text == example.output\n"
         "        return RewardResult(1.0 if right else 0.9, success=right)",
-        {"junk", "empty", "none", "prompt_echo"},
+        {"junk", "empty", "none", "prompt_echo", "constants"},
         "junk",
         "earned reward 0.9, success false, the gold answer 1",
     ),
@@ -281,7 +284,9 @@ async def test_a_scorer_that_hangs_on_junk_is_found_within_its_deadline(tmp_path
     """
     report = await check(environment_folder(tmp_path, source), timeout_s=2)
     failed = failures(report)
-    assert {"junk", "empty", "none", "truncated", "prompt_echo", "time"} == set(failed)
+    assert {
+        *("junk", "empty", "none", "truncated", "prompt_echo", "near_gold", "order", "time")
+    } == set(failed)
     assert (
         "[environment_timeout] train[0] with the answer 'asdf qwer zxcv'" in failed["junk"].evidence
     )
@@ -326,6 +331,8 @@ async def test_what_cannot_be_checked_is_neither_passed_nor_failed(tmp_path: Pat
         "tasks",
         "gold",
         "truncated",
+        "near_gold",
+        "order",
     ]
     assert report.passed
 

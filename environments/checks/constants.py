@@ -1,0 +1,141 @@
+"""Constants: answers that are the same for every task. A model that has only learned one of them
+has learned nothing.
+
+    constant = await best_constant(host, "eval", range(40), golds, prompts)
+    constant.success_share, constant.answer
+
+The candidates come from gold answers of some tasks: the commonest ones, several of them in one
+answer, the first with every digit replaced by 0, and usual short answers; each also in the tags
+that the prompts ask for."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from environments.process.faults import EnvironmentFault
+from environments.process.host import EnvironmentHost
+
+USUAL = ("0", "1", "Yes", "No", "True", "A", "B", "[]")
+MOST_GOLDS = 6
+MOST_JOINED = 40
+FIRST_TASKS = 6
+"""Every candidate is played on so many tasks, and then only the best ones on all."""
+FINALISTS = 3
+
+Turns = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Constant:
+    """One answer, and what it earned on each task. `turns` has one text for each model turn; the
+    last one is repeated until the episode ends.
+    """
+
+    turns: Turns
+    successes: tuple[bool, ...]
+    rewards: tuple[float, ...]
+
+    @property
+    def answer(self) -> str:
+        return " / ".join(self.turns)
+
+    @property
+    def success_share(self) -> float:
+        return fmean(self.successes)
+
+    @property
+    def mean_reward(self) -> float:
+        return fmean(self.rewards)
+
+
+def candidates(golds: Sequence[Turns], prompts: Sequence[str]) -> list[Turns]:
+    """The constants to try, without repetition. `golds` are gold conversations of several tasks."""
+    common = [turns for turns, _ in Counter(golds).most_common(MOST_GOLDS)]
+    texts = list(dict.fromkeys(turns[0] for turns in golds if len(turns) == 1))[:MOST_JOINED]
+    single = list(USUAL)
+    if texts:
+        single += [" ".join(texts), "\n".join(reversed(texts)), re.sub(r"\d", "0", texts[0])]
+    wrappers = _tags("\n".join(prompts))
+    plain = [turns[0] for turns in common if len(turns) == 1]
+    wrapped = [before + text + after for before, after in wrappers for text in (*plain, *single)]
+    inner = [_inner(text, wrappers) for text in texts]
+    if any(text != whole for text, whole in zip(inner, texts, strict=True)):
+        wrapped += [before + " ".join(inner) + after for before, after in wrappers]
+    return list(dict.fromkeys((*common, *((text,) for text in (*single, *wrapped)))))
+
+
+def _tags(text: str) -> list[tuple[str, str]]:
+    """The tags that a prompt asks answers to stand in."""
+    names = dict.fromkeys(re.findall(r"</(\w{1,20})>", text))
+    found = [(f"<{name}>", f"</{name}>") for name in names if f"<{name}>" in text]
+    if "\\boxed{" in text:
+        found.append(("\\boxed{", "}"))
+    return found[:3]
+
+
+def _inner(text: str, tags: Sequence[tuple[str, str]]) -> str:
+    """What stands in the last such tags of a text; the whole text if it has none."""
+    for before, after in tags:
+        start = text.rfind(before)
+        if start >= 0:
+            return text[start + len(before) :].partition(after)[0]
+    return text
+
+
+async def best_constant(
+    host: EnvironmentHost,
+    split: str,
+    tasks: Sequence[int],
+    golds: Sequence[Turns],
+    prompts: Sequence[str],
+) -> Constant | None:
+    """The constant with the most successes on these tasks, then the highest reward. None if no
+    candidate could be scored.
+    """
+    tried: list[Constant] = []
+    for turns in candidates(golds, prompts):
+        if (constant := await _play(host, split, tasks[:FIRST_TASKS], turns)) is not None:
+            tried.append(constant)
+    tried.sort(key=_rank, reverse=True)
+    if len(tasks) <= FIRST_TASKS:
+        return tried[0] if tried else None
+    finals: list[Constant] = []
+    for constant in tried[:FINALISTS]:
+        if (whole := await _play(host, split, tasks, constant.turns)) is not None:
+            finals.append(whole)
+    return max(finals, key=_rank, default=None)
+
+
+def _rank(constant: Constant) -> tuple[float, float]:
+    return constant.success_share, constant.mean_reward
+
+
+async def _play(
+    host: EnvironmentHost, split: str, tasks: Sequence[int], turns: Turns
+) -> Constant | None:
+    """Play it on every task. None if the environment fails at it."""
+    try:
+        scores = await asyncio.gather(*(_score(host, split, index, turns) for index in tasks))
+    except EnvironmentFault:
+        return None
+    successes = tuple(success for success, _ in scores)
+    return Constant(turns, successes, tuple(reward for _, reward in scores))
+
+
+async def _score(host: EnvironmentHost, split: str, index: int, turns: Turns) -> tuple[bool, float]:
+    opening = await host.open(split, index)
+    try:
+        for turn in range(opening.max_turns):
+            text = turns[min(turn, len(turns) - 1)]
+            if (await host.step(opening.episode, text)).done:
+                break
+        score = await host.score(opening.episode)
+    except BaseException:
+        await host.close(opening.episode)
+        raise
+    return score.success, score.reward
