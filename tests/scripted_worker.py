@@ -37,17 +37,29 @@ def main() -> None:
         evaluate(folder, writer, plan)
         return
     writer.event("phase", f"starting from step {resumed}", resumed=resumed)
+    try:
+        make_steps(folder, writer, plan, cue, resumed)
+    except FlashError as error:
+        if error.code == "disk_full":
+            writer.commit_result("failed", resumed, error, retryable=True)
+        raise
+
+
+def make_steps(
+    folder: RunFolder, writer: RunWriter, plan: dict[str, Any], cue: dict[str, Any], resumed: int
+) -> None:
     step = resumed
+    size_bytes = plan.get("size_bytes", 64)
     for step in range(resumed + 1, plan.get("steps", 4) + 1):
         writer.beat(step, "train")
         if cue.get("at") == step:
             misbehave(cue["do"], folder, writer, step)
         if folder.is_cancelled():
-            save(writer, step)
+            save(writer, step, size_bytes)
             writer.commit_result("cancelled", step)
             return
         report(writer, step)
-        save(writer, step)
+        save(writer, step, size_bytes)
     writer.evaluation(step, {"n": 1, "success": 1.0}, [rollout(step, 0)])
     writer.commit_result("succeeded", step)
 
@@ -148,9 +160,9 @@ def rollout(step: int, index: int) -> dict[str, object]:
     }
 
 
-def save(writer: RunWriter, step: int) -> None:
+def save(writer: RunWriter, step: int, size_bytes: int) -> None:
     with tempfile.TemporaryDirectory() as scratch:
-        (Path(scratch) / "adapter.bin").write_bytes(bytes([step % 256]) * 64)
+        (Path(scratch) / "adapter.bin").write_bytes(bytes([step % 256]) * size_bytes)
         writer.commit_checkpoint(step, Path(scratch), {"reward/mean": step / 10})
 
 

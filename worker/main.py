@@ -25,10 +25,10 @@ from typing import cast
 import psutil
 
 from environments.process.host import EnvironmentFault
-from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.errors import FlashError, disk_error
 from flash_mcp.protocol.paths import scratch_prefix
 from flash_mcp.protocol.records import Json
-from flash_mcp.protocol.run_folder import RunFolder, RunWriter, disk_error
+from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from flash_mcp.protocol.spec import EvalSpec, stored_spec
 from worker.heartbeat import Cancelled, Pulse
 
@@ -82,11 +82,15 @@ def main() -> int:
         if error.code == "fenced":
             return 3
     pulse.stop()
-    if error:
-        writer.event("error", str(error))
     seconds = round(time.monotonic() - started, 1)
-    retryable = error is not None and _was_killed(error)
-    writer.commit_result(state, step, error, seconds=seconds, retryable=retryable)
+    retryable = error is not None and (_was_killed(error) or error.code == "disk_full")
+    try:
+        if error:
+            writer.event("error", str(error))
+        writer.commit_result(state, step, error, seconds=seconds, retryable=retryable)
+    except FlashError as failed:  # on a full disk; the supervisor sees how full it is
+        log.error("the result cannot be written: %s", failed)
+        return 4
     return 0
 
 

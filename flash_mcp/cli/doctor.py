@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from environments.process.sandbox import describe
-from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.errors import FlashError, as_flash_error
 from flash_mcp.protocol.paths import home, models_dir
 from flash_mcp.protocol.spec import DEFAULT_MODEL
 from flash_mcp.state import sqlite
@@ -52,7 +52,11 @@ def examine() -> list[Finding]:
     """Run every check, in order."""
     findings: list[Finding] = []
     for name, check in CHECKS.items():
-        level, detail, fix = check()
+        try:
+            level, detail, fix = check()
+        except (FlashError, OSError) as error:
+            found = as_flash_error(f"doctor: {name}", error)
+            level, detail, fix = "problem", f"[{found.code}] {found.what}", found.fix
         findings.append(Finding(level, name, detail, fix))
     return findings
 

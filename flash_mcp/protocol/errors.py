@@ -6,10 +6,12 @@ An agent reads `str(error)`:  `[code key=value] what happened. Fix: what to do n
 from __future__ import annotations
 
 import difflib
+import errno
 import functools
 import logging
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from logging.handlers import RotatingFileHandler
 from pathlib import Path, PurePath
 from typing import Any, cast
@@ -139,17 +141,30 @@ def did_you_mean(wanted: str, known: Iterable[str], **options: Any) -> str:
 
 
 MAX_LOG_BYTES = 4 << 20
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def disk_error(error: OSError, path: str | Path) -> FlashError | OSError:
+    """FlashError(disk_full) if the disk is full, else the error itself."""
+    if error.errno in FULL:
+        what = "no space is left on the disk"
+        fix = "free space there, or set FLASH_HOME to a folder on another disk; runs resume"
+        return FlashError("disk_full", what, path=path, fix=fix)
+    return error
 
 
 def as_flash_error(where: str, error: BaseException) -> FlashError:
-    """A FlashError as it is; any other error is logged and becomes FlashError(internal) with the id
-    of the log entry.
+    """A FlashError as it is, and disk_full for a full disk; any other error is logged and becomes
+    FlashError(internal) with the id of the log entry.
     """
+    if isinstance(error, OSError):
+        error = disk_error(error, error.filename or home())
     if isinstance(error, FlashError):
         return error
     identity = secrets.token_hex(4)
     log = home() / "logs" / "server.log"
-    _logger(log).error("id=%s in %s", identity, where, exc_info=error)
+    with suppress(OSError):  # where nothing can be logged, the error is told all the same
+        _logger(log).error("id=%s in %s", identity, where, exc_info=error)
     what = "flash-mcp failed unexpectedly"
     fix = f"report the traceback that has this id in {log}"
     return FlashError("internal", what, id=identity, fix=fix)

@@ -49,7 +49,7 @@ from uuid import uuid4
 import fsspec  # pyright: ignore[reportMissingTypeStubs]
 import psutil
 
-from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.errors import FlashError, disk_error
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_files import (
     MAX_BYTES,
@@ -463,8 +463,10 @@ class RunWriter:
             self.folder._remove(place)
             if isinstance(error, OSError):
                 self.check_owner()  # a successor removes what it finds unfinished
-                raise disk_error(error, Path(self.folder.path(place))) from error
-            raise
+                error = disk_error(error, Path(self.folder.path(place)))
+            if isinstance(error, FlashError) and error.code == "disk_full":
+                error.values["needed_bytes"] = manifest["size_bytes"]
+            raise error
         self._remove_unfinished(step)
         return {**manifest, "path": self.folder.path(place)}
 
@@ -576,15 +578,6 @@ def _check_files(manifest: Manifest, digest_of: Callable[[str], str | None]) -> 
         if digest_of(name) != digest:
             what, fix = f"{name} does not match its checksum", "use an earlier checkpoint"
             raise FlashError("checkpoint_corrupt", what, step=manifest["step"], fix=fix)
-
-
-def disk_error(error: OSError, path: Path) -> FlashError | OSError:
-    """FlashError(disk_full) if the disk is full, else the error itself."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        what = "no space is left on the disk"
-        fix = "free space there, or set FLASH_HOME to a folder on another disk; the run resumes"
-        return FlashError("disk_full", what, path=path, fix=fix)
-    return error
 
 
 def _replace(temporary: Path, target: Path) -> None:

@@ -15,9 +15,8 @@ from anyio.to_thread import run_sync
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from flash_mcp.protocol.errors import FlashError, as_flash_error
+from flash_mcp.protocol.errors import FlashError, as_flash_error, disk_error
 from flash_mcp.protocol.paths import environments_dir
-from flash_mcp.protocol.run_folder import disk_error
 from flash_mcp.state.owners import caller, refuse_reader
 from flash_mcp.state.versions import (
     MAX_FILE_BYTES,

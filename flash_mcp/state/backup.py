@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import IO
 
 from flash_mcp import __version__
-from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.errors import FlashError, disk_error
 from flash_mcp.protocol.records import Json
-from flash_mcp.protocol.run_folder import RunFolder, disk_error
+from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state.store import Store
 
 FOLDERS = ("environments", "datasets", "runs")

@@ -11,19 +11,22 @@ their rows through the view."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import shutil
 import threading
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from shutil import disk_usage
 from typing import Any, cast
 
 from flash_mcp import __version__
-from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.errors import FlashError, disk_error
 from flash_mcp.protocol.records import Json
+from flash_mcp.state.disk import LEAST_FREE_BYTES
 from flash_mcp.state.home_paths import NAMES, from_stored, make_relative, to_stored
 from flash_mcp.state.owners import caller
 from flash_mcp.state.schema import JSON_COLUMNS, execute, migrations, newer_migrations
@@ -72,13 +75,21 @@ class Connection:
         kind = "all" if caller().is_local else "own"
         db: Database | None = getattr(self._local, kind, None)
         if db is None:
+            with _named_errors(self.path):
+                db = self._open(kind)
+            setattr(self._local, kind, db)
+        return db
+
+    def _open(self, kind: str) -> Database:
+        with ExitStack() as on_error:
             db = Database(self.path)
+            on_error.callback(db.close)
             db.conn.isolation_level = None
             execute(db, f"PRAGMA busy_timeout={BUSY_TIMEOUT_S * 1000}")
             execute(db, "PRAGMA synchronous=FULL")
             if kind == "own":
                 _hide_what_is_not_the_callers(db)
-            setattr(self._local, kind, db)
+            on_error.pop_all()
         return db
 
     def close(self) -> None:
@@ -220,11 +231,8 @@ def _named_errors(path: Path) -> Generator[None, None, None]:
     try:
         yield
     except sqlite3.OperationalError as error:
-        if "disk is full" in str(error):
-            fix = "free space there, or set FLASH_HOME to a folder on another disk"
-            raise FlashError(
-                "disk_full", "no space is left on the disk", path=path, fix=fix
-            ) from error
+        if _is_of_a_full_disk(error, path):
+            raise disk_error(OSError(errno.ENOSPC, str(error)), path) from error
         if "locked" in str(error):
             fix = "try again; if it stays so, find the program that holds the file open"
             raise FlashError(
@@ -241,6 +249,14 @@ def _named_errors(path: Path) -> Generator[None, None, None]:
         raise FlashError(
             "state_corrupt", f"the database is damaged: {error}", path=path, fix=fix
         ) from error
+
+
+def _is_of_a_full_disk(error: sqlite3.OperationalError, path: Path) -> bool:
+    """SQLite says "disk I/O error" or "unable to open" if it cannot make the files next to it."""
+    if "disk is full" in str(error):
+        return True
+    is_vague = "disk I/O" in str(error) or "unable to open" in str(error)
+    return is_vague and disk_usage(path.parent).free < LEAST_FREE_BYTES
 
 
 def pick(row: Mapping[str, Any], *names: str) -> Json:

@@ -10,6 +10,9 @@ from environments.settings import FILE, DiskSettings, load_settings
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.state.owners import caller
 
+LEAST_FREE_BYTES = 16 << 20
+"""With less than this, a disk counts as full."""
+
 
 def size_of(folder: Path) -> int:
     """Bytes of the files below `folder`; 0 if it does not exist. Files may vanish meanwhile."""

@@ -150,20 +150,29 @@ def record_beat(store: Store, run_id: str, attempt: int, beat: Beat, *, progress
 
 
 def requeue(
-    store: Store, run_id: str, attempt: int, error: FlashError, *, delay_s: float = 0.0
+    store: Store,
+    run_id: str,
+    attempt: int,
+    error: FlashError,
+    *,
+    delay_s: float = 0.0,
+    is_counted: bool = True,
 ) -> bool:
     """The attempt was lost: let another start after `delay_s`, at most MAX_DELAY_S.
 
-    False where none is left, or a cancel is wanted.
+    False where none is left, or a cancel is wanted. One that is not counted leaves as many as
+    there were before it.
     """
+    more = 0 if is_counted else 1
     return _update(
         store,
-        "state = 'queued', phase = NULL, beat = NULL, error = ?, not_before = ?",
-        [json.dumps(error.to_dict(), default=str), time.time() + min(delay_s, MAX_DELAY_S)],
+        "state = 'queued', phase = NULL, beat = NULL, error = ?, not_before = ?,"
+        " max_attempts = max_attempts + ?",
+        [json.dumps(error.to_dict(), default=str), time.time() + min(delay_s, MAX_DELAY_S), more],
         run_id,
         attempt,
         ("starting", "running"),
-        "AND attempt < max_attempts AND cancel_requested IS NULL",
+        f"AND attempt < max_attempts + {more} AND cancel_requested IS NULL",
     )
 
 

@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
 
-from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.errors import FlashError, disk_error
 from flash_mcp.protocol.records import ACTIVE, ENDED, LIVE_DEPLOYMENT, Run
-from flash_mcp.protocol.run_folder import disk_error
 from flash_mcp.state import datasets
 from flash_mcp.state.database import marks
 from flash_mcp.state.disk import size_of

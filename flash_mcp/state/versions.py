@@ -23,9 +23,8 @@ from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.errors import FlashError, disk_error
 from flash_mcp.protocol.paths import environments_dir
-from flash_mcp.protocol.run_folder import disk_error
 from flash_mcp.state.owners import caller
 
 Files = Mapping[str, Path | bytes]

@@ -10,7 +10,6 @@ any point; the workers go on."""
 from __future__ import annotations
 
 import argparse
-import errno
 import logging
 import os
 import sys
@@ -19,14 +18,16 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from shutil import disk_usage
 from typing import TYPE_CHECKING, Any, cast
 
-from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.errors import FULL, FlashError
 from flash_mcp.protocol.paths import home
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Json, Run
 from flash_mcp.protocol.run_files import Beat, FinalResult
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state import queue
+from flash_mcp.state.disk import LEAST_FREE_BYTES
 from flash_mcp.state.store import Store
 from flash_mcp.supervisor.ingest import Reader
 from flash_mcp.supervisor.launch.base import Handle, Hint, Launch, Launcher
@@ -96,6 +97,8 @@ class Attempt:
     progress_at: float = 0.0
     damaged: set[str] = field(default_factory=set[str])
     """Damaged files that were reported."""
+    is_short_of_space: bool = False
+    """The disk was full since the last beat."""
     cancelled_at: float | None = None
     result_at: float | None = None
 
@@ -114,6 +117,7 @@ class Attempt:
         before = self.beat or {}
         moved = any(beat.get(name) != before.get(name) for name in ("step", "phase", "progress"))
         self.beat, self.beat_at = beat, self.watched_s
+        self.is_short_of_space = False
         if moved:
             self.progress_at = self.beat_at
         return True, moved
@@ -196,11 +200,20 @@ class Supervisor:
         return self._serve() or bool(active)
 
     def _claim(self) -> Run | None:
-        """The oldest run whose secrets are known."""
+        """The oldest run that does not have to wait."""
         with self.store.transaction():  # a run that is enqueued after the look cannot be claimed
             runs = self.store.active_runs()
-            waiting = [run.id for run in runs if self.vault.lacking(run.id, run.spec.secrets)]
+            waiting = [run.id for run in runs if self._has_to_wait(run)]
             return queue.claim(self.store, waiting)
+
+    def _has_to_wait(self, run: Run) -> bool:
+        """Whether it lacks secrets, or the space for the checkpoint that did not fit."""
+        if self.vault.lacking(run.id, run.spec.secrets):
+            return True
+        if run.state != "queued" or not run.error or run.error["code"] != "disk_full":
+            return False
+        needed = LEAST_FREE_BYTES + run.error["values"].get("needed_bytes", 0)
+        return disk_usage(self.base).free < needed
 
     def _guarded(self, what: str, run: Run, act: Callable[[Run], None]) -> None:
         # One run's trouble (a full disk, a damaged file) is not another's. It is logged once, and
@@ -279,6 +292,8 @@ class Supervisor:
         if attempt is None or attempt.number != run.attempt:
             return
         attempt.look(self.patience.max_gap_s)
+        if disk_usage(self.base).free < LEAST_FREE_BYTES:
+            attempt.is_short_of_space = True
         if run.cancel_requested:
             if attempt.cancelled_at is None:
                 attempt.cancelled_at = attempt.watched_s
@@ -337,7 +352,8 @@ class Supervisor:
         ):
             what = f"attempt {attempt.number} did not end when asked to"
             return self._error("stalled", what, run, attempt)
-        if hint.state != "alive":
+        is_full = disk_usage(self.base).free < LEAST_FREE_BYTES
+        if hint.state != "alive" or is_full:  # on a full disk it can write no beat
             return None
         if attempt.beat and silent_s > patience.beat_silent_s:
             what = f"attempt {attempt.number} gave no sign for {silent_s:.0f} s"
@@ -373,10 +389,15 @@ class Supervisor:
             if result := final_result(attempt.folder):
                 self._finish(run, result["state"], result["step"], result["error"])
                 return
+        if attempt.is_short_of_space and error.code == "worker_failed":
+            error = self._out_of_space(run, error)
         self._note(run, "lost", error.what, error=error.to_dict())
         log.warning("%s: %s", run.id, error.what)
         delay_s = self.patience.retry_delay_s * 2 ** (attempt.number - 1)
-        if queue.requeue(self.store, run.id, attempt.number, error, delay_s=delay_s):
+        is_counted = error.code != "disk_full"
+        if queue.requeue(
+            self.store, run.id, attempt.number, error, delay_s=delay_s, is_counted=is_counted
+        ):
             return
         # Asked anew: a cancel may have come since the row was read.
         cancelled = self.store.run(run.id).cancel_requested is not None
@@ -386,6 +407,17 @@ class Supervisor:
             "cancelled" if cancelled else "failed",
             step=attempt.beat["step"] if attempt.beat else run.step,
             error=None if cancelled else error.to_dict(),
+        )
+
+    def _out_of_space(self, run: Run, error: FlashError) -> FlashError:
+        """The error of an attempt that ended while the disk was full."""
+        saved = [row.size_bytes for row in self.store.checkpoints(run.id)]
+        return FlashError(
+            "disk_full",
+            f"the disk was full; {error.what}",
+            fix="free space there: the run goes on from its newest checkpoint",
+            path=self.base,
+            needed_bytes=max(saved, default=0),
         )
 
     @contextmanager
@@ -462,7 +494,7 @@ def is_of_the_machine(error: Exception) -> bool:
     """Whether another attempt would meet the same error, until somebody mends the machine."""
     if isinstance(error, FlashError):
         return error.code in OF_THE_MACHINE
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return isinstance(error, OSError) and error.errno in FULL
 
 
 def final_result(folder: RunFolder) -> FinalResult | None:
@@ -502,10 +534,8 @@ def supervise(
         with lock:
             Holder.here(is_foreground=is_foreground).write(lock)
             ticker = Ticker(base)
-            supervisor = make(base)
-            supervisor.alive = ticker
+            supervisor = _made(base, make, ticker)
             supervisor.store.make_paths_relative()
-            supervisor.vault.open()
             try:
                 supervisor.run()
             finally:
@@ -514,6 +544,23 @@ def supervise(
         # Whoever enqueued while the lock was held saw it held and started no other.
         if not supervisor.store.active_runs() and not supervisor.store.deployments(LIVE_DEPLOYMENT):
             return True
+
+
+def _made(base: Path, make: Callable[[Path], Supervisor], ticker: Ticker) -> Supervisor:
+    """The supervisor with its vault open, as soon as the machine lets it be made."""
+    while True:
+        ticker()
+        try:
+            supervisor = make(base)
+            supervisor.alive = ticker
+            supervisor.vault.open()
+        except (FlashError, OSError) as error:
+            if not is_of_the_machine(error):
+                raise
+            log.warning("%s", error)
+            time.sleep(1)
+        else:
+            return supervisor
 
 
 def main() -> None:

@@ -30,9 +30,8 @@ from typing import Any, cast
 import httpx
 import psutil
 
-from flash_mcp.protocol.errors import CODES, FlashError
+from flash_mcp.protocol.errors import CODES, FlashError, disk_error
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Deployment, Json
-from flash_mcp.protocol.run_folder import disk_error
 from flash_mcp.state.store import Store
 from flash_mcp.supervisor.launch.local import REGISTER_AND_EXEC, Record
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.errors import FlashError, disk_error
 from flash_mcp.protocol.paths import environments_dir, runs_dir
 from flash_mcp.protocol.records import Json
-from flash_mcp.protocol.run_folder import RunFolder, disk_error
+from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state.disk import size_of
 from flash_mcp.state.home_paths import moved
 from flash_mcp.state.owners import LOCAL_OWNER

@@ -18,9 +18,8 @@ from environments.checks import gate
 from environments.checks.splits import Overlap, overlap
 from environments.process.host import EnvironmentFault
 from environments.process.sandbox import Needs
-from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.errors import FlashError, disk_error
 from flash_mcp.protocol.records import EnvironmentVersion, Json
-from flash_mcp.protocol.run_folder import disk_error
 from flash_mcp.state import references
 from flash_mcp.state.owners import caller
 from flash_mcp.state.references import find_subject

@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from flash_mcp.protocol.base_models import MODELS, ModelCard, find, folder_card
-from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.errors import FlashError, disk_error
 from flash_mcp.protocol.paths import models_dir
-from flash_mcp.protocol.run_folder import disk_error
 
 log = logging.getLogger("worker.engine.fetch")
 Progress = Callable[[str, float], None]

@@ -15,6 +15,7 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import ACTIVE, EnvironmentVersion, Run
 from flash_mcp.protocol.spec import ResolvedEval
 from flash_mcp.state import queue
+from flash_mcp.state.disk import LEAST_FREE_BYTES
 from flash_mcp.state.references import Subject
 from flash_mcp.state.store import Store
 from flash_mcp.supervisor import keeper, secrets
@@ -27,7 +28,6 @@ POLL_S = 0.25
 WAIT_LIMIT_S = 42.0
 MAX_WAIT_S = 43.0
 """Less than the 45 s after which the server ends a call: the answer takes time too."""
-LEAST_FREE_BYTES = 16 * 2**20
 
 
 async def submit(
@@ -152,5 +152,7 @@ def obstacles(store: Store, run: Run) -> list[str]:
         return [str(found)]
     if run.state == "running":
         return []
+    if run.error and run.error["code"] == "disk_full":
+        return [str(FlashError.from_dict(run.error))]
     absent = secrets.lacking(store.base, run.id, run.spec.secrets)
     return [str(secrets.missing(run.id, absent))] if absent else []

@@ -1,0 +1,269 @@
+"""Runs on a disk that fills up, at several points: each waits for space, and then goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from mcp import Client, StdioServerParameters
+from mcp_types import TextContent
+
+from flash_mcp.protocol.errors import FlashError, as_flash_error
+from flash_mcp.protocol.records import Run
+from flash_mcp.state import queue
+from flash_mcp.state.disk import LEAST_FREE_BYTES
+from flash_mcp.state.store import Store, open_store
+from flash_mcp.supervisor.loop import Supervisor
+from flash_mcp.supervisor.process import take_lock
+from flash_mcp.tools.registry import TOOLS
+from flash_mcp.tools.shared.waiting import obstacles
+from tests.places import ROOT
+from tests.supervisor.test_loop import TIMEOUT_S, Bench, wait_for
+from tests.watch import is_running
+
+pytestmark = pytest.mark.slow
+MIB = 1 << 20
+DISK_MIB = 96
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting needs root")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.fixture
+def bench(disk: Path) -> Iterator[Bench]:
+    made = Bench(disk / "home")
+    yield made
+    free(disk)
+    made.clean_up()
+
+
+def fill(disk: Path, leave: int = 0) -> None:
+    """Until `leave` bytes are free."""
+    with (disk / "filler").open("wb", buffering=0) as stream:
+        size = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize - leave
+        try:
+            os.posix_fallocate(stream.fileno(), 0, size)
+            while not leave:
+                stream.write(bytes(4096))
+        except OSError:
+            pass
+
+
+def free(disk: Path) -> None:
+    (disk / "filler").unlink(missing_ok=True)
+
+
+def run_until(supervisor: Supervisor, condition: Callable[[], object]) -> None:
+    """As the supervisor's own loop, which waits out a full disk."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        supervisor._tick_unless_held_up()
+        time.sleep(0.01)
+
+
+def finish(bench: Bench, run: Run) -> Run:
+    run_until(bench.supervisor, lambda: bench.store.run(run.id).ended)
+    return bench.store.run(run.id)
+
+
+def ticks(bench: Bench, count: int = 20) -> None:
+    for _ in range(count):
+        bench.supervisor._tick_unless_held_up()
+        time.sleep(0.02)
+
+
+def test_a_disk_that_is_full_before_a_run_starts(bench: Bench, disk: Path) -> None:
+    run = bench.train({"steps": 2}, max_attempts=1)
+    fill(disk)
+    ticks(bench)
+    assert bench.store.run(run.id).ended is None
+    free(disk)
+    assert finish(bench, run).state == "succeeded"
+
+
+def test_a_disk_that_is_full_when_the_run_folder_is_made(bench: Bench, disk: Path) -> None:
+    run = bench.train({"steps": 2}, max_attempts=1)
+    claimed = queue.claim(bench.store)
+    assert claimed
+    fill(disk)
+    ticks(bench)
+    assert bench.store.run(run.id).ended is None
+    free(disk)
+    assert finish(bench, run).state == "succeeded"
+
+
+def test_a_disk_that_fills_while_a_run_writes_metrics(bench: Bench, disk: Path) -> None:
+    run = bench.train({"steps": 4, "1": {"at": 3, "do": "hold"}}, max_attempts=1)
+    bench.until(lambda: bench.step(run) == 3)
+    (Path(run.folder) / "almost").touch()
+    fill(disk)
+    (Path(run.folder) / "almost").rename(Path(run.folder) / "go")
+    wait_for(lambda: not is_running(bench.pid(run)))
+    ticks(bench)
+    assert bench.store.run(run.id).ended is None
+    assert any("disk_full" in obstacle for obstacle in obstacles(bench.store, run))
+    free(disk)
+    ended = finish(bench, run)
+    assert (ended.state, ended.step) == ("succeeded", 4)
+    assert [row.step for row in bench.store.metrics(run.id)] == [1, 2, 3, 4]
+    assert [row.step for row in bench.store.checkpoints(run.id)] == [1, 2, 3, 4]
+
+
+def test_a_checkpoint_that_does_not_fit_is_waited_for(bench: Bench, disk: Path) -> None:
+    script = {"steps": 2, "size_bytes": 20 * MIB}
+    run = bench.train({**script, "1": {"at": 2, "do": "hold"}}, max_attempts=1)
+    bench.until(lambda: bench.step(run) == 2)
+    fill(disk, leave=LEAST_FREE_BYTES + MIB)
+    (Path(run.folder) / "go").touch()
+    run_until(bench.supervisor, lambda: bench.store.run(run.id).state == "queued")
+    ticks(bench)
+    waiting = bench.store.run(run.id)
+    assert (waiting.state, waiting.attempt) == ("queued", 1)
+    assert waiting.error and waiting.error["code"] == "disk_full"
+    assert waiting.error["values"]["needed_bytes"] == 20 * MIB
+    lock = take_lock(bench.base)
+    assert lock
+    with lock:
+        assert any("disk_full" in obstacle for obstacle in obstacles(bench.store, waiting))
+    assert not [*Path(run.folder, "checkpoints", "2").iterdir()]
+    free(disk)
+    ended = finish(bench, run)
+    assert (ended.state, ended.attempt, ended.step) == ("succeeded", 2, 2)
+
+
+def test_a_worker_that_cannot_write_its_heartbeat_is_not_replaced(bench: Bench, disk: Path) -> None:
+    supervisor = bench.supervisor
+    run = bench.train({"steps": 3, "1": {"at": 2, "do": "hold"}})
+    bench.until(lambda: bench.step(run) == 2)
+    os.kill(bench.pid(run), signal.SIGSTOP)
+    fill(disk)
+    supervisor.tick()
+    supervisor._attempts[run.id].beat_at -= 1000
+    ticks(bench)
+    free(disk)
+    assert supervisor._attempts[run.id].number == 1
+    (Path(run.folder) / "go").touch()
+    os.kill(bench.pid(run), signal.SIGCONT)
+    supervisor._attempts[run.id].beat_at = supervisor._attempts[run.id].watched_s
+    ended = finish(bench, run)
+    assert (ended.state, ended.attempt) == ("succeeded", 1)
+
+
+def test_a_run_that_waits_for_space_can_be_cancelled(bench: Bench, disk: Path) -> None:
+    run = bench.train()
+    claimed = queue.claim(bench.store)
+    assert claimed
+    full = FlashError("disk_full", "it is full", needed_bytes=10**15)
+    assert queue.requeue(bench.store, run.id, 1, full, is_counted=False)
+    ticks(bench, 3)
+    assert bench.store.run(run.id).attempt == 1  # nobody has a petabyte
+    assert queue.request_cancel(bench.store, run.id).state == "cancelled"
+
+
+def test_attempts_that_a_full_disk_ended_are_not_counted(bench: Bench) -> None:
+    run = bench.train(max_attempts=1)
+    full = FlashError("disk_full", "it is full")
+    for attempt in (1, 2, 3):
+        assert (claimed := queue.claim(bench.store)) and claimed.attempt == attempt
+        assert queue.requeue(bench.store, run.id, attempt, full, is_counted=False)
+    assert queue.claim(bench.store)
+    assert not queue.requeue(bench.store, run.id, 4, FlashError("worker_failed", "lost"))
+
+
+@pytest.mark.parametrize("command", [["status"], ["catalog"], ["wait", "run-1"], ["train"]])
+def test_every_command_names_a_full_disk_on_a_fresh_home(disk: Path, command: list[str]) -> None:
+    home = disk / "home"
+    Store(home).close()
+    fill(disk)
+    done = subprocess.run(
+        [sys.executable, "-m", "flash_mcp.cli", *command],
+        cwd=ROOT,
+        env={**os.environ, "FLASH_HOME": str(home)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr and "[disk_full" in done.stderr, done.stderr
+
+
+def test_doctor_examines_all_on_a_full_disk(disk: Path) -> None:
+    home = disk / "home"
+    Store(home).close()
+    fill(disk)
+    done = subprocess.run(
+        [sys.executable, "-m", "flash_mcp.cli", "doctor"],
+        cwd=ROOT,
+        env={**os.environ, "FLASH_HOME": str(home)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    assert "disk_full" in done.stdout
+
+
+def test_readers_still_read_where_the_store_is_open(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASH_HOME", str(disk / "home"))
+    run = Bench(disk / "home").train()
+    before = asyncio.run(TOOLS["status"].function(run_id=run.id))
+    fill(disk)
+    told = asyncio.run(TOOLS["status"].function(run_id=run.id))
+    assert told.run and before.run and told.run.state == before.run.state == "queued"
+    assert "disk_full" in str(told.run.warnings)
+    with pytest.raises(FlashError, match="disk_full"):
+        open_store().execute("UPDATE main.runs SET phase = ?", ["x" * 100_000])
+
+
+def test_making_an_error_never_fails(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH_HOME", str(disk / "home"))
+    (disk / "home").mkdir()
+    fill(disk)
+    assert as_flash_error("tool", ZeroDivisionError("1 / 0")).code == "internal"
+    assert as_flash_error("tool", OSError(28, "No space left on device")).code == "disk_full"
+
+
+@pytest.mark.anyio
+async def test_a_fresh_server_names_a_full_disk_in_every_tool(disk: Path) -> None:
+    home = disk / "home"
+    Store(home).close()
+    fill(disk)
+    server = StdioServerParameters(
+        command=sys.executable,
+        args=["-m", "flash_mcp.cli", "serve"],
+        cwd=str(ROOT),
+        env={**os.environ, "FLASH_HOME": str(home)},
+    )
+    async with Client(server) as client:
+        for tool, arguments in {
+            "status": {},
+            "catalog": {},
+            "train": {"environment": "calculator"},
+            "evaluate": {"model": "smollm2-135m-instruct", "environment": "calculator"},
+            "cancel": {"run_id": "run-2f9k1c8d"},
+            "checkpoints": {"run_id": "run-2f9k1c8d"},
+        }.items():
+            answer = await client.call_tool(tool, arguments)
+            text = answer.content[0]
+            assert isinstance(text, TextContent)
+            assert answer.is_error and text.text.startswith("[disk_full"), (tool, text.text)
