@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -33,6 +34,9 @@ LOG = "supervisor.log"
 TICK = "supervisor.tick"
 SILENT_S = 120.0
 """A supervisor that has not ticked for so long hangs."""
+TICK_EVERY_S = 1.0
+LONGEST_TICK_S = 1800.0
+"""What it does at once may take so long."""
 # -P: the working directory is the state directory, whose folder `environments` is no package.
 PYTHON = (sys.executable, "-P", "-m")
 START_TIMEOUT_S = 10.0
@@ -168,26 +172,42 @@ class Holder:
                 os.close(descriptor)
 
 
-class Ticker:
+class Ticker(threading.Thread):
     """Says in supervisor.tick that this process looks after the state directory: 'PID SECONDS'.
 
-    It overwrites the same bytes, which needs no space on the disk."""
+    Calling it says that work goes on. A thread repeats that every second, since a model server may
+    take minutes to answer; after LONGEST_TICK_S without a call it stops. The same bytes are
+    overwritten, which needs no space on the disk."""
 
     def __init__(self, base: Path) -> None:
+        super().__init__(name="ticker", daemon=True)
         self._file = None
         with suppress(OSError):
             self._file = (base / TICK).open("wb", buffering=0)
+        self._ended = threading.Event()
         self()
+        self._write()
+        self.start()
 
     def __call__(self) -> None:
+        self._called = time.monotonic()
+
+    def run(self) -> None:
+        while not self._ended.wait(TICK_EVERY_S):
+            if time.monotonic() - self._called < LONGEST_TICK_S:
+                self._write()
+
+    def close(self) -> None:
+        self._ended.set()
+        self.join()
+        if self._file:
+            self._file.close()
+
+    def _write(self) -> None:
         if self._file:
             with suppress(OSError):
                 line = f"{os.getpid()} {time.monotonic():.3f}".ljust(63)
                 os.pwrite(self._file.fileno(), f"{line}\n".encode(), 0)
-
-    def close(self) -> None:
-        if self._file:
-            self._file.close()
 
 
 def _ticked(base: Path, pid: int) -> float:

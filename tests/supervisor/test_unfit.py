@@ -98,6 +98,22 @@ def test_one_that_ticks_is_no_silent_one_however_long_it_has_run(
     assert holders[0].poll() is None
 
 
+def test_one_whose_work_does_not_go_on_stops_ticking(
+    flash_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flash_home.mkdir()
+    monkeypatch.setattr(process, "TICK_EVERY_S", 0.01)
+    here = Holder.here()
+    ticker = process.Ticker(flash_home)
+    try:
+        began = time.monotonic()
+        wait_for(lambda: process._ticked(flash_home, here.pid) > began + 0.3)  # without a call
+        monkeypatch.setattr(process, "LONGEST_TICK_S", 0.0)
+        wait_for(lambda: here.silent_s(flash_home) > 0.5)
+    finally:
+        ticker.close()
+
+
 def test_a_process_that_was_given_the_pid_of_a_silent_supervisor_is_left_alone(
     flash_home: Path,
 ) -> None:
