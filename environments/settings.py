@@ -54,11 +54,22 @@ class DiskSettings:
 
 
 @dataclass(frozen=True)
+class ServerSettings:
+    """What `flash-mcp serve --http` may take. It reads this once, at its start."""
+
+    connections: int = 512
+    """Open connections. At most half of the files that the process may open."""
+    connections_per_address: int = 128
+    """Open connections from one address."""
+
+
+@dataclass(frozen=True)
 class Settings:
     """The whole file. A section or value that is left out has its default."""
 
     environments: EnvironmentSettings = EnvironmentSettings()
     disk: DiskSettings = DiskSettings()
+    server: ServerSettings = ServerSettings()
 
 
 def load_settings(home: Path | None = None) -> Settings:

@@ -25,7 +25,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.headers["Authorization"] != f"Bearer {os.environ['VLLM_API_KEY']}":
+        is_admin = self.path.endswith("_lora_adapter")
+        key = os.environ["FLASH_ADMIN_KEY" if is_admin else "VLLM_API_KEY"]
+        if self.headers["Authorization"] != f"Bearer {key}":
             self.reply(401, {"error": "Unauthorized"})
         elif self.path == "/v1/load_lora_adapter":
             if Path(body["lora_path"], "broken").exists():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +45,17 @@ def outer_pid(ancestor: int, inner: int) -> int:
         if int(names[-1]) == inner:
             return process.pid
     raise LookupError(inner)
+
+
+def listening_ports(group: int) -> list[int]:
+    """The TCP ports that the processes of a process group listen on."""
+    ports: list[int] = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, ProcessLookupError):
+            if os.getpgid(process.pid) == group:
+                connections = process.net_connections("tcp")
+                ports += [each.laddr[1] for each in connections if each.status == "LISTEN"]
+    return ports
 
 
 def watch(run: RunFolder, attempt: Attempt, timeout_s: float) -> tuple[list[Held], float]:

@@ -32,7 +32,9 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from environments.settings import load_settings
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.server.connections import LimitedConfig
 from flash_mcp.server.uploads import Uploads, refusal_response
 from flash_mcp.state import tokens
 from flash_mcp.state.owners import LOCAL, NOBODY, Caller, Limits, acting_as, caller
@@ -239,10 +241,11 @@ class HttpServer(uvicorn.Server):
         self.gate = gate
         # It would cut off the streams that answer calls.
         AppStatus.disable_automatic_graceful_drain()
-        config = uvicorn.Config(
+        config = LimitedConfig(
             gate,
             host,
             port,
+            load_settings().server,
             log_level="warning",
             server_header=False,
             timeout_graceful_shutdown=SHUTDOWN_S,

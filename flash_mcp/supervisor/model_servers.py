@@ -42,6 +42,8 @@ NO_MEMORY = (
     "out of memory|not enough memory|no available memory|available KV cache memory"
     "|desired GPU memory|MemoryError"
 )
+ADMIN_KEY = "admin.key"
+"""A file beside server.json. It is apart from it, for agents read server.json."""
 START_TIMEOUT_S = 1800.0  # the model may have to be fetched first
 ANSWER_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 5.0
@@ -128,6 +130,13 @@ class Server:
         return {"Authorization": f"Bearer {self.api_key}"}
 
     @property
+    def admin_key(self) -> str:
+        """The key that loads and unloads adapters. A server of an older version has one key."""
+        with suppress(FileNotFoundError):
+            return Path(self.folder, ADMIN_KEY).read_text()
+        return self.api_key
+
+    @property
     def _record(self) -> Record | None:
         return Record.read(Path(self.folder, "identity"))
 
@@ -145,16 +154,34 @@ class Server:
         return ""
 
     def call(
-        self, path: str, body: Json | None = None, *, timeout_s: float = 5.0
+        self, path: str, body: Json | None = None, *, key: str | None = None, timeout_s: float = 5.0
     ) -> httpx.Response:
         """GET, or POST where there is a body. Raises httpx.TransportError while nobody answers."""
+        headers = {"Authorization": f"Bearer {key or self.api_key}"}
         # Not through a proxy of the environment: the server is on loopback.
         with httpx.Client(
-            base_url=self.url, headers=self.headers, timeout=timeout_s, trust_env=False
+            base_url=self.url, headers=headers, timeout=timeout_s, trust_env=False
         ) as client:
             return client.get(path) if body is None else client.post(path, json=body)
 
+    def has_its_port(self) -> bool:
+        """Whether this server listens on its port. Until it does, any local user may listen there:
+        nobody else must be sent a key.
+        """
+        pid = self.pid
+        if pid is None:
+            return False
+        with suppress(psutil.Error):
+            connections = psutil.Process(pid).net_connections("tcp")
+            return any(
+                each.status == psutil.CONN_LISTEN and each.laddr[1] == self.port
+                for each in connections
+            )
+        return False
+
     def is_answering(self) -> bool:
+        if not self.has_its_port():
+            return False
         with suppress(httpx.TransportError):
             return self.call("/models", timeout_s=2.0).is_success
         return False
@@ -166,7 +193,11 @@ class Server:
         known = [entry["id"] for entry in self.call("/models").json()["data"]]
         if row.id not in known:
             body = {"lora_name": row.id, "lora_path": row.adapter_path}
-            _expect_ok(self.call("/load_lora_adapter", body, timeout_s=ANSWER_TIMEOUT_S))
+            _expect_ok(
+                self.call(
+                    "/load_lora_adapter", body, key=self.admin_key, timeout_s=ANSWER_TIMEOUT_S
+                )
+            )
         greeting = {
             "model": row.id,
             "max_tokens": 4,
@@ -176,7 +207,8 @@ class Server:
 
     def unload(self, deployment_id: str) -> None:
         with suppress(httpx.TransportError):
-            self.call("/unload_lora_adapter", {"lora_name": deployment_id})
+            body = {"lora_name": deployment_id}
+            self.call("/unload_lora_adapter", body, key=self.admin_key)
 
     def stop(self) -> None:
         """End the server, and what is left of its process group: a killed server's engine outlives
@@ -212,6 +244,14 @@ def _wait_for_group(group: int) -> None:
 def _server_folder(base: Path, model: str) -> Path:
     slug = re.sub(r"[^\w.-]+", "-", model).strip("-.")[-60:]
     return base / "servers" / f"{slug}-{hashlib.sha256(model.encode()).hexdigest()[:8]}"
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Whole or not at all, for this user alone."""
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    part.touch(mode=0o600)
+    part.write_text(text)
+    part.replace(path)
 
 
 def _expect_ok(response: httpx.Response) -> None:
@@ -367,6 +407,7 @@ class Deployments:
                     **os.environ,
                     "FLASH_HOME": str(self.home),
                     "VLLM_API_KEY": server.api_key,
+                    "FLASH_ADMIN_KEY": server.admin_key,
                     "VLLM_RPC_BASE_PATH": server.scratch,
                 },
                 start_new_session=True,
@@ -394,10 +435,8 @@ class Deployments:
             api_key=secrets.token_urlsafe(24),
             scratch=tempfile.mkdtemp(prefix="flash-server-"),
         )
-        part = folder / f".server.{secrets.token_hex(4)}"
-        part.touch(mode=0o600)
-        part.write_text(json.dumps(asdict(server)))
-        part.replace(folder / "server.json")
+        _write_private(folder / ADMIN_KEY, secrets.token_urlsafe(24))
+        _write_private(folder / "server.json", json.dumps(asdict(server)))
         return server
 
     def _stop(self, server: Server) -> None:

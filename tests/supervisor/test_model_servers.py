@@ -33,7 +33,7 @@ from flash_mcp.supervisor import model_servers
 from flash_mcp.supervisor.model_servers import Deployments, Server, check_port
 from flash_mcp.tools.deploy import Message, _answer, chat, deploy, describe, undeploy
 from tests.places import TESTS
-from tests.watch import is_running
+from tests.watch import is_running, listening_ports
 
 pytestmark = pytest.mark.slow
 
@@ -242,6 +242,32 @@ def test_a_server_that_never_answers_fails_in_the_end(
     wait_for(lambda: not deployments.busy())
 
 
+def test_who_listens_on_a_servers_port_before_it_gets_no_key(
+    store: Store, deployments: Deployments, tmp_path: Path
+) -> None:
+    requests: list[str] = []
+
+    class Waiting(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            requests.append(str(self.headers["Authorization"]))
+
+        def log_message(self, format: str, *args: Any) -> None: ...
+
+    run_id = make_run(store, "silent", {1: make_adapter(tmp_path / "a")})
+    with ThreadingHTTPServer(("127.0.0.1", 0), Waiting) as waiting:
+        threading.Thread(target=waiting.serve_forever, daemon=True).start()
+        request(store, run_id, port=waiting.server_port)
+        wait_for(lambda: deployments.tick() or Server.find(store.base, "silent"))
+        server = wait_for(lambda: Server.find(store.base, "silent"))
+        wait_for(server.is_alive)
+        assert not server.is_answering()
+        for _ in range(3):
+            deployments.tick()
+            wait_for(lambda: all(each.done() for each in deployments._under_way.values()))
+        waiting.shutdown()
+    assert requests == []
+
+
 def test_an_adapter_that_the_server_refuses_fails_alone(
     store: Store, deployments: Deployments, tmp_path: Path
 ) -> None:
@@ -416,7 +442,11 @@ def test_the_api_key_is_readable_by_its_owner_alone_and_in_no_command_line(
     row = settle(deployments, request(store, run_id).id, "ready")
     server = Server.find(store.base, "toy")
     assert server and row.pid
-    assert Path(server.file).stat().st_mode & 0o077 == 0
+    keys = (server.file, f"{server.folder}/{model_servers.ADMIN_KEY}")
+    for path in map(Path, (*keys, server.scratch)):
+        assert path.stat().st_mode & 0o077 == 0
+    assert server.admin_key not in Path(server.file).read_text()
+    assert server.admin_key not in " ".join(psutil.Process(row.pid).cmdline())
     assert server.api_key not in " ".join(psutil.Process(row.pid).cmdline())
     assert server.api_key not in json.dumps(vars(row))
 
@@ -510,7 +540,7 @@ async def test_a_checkpoint_is_deployed_talked_to_and_undeployed(
     server = Server.find(vllm_store.base, str(tiny_model))
     assert server and server.file == first.api_key_file
     async with httpx.AsyncClient(base_url=first.base_url, trust_env=False) as client:
-        assert (await client.get("/models")).status_code == httpx.codes.UNAUTHORIZED
+        await refuses_what_is_no_users(client, server, tiny_adapter)
         models = (await client.get("/models", headers=server.headers)).json()["data"]
     assert {entry["id"] for entry in models} == {str(tiny_model), first.deployment}
     row = vllm_store.deployment(first.deployment)
@@ -543,6 +573,35 @@ async def test_a_checkpoint_is_deployed_talked_to_and_undeployed(
     with pytest.raises(FlashError) as caught:
         await chat(first.deployment, message="hello")
     assert caught.value.code == "unknown_deployment"
+
+
+OPEN_IN_VLLM = (
+    ("POST", "/adapters"),
+    ("DELETE", "/adapters/evil"),
+    ("POST", "/invocations"),
+    ("GET", "/ping"),
+    ("GET", "/load"),
+    ("POST", "/generative_scoring"),
+    ("POST", "/scale_elastic_ep"),
+    ("GET", "/openapi.json"),
+)
+"""Routes of vLLM's that ask for no key."""
+
+
+async def refuses_what_is_no_users(
+    client: httpx.AsyncClient, server: Server, adapter: Path
+) -> None:
+    """Neither without a key nor with the users' key can anyone change what is served."""
+    assert server.pid
+    assert listening_ports(server.pid) == [server.port], "the engine's own are closed"
+    evil = {"name": "evil", "src": str(adapter), "lora_name": "evil", "lora_path": str(adapter)}
+    for method, path in (*OPEN_IN_VLLM, ("POST", "/v1/load_lora_adapter")):
+        url = f"http://127.0.0.1:{server.port}{path}"
+        refused = await client.request(method, url, json=evil)
+        assert refused.status_code == httpx.codes.UNAUTHORIZED, path
+        refused = await client.request(method, url, json=evil, headers=server.headers)
+        assert refused.status_code == httpx.codes.NOT_FOUND, path
+    assert (await client.get("/models")).json()["error"]["code"] == "invalid_api_key"
 
 
 def _group(pid: int) -> int | None:

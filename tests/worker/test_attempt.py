@@ -27,7 +27,7 @@ from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import RunSpec
 from tests.attempts import VOWELS, Attempt, make_run
 from tests.tiny import make_tokenizer
-from tests.watch import is_running
+from tests.watch import is_running, listening_ports
 from worker.heartbeat import Pulse
 from worker.rollouts.scheduler import Limits, Rollout, Task
 from worker.rollouts.transcript import ChatTemplate
@@ -138,6 +138,13 @@ def test_the_final_adapter_loads_in_peft_and_was_trained(whole_run: Any, tiny_mo
         for name, weight in load_file(folder / "adapter_model.safetensors").items()
         if "lora_B" in name
     )
+
+
+def test_an_attempt_listens_on_no_port(tiny_model: Path, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", tiny_model, steps=1000, save_every=1000)
+    with Attempt(run) as attempt:
+        attempt.wait_until(run.metric_steps)
+        assert listening_ports(attempt.process.pid) == []
 
 
 HELD = """

@@ -1,10 +1,11 @@
 """Becomes vLLM's OpenAI server of one base model, whose adapters come and go at run time.
 
-    VLLM_API_KEY=SECRET python -m worker.engine.serve --model NAME --port PORT --max-lora-rank RANK
+    python -m worker.engine.serve --model NAME --port PORT --max-lora-rank RANK
 
-Fetches the model if it is missing, chooses settings that fit the machine, and replaces itself by
-`vllm.entrypoints.openai.api_server` in the same process. A failure before that is a FlashError,
-written as JSON to stderr."""
+The environment has two keys: VLLM_API_KEY for users, and FLASH_ADMIN_KEY for the supervisor, which
+loads and unloads adapters (see worker/engine/front.py). Fetches the model if it is missing, chooses
+settings that fit the machine, and replaces itself by `vllm.entrypoints.openai.api_server` in the
+same process. A failure before that is a FlashError, written as JSON to stderr."""
 
 from __future__ import annotations
 
@@ -66,10 +67,12 @@ def server_command(name: str, model: Path, port: int, lora_rank: int) -> list[st
         "max-cpu-loras": 16,
         # Not the model's own: by default, sample as training and evaluation do.
         "generation-config": "vllm",
+        "middleware": "worker.engine.front.Front",
+        "worker-extension-cls": "worker.engine.ports.PortClosing",
     }
     for name in ("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_NO_USAGE_STATS", "HF_HUB_OFFLINE"):
         os.environ[name] = "1"
-    flags = ["--enable-lora", "--disable-uvicorn-access-log"]
+    flags = ["--enable-lora", "--disable-uvicorn-access-log", "--disable-fastapi-docs"]
     if torch.cuda.is_available():
         _use_the_emptiest_card()
         options["gpu-memory-utilization"] = free_share()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor
 
+from worker.engine.ports import close_listening, listening
 from worker.rollouts.turns import Completion, Sampling
 from worker.training.memory import KV_BLOCK_TOKENS, engine_cache_bytes
 
@@ -87,7 +88,9 @@ class VllmEngine:
             "max_num_batched_tokens": 8192 if on_gpu else None,
             "gpu_memory_utilization": free_share() if on_gpu else 1.0,
         }
+        others = listening()
         self._engine: LLMEngine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        close_listening(keep=others)
         self._adapter: LoRARequest | None = None
         self._versions = itertools.count(1)
 

@@ -1,0 +1,148 @@
+"""Connections that send too slowly, or are too many, end: they must not stop the HTTP server.
+
+uvicorn waits for ever for the rest of a request's headers or body, and takes connections until the
+process has no file descriptor left."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from typing import Any, cast
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+
+from environments.settings import ServerSettings
+
+HEADER_TIMEOUT_S = 10.0
+"""For the headers of a request, from the connection's first moment or the last response's end."""
+BODY_TIMEOUT_S = 30.0
+"""For the body of a request, and longer for one that arrives at MIN_BODY_RATE."""
+MIN_BODY_RATE = 1024.0
+"""Bytes a second."""
+
+
+class LimitedConfig(uvicorn.Config):
+    """uvicorn's settings, with limits of connections."""
+
+    def __init__(self, app: Any, host: str, port: int, limits: ServerSettings, **more: Any) -> None:
+        # No web sockets: nothing here speaks them, and an upgrade would pass by the limits.
+        super().__init__(app, host, port, http=LimitedProtocol, ws="none", **more)
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        # Calls that are under way need files too.
+        self.most_connections = min(limits.connections, files // 2)
+        self.most_per_address = limits.connections_per_address
+
+
+class LimitedProtocol(H11Protocol):
+    """One connection. The client owes headers, then the body, and then nothing until the answer is
+    sent. What it owes has a deadline.
+
+    h11 also limits the size of headers, which uvicorn's other parser takes without end.
+    """
+
+    config: LimitedConfig
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._owed: tuple[str, object] | None = None
+        self._since = 0.0
+        self._received = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self.opened = self.loop.time()
+        self._make_room()
+        self._expect()
+
+    def data_received(self, data: bytes) -> None:
+        self._received += len(data)
+        super().data_received(data)
+        self._expect()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._expect()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    @property
+    def address(self) -> str | None:
+        """The peer's, without its port."""
+        return self.client[0] if self.client else None
+
+    def waits_for_headers(self) -> bool:
+        """Whether no request is under way."""
+        cycle = cast("RequestResponseCycle | None", self.cycle)
+        return cycle is None or cycle.response_complete
+
+    # -- too many ----------------------------------------------------------------------------------
+
+    def _make_room(self) -> None:
+        """At a limit, end the oldest connection that has no request under way; without one, refuse
+        this one.
+        """
+        known = cast("set[LimitedProtocol]", self.connections)
+        others = [each for each in known if each is not self and not each.transport.is_closing()]
+        neighbours = [each for each in others if each.address == self.address]
+        for crowd, most in (
+            (neighbours, self.config.most_per_address),
+            (others, self.config.most_connections),
+        ):
+            if len(crowd) < most:
+                continue
+            idle = [each for each in crowd if each.waits_for_headers()]
+            if not idle:
+                self._end("503 Service Unavailable", "too many connections")
+                return
+            min(idle, key=lambda each: each.opened).transport.abort()
+
+    # -- too slow ----------------------------------------------------------------------------------
+
+    def _expect(self) -> None:
+        """Note what the client owes now, and start its time."""
+        owed = None
+        if not self.transport.is_closing():
+            if self.waits_for_headers():
+                owed = ("headers", self.cycle)
+            elif self.cycle.more_body:
+                owed = ("body", self.cycle)
+        if owed == self._owed:
+            return
+        self._owed = owed
+        self._since = self.loop.time()
+        self._received = 0
+        self._stop_timer()
+        if owed:
+            self._start_timer(HEADER_TIMEOUT_S if owed[0] == "headers" else BODY_TIMEOUT_S)
+
+    def _late(self) -> None:
+        if self._owed and self._owed[0] == "body":
+            # The server itself holds it up.
+            if self.flow.read_paused or self.cycle.waiting_for_100_continue:
+                self._start_timer(BODY_TIMEOUT_S)
+                return
+            allowed = BODY_TIMEOUT_S + self._received / MIN_BODY_RATE
+            left = allowed - (self.loop.time() - self._since)
+            if left > 0:
+                self._start_timer(left)
+                return
+        self._end("408 Request Timeout", "the request did not arrive in time")
+
+    def _start_timer(self, seconds: float) -> None:
+        self._timer = self.loop.call_later(seconds, self._late)
+
+    def _stop_timer(self) -> None:
+        if self._timer:
+            self._timer.cancel()
+            self._timer = None
+
+    def _end(self, status: str, why: str) -> None:
+        """Close, with an answer unless one has begun."""
+        if self.waits_for_headers() or not self.cycle.response_started:
+            head = f"HTTP/1.1 {status}\r\ncontent-type: text/plain\r\nconnection: close\r\n"
+            self.transport.write(f"{head}content-length: {len(why) + 1}\r\n\r\n{why}\n".encode())
+        self.transport.close()

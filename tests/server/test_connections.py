@@ -1,0 +1,149 @@
+"""Clients that send slowly, or open many connections: over real sockets."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from environments.settings import FILE
+from flash_mcp.server import connections
+from tests.samples import queued_run, supervised
+from tests.server.test_mcp_server import body_of
+from tests.teams import Team, team_server
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+HALF = b"GET /healthz HTTP/1.1\r\nhost: 127.0.0.1\r\nx-slow: "
+PATIENCE_S = 20.0
+
+
+@contextmanager
+def limited(home: Path, *, per_address: int) -> Generator[Team]:
+    home.mkdir(parents=True, exist_ok=True)
+    (home / FILE).write_text(f"[server]\nconnections_per_address = {per_address}\n")
+    with team_server() as team:
+        yield team
+
+
+def connect(team: Team, data: bytes) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", team.port), timeout=PATIENCE_S)
+    connection.sendall(data)
+    return connection
+
+
+def upload(team: Team, length: int, owner: str = "alice") -> bytes:
+    """The headers of an upload, whose sender waits until the server asks for the body."""
+    lines = [
+        "PUT /environments/e HTTP/1.1",
+        f"host: 127.0.0.1:{team.port}",
+        f"authorization: Bearer {team.token(owner)}",
+        f"content-length: {length}",
+        "expect: 100-continue",
+    ]
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+def answer(connection: socket.socket) -> bytes:
+    """Everything until the server closes."""
+    received = b""
+    try:
+        while data := connection.recv(4096):
+            received += data
+    except ConnectionResetError:
+        pass
+    return received
+
+
+def is_open(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        return bool(connection.recv(1))
+    except BlockingIOError:
+        return True
+    except ConnectionResetError:
+        return False
+
+
+def test_half_sent_headers_by_the_hundred_stop_nobody(flash_home: Path) -> None:
+    with limited(flash_home, per_address=50) as team, ExitStack() as stack:
+        slow = [stack.enter_context(connect(team, HALF)) for _ in range(300)]
+        with team.http() as http:
+            assert http.get("/healthz").text == "ok\n"
+        deadline = time.monotonic() + PATIENCE_S
+        while sum(map(is_open, slow)) > 50:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert is_open(slow[-1]), "the oldest ones ended"
+
+
+def test_headers_that_do_not_arrive_end_their_connection(
+    flash_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "HEADER_TIMEOUT_S", 0.3)
+    with team_server() as team:
+        for data in (b"", HALF):
+            with connect(team, data) as slow:
+                assert answer(slow).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_second_request_has_the_same_time(
+    flash_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "HEADER_TIMEOUT_S", 0.5)
+    with (
+        team_server() as team,
+        connect(team, b"GET /healthz HTTP/1.1\r\nhost: a\r\n\r\n" + HALF) as slow,
+    ):
+        received = answer(slow)
+    assert received.startswith(b"HTTP/1.1 200 ")
+    assert b"HTTP/1.1 408 " in received
+
+
+def test_a_body_that_does_not_arrive_ends_its_connection(
+    flash_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "BODY_TIMEOUT_S", 0.3)
+    with team_server() as team, connect(team, upload(team, 1000)) as slow:
+        assert slow.recv(4096).startswith(b"HTTP/1.1 100 ")
+        slow.sendall(b"x")
+        assert answer(slow).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_body_that_arrives_slowly_and_steadily_is_taken(
+    flash_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "BODY_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(connections, "MIN_BODY_RATE", 0.1)
+    with team_server() as team, connect(team, upload(team, 10)) as slow:
+        assert slow.recv(4096).startswith(b"HTTP/1.1 100 ")
+        for _ in range(10):
+            slow.sendall(b"x")
+            time.sleep(0.1)
+        assert b"upload_invalid" in slow.recv(4096)
+
+
+def test_who_has_requests_under_way_on_every_connection_is_refused_another(
+    flash_home: Path,
+) -> None:
+    with limited(flash_home, per_address=2) as team, ExitStack() as stack:
+        for owner in ("alice", "bob"):
+            under_way = stack.enter_context(connect(team, upload(team, 1000, owner)))
+            assert under_way.recv(4096).startswith(b"HTTP/1.1 100 ")
+        with connect(team, HALF) as third:
+            assert answer(third).startswith(b"HTTP/1.1 503 ")
+
+
+async def test_a_call_that_takes_longer_than_a_request_may_is_answered(
+    flash_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "HEADER_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(connections, "BODY_TIMEOUT_S", 0.3)
+    run_id = queued_run(tmp_path / "environment").id
+    with supervised(), team_server(authenticate=False) as team:
+        async with team.client("none") as client:
+            result = await client.call_tool("status", {"run_id": run_id, "wait_s": 1.5})
+            assert body_of(result)["changed"] is False

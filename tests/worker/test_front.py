@@ -1,0 +1,119 @@
+"""The routes of a model server, without vLLM behind them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from worker.engine.front import Front
+from worker.engine.ports import close_listening, listening
+
+pytestmark = pytest.mark.anyio
+USER, ADMIN = {"authorization": "Bearer user"}, {"authorization": "Bearer admin"}
+
+
+async def behind(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers everything, and says which key it was asked with."""
+    await JSONResponse(Request(scope).headers.get("authorization"))(scope, receive, send)
+
+
+async def answer(method: str, path: str, headers: dict[str, Any] | None = None) -> httpx.Response:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_API_KEY", "user")
+        patch.setenv("FLASH_ADMIN_KEY", "admin")
+        front = Front(behind)
+    transport = httpx.ASGITransport(app=front)
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        return await client.request(method, path, headers=headers)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/adapters"),
+        ("DELETE", "/adapters/dep-1"),
+        ("POST", "/invocations"),
+        ("POST", "/v1/load_lora_adapter"),
+        ("POST", "/v1/chat/completions"),
+        ("OPTIONS", "/v1/chat/completions"),
+        ("GET", "/v1/models"),
+        ("GET", "/metrics"),
+        ("GET", "/nowhere"),
+        ("POST", "/health"),
+    ],
+)
+@pytest.mark.parametrize(
+    "header", [None, "", "Bearer", "Bearer user2", "Bearer üser", "Basic user", "user"]
+)
+async def test_without_a_key_nothing_but_health_answers(
+    method: str, path: str, header: str | None
+) -> None:
+    headers = {} if header is None else {"authorization": header.encode("latin-1")}
+    refused = await answer(method, path, headers)
+    assert refused.status_code == 401
+    error = refused.json()["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
+    assert "api_key_file" in error["message"]
+
+
+async def test_health_needs_no_key() -> None:
+    assert (await answer("GET", "/health")).status_code == 200
+
+
+async def test_a_users_key_opens_the_routes_of_users_and_no_others() -> None:
+    assert (await answer("POST", "/v1/chat/completions", USER)).json() == "Bearer user"
+    assert (await answer("GET", "/v1/models", USER)).is_success
+    for method, path in (
+        ("POST", "/v1/load_lora_adapter"),
+        ("POST", "/v1/unload_lora_adapter"),
+        ("POST", "/adapters"),
+        ("POST", "/v1//chat/completions"),
+        ("GET", "/v1/chat/completions"),
+        ("POST", "/scale_elastic_ep"),
+    ):
+        refused = await answer(method, path, USER)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "unknown_url")
+
+
+async def test_the_supervisors_key_loads_adapters_and_nothing_else() -> None:
+    loaded = await answer("POST", "/v1/load_lora_adapter", ADMIN)
+    assert loaded.json() == "Bearer user", "vLLM itself asks for the users' key"
+    assert (await answer("POST", "/v1/chat/completions", ADMIN)).status_code == 404
+    assert (await answer("POST", "/adapters", ADMIN)).status_code == 404
+
+
+async def test_a_web_socket_is_closed() -> None:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message["type"])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_API_KEY", "user")
+        patch.setenv("FLASH_ADMIN_KEY", "admin")
+        scope = {"type": "websocket", "path": "/v1/realtime", "headers": []}
+        await Front(behind)(scope, None, send)  # pyright: ignore
+    assert sent == ["websocket.close"]
+
+
+def test_listening_sockets_are_closed_but_for_those_to_keep() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as kept:
+        others = listening()
+        before = sorted(Path("/proc/self/fd").iterdir())
+        listening()
+        assert sorted(Path("/proc/self/fd").iterdir()) == before, "looking opens nothing"
+        with socket.create_server(("127.0.0.1", 0)) as closed:
+            address = closed.getsockname()
+            close_listening(keep=others)
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(address)
+            os.fstat(closed.fileno())  # its number stays taken
+        socket.create_connection(kept.getsockname()).close()

@@ -1,0 +1,106 @@
+"""What stands before vLLM's OpenAI server: the only routes that it answers, each behind a key.
+
+vLLM asks for its key under /v1 and a few other prefixes only. Routes beside them swap adapters
+(/adapters) and answer chats (/invocations) for any local user. This ASGI middleware
+(`--middleware worker.engine.front.Front`) is given every request first:
+
+- GET /health needs no key.
+- Users' routes need VLLM_API_KEY.
+- Adapters are loaded and unloaded with FLASH_ADMIN_KEY, which only the supervisor has.
+- There is nothing else."""
+
+from __future__ import annotations
+
+import hmac
+import os
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+Routes = frozenset[tuple[str, str]]
+
+HEALTH = ("GET", "/health")
+USER_ROUTES: Routes = frozenset(
+    {
+        ("GET", "/v1/models"),
+        ("POST", "/v1/chat/completions"),
+        ("POST", "/v1/completions"),
+        ("POST", "/v1/responses"),
+        ("POST", "/v1/messages"),
+        ("POST", "/v1/messages/count_tokens"),
+        ("POST", "/tokenize"),
+        ("POST", "/detokenize"),
+        ("GET", "/version"),
+        ("GET", "/metrics"),
+    }
+)
+ADMIN_ROUTES: Routes = frozenset(
+    {("POST", "/v1/load_lora_adapter"), ("POST", "/v1/unload_lora_adapter")}
+)
+
+
+class Front:
+    """ASGI middleware. Its refusals have the shape of OpenAI's errors."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+        self.user_key = os.environ["VLLM_API_KEY"]
+        self.admin_key = os.environ["FLASH_ADMIN_KEY"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            engine: Any = scope["app"].state.engine_client
+            await engine.collective_rpc("close_listening_ports")
+            await self.app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        route = (scope["method"], scope["path"])
+        key = _bearer(scope)
+        if route == HEALTH:
+            await self.app(scope, receive, send)
+        elif _equal(key, self.admin_key):
+            if route in ADMIN_ROUTES:
+                await self.app(self._as_user(scope), receive, send)
+            else:
+                await _refusal(route, 404)(scope, receive, send)
+        elif not _equal(key, self.user_key):
+            await _refusal(route, 401)(scope, receive, send)
+        elif route in USER_ROUTES:
+            await self.app(scope, receive, send)
+        else:
+            await _refusal(route, 404)(scope, receive, send)
+
+    def _as_user(self, scope: Scope) -> Scope:
+        """The request with the key that vLLM itself asks for."""
+        others = [pair for pair in scope["headers"] if pair[0] != b"authorization"]
+        key = (b"authorization", f"Bearer {self.user_key}".encode())
+        return {**scope, "headers": [*others, key]}
+
+
+def _bearer(scope: Scope) -> str:
+    kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+    return key.strip() if kind.lower() == "bearer" else ""
+
+
+def _equal(given: str, key: str) -> bool:
+    # As bytes: compare_digest refuses texts that are not ASCII.
+    return hmac.compare_digest(given.encode(), key.encode())
+
+
+def _refusal(route: tuple[str, str], status: int) -> JSONResponse:
+    message = f"There is no route {route[0]} {route[1]}."
+    code = "unknown_url"
+    headers: dict[str, str] = {}
+    if status == 401:
+        message = (
+            "Incorrect or missing API key. Send `Authorization: Bearer KEY`; the key is `api_key` "
+            "in the api_key_file that deploy returns."
+        )
+        code = "invalid_api_key"
+        headers["www-authenticate"] = "Bearer"
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
+    return JSONResponse({"error": error}, status, headers)
