@@ -186,7 +186,8 @@ def poll_over_http(base: Path, ids: list[str], agents: int, polls: int) -> Json:
         port = probe.getsockname()[1]
     environment = {**os.environ, "FLASH_HOME": str(base)}
     server = subprocess.Popen(
-        [sys.executable, "-m", "flash_mcp.cli", "serve", "--http", "--port", str(port)],
+        [sys.executable, "-m", "flash_mcp.cli", "serve", "--http", "--port", str(port),
+         "--unauthenticated"],
         stderr=subprocess.DEVNULL, env=environment,
     )  # fmt: skip
     try:

@@ -55,12 +55,15 @@ class DiskSettings:
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """What `flash-mcp serve --http` may take. It reads this once, at its start."""
+    """What `flash-mcp serve --http` may take and give. It reads this once, at its start."""
 
     connections: int = 512
     """Open connections. At most half of the files that the process may open."""
     connections_per_address: int = 128
     """Open connections from one address."""
+    secrets: tuple[str, ...] = ()
+    """Variables of the server's environment that the machine's own user may name as secrets over
+    HTTP. The tokens of other owners say which ones those may name."""
 
 
 @dataclass(frozen=True)

@@ -54,9 +54,10 @@ def serve(arguments: Arguments) -> None:
 def _serve_http(arguments: Arguments) -> None:
     host = str(arguments.host)
     port = int(arguments.port)
-    has_tokens = bool(tokens.made(open_store()))
-    is_local = host in LOOPBACK and not arguments.allow_host
-    if not has_tokens and not is_local and not arguments.unauthenticated:
+    store = open_store()
+    on_loopback = host in LOOPBACK and not arguments.allow_host
+    authenticate = not arguments.unauthenticated
+    if authenticate and not on_loopback and not tokens.made(store):
         fix = (
             "make a token with `flash-mcp token create NAME` and start again, listen on 127.0.0.1 "
             "and reach it through `ssh -L`, or accept the risk with --unauthenticated"
@@ -67,16 +68,15 @@ def _serve_http(arguments: Arguments) -> None:
     from flash_mcp.server import http_server  # noqa: PLC0415
     from flash_mcp.server.mcp_server import server  # noqa: PLC0415
 
-    authenticate = has_tokens and not arguments.unauthenticated
-    note = (
-        "Anyone who can connect acts as you. `flash-mcp token create NAME` makes a token; with "
-        "one, a server started without --unauthenticated refuses requests that lack it."
-    )
+    note = "Anyone who can connect acts as you: without --unauthenticated it asks for a token."
     if authenticate:
         note = (
             "Every request needs `Authorization: Bearer TOKEN`; `flash-mcp token create NAME`, on "
             "this machine, makes a token."
         )
+    if authenticate and on_loopback:
+        tokens.local_token(store.base)
+        note += f" Yours is in {store.base / tokens.LOCAL_TOKEN}, which only you can read."
     sys.stderr.write(f"flash-mcp listens on http://{host}:{port}/mcp\n{note}\n")
     limits = Limits(
         arguments.requests_per_minute, arguments.queued_runs, arguments.environment_mib << 20
@@ -84,7 +84,13 @@ def _serve_http(arguments: Arguments) -> None:
     allow_hosts = arguments.allow_host
     with kept():
         http_server.serve(
-            server, host, port, authenticate=authenticate, allow_hosts=allow_hosts, limits=limits
+            server,
+            host,
+            port,
+            authenticate=authenticate,
+            on_loopback=on_loopback,
+            allow_hosts=allow_hosts,
+            limits=limits,
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 from pathlib import Path
 
 
@@ -12,6 +13,17 @@ def home() -> Path:
     path = Path(os.environ.get("FLASH_HOME") or Path.home() / ".flash-mcp").expanduser().absolute()
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
     return path
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file whole or not at all, for this user alone."""
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    part.touch(mode=0o600)
+    try:
+        part.write_text(text)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def environments_dir(base: Path | None = None) -> Path:

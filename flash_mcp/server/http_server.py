@@ -8,6 +8,7 @@ handled on behalf of the token's owner (see `flash_mcp.state.owners`)."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import socket
 import time
@@ -37,7 +38,7 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.server.connections import LimitedConfig
 from flash_mcp.server.uploads import Uploads, refusal_response
 from flash_mcp.state import tokens
-from flash_mcp.state.owners import LOCAL, NOBODY, Caller, Limits, acting_as, caller
+from flash_mcp.state.owners import LOCAL, LOCAL_OWNER, NOBODY, Caller, Limits, acting_as, caller
 from flash_mcp.state.store import open_store
 
 MCP_PATH = "/mcp"
@@ -52,9 +53,19 @@ class Gate:
     """
 
     def __init__(
-        self, app: ASGIApp, *, authenticate: bool, hosts: Iterable[str], limits: Limits
+        self,
+        app: ASGIApp,
+        *,
+        authenticate: bool,
+        on_loopback: bool,
+        hosts: Iterable[str],
+        limits: Limits,
     ) -> None:
-        self.app, self.authenticate, self.limits = app, authenticate, limits
+        self.app = app
+        self.authenticate = authenticate
+        self.on_loopback = on_loopback
+        self.limits = limits
+        self.local = Caller(LOCAL_OWNER, secrets=frozenset(load_settings().server.secrets))
         self.security = TransportSecurityMiddleware(security_of(hosts))
         self.rate = Rate(limits.requests_per_minute)
         self.closing = anyio.Event()
@@ -109,12 +120,18 @@ class Gate:
 
     def _caller_of(self, authorization: str) -> Caller:
         if not self.authenticate:
-            return LOCAL
+            return self.local
         kind, _, text = authorization.partition(" ")
+        text = text.strip() if kind.lower() == "bearer" else ""
         with acting_as(LOCAL):
-            token = tokens.find(open_store(), text.strip()) if kind.lower() == "bearer" else None
+            store = open_store()
+            if self.on_loopback and tokens.is_local_token(store.base, text):
+                return dataclasses.replace(self.local, token_id=tokens.LOCAL_TOKEN)
+            token = tokens.find(store, text)
         if token is None:
             makes = "`flash-mcp token create NAME` on the server's machine makes one"
+            if self.on_loopback:
+                makes = f"{store.base / tokens.LOCAL_TOKEN} holds that of the machine's own user"
             fix = f"send `Authorization: Bearer TOKEN`; {makes}"
             what = "there is no valid bearer token in the request"
             raise FlashError("unauthenticated", what, fix=fix)
@@ -220,9 +237,16 @@ def _counts() -> str:
 
 
 def application(
-    server: MCPServer[Any], *, authenticate: bool, hosts: Sequence[str], limits: Limits
+    server: MCPServer[Any],
+    *,
+    authenticate: bool,
+    hosts: Sequence[str],
+    limits: Limits,
+    on_loopback: bool = False,
 ) -> Gate:
-    """The ASGI application: MCP, the other routes, and the gate before them."""
+    """The ASGI application: MCP, the other routes, and the gate before them. `on_loopback` admits
+    the machine's own user by tokens.LOCAL_TOKEN.
+    """
     app: Starlette = server.streamable_http_app(
         streamable_http_path=MCP_PATH, transport_security=security_of(hosts), host=hosts[0]
     )
@@ -231,7 +255,7 @@ def application(
         Route("/metrics", metrics),
         Route("/environments/{name}", Uploads().put, methods=["PUT"]),
     ]
-    return Gate(app, authenticate=authenticate, hosts=hosts, limits=limits)
+    return Gate(app, authenticate=authenticate, on_loopback=on_loopback, hosts=hosts, limits=limits)
 
 
 class HttpServer(uvicorn.Server):
@@ -263,11 +287,14 @@ def serve(
     port: int,
     *,
     authenticate: bool,
+    on_loopback: bool = False,
     allow_hosts: Sequence[str] = (),
     limits: Limits = Limits(),  # noqa: B008  frozen
 ) -> None:
     """Serve until SIGTERM or SIGINT; running calls then have SHUTDOWN_S to end."""
     hosts = [*names_of(host), *allow_hosts]
-    gate = application(server, authenticate=authenticate, hosts=hosts, limits=limits)
+    gate = application(
+        server, authenticate=authenticate, on_loopback=on_loopback, hosts=hosts, limits=limits
+    )
     with acting_as(NOBODY if authenticate else LOCAL):
         HttpServer(gate, host, port).run()

@@ -33,12 +33,12 @@ class Limits:
 @dataclass(frozen=True)
 class Caller:
     """On whose behalf something is done. `secrets` are the server's environment variables that
-    their code may see.
+    their code may see; None for all.
     """
 
     owner: str
     access: Access = "write"
-    secrets: frozenset[str] = frozenset()
+    secrets: frozenset[str] | None = frozenset()
     limits: Limits = Limits()
     token_id: str | None = None
 
@@ -48,7 +48,7 @@ class Caller:
         return self.owner == LOCAL_OWNER
 
 
-LOCAL = Caller(LOCAL_OWNER)
+LOCAL = Caller(LOCAL_OWNER, secrets=None)
 NOBODY = Caller("", access="metrics")
 """Owns nothing. What a server sets beforehand, so that a request whose caller got lost sees
 nothing.

@@ -6,13 +6,16 @@ expired or was lost."""
 from __future__ import annotations
 
 import hashlib
+import hmac
 import secrets
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import TypedDict, cast
 
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.paths import write_private
 from flash_mcp.state.owners import LOCAL_OWNER, Access
 from flash_mcp.state.store import Store
 from flash_mcp.state.versions import NAME, NAME_RULE
@@ -20,6 +23,10 @@ from flash_mcp.state.versions import NAME, NAME_RULE
 PREFIX = "flash_"
 """So that scanners for leaked secrets can know one when they see it."""
 USED_EVERY_S = 60.0
+LOCAL_TOKEN = "http-token"
+"""The file in FLASH_HOME with the token of the machine's own user. A server on loopback takes it:
+without a token, every program and every user of the machine could act as this user.
+"""
 
 
 class Token(TypedDict):
@@ -112,6 +119,21 @@ def find(store: Store, text: str) -> Token | None:
         with suppress(FlashError):  # a full disk or a locked database lets reads through
             store.execute("UPDATE main.tokens SET used = ? WHERE id = ?", [now, rows[0]["id"]])
     return rows[0] if rows else None
+
+
+def local_token(base: Path) -> str:
+    """The text of LOCAL_TOKEN; made if there is none."""
+    path = base / LOCAL_TOKEN
+    with suppress(FileNotFoundError):
+        text = path.read_text().strip()
+        if text.startswith(PREFIX):
+            return text
+    write_private(path, f"{PREFIX}{secrets.token_urlsafe(32)}\n")
+    return path.read_text().strip()
+
+
+def is_local_token(base: Path, text: str) -> bool:
+    return hmac.compare_digest(local_token(base).encode(), text.encode())
 
 
 def _hash(text: str) -> str:

@@ -31,6 +31,7 @@ import httpx
 import psutil
 
 from flash_mcp.protocol.errors import CODES, FlashError, disk_error
+from flash_mcp.protocol.paths import write_private
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Deployment, Json
 from flash_mcp.state.store import Store
 from flash_mcp.supervisor.launch.local import REGISTER_AND_EXEC, Record
@@ -246,14 +247,6 @@ def _server_folder(base: Path, model: str) -> Path:
     return base / "servers" / f"{slug}-{hashlib.sha256(model.encode()).hexdigest()[:8]}"
 
 
-def _write_private(path: Path, text: str) -> None:
-    """Whole or not at all, for this user alone."""
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    part.touch(mode=0o600)
-    part.write_text(text)
-    part.replace(path)
-
-
 def _expect_ok(response: httpx.Response) -> None:
     if not response.is_success:
         raise FlashError("deployment_failed", f"the server refused: {error_message(response.text)}")
@@ -435,8 +428,8 @@ class Deployments:
             api_key=secrets.token_urlsafe(24),
             scratch=tempfile.mkdtemp(prefix="flash-server-"),
         )
-        _write_private(folder / ADMIN_KEY, secrets.token_urlsafe(24))
-        _write_private(folder / "server.json", json.dumps(asdict(server)))
+        write_private(folder / ADMIN_KEY, secrets.token_urlsafe(24))
+        write_private(folder / "server.json", json.dumps(asdict(server)))
         return server
 
     def _stop(self, server: Server) -> None:

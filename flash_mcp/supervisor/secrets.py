@@ -6,16 +6,20 @@ of a disk.
     lacking(base, run_id, names)          # which of them the supervisor does not have
 
 They talk through a Unix socket in the state directory, and each makes sure that the other is the
-same user's. Values go in and do not come out: the supervisor hands them to the run's attempts. When
-it ends they are gone, and have to be given again; a run that needs them waits. Names that it finds
-in its own environment count as given."""
+same user's. A request also carries the key that the supervisor wrote into a file there: environment
+code may run as the same user, but cannot read the state directory. Values go in and do not come
+out: the supervisor hands them to the run's attempts. When it ends they are gone, and have to be
+given again; a run that needs them waits. Names that it finds in its own environment count as
+given."""
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import logging
 import os
+import secrets
 import socket
 import struct
 import threading
@@ -25,9 +29,11 @@ from pathlib import Path
 from typing import Any
 
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.paths import write_private
 
 log = logging.getLogger(__name__)
 NAME = "supervisor.sock"
+KEY = "supervisor.key"
 TIMEOUT_S = 5.0
 MAX_REQUEST_BYTES = 1 << 20
 
@@ -40,6 +46,7 @@ class Vault:
         self._values: dict[str, dict[str, str]] = {}
         self._lock = threading.Lock()
         self._listener: socket.socket | None = None
+        self._key = secrets.token_urlsafe(32)
 
     def open(self) -> None:
         """Take what servers give, in a thread of its own, until `close`. The caller holds the
@@ -48,6 +55,7 @@ class Vault:
         listener = socket.socket(socket.AF_UNIX)
         try:
             (self.base / NAME).unlink(missing_ok=True)  # a supervisor's that was killed
+            write_private(self.base / KEY, self._key)
             with _address(self.base) as address:
                 listener.bind(address)
             (self.base / NAME).chmod(0o600)
@@ -61,7 +69,8 @@ class Vault:
 
     def close(self) -> None:
         if self._listener:
-            (self.base / NAME).unlink(missing_ok=True)
+            for name in (NAME, KEY):
+                (self.base / name).unlink(missing_ok=True)
             self._listener.shutdown(socket.SHUT_RDWR)
             self._listener.close()
 
@@ -99,6 +108,8 @@ class Vault:
                 connection.settimeout(TIMEOUT_S)
                 _check_peer(connection)
                 request = _receive(connection)
+                if not hmac.compare_digest(str(request["key"]).encode(), self._key.encode()):
+                    continue
                 if "values" in request:
                     with self._lock:
                         self._values.setdefault(request["run_id"], {}).update(request["values"])
@@ -150,11 +161,19 @@ def _ask(base: Path, request: dict[str, Any]) -> list[str] | None:
             connection.settimeout(TIMEOUT_S)
             connection.connect(address)
             _check_peer(connection)
-            _send(connection, request)
+            _send(connection, {"key": _read_key(base), **request})
             return _receive(connection)["lacking"]
     except (OSError, ValueError, KeyError):
         log.info("no supervisor takes secrets at %s", base / NAME)
         return None
+
+
+def _read_key(base: Path) -> str:
+    """Empty for a supervisor of an older version, which asks for none."""
+    try:
+        return (base / KEY).read_text()
+    except FileNotFoundError:
+        return ""
 
 
 @contextlib.contextmanager

@@ -42,7 +42,7 @@ EXTENSION = {
 CONFORMANCE = PROGRAMS / "conformance"
 SCANNER = INSTALLED / "scanner" / "bin" / "mcp-scanner"
 TOOL_ERROR = 5
-MANY = ("--requests-per-minute", "100000")
+MANY = ("--requests-per-minute", "100000", "--unauthenticated")
 
 
 @pytest.fixture(scope="module")

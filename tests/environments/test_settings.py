@@ -22,7 +22,7 @@ def test_a_changed_file_holds_at_the_next_reading(tmp_path: Path) -> None:
     ("text", "named"),
     [
         ("[environments", "settings.toml cannot be read"),
-        ("[environment]\n", "unknown keys environment; it may have: environments, server"),
+        ("[environment]\n", "unknown keys environment; it may have: environments"),
         ("environments = 3\n", "environments must be a table, got 3"),
         ("[environments]\nnetwrok = []\n", "environments has unknown keys netwrok"),
         ("[environments]\nnetwork = true\n", "network must be a list of texts, got True"),

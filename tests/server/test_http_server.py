@@ -35,7 +35,7 @@ from flash_mcp.tools.environments import publish
 from flash_mcp.tools.registry import TOOLS
 from tests.places import ROOT
 from tests.samples import ENVIRONMENT, finished_run, queued_run, supervised
-from tests.server.test_mcp_server import body_of, free_port
+from tests.server.test_mcp_server import body_of, free_port, serving
 from tests.teams import Team, code_of, team_server, text_of
 
 MARK = "only-alice-knows"
@@ -628,6 +628,53 @@ def test_other_addresses_are_served_only_with_tokens(
     assert main.main(["serve", "--http", "--host", "0.0.0.0"]) == 2
     assert "flash-mcp token create NAME" in capsys.readouterr().err
     assert main.main(["serve", "--http", "--allow-host", "flash.example.com"]) == 2
+
+
+def test_a_server_on_loopback_asks_for_the_token_of_the_machines_own_user(
+    flash_home: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("ALLOWED", "1")
+    monkeypatch.setenv("OTHERS", "2")
+    flash_home.mkdir(mode=0o700)
+    (flash_home / "settings.toml").write_text('[server]\nsecrets = ["ALLOWED"]\n')
+    port = free_port()
+    with serving(port):
+        file = flash_home / tokens.LOCAL_TOKEN
+        assert file.stat().st_mode & 0o077 == 0
+        token = file.read_text().strip()
+        for text in (None, "x", token[:-1], "flash_" + "x" * 43):
+            with Team(port).http(text) as http:
+                refused = http.post("/mcp", json={})
+            assert refused.status_code == 401
+            assert tokens.LOCAL_TOKEN in refused.text
+        anyio.run(names_its_settings_secrets_only, Team(port), token)
+    assert tokens.local_token(flash_home) == token, "it is made once"
+
+
+async def names_its_settings_secrets_only(team: Team, token: str) -> None:
+    push: dict[str, Any] = {"name": "echo", "files": {"environment.py": ENVIRONMENT}}
+    async with team.client(token) as client:
+        refused = text_of(await client.call_tool("env_push", {**push, "secrets": ["OTHERS"]}))
+        assert code_of(refused) == "invalid_argument"
+        assert "settings.toml" in refused
+        allowed = await client.call_tool("env_push", {**push, "secrets": ["ALLOWED"]})
+        assert body_of(allowed)["created"]
+
+
+async def test_a_server_that_asks_for_no_token_gives_none_of_its_variables(
+    flash_home: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("OTHERS", "2")
+    push: dict[str, Any] = {"name": "echo", "files": {"environment.py": ENVIRONMENT}}
+    with supervised(), team_server(authenticate=False) as team:
+        async with team.client("none") as client:
+            refused = text_of(await client.call_tool("env_push", {**push, "secrets": ["OTHERS"]}))
+    assert code_of(refused) == "invalid_argument"
+
+
+def test_a_server_for_others_does_not_take_the_token_of_the_machines_own_user(team: Team):
+    with team.http(tokens.local_token(open_store().base)) as http:
+        assert http.post("/mcp", json={}).status_code == 401
 
 
 @contextmanager

@@ -19,13 +19,16 @@ from mcp.shared.exceptions import MCPError
 from mcp_types import CallToolResult
 
 from flash_mcp.protocol.errors import CODES, FlashError
+from flash_mcp.protocol.paths import home
 from flash_mcp.server import mcp_server as server_module
 from flash_mcp.server.mcp_server import FlashServer, plain, server
+from flash_mcp.state import tokens
 from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.shared.fitting import RESULT_CHARACTERS, fit, to_text
 from flash_mcp.tools.shared.frame import Result, Tool, report
 from tests.places import ROOT
 from tests.samples import finished_run, supervised
+from tests.teams import Team
 
 START_TIMEOUT_S = 60
 
@@ -459,5 +462,6 @@ async def test_a_session_over_http(tmp_path: Path):
     with serving(port):
         for mode in ("auto", "legacy"):
             with anyio.fail_after(START_TIMEOUT_S):
-                async with Client(f"http://127.0.0.1:{port}/mcp", mode=mode) as client:
+                token = (home() / tokens.LOCAL_TOKEN).read_text().strip()
+                async with Team(port).client(token, mode) as client:
                     await drive(client, run.id)

@@ -8,6 +8,7 @@ import base64
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -228,7 +229,8 @@ def test_another_user_gets_no_answer_even_where_the_folder_lets_it_in(
     (flash_home / secrets.NAME).chmod(0o666)
     flash_home.chmod(0o755)
     ask = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(f'/proc/self/fd/{sys.argv[1]}/%s')\n"
-    ask += 's.sendall(b\'{"run_id": "r", "names": []}\\n\'); print(s.recv(100))'
+    key = (flash_home / secrets.KEY).read_text()
+    ask += f's.sendall(b\'{{"key": "{key}", "run_id": "r", "names": []}}\\n\'); print(s.recv(100))'
     folder = os.open(flash_home, os.O_RDONLY)
     command = ["/usr/bin/python3", "-c", ask % secrets.NAME, str(folder)]
     answers = [
@@ -240,6 +242,27 @@ def test_another_user_gets_no_answer_even_where_the_folder_lets_it_in(
     os.close(folder)
     assert answers[0] == "b'{\"lacking\": []}\\n'\n"
     assert answers[1] in ("b''\n", "")  # closed in its face, or reset
+
+
+@pytest.mark.parametrize("key", [None, "", "x" * 43, 7, ["x"], "schlüssel"])
+def test_who_cannot_read_the_state_directory_changes_no_secret(tmp_path: Path, key: Any) -> None:
+    """Environment code runs as the same user."""
+    held = secrets.Vault(tmp_path)
+    held.open()
+    try:
+        assert secrets.give(tmp_path, "run-1", {"KEY": "a"})
+        assert (tmp_path / secrets.KEY).stat().st_mode & 0o077 == 0
+        forged = {"run_id": "run-1", "names": ["KEY"], "values": {"KEY": "forged"}}
+        if key is not None:
+            forged["key"] = key
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(tmp_path / secrets.NAME))
+            connection.sendall(json.dumps(forged).encode() + b"\n")
+            assert connection.recv(100) == b""
+        assert held.values("run-1", ["KEY"]) == {"KEY": "a"}
+        assert secrets.lacking(tmp_path, "run-1", ["KEY"]) == []  # it still answers
+    finally:
+        held.close()
 
 
 def test_values_are_the_runs_own_and_gone_when_it_ends(

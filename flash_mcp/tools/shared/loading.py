@@ -56,12 +56,16 @@ def secret_values(names: Sequence[str] | None) -> dict[str, str]:
     FlashError(invalid_argument) names those that it lacks, or that the caller's token may not use.
     """
     granted = set(os.environ)
-    if not caller().is_local:
-        granted &= caller().secrets
+    fix = "set them in the server's environment, or leave them out of secrets"
+    allowed = caller().secrets
+    if allowed is not None:
+        granted &= allowed
+        where = "name them in `flash-mcp token create --secret`"
+        if caller().is_local:
+            where = "name them in settings.toml of FLASH_HOME: secrets of [server]"
+        fix = f"set them in the server's environment and {where}, or leave them out of secrets"
     absent = [name for name in names or () if name not in granted]
     if absent:
-        how = "set them in the server's environment (and name them in the token)"
-        fix = f"{how}, or leave them out of secrets"
         what = f"secrets that the server does not have: {', '.join(absent)}"
         raise FlashError("invalid_argument", what, fix=fix)
     return {name: os.environ[name] for name in names or ()}
