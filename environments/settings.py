@@ -67,12 +67,21 @@ class ServerSettings:
 
 
 @dataclass(frozen=True)
+class ServingSettings:
+    """How long deployments live."""
+
+    idle_minutes: float = 60.0
+    """Minutes without a request after which a model server and its deployments end."""
+
+
+@dataclass(frozen=True)
 class Settings:
     """The whole file. A section or value that is left out has its default."""
 
     environments: EnvironmentSettings = EnvironmentSettings()
     disk: DiskSettings = DiskSettings()
     server: ServerSettings = ServerSettings()
+    serving: ServingSettings = ServingSettings()
 
 
 def load_settings(home: Path | None = None) -> Settings:

@@ -1,6 +1,7 @@
 """A quick server with the routes of vLLM's that deployments use; run as worker.engine.serve is.
 
-The model's name says how it behaves: `silent` never listens, `crash` ends with a traceback. An
+The model's name says how it behaves: `silent` never listens, `crash` ends with a traceback,
+`stuck` computes no token when it is asked for one, `idle` has not been used for long. An
 adapter folder with a file `broken` in it is refused. Like vLLM it has a child process, which it
 ends with itself; killed, it leaves it behind."""
 
@@ -12,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -20,12 +22,16 @@ from typing import Any
 class Handler(BaseHTTPRequestHandler):
     adapters: dict[str, str] = {}  # noqa: RUF012  one server per process
 
+    model = ""
+
     def do_GET(self) -> None:
-        self.reply(200, {"data": [{"id": name} for name in self.adapters]})
+        if self.path == "/v1/idle":
+            return self.reply(200, {"idle_s": 1e9 if self.model == "idle" else 0.0})
+        return self.reply(200, {"data": [{"id": name} for name in self.adapters]})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        is_admin = self.path.endswith("_lora_adapter")
+        is_admin = self.path.endswith("_lora_adapter") or self.path == "/v1/completions"
         key = os.environ["FLASH_ADMIN_KEY" if is_admin else "VLLM_API_KEY"]
         if self.headers["Authorization"] != f"Bearer {key}":
             self.reply(401, {"error": "Unauthorized"})
@@ -37,6 +43,8 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/v1/unload_lora_adapter":
             self.adapters.pop(body["lora_name"], None)
             self.reply(200, "unloaded")
+        elif self.path == "/v1/completions" and self.model == "stuck":
+            time.sleep(1000)
         elif body["model"] in self.adapters and body.get("stream"):
             self.stream({"choices": [{"delta": {"content": "hello"}, "finish_reason": "stop"}]})
         elif body["model"] in self.adapters:
@@ -73,6 +81,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, leave)
     if args.model == "crash":
         raise ValueError("the weights are of another model")
+    Handler.model = args.model
     if args.model == "silent":
         signal.pause()
     ThreadingHTTPServer(("127.0.0.1", int(args.port)), Handler).serve_forever()

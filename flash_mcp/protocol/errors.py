@@ -51,6 +51,7 @@ CODES: dict[str, str] = {
     "run_finished": "the run has already ended",
     "not_ready": "it is still starting",
     "deployment_failed": "the server of the deployment ended or did not answer",
+    "unresponsive": "the server of the deployment hangs, or is too slow",
     "port_taken": "another process uses that port",
     "engine_missing": "the packages for training are not installed",
     "hub_unreachable": "the source of a model that has to be fetched cannot be reached",

@@ -82,23 +82,37 @@ def request_stop(store: Store, deployment_id: str) -> Deployment:
     return store.deployment(deployment_id)
 
 
+def ended_idle(row: Deployment) -> bool:
+    """Whether the supervisor stopped it because nobody used it; its error says so."""
+    return row.state == "stopped" and (row.error or {}).get("code") == "unknown_deployment"
+
+
 def find_deployment(store: Store, reference: str | None) -> Deployment:
     """By id or name; None is the only one there is. FlashError(unknown_deployment)."""
     live = store.deployments(LIVE_DEPLOYMENT)
     if reference is None:
         if len(live) == 1:
             return live[0]
-        fix = (
-            f"name one of: {', '.join(row.id for row in live)}" if live else "start one with deploy"
-        )
-        what = f"{len(live)} deployments are there" if live else "nothing is deployed"
-        raise FlashError("unknown_deployment", what, fix=fix)
+        if not live:
+            raise _nothing_deployed(store)
+        fix = f"name one of: {', '.join(row.id for row in live)}"
+        raise FlashError("unknown_deployment", f"{len(live)} deployments are there", fix=fix)
     found = [row for row in store.deployments() if reference in (row.id, row.name)]
     return (
         min(found, key=lambda row: _rank_of(row, reference))
         if found
         else store.deployment(reference)
     )
+
+
+def _nothing_deployed(store: Store) -> FlashError:
+    """Says why the last deployment ended, unless somebody ended it."""
+    last = max(store.deployments(), key=lambda row: row.updated, default=None)
+    if last and last.error and (last.state == "failed" or ended_idle(last)):
+        what = f"nothing is deployed; {last.id} ended: {last.error['what']}"
+        fix = f"deploy(run_id={last.run_id!r}, step={last.step}) starts it again"
+        return FlashError("unknown_deployment", what, fix=fix)
+    return FlashError("unknown_deployment", "nothing is deployed", fix="start one with deploy")
 
 
 def _rank_of(row: Deployment, reference: str) -> tuple[bool, ...]:

@@ -30,11 +30,13 @@ from typing import Any, cast
 import httpx
 import psutil
 
+from environments.settings import ServingSettings, load_settings
 from flash_mcp.protocol.errors import CODES, FlashError, disk_error
 from flash_mcp.protocol.paths import write_private
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Deployment, Json
 from flash_mcp.state.store import Store
 from flash_mcp.supervisor.launch.local import REGISTER_AND_EXEC, Record
+from flash_mcp.supervisor.serving_health import FAILURES, Health, idle_seconds
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +50,8 @@ ADMIN_KEY = "admin.key"
 START_TIMEOUT_S = 1800.0  # the model may have to be fetched first
 ANSWER_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 5.0
+RESTART_EVERY_S = 600.0
+"""A server that hangs again sooner is not started again."""
 LOG_TAIL_CHARACTERS = 1500
 STARTED = "Application startup complete"
 """What uvicorn logs when a server begins to answer."""
@@ -118,8 +122,12 @@ class Server:
             return None
 
     @property
+    def root(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}/v1"
+        return f"{self.root}/v1"
 
     @property
     def file(self) -> str:
@@ -272,6 +280,12 @@ class Deployments:
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="serving")
         self._under_way: dict[str, Future[None]] = {}
         self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._checks = ThreadPoolExecutor(4, thread_name_prefix="serving-health")
+        self._health: dict[str, Health] = {}
+        self._starting: dict[str, float] = {}
+        """When the start of each model's server was first seen, by this process's own clock."""
+        self._restarted: dict[str, float] = {}
+        """When each model's hung server was last replaced."""
 
     def tick(self) -> None:
         """Look after every base model that is not being looked after."""
@@ -343,18 +357,23 @@ class Deployments:
             self._start(fresh[0].model, fresh)
 
     def _advance(self, server: Server, wanted: list[Deployment]) -> None:
-        """Bring starting rows nearer to being ready."""
+        """Bring starting rows nearer to being ready; check the server of those that are."""
         starting = [row for row in wanted if row.state == "starting"]
+        ready = [row for row in wanted if row.state == "ready"]
+        if ready and self._has_ended(server, wanted, ready[0].id):
+            return
         if not starting:
             return
         if not server.is_answering():
-            if time.time() - min(row.updated for row in starting) > START_TIMEOUT_S:
+            since = self._starting.setdefault(server.model, time.monotonic())
+            if time.monotonic() - since > START_TIMEOUT_S:
                 self._stop(server)
                 self._fail(
                     wanted,
                     diagnose(server, f"the server did not answer within {START_TIMEOUT_S:.0f} s"),
                 )
             return
+        self._starting.pop(server.model, None)
         for row in starting:
             try:
                 server.load(row)
@@ -376,8 +395,64 @@ class Deployments:
                 )
                 log.info("%s answers on %s", row.id, server.url)
 
-    def _start(self, model: str, wanted: list[Deployment]) -> None:
-        server = self._prepare(model, wanted)
+    def _has_ended(self, server: Server, wanted: list[Deployment], ready_id: str) -> bool:
+        """Whether the server hung and was replaced, or was ended because nobody used it."""
+        health = self._health.setdefault(server.model, Health())
+        health.look(server, ready_id, self._checks)
+        if health.failures >= FAILURES:
+            self._replace_hung(server, wanted)
+            return True
+        idle_minutes = _serving_settings(self.home).idle_minutes
+        is_wanted = any(row.state == "starting" for row in wanted)
+        if is_wanted or health.idle_s <= 60 * idle_minutes:
+            return False
+        health.idle_s = 0.0
+        try:
+            has_come_since = idle_seconds(server) <= 60 * idle_minutes
+        except (httpx.HTTPError, ValueError, KeyError):  # the next check tells
+            return False
+        if has_come_since:
+            return False
+        self._end_idle(server, wanted, idle_minutes)
+        return True
+
+    def _replace_hung(self, server: Server, wanted: list[Deployment]) -> None:
+        what = "its server stopped answering"
+        log.warning("%s: %s", server.model, what)
+        last = self._restarted.get(server.model)
+        if last is not None and time.monotonic() - last < RESTART_EVERY_S:
+            what = f"its server hung twice within {RESTART_EVERY_S / 60:.0f} minutes"
+            fix = "read the log, mend the cause and call deploy again"
+            self._stop(server)
+            self._fail(wanted, FlashError("unresponsive", what, fix=fix, log=server.log))
+            return
+        self._restarted[server.model] = time.monotonic()
+        error = FlashError("unresponsive", what, fix="call deploy to wait for it", log=server.log)
+        for row in wanted:
+            self._update(row, row.state, state="starting", error=error.to_dict(), pid=None)
+        self._stop(server)
+        rows = [self.store.deployment(row.id) for row in wanted]
+        # Somebody may have asked for the end of one meanwhile.
+        if still_wanted := [row for row in rows if row.state == "starting"]:
+            self._start(server.model, still_wanted, like=server)
+
+    def _end_idle(self, server: Server, ready: list[Deployment], idle_minutes: float) -> None:
+        self._stop(server)
+        what = f"it was stopped after {idle_minutes:g} minutes without a request"
+        for row in ready:
+            fix = (
+                f"deploy(run_id={row.run_id!r}, step={row.step}) starts it again; idle_minutes of "
+                "[serving] in settings.toml of FLASH_HOME is the limit"
+            )
+            error = FlashError("unknown_deployment", what, deployment=row.id, fix=fix)
+            self._update(row, "ready", state="stopped", error=error.to_dict(), pid=None)
+            log.info("%s: %s", row.id, what)
+
+    def _start(self, model: str, wanted: list[Deployment], *, like: Server | None = None) -> None:
+        """`like` is a server whose port and key the new one takes over."""
+        self._health.pop(model, None)
+        self._starting.pop(model, None)
+        server = self._prepare(model, wanted, like)
         command = [
             *self.command,
             "--model",
@@ -411,12 +486,14 @@ class Deployments:
         for row in wanted:
             self._update(row, row.state, state="starting", pid=child.pid)
 
-    def _prepare(self, model: str, wanted: list[Deployment]) -> Server:
+    def _prepare(self, model: str, wanted: list[Deployment], like: Server | None) -> Server:
         """Write server.json for a new server."""
         folder, logs = _server_folder(self.home, model), self.home / "logs"
         for path in (folder, logs):
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
         asked = [row.data["port"] for row in wanted if row.data["port"]]
+        if like:
+            asked = [like.port]
         server = Server(
             folder=str(folder),
             model=model,
@@ -425,7 +502,7 @@ class Deployments:
                 row.data["rank"] for row in wanted
             ),  # no more: the CPU is slower for every rank
             log=str(logs / f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}.log"),
-            api_key=secrets.token_urlsafe(24),
+            api_key=like.api_key if like else secrets.token_urlsafe(24),
             scratch=tempfile.mkdtemp(prefix="flash-server-"),
         )
         write_private(folder / ADMIN_KEY, secrets.token_urlsafe(24))
@@ -447,6 +524,14 @@ class Deployments:
     def _update(self, row: Deployment, expected: str, **values: Any) -> None:
         # A row that was asked to stop meanwhile stays so.
         self.store.update_deployment(row.id, expected_states=(expected,), **values)
+
+
+def _serving_settings(home: Path) -> ServingSettings:
+    try:
+        return load_settings(home).serving
+    except ValueError as error:  # a file that is being edited ends nobody's deployment
+        log.warning("%s", error)
+        return ServingSettings()
 
 
 def diagnose(server: Server, what: str | None = None) -> FlashError:

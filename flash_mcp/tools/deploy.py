@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Deployment, Json
 from flash_mcp.state.owners import caller
-from flash_mcp.state.serving import find_deployment, request, request_stop
+from flash_mcp.state.serving import ended_idle, find_deployment, request, request_stop
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.supervisor.keeper import look_after
 from flash_mcp.supervisor.model_servers import Server, check_port, error_message
@@ -100,7 +100,7 @@ async def deploy(
     `ready` means that the adapter answered a chat request. The first deployment of a base model
     takes half a minute or more; further ones join its server within seconds. A second call with the
     same arguments changes nothing and returns the state. The server listens on loopback and ends
-    with its last deployment. To end one, call undeploy.
+    with its last deployment, or after an hour without a request. To end one, call undeploy.
 
     Args:
         run_id: Run whose adapter to serve, as returned by train.
@@ -221,6 +221,8 @@ def _conversation(message: str | None, messages: list[Message] | None) -> list[J
 def _ready_server(store: Store, row: Deployment) -> Server:
     if row.state == "failed":
         raise failure(row)
+    if ended_idle(row):
+        raise failure(row)
     if row.state in ("stopping", "stopped"):
         fix = f"deploy(run_id={row.run_id!r}, step={row.step}) serves it again"
         what = f"{row.id} has been stopped"
@@ -228,6 +230,8 @@ def _ready_server(store: Store, row: Deployment) -> Server:
     if row.state == "starting":
         fix = f"deploy(run_id={row.run_id!r}, step={row.step}, name={row.name!r}) waits for it"
         what = "the deployment is still starting"
+        if row.error:
+            what = f"the deployment is starting again: {row.error['what']}"
         raise FlashError("not_ready", what, deployment=row.id, seconds=_age_s(row), fix=fix)
     server = Server.find(store.base, row.model)
     if server is None or not server.is_alive():
@@ -240,6 +244,15 @@ def _broken(why: str) -> FlashError:
     return FlashError("deployment_failed", what, fix="call deploy again to see its state")
 
 
+def _silent() -> FlashError:
+    what = (
+        f"no part of an answer came within {CHAT_LIMIT_S:.0f} s: the server hangs, or computes "
+        "others' requests or a long prompt"
+    )
+    fix = "call chat again in two minutes: a server that hangs is started again"
+    return FlashError("unresponsive", what, fix=fix)
+
+
 async def _answer(server: Server, body: Json) -> Answer:
     """Stream one answer, so that what was said by the deadline is not lost."""
     started, text, finish, usage = time.monotonic(), "", "", dict[str, Any]()
@@ -247,9 +260,7 @@ async def _answer(server: Server, body: Json) -> Answer:
     with anyio.move_on_after(CHAT_LIMIT_S) as limit:
         try:
             async with (
-                httpx.AsyncClient(
-                    timeout=CHAT_LIMIT_S, trust_env=False, headers=server.headers
-                ) as client,
+                httpx.AsyncClient(timeout=None, trust_env=False, headers=server.headers) as client,
                 client.stream(
                     "POST", f"{server.url}/chat/completions", json=request_body
                 ) as response,
@@ -270,6 +281,8 @@ async def _answer(server: Server, body: Json) -> Answer:
             raise _broken(f"{type(error).__name__}: {error}") from error
     if not finish and not limit.cancelled_caught:
         raise _broken("it ended before the answer did")
+    if not finish and not text:
+        raise _silent()
     return Answer(
         text=shorten(text, ANSWER_CHARACTERS),
         finish=finish or "timeout",
@@ -323,7 +336,7 @@ def _gone(row: Deployment) -> FlashError:
 
 
 def _age_s(row: Deployment) -> float:
-    return round(time.time() - row.created, 1)
+    return round(max(0.0, time.time() - row.created), 1)
 
 
 def describe(store: Store, row: Deployment) -> Deployed:
@@ -355,7 +368,8 @@ def _next_step(row: Deployment) -> str:
         case "stopping":
             return "it is ending; undeploy again waits for it"
         case _:
-            return f"deploy(run_id={row.run_id!r}, step={row.step}) serves it again"
+            again = f"deploy(run_id={row.run_id!r}, step={row.step}) serves it again"
+            return f"{row.error['what']}; {again}" if row.error and ended_idle(row) else again
 
 
 def _after_chat(row: Deployment, adapter: Answer, side_by_side: bool) -> str:

@@ -29,8 +29,9 @@ from flash_mcp.state import queue
 from flash_mcp.state.owners import Caller, acting_as
 from flash_mcp.state.serving import find_deployment, request, request_stop
 from flash_mcp.state.store import Store, open_store
-from flash_mcp.supervisor import model_servers
+from flash_mcp.supervisor import model_servers, serving_health
 from flash_mcp.supervisor.model_servers import Deployments, Server, check_port
+from flash_mcp.tools import deploy as deploy_tools
 from flash_mcp.tools.deploy import Message, _answer, chat, deploy, describe, undeploy
 from tests.places import TESTS
 from tests.watch import is_running, listening_ports
@@ -451,6 +452,139 @@ def test_the_api_key_is_readable_by_its_owner_alone_and_in_no_command_line(
     assert server.api_key not in json.dumps(vars(row))
 
 
+# -- servers that hang, and servers that nobody uses ------------------------------------------------
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving_health, "EVERY_S", 0.02)
+    monkeypatch.setattr(serving_health, "PING_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(serving_health, "TOKEN_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(model_servers, "STOP_TIMEOUT_S", 1.0)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_server_that_hangs_is_replaced_with_the_same_address_and_key_and_once_only(
+    store: Store, deployments: Deployments, tmp_path: Path
+) -> None:
+    run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a")})
+    first = settle(deployments, request(store, run_id).id, "ready")
+    hung = Server.find(store.base, "toy")
+    assert hung and first.pid
+    os.kill(first.pid, signal.SIGSTOP)
+    wait_for(lambda: deployments.tick() or store.deployment(first.id).pid not in (None, first.pid))
+    again = settle(deployments, first.id, "ready")
+    server = Server.find(store.base, "toy")
+    assert server and again.pid
+    assert (again.base_url, server.api_key, again.error) == (first.base_url, hung.api_key, None)
+    os.kill(again.pid, signal.SIGSTOP)
+    failed = settle(deployments, first.id, "failed")
+    assert failed.error and failed.error["code"] == "unresponsive"
+    assert "hung twice" in failed.error["what"]
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_server_that_computes_nothing_is_replaced_though_it_answers(
+    store: Store, deployments: Deployments, tmp_path: Path
+) -> None:
+    run_id = make_run(store, "stuck", {1: make_adapter(tmp_path / "a")})
+    first = settle(deployments, request(store, run_id).id, "ready")
+    wait_for(lambda: deployments.tick() or store.deployment(first.id).pid not in (None, first.pid))
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_server_that_computes_others_tokens_first_does_not_hang(tmp_path: Path) -> None:
+    class Busy(BaseHTTPRequestHandler):
+        tokens = 0
+
+        def do_GET(self) -> None:
+            Busy.tokens += 1
+            counted = f'vllm:generation_tokens_total{{model_name="toy"}} {Busy.tokens}.0\n'
+            body = '{"idle_s": 0}' if self.path == "/v1/idle" else counted
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def do_POST(self) -> None:
+            time.sleep(1.5)
+
+        def log_message(self, format: str, *args: Any) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Busy) as listening:
+        threading.Thread(target=listening.serve_forever, daemon=True).start()
+        log = str(tmp_path / "log")
+        server = Server(str(tmp_path), "toy", listening.server_port, 8, log, "key")
+        assert serving_health.examine(server, "dep-1").answers
+        listening.shutdown()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_server_that_nobody_uses_ends_and_says_so_and_how_to_start_it_again(
+    store: Store, deployments: Deployments, tmp_path: Path
+) -> None:
+    run_id = make_run(store, "idle", {1: make_adapter(tmp_path / "a")})
+    row = request(store, run_id)
+    settle(deployments, row.id, "ready")
+    ended = settle(deployments, row.id, "stopped")
+    assert "after 60 minutes without a request" in describe(store, ended).next
+    wait_for(lambda: not deployments.busy())
+    for reference in (None, row.id):
+        with pytest.raises(FlashError) as caught:
+            anyio.run(partial(chat, reference, message="hello"))
+        assert caught.value.code == "unknown_deployment"
+        assert "after 60 minutes without a request" in caught.value.what
+        assert f"deploy(run_id={run_id!r}, step=1)" in caught.value.fix
+    assert request(store, run_id).error is None
+    assert settle(deployments, row.id, "ready")
+
+
+def test_an_hour_without_requests_is_the_operators_to_change(
+    store: Store, deployments: Deployments, tmp_path: Path
+) -> None:
+    settings = store.base / "settings.toml"
+    settings.write_text("[serving]\nidle_minutes = 0.5\n")
+    assert model_servers._serving_settings(store.base).idle_minutes == 0.5
+    settings.write_text("[serving")
+    assert model_servers._serving_settings(store.base).idle_minutes == 60
+
+
+def test_a_clock_that_jumps_fails_no_server_that_starts(
+    store: Store, deployments: Deployments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id = make_run(store, "silent", {1: make_adapter(tmp_path / "a")})
+    row = request(store, run_id)
+    wait_for(lambda: deployments.tick() or store.deployment(row.id).pid)
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 10 * model_servers.START_TIMEOUT_S)
+    for _ in range(3):
+        deployments.tick()
+        wait_for(lambda: all(each.done() for each in deployments._under_way.values()))
+    assert store.deployment(row.id).state == "starting"
+
+
+def test_a_chat_that_gets_no_token_in_its_time_is_an_error_and_no_empty_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deploy_tools, "CHAT_LIMIT_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as hung:
+        log = str(tmp_path / "log")
+        server = Server(str(tmp_path), "toy", hung.getsockname()[1], 8, log, "key")
+        with pytest.raises(FlashError) as caught:
+            anyio.run(_answer, server, {"model": "toy", "messages": []})
+    assert caught.value.code == "unresponsive"
+
+
+def test_a_chat_without_a_name_says_why_the_last_deployment_ended(
+    store: Store, deployments: Deployments, tmp_path: Path
+) -> None:
+    run_id = make_run(store, "crash", {1: make_adapter(tmp_path / "a")})
+    row = settle(deployments, request(store, run_id).id, "failed")
+    with pytest.raises(FlashError) as caught:
+        anyio.run(partial(chat, message="hello"))
+    assert row.id in caught.value.what
+    assert "the weights are of another model" in caught.value.what
+
+
 # -- the whole, on vLLM ----------------------------------------------------------------------------
 
 
@@ -551,6 +685,11 @@ async def test_a_checkpoint_is_deployed_talked_to_and_undeployed(
             None,
             None,
         )
+
+    # What the supervisor's checks read is there.
+    assert serving_health.examine(server, first.deployment).answers
+    assert serving_health._tokens(server) > 20
+    assert 0 < serving_health.idle_seconds(server) < 600
 
     # Another supervisor finds the server; a second adapter joins it and one that does not fit is
     # told.

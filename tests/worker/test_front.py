@@ -25,12 +25,17 @@ async def behind(scope: Scope, receive: Receive, send: Send) -> None:
     await JSONResponse(Request(scope).headers.get("authorization"))(scope, receive, send)
 
 
-async def answer(method: str, path: str, headers: dict[str, Any] | None = None) -> httpx.Response:
+def made() -> Front:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_API_KEY", "user")
         patch.setenv("FLASH_ADMIN_KEY", "admin")
-        front = Front(behind)
-    transport = httpx.ASGITransport(app=front)
+        return Front(behind)
+
+
+async def answer(
+    method: str, path: str, headers: dict[str, Any] | None = None, front: Front | None = None
+) -> httpx.Response:
+    transport = httpx.ASGITransport(app=front or made())
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
         return await client.request(method, path, headers=headers)
 
@@ -90,17 +95,32 @@ async def test_the_supervisors_key_loads_adapters_and_nothing_else() -> None:
     assert (await answer("POST", "/adapters", ADMIN)).status_code == 404
 
 
+async def test_only_users_who_let_it_compute_end_its_idleness() -> None:
+    front = made()
+
+    async def idle_s() -> float:
+        return (await answer("GET", "/v1/idle", ADMIN, front)).json()["idle_s"]
+
+    assert (await answer("GET", "/v1/idle", USER, front)).status_code == 404
+    front.used_at -= 1000
+    await answer("GET", "/metrics", USER, front)
+    await answer("POST", "/v1/completions", ADMIN, front)
+    assert await idle_s() >= 1000
+    front.under_way += 1
+    assert await idle_s() == 0
+    front.under_way -= 1
+    await answer("POST", "/v1/chat/completions", USER, front)
+    assert await idle_s() < 1000
+
+
 async def test_a_web_socket_is_closed() -> None:
     sent: list[Any] = []
 
     async def send(message: Any) -> None:
         sent.append(message["type"])
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_API_KEY", "user")
-        patch.setenv("FLASH_ADMIN_KEY", "admin")
-        scope = {"type": "websocket", "path": "/v1/realtime", "headers": []}
-        await Front(behind)(scope, None, send)  # pyright: ignore
+    scope = {"type": "websocket", "path": "/v1/realtime", "headers": []}
+    await made()(scope, None, send)  # pyright: ignore
     assert sent == ["websocket.close"]
 
 

@@ -6,13 +6,15 @@ vLLM asks for its key under /v1 and a few other prefixes only. Routes beside the
 
 - GET /health needs no key.
 - Users' routes need VLLM_API_KEY.
-- Adapters are loaded and unloaded with FLASH_ADMIN_KEY, which only the supervisor has.
+- Adapters are loaded and unloaded with FLASH_ADMIN_KEY, which only the supervisor has. It also asks
+  with it whether the server computes, and since when no user has asked for anything (/v1/idle).
 - There is nothing else."""
 
 from __future__ import annotations
 
 import hmac
 import os
+import time
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -37,8 +39,13 @@ USER_ROUTES: Routes = frozenset(
     }
 )
 ADMIN_ROUTES: Routes = frozenset(
-    {("POST", "/v1/load_lora_adapter"), ("POST", "/v1/unload_lora_adapter")}
+    {
+        ("POST", "/v1/load_lora_adapter"),
+        ("POST", "/v1/unload_lora_adapter"),
+        ("POST", "/v1/completions"),
+    }
 )
+IDLE = ("GET", "/v1/idle")
 
 
 class Front:
@@ -48,6 +55,8 @@ class Front:
         self.app = app
         self.user_key = os.environ["VLLM_API_KEY"]
         self.admin_key = os.environ["FLASH_ADMIN_KEY"]
+        self.under_way = 0
+        self.used_at = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -65,14 +74,31 @@ class Front:
         elif _equal(key, self.admin_key):
             if route in ADMIN_ROUTES:
                 await self.app(self._as_user(scope), receive, send)
+            elif route == IDLE:
+                await JSONResponse({"idle_s": self._idle_s()})(scope, receive, send)
             else:
                 await _refusal(route, 404)(scope, receive, send)
         elif not _equal(key, self.user_key):
             await _refusal(route, 401)(scope, receive, send)
         elif route in USER_ROUTES:
-            await self.app(scope, receive, send)
+            await self._use(scope, receive, send)
         else:
             await _refusal(route, 404)(scope, receive, send)
+
+    async def _use(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a user. Only what computes counts as use: monitors read /metrics for ever."""
+        if scope["method"] != "POST":
+            await self.app(scope, receive, send)
+            return
+        self.under_way += 1
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self.under_way -= 1
+            self.used_at = time.monotonic()
+
+    def _idle_s(self) -> float:
+        return 0.0 if self.under_way else time.monotonic() - self.used_at
 
     def _as_user(self, scope: Scope) -> Scope:
         """The request with the key that vLLM itself asks for."""

@@ -1,0 +1,91 @@
+"""Whether a model server answers, and how long nobody has used it."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import httpx
+
+if TYPE_CHECKING:
+    from flash_mcp.supervisor.model_servers import Server
+
+log = logging.getLogger(__name__)
+
+EVERY_S = 20.0
+"""Between two checks of a server that answers."""
+PING_TIMEOUT_S = 10.0
+"""For a route that computes nothing."""
+TOKEN_TIMEOUT_S = 60.0
+"""For one token of a server that computes no other tokens meanwhile."""
+FAILURES = 2
+"""Checks that fail in a row until a server counts as hung: a machine may have been paused during
+one of them."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found."""
+
+    answers: bool
+    idle_s: float = 0.0
+
+
+class Health:
+    """The checks of one server: each runs on a thread, and nobody waits for it."""
+
+    def __init__(self) -> None:
+        self.failures = 0
+        self.idle_s = 0.0
+        self._due = time.monotonic() + EVERY_S
+        self._check: Future[Finding] | None = None
+
+    def look(self, server: Server, deployment_id: str, threads: Executor) -> None:
+        """Start a check that is due, or take in what one has found."""
+        if self._check is None:
+            if time.monotonic() >= self._due:
+                self._check = threads.submit(examine, server, deployment_id)
+        elif self._check.done():
+            found = self._check.result()
+            self._check = None
+            self.idle_s = found.idle_s
+            self.failures = 0 if found.answers else self.failures + 1
+            self._due = time.monotonic() + (EVERY_S if found.answers else 0.0)
+
+
+def examine(server: Server, deployment_id: str) -> Finding:
+    """Ask for the idle time, and for one token."""
+    try:
+        idle_s = idle_seconds(server)
+        before = _tokens(server)
+    except (httpx.HTTPError, ValueError, KeyError) as error:
+        log.warning("%s does not answer: %r", server.model, error)
+        return Finding(answers=False)
+    body = {"model": deployment_id, "prompt": "Hello", "max_tokens": 1}
+    try:
+        server.call("/completions", body, key=server.admin_key, timeout_s=TOKEN_TIMEOUT_S)
+        return Finding(answers=True, idle_s=idle_s)
+    except httpx.HTTPError as error:
+        log.warning("%s computes no token: %r", server.model, error)
+    try:
+        return Finding(answers=_tokens(server) > before)  # it computes others' before ours
+    except httpx.HTTPError:
+        return Finding(answers=False)
+
+
+def idle_seconds(server: Server) -> float:
+    """Since the last user's request ended; 0 while one is under way."""
+    response = server.call("/idle", key=server.admin_key, timeout_s=PING_TIMEOUT_S)
+    # A server of an older version does not know.
+    return float(response.json()["idle_s"]) if response.is_success else 0.0
+
+
+def _tokens(server: Server) -> float:
+    """Tokens that the server has read and written."""
+    text = server.call(f"{server.root}/metrics", timeout_s=PING_TIMEOUT_S).text
+    counts = re.findall(r"^vllm:(?:prompt|generation)_tokens_total\S* (\S+)$", text, re.MULTILINE)
+    return sum(map(float, counts))
