@@ -437,7 +437,6 @@ class Deployments:
             self._start(server.model, still_wanted, like=server)
 
     def _end_idle(self, server: Server, ready: list[Deployment], idle_minutes: float) -> None:
-        self._stop(server)
         what = f"it was stopped after {idle_minutes:g} minutes without a request"
         for row in ready:
             fix = (
@@ -447,6 +446,7 @@ class Deployments:
             error = FlashError("unknown_deployment", what, deployment=row.id, fix=fix)
             self._update(row, "ready", state="stopped", error=error.to_dict(), pid=None)
             log.info("%s: %s", row.id, what)
+        self._stop(server)
 
     def _start(self, model: str, wanted: list[Deployment], *, like: Server | None = None) -> None:
         """`like` is a server whose port and key the new one takes over."""

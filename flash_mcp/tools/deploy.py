@@ -219,9 +219,7 @@ def _conversation(message: str | None, messages: list[Message] | None) -> list[J
 
 
 def _ready_server(store: Store, row: Deployment) -> Server:
-    if row.state == "failed":
-        raise failure(row)
-    if ended_idle(row):
+    if row.state == "failed" or ended_idle(row):
         raise failure(row)
     if row.state in ("stopping", "stopped"):
         fix = f"deploy(run_id={row.run_id!r}, step={row.step}) serves it again"
