@@ -20,13 +20,12 @@ import threading
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from shutil import disk_usage
 from typing import Any, cast
 
 from flash_mcp import __version__
 from flash_mcp.protocol.errors import FlashError, disk_error
 from flash_mcp.protocol.records import Json
-from flash_mcp.state.disk import LEAST_FREE_BYTES
+from flash_mcp.state.disk import LEAST_FREE_BYTES, has_space
 from flash_mcp.state.home_paths import NAMES, from_stored, make_relative, to_stored
 from flash_mcp.state.owners import caller
 from flash_mcp.state.schema import JSON_COLUMNS, execute, migrations, newer_migrations
@@ -256,7 +255,7 @@ def _is_of_a_full_disk(error: sqlite3.OperationalError, path: Path) -> bool:
     if "disk is full" in str(error):
         return True
     is_vague = "disk I/O" in str(error) or "unable to open" in str(error)
-    return is_vague and disk_usage(path.parent).free < LEAST_FREE_BYTES
+    return is_vague and not has_space([path], LEAST_FREE_BYTES)
 
 
 def pick(row: Mapping[str, Any], *names: str) -> Json:

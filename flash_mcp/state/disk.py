@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from shutil import disk_usage
 
 from environments.settings import FILE, DiskSettings, load_settings
 from flash_mcp.protocol.errors import FlashError
@@ -12,6 +13,15 @@ from flash_mcp.state.owners import caller
 
 LEAST_FREE_BYTES = 16 << 20
 """With less than this, a disk counts as full."""
+
+
+def has_space(paths: Iterable[Path], size_bytes: int) -> bool:
+    """Whether so much is free on the disk of each path, which need not exist."""
+    for path in paths:
+        place = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+        if disk_usage(place).free < size_bytes:
+            return False
+    return True
 
 
 def size_of(folder: Path) -> int:

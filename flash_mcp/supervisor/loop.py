@@ -18,7 +18,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from shutil import disk_usage
 from typing import TYPE_CHECKING, Any, cast
 
 from flash_mcp.protocol.errors import FULL, FlashError
@@ -27,7 +26,7 @@ from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Json, Run
 from flash_mcp.protocol.run_files import Beat, FinalResult
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state import queue
-from flash_mcp.state.disk import LEAST_FREE_BYTES
+from flash_mcp.state.disk import LEAST_FREE_BYTES, has_space
 from flash_mcp.state.store import Store
 from flash_mcp.supervisor.ingest import Reader
 from flash_mcp.supervisor.launch.base import Handle, Hint, Launch, Launcher
@@ -212,8 +211,13 @@ class Supervisor:
             return True
         if run.state != "queued" or not run.error or run.error["code"] != "disk_full":
             return False
-        needed = LEAST_FREE_BYTES + run.error["values"].get("needed_bytes", 0)
-        return disk_usage(self.base).free < needed
+        values = run.error.get("values", {})
+        needed = values.get("needed_bytes")
+        full = values.get("path")  # that of temporary files may be another disk
+        return not has_space(
+            [self.base, Path(full if isinstance(full, str) else self.base)],
+            LEAST_FREE_BYTES + (needed if isinstance(needed, int) else 0),
+        )
 
     def _guarded(self, what: str, run: Run, act: Callable[[Run], None]) -> None:
         # One run's trouble (a full disk, a damaged file) is not another's. It is logged once, and
@@ -292,7 +296,7 @@ class Supervisor:
         if attempt is None or attempt.number != run.attempt:
             return
         attempt.look(self.patience.max_gap_s)
-        if disk_usage(self.base).free < LEAST_FREE_BYTES:
+        if not has_space([self.base], LEAST_FREE_BYTES):
             attempt.is_short_of_space = True
         if run.cancel_requested:
             if attempt.cancelled_at is None:
@@ -352,8 +356,8 @@ class Supervisor:
         ):
             what = f"attempt {attempt.number} did not end when asked to"
             return self._error("stalled", what, run, attempt)
-        is_full = disk_usage(self.base).free < LEAST_FREE_BYTES
-        if hint.state != "alive" or is_full:  # on a full disk it can write no beat
+        # On a full disk it can write no beat.
+        if hint.state != "alive" or not has_space([self.base], LEAST_FREE_BYTES):
             return None
         if attempt.beat and silent_s > patience.beat_silent_s:
             what = f"attempt {attempt.number} gave no sign for {silent_s:.0f} s"

@@ -176,6 +176,81 @@ def test_a_run_that_waits_for_space_can_be_cancelled(bench: Bench, disk: Path) -
     assert queue.request_cancel(bench.store, run.id).state == "cancelled"
 
 
+TRAIN = """
+import time
+from pathlib import Path
+
+SIZE = {size}
+
+
+def train(job, spec, writer, pulse, scratch):
+    for step in (1, 2):
+        while step == 2 and not Path(writer.folder.path("go")).exists():
+            time.sleep(0.02)
+        source = scratch / "adapter"
+        source.mkdir(exist_ok=True)
+        (source / "adapter.bin").write_bytes(bytes(SIZE))
+        writer.metrics(step, {{"loss": 1.0}})
+        writer.commit_checkpoint(step, source, {{}})
+    return 2
+"""
+
+
+@pytest.mark.parametrize(("size_bytes", "leave"), [(64, 0), (20 * MIB, LEAST_FREE_BYTES + MIB)])
+def test_the_real_worker_ends_on_a_full_disk_so_that_another_attempt_follows(
+    bench: Bench,
+    disk: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    size_bytes: int,
+    leave: int,
+) -> None:
+    """It cannot even write its result where nothing is free."""
+    package = tmp_path / "stand_in" / "worker"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(f"__path__.append({str(ROOT / 'worker')!r})")
+    (package / "train.py").write_text(TRAIN.format(size=size_bytes))
+    monkeypatch.setenv("PYTHONPATH", f"{package.parent}{os.pathsep}{ROOT}")
+    bench.supervisor.worker = (sys.executable, "-P", "-m", "worker.main")
+    run = bench.train(max_attempts=1)
+    run_until(bench.supervisor, lambda: bench.store.checkpoints(run.id))
+    (Path(run.folder) / "almost").touch()
+    fill(disk, leave=leave)
+    (Path(run.folder) / "almost").rename(Path(run.folder) / "go")
+    wait_for(lambda: not is_running(bench.pid(run)))
+    ticks(bench)
+    assert bench.store.run(run.id).ended is None
+    free(disk)
+    ended = finish(bench, run)
+    assert (ended.state, ended.attempt, ended.step) == ("succeeded", 2, 2)
+
+
+@pytest.mark.parametrize("values", [{"needed_bytes": "much"}, {"path": 7}, {"path": "/gone/x"}])
+def test_what_a_worker_says_of_space_holds_nobody_up(
+    bench: Bench, values: dict[str, object]
+) -> None:
+    run = bench.train({"steps": 1})
+    claimed = queue.claim(bench.store)
+    assert claimed
+    full = FlashError("disk_full", "it is full", **values)
+    assert queue.requeue(bench.store, run.id, 1, full, is_counted=False)
+    assert finish(bench, run).state == "succeeded"
+
+
+def test_a_disk_of_temporary_files_that_is_full_is_waited_for(bench: Bench, disk: Path) -> None:
+    other = FlashError("disk_full", "it is full", path=str(disk / "tmp"))
+    run = bench.train({"steps": 1})
+    supervisor = bench.supervisor
+    supervisor.base = disk.parent  # a disk with space
+    claimed = queue.claim(bench.store)
+    assert claimed and queue.requeue(bench.store, run.id, 1, other, is_counted=False)
+    fill(disk, leave=LEAST_FREE_BYTES - MIB)
+    ticks(bench, 3)
+    assert bench.store.run(run.id).attempt == 1
+    free(disk)
+    assert finish(bench, run).state == "succeeded"
+
+
 def test_attempts_that_a_full_disk_ended_are_not_counted(bench: Bench) -> None:
     run = bench.train(max_attempts=1)
     full = FlashError("disk_full", "it is full")
