@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import threading
 import time
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 from mcp import Client
 
+from flash_mcp.protocol import run_folder
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import datasets_dir
 from flash_mcp.protocol.records import Run
@@ -408,11 +408,18 @@ async def test_every_token_of_the_models_own_answers_is_learnt_and_no_other(
         dataset_rows(kept.pinned(), template)
 
 
-def hold_up(path: Path) -> Callable[[], None]:
+def hold_up(path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Make whoever reads the file wait, until what is returned is called."""
-    path.unlink()
-    os.mkfifo(path)
-    return lambda: os.close(os.open(path, os.O_RDWR))
+    released = threading.Event()
+    read_local = run_folder.read_local
+
+    def wait(file: Path, max_bytes: int) -> bytes:
+        if file == path:
+            released.wait()
+        return read_local(file, max_bytes)
+
+    monkeypatch.setattr(run_folder, "read_local", wait)
+    return released.set
 
 
 @pytest.mark.slow
@@ -420,7 +427,7 @@ async def test_a_call_whose_reading_takes_too_long_is_left(
     numbers: None, monkeypatch: pytest.MonkeyPatch
 ):
     run = recorded(solved())
-    release = hold_up(Path(run.folder, "rollouts", "1.jsonl"))
+    release = hold_up(Path(run.folder, "rollouts", "1.jsonl"), monkeypatch)
     late = threading.Timer(120, release)
     late.start()
     monkeypatch.setattr(server_module, "CALL_TIMEOUT_S", 3.0)
