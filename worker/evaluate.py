@@ -48,6 +48,7 @@ def evaluate(job: Json, spec: EvalSpec, writer: RunWriter, pulse: Pulse, scratch
         check_errors(made, spec.max_error_share)
         return len(tasks)
     recorder = Recorder(writer, pulse, spec.step)
+    constant: dict[str, float] = {}
     missing = [task for task in tasks if task.index not in recorder.rows]
     if missing:
         at_once = min(len(missing), AT_ONCE)
@@ -63,9 +64,10 @@ def evaluate(job: Json, spec: EvalSpec, writer: RunWriter, pulse: Pulse, scratch
                 session.collect_blocks(missing, session.limits, recorder.add)
             finally:
                 recorder.flush()
+            constant = session.constant_level(spec.split, spec.tasks)
     rows = [recorder.rows[task.index] for task in tasks]
     summary = summarize_evaluation(rows, seconds=recorder.seconds)
-    summary["tokens_per_s"] = recorder.tokens_per_s
+    summary |= {"tokens_per_s": recorder.tokens_per_s, **constant}
     writer.evaluation(spec.step, summary, [row.fields() for row in rows])
     log.info("eval %s", summary)
     check_errors(rows, spec.max_error_share)

@@ -19,6 +19,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoTokenizer, GenerationConfig
 
+from environments.checks.constants import best_constant
 from environments.process.host import EnvironmentHost
 from environments.process.sandbox import describe
 from flash_mcp.protocol import records
@@ -41,6 +42,7 @@ from worker.training.policy import load_policy
 from worker.training.sft import Row
 
 log = logging.getLogger("worker")
+CONSTANT_TASKS = 10
 T = TypeVar("T")
 S = TypeVar("S", bound=RunSpec | EvalSpec)
 MAX_LENGTH = 4096
@@ -146,6 +148,7 @@ class Session(Generic[S]):
         self.host = host
         self.runner = runner
         self._at_once = at_once
+        self._constant: dict[str, float] | None = None
         self.limits = Limits(
             max_tokens=spec.max_tokens,
             max_length=model.max_length,
@@ -240,6 +243,26 @@ class Session(Generic[S]):
         """`collect`, BLOCK tasks at a time, without keeping the rollouts."""
         for start in range(0, len(tasks), BLOCK):
             self.collect(tasks[start : start + BLOCK], limits, on_done)
+
+    def constant_level(self, split: str, tasks: Sequence[int]) -> dict[str, float]:
+        """What the best constant answer reaches on these tasks, for the summary of an evaluation:
+        a model that is no better has learned nothing of the task. Empty if it is not known, and
+        for few tasks: some constant is right on one of them.
+        """
+        if len(tasks) < CONSTANT_TASKS:
+            return {}
+        if self._constant is None:
+            constant = self.wait(best_constant(self.host, split, tasks))
+            self._constant = {}
+            if constant is not None:
+                self._constant = {
+                    "constant_success": constant.success_share,
+                    "constant_n": len(constant.successes),
+                }
+                share = f"succeeds on {constant.success_share:.1%} of {len(constant.successes)}"
+                what = f"the best constant, {constant.answer!r:.100}, {share} tasks"
+                self.writer.event("constant", what)
+        return self._constant
 
     def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """The coroutine's result; raises Cancelled after a cancel."""
@@ -372,6 +395,7 @@ class TrainingSession(Session[RunSpec]):
         self.collect_blocks(tasks, limits, lambda rollout: rows.append(rollout.record(step)))
         rows.sort(key=lambda row: row.index)
         summary = summarize_evaluation(rows, seconds=time.monotonic() - started)
+        summary |= self.constant_level("eval", range(total))
         self.writer.evaluation(step, summary, [row.fields() for row in rows])
         log.info("step %s: eval %s", step, summary)
 

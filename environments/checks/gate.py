@@ -36,8 +36,6 @@ LOW_SHARE = 0.5
 """A worthless answer may earn at most this share of the gold answer's reward."""
 HIT_SHARE = 0.25
 """Worthless answers may succeed on at most this share of the tasks: one may be right by chance."""
-CONSTANT_TASKS = 30
-"""How many tasks constants are tried on."""
 CONSTANT_SHARE = 0.9
 """One constant may succeed on less than this share of the tasks, and earn less than this share of
 the gold answers' reward."""
@@ -381,29 +379,21 @@ class _Gate:
     async def _check_constants(self, host: EnvironmentHost) -> str:
         """One answer must not win everywhere."""
         split = "eval" if self.report.splits["eval"] else "train"
-        tasks = _spread(self.report.splits[split], CONSTANT_TASKS)
-        golds = [tuple(turns) for turns in self._golds.values()]
-        if golds:
-            golds = [await self._gold_turns(host, split, index) for index in tasks]
-        prompts = [message["content"] for prompt in self._prompts.values() for message in prompt]
-        constant = await best_constant(host, split, tasks, golds, prompts)
+        constant = await best_constant(host, split, range(self.report.splits[split]))
         if constant is None:
             raise _SkippedError("no constant could be scored", "")
         self.report.constant = constant
-        count = f"{sum(constant.successes)} of {len(tasks)} {split} tasks"
+        tasks = len(constant.successes)
+        count = f"{sum(constant.successes)} of {tasks} {split} tasks"
         text = f"the best constant {_show([constant.answer])} succeeds on {count}"
         text += f", with a mean reward of {constant.mean_reward:.3g}"
         rewards = [played.score.reward for played in self._played.values()]
         gold_reward = fmean(rewards or [0.0])
         pays = gold_reward > 0 and constant.mean_reward >= CONSTANT_SHARE * gold_reward
-        if len(tasks) > 2 and (constant.success_share >= CONSTANT_SHARE or pays):
+        if tasks > 2 and (constant.success_share >= CONSTANT_SHARE or pays):
             fix = "make the scorer read the task, or balance the tasks: no one answer may win"
             raise _FailedError(text, fix)
         return text
-
-    async def _gold_turns(self, host: EnvironmentHost, split: str, index: int) -> tuple[str, ...]:
-        gold = await host.gold(split, index)
-        return tuple(message["content"] for message in gold if message["role"] == "assistant")
 
     def _ends_in_first_word(self, task: Task, beginning: str) -> bool:
         """Whether this beginning of the gold answer ends within the first word of it."""

@@ -119,15 +119,34 @@ def compare_evaluations(
     )
 
 
-def verdict(change: Change, overlap: Json | None) -> Verdict:
-    """The verdict on a run. Held-out figures on trained tasks are no evidence of learning."""
+def verdict(change: Change, overlap: Json | None, trained: Evaluation) -> Verdict:
+    """The verdict on a run. Held-out figures on trained tasks are no evidence of learning, and
+    neither is a success that one constant answer reaches.
+    """
     if overlap is None:
-        return Verdict(outcome=change.outcome, explanation=change.explanation)
+        explanation = change.explanation + _against_constant(trained.summary)
+        return Verdict(outcome=change.outcome, explanation=explanation)
     tasks = f"{overlap['shared']} of {overlap['eval_tasks']} eval tasks are train tasks too"
     return Verdict(
         outcome="contaminated",
         explanation=f"CONTAMINATED: {tasks} ({overlap['evidence']}): this measures memory. "
         f"not to be trusted: {change.explanation}",
+    )
+
+
+def _against_constant(summary: Mapping[str, float]) -> str:
+    """What to add to a verdict if the model is not clearly better than the best constant."""
+    level = summary.get("constant_success")
+    if not level:
+        return ""
+    success = summary["success"]
+    interval = statistics.wilson(round(success * summary["n"]), int(summary["n"]))
+    if interval.low > level:
+        return ""
+    better = "is no better than" if success <= level else "may be no better than"
+    return (
+        f". BUT it {better} one constant answer, which succeeds on {level:.0%} of "
+        f"{summary['constant_n']:.0f} eval tasks: read rollouts"
     )
 
 

@@ -190,9 +190,10 @@ def test_evaluations_whose_rollouts_are_lost_are_compared_by_their_summaries():
 
 def test_figures_of_tasks_that_were_trained_on_are_no_verdict():
     change = paired(12, 1, 87)
-    assert comparison.verdict(change, None).outcome == "improved"
+    trained = Evaluation(step=9, epoch=1, time=0.0, summary={"n": 100, "success": 0.9})
+    assert comparison.verdict(change, None, trained).outcome == "improved"
     overlap = {"shared": 3, "eval_tasks": 9, "evidence": "3 have the id of a train task"}
-    verdict = comparison.verdict(change, overlap)
+    verdict = comparison.verdict(change, overlap, trained)
     assert verdict.outcome == "contaminated"
     assert verdict.explanation.startswith("CONTAMINATED: 3 of 9 eval tasks are train tasks too (3 ")
 
@@ -202,3 +203,27 @@ def test_what_is_sent_is_rounded_and_what_is_judged_is_not():
     sent = change.model_dump(mode="json")
     assert sent["low"] == round(change.low, 4) != change.low
     assert sent["p"] == 0.00342 and "decide_n" not in sent
+
+
+@pytest.mark.parametrize(
+    ("success", "constant", "said"),
+    [
+        (0.70, 0.67, "may be no better than one constant answer, which succeeds on 67% of 40"),
+        (0.60, 0.67, "is no better than one constant answer"),
+        (0.90, 0.67, ""),
+        (0.70, 0.0, ""),
+        (0.70, None, ""),
+    ],
+)
+def test_the_verdict_says_when_one_constant_answer_does_as_well(
+    success: float, constant: float | None, said: str
+):
+    summary = {"n": 100, "success": success}
+    if constant is not None:
+        summary |= {"constant_success": constant, "constant_n": 40}
+    trained = Evaluation(step=9, epoch=1, time=0.0, summary=summary)
+    change = comparison.compare_paired([0.0] * 100, [1.0] * 70 + [0.0] * 30, effect=0.05)
+    verdict = comparison.verdict(change, None, trained)
+    assert verdict.outcome == "improved"
+    assert said in verdict.explanation
+    assert ("constant" in verdict.explanation) == bool(said)

@@ -91,9 +91,25 @@ def test_an_evaluation_makes_every_attempt_and_trains_nothing(
     )
     summary = found["summary"]
     assert summary["n"] == 6 and summary["tokens_per_s"] > 0
+    assert "constant_success" not in summary, "two tasks say nothing of constants"
     assert summary["reward_mean"] == pytest.approx(sum(row["reward"] for row in rows) / 6)
     assert run.result()["step"] == 6 and not run.checkpoint_steps() and not run.metric_steps()
     assert not Path(run.path("evals", "0")).exists(), "the shards are gone once the whole is there"
+
+
+def test_the_best_constant_answer_is_measured_on_the_tasks_of_an_evaluation(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    args = {"held_out": 12}
+    run = make_evaluation(
+        tmp_path / "run", tiny_model, attempts=1, tasks=range(12), environment_args=args
+    )
+    with Attempt(run) as attempt:
+        summary = finish(run, attempt)["summary"]
+    # The fixture pays for vowels, whatever the task asks.
+    assert summary["constant_n"] == 12 and summary["constant_success"] == 1
+    said = [run.event(name) or {} for name in run.event_names()]
+    assert [event["kind"] for event in said].count("constant") == 1
 
 
 def test_a_checkpoint_is_evaluated_with_its_adapter(

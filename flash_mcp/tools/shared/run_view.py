@@ -60,6 +60,8 @@ class HeldOut(Part):
     """Share that succeeded."""
     band: Rounded
     """Noise: 1.96 sqrt(p(1-p)/n)."""
+    constant: Rounded | None = None
+    """Share on which the best constant answer succeeds: the model has to beat it."""
     reward: Rounded | None = None
     """Mean reward."""
     truncated: float | None = None
@@ -194,7 +196,7 @@ def _judge(found: RunHistory) -> Judgement:
     verdict: Verdict | None = None
     if len(evaluations) > 1 and evaluations[0].step == 0:
         change = comparison.compare_evaluations(evaluations[0], evaluations[-1], found.pairs)
-        verdict = comparison.verdict(change, overlap)
+        verdict = comparison.verdict(change, overlap, evaluations[-1])
     return Judgement(
         history=history, flags=flags, change=None if overlap else change, verdict=verdict
     )
@@ -289,6 +291,7 @@ def _point(row: Evaluation) -> HeldOut:
         n=count,
         success=summary["success"],
         band=health.noise_band(summary["success"], count),
+        constant=summary.get("constant_success"),
         reward=summary.get("reward_mean"),
         truncated=rounded(summary.get("truncated_share"), 4) or None,
         errors=rounded(summary.get("error_share"), 4) or None,

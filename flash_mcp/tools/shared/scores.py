@@ -27,6 +27,8 @@ class Scores(Part):
     """Wilson 95 % interval of success; tasks are the unit."""
     high: Rounded | None = None
     """Its upper end."""
+    constant: Rounded | None = None
+    """Share of the tasks on which the best constant answer succeeds."""
     reward: Rounded | None = None
     """Mean reward."""
     pass_at: dict[str, Rounded] | None = None
@@ -76,6 +78,7 @@ def scores_of(evaluation: Evaluation, tries: Sequence[Try]) -> Scores:
     found.success = fmean(each.success for each in valid)
     found.low = interval.low
     found.high = interval.high
+    found.constant = evaluation.summary.get("constant_success")
     found.reward = fmean(each.reward for each in valid)
     found.pass_at = attempts.pass_at(tasks) or None
     if len(valid) > len(tasks):
@@ -99,6 +102,9 @@ def thoughts(found: Scores) -> list[str]:
         share = found.errors / (found.errors + found.n)
         failed = f"{share:.0%} of the attempts failed in environment code"
         notes.append(f"{failed} and say nothing of the model; env_test")
+    if found.constant and found.low is not None and found.low <= found.constant:
+        level = f"one constant answer succeeds on {found.constant:.0%}"
+        notes.append(f"{level}: the model is not clearly better than it")
     if found.truncated and found.truncated >= 0.1:
         cut = f"{found.truncated:.0%} were cut off"
         notes.append(f"{cut}: raise max_tokens or max_length, or the rate is of the limit")

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from environments.checks.constants import best_constant, candidates
+from environments.process.host import EnvironmentHost
+from tests.folders import environment_folder
+
+
+def test_the_candidates_hold_common_golds_all_golds_zeros_and_the_tags_of_the_prompt() -> None:
+    golds = [("12",), ("Yes",), ("Yes",), ("7", "8")]
+    found = candidates(golds, ["Answer in <answer>your answer</answer>."])
+    assert found[0] == ("Yes",)
+    for turns in (("7", "8"), ("12 Yes",), ("00",), ("<answer>Yes</answer>",)):
+        assert turns in found
+    assert len(found) == len(set(found))
+
+
+BALANCED = """
+class Sample(Addition):
+    def __init__(self):
+        outputs = ["yes", "yes", "no"]
+        self.dataset = tasks(6)
+        self.eval_dataset = [
+            dataclasses.replace(task, output=outputs[i % 3]) for i, task in enumerate(tasks(60, first=100))
+        ]
+"""
+
+
+@pytest.mark.anyio
+async def test_the_commonest_answer_is_found_with_its_share(tmp_path: Path) -> None:
+    async with await EnvironmentHost.start(environment_folder(tmp_path, BALANCED)) as host:
+        constant = await best_constant(host, "eval", range(60))
+    assert constant is not None
+    assert constant.answer == "yes"
+    assert len(constant.successes) == 40
+    assert 0.6 < constant.success_share < 0.75
+
+
+@pytest.mark.anyio
+async def test_an_environment_that_fails_has_no_constant(tmp_path: Path) -> None:
+    source = """
+    class Sample(Addition):
+        def score_response(self, example, text): raise ValueError("no")
+    """
+    async with await EnvironmentHost.start(environment_folder(tmp_path, source)) as host:
+        assert await best_constant(host, "train", range(6)) is None
