@@ -2,6 +2,7 @@
 
     [environments]
     network = ["search", "alice/browser"]
+    without_file_protection = false
 
 Only a person or program that may write to FLASH_HOME can change it: no tool does. It is read anew
 whenever a value is needed, so a change holds for the next process that starts."""
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound="DataclassInstance")
 
 FILE = "settings.toml"
+LOCAL_OWNER = "local"
 
 
 def state_directory() -> Path:
@@ -35,6 +37,11 @@ class EnvironmentSettings:
     network: tuple[str, ...] = ()
     """Environments that get the network if their environment.toml asks for it: NAME, OWNER/NAME
     for another owner's, or "*" for all."""
+    without_file_protection: bool = False
+    """Run environment code also where the kernel cannot keep it from this user's files."""
+
+    def grants_network(self, identity: str) -> bool:
+        return "*" in self.network or identity in self.network
 
 
 @dataclass(frozen=True)
@@ -82,6 +89,13 @@ class Settings:
     disk: DiskSettings = DiskSettings()
     server: ServerSettings = ServerSettings()
     serving: ServingSettings = ServingSettings()
+
+
+def identity(owner: str, name: str) -> str:
+    """How this file names an owner's environment: NAME, or OWNER/NAME of another than the local
+    owner's.
+    """
+    return name if owner == LOCAL_OWNER else f"{owner}/{name}"
 
 
 def load_settings(home: Path | None = None) -> Settings:

@@ -53,6 +53,12 @@ class Echo(EnvironmentMultiTurn):
 '''
 
 
+def allow(home: Path, *lines: str) -> None:
+    """Write what the operator allows environments to settings.toml."""
+    home.mkdir(exist_ok=True)
+    (home / "settings.toml").write_text("\n".join(["[environments]", *lines]))
+
+
 def environment_folder(folder: Path, source: str, *, returns: str = "Sample()") -> Path:
     """A folder whose environment.py holds the classes above, then `source`; load_environment
     returns `returns`.

@@ -49,6 +49,10 @@ REPLACEMENTS: dict[str, tuple[str, str]] = {
     "how long a run took, on its page": (r"(\d+ steps), \d+ s\b", r"\1, <seconds> s"),
     "how long an environment took to load": (r"\bin [\d.]+ s: ", "in <seconds> s: "),
     "how long a call into an environment took": (r"\b[\d.]+ ms\b", "<milliseconds> ms"),
+    "what this machine's kernel can protect": (
+        r"sandbox of environment code protects: [^\"]*",
+        "<sandbox>",
+    ),
     "where an environment lies before it is published": (r"\.staged-\w+", "<staged>"),
 }
 

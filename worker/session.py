@@ -23,6 +23,7 @@ from environments.checks.constants import best_constant
 from environments.process.host import EnvironmentHost
 from environments.process.sandbox import describe
 from flash_mcp.protocol import records
+from environments.settings import LOCAL_OWNER, identity
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import RunWriter
@@ -112,8 +113,10 @@ def start_environment(
         pulse.advance()
         writer.event("phase", message)
 
+    environment = job["environment"]
     starting = EnvironmentHost.start(
-        Path(job["environment"]["path"]),
+        Path(environment["path"]),
+        known_as=identity(environment.get("owner", LOCAL_OWNER), environment["name"]),
         args=spec.environment_args,
         secrets=secrets,
         concurrency=spec.env_concurrency,

@@ -27,7 +27,7 @@ from environments.base import ChatMessage, EnvironmentSingleTurn
 from environments.checks.constants import Constant, best_constant
 from environments.checks.splits import shared_tasks
 from environments.process import requirements, sandbox
-from environments.process.faults import remedy
+from environments.process.faults import FIXES, remedy
 from environments.process.host import EnvironmentFault, EnvironmentHost, Score, Step
 
 ROWS = {"train": 5, "eval": 3}
@@ -83,6 +83,8 @@ class Report:
 
     splits: dict[str, int] = field(default_factory=dict[str, int])
     probes: list[Probe] = field(default_factory=list[Probe])
+    sandbox: dict[str, str] = field(default_factory=dict[str, str])
+    """What protected this machine from its code (EnvironmentHost.sandbox)."""
     seconds: float = 0.0
     constant: Constant | None = None
     """The best answer that is the same for every task."""
@@ -114,6 +116,7 @@ class Played:
 async def check(
     folder: Path,
     *,
+    known_as: str = "",
     args: Mapping[str, Any] | None = None,
     secrets: Mapping[str, str] | None = None,
     timeout_s: float = 5.0,
@@ -128,6 +131,7 @@ async def check(
     start = partial(
         EnvironmentHost.start,
         folder,
+        known_as=known_as,
         args=args,
         secrets=secrets,
         timeout_s=timeout_s,
@@ -179,6 +183,7 @@ class _Gate:
     async def run(self) -> None:
         async with await self._start_host() as host:
             self.report.splits = dict(host.splits)
+            self.report.sandbox = dict(host.sandbox)
             sizes = f"{host.splits['train']} train tasks, {host.splits['eval']} eval tasks"
             self.add(Probe("loads", True, f"in {self.elapsed_s:.2f} s: {sizes}"))
             for split, size in host.splits.items():
@@ -543,6 +548,7 @@ def _is_low(reward: float, gold: float, *, partial: bool) -> bool:
 # -- the fix of a fault ----------------------------------------------------------------------------
 
 FIX_OF_CODE = {
+    **FIXES,
     "environment_timeout": "give every wait and every loop in environment code an end",
     "dataset_invalid": "correct the dataset at the place named",
     "requirements_failed": f"correct {requirements.FILE}: name packages and versions that exist "

@@ -11,6 +11,9 @@ class EnvironmentFault(Exception):
     - dataset_invalid
     - environment_error: a call failed
     - environment_timeout: a call passed its deadline
+    - invalid_argument: settings.toml cannot be used
+    - network_not_granted: its environment.toml asks for it, settings.toml does not grant it
+    - environment_unprotected: no file protection is possible, and settings.toml insists on it
     - environment_memory, _file_size, _processes, _network, _access: the sandbox refused something
     - requirements_failed: its packages could not be installed
     - not_ready: its packages are still being installed
@@ -23,6 +26,17 @@ class EnvironmentFault(Exception):
         self.what = what
         self.traceback = traceback
 
+
+FIXES = {
+    "network_not_granted": "if the operator trusts its code with the network, add that name to "
+    "`network` under [environments] in settings.toml of FLASH_HOME; or take `network` out of its "
+    "environment.toml",
+    "environment_unprotected": "use a kernel with Landlock (5.13 or newer), which a container may "
+    "have to allow; or, for code that you trust with every file of this user, set "
+    "`without_file_protection = true` under [environments] in settings.toml of FLASH_HOME",
+    "invalid_argument": "whoever runs the server corrects settings.toml in FLASH_HOME",
+}
+"""For faults that only the operator of the machine can remove."""
 
 ARGUMENT_ERROR = re.compile(
     r"raised TypeError: ((?:\w+\.__init__|load_environment)\(\)) "

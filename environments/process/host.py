@@ -29,9 +29,11 @@ from environments.base import ChatMessage
 from environments.process import requirements, scratch
 from environments.process.faults import EnvironmentFault
 from environments.process.redaction import Redactor
+from environments.process.sandbox import FILE as NEEDS_FILE
 from environments.process.sandbox import READABLE_VARIABLE, Bounds, Needs
-from environments.process.warden import MEMORY_EXIT_CODE, SWEEP_TIMEOUT_S
-from environments.settings import state_directory
+from environments.process.warden import MEMORY_EXIT_CODE, SWEEP_TIMEOUT_S, UNPROTECTED_EXIT_CODE
+from environments.settings import FILE as SETTINGS_FILE
+from environments.settings import EnvironmentSettings, load_settings, state_directory
 
 ABANDON_TIMEOUT_S = 5.0
 """A child that does not confirm within this time that it dropped a call is frozen, and killed."""
@@ -40,6 +42,10 @@ MAX_LINE_BYTES = 16 << 20
 """Size of a reply. environments.process.child sends no longer ones; they could fill our memory."""
 MAX_PRINTED_BYTES = 8 << 20
 """How much of one child's output goes to our log. Only the end of the rest is kept, as evidence."""
+DEATH_CODES: dict[int | None, str] = {
+    MEMORY_EXIT_CODE: "environment_memory",
+    UNPROTECTED_EXIT_CODE: "environment_unprotected",
+}
 FROZEN = "its process answered no call any more (does code hold the interpreter?)"
 FORGED = "it sent what is no reply: code wrote to the descriptor that answers go through"
 STOPPED = "the environment host was stopped"
@@ -93,6 +99,7 @@ class EnvironmentHost:
     def __init__(
         self,
         folder: Path,
+        known_as: str,
         python: Path,
         args: Mapping[str, Any],
         secrets: Mapping[str, str],
@@ -103,6 +110,7 @@ class EnvironmentHost:
         """The number of tasks of each split. It is 0 for eval if there is no eval split."""
         self.sandbox: dict[str, str] = {}
         """What sandbox.confine returned: {protection: "" if it works, else why it does not}."""
+        self._known_as = known_as
         self._args = dict(args)
         self._secrets = dict(secrets)
         self._python = python
@@ -122,6 +130,7 @@ class EnvironmentHost:
         cls,
         folder: Path,
         *,
+        known_as: str = "",
         args: Mapping[str, Any] | None = None,
         secrets: Mapping[str, str] | None = None,
         concurrency: int = 32,
@@ -132,13 +141,14 @@ class EnvironmentHost:
     ) -> Self:
         """Load the environment with `load_environment(**args)`, after installing its packages.
 
+        `known_as` is its name in settings.toml (environments.settings.identity).
         `install_timeout_s` bounds the wait for these (environments.process.requirements); None
         waits as long as it takes."""
         python = await requirements.interpreter(
             folder, timeout_s=install_timeout_s, on_progress=on_progress
         )
         limits = _Limits(concurrency, timeout_s, start_timeout_s)
-        host = cls(folder, python, args or {}, secrets or {}, limits)
+        host = cls(folder, known_as, python, args or {}, secrets or {}, limits)
         try:
             await host._live_child()
         except BaseException:
@@ -252,16 +262,14 @@ class EnvironmentHost:
 
     async def _start_process(self, interpreter: Path) -> _Child:
         """Start `interpreter` in the folder's sandbox. No user code has run when this returns."""
-        try:
-            needs = Needs.of(self.folder)
-        except ValueError as error:
-            raise EnvironmentFault("environment_invalid", str(error)) from error
+        needs, operator = self._granted()
         named = os.environ.get(READABLE_VARIABLE, "").split(os.pathsep)
         bounds = Bounds(
             folder=str(self.folder),
             scratch=str(self._scratch),
             hidden=str(state_directory()),
             needs=needs.asked(),
+            without_file_protection=operator.without_file_protection,
             threads=self._limits.concurrency,
             readable=(*filter(None, named), *requirements.prefix(interpreter)),
         )
@@ -276,6 +284,22 @@ class EnvironmentHost:
             start_new_session=True,
         )
         return child
+
+    def _granted(self) -> tuple[Needs, EnvironmentSettings]:
+        """What the folder asks for, and what the operator allows."""
+        try:
+            needs = Needs.of(self.folder)
+        except ValueError as error:
+            raise EnvironmentFault("environment_invalid", str(error)) from error
+        try:
+            operator = load_settings().environments
+        except ValueError as error:
+            what = f"the settings of this server cannot be used: {error}"
+            raise EnvironmentFault("invalid_argument", what) from error
+        if needs.network and not operator.grants_network(self._known_as):
+            what = f"its {NEEDS_FILE} asks for network, which {SETTINGS_FILE} does not grant"
+            raise EnvironmentFault("network_not_granted", f"{what} to {self._known_as!r}")
+        return needs, operator
 
     def _load_fault(self, error: BaseException, child: _Child) -> BaseException:
         if isinstance(error, _UnansweredError):
@@ -505,8 +529,7 @@ class _Child(asyncio.SubprocessProtocol):
         if self.alive:
             code = self._transport.get_returncode()
             self._mark_dead(_exit_reason(code))
-            if code == MEMORY_EXIT_CODE:
-                self._death_code = "environment_memory"
+            self._death_code = DEATH_CODES.get(code, self._death_code)
         self._kill_group()
         # Its last output may still be in the pipe. Another process may hold the pipe open for ever.
         asyncio.get_running_loop().call_later(1.0, self._end)
@@ -526,6 +549,8 @@ def _exit_reason(code: int | None) -> str:
     if code == MEMORY_EXIT_CODE:
         limit = f"memory_gib in environment.toml ({Needs().memory_gib:g} if left out)"
         return f"its processes used more memory than {limit}"
+    if code == UNPROTECTED_EXIT_CODE:
+        return "this machine cannot keep it from the user's files"
     if code is not None and code < 0:
         return f"killed by {signal.Signals(-code).name}"
     return f"it exited with code {code}"

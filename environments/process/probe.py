@@ -12,7 +12,7 @@ from environments.process.sandbox import Bounds
 
 def main() -> None:
     folder, scratch = sys.argv[1:]
-    found = warden.enclose(Bounds(folder, scratch, hidden=folder))
+    found = warden.enclose(Bounds(folder, scratch, hidden=folder, without_file_protection=True))
     sys.stdout.write(json.dumps(found))
 
 

@@ -40,7 +40,7 @@ from typing import IO
 
 from environments.process import kernel, sandbox, warden
 from environments.process.faults import EnvironmentFault
-from environments.settings import state_directory
+from environments.settings import load_settings, state_directory
 
 FILE = "requirements.txt"
 INSTALL_TIMEOUT_S = 3600.0
@@ -252,12 +252,14 @@ def _confine(target: Path) -> None:
     for name, value in os.environ.items():
         if re.match("UV|PIP|SSL", name) and value.startswith("/"):
             readable.append(value)
+    operator = load_settings(target.parent.parent)
     bounds = sandbox.Bounds(
         folder=str(target),
         scratch=str(target),
         written=(str(target / "venv"), str(_scratch(target))),
         hidden=str(target.parent.parent),
         needs={"network": True},
+        without_file_protection=operator.environments.without_file_protection,
         readable=tuple(readable),
     )
     warden.enclose(bounds)  # the warden ends the processes that a build leaves behind

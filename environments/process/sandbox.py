@@ -11,7 +11,8 @@ Linux, no helper program and no root.
   folder. It gets terminals if the mount namespace has its own.
 - attributes (a read-only mount namespace, or another user): it changes no file's mode or time
   outside that temporary folder.
-- network (seccomp): it can make no socket except pairs of connected ones.
+- network (seccomp): it can make no socket except pairs of connected ones. With network, which
+  environment.toml asks for and settings.toml grants, it makes IPv4 and IPv6 sockets too.
 - process_tree (a PID namespace): all that it starts ends with it, and it finds no other process.
 - proc: /proc shows its own processes only.
 - signals (a PID namespace or Landlock): it signals and traces no process outside the sandbox.
@@ -22,7 +23,8 @@ priority and its processors too.
 
 The sandbox does not limit CPU time, the number of files in the temporary folder, files in memory
 that no process has mapped, what one episode learns of another in the same process, or, with
-network, sockets of other programs on this machine. Environment code shares a kernel with its host.
+network, servers that listen on this machine's own addresses. Environment code shares a kernel with
+its host.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from typing import Any
 from environments.process.kernel import PR_SET_NO_NEW_PRIVS, checked, keep_capabilities, libc
 from environments.process.namespaces import Mounts, Own, become
 from environments.process.seccomp import filter_calls
+from environments.settings import FILE as SETTINGS_FILE
 from environments.settings import read_toml
 
 FILE = "environment.toml"
@@ -90,6 +93,8 @@ class Bounds:
     readable: tuple[str, ...] = ()
     written: tuple[str, ...] = ()
     """Folders in `scratch`, if the code may not write to all of it."""
+    without_file_protection: bool = False
+    """Run code also if `files` cannot be protected."""
 
     @property
     def writable(self) -> tuple[str, ...]:
@@ -111,7 +116,10 @@ class NetworkRefusedError(PermissionError):
     """Environment code used the network, but its environment.toml does not ask for it."""
 
     def __init__(self) -> None:
-        what = f"this environment has no network; network = true in its {FILE} asks for it"
+        what = (
+            f"this environment has no network; network = true in its {FILE} asks for it, and the "
+            f"operator grants it in {SETTINGS_FILE}"
+        )
         super().__init__(errno.EACCES, what)
 
 
@@ -145,8 +153,8 @@ def confine(bounds: Bounds, own: Own, mounts: Mounts) -> dict[str, str]:
     if own.has_processes:
         found["signals"] = ""
     found["network"] = filter_calls(allow_sockets=needs.network, has_processes=own.has_processes)
-    if needs.network:
-        found["network"] = f"open: {FILE} asks for it"
+    if needs.network and not found["network"]:
+        found["network"] = f"open: {FILE} asks for it and {SETTINGS_FILE} grants it"
     return found
 
 
@@ -323,7 +331,8 @@ def _refusal(error: BaseException) -> tuple[str, str] | None:
     number = error.errno if isinstance(error, OSError) else None
     usual = Needs()
     if isinstance(error, NetworkRefusedError):
-        return "environment_network", f"it has no network unless its {FILE} says network = true"
+        about = f"it has no network unless its {FILE} says network = true"
+        return "environment_network", f"{about} and the operator's {SETTINGS_FILE} grants it"
     if isinstance(error, MemoryError) or number == errno.ENOMEM:
         about = f"it may use the memory_gib of its {FILE} ({usual.memory_gib:g} if left out)"
         return "environment_memory", about

@@ -109,9 +109,9 @@ def filter_calls(*, allow_sockets: bool, has_processes: bool) -> str:
         steps += _for(number, [_refuse(errno.ENOSYS)])
     for number in calls.keys:
         steps += _for(number, [_refuse(errno.EPERM)])
-    if not allow_sockets:
-        steps += _for(calls.socket, [_refuse(errno.EACCES)])
-        steps += _for(calls.socketpair, _connected_pair())
+    families = (AF_INET, AF_INET6) if allow_sockets else ()
+    steps += _for(calls.socket, _families(families))
+    steps += _for(calls.socketpair, _connected_pair())
     steps += _for(calls.prlimit, _limits_of_others())
     if not has_processes:
         for number in calls.scheduling:
@@ -135,6 +135,14 @@ def _refuse(error: int) -> Step:
 def _for(number: int, steps: list[Step]) -> list[Step]:
     """The steps for one system call. They must end with a return."""
     return [(EQUAL, 0, len(steps), number), *steps]
+
+
+def _families(allowed: tuple[int, ...]) -> list[Step]:
+    """The families of sockets. Those of Unix reach other programs through files."""
+    steps: list[Step] = [(LOAD, 0, 0, ARGUMENTS[0])]
+    for family in allowed:
+        steps += [(EQUAL, 0, 1, family), (RETURN, 0, 0, ALLOW)]
+    return [*steps, _refuse(errno.EACCES)]
 
 
 def _connected_pair() -> list[Step]:

@@ -48,6 +48,8 @@ CHECK_EVERY_S = 0.5
 SWEEP_TIMEOUT_S = 5.0
 MEMORY_EXIT_CODE = 97
 """The exit code that tells the host that the processes used too much memory."""
+UNPROTECTED_EXIT_CODE = 96
+"""The exit code that tells the host that files cannot be protected. stderr says why."""
 STATUS = struct.Struct("i")
 HEEDED = {signal.SIGTERM, signal.SIGCHLD, signal.SIGUSR1}
 
@@ -57,7 +59,7 @@ def enclose(bounds: Bounds) -> dict[str, str]:
     found, in the new process only.
     """
     if not sys.platform.startswith("linux"):
-        return confine(bounds, Own(), Mounts())
+        return _protected(confine(bounds, Own(), Mounts()), bounds)
     set_subreaper()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # memory may hold secrets
     signal.pthread_sigmask(signal.SIG_BLOCK, HEEDED)
@@ -87,6 +89,14 @@ def enclose(bounds: Bounds) -> dict[str, str]:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HEEDED)
     found = confine(bounds, own, mounts)
     die_with_parent(parent)  # not earlier, because becoming another user undoes it
+    return _protected(found, bounds)
+
+
+def _protected(found: dict[str, str], bounds: Bounds) -> dict[str, str]:
+    """What was found. Ends this process if the code could open any file."""
+    if found["files"] and not bounds.without_file_protection:
+        sys.stderr.write(f"{found['files']}\n")
+        sys.exit(UNPROTECTED_EXIT_CODE)
     return found
 
 

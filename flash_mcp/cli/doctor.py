@@ -11,10 +11,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
 from environments.process.sandbox import describe
+from environments.settings import FILE, load_settings
 from flash_mcp.protocol.errors import FlashError, as_flash_error
 from flash_mcp.protocol.paths import home, models_dir
 from flash_mcp.protocol.spec import DEFAULT_MODEL
@@ -80,6 +82,14 @@ def _state_directory() -> Outcome:
         return "problem", str(error), "set FLASH_HOME to a folder on a local disk that you own"
     runs = ", ".join(f"{count} {state}" for state, count in counts.items())
     return _ok(f"{base}: {runs or 'no runs'}")
+
+
+def _settings() -> Outcome:
+    try:
+        load_settings()
+    except ValueError as error:
+        return "problem", str(error), f"correct {home() / FILE}"
+    return _ok(f"{home() / FILE} can be used" if (home() / FILE).exists() else "all defaults")
 
 
 def _privacy() -> Outcome:
@@ -152,6 +162,26 @@ def _model() -> Outcome:
     return _ok(f"{DEFAULT_MODEL}: the first run downloads it, about 100 MB")
 
 
+NAMESPACES = (
+    "allow user namespaces (kernel.unprivileged_userns_clone=1, on Ubuntu "
+    "kernel.apparmor_restrict_unprivileged_userns=0); a container needs --cap-add SYS_ADMIN or "
+    "--security-opt seccomp=unconfined"
+)
+MENDS = {
+    "files": "use a kernel with Landlock (5.13 or newer), or set without_file_protection = true "
+    "under [environments] in settings.toml if you trust all environment code with your files",
+    "attributes": NAMESPACES,
+    "process_tree": NAMESPACES,
+    "processes": NAMESPACES,
+    "proc": "start the container with --security-opt systempaths=unconfined",
+    "signals": "allow namespaces, or use Linux 6.12 or newer",
+    "network": "allow seccomp; it is supported on x86_64 and aarch64",
+    "memory": "raise the hard limit of `ulimit -d`",
+    "file_size": "raise the hard limit of `ulimit -f`",
+}
+"""For each protection of the sandbox, what makes it possible."""
+
+
 def _sandbox() -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         command = (sys.executable, "-P", "-m", "environments.process.probe", folder, folder)
@@ -162,11 +192,12 @@ def _sandbox() -> Outcome:
     missing: dict[str, str] = json.loads(done.stdout)
     if not any(missing.values()):
         return _ok(describe(missing))
-    fix = (
-        "push and train only environments that you trust, or use a newer kernel (6.12 has all) or "
-        "a less restricted container"
-    )
-    return "warning", describe(missing), fix
+    fixes = {MENDS[name]: None for name, why in missing.items() if why and name in MENDS}
+    is_allowed = False
+    with suppress(ValueError):  # `_settings` names what is wrong
+        is_allowed = load_settings().environments.without_file_protection
+    level = "problem" if missing["files"] and not is_allowed else "warning"
+    return level, describe(missing), "; ".join(fixes)
 
 
 def _supervisor() -> Outcome:
@@ -184,6 +215,7 @@ def _supervisor() -> Outcome:
 CHECKS: dict[str, Callable[[], Outcome]] = {
     "python": _python,
     "state directory": _state_directory,
+    "settings": _settings,
     "privacy": _privacy,
     "disk": _disk,
     "memory": _memory,

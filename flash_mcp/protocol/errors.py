@@ -34,6 +34,8 @@ CODES: dict[str, str] = {
     "environment_processes": "environment code exceeded its limit of processes or threads",
     "environment_file_size": "environment code exceeded its limit for the size of a file",
     "environment_network": "environment code needs network access that it did not ask for",
+    "network_not_granted": "environment.toml asks for network, which settings.toml does not grant",
+    "environment_unprotected": "this machine cannot keep environment code from the user's files",
     "environment_access": "environment code opened a file outside its sandbox",
     "secret_missing": "the run's secrets were lost in a restart; they are never written to disk",
     "requirements_failed": "packages of an environment's requirements.txt could not be installed",

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
+from environments.settings import identity
 from flash_mcp.protocol.spec import EvalSpec, RunSpec, stored_spec
 
 Json = dict[str, Any]
@@ -234,6 +235,11 @@ class EnvironmentVersion(Record):
     def reference(self) -> str:
         """NAME@DIGEST."""
         return f"{self.name}@{self.digest}"
+
+    @property
+    def identity(self) -> str:
+        """How settings.toml names it."""
+        return identity(self.owner, self.name)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Literal
 
+from environments.settings import LOCAL_OWNER
 from flash_mcp.protocol.errors import FlashError
 
-LOCAL_OWNER = "local"
 Access = Literal["write", "read", "metrics"]
 """write: every tool. read: those that change nothing. metrics: GET /metrics alone, for the whole
 machine.

@@ -60,6 +60,9 @@ def enqueue(
         _check_quota(store)
         _check_still_there(store, environment, init_adapter, dataset)
         run_id, now = _new_id(store), time.time()
+        lineage = {"code": code_version(), **(lineage or {})}
+        if environment.owner != caller().owner:  # the local owner may run another's
+            lineage["environment_owner"] = environment.owner
         store.insert(
             "runs",
             {
@@ -75,7 +78,7 @@ def enqueue(
                 "sources": resolved.sources,
                 "init_adapter": init_adapter,
                 "dataset": dataset,
-                "lineage": {"code": code_version(), **(lineage or {})},
+                "lineage": lineage,
                 "idempotency_key": idempotency_key,
                 "request_digest": _request_digest(resolved),
                 "folder": str(runs_dir(store.base) / run_id),
@@ -99,6 +102,7 @@ def job(run: Run) -> Json:
             "name": run.environment,
             "digest": run.environment_digest,
             "path": run.environment_path,
+            "owner": run.lineage.get("environment_owner", run.owner),
         },
         "model": run.model,
         "init_adapter": run.init_adapter,

@@ -17,7 +17,8 @@ import environments
 from environments.checks import gate
 from environments.checks.splits import Overlap, overlap
 from environments.process.host import EnvironmentFault
-from environments.process.sandbox import Needs
+from environments.process.sandbox import Needs, describe
+from environments.settings import identity
 from flash_mcp.protocol.errors import FlashError, disk_error
 from flash_mcp.protocol.records import EnvironmentVersion, Json
 from flash_mcp.state import references
@@ -124,6 +125,8 @@ class EnvTest(Result):
     """Seconds that all checks took."""
     probes: list[Probe]
     """Every check, in order."""
+    sandbox: str | None = None
+    """What of this machine is protected from the environment's code; absent if it did not load."""
     sample: Sample | None = None
     """With model: its attempts at a few train tasks."""
 
@@ -285,6 +288,7 @@ async def _splits(
     async with hosted(
         stage.folder,
         stage.parent.name,
+        known_as=identity(caller().owner, stage.parent.name),
         args=args,
         secrets=secrets,
         call_timeout_s=CALL_TIMEOUT_S,
@@ -338,8 +342,8 @@ async def env_test(
     values = secret_values(secrets)
     sample = None
     with contextlib.ExitStack() as stack:
-        what, path = await run_sync(_locate, environment, folder, stack)
-        found = await _checked(what, path, environment_args, values, call_timeout_s)
+        what, known_as, path = await run_sync(_locate, environment, folder, stack)
+        found = await _checked(what, known_as, path, environment_args, values, call_timeout_s)
         failed = [probe.name for probe in found.probes if probe.passed is False]
         if model is not None and not failed:
             given = {"max_tokens": max_tokens}
@@ -359,18 +363,25 @@ async def env_test(
         eval_tasks=found.splits.get("eval", 0),
         seconds=round(found.seconds, 2),
         probes=[_shown(probe) for probe in found.probes],
+        sandbox=describe(found.sandbox) if found.sandbox else None,
         sample=sample,
         next=next_step,
     )
 
 
 async def _checked(
-    what: str, path: Path, args: Json | None, secrets: dict[str, str], call_timeout_s: float
+    what: str,
+    known_as: str,
+    path: Path,
+    args: Json | None,
+    secrets: dict[str, str],
+    call_timeout_s: float,
 ) -> gate.Report:
     await report("checking the environment in child processes")
     try:
         return await gate.check(
             path,
+            known_as=known_as,
             args=args,
             secrets=secrets,
             timeout_s=call_timeout_s,
@@ -406,21 +417,24 @@ async def _sampled(
 
 def _locate(
     environment: str | None, folder: str | None, stack: contextlib.ExitStack
-) -> tuple[str, Path]:
-    """The name and the folder of what is tested. Generated files exist until `stack` is closed."""
+) -> tuple[str, str, Path]:
+    """What is tested: its name, its name in settings.toml, and its folder. Generated files exist
+    until `stack` is closed.
+    """
     reference = environment or folder or ""
     if files := references.files_of(reference):
-        stage = stack.enter_context(staged(references.published_name(reference), files))
-        return reference, stage.folder
+        name = references.published_name(reference)
+        stage = stack.enter_context(staged(name, files))
+        return reference, identity(caller().owner, name), stage.folder
     if environment is not None:
         version = open_store().environment(environment)
-        return version.reference, Path(version.path)
+        return version.reference, version.identity, Path(version.path)
     path = Path(folder or "").expanduser().absolute()
     if not path.is_dir():
         fix = "pass the folder that holds environment.py; env_setup writes one to start from"
         what = f"there is no folder {str(path)!r} on the server"
         raise FlashError("invalid_argument", what, fix=fix)
-    return str(path), path
+    return str(path), identity(caller().owner, path.name), path
 
 
 def _version(environment: str | None, path: Path) -> EnvironmentVersion:

@@ -25,8 +25,8 @@ from environments.process.host import EnvironmentFault, EnvironmentHost
 from environments.process.sandbox import Needs, describe
 from flash_mcp.protocol.paths import environments_dir
 from flash_mcp.state.store import open_store
-from tests.folders import environment_folder
-from tests.places import CALCULATOR
+from tests.folders import allow, environment_folder
+from tests.places import CALCULATOR, ROOT
 from tests.watch import is_running, outer_pid
 
 pytestmark = [
@@ -371,15 +371,57 @@ async def test_a_pair_of_sockets_reaches_nobody_else(tmp_path: Path) -> None:
                 assert await attack.told(pair) == "b'x'"
 
 
-async def test_an_environment_that_asks_for_the_network_gets_it(
-    tmp_path: Path, listener: socket.socket
+def grant(home: Path, *names: str) -> None:
+    allow(home, f"network = {json.dumps(names)}")
+
+
+async def test_an_environment_that_the_operator_names_gets_the_network_it_asks_for(
+    tmp_path: Path, flash_home: Path, listener: socket.socket
 ) -> None:
-    async with attack_on(tmp_path, "network = true") as attack:
+    grant(flash_home, "search")
+    async with attack_on(tmp_path / "search", "network = true", known_as="search") as attack:
         assert "asks for it" in attack.host.sandbox["network"]
         assert await attack.told(
             f"import socket; told = socket.create_connection({listener.getsockname()!r})"
         )
         listener.accept()[0].close()
+        # Sockets of other families reach programs of this machine past any network.
+        for code in ("AF_UNIX, SOCK_STREAM", "AF_NETLINK, SOCK_RAW", "40, SOCK_STREAM"):
+            raw = f"""
+                import ctypes
+                from socket import *
+                libc = ctypes.CDLL(None, use_errno=True)
+                told = libc.socket({code}, 0), ctypes.get_errno()
+            """
+            assert await attack.told(raw) == "(-1, 13)"
+        pair = "from socket import *; a, b = socketpair(); a.send(b'x'); told = b.recv(1)"
+        assert await attack.told(pair) == "b'x'"
+        datagrams = "from socket import *; socketpair(AF_UNIX, SOCK_DGRAM)"
+        assert "Permission denied" in (await attack.fault(datagrams)).what
+
+
+@pytest.mark.parametrize(
+    ("granted", "known_as"),
+    [
+        ((), "search"),
+        (("search",), "bob/search"),
+        (("bob/search",), "search"),
+        (("search",), "searching"),
+        (("search",), ""),
+    ],
+)
+async def test_no_environment_grants_itself_the_network(
+    tmp_path: Path, flash_home: Path, granted: tuple[str, ...], known_as: str
+) -> None:
+    grant(flash_home, *granted)
+    with pytest.raises(EnvironmentFault) as caught:
+        async with attack_on(tmp_path / "search", "network = true", known_as=known_as):
+            pass
+    assert caught.value.code == "network_not_granted"
+    assert f"not grant to {known_as!r}" in caught.value.what
+    grant(flash_home, "*")
+    async with attack_on(tmp_path / "search", "network = true", known_as=known_as):
+        pass
 
 
 @pytest.mark.parametrize(
@@ -610,6 +652,59 @@ async def test_the_code_cannot_end_the_first_process_of_its_namespace(tmp_path: 
             pytest.skip(why)
         assert await attack.told(kill) == "alive"
         assert await attack.told("told = 1") == "1"
+
+
+# -- where the kernel refuses ---------------------------------------------------------------------
+
+START = """
+import asyncio, sys
+from pathlib import Path
+from environments.process.host import EnvironmentFault, EnvironmentHost
+
+async def main():
+    try:
+        async with await EnvironmentHost.start(Path(sys.argv[1])) as host:
+            print("loaded;", host.sandbox["files"])
+    except EnvironmentFault as fault:
+        print(fault.code, fault.what, fault.traceback)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("refused", ["landlock", "landlock,namespaces"])
+@pytest.mark.parametrize("user", ["root", "another"])
+async def test_no_code_runs_where_files_cannot_be_protected_unless_the_operator_says_so(
+    tmp_path: Path, flash_home: Path, refused: str, user: str
+) -> None:
+    environment_folder(tmp_path / "folder", "print('it ran', flush=True)", returns="Echo()")
+    refusing = [sys.executable, "-m", "tests.refusing", refused]
+    if user == "another":
+        if os.getuid() != 0 or not shutil.which("setpriv"):
+            pytest.skip("only root can be another user")
+        # It keeps the right to open root's files, where this Python may lie.
+        powers = "-all,+dac_override"
+        refusing = [
+            "setpriv",
+            "--reuid",
+            "4242",
+            "--inh-caps",
+            powers,
+            "--ambient-caps",
+            powers,
+            *refusing,
+        ]
+    elif os.getuid() != 0:
+        pytest.skip("this is another user already")
+    command = [*refusing, sys.executable, "-c", START, tmp_path / "folder"]
+    told = subprocess.check_output(command, timeout=60, text=True, cwd=ROOT)  # noqa: ASYNC221
+    assert told.startswith("environment_unprotected "), told
+    assert "Landlock" in told and "it ran" not in told
+    if user == "another":
+        return  # without powers it cannot start this Python
+    allow(flash_home, "without_file_protection = true")
+    told = subprocess.check_output(command, timeout=60, text=True, cwd=ROOT)  # noqa: ASYNC221
+    assert told.startswith("loaded; this kernel has no Landlock"), told
 
 
 # -- as a user without rights ----------------------------------------------------------------------

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from environments.settings import FILE, Settings, load_settings
+from environments.settings import FILE, EnvironmentSettings, Settings, identity, load_settings
 
 
 def test_without_a_file_every_setting_has_its_default(tmp_path: Path) -> None:
@@ -16,6 +16,12 @@ def test_a_changed_file_holds_at_the_next_reading(tmp_path: Path) -> None:
     assert load_settings(tmp_path).environments.network == ("search",)
     (tmp_path / FILE).write_text('[environments]\nnetwork = ["*"]\n')
     assert load_settings(tmp_path).environments.network == ("*",)
+
+
+def test_a_grant_names_the_owner_except_the_local_one() -> None:
+    granted = EnvironmentSettings(network=("search", "bob/browse"))
+    names = [("local", "search"), ("bob", "search"), ("bob", "browse"), ("local", "browse")]
+    assert [granted.grants_network(identity(*name)) for name in names] == [True, False, True, False]
 
 
 @pytest.mark.parametrize(

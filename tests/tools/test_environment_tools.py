@@ -11,13 +11,16 @@ import pytest
 from mcp import Client
 
 from environments import load_dataset
+from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import environments_dir
 from flash_mcp.protocol.spec import read_toml, validate
 from flash_mcp.server.mcp_server import server
+from flash_mcp.state.owners import Caller, acting_as
 from flash_mcp.state.store import open_store
+from flash_mcp.tools.environments import env_push, env_test
 from flash_mcp.tools.shared import playbook
 from tests.calls import refusal
-from tests.folders import environment_folder
+from tests.folders import allow, environment_folder
 
 pytestmark = pytest.mark.anyio
 
@@ -243,6 +246,32 @@ async def test_what_an_environment_is_loaded_with_is_carried_on(
     assert pushed["next"].startswith(f"train(environment='e', validate_only=true{carried})")
     tested = await call(client, "env_test", environment="e", **known)
     assert tested["next"] == f"train(environment='e', validate_only=true{carried})"
+
+
+async def test_the_network_is_the_operators_to_grant_whatever_name_another_owner_chooses(
+    client: Client, tmp_path: Path, flash_home: Path
+) -> None:
+    folder = environment_folder(tmp_path / "search", "", returns="Addition()")
+    (folder / "environment.toml").write_text("network = true\n")
+    files = {path.name: path.read_text() for path in folder.iterdir()}
+    told = await refusal(client, "env_push", name="search", folder=str(folder))
+    assert "network_not_granted" in told and "settings.toml" in told
+    [probe] = (await call(client, "env_test", folder=str(folder)))["probes"]
+    assert "network_not_granted" in probe["evidence"] and "settings.toml" in probe["fix"]
+    allow(flash_home, "network = ['search', 'bob/browse']")
+    tested = await call(client, "env_test", folder=str(folder))
+    assert "asks for it" in tested["sandbox"]
+    assert (await call(client, "env_push", name="search", folder=str(folder)))["created"]
+    with acting_as(Caller("bob")):
+        assert (await env_push("browse", files=files)).train_tasks
+        with pytest.raises(FlashError, match="not grant to 'bob/search'"):
+            await env_push("search", files=files)
+        # Loaded or not: without the grant it neither trains nor is tested.
+        await env_push("search", files=files, load=False)
+        tested_by_bob = await env_test(environment="search")
+    assert not tested_by_bob.passed
+    assert "network_not_granted" in tested_by_bob.probes[0].evidence
+    assert (await env_test(environment="search")).passed  # the local owner's own
 
 
 # -- env_test --------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from environments.checks.splits import Overlap
+from environments.process import faults
 from environments.process.faults import remedy
 from environments.process.host import EnvironmentFault, EnvironmentHost
 from flash_mcp.protocol.errors import FlashError
@@ -26,6 +27,7 @@ FIXES = {
     "not_ready": "call again in half a minute; the installation continues and happens only once",
     "requirements_failed": "correct requirements.txt: every name and version has to exist, and to "
     "fit the others and this Python",
+    **faults.FIXES,
 }
 
 Secrets = Annotated[
@@ -76,6 +78,7 @@ async def hosted(
     folder: Path,
     name: str,
     *,
+    known_as: str,
     args: Mapping[str, Any] | None,
     secrets: Mapping[str, str],
     call_timeout_s: float,
@@ -86,6 +89,7 @@ async def hosted(
     try:
         async with await EnvironmentHost.start(
             folder,
+            known_as=known_as,
             args=args,
             secrets=secrets,
             timeout_s=call_timeout_s,
@@ -103,7 +107,13 @@ def loaded(
 ) -> AbstractAsyncContextManager[EnvironmentHost]:
     """A published environment, `hosted` with these options; `secrets` are names."""
     path = Path(environment.path)
-    return hosted(path, environment.reference, secrets=secret_values(secrets), **options)
+    return hosted(
+        path,
+        environment.reference,
+        known_as=environment.identity,
+        secrets=secret_values(secrets),
+        **options,
+    )
 
 
 def contamination_note(shared: Overlap) -> str | None:
