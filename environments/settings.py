@@ -40,6 +40,26 @@ class EnvironmentSettings:
     without_file_protection: bool = False
     """Run environment code also where the kernel cannot keep it from this user's files."""
 
+    memory_gib: float = 0.0
+    """GiB of memory that one environment may ask for; by default half of the machine's."""
+    processes: int = 4096
+    """Processes and threads that one environment may ask for."""
+    file_gib: float = 64.0
+    """GiB of one file that an environment may ask for."""
+    at_once: int = 0
+    """Environments that run at the same time on this machine; by default one for each GiB of its
+    memory, and at least 16."""
+    at_once_per_owner: int = 8
+    """The same, for each owner over HTTP."""
+
+    @property
+    def most_memory_gib(self) -> float:
+        return self.memory_gib or _machine_gib() / 2
+
+    @property
+    def most_at_once(self) -> int:
+        return self.at_once or max(16, int(_machine_gib()))
+
     def grants_network(self, identity: str) -> bool:
         return "*" in self.network or identity in self.network
 
@@ -89,6 +109,10 @@ class Settings:
     disk: DiskSettings = DiskSettings()
     server: ServerSettings = ServerSettings()
     serving: ServingSettings = ServingSettings()
+
+
+def _machine_gib() -> float:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
 
 
 def identity(owner: str, name: str) -> str:

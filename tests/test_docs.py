@@ -18,6 +18,7 @@ from flash_mcp.server.mcp_server import INSTRUCTIONS
 from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.shared import playbook
 from tests.docs import PLAYBOOK, filled
+from tests.folders import allow
 from tests.places import ROOT
 
 PROSE = re.compile(r"<!-- (fields|codes|tools) -->.*?<!-- /\1 -->|```.*?```", re.DOTALL)
@@ -114,7 +115,8 @@ def example_files(folder: Path) -> Path:
 
 
 @pytest.mark.anyio
-async def test_the_playbooks_example_environment_works(tmp_path: Path):
+async def test_the_playbooks_example_environment_works(tmp_path: Path, flash_home: Path):
+    allow(flash_home, 'network = ["*"]', "memory_gib = 16")
     async with await EnvironmentHost.start(example_files(tmp_path)) as host:
         assert host.splits == {"train": 2, "eval": 1}
         assert await host.gold("train", 0) == [

@@ -22,8 +22,8 @@ from transformers import AutoTokenizer, GenerationConfig
 from environments.checks.constants import best_constant
 from environments.process.host import EnvironmentHost
 from environments.process.sandbox import describe
-from flash_mcp.protocol import records
 from environments.settings import LOCAL_OWNER, identity
+from flash_mcp.protocol import records
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import RunWriter
@@ -47,6 +47,8 @@ CONSTANT_TASKS = 10
 T = TypeVar("T")
 S = TypeVar("S", bound=RunSpec | EvalSpec)
 MAX_LENGTH = 4096
+PLACE_TIMEOUT_S = 600.0
+"""Time that a run waits while as many environments run as settings.toml allows."""
 BLOCK = 512
 """Tasks of an evaluation that the scheduler gets at once: each of them holds an open episode."""
 
@@ -122,6 +124,7 @@ def start_environment(
         concurrency=spec.env_concurrency,
         timeout_s=spec.env_timeout_s,
         on_progress=on_progress,
+        place_timeout_s=PLACE_TIMEOUT_S,
     )
     try:
         host = runner.run(starting, stop=pulse.cancelled)

@@ -13,6 +13,7 @@ class EnvironmentFault(Exception):
     - environment_timeout: a call passed its deadline
     - invalid_argument: settings.toml cannot be used
     - network_not_granted: its environment.toml asks for it, settings.toml does not grant it
+    - environments_busy: as many environments run as settings.toml allows
     - environment_unprotected: no file protection is possible, and settings.toml insists on it
     - environment_memory, _file_size, _processes, _network, _access: the sandbox refused something
     - requirements_failed: its packages could not be installed
@@ -31,6 +32,8 @@ FIXES = {
     "network_not_granted": "if the operator trusts its code with the network, add that name to "
     "`network` under [environments] in settings.toml of FLASH_HOME; or take `network` out of its "
     "environment.toml",
+    "environments_busy": "call again when one of them has ended; the operator allows more with "
+    "`at_once` or `at_once_per_owner` under [environments] in settings.toml of FLASH_HOME",
     "environment_unprotected": "use a kernel with Landlock (5.13 or newer), which a container may "
     "have to allow; or, for code that you trust with every file of this user, set "
     "`without_file_protection = true` under [environments] in settings.toml of FLASH_HOME",

@@ -20,7 +20,9 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, cast
@@ -33,11 +35,17 @@ from environments.process.sandbox import FILE as NEEDS_FILE
 from environments.process.sandbox import READABLE_VARIABLE, Bounds, Needs
 from environments.process.warden import MEMORY_EXIT_CODE, SWEEP_TIMEOUT_S, UNPROTECTED_EXIT_CODE
 from environments.settings import FILE as SETTINGS_FILE
-from environments.settings import EnvironmentSettings, load_settings, state_directory
+from environments.settings import (
+    LOCAL_OWNER,
+    EnvironmentSettings,
+    load_settings,
+    state_directory,
+)
 
 ABANDON_TIMEOUT_S = 5.0
 """A child that does not confirm within this time that it dropped a call is frozen, and killed."""
 STDERR_TAIL_CHARACTERS = 4000
+PLACE_POLL_S = 0.1
 MAX_LINE_BYTES = 16 << 20
 """Size of a reply. environments.process.child sends no longer ones; they could fill our memory."""
 MAX_PRINTED_BYTES = 8 << 20
@@ -104,6 +112,7 @@ class EnvironmentHost:
         args: Mapping[str, Any],
         secrets: Mapping[str, str],
         limits: _Limits,
+        place: tuple[Path, ExitStack],
     ) -> None:
         self.folder = folder.absolute()
         self.splits: dict[str, int] = {}
@@ -123,7 +132,7 @@ class EnvironmentHost:
         self._numbers = itertools.count(1)
         self._starting = asyncio.Lock()
         self._stopped = False
-        self._scratch, self._scratch_lock = scratch.scratch_folder()
+        self._scratch, self._scratch_lock = place
 
     @classmethod
     async def start(
@@ -136,19 +145,22 @@ class EnvironmentHost:
         concurrency: int = 32,
         timeout_s: float = 30.0,
         start_timeout_s: float = 60.0,
+        place_timeout_s: float = 10.0,
         install_timeout_s: float | None = None,
         on_progress: requirements.Listener | None = None,
     ) -> Self:
         """Load the environment with `load_environment(**args)`, after installing its packages.
 
         `known_as` is its name in settings.toml (environments.settings.identity).
+        `place_timeout_s` bounds the wait while as many environments run as settings.toml allows.
         `install_timeout_s` bounds the wait for these (environments.process.requirements); None
         waits as long as it takes."""
         python = await requirements.interpreter(
             folder, timeout_s=install_timeout_s, on_progress=on_progress
         )
         limits = _Limits(concurrency, timeout_s, start_timeout_s)
-        host = cls(folder, known_as, python, args or {}, secrets or {}, limits)
+        place = await _place(known_as, place_timeout_s)
+        host = cls(folder, known_as, python, args or {}, secrets or {}, limits, place)
         try:
             await host._live_child()
         except BaseException:
@@ -262,7 +274,7 @@ class EnvironmentHost:
 
     async def _start_process(self, interpreter: Path) -> _Child:
         """Start `interpreter` in the folder's sandbox. No user code has run when this returns."""
-        needs, operator = self._granted()
+        needs, operator = _granted(self.folder, self._known_as)
         named = os.environ.get(READABLE_VARIABLE, "").split(os.pathsep)
         bounds = Bounds(
             folder=str(self.folder),
@@ -284,22 +296,6 @@ class EnvironmentHost:
             start_new_session=True,
         )
         return child
-
-    def _granted(self) -> tuple[Needs, EnvironmentSettings]:
-        """What the folder asks for, and what the operator allows."""
-        try:
-            needs = Needs.of(self.folder)
-        except ValueError as error:
-            raise EnvironmentFault("environment_invalid", str(error)) from error
-        try:
-            operator = load_settings().environments
-        except ValueError as error:
-            what = f"the settings of this server cannot be used: {error}"
-            raise EnvironmentFault("invalid_argument", what) from error
-        if needs.network and not operator.grants_network(self._known_as):
-            what = f"its {NEEDS_FILE} asks for network, which {SETTINGS_FILE} does not grant"
-            raise EnvironmentFault("network_not_granted", f"{what} to {self._known_as!r}")
-        return needs, operator
 
     def _load_fault(self, error: BaseException, child: _Child) -> BaseException:
         if isinstance(error, _UnansweredError):
@@ -365,6 +361,45 @@ class EnvironmentHost:
         if child is not None:
             child.episodes.discard(episode)
             child.end_if_done()
+
+
+def _granted(folder: Path, known_as: str) -> tuple[Needs, EnvironmentSettings]:
+    """What the folder gets of what it asks for, and what the operator allows."""
+    operator = _allowed()
+    try:
+        needs = Needs.of(folder).within(operator)
+    except ValueError as error:
+        raise EnvironmentFault("environment_invalid", str(error)) from error
+    if needs.network and not operator.grants_network(known_as):
+        what = f"its {NEEDS_FILE} asks for network, which {SETTINGS_FILE} does not grant"
+        raise EnvironmentFault("network_not_granted", f"{what} to {known_as!r}")
+    return needs, operator
+
+
+def _allowed() -> EnvironmentSettings:
+    try:
+        return load_settings().environments
+    except ValueError as error:
+        what = f"the settings of this server cannot be used: {error}"
+        raise EnvironmentFault("invalid_argument", what) from error
+
+
+async def _place(known_as: str, timeout_s: float) -> tuple[Path, ExitStack]:
+    """A scratch folder, which is also a place among the environments that may run at once."""
+    operator = _allowed()
+    owner = known_as.rpartition("/")[0] or LOCAL_OWNER
+    most_of_owner = operator.at_once_per_owner
+    if owner == LOCAL_OWNER:
+        most_of_owner = operator.most_at_once
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return scratch.scratch_folder(owner, operator.most_at_once, most_of_owner)
+        except scratch.BusyError as busy:
+            if time.monotonic() > deadline:
+                what = f"{busy}; waited {timeout_s:g} s"
+                raise EnvironmentFault("environments_busy", what) from busy
+        await asyncio.sleep(PLACE_POLL_S)
 
 
 class _UnansweredError(Exception):

@@ -17,14 +17,14 @@ Linux, no helper program and no root.
 - proc: /proc shows its own processes only.
 - signals (a PID namespace or Landlock): it signals and traces no process outside the sandbox.
 - memory, file_size, processes (resource limits; root becomes another user first).
+- kernel_memory (a cgroup): files in memory and socket buffers count as its memory.
 
 In any case seccomp refuses changes of another process's limits, and without a PID namespace of its
 priority and its processors too.
 
-The sandbox does not limit CPU time, the number of files in the temporary folder, files in memory
-that no process has mapped, what one episode learns of another in the same process, or, with
-network, servers that listen on this machine's own addresses. Environment code shares a kernel with
-its host.
+The sandbox does not limit CPU time, the number of files in the temporary folder, what one episode
+learns of another in the same process, or, with network, servers that listen on this machine's own
+addresses. Environment code shares a kernel with its host.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import resource
 import struct
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ from environments.process.kernel import PR_SET_NO_NEW_PRIVS, checked, keep_capab
 from environments.process.namespaces import Mounts, Own, become
 from environments.process.seccomp import filter_calls
 from environments.settings import FILE as SETTINGS_FILE
-from environments.settings import read_toml
+from environments.settings import EnvironmentSettings, read_toml
 
 FILE = "environment.toml"
 UNCOUNTED = (
@@ -74,6 +74,26 @@ class Needs:
     def of(cls, folder: Path) -> Needs:
         """Read the folder's environment.toml. ValueError explains a file that cannot be used."""
         return read_toml(cls, folder / FILE)
+
+    def within(self, operator: EnvironmentSettings) -> Needs:
+        """The same, with defaults lowered to the operator's limits. ValueError names a value that
+        the file asks for and that is above them.
+        """
+        limits = {
+            "memory_gib": operator.most_memory_gib,
+            "processes": operator.processes,
+            "file_gib": operator.file_gib,
+        }
+        asked = self.asked()
+        for name, most in limits.items():
+            if asked.get(name, 0) > most:
+                what = f"{FILE}: {name} = {asked[name]:g} is more than the {most:g} of this machine"
+                raise ValueError(
+                    f"{what}; the operator allows more with {name} under [environments] in "
+                    f"{SETTINGS_FILE}"
+                )
+        lowered = {name: min(getattr(self, name), most) for name, most in limits.items()}
+        return replace(self, **lowered)
 
     def asked(self) -> dict[str, Any]:
         """The values that differ from the defaults."""

@@ -1,7 +1,11 @@
-"""The temporary folders of environment code: FLASH_HOME/scratch/NAME, one for each host.
+"""The temporary folders of environment code: FLASH_HOME/scratch/OWNER.NAME, one for each host.
 
-    folder, lock = scratch_folder()     # locked until this process ends or `lock` is closed
+    # locked until this process ends or `lock` is closed
+    folder, lock = scratch_folder(owner, most, most_of_owner)
     remove(folder)
+
+The locked folders are the environments that run now, so they also bound how many do. The kernel
+releases the lock of a process that is killed.
 
 Environment code may leave anything in them: folders nested thousands deep, folders without any
 mode, links to other places. Removing them opens every folder by descriptor, follows no link, and
@@ -15,6 +19,7 @@ import secrets
 import tempfile
 import threading
 import time
+from collections import Counter
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -22,28 +27,64 @@ from environments.settings import state_directory
 
 MIN_AGE_S = 60.0
 """The process that made a younger folder may not have locked it yet."""
+GARBAGE = ".removed-"
+"""How a folder's name begins while it is removed, which may take minutes."""
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
-def scratch_folder() -> tuple[Path, ExitStack]:
+class BusyError(Exception):
+    """As many folders are locked as may be. Says whose."""
+
+
+def scratch_folder(owner: str, most: int, most_of_owner: int) -> tuple[Path, ExitStack]:
     """A private folder, locked until this process or the stack ends. In the background the folders
     of processes that are gone are removed.
-    """
+
+    BusyError if `most` folders are locked, `most_of_owner` of them the owner's, or if another
+    process counts them at this moment."""
     home = state_directory() / "scratch"
     home.mkdir(parents=True, exist_ok=True)
     home.chmod(0o700)
     threading.Thread(target=_sweep, args=(home,), daemon=True, name="scratch").start()
-    folder = Path(tempfile.mkdtemp(prefix="", dir=home))
     stack = ExitStack()
-    with suppress(OSError):  # without locks nobody sweeps
+    with ExitStack() as counting:
+        try:
+            _lock(home, counting)
+        except BlockingIOError:
+            raise BusyError("other environments start at this moment") from None
+        except OSError:  # this file system has no locks: nobody counts and nobody sweeps
+            return Path(tempfile.mkdtemp(prefix=f"{owner}.", dir=home)), stack
+        _check_room(home, owner, most, most_of_owner)
+        folder = Path(tempfile.mkdtemp(prefix=f"{owner}.", dir=home))
         _lock(folder, stack)
     return folder, stack
 
 
-def _lock(folder: Path, stack: ExitStack) -> None:
+def _check_room(home: Path, owner: str, most: int, most_of_owner: int) -> None:
+    owners = Counter(folder.name.partition(".")[0] for folder in home.iterdir() if _is_held(folder))
+    if owners.total() >= most:
+        by_count = sorted(owners.items(), key=lambda item: (-item[1], item[0]))
+        held = ", ".join(f"{name} {count}" for name, count in by_count)
+        raise BusyError(f"{owners.total()} environments run on this machine ({held})")
+    if owners[owner] >= most_of_owner:
+        raise BusyError(f"{owners[owner]} environments of {owner} run")
+
+
+def _is_held(folder: Path) -> bool:
+    if folder.name.startswith(GARBAGE):
+        return False
+    with suppress(OSError), ExitStack() as stack:
+        try:
+            _lock(folder, stack, fcntl.LOCK_SH)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _lock(folder: Path, stack: ExitStack, kind: int = fcntl.LOCK_EX) -> None:
     descriptor = os.open(folder, FOLDER)
     stack.callback(os.close, descriptor)
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
 
 
 def _sweep(home: Path) -> None:
@@ -55,6 +96,8 @@ def _sweep(home: Path) -> None:
                 is_old = time.time() - status.st_mtime > MIN_AGE_S
                 if is_old and status.st_uid == os.getuid():
                     _lock(folder, stack)
+                    if not folder.name.startswith(GARBAGE):
+                        folder = folder.rename(home / f"{GARBAGE}{folder.name}")
                     remove(folder)
 
 

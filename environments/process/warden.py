@@ -13,7 +13,8 @@ in orphans, passes SIGUSR1 on, and dies with the warden. Where no PID namespace 
 no first process. Then the kernel makes the warden the parent of orphans (PR_SET_CHILD_SUBREAPER);
 when environment code ends or SIGTERM arrives, it stops all of them, so that they start no others,
 and kills them. The warden ends with the status of environment code. Twice a second it adds up the
-memory of the processes. Neither of the two runs user code.
+memory of the processes. Where a cgroup can be made, it bounds what they keep in the kernel too.
+Neither of the two runs user code.
 
 The sandbox (environments.process.sandbox) is set up before INTERPRETER starts. An interpreter with
 its own packages runs their code at once (.pth files), and a package's build may have written the
@@ -33,6 +34,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+from environments.process import cgroup
 from environments.process.kernel import (
     CAP_KILL,
     die_with_parent,
@@ -50,6 +52,8 @@ MEMORY_EXIT_CODE = 97
 """The exit code that tells the host that the processes used too much memory."""
 UNPROTECTED_EXIT_CODE = 96
 """The exit code that tells the host that files cannot be protected. stderr says why."""
+KERNEL_BYTES = 64 << 20
+"""What a cgroup may take beyond the memory of the processes: page tables, open files."""
 STATUS = struct.Struct("i")
 HEEDED = {signal.SIGTERM, signal.SIGCHLD, signal.SIGUSR1}
 
@@ -63,13 +67,14 @@ def enclose(bounds: Bounds) -> dict[str, str]:
     set_subreaper()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # memory may hold secrets
     signal.pthread_sigmask(signal.SIG_BLOCK, HEEDED)
+    group = cgroup.make(bounds.memory_bytes + KERNEL_BYTES)
     own = enter_namespaces()
     warden = os.getpid()
     ended, ending = os.pipe()
     child = os.fork()
     if child:
         os.close(ending)
-        _watch(child, own, bounds.memory_bytes, ended)
+        _watch(child, own, group, bounds.memory_bytes, ended)
     os.close(ended)
     parent = warden
     if own.has_processes:
@@ -79,6 +84,7 @@ def enclose(bounds: Bounds) -> dict[str, str]:
     with suppress(OSError):
         # If memory runs out, the kernel kills these processes before the trainer.
         Path("/proc/self/oom_score_adj").write_text("1000")
+    is_grouped = group is not None and group.enter()
     mounts = own_mounts(bounds.writable, bounds.memory_bytes // 2, own)
     if own.has_processes:
         child = os.fork()
@@ -88,6 +94,7 @@ def enclose(bounds: Bounds) -> dict[str, str]:
     os.close(ending)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HEEDED)
     found = confine(bounds, own, mounts)
+    found["kernel_memory"] = "" if is_grouped else "no memory cgroup can be made"
     die_with_parent(parent)  # not earlier, because becoming another user undoes it
     return _protected(found, bounds)
 
@@ -132,17 +139,23 @@ def _be_first(child: int, ending: int) -> NoReturn:
 # -- the warden ------------------------------------------------------------------------------------
 
 
-def _watch(child: int, own: Own, memory_bytes: int, ended: int) -> NoReturn:
+def _watch(
+    child: int, own: Own, group: cgroup.Group | None, memory_bytes: int, ended: int
+) -> NoReturn:
     """Wait for environment code, end all that it started, and end as it did."""
     try:
         _let_go_of_pipes()
         set_dumpable(False)
-        ended_by = _wait(child, own, memory_bytes)
+        ended_by = _wait(child, own, group, memory_bytes)
         if own.has_processes:
             own_status = _end_namespace(child, ended)
         else:
             own_status = signal.SIGKILL
             _sweep(own)
+        if group is not None:
+            if group.has_killed():
+                ended_by = MEMORY_EXIT_CODE << 8
+            group.remove()
         _end_as(own_status if ended_by is None else ended_by)
     finally:
         os._exit(1)
@@ -164,7 +177,7 @@ def _let_go_of_pipes() -> None:
         os.dup2(null, descriptor)
 
 
-def _wait(child: int, own: Own, memory_bytes: int) -> int | None:
+def _wait(child: int, own: Own, group: cgroup.Group | None, memory_bytes: int) -> int | None:
     """The wait status of environment code, or the status with which it is to be ended. None if the
     first process of its namespace ended.
     """
@@ -173,7 +186,8 @@ def _wait(child: int, own: Own, memory_bytes: int) -> int | None:
     while True:
         heard = signal.sigtimedwait(HEEDED, max(0.0, next_check - time.monotonic()))
         if time.monotonic() >= next_check:
-            if _uses_more(_descendants(root), memory_bytes):
+            has_killed = group is not None and group.has_killed()
+            if has_killed or _uses_more(_descendants(root), memory_bytes):
                 return MEMORY_EXIT_CODE << 8
             next_check = time.monotonic() + CHECK_EVERY_S
         if heard is None:

@@ -176,6 +176,8 @@ MENDS = {
     "proc": "start the container with --security-opt systempaths=unconfined",
     "signals": "allow namespaces, or use Linux 6.12 or newer",
     "network": "allow seccomp; it is supported on x86_64 and aarch64",
+    "kernel_memory": "run the server as root, or in a cgroup that systemd delegates to its user "
+    "(Delegate=memory)",
     "memory": "raise the hard limit of `ulimit -d`",
     "file_size": "raise the hard limit of `ulimit -f`",
 }

@@ -35,6 +35,7 @@ CODES: dict[str, str] = {
     "environment_file_size": "environment code exceeded its limit for the size of a file",
     "environment_network": "environment code needs network access that it did not ask for",
     "network_not_granted": "environment.toml asks for network, which settings.toml does not grant",
+    "environments_busy": "as many environments run as settings.toml allows",
     "environment_unprotected": "this machine cannot keep environment code from the user's files",
     "environment_access": "environment code opened a file outside its sandbox",
     "secret_missing": "the run's secrets were lost in a restart; they are never written to disk",

@@ -13,8 +13,8 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Coroutine, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -92,6 +92,10 @@ async def all_ended(processes: list[psutil.Process]) -> None:
             await asyncio.sleep(0.01)
 
 
+REFUSED_IN_CONTAINERS = dict.fromkeys(("attributes", "process_tree", "proc", "kernel_memory"), "")
+"""Protections that take a namespace or a cgroup."""
+
+
 @pytest.fixture
 def published(flash_home: Path) -> Path:
     """Where the attacker's folder lies once it was pushed, beside a database and another's
@@ -111,8 +115,7 @@ async def test_state_is_out_of_reach_though_the_environment_lies_within_it(
     published: Path, flash_home: Path
 ) -> None:
     async with attack_on(published) as attack:
-        # `attributes` takes a mount namespace, which a container may refuse.
-        assert not any({**attack.host.sandbox, "attributes": ""}.values()), describe(
+        assert not any({**attack.host.sandbox, **REFUSED_IN_CONTAINERS}.values()), describe(
             attack.host.sandbox
         )
         for path in (
@@ -490,6 +493,38 @@ async def test_memory_that_is_shared_counts_once(tmp_path: Path, made: str) -> N
         assert (await attack.fault(share.replace("SIZE", "700"))).code == "environment_memory"
 
 
+@pytest.mark.parametrize("hoard", ["file", "sockets"])
+async def test_memory_that_the_kernel_keeps_counts_where_a_cgroup_can_be_made(
+    tmp_path: Path, hoard: str
+) -> None:
+    code = f"""
+        import os, socket, time
+        if {hoard!r} == "file":
+            file = os.memfd_create("hoard")
+            for _ in range(400):
+                os.write(file, bytes(1 << 20))
+        held = []
+        while {hoard!r} == "sockets" and len(held) < 4000:
+            pair = socket.socketpair()
+            held.append(pair)
+            for end in pair:
+                end.setblocking(False)
+                try:
+                    while True:
+                        end.send(bytes(1 << 16))
+                except BlockingIOError:
+                    pass
+        time.sleep(2)
+        told = "kept"
+    """
+    async with attack_on(tmp_path, "memory_gib = 0.25") as attack:
+        if why := attack.host.sandbox["kernel_memory"]:
+            pytest.skip(why)
+        fault = await attack.fault(code)
+        assert fault.code == "environment_memory", fault.what
+        assert await attack.told("told = 1") == "1"
+
+
 async def test_memory_that_outlives_its_makers_cannot_be_had(tmp_path: Path) -> None:
     code = """
         import ctypes, errno
@@ -592,6 +627,64 @@ async def test_forged_replies_end_the_process_and_not_the_host(tmp_path: Path, m
             "longer than 1,048,576 bytes" in (await attack.fault(forge.format("b'x' * 65536"))).what
         )
         assert await attack.told("told = 1") == "1"
+
+
+@pytest.mark.parametrize(
+    ("asked", "allowed", "named"),
+    [
+        ("memory_gib = 100000", "", "memory_gib = 100000 is more than the "),
+        ("memory_gib = 2", "memory_gib = 1.5", "memory_gib = 2 is more than the 1.5 of this"),
+        ("processes = 5000", "", "processes = 5000 is more than the 4096 of this machine"),
+        ("file_gib = 65", "", "file_gib = 65 is more than the 64 of this machine"),
+    ],
+)
+async def test_who_asks_for_more_than_the_operator_allows_is_refused_by_name(
+    tmp_path: Path, flash_home: Path, asked: str, allowed: str, named: str
+) -> None:
+    allow(flash_home, allowed)
+    with pytest.raises(EnvironmentFault) as caught:
+        async with attack_on(tmp_path / "environment", asked):
+            pass
+    assert caught.value.code == "environment_invalid"
+    assert named in caught.value.what and "settings.toml" in caught.value.what
+    allow(flash_home, "memory_gib = 200000\nprocesses = 6000\nfile_gib = 66")
+    async with attack_on(tmp_path / "environment", asked):
+        pass
+
+
+async def test_who_asks_for_nothing_gets_no_more_than_the_operator_allows(
+    tmp_path: Path, flash_home: Path
+) -> None:
+    allow(flash_home, "memory_gib = 0.5")
+    async with attack_on(tmp_path / "environment", concurrency=1) as attack:
+        fault = await attack.fault("told = len(bytearray(3 << 30))")
+        assert fault.code == "environment_memory"
+
+
+async def test_one_owner_does_not_take_all_places(
+    tmp_path: Path, flash_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allow(flash_home, "at_once = 3\nat_once_per_owner = 2")
+    folder = environment_folder(tmp_path / "environment", "", returns="Echo()")
+
+    def start(known_as: str) -> Coroutine[None, None, EnvironmentHost]:
+        return EnvironmentHost.start(folder, known_as=known_as, place_timeout_s=0.2)
+
+    async with AsyncExitStack() as held:
+        first = await held.enter_async_context(await start("bob/a"))
+        await held.enter_async_context(await start("bob/b"))
+        with pytest.raises(EnvironmentFault, match="2 environments of bob run") as caught:
+            await start("bob/c")
+        assert caught.value.code == "environments_busy"
+        await held.enter_async_context(await start("a"))
+        with pytest.raises(EnvironmentFault, match=r"3 environments .*\(bob 2, local 1\)"):
+            await start("b")
+        waiting = asyncio.create_task(
+            EnvironmentHost.start(folder, known_as="b", place_timeout_s=60)
+        )
+        await asyncio.sleep(0)
+        await first.stop()
+        await held.enter_async_context(await waiting)
 
 
 # -- what may be left behind -----------------------------------------------------------------------
@@ -782,7 +875,7 @@ async def test_the_walls_stand_for_a_user_without_rights_too() -> None:
         walls, told = json.loads(done.stdout.splitlines()[-1])
     for (wall, expected), found in zip(attacks.values(), told, strict=True):
         assert found == expected or walls.get(wall), wall
-    if any(walls.values()):
+    if any({**walls, "kernel_memory": ""}.values()):
         pytest.skip(f"not every wall can be had: {describe(walls)}")
 
 

@@ -118,8 +118,52 @@ def test_what_a_dead_process_left_is_swept_and_the_rest_stays(
         kept.add("another user's")
     with ExitStack() as stack:
         scratch._lock(home / "locked", stack)
-        mine, lock = scratch.scratch_folder()
+        mine, lock = scratch.scratch_folder("local", 9, 9)
         until(lambda: {path.name for path in home.iterdir()} == kept | {mine.name})
         assert mine.parent == home and home.stat().st_mode & 0o777 == 0o700
         lock.close()
     assert (outside / "kept").exists()
+
+
+def test_folders_bound_how_many_run_for_all_and_for_one_owner(flash_home: Path) -> None:
+    with ExitStack() as held:
+
+        def start(owner: str) -> ExitStack:
+            return held.enter_context(scratch.scratch_folder(owner, 4, 2)[1])
+
+        start("alice")
+        last = start("alice")
+        with pytest.raises(scratch.BusyError, match="2 environments of alice run"):
+            start("alice")
+        start("bob")
+        start("local")
+        with pytest.raises(scratch.BusyError, match="alice 2, bob 1, local 1"):
+            start("carol")
+        last.close()
+        start("carol")
+
+
+def test_a_killed_process_gives_its_place_back(flash_home: Path) -> None:
+    code = f"""
+        import sys, time
+        sys.path.insert(0, {str(ROOT)!r})
+        from environments.process import scratch
+        held = scratch.scratch_folder("alice", 1, 1)
+        print("ready", flush=True)
+        time.sleep(600)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout and holder.stdout.readline() == b"ready\n"
+        with pytest.raises(scratch.BusyError, match="alice 1"):
+            scratch.scratch_folder("alice", 1, 1)
+        holder.kill()
+    scratch.scratch_folder("alice", 1, 1)[1].close()
+
+
+def test_what_is_being_removed_is_not_counted(flash_home: Path) -> None:
+    folder = flash_home / "scratch" / f"{scratch.GARBAGE}alice.x"
+    folder.mkdir(parents=True)
+    with ExitStack() as stack:
+        scratch._lock(folder, stack)
+        scratch.scratch_folder("alice", 1, 1)[1].close()
