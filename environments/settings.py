@@ -68,6 +68,9 @@ class EnvironmentSettings:
 class DiskSettings:
     """How much of the disk runs and owners may take. A default of 0 is no limit."""
 
+    optimizer_days: float = 30.0
+    """Days after its end in which a run keeps its optimizer's state, which only training on exactly
+    where it stopped needs."""
     run_days: float = 0.0
     """Days after its end in which a run keeps its files: checkpoints, logs, rollouts of its
     training."""

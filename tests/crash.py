@@ -271,7 +271,8 @@ async def _live(base: Path, chaos: Chaos, outcome: Outcome, model: Path | None) 
     try:
         await _until_fine(agent, "env_push", name="vowels", folder=str(VOWELS))
         fields: dict[str, Any] = {"environment": "vowels", "steps": 3 if serves else STEPS[flavour],
-                                  "max_attempts": MAX_ATTEMPTS, "save_every": 1}  # fmt: skip
+                                  "max_attempts": MAX_ATTEMPTS, "save_every": 1,
+                                  "keep_checkpoints": 100}  # fmt: skip
         if model:
             fields |= {"model": str(model), "batch_size": 4, "group_size": 4, "max_tokens": 16, "max_length": 256,
                        "lora_rank": 8, "lora_alpha": 16}  # fmt: skip

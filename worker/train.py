@@ -9,7 +9,7 @@ from typing import Any
 from peft import PeftModel
 
 from flash_mcp.protocol.records import Json
-from flash_mcp.protocol.run_folder import RunWriter
+from flash_mcp.protocol.run_folder import OPTIMIZER, RunWriter
 from flash_mcp.protocol.spec import RunSpec
 from worker.heartbeat import Cancelled, Pulse
 from worker.session import TrainingSession
@@ -138,6 +138,10 @@ def _resume_point(writer: RunWriter, scratch: Path) -> tuple[int, Path] | None:
     step = writer.folder.newest_good_checkpoint()
     if step is None:
         return None
-    log.info("going on from checkpoint %s", step)
-    writer.event("phase", f"going on from checkpoint {step}", step=step)
-    return step, writer.folder.fetch_checkpoint(step, scratch / "resume")
+    path = writer.folder.fetch_checkpoint(step, scratch / "resume")
+    what = f"going on from checkpoint {step}"
+    if not (path / OPTIMIZER).is_file():
+        what += ", with a fresh optimizer: only the newest checkpoint keeps its state"
+    log.info("%s", what)
+    writer.event("phase", what, step=step)
+    return step, path

@@ -124,6 +124,8 @@ class ManifestFile(File):
     digest: str
     files: dict[str, str]
     size_bytes: Count
+    optimizer_bytes: NotRequired[Count]
+    """Part of size_bytes; of OPTIMIZER, which older checkpoints lose."""
     metrics: Numbers
 
 

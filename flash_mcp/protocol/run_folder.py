@@ -15,7 +15,8 @@
     checkpoints/STEP/EPOCH-N/
                            a PEFT adapter and the trainer's state, with MANIFEST.json (sha256 of
                            every file), written last: the Nth checkpoint that attempt EPOCH saved.
-                           The newest one of a step counts
+                           The newest one of a step counts. Only the newest good checkpoint keeps
+                           optimizer.pt
     cancel                 the server asks the worker to save and end
     result.json            {"state", "step", "error", ...}: ends the run
 
@@ -73,6 +74,9 @@ log = logging.getLogger(__name__)
 PATIENCE_S = 600.0
 RETRY_DELAY_S = (0.1, 15.0)
 READ_BYTES = 8 << 20
+OPTIMIZER = "optimizer.pt"
+"""The optimizer's state, twice as large as the adapter. Only the newest good checkpoint keeps it.
+Without it a checkpoint is complete: whoever resumes from it starts with a fresh optimizer."""
 SAVED = re.compile(r"(\d+)-(\d+)")
 """EPOCH-N, the name of a checkpoint's folder."""
 
@@ -216,8 +220,9 @@ class RunFolder:
     def manifest(self, step: int) -> Manifest | None:
         """The newest complete checkpoint of that step.
 
-        Each attempt saves into folders of its own, and a complete checkpoint never changes. So an
-        attempt that was stopped while it saved, and wakes later, cannot touch its successor's.
+        Each attempt saves into folders of its own, and a complete checkpoint never changes, but for
+        its optimizer's state. So an attempt that was stopped while it saved, and wakes later,
+        cannot touch its successor's.
         """
         names = [name for name in self._names("checkpoints", str(step)) if SAVED.fullmatch(name)]
         # Earlier versions have one folder for each step, which every attempt replaced.
@@ -454,6 +459,7 @@ class RunWriter:
             "digest": hashlib.sha256(_dump(digests)).hexdigest()[:16],
             "files": digests,
             "size_bytes": sum(path.stat().st_size for path in files.values()),
+            "optimizer_bytes": files[OPTIMIZER].stat().st_size if OPTIMIZER in files else 0,
             "metrics": metrics,
         }
         try:
@@ -468,6 +474,8 @@ class RunWriter:
                 error.values["needed_bytes"] = manifest["size_bytes"]
             raise error
         self._remove_unfinished(step)
+        if self.folder.newest_good_checkpoint() == step:
+            self._drop_older_optimizers(place)
         return {**manifest, "path": self.folder.path(place)}
 
     def _put_files(self, place: str, files: dict[str, Path]) -> None:
@@ -489,6 +497,17 @@ class RunWriter:
             is_over = SAVED.fullmatch(name) and _saved_by(name)[0] < self.epoch
             if is_over and not self.folder._fs.exists(f"{self.folder.path(place)}/MANIFEST.json"):
                 self.folder._remove(place)
+
+    def _drop_older_optimizers(self, newest: str) -> None:
+        """Delete the optimizer's state of every checkpoint that this attempt or an earlier one
+        saved, except `newest`.
+        """
+        for step in self.folder._names("checkpoints"):
+            for name in self.folder._names("checkpoints", step):
+                place = f"checkpoints/{step}/{name}"
+                is_ours = SAVED.fullmatch(name) and _saved_by(name)[0] <= self.epoch
+                if is_ours and place != newest:
+                    self.folder._remove(place, OPTIMIZER)
 
     def commit_result(
         self, state: str, step: int, error: FlashError | None = None, **values: Any
@@ -575,7 +594,10 @@ def _sha256(path: Path) -> str:
 
 def _check_files(manifest: Manifest, digest_of: Callable[[str], str | None]) -> None:
     for name, digest in manifest["files"].items():
-        if digest_of(name) != digest:
+        found = digest_of(name)
+        if found is None and name == OPTIMIZER:
+            continue
+        if found != digest:
             what, fix = f"{name} does not match its checksum", "use an earlier checkpoint"
             raise FlashError("checkpoint_corrupt", what, step=manifest["step"], fix=fix)
 

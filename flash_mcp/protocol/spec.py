@@ -41,16 +41,16 @@ class RunSpec(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     environment: Annotated[str, Field(min_length=1)]
-    """Environment to train on: NAME (pinned to its newest version) or NAME@DIGEST, as returned by
-    env_push; or reasoning-gym:DATASET."""
+    """Environment: NAME (pinned to its newest version) or NAME@DIGEST, as returned by env_push; or
+    reasoning-gym:DATASET."""
     model: Annotated[str, Field(min_length=1)] = DEFAULT_MODEL
     """Base model: a catalog name, a hub id or a local folder."""
     algorithm: Algorithm = "grpo"
-    """grpo: reinforcement learning from the environment's reward. sft: supervised fine-tuning on
-    the environment's gold answers, or on a dataset."""
+    """grpo: reinforcement learning from the environment's reward. sft: fine-tuning on its gold
+    answers, or on a dataset."""
     dataset: Annotated[str | None, Field(min_length=1)] = None
-    """Conversations to learn from, as returned by curate (NAME@DIGEST), sft only; without it, the
-    environment's gold answers."""
+    """Conversations to learn from, as returned by curate (NAME@DIGEST), sft only; else gold
+    answers."""
 
     steps: Annotated[int | None, Field(ge=1, le=100_000, default_factory=_of_recipe("steps"))]
     """Optimizer steps; with sft, overrides epochs."""
@@ -77,7 +77,7 @@ class RunSpec(BaseModel):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling mass."""
     stop_sequences: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)] = []
-    """Strings that end a turn; they are kept in the transcript."""
+    """Strings that end a turn; the transcript keeps them."""
     thinking: bool = False
     """Enable thinking in the chat template, if the model supports it."""
     kl_penalty_coef: Annotated[float, Field(ge=0, le=10)] = 0.0
@@ -93,9 +93,11 @@ class RunSpec(BaseModel):
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     """Seed of data order, initial adapter and sampling."""
     save_every: Annotated[int, Field(ge=1, le=100_000)] = 10
-    """Steps between checkpoints. The last step is always saved."""
+    """Steps between checkpoints; the last step is saved too."""
+    keep_checkpoints: Annotated[int, Field(ge=1)] = 4
+    """Checkpoints kept besides the newest, the best and those in use."""
     eval_every: Annotated[int, Field(ge=0, le=100_000)] = 0
-    """Steps between evaluations on the eval split; 0: only eval_before and eval_after."""
+    """Steps between evaluations; 0: only eval_before and eval_after."""
     eval_before: bool = False
     """Evaluate the untrained model on the eval split first."""
     eval_after: bool = False
@@ -108,15 +110,14 @@ class RunSpec(BaseModel):
     environment_args: dict[str, Any] = {}
     """Keyword arguments of the environment's load_environment."""
     secrets: Annotated[list[str], Field(max_length=64)] = []
-    """Names of the server's environment variables that the environment may see. Values are never
-    stored."""
+    """Server variables that the environment may see. Values are never stored."""
     env_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
     """Deadline of one call into environment code, in seconds."""
     env_concurrency: Annotated[int, Field(ge=1, le=4096)] = 32
     """Concurrent environment calls."""
     max_error_share: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Share of a step's rollouts, and of the tasks read before the first step, that may fail in
-    environment code before the run fails; of gold answers at most 0.05."""
+    """Share of a step's rollouts, and of the tasks read before it, that may fail in environment
+    code; of gold answers at most 0.05."""
     max_attempts: Annotated[int, Field(ge=1, le=100)] = 3
     """Attempts before a run whose worker died or stalled is given up."""
     stall_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 900.0

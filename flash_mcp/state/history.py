@@ -241,6 +241,8 @@ class HistoryTables(RunTable):
         if self._is_stale("checkpoints", run_id, manifest):
             return
         known = pick(manifest, "step", "epoch", "time", "digest", "size_bytes", "metrics")
+        # Only the newest checkpoint keeps the optimizer's state.
+        known["size_bytes"] -= manifest.get("optimizer_bytes", 0)
         self._put("checkpoints", {"run_id": run_id, **known, "path": path})
 
     def load(self, run_id: str) -> RunHistory:

@@ -25,13 +25,16 @@ from flash_mcp.protocol.paths import runs_dir
 from flash_mcp.protocol.records import ACTIVE, EnvironmentVersion, Json, Run
 from flash_mcp.protocol.run_files import Beat
 from flash_mcp.protocol.run_folder import RunFolder
-from flash_mcp.protocol.spec import ResolvedEval, ResolvedSpec
+from flash_mcp.protocol.spec import ResolvedEval, ResolvedSpec, default_of
 from flash_mcp.state.owners import caller
 from flash_mcp.state.store import Store
 
 EndState = Literal["succeeded", "failed", "cancelled"]
 MAX_DELAY_S = 60.0
 """The longest that `requeue` lets a run wait."""
+NEWER_FIELDS = ("keep_checkpoints",)
+"""Fields that did not exist when the first keys were used: with its default, such a field does not
+change what was asked for."""
 ROOT = Path(__file__).parents[2]
 ID_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 
@@ -80,7 +83,7 @@ def enqueue(
                 "dataset": dataset,
                 "lineage": lineage,
                 "idempotency_key": idempotency_key,
-                "request_digest": _request_digest(resolved),
+                "request_digest": request_digest(resolved),
                 "folder": str(runs_dir(store.base) / run_id),
                 "max_attempts": spec["max_attempts"],
                 "steps": spec["steps"],
@@ -259,7 +262,7 @@ def asked_before(
         return None
     sql = "SELECT * FROM runs WHERE idempotency_key = ? AND owner = ?"
     rows = store.query(sql, [idempotency_key, caller().owner])
-    if rows and rows[0]["request_digest"] != _request_digest(resolved):
+    if rows and rows[0]["request_digest"] != request_digest(resolved):
         raise FlashError(
             "idempotency_conflict",
             f"the key was used for run {rows[0]['id']}, which asked for something else",
@@ -269,10 +272,13 @@ def asked_before(
     return Run.of(rows[0]) if rows else None
 
 
-def _request_digest(resolved: ResolvedSpec | ResolvedEval) -> str:
-    return hashlib.sha256(
-        json.dumps(resolved.spec.model_dump(), sort_keys=True).encode()
-    ).hexdigest()
+def request_digest(resolved: ResolvedSpec | ResolvedEval) -> str:
+    """What a repeated idempotency key has to agree with."""
+    asked = resolved.spec.model_dump()
+    for name in NEWER_FIELDS:
+        if name in asked and asked[name] == default_of(name):
+            del asked[name]
+    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
 
 
 def _check_still_there(

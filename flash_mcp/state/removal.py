@@ -169,7 +169,7 @@ def _run(store: Store, run_id: str) -> _Found:
 
 def run_folders(store: Store, run: Run) -> list[Path]:
     """All folders of a run in the state directory."""
-    return _own(store, [Path(run.folder), *(store.base / "attempts").glob(f"{run.id}-*")])
+    return own(store, [Path(run.folder), *(store.base / "attempts").glob(f"{run.id}-*")])
 
 
 def _environment(store: Store, found: _Version) -> _Found:
@@ -178,7 +178,7 @@ def _environment(store: Store, found: _Version) -> _Found:
     _check_unused(whole, store.query("SELECT id FROM runs WHERE environment_path = ?", [stored]))
     values = [found.owner, found.name, found.digest]
     sql = "DELETE FROM environments WHERE owner = ? AND name = ? AND digest = ?"
-    return _Found("environment", whole, found.owner, _own(store, [path]), [(sql, values)])
+    return _Found("environment", whole, found.owner, own(store, [path]), [(sql, values)])
 
 
 def _dataset(store: Store, found: _Version) -> _Found:
@@ -188,8 +188,10 @@ def _dataset(store: Store, found: _Version) -> _Found:
     return _Found("dataset", whole, found.owner, [path], [])
 
 
-def _own(store: Store, folders: Iterable[Path]) -> list[Path]:
-    """Those that lie in the state directory: whatever a row names, nothing else is removed."""
+def own(store: Store, folders: Iterable[Path]) -> list[Path]:
+    """Those that exist and lie in the state directory: whatever a row names, nothing else is
+    removed.
+    """
     return [folder for folder in folders if folder.is_relative_to(store.base) and folder.exists()]
 
 

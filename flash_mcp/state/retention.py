@@ -7,13 +7,15 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from flash_mcp.protocol.paths import datasets_dir, environments_dir, scratch_prefix
-from flash_mcp.protocol.records import ACTIVE, LIVE_DEPLOYMENT, Run
+from flash_mcp.protocol.records import ACTIVE, LIVE_DEPLOYMENT, Checkpoint, Evaluation, Run
+from flash_mcp.protocol.run_folder import OPTIMIZER
+from flash_mcp.protocol.spec import RunSpec
 from flash_mcp.state.database import marks
-from flash_mcp.state.removal import empty_away, move_away, run_folders
+from flash_mcp.state.removal import empty_away, move_away, own, run_folders
 from flash_mcp.state.store import Store
 
 LEFTOVER_S = 86_400.0
@@ -66,6 +68,68 @@ def delete(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+def prune_checkpoints(store: Store, run: Run) -> None:
+    """Delete the checkpoints that `keep_checkpoints` does not keep.
+
+    Kept are the newest, `keep_checkpoints` before it, the best, and those that a deployment, an
+    evaluation or a warm start refers to. An attempt whose newest checkpoint is damaged resumes from
+    the one before."""
+    spec = run.spec
+    if not isinstance(spec, RunSpec) or not Path(run.folder).is_relative_to(store.base):
+        return
+    if len(store.checkpoints(run.id)) <= 1 + spec.keep_checkpoints:
+        return
+    with store.transaction():
+        saved = store.checkpoints(run.id)
+        kept = {row.step for row in saved[-1 - spec.keep_checkpoints :]}
+        kept.add(best_checkpoint(saved, store.evals(run.id)).step)
+        kept |= {step for run_id, step in referred(store, ()) if run_id == run.id}
+        surplus = [row for row in saved if row.step not in kept and not _is_named(store, row)]
+        folders = [Path(run.folder, "checkpoints", str(row.step)) for row in surplus]
+        for row in surplus:
+            sql = "DELETE FROM main.checkpoints WHERE run_id = ? AND step = ?"
+            store.execute(sql, [run.id, row.step])
+        move_away(store, own(store, folders))
+    empty_away(store)
+
+
+def best_checkpoint(saved: Sequence[Checkpoint], evaluations: Sequence[Evaluation]) -> Checkpoint:
+    """The one with the highest success on held-out tasks; if none was evaluated, the one with the
+    lowest held-out loss, or with the highest training reward. Among equals the newest.
+    """
+    success = {row.step: row.summary["success"] for row in evaluations}
+    evaluated = [row for row in saved if row.step in success]
+    if evaluated:
+        return max(evaluated, key=lambda row: (success[row.step], row.step))
+    for name, sign in (("eval_loss", -1), ("reward/mean", 1), ("loss", -1)):
+        measured = [(row.metrics.get(name), row) for row in saved]
+        known = [(sign * value, row.step, row) for value, row in measured if value is not None]
+        if known:
+            return max(known, key=lambda each: each[:2])[2]
+    return saved[-1]
+
+
+def _is_named(store: Store, checkpoint: Checkpoint) -> bool:
+    """Whether a run started from its folder by path."""
+    rows = store.query("SELECT init_adapter FROM runs WHERE init_adapter IS NOT NULL")
+    return checkpoint.path in {row["init_adapter"].get("path") for row in rows}
+
+
+def drop_optimizers(run: Run) -> int:
+    """Delete the optimizer's state of a run that ended; the bytes that it took. Its checkpoints can
+    still be served and trained from.
+    """
+    freed = 0
+    for path in Path(run.folder, "checkpoints").glob(f"**/{OPTIMIZER}"):
+        size = path.stat().st_size
+        path.unlink()
+        freed += size
+    return freed
+
+
 # -- the files of old runs -------------------------------------------------------------------------
 
 
@@ -77,11 +141,11 @@ def ended(store: Store, *, before: float | None = None, after: float = 0.0) -> l
     return [Run.of(row) for row in store.query(sql, [*ACTIVE, after, until])]
 
 
-def referred(store: Store) -> set[tuple[str, int | None]]:
-    """(run, step) of every checkpoint that is served or that another run or evaluation started
-    from, as long as that one has its files.
+def referred(store: Store, states: Sequence[str] = LIVE_DEPLOYMENT) -> set[tuple[str, int | None]]:
+    """(run, step) of every checkpoint that a deployment of these states serves, or that another run
+    or evaluation with its files started from.
     """
-    found = {(row.run_id, row.step) for row in store.deployments(LIVE_DEPLOYMENT) if row.run_id}
+    found = {(row.run_id, row.step) for row in store.deployments(states) if row.run_id}
     sql = """SELECT json_extract(init_adapter, '$.run_id') AS run_id,
              json_extract(init_adapter, '$.step') AS step
              FROM runs WHERE run_id IS NOT NULL AND files_removed IS NULL"""

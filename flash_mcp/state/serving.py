@@ -63,6 +63,10 @@ def request(
         "adapter_path": str(adapter),
     }
     with store.transaction():
+        if not adapter.exists():
+            what = f"the checkpoint of step {step} has just been removed"
+            fix = f"checkpoints(run_id={run_id!r}) lists those that are there"
+            raise FlashError("unknown_checkpoint", what, run_id=run_id, step=step, fix=fix)
         if not any(row.id == deployment_id for row in store.deployments()):
             return store.add_deployment({"id": deployment_id, **values, "data": data})
         blank: dict[str, Any] = {

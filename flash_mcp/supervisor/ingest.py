@@ -35,13 +35,13 @@ class Reader:
         self._next_at = 0.0
         self._alive = alive
 
-    def read(self, *, now: bool = False) -> None:
-        """Take in what is new. Unless `now`, looking costs at most a twentieth of the time: folders
-        may be large.
+    def read(self, *, now: bool = False) -> bool:
+        """Take in what is new; whether a checkpoint was. Unless `now`, looking costs at most a
+        twentieth of the time: folders may be large.
         """
         started = time.monotonic()
         if not now and started < self._next_at:
-            return
+            return False
         folder, store, run_id = self.folder, self.store, self.run_id
         self._take(
             "metrics",
@@ -64,15 +64,16 @@ class Reader:
         )
         found = {step: folder.manifest(step) for step in folder.checkpoint_steps()}
         manifests = {step: manifest for step, manifest in found.items() if manifest}
-        self._take(
+        has_saved = self._take(
             "checkpoints",
             {step: str(manifest["time"]) for step, manifest in manifests.items()},
             lambda step: store.put_checkpoint(run_id, manifests[step], manifests[step]["path"]),
         )
         ended = time.monotonic()
         self._next_at = ended + 20 * (ended - started)
+        return has_saved
 
-    def _take(self, kind: str, versions: Mapping[Name, str], put: Callable[[Name], None]) -> None:
+    def _take(self, kind: str, versions: Mapping[Name, str], put: Callable[[Name], None]) -> bool:
         news = [
             name for name, version in versions.items() if self._seen.get((kind, name)) != version
         ]
@@ -91,6 +92,7 @@ class Reader:
                         log.warning("%s: %s %s is damaged: %r", self.run_id, kind, name, error)
                         self.folder.damaged.setdefault(f"{kind}/{name}", repr(error))
             self._seen.update({(kind, name): versions[name] for name in names})
+        return bool(news)
 
 
 def _found(body: Body | None) -> Body:

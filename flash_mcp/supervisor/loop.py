@@ -27,6 +27,7 @@ from flash_mcp.protocol.run_files import Beat, FinalResult
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state import queue
 from flash_mcp.state.disk import LEAST_FREE_BYTES, has_space
+from flash_mcp.state.retention import prune_checkpoints
 from flash_mcp.state.store import Store
 from flash_mcp.supervisor.ingest import Reader
 from flash_mcp.supervisor.launch.base import Handle, Hint, Launch, Launcher
@@ -307,7 +308,8 @@ class Supervisor:
         is_new, moved = attempt.observe(beat)
         if beat and is_new:
             self._record_beat(attempt, beat, moved)
-        attempt.reader.read()
+        if attempt.reader.read():
+            prune_checkpoints(self.store, run)
         self._note_damage(run, attempt)
         hint = hints.get(attempt.handle.key, Hint("unknown"))
         if result := final_result(attempt.folder):
@@ -441,7 +443,8 @@ class Supervisor:
         if hint.state == "alive" and attempt.watched_s - attempt.result_at < self.patience.leave_s:
             return
         self.launcher.cancel(attempt.handle)
-        attempt.reader.read(now=True)
+        if attempt.reader.read(now=True):
+            prune_checkpoints(self.store, run)
         self._finish(run, result["state"], result["step"], result["error"])
 
     def _end(

@@ -11,7 +11,7 @@ from environments.settings import FILE, load_settings
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Run
 from flash_mcp.state.disk import size_of
-from flash_mcp.state.retention import delete, drop_files, ended, leftovers
+from flash_mcp.state.retention import delete, drop_files, drop_optimizers, ended, leftovers
 from flash_mcp.state.store import Store
 
 log = logging.getLogger(__name__)
@@ -57,6 +57,10 @@ class Upkeep:
             delete(path)
             yield
         allowed = load_settings(self._store.base).disk
+        for run in ended(self._store, before=time.time() - allowed.optimizer_days * DAY_S):
+            if drop_optimizers(run):
+                self._sizes.pop(run.id, None)
+            yield
         dropped = False
         if allowed.run_days:
             why = f"it ended more than {allowed.run_days:g} days ago: run_days"

@@ -45,7 +45,7 @@ class Checkpoint(Part):
     loss: float | None = None
     """Loss at that step (sft)."""
     size_bytes: int
-    """Size of its files."""
+    """Without optimizer."""
     digest: str
     """Digest of its files' checksums."""
     path: str

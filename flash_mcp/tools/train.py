@@ -30,6 +30,7 @@ from flash_mcp.state import queue, references
 from flash_mcp.state.datasets import Dataset
 from flash_mcp.state.references import Subject
 from flash_mcp.state.store import Store, open_store
+from flash_mcp.tools.shared.disk_need import DiskNeed, disk_need
 from flash_mcp.tools.shared.fitting import to_text, without_empty
 from flash_mcp.tools.shared.frame import Part, Result, report, unwrapped
 from flash_mcp.tools.shared.held_out import read_held_out
@@ -70,15 +71,17 @@ class Estimate(Part):
     dataset_rows: int | None = None
     """Rows of the dataset, if there is one (sft)."""
     passes: float
-    """How often each row is seen on average."""
+    """Times that each row is seen."""
     prompt_tokens_about: int
     """First prompt of a few tasks, estimated from its characters; 0 if none opened in time."""
     tokens_at_most: int | None = None
-    """Tokens generated if every rollout had one turn, of max_tokens."""
+    """Tokens generated if every rollout had one full turn."""
     seconds_about: int | None = None
     """From the speed of `seconds_from`."""
     seconds_from: str | None = None
-    """The earlier run whose speed was used."""
+    """The run whose speed was used."""
+    disk: str | None = None
+    """What checkpoints take, and what is free."""
     time: RunTime | None = None
     """From the sample's tokens and speed, with its error band."""
 
@@ -165,14 +168,12 @@ async def train(
     env_push.
 
     Args:
-        config: Path of a TOML file on the server with any of the fields above; arguments override
-            it.
+        config: TOML file on the server with any of the fields above; arguments override it.
         validate_only: Check, resolve and estimate; start nothing. Default false.
-        sample: With validate_only: let the model generate a few groups on train tasks, and report
-            whether there is anything to learn and how long the run takes. Default false.
-        price_per_hour: With sample: price of the machine per hour, to estimate the cost.
-        idempotency_key: Any text. A second call with the same key and fields returns the first run
-            instead of starting another.
+        sample: With validate_only: let the model try a few train tasks, and report whether there is
+            anything to learn and how long the run takes. Default false.
+        price_per_hour: With sample: price of an hour, to estimate the cost.
+        idempotency_key: Any text. A second call with the same key and fields returns the first run.
     """
     given = {name: value for name, value in fields.items() if value is not None}
     if (sample or price_per_hour is not None) and not (validate_only and sample):
@@ -221,6 +222,7 @@ class _Plan:
     adapter: Json | None
     probe: _Probe
     estimate: Estimate
+    need: DiskNeed | None
 
     @property
     def spec(self) -> RunSpec:
@@ -234,7 +236,7 @@ class _Plan:
             estimate=self.estimate,
             values=without_empty(self.spec.model_dump()),
             sources=by_source(self.resolved.sources),
-            notes=_notes(self) or None,
+            notes=[*_notes(self), *_disk_notes(self)] or None,
             **fields,
         )
 
@@ -261,7 +263,11 @@ async def _plan(
     probe = await _probe(spec, environment, dataset)
     _check_lengths(spec, card, probe.prompt_tokens)
     estimate = await run_sync(_estimate, store, spec, environment, probe, dataset)
-    return _Plan(store, resolved, card, dataset, environment, adapter, probe, estimate)
+    need = await run_sync(disk_need, store, spec, card, estimate.steps)
+    if need:
+        need.check()
+        estimate.disk = str(need)
+    return _Plan(store, resolved, card, dataset, environment, adapter, probe, estimate, need)
 
 
 async def _sampled(plan: _Plan, price_per_hour: float | None, deadline: float) -> Sample:
@@ -406,6 +412,11 @@ def _notes(plan: _Plan) -> list[str]:
     if (spec.eval_before or spec.eval_after) and rows < 50:
         notes.append(f"{rows} eval rows give a noise band of up to ±{0.98 / math.sqrt(rows):.2f}")
     return notes
+
+
+def _disk_notes(plan: _Plan) -> list[str]:
+    shortage = plan.need.warning() if plan.need else None
+    return [shortage] if shortage else []
 
 
 def _check_lengths(spec: RunSpec, card: ModelCard, prompt_tokens: int) -> None:

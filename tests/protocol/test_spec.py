@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import hashlib
-import json
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from flash_mcp.protocol.spec import (
     stored_spec,
     validate,
 )
+from flash_mcp.state.queue import request_digest
 
 
 def test_unset_fields_take_the_recipes_value_and_say_so():
@@ -47,9 +46,10 @@ def test_an_idempotency_key_of_an_earlier_version_still_fits(
 ):
     """The digests were computed when unset fields were still None before `resolve`."""
     environment = "calculator@0123" if "steps" in fields else "calculator"
-    spec = resolve(validate({"environment": environment, **fields})).spec
-    dumped = json.dumps(spec.model_dump(), sort_keys=True)
-    assert hashlib.sha256(dumped.encode()).hexdigest() == digest
+    resolved = resolve(validate({"environment": environment, **fields}))
+    assert request_digest(resolved) == digest
+    other = resolve(validate({"environment": environment, **fields, "keep_checkpoints": 7}))
+    assert request_digest(other) != digest
 
 
 def test_a_stored_spec_lacks_fields_that_are_newer_and_has_some_that_exist_no_more():

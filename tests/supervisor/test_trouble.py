@@ -196,7 +196,8 @@ def test_a_damaged_checkpoint_is_passed_over_by_the_next_attempt_and_refused_by_
 ) -> None:
     from flash_mcp.state.serving import request  # noqa: PLC0415
 
-    run = bench.train({"steps": 6, "1": {"at": 5, "do": "hold"}, "2": {"at": 5, "do": "hold"}})
+    script = {"steps": 6, "1": {"at": 5, "do": "hold"}, "2": {"at": 5, "do": "hold"}}
+    run = bench.train(script, keep_checkpoints=9)
     bench.until(lambda: bench.step(run) == 5 and len(bench.store.checkpoints(run.id)) == 4)
     folder = RunFolder(run.folder)
     Path(folder.verify_checkpoint(4)["path"], "adapter.bin").write_bytes(b"\0" * 64)

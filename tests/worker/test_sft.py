@@ -14,14 +14,14 @@ from trl import SFTTrainer
 
 from environments.process.host import EnvironmentHost
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.run_folder import OPTIMIZER, RunFolder
 from flash_mcp.protocol.spec import RunSpec, resolve
 from tests.attempts import Attempt, make_run
 from tests.places import CALCULATOR
 from tests.tiny import make_tokenizer
 from worker.heartbeat import Pulse
 from worker.rollouts.transcript import ChatTemplate
-from worker.train import _optimize
+from worker.train import _optimize, _resume_point
 from worker.training.checkpoints import Reporter
 from worker.training.policy import load_policy
 from worker.training.sft import IGNORED, Tuner, dataset_rows, gold_rows, make_sft_trainer
@@ -137,48 +137,62 @@ def test_the_packed_pass_gives_the_loss_and_the_gradients_of_trls_own(
     assert (our_gradients - their_gradients).norm() < 1e-5 * their_gradients.norm()
 
 
+def tune(folder: RunFolder, model: Path, scratch: Path, steps: int) -> None:
+    """The next attempt of a run of `steps` steps, from its newest good checkpoint."""
+    rng = random.Random(0)
+    texts = [[rng.randrange(33, 126) for _ in range(length)] for length in (9, 20, 5, 30, 12, 7)]
+    rows = {"train": [{"input_ids": ids, "labels": ids} for ids in texts]}
+    folder.create({})
+    writer = folder.claim(folder.newest_epoch() + 1)
+    fields = {
+        "algorithm": "sft",
+        "batch_size": 2,
+        "steps": steps,
+        "save_every": 1,
+        "learning_rate": 1e-2,
+    }
+    spec = resolve(RunSpec(environment="e", **fields)).spec
+    pulse = Pulse(writer)
+    reporter = Reporter(writer, spec, pulse.cancelled)
+    trainer = make_sft_trainer(
+        load_policy(model, rank=8, alpha=16, seed=0, dtype=torch.float32),
+        AutoTokenizer.from_pretrained(model), spec, rows, writer, max_length=64,
+        output_dir=str(scratch / "out"), callbacks=[reporter], packed=True,
+    )  # fmt: skip
+    session: Any = SimpleNamespace(spec=spec, pulse=pulse, reporter=reporter)
+    assert _optimize(trainer, session, _resume_point(writer, scratch)) == steps
+
+
 @pytest.mark.parametrize("stop", [4, 5])
 def test_fine_tuning_that_resumes_ends_where_it_would_have(
     fp32_model: Path, tmp_path: Path, stop: int
 ) -> None:
     """Also where every step was made: five steps end in the midst of the second pass over the rows."""
-    rng = random.Random(0)
-    texts = [[rng.randrange(33, 126) for _ in range(length)] for length in (9, 20, 5, 30, 12, 7)]
-    rows = {"train": [{"input_ids": ids, "labels": ids} for ids in texts]}
-
-    def attempt(name: str, steps: int, resume: int | None = None) -> RunFolder:
-        folder = RunFolder(tmp_path / name)
-        if not resume:
-            folder.create({})
-        writer = folder.claim(folder.newest_epoch() + 1)
-        fields = {
-            "algorithm": "sft",
-            "batch_size": 2,
-            "steps": steps,
-            "save_every": 1,
-            "learning_rate": 1e-2,
-        }
-        spec = resolve(RunSpec(environment="e", **fields)).spec
-        pulse = Pulse(writer)
-        reporter = Reporter(writer, spec, pulse.cancelled)
-        trainer = make_sft_trainer(
-            load_policy(fp32_model, rank=8, alpha=16, seed=0, dtype=torch.float32),
-            AutoTokenizer.from_pretrained(fp32_model), spec, rows, writer, max_length=64,
-            output_dir=str(tmp_path / "out"), callbacks=[reporter], packed=True,
-        )  # fmt: skip
-        session: Any = SimpleNamespace(spec=spec, pulse=pulse, reporter=reporter)
-        came_from = (resume, Path(folder.verify_checkpoint(resume)["path"])) if resume else None
-        assert _optimize(trainer, session, came_from) == steps
-        return folder
-
-    whole, cut = attempt("whole", 5), attempt("cut", stop)
-    attempt("cut", 5, stop)
+    whole, cut = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "cut")
+    tune(whole, fp32_model, tmp_path, 5)
+    tune(cut, fp32_model, tmp_path, stop)
+    tune(cut, fp32_model, tmp_path, 5)
     assert list(cut.metric_steps()) == cut.checkpoint_steps() == [1, 2, 3, 4, 5]
     last, expected = (
         run.manifest(5)["files"]["adapter_model.safetensors"]  # pyright: ignore[reportOptionalSubscript]
         for run in (cut, whole)
     )
     assert last == expected
+
+
+def test_an_attempt_resumes_with_a_fresh_optimizer_if_the_newest_checkpoint_is_damaged(
+    fp32_model: Path, tmp_path: Path
+) -> None:
+    run = RunFolder(tmp_path / "run")
+    tune(run, fp32_model, tmp_path, 3)
+    paths = [Path((run.manifest(step) or {})["path"]) for step in (1, 2, 3)]
+    assert [(path / OPTIMIZER).is_file() for path in paths] == [False, False, True]
+    (paths[2] / "adapter_model.safetensors").write_bytes(b"damaged")
+    tune(run, fp32_model, tmp_path, 4)
+    said = [(run.event(name) or {})["message"] for name in run.event_names()]
+    assert any("checkpoint 2, with a fresh optimizer" in message for message in said)
+    assert run.newest_good_checkpoint() == 4
+    assert (Path((run.manifest(4) or {})["path"]) / OPTIMIZER).is_file()
 
 
 def test_a_fine_tuned_adapter_warms_a_grpo_run(tiny_model: Path, tmp_path: Path) -> None:

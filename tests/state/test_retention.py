@@ -1,0 +1,246 @@
+"""Which checkpoints of a run are kept, and what a kill between two file operations leaves."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.records import Run
+from flash_mcp.protocol.run_folder import OPTIMIZER, RunFolder, RunWriter
+from flash_mcp.state import retention, serving
+from flash_mcp.state.retention import prune_checkpoints
+from flash_mcp.state.store import Store, open_store
+from tests.places import ROOT
+from tests.samples import end, evaluate, learn, read_in, started_run
+from tests.supervisor.test_upkeep import clear, ended_days_ago
+
+STEPS = range(1, 11)
+
+
+@pytest.fixture
+def store(flash_home: Path) -> Store:
+    return open_store()
+
+
+def saved(folder: Path, *, best: int = 3, **fields: int) -> tuple[Run, RunWriter]:
+    """A run with a checkpoint at each of STEPS, of which `best` had the highest reward."""
+    run, writer = started_run(folder / "environment", **fields)
+    for step in STEPS:
+        adapter = folder / f"adapter-{step}"
+        adapter.mkdir()
+        (adapter / "adapter_config.json").write_text('{"r": 32, "lora_alpha": 64}')
+        (adapter / "adapter_model.safetensors").write_bytes(b"weights")
+        (adapter / OPTIMIZER).write_bytes(b"moments")
+        writer.commit_checkpoint(step, adapter, {"reward/mean": 0.9 if step == best else 0.5})
+    read_in(open_store(), run.id)
+    return run, writer
+
+
+def steps(store: Store, run: Run) -> list[int]:
+    """The steps with a checkpoint, in the store and in the folder."""
+    found = [row.step for row in store.checkpoints(run.id)]
+    assert RunFolder(run.folder).checkpoint_steps() == found
+    return found
+
+
+def with_optimizer(run: Run) -> list[int]:
+    folder = RunFolder(run.folder)
+    paths = {step: Path((folder.manifest(step) or {})["path"]) for step in STEPS}
+    return [step for step, path in paths.items() if (path / OPTIMIZER).is_file()]
+
+
+# -- the optimizer's state -------------------------------------------------------------------------
+
+
+def test_only_the_newest_good_checkpoint_keeps_the_optimizers_state(
+    store: Store, tmp_path: Path
+) -> None:
+    run, writer = saved(tmp_path)
+    folder = RunFolder(run.folder)
+    assert with_optimizer(run) == [10]
+    for step in STEPS:
+        assert folder.verify_checkpoint(step)["optimizer_bytes"] == len(b"moments")
+    (row,) = [row for row in store.checkpoints(run.id) if row.step == 1]
+    files = [path for path in Path(row.path).iterdir() if path.name != "MANIFEST.json"]
+    assert row.size_bytes == sum(path.stat().st_size for path in files)
+    assert serving.request(store, run.id, step=5).step == 5
+    # A damaged one is none, so the one before is resumed from: without its optimizer's state.
+    Path(folder.path("checkpoints", "10", "1-10", OPTIMIZER)).write_bytes(b"damaged")
+    assert folder.newest_good_checkpoint() == 9
+    end(writer, run.id, 10)
+
+
+def test_a_checkpoint_that_cannot_be_read_back_takes_nothing_from_the_one_before(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, writer = saved(tmp_path)
+    put = RunWriter._put_files
+
+    def lie(self: RunWriter, place: str, files: dict[str, Path]) -> None:
+        put(self, place, files)
+        Path(self.folder.path(place), "adapter_model.safetensors").write_bytes(b"other")
+
+    monkeypatch.setattr(RunWriter, "_put_files", lie)
+    writer.commit_checkpoint(11, tmp_path / "adapter-10", {})
+    assert with_optimizer(run) == [10]
+    assert RunFolder(run.folder).newest_good_checkpoint() == 10
+
+
+def test_a_zombie_takes_nothing_from_its_successor(store: Store, tmp_path: Path) -> None:
+    run, zombie = saved(tmp_path)
+    folder = RunFolder(run.folder)
+    folder.claim(2).commit_checkpoint(9, tmp_path / "adapter-9", {})
+    zombie._drop_older_optimizers("checkpoints/10/1-10")
+    assert with_optimizer(run) == [9, 10]
+
+
+def test_a_run_that_ended_long_ago_loses_its_optimizers_state_and_can_be_served(
+    store: Store, tmp_path: Path
+) -> None:
+    (long_ago, first), (lately, second) = (saved(tmp_path / name) for name in "ab")
+    for writer, run, days in ((first, long_ago, 31), (second, lately, 29)):
+        end(writer, run.id, 10)
+        ended_days_ago(store, run, days)
+    clear(store)
+    assert (with_optimizer(long_ago), with_optimizer(lately)) == ([], [10])
+    assert serving.request(store, long_ago.id).step == 10
+
+
+KILLED = """
+import os, shutil, sys
+from pathlib import Path
+from flash_mcp.protocol.run_folder import OPTIMIZER, RunFolder
+
+OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.copyfile"}
+base = Path(sys.argv[1])
+
+def commit(writer, step):
+    adapter = base / f"adapter-{step}"
+    adapter.mkdir(exist_ok=True)
+    for name in ("adapter_model.safetensors", OPTIMIZER):
+        (adapter / name).write_bytes(f"{name} {step}".encode())
+    writer.commit_checkpoint(step, adapter, {})
+
+def killed_after(operations, folder):
+    left = operations
+    def count(event, arguments):
+        nonlocal left
+        if event in OPERATIONS and str(folder) in str(arguments):
+            left -= 1
+            if left < 0:
+                os._exit(9)
+    sys.addaudithook(count)
+
+start = RunFolder(base / "start")
+writer = start.claim(1)
+commit(writer, 10)
+kills = 0
+while True:
+    folder = base / f"run-{kills}"
+    shutil.copytree(base / "start", folder)
+    child = os.fork()
+    if child == 0:
+        run = RunFolder(folder)
+        writer = type(writer)(run, 1)
+        writer._saves = 1
+        killed_after(kills, folder)
+        commit(writer, 20)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    run = RunFolder(folder)
+    step = run.newest_good_checkpoint()
+    assert step in (10, 20), (kills, step)
+    path = run.fetch_checkpoint(step, base)
+    assert (path / OPTIMIZER).read_bytes() == f"{OPTIMIZER} {step}".encode(), (kills, step)
+    commit(run.claim(2), 20)
+    assert run.newest_good_checkpoint() == 20
+    found = sorted(str(each.relative_to(folder)) for each in folder.rglob(OPTIMIZER))
+    assert found == [f"checkpoints/20/2-1/{OPTIMIZER}"], (kills, found)
+    if os.waitstatus_to_exitcode(status) == 0:
+        break
+    kills += 1
+print(kills)
+"""
+
+
+@pytest.mark.slow
+def test_a_kill_between_any_two_file_operations_leaves_a_folder_that_resumes(
+    tmp_path: Path,
+) -> None:
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 10
+
+
+# -- which checkpoints stay ------------------------------------------------------------------------
+
+
+def test_the_newest_the_best_and_those_in_use_stay(store: Store, tmp_path: Path) -> None:
+    run, writer = saved(tmp_path, keep_checkpoints=2)
+    served = serving.request(store, run.id, step=1)
+    store.update_deployment(served.id, state="stopped")
+    served = serving.request(store, run.id, step=2)
+    start = f'{{"run_id": "{run.id}", "step": 5, "path": ""}}'
+    named = f'{{"run_id": null, "step": null, "path": "{store.checkpoint(run.id, 6).path}"}}'
+    for adapter in (start, named):
+        other, _ = saved(tmp_path / f"from-{len(adapter)}")
+        store.execute("UPDATE runs SET init_adapter = ? WHERE id = ?", [adapter, other.id])
+    prune_checkpoints(store, store.run(run.id))
+    assert steps(store, run) == [1, 2, 3, 5, 6, 8, 9, 10]
+    # A better one is known once it was evaluated.
+    learn(writer, [7])
+    evaluate(writer, 4, 10)
+    evaluate(writer, 8, 90)
+    read_in(store, run.id)
+    prune_checkpoints(store, store.run(run.id))
+    assert steps(store, run) == [1, 2, 5, 6, 8, 9, 10]
+    end(writer, run.id, 10)
+
+
+def test_few_checkpoints_all_stay(store: Store, tmp_path: Path) -> None:
+    run, _ = saved(tmp_path, keep_checkpoints=9)
+    prune_checkpoints(store, store.run(run.id))
+    assert steps(store, run) == list(STEPS)
+
+
+def test_a_kill_while_checkpoints_are_deleted_is_made_good(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, _ = saved(tmp_path, keep_checkpoints=2)
+    move = retention.move_away
+
+    def die_after(*arguments: object) -> None:
+        move(*arguments)  # pyright: ignore[reportArgumentType]
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(retention, "move_away", die_after)
+        with pytest.raises(KeyboardInterrupt):
+            prune_checkpoints(store, store.run(run.id))
+    prune_checkpoints(store, store.run(run.id))
+    assert steps(store, run) == [3, 8, 9, 10] and not (store.base / "removed").exists()
+
+
+def test_a_checkpoint_that_goes_while_it_is_to_be_served_is_refused(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, _ = saved(tmp_path, keep_checkpoints=2)
+    fetch = RunFolder.fetch_checkpoint
+
+    def and_prune(self: RunFolder, step: int, into: Path) -> Path:
+        path = fetch(self, step, into)
+        prune_checkpoints(store, store.run(run.id))
+        return path
+
+    monkeypatch.setattr(serving, "read_adapter_config", lambda *_: {"r": 32})
+    monkeypatch.setattr(RunFolder, "fetch_checkpoint", and_prune)
+    with pytest.raises(FlashError, match="unknown_checkpoint"):
+        serving.request(store, run.id, step=1)
+    assert store.deployments() == []
