@@ -18,15 +18,28 @@ from typing import Literal
 from environments.process.sandbox import describe
 from environments.settings import FILE, load_settings
 from flash_mcp.protocol.errors import FlashError, as_flash_error
-from flash_mcp.protocol.paths import home, models_dir
+from flash_mcp.protocol.paths import home, models_dir, runs_dir
 from flash_mcp.protocol.spec import DEFAULT_MODEL
 from flash_mcp.state import sqlite
+from flash_mcp.state.disk import in_words, usage
 from flash_mcp.state.store import open_store
 from flash_mcp.supervisor.launch import devices
 from flash_mcp.supervisor.process import is_supervised, unfit
 from flash_mcp.tools.shared.fitting import shorten
 
 FREE_DISK_GIB = 5.0
+SHOWN_BYTES = 1_000_000
+ROOM = {
+    "runs": "`flash-mcp remove --older-than 30d`, or run_days in [disk] of settings.toml",
+    "checkpoints": "train with a lower keep_checkpoints or a higher save_every",
+    "models": "delete the folders of models that you do not use; they are fetched again",
+    "interpreters": "delete the folder interpreters while nothing runs; they are installed again",
+    "environments": "`flash-mcp remove NAME@DIGEST`",
+    "datasets": "`flash-mcp remove NAME@DIGEST`",
+    "the database": "`flash-mcp remove`; it shrinks afterwards",
+    "scratch": "what ended processes left is deleted after a day",
+}
+"""How to take less of each kind of thing."""
 FREE_MEMORY_GIB = 4.0
 FIXED_SQLITE = (3, 51, 3)
 """Older versions may damage a database when two connections checkpoint at once."""
@@ -77,11 +90,20 @@ def _python() -> Outcome:
 def _state_directory() -> Outcome:
     try:
         base = home()
-        counts = open_store().run_counts()
-    except (OSError, FlashError) as error:
+        store = open_store()
+        counts = store.run_counts()
+        known = {row["id"] for row in store.query("SELECT id FROM runs")}
+    except FlashError as error:
+        return "problem", f"[{error.code}] {error.what}", error.fix
+    except OSError as error:
         return "problem", str(error), "set FLASH_HOME to a folder on a local disk that you own"
     runs = ", ".join(f"{count} {state}" for state, count in counts.items())
-    return _ok(f"{base}: {runs or 'no runs'}")
+    detail = f"{base}: {runs or 'no runs'}"
+    folders = {path.parent.name for path in runs_dir(base).glob("*/job.json")}
+    if unknown := len(folders - known):
+        what = f"{detail}; {unknown} run folders are not in the database"
+        return "warning", what, "flash-mcp recover takes them in"
+    return _ok(detail)
 
 
 def _settings() -> Outcome:
@@ -100,11 +122,16 @@ def _privacy() -> Outcome:
 
 
 def _disk() -> Outcome:
-    free = shutil.disk_usage(home()).free / 2**30
-    detail = f"{free:.0f} GiB free"
+    base = home()
+    free = shutil.disk_usage(base).free / 2**30
+    taken = {name: size for name, size in usage(base).items() if size >= SHOWN_BYTES}
+    sizes = ", ".join(f"{name} {in_words(size)}" for name, size in taken.items())
+    detail = f"{free:.0f} GiB free; taken: {sizes or 'nearly nothing'}"
     if free >= FREE_DISK_GIB:
         return _ok(detail)
-    return "problem", detail, "free space, or set FLASH_HOME (and FLASH_MODELS) to another disk"
+    fixes = [f"{name}: {ROOM[name]}" for name in taken]
+    fixes.append("or set FLASH_HOME (and FLASH_MODELS) to another disk")
+    return "problem", detail, "; ".join(fixes)
 
 
 def _memory() -> Outcome:

@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -110,21 +110,27 @@ class Connection:
         with _named_errors(self.path):
             _check(self._db.conn)
 
-    def shrink(self) -> int:
+    def shrink(self, *, rewrites: bool = True, alive: Callable[[], None] = lambda: None) -> int:
         """Give the pages of deleted rows back to the disk; the bytes that the file lost.
 
-        A few pages at a time, so that no writer waits for long. A database of an older version is
-        rewritten once, if the disk has room for two copies of it."""
+        A few pages at a time, so that no writer waits for long; calls `alive` in between. With
+        `rewrites`, a database of an older version is rewritten once, if the disk has room for two
+        copies of it."""
         before = self.path.stat().st_size
         db = self._db.conn
         with _named_errors(self.path):
             if _pragma(db, "auto_vacuum") != INCREMENTAL:
                 free = _pragma(db, "freelist_count") / max(1, _pragma(db, "page_count"))
-                if free < WORTH_REWRITING or shutil.disk_usage(self.base).free < 2 * before:
+                if (
+                    not rewrites
+                    or free < WORTH_REWRITING
+                    or shutil.disk_usage(self.base).free < 2 * before
+                ):
                     return 0
                 db.execute("PRAGMA auto_vacuum=INCREMENTAL")
                 db.execute("VACUUM")
             for _ in range(0, _pragma(db, "freelist_count"), PAGES_AT_ONCE):
+                alive()
                 with self.transaction():
                     # Each row that is fetched stands for a page that was given back.
                     db.execute(f"PRAGMA incremental_vacuum({PAGES_AT_ONCE})").fetchall()

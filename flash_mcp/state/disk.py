@@ -9,6 +9,7 @@ from shutil import disk_usage
 
 from environments.settings import FILE, DiskSettings, load_settings
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.paths import datasets_dir, environments_dir, models_dir, runs_dir
 from flash_mcp.state.owners import caller
 
 LEAST_FREE_BYTES = 16 << 20
@@ -25,8 +26,10 @@ def has_space(paths: Iterable[Path], size_bytes: int) -> bool:
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of the files below `folder`; 0 if it does not exist. Files may vanish meanwhile."""
-    return sum(_sizes(folder))
+    """Bytes of the files below `folder`, or of a file; 0 if there is none. Files may vanish
+    meanwhile.
+    """
+    return folder.stat().st_size if folder.is_file() else sum(_sizes(folder))
 
 
 def _sizes(folder: Path) -> Iterator[int]:
@@ -45,6 +48,25 @@ def _sizes(folder: Path) -> Iterator[int]:
                 yield entry.stat(follow_symlinks=False).st_size
             except FileNotFoundError:
                 continue
+
+
+def usage(base: Path) -> dict[str, int]:
+    """Bytes of each kind of thing in a state directory, the largest first. Checkpoints are part of
+    the runs. Models may lie elsewhere, and be shared.
+    """
+    runs = runs_dir(base)
+    folders = {
+        "runs": [runs],
+        "checkpoints": runs.glob("*/checkpoints"),
+        "models": [models_dir(base)],
+        "interpreters": [base / "interpreters"],
+        "environments": [environments_dir(base)],
+        "datasets": [datasets_dir(base)],
+        "the database": base.glob("flash.db*"),
+        "scratch": [*base.glob("scratch*"), base / "removed", base / "adapters"],
+    }
+    taken = {name: sum(map(size_of, paths)) for name, paths in folders.items()}
+    return dict(sorted(taken.items(), key=lambda each: -each[1]))
 
 
 def in_words(size: float) -> str:

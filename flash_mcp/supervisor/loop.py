@@ -148,7 +148,7 @@ class Supervisor:
         self.store = Store(base)
         self.launcher = launcher or LocalLauncher(base / "attempts")
         self.vault = Vault(base)
-        self.upkeep = Upkeep(self.store)
+        self.upkeep = Upkeep(self.store, lambda: self.alive())
         self.alive: Callable[[], None] = lambda: None
         """Called again and again while it works."""
         self._attempts: dict[str, Attempt] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from environments.settings import FILE, load_settings
@@ -24,8 +24,9 @@ DAY_S = 86_400.0
 class Upkeep:
     """Sweeps leftovers and applies the limits of settings.toml once an hour, a piece at a time."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, alive: Callable[[], None] = lambda: None) -> None:
         self._store = store
+        self._alive = alive
         self._pieces: Iterator[None] | None = None
         self._next_at = time.monotonic()
         self._sizes: dict[str, int] = {}
@@ -83,7 +84,7 @@ class Upkeep:
                     total -= size
                 yield
         if dropped:
-            self._store.shrink()
+            self._store.shrink(rewrites=False, alive=self._alive)
 
     def _drop(self, run: Run, why: str) -> bool:
         what = f"its files were removed, {why} in [disk] of {FILE}"

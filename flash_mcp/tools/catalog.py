@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from shutil import disk_usage
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -12,6 +13,7 @@ from flash_mcp.protocol.paths import models_dir
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, EnvironmentVersion
 from flash_mcp.protocol.spec import DEFAULT_MODEL
 from flash_mcp.state import datasets
+from flash_mcp.state.disk import in_words
 from flash_mcp.state.owners import caller
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.supervisor.launch import devices as machine
@@ -109,8 +111,10 @@ class Catalog(Result):
     datasets: list[Dataset] | None = None
     devices: list[Device] | None = None
     deployments: list[Deployment] | None = None
+    disk: str | None = None
+    """What is taken and free."""
     has_more: bool
-    """Whether a list was cut at `limit`."""
+    """Whether a list was cut."""
     cursor: str | None = None
     """Pass as `cursor` for the next page."""
 
@@ -153,6 +157,7 @@ def catalog(
     return Catalog(
         **shown,
         default_model=DEFAULT_MODEL if "models" in shown else None,
+        disk=_disk(store) if "devices" in shown else None,
         has_more=has_more,
         cursor=str(end) if has_more and kind else None,
         next=_next_step(kind, shown.get("environments"), has_more),
@@ -182,6 +187,15 @@ def _models(_: Store) -> list[Model]:
 
 def _devices(_: Store) -> list[Device]:
     return [Device(**vars(device)) for device in machine.devices()]
+
+
+def _disk(store: Store) -> str:
+    sql = "SELECT coalesce(sum(size_bytes), 0) AS taken FROM"
+    sizes: list[str] = []
+    for table in ("checkpoints", "environments"):
+        taken = store.query(f"{sql} {table}")[0]["taken"]
+        sizes.append(f"{table} take {in_words(taken)}")
+    return f"{', '.join(sizes)}; {in_words(disk_usage(store.base).free)} free"
 
 
 def _another(owner: str) -> str | None:

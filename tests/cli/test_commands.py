@@ -339,6 +339,42 @@ def test_the_doctor_notices_an_open_state_directory(run: Run, flash_home: Path):
     assert [finding.level for finding in examine() if finding.name == "privacy"] == ["warning"]
 
 
+def found_by_doctor(name: str) -> tuple[str, str, str]:
+    (finding,) = [finding for finding in examine() if finding.name == name]
+    return finding.level, finding.detail, finding.fix
+
+
+def test_the_doctor_says_what_takes_the_disk_and_how_to_take_less(
+    run: Run, flash_home: Path, monkeypatch: pytest.MonkeyPatch
+):
+    sizes = {
+        "runs/run-1/checkpoints/10/1-1/optimizer.pt": 4_000_000,
+        "runs/run-1/log.1": 1_000_000,
+        "interpreters/0123/venv/lib.so": 3_000_000,
+        "environments/calc/0123/data.jsonl": 1_500_000,
+        "datasets/tiny/0123/train.jsonl": 1_000,
+    }
+    for name, size in sizes.items():
+        path = flash_home / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(size))
+    monkeypatch.setenv("FLASH_MODELS", str(flash_home / "models"))
+    taken = "runs 5.0 MB, checkpoints 4.0 MB, interpreters 3.0 MB, environments 1.5 MB"
+    level, detail, fix = found_by_doctor("disk")
+    assert (level, fix) == ("ok", "") and detail.endswith(f"taken: {taken}")
+    monkeypatch.setattr("flash_mcp.cli.doctor.FREE_DISK_GIB", 1e9)
+    level, detail, fix = found_by_doctor("disk")
+    assert level == "problem" and "remove --older-than" in fix and "keep_checkpoints" in fix
+
+
+def test_the_doctor_notices_run_folders_that_the_database_lost(run: Run, tmp_path: Path):
+    known = started_run(tmp_path / "environment")[0]
+    assert found_by_doctor("state directory")[0] == "ok"
+    open_store().execute("DELETE FROM runs WHERE id = ?", [known.id])
+    level, detail, fix = found_by_doctor("state directory")
+    assert level == "warning" and "1 run folders" in detail and "flash-mcp recover" in fix
+
+
 @pytest.mark.slow
 def test_supervise_leaves_when_idle_and_is_alone(flash_home: Path):
     flash_home.mkdir(parents=True)

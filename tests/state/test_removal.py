@@ -357,6 +357,7 @@ def test_a_database_of_an_older_version_is_rewritten_once_if_there_is_room(
     with monkeypatch.context() as patched:
         patched.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
         assert store.shrink() == 0 and store.path.stat().st_size == full
+    assert store.shrink(rewrites=False) == 0
     assert store.shrink() > full * 0.8
     assert store.query("PRAGMA auto_vacuum")[0]["auto_vacuum"] == 2
     store.check()
