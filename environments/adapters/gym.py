@@ -166,15 +166,24 @@ def _step(environment: Any, action: Any) -> Shown:
         if not done:
             return Shown(environment.get_observation()[1], info=info or {})
         rewards = cast("Mapping[int, float]", environment.close()[0] or {})
-        return Shown(None, float(rewards.get(0, 0.0)), done=True, ended=True, info=info or {})
+        reward = _number(rewards.get(0, 0.0))
+        return Shown(None, reward, done=True, ended=True, info=info or {})
     if hasattr(result, "observation"):
         done = bool(result.done)
         info = getattr(result, "info", None) or getattr(result, "metadata", None)
-        return Shown(result.observation, float(result.reward or 0.0), done, done, info or {})
+        return Shown(result.observation, _number(result.reward or 0.0), done, done, info or {})
     if len(result) == 4:
         observation, reward, terminated, info = result
         truncated = False
     else:
         observation, reward, terminated, truncated, info = result
     done = bool(terminated or truncated)
-    return Shown(observation, float(reward), done, bool(terminated), info or {})
+    return Shown(observation, _number(reward), done, bool(terminated), info or {})
+
+
+def _number(reward: Any) -> float:
+    try:
+        return float(reward)
+    except (TypeError, ValueError):
+        what = f"step returned the reward {reward!r:.100}, which is no number"
+        raise TypeError(f"{what}: wrap the object, and return a number from its step") from None

@@ -53,6 +53,10 @@ OFF_MAIN_THREAD = re.compile(
 """What `signal` says, and what libraries say that use it for their time limits."""
 
 
+NLTK_DATA = re.compile(r"raised LookupError: .*nltk\.download\('([\w-]+)'\)", re.DOTALL)
+IS_NO_NUMBER = "which is no number"
+
+
 def remedy(fault: EnvironmentFault) -> str | None:
     """The fix of a fault that wrong secrets, wrong environment_args or a call on the wrong thread
     caused. None for other faults.
@@ -63,6 +67,13 @@ def remedy(fault: EnvironmentFault) -> str | None:
             return f"{what}: score_episode then runs on the main thread, one call at a time"
         what = "only load_environment and, with max_score_concurrency = 1, score_episode run on it"
         return f"do this in score_episode, or turn off the time limit of that library: {what}"
+    if data := NLTK_DATA.search(fault.what):
+        return (
+            f"download it into the folder with `python -m nltk.downloader -d nltk_data {data[1]}`, "
+            "and call nltk.data.path.append(str(Path(__file__).parent / 'nltk_data')) before use"
+        )
+    if IS_NO_NUMBER in fault.what:
+        return "wrap the object that the environment plays, so that its step returns a number"
     is_load = fault.code == "environment_invalid"
     key = re.search(r"raised KeyError: '([A-Z][A-Z0-9_]+)'", fault.what)
     # After loading, a dict of the environment's own may have lacked such a key, too.

@@ -649,3 +649,32 @@ async def test_the_process_has_a_private_home_and_leaves_the_folder_as_it_was(
         assert "FLASH_HOME" not in names
     assert not os.path.exists(home)  # noqa: ASYNC240, PTH110
     assert sorted(path.name for path in folder.iterdir()) == ["environment.py", "helper.py"]
+
+
+NLTK_SAYS = (
+    "\\n***\\n  Resource \\x1b[93mwords\\x1b[0m not found.\\n  >>> nltk.download('words')\\n"
+)
+FIXED = {
+    "data of nltk": (f'raise LookupError("{NLTK_SAYS}")', "nltk_data words"),
+    "a reward that is a text": (
+        "from environments.adapters.gym import _step; _step(Odd(), 'go')",
+        "returns a number",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FIXED)
+async def test_faults_of_packages_name_their_fix(tmp_path: Path, name: str) -> None:
+    statement, fix = FIXED[name]
+    source = f"""
+    class Odd:
+        def step(self, action): return "left", "Invalid move", True, {{}}
+    class Sample(Echo):
+        def step_episode(self, example, messages, assistant_response):
+            {statement}
+    """
+    async with await EnvironmentHost.start(environment_folder(tmp_path, source)) as host:
+        opening = await host.open("train", 0)
+        fault = await fault_of(host.step(opening.episode, "x"))
+        assert fault.code == "environment_error"
+        assert fix in (remedy(fault) or ""), fault.what
