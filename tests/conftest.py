@@ -131,6 +131,7 @@ def flash_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "flash-home"
     monkeypatch.setenv("FLASH_HOME", str(folder))
     monkeypatch.setenv("FLASH_MODELS", str(SHARED_MODELS))
+    monkeypatch.setenv("FLASH_DEVICE_LOCKS", str(tmp_path))
     if WHEELS.is_dir():
         monkeypatch.setenv("UV_FIND_LINKS", str(WHEELS))
         monkeypatch.setenv("UV_OFFLINE", "1")

@@ -19,9 +19,9 @@ This module uses only the standard library and uv (without uv: venv and pip).
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import hashlib
 import importlib.util
+import math
 import os
 import platform
 import re
@@ -40,6 +40,8 @@ from typing import IO
 
 from environments.process import kernel, sandbox, warden
 from environments.process.faults import EnvironmentFault
+from environments.process.locks import lock as wait_for_lock
+from environments.process.locks import try_lock
 from environments.settings import load_settings, state_directory
 
 FILE = "requirements.txt"
@@ -308,11 +310,9 @@ def _install_confined(target: Path, versions: IO[str], parent_pid: int) -> None:
 def main() -> None:
     target = Path(sys.argv[1])
     with (target / "lock").open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(lock):
             sys.stderr.write("another process installs the same packages; waiting for it\n")
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            wait_for_lock(lock, math.inf)
         if (target / "ready").is_file():
             return
         venv = target / "venv"

@@ -5,25 +5,34 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import sqlite3
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
+
+import psutil
 
 from environments.process.sandbox import describe
 from environments.settings import FILE, load_settings
+from flash_mcp.cli.service import quoted, service_units
+from flash_mcp.protocol import device_locks
 from flash_mcp.protocol.errors import FlashError, as_flash_error
 from flash_mcp.protocol.paths import home, models_dir, runs_dir
 from flash_mcp.protocol.spec import DEFAULT_MODEL
 from flash_mcp.state import sqlite
 from flash_mcp.state.disk import in_words, usage
+from flash_mcp.state.locks import try_lock
 from flash_mcp.state.store import open_store
 from flash_mcp.supervisor.launch import devices
+from flash_mcp.supervisor.launch.local import find_gpus
 from flash_mcp.supervisor.process import is_supervised, unfit
 from flash_mcp.tools.shared.fitting import shorten
 
@@ -41,8 +50,11 @@ ROOM = {
 }
 """How to take less of each kind of thing."""
 FREE_MEMORY_GIB = 4.0
+WRITER_PATIENCE_S = 0.5
+"""The supervisor's own writes take less."""
 FIXED_SQLITE = (3, 51, 3)
 """Older versions may damage a database when two connections checkpoint at once."""
+NETWORK_FILE_SYSTEMS = re.compile("nfs|cifs|smb|fuse|9p|lustre|ceph|afs|glusterfs|beegfs")
 PACKAGES = ("torch", "vllm", "trl", "peft", "transformers")
 
 
@@ -114,6 +126,47 @@ def _settings() -> Outcome:
     return _ok(f"{home() / FILE} can be used" if (home() / FILE).exists() else "all defaults")
 
 
+def _database() -> Outcome:
+    """A program that keeps a write transaction open holds up every change, but no reader."""
+    deadline = time.monotonic() + WRITER_PATIENCE_S
+    while True:
+        try:
+            with open_store().transaction(wait_s=0):
+                return _ok("can be written")
+        except FlashError as error:
+            if error.code != "state_busy" or time.monotonic() > deadline:
+                return "problem", f"{error.what}: {home()}", error.fix
+        time.sleep(0.02)
+
+
+def _file_system() -> Outcome:
+    """Supervisors and SQLite need locks that all processes see, and SQLite memory that they
+    share."""
+    kind = file_system_of(home())
+    try:
+        with tempfile.TemporaryFile("w", dir=home()) as probe:
+            try_lock(probe)
+    except FlashError as error:
+        return "problem", f"{kind}: {error.what}", error.fix
+    if NETWORK_FILE_SYSTEMS.match(kind):
+        fix = (
+            "set FLASH_HOME to a folder on a local disk; FLASH_MODELS may stay on this one. Until "
+            "then, use this state directory from one machine only"
+        )
+        return "warning", f"{kind} may damage an SQLite database that two machines use", fix
+    return _ok(kind)
+
+
+def file_system_of(path: Path) -> str:
+    """The type of the file system that holds the path, such as ext4 or nfs4."""
+    real = Path(os.path.realpath(path))
+    mounts = psutil.disk_partitions(all=True)
+    holding = [mount for mount in mounts if real.is_relative_to(mount.mountpoint)]
+    # Of two mounts on one folder, the later one is in use.
+    holding.sort(key=lambda mount: len(mount.mountpoint))
+    return holding[-1].fstype if holding else "unknown"
+
+
 def _privacy() -> Outcome:
     if os.name == "nt" or not home().stat().st_mode & 0o077:
         return _ok("only the owner may read the state directory")
@@ -147,6 +200,22 @@ def _gpu() -> Outcome:
     found = [f"{gpu.name}, {gpu.free_gib} of {gpu.memory_gib} GiB free" for gpu in devices.gpus()]
     none = "none: training runs on the CPU, which suits models up to about 0.4 billion parameters"
     return _ok("; ".join(found) or none)
+
+
+def _shared_gpus() -> Outcome:
+    gpus = find_gpus()
+    if not gpus:
+        return _ok("no GPU to share")
+    if device_locks.lock_folder() is None:
+        fix = "set FLASH_DEVICE_LOCKS to one folder for all state directories of this machine"
+        return "warning", "two state directories may use one GPU at a time", fix
+    used: list[str] = []
+    for device in device_locks.names_of(gpus):
+        others = device_locks.users(device, home())
+        used += [f"{device} is used by {other}" for other in others]
+    if used:
+        return "warning", "; ".join(used), "runs here wait for it, or use another GPU"
+    return _ok("no other state directory uses one now")
 
 
 def _training_packages() -> Outcome:
@@ -241,18 +310,29 @@ def _supervisor() -> Outcome:
     return _ok("not needed now; the first train starts it")
 
 
+def _reboot() -> Outcome:
+    for unit in service_units():
+        if f"Environment={quoted(f'FLASH_HOME={home()}')}" in unit.read_text().splitlines():
+            return _ok(f"{unit.name} continues runs after a reboot")
+    return _ok("runs wait for the next command; `flash-mcp install service` continues them")
+
+
 CHECKS: dict[str, Callable[[], Outcome]] = {
     "python": _python,
     "state directory": _state_directory,
     "settings": _settings,
+    "file system": _file_system,
+    "database": _database,
     "privacy": _privacy,
     "disk": _disk,
     "memory": _memory,
     "gpu": _gpu,
+    "shared gpus": _shared_gpus,
     "training packages": _training_packages,
     "torchvision": _torchvision,
     "sqlite": _sqlite,
     "default model": _model,
     "sandbox": _sandbox,
     "supervisor": _supervisor,
+    "reboot": _reboot,
 }

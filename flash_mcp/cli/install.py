@@ -21,7 +21,7 @@ from typing import Any, cast
 from flash_mcp.protocol.errors import FlashError
 
 Json = dict[str, Any]
-PASSED_ON = ("FLASH_HOME", "FLASH_MODELS")
+PASSED_ON = ("FLASH_HOME", "FLASH_MODELS", "FLASH_DEVICE_LOCKS")
 """Variables that the entry sets, because agents start the server with their own environment."""
 
 
@@ -40,9 +40,7 @@ def install(client: str, *, name: str = "flash", write: bool = True) -> Installe
     """Add this server to the configuration of one of CLIENTS.
 
     FlashError(invalid_argument) if the file cannot be read or `name` is not a server name."""
-    if not re.fullmatch("[A-Za-z0-9_-]+", name):
-        fix = "use ASCII letters, digits, - and _"
-        raise FlashError("invalid_argument", "that is no name of a server", name=name, fix=fix)
+    check_name(name)
     locate, merge = CLIENTS[client]
     path = Path(os.path.realpath(locate()))  # keeps a link to it, as dotfile managers make one
     old = path.read_text() if path.exists() else ""
@@ -55,6 +53,12 @@ def install(client: str, *, name: str = "flash", write: bool = True) -> Installe
     changed = new != old
     backup = _replace(path, new) if write and changed else None
     return Installed(client, path, changed, new, backup)
+
+
+def check_name(name: str) -> None:
+    if not re.fullmatch("[A-Za-z0-9_-]+", name):
+        fix = "use ASCII letters, digits, - and _"
+        raise FlashError("invalid_argument", "that is no name of a server", name=name, fix=fix)
 
 
 def entry() -> Json:

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flash_mcp.cli.install import CLIENTS
+from flash_mcp.cli.install import CLIENTS, check_name
 from flash_mcp.cli.install import install as install_server
 from flash_mcp.cli.output import answer, render, render_all, say, to_json
 from flash_mcp.cli.parsing import Parser, add_command, example
+from flash_mcp.cli.service import LINGER, install_service, remove_service
 from flash_mcp.cli.tool_commands import stay
 from flash_mcp.judgement import curve as drawing
 from flash_mcp.protocol.errors import FlashError
@@ -161,7 +162,8 @@ def supervise(arguments: Arguments) -> int:
     if arguments.idle_exit_s is not None:
         patience = Patience(idle_exit_s=arguments.idle_exit_s)
     replace_unfit(home())
-    if run(home(), lambda base: Supervisor(base, patience=patience), is_foreground=True):
+    is_foreground = sys.stdin.isatty()  # False for a service
+    if run(home(), lambda base: Supervisor(base, patience=patience), is_foreground=is_foreground):
         return 0
     sys.stderr.write("another supervisor already looks after this state directory\n")
     if found := unfit(home()):
@@ -203,9 +205,16 @@ def doctor(arguments: Arguments) -> int:
 
 
 def install(arguments: Arguments) -> None:
-    """Add this server to a coding agent's configuration.
+    """Add this server to a coding agent's configuration, or continue runs after a reboot.
 
-    Other settings and comments stay, and a copy of the old file is kept."""
+    An agent's other settings and comments stay, and a copy of the old file is kept. `service` makes
+    a systemd user service of the supervisor."""
+    if arguments.client == "service":
+        _install_service(arguments)
+        return
+    if arguments.remove:
+        fix = "remove the server's entry from the agent's configuration by hand"
+        raise FlashError("invalid_argument", "only a service can be removed", fix=fix)
     done = install_server(arguments.client, name=arguments.name, write=not arguments.only_print)
     lines = [f"wrote {done.path}", f"restart {done.client}, and ask it to train a model"]
     if done.backup:
@@ -213,6 +222,22 @@ def install(arguments: Arguments) -> None:
     if not done.changed:
         lines = [f"{done.path} has it already"]
     if arguments.only_print:
+        lines = [done.text.rstrip()]
+    answer(arguments, dataclasses.asdict(done), "\n".join(lines))
+
+
+def _install_service(arguments: Arguments) -> None:
+    check_name(arguments.name)
+    act = remove_service if arguments.remove else install_service
+    done = act(arguments.name, write=not arguments.only_print)
+    lines = [f"{done.path} is there already; it is enabled and started", LINGER]
+    if done.changed:
+        lines[0] = f"wrote {done.path}; it is enabled and started"
+    if arguments.remove:
+        lines = [f"removed {done.path}" if done.changed else f"there is no {done.path}"]
+        if done.changed and arguments.only_print:
+            lines = [f"would remove {done.path}"]
+    elif arguments.only_print:
         lines = [done.text.rstrip()]
     answer(arguments, dataclasses.asdict(done), "\n".join(lines))
 
@@ -466,11 +491,21 @@ COMMANDS: dict[str, Command | Group] = {
     ),
     "install": Command(
         install,
-        ("flash-mcp install claude", "flash-mcp install codex --print"),
         (
-            _option("client", "agent to configure", choices=tuple(CLIENTS)),
-            _option("--name", "what the agent calls the server (default flash)", default="flash"),
+            "flash-mcp install claude",
+            "flash-mcp install codex --print",
+            "flash-mcp install service",
+        ),
+        (
+            _option("client", "agent to configure, or service", choices=(*CLIENTS, "service")),
+            _option(
+                "--name",
+                "what the agent calls the server (default flash); a service is NAME-mcp.service",
+                default="flash",
+            ),
             _flag("--print", "print the new file, and write nothing", dest="only_print"),
+            _flag("--dry-run", "as --print", dest="only_print"),
+            _flag("--remove", "stop and remove the service; what it started goes on"),
             JSON,
         ),
     ),

@@ -70,6 +70,7 @@ CODES: dict[str, str] = {
     "too_large": "the body of the request is too large",
     "state_busy": "another program has locked the state directory",
     "state_newer": "a newer version of flash-mcp has changed the database",
+    "locks_unsupported": "the file system of the state directory refuses file locks",
     "state_corrupt": "the database of the state directory is damaged",
     "store_unreachable": "the object store that holds the run folder does not answer",
     "internal": "a defect of flash-mcp; its id finds the traceback in the log",

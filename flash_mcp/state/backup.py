@@ -146,7 +146,7 @@ def _add(
 
 
 def _add_file(archive: tarfile.TarFile, name: str, stream: IO[bytes]) -> None:
-    """By its descriptor: whoever replaces the file meanwhile does not change what is read."""
+    """Add an open file: if it is replaced meanwhile, the old contents are read."""
     info = archive.gettarinfo(arcname=name, fileobj=stream)
     info.uid = info.gid = 0
     info.uname = info.gname = ""

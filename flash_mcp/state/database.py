@@ -1,18 +1,17 @@
-"""The store: what runs, environments and deployments there are, in one SQLite file.
+"""The database: runs, environments and deployments in one SQLite file.
 
-Every process may read and enqueue; the supervisor is the only one that writes all the time. All SQL
-goes through `Store.query` (reads) and `Store.transaction` (writes); queue.py holds the transitions
-of a run's state.
+Every process may read and enqueue; only the supervisor writes all the time. All SQL goes through
+`Store.query` (reads) and `Store.transaction` (writes); queue.py holds the transitions of a run's
+state.
 
-Owners are kept apart here and nowhere else. A caller who is not the local owner gets a connection
-on which every table is hidden behind a temporary view of the same name with the rows that are
-theirs; SQL need not know. Writes name the table as main.TABLE, since a view takes none, and pick
-their rows through the view."""
+Owners are separated here and nowhere else. A caller other than the local owner gets a connection on
+which a temporary view hides each table: it has the table's name and only the caller's rows, so
+queries need no condition. Writes name main.TABLE, since views cannot be written, and select their
+rows through the view."""
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -27,6 +26,7 @@ from flash_mcp.protocol.errors import FlashError, disk_error
 from flash_mcp.protocol.records import Json
 from flash_mcp.state.disk import LEAST_FREE_BYTES, has_space
 from flash_mcp.state.home_paths import NAMES, from_stored, make_relative, to_stored
+from flash_mcp.state.locks import lock
 from flash_mcp.state.owners import caller
 from flash_mcp.state.schema import JSON_COLUMNS, execute, migrations, newer_migrations
 from flash_mcp.state.sqlite import Database, sqlite3  # pyright: ignore[reportPrivateImportUsage]
@@ -40,8 +40,8 @@ WORTH_REWRITING = 0.25
 
 
 class Connection:
-    """The database at BASE/flash.db, made and migrated if need be. Any thread may use it; each has
-    its connection.
+    """The database at BASE/flash.db, created and migrated if needed. Each thread has its own
+    connection.
     """
 
     def __init__(self, base: Path) -> None:
@@ -49,9 +49,22 @@ class Connection:
         self.path = base / "flash.db"
         self._local = threading.local()
         base.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with _named_errors(self.path):
+            self._refuse_newer()
+            if not self._is_up_to_date():
+                self._migrate()
+
+    def _is_up_to_date(self) -> bool:
+        """Reads only: another program's write transaction does not delay it."""
+        (journal,) = self._db.conn.execute("PRAGMA journal_mode").fetchone()
+        return journal == "wal" and not migrations.pending(self._db)
+
+    def _migrate(self) -> None:
         # Two processes that turn WAL on at once fail whatever their busy time-out.
-        with (base / "flash.db.lock").open("a") as lock, _named_errors(self.path):
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        path = self.base / "flash.db.lock"
+        with path.open("a") as held:
+            if not lock(held, BUSY_TIMEOUT_S):
+                raise _busy(path)
             # Holds for a database that has no tables yet; `shrink` changes an older one.
             execute(self._db, "PRAGMA auto_vacuum=INCREMENTAL")
             execute(self._db, "PRAGMA journal_mode=WAL")
@@ -68,7 +81,7 @@ class Connection:
 
     @property
     def _db(self) -> Database:
-        """This thread's connection: to everything for the local owner, to what is theirs for all
+        """This thread's connection: with all rows for the local owner, with their own rows for
         other callers.
         """
         kind = "all" if caller().is_local else "own"
@@ -84,7 +97,7 @@ class Connection:
             db = Database(self.path)
             on_error.callback(db.close)
             db.conn.isolation_level = None
-            execute(db, f"PRAGMA busy_timeout={BUSY_TIMEOUT_S * 1000}")
+            _wait_for_locks(db, BUSY_TIMEOUT_S)
             execute(db, "PRAGMA synchronous=FULL")
             if kind == "own":
                 _hide_what_is_not_the_callers(db)
@@ -92,7 +105,7 @@ class Connection:
         return db
 
     def close(self) -> None:
-        """Close this thread's connections; the next use opens others."""
+        """Close this thread's connections; the next use opens new ones."""
         for db in vars(self._local).values():
             cast(Database, db).close()
         vars(self._local).clear()
@@ -106,7 +119,7 @@ class Connection:
             _check(copy)
 
     def check(self) -> None:
-        """FlashError(state_corrupt) where a page of the database is damaged. Reads all of it."""
+        """Read the whole database; FlashError(state_corrupt) if a page is damaged."""
         with _named_errors(self.path):
             _check(self._db.conn)
 
@@ -138,9 +151,10 @@ class Connection:
         return before - self.path.stat().st_size
 
     @contextmanager
-    def transaction(self) -> Generator[None, None, None]:
+    def transaction(self, wait_s: float | None = None) -> Generator[None, None, None]:
         """What `execute` and `query` do within is all or nothing, as the only writer. One within
-        another joins it.
+        another joins it. Another writer is waited for up to `wait_s`, by default BUSY_TIMEOUT_S;
+        then FlashError(state_busy).
 
         BEGIN IMMEDIATE: a plain BEGIN that reads and then writes fails at once when another process
         wrote in between."""
@@ -149,7 +163,10 @@ class Connection:
             yield
             return
         with _named_errors(self.path):
-            execute(db, "BEGIN IMMEDIATE")
+            if wait_s is None:
+                execute(db, "BEGIN IMMEDIATE")
+            else:
+                _begin_within(db, wait_s)
             try:
                 yield
                 execute(db, "COMMIT")
@@ -203,9 +220,7 @@ class Connection:
 
 
 def _hide_what_is_not_the_callers(db: Database) -> None:
-    """Put a view of the caller's rows before every table, also before those that later versions
-    will add.
-    """
+    """Hide every table behind a view of the caller's rows, also tables of later versions."""
     db.conn.create_function("caller", 0, lambda: caller().owner, deterministic=True)
     for table in db.table_names():
         if table.startswith("sqlite_"):  # SQLite's own notes, which take no view
@@ -225,6 +240,23 @@ def _pragma(connection: Any, name: str) -> int:
     return value
 
 
+def _wait_for_locks(db: Database, seconds: float) -> None:
+    execute(db, f"PRAGMA busy_timeout={round(seconds * 1000)}")
+
+
+def _begin_within(db: Database, seconds: float) -> None:
+    _wait_for_locks(db, seconds)
+    try:
+        execute(db, "BEGIN IMMEDIATE")
+    finally:
+        _wait_for_locks(db, BUSY_TIMEOUT_S)
+
+
+def _busy(path: Path) -> FlashError:
+    fix = f"try again; if it stays so, end the program that `fuser -v {path}` names"
+    return FlashError("state_busy", "another program keeps the database locked", path=path, fix=fix)
+
+
 def _check(connection: Any) -> None:
     (found,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
     if found != "ok":
@@ -239,10 +271,7 @@ def _named_errors(path: Path) -> Generator[None, None, None]:
         if _is_of_a_full_disk(error, path):
             raise disk_error(OSError(errno.ENOSPC, str(error)), path) from error
         if "locked" in str(error):
-            fix = "try again; if it stays so, find the program that holds the file open"
-            raise FlashError(
-                "state_busy", "another program keeps the database locked", path=path, fix=fix
-            ) from error
+            raise _busy(path) from error
         raise
     except sqlite3.DatabaseError as error:
         if "malformed" not in str(error) and "not a database" not in str(error):

@@ -25,13 +25,13 @@ class DeploymentTable(Connection):
         return self.deployment(str(row["id"]))
 
     def deployments(self, states: Sequence[str] = ()) -> list[Deployment]:
-        """Of these states, or all; oldest first."""
+        """Deployments in these states, by default all; oldest first."""
         only = f"WHERE state IN ({marks(states)})" if states else ""
         sql = f"SELECT * FROM deployments {only} ORDER BY created, id"
         return [Deployment.of(row) for row in self.query(sql, states)]
 
     def deployment(self, deployment_id: str) -> Deployment:
-        """FlashError(unknown_deployment) where there is none of that id."""
+        """The deployment of that id, or FlashError(unknown_deployment)."""
         rows = self.query("SELECT * FROM deployments WHERE id = ?", [deployment_id])
         if rows:
             return Deployment.of(rows[0])

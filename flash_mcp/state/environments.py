@@ -21,11 +21,10 @@ class EnvironmentTable(Connection):
     def add_environment(
         self, *, name: str, digest: str, path: str, size_bytes: int, data: Json | None = None
     ) -> EnvironmentVersion:
-        """Record a version as the caller's; it becomes the newest of its name, also when it had
-        been pushed before.
+        """Record a version of the caller. It becomes the newest of its name, even if it was pushed
+        before.
 
-        FlashError(quota_exceeded) where a caller who is not the local owner would have too much
-        stored."""
+        FlashError(quota_exceeded) if a caller other than the local owner would store too much."""
         row = EnvironmentVersion(
             owner=caller().owner,
             name=name,

@@ -1,8 +1,8 @@
-"""How the database names files of its own state directory: relative, so that the directory moves.
+"""Paths in the database. Those below the state directory are relative, so that it can be moved.
 
-A stored path begins with HERE in place of the state directory. That is itself a relative path: a
-supervisor of the version before works in the state directory and can use it as it stands. Nobody
-writes it by hand, so that a user's own "./data" in environment_args stays what it is."""
+A stored path begins with HERE in place of the state directory. HERE is itself a relative path, so a
+supervisor of an older version, whose working directory is the state directory, can use it
+unchanged. It differs from "./", so a user's own "./data" in environment_args is left alone."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Who calls: the local owner, who sees all, or the holder of a token, who sees what is theirs.
+"""The caller: the local owner, who sees everything, or the holder of a token, who sees their own.
 
-The caller is a context variable: whatever serves requests sets it, and the store looks at it (see
-`Store`), so that no tool has to think of it. Where nobody set it, on stdio, on the command line, in
-the supervisor and in workers, it is the local owner."""
+The caller is a context variable. The HTTP server sets it for each request, and the database
+connections read it, so tools need not handle owners. It defaults to the local owner: on stdio, on
+the command line, in the supervisor and in workers."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class Caller:
-    """On whose behalf something is done. `secrets` are the server's environment variables that
-    their code may see; None for all.
+    """The owner that code acts for. `secrets` are the server's environment variables that their
+    environment code may read; None for all.
     """
 
     owner: str
@@ -50,21 +50,21 @@ class Caller:
 
 LOCAL = Caller(LOCAL_OWNER, secrets=None)
 NOBODY = Caller("", access="metrics")
-"""Owns nothing. What a server sets beforehand, so that a request whose caller got lost sees
-nothing.
+"""Owns nothing. The server sets it before it identifies the caller, so that a request without a
+caller sees nothing.
 """
 
 _caller: ContextVar[Caller] = ContextVar("caller", default=LOCAL)
 
 
 def caller() -> Caller:
-    """On whose behalf this code runs."""
+    """The owner that this code acts for."""
     return _caller.get()
 
 
 @contextmanager
 def acting_as(who: Caller) -> Generator[None, None, None]:
-    """Make `who` the caller within, in this task and the tasks and threads that it starts."""
+    """Make `who` the caller in this block, and in the tasks and threads that it starts."""
     token = _caller.set(who)
     try:
         yield
@@ -73,7 +73,8 @@ def acting_as(who: Caller) -> Generator[None, None, None]:
 
 
 def refuse_reader(what: str, **values: object) -> None:
-    """FlashError(not_permitted) for a caller who may only read; `what` would change something."""
+    """Raise FlashError(not_permitted) for a caller with read access only. `what` names the
+    operation."""
     if caller().access != "write":
         fix = "use a token that was made without --read-only; nothing was done"
         raise FlashError(

@@ -3,8 +3,8 @@
     queued -> starting -> running -> succeeded | failed | cancelled
        ^---------'-----------'   requeue: the attempt was lost and another one is allowed
 
-`attempt` is the fencing token: it is counted up by `claim`, and a transition that names an older
-one changes nothing. Once a cancel is requested a run can only end as cancelled."""
+`attempt` is the fencing token: `claim` increments it, and a transition that names an older attempt
+changes nothing. Once a cancel is requested, a run can only end as cancelled."""
 
 from __future__ import annotations
 
@@ -48,14 +48,15 @@ def enqueue(
     dataset: Json | None = None,
     lineage: Json | None = None,
 ) -> tuple[Run, bool]:
-    """The new run, and True; or, where the key was used before by the same spec, that run, and
-    False.
+    """Add a run of the caller and return (run, True). If the same spec used the idempotency key
+    before, return (that run, False).
 
-    The stored spec names the environment as NAME@DIGEST; the run is the caller's. `lineage` is kept
-    with the run beside the code's version. FlashError(idempotency_conflict) where the key belongs
-    to another spec of theirs, FlashError(quota_exceeded) where too many of their runs wait. Nothing
-    but a row is made: the supervisor writes the run folder. What it would be made from has to be
-    there still: FlashError(unknown_environment | unknown_checkpoint | unknown_dataset)."""
+    The stored spec names the environment as NAME@DIGEST. `lineage` is stored together with the
+    version of the code. Only the row is made; the supervisor writes the run folder.
+
+    Raises FlashError(idempotency_conflict) if another spec used the key, FlashError(quota_exceeded)
+    if too many of the caller's runs are queued, and FlashError(unknown_environment |
+    unknown_checkpoint | unknown_dataset) if one of these was removed meanwhile."""
     spec = resolved.spec.model_dump()
     with store.transaction():
         if first := asked_before(store, resolved, idempotency_key):
@@ -95,7 +96,7 @@ def enqueue(
 
 
 def job(run: Run) -> Json:
-    """What job.json of a run holds."""
+    """The contents of a run's job.json."""
     return {
         "run_id": run.id,
         "owner": run.owner,
@@ -115,39 +116,70 @@ def job(run: Run) -> Json:
     }
 
 
+FAIR_ORDER = """
+    WITH waiting AS (
+        SELECT id, owner, created,
+               row_number() OVER (PARTITION BY owner ORDER BY created, id) AS place
+        FROM main.runs
+        WHERE state = 'queued' AND {condition}),
+    owners AS (SELECT count(DISTINCT owner) AS number FROM waiting),
+    taken AS (
+        SELECT owner, 1 AS running, max(0, ?1 - max(started, ?1 - ?2)) AS seconds
+        FROM main.runs
+        WHERE state IN ('starting', 'running') AND (SELECT number FROM owners) > 1
+        UNION ALL
+        SELECT owner, 0, max(0, min(ended, ?1) - max(started, ?1 - ?2))
+        FROM main.runs
+        WHERE ended > ?1 - ?2 AND started IS NOT NULL AND (SELECT number FROM owners) > 1),
+    share AS (
+        SELECT owner, sum(running) AS running, sum(seconds) AS seconds FROM taken GROUP BY owner)
+    SELECT id FROM waiting LEFT JOIN share USING (owner)
+    ORDER BY coalesce(running, 0) + place, coalesce(seconds, 0), created, id"""
+"""Ids of queued runs in the order in which they start: each time from the owner with the fewest
+runs under way, then the fewest seconds used lately; within an owner, the oldest first. ?1 is the
+time, ?2 how far back use counts. A single owner's share is not looked up: it decides nothing."""
+LATELY_S = 86_400.0
+
+
 def claim(store: Store, waiting: Collection[str] = ()) -> Run | None:
-    """Take the oldest run that may start: it is now `starting`, with the next attempt. None where
-    there is none.
+    """Take the next run that may start, in FAIR_ORDER: it is now `starting`, with the next attempt.
+    None where there is none.
 
     `waiting` are ids of runs that cannot start yet.
     """
     now = time.time()
+    # A delay above the maximum means that the clock was set back.
+    may_start = """(not_before <= ?1 OR not_before > ?3)
+        AND id NOT IN (SELECT value FROM json_each(?4))"""
     with store.transaction():
         rows = store.query(
-            """UPDATE runs SET state = 'starting', attempt = attempt + 1,
-               started = coalesce(started, ?), updated = ?
-               WHERE state = 'queued' AND id = (
-                   SELECT id FROM runs
-                   WHERE state = 'queued' AND (not_before <= ? OR not_before > ?)
-                   AND id NOT IN (SELECT value FROM json_each(?)) ORDER BY created, id LIMIT 1)
+            f"""UPDATE runs SET state = 'starting', attempt = attempt + 1,
+               started = coalesce(started, ?1), updated = ?1
+               WHERE state = 'queued'
+               AND id = ({FAIR_ORDER.format(condition=may_start)} LIMIT 1)
                RETURNING *""",
-            # Nobody waits longer than the longest delay: then the clock was set back.
-            [now, now, now, now + MAX_DELAY_S, json.dumps(list(waiting))],
+            [now, LATELY_S, now + MAX_DELAY_S, json.dumps(list(waiting))],
         )
     return Run.of(rows[0]) if rows else None
 
 
+def queued_ahead(store: Store, run: Run) -> int | None:
+    """How many queued runs, of all owners, are to start before it; None if it is not queued."""
+    order = store.query(FAIR_ORDER.format(condition="true"), [time.time(), LATELY_S])
+    ids = [row["id"] for row in order]
+    return ids.index(run.id) if run.id in ids else None
+
+
 def mark_running(store: Store, run_id: str, attempt: int) -> bool:
-    """The attempt has shown its first beat."""
+    """Record the attempt's first heartbeat."""
     return _update(store, "state = 'running'", [], run_id, attempt, ("starting",))
 
 
 def record_beat(store: Store, run_id: str, attempt: int, beat: Beat, *, progressed: bool) -> bool:
-    """The attempt lives: its beat.json; `progressed` where its step or phase is another than
-    before.
+    """Store the attempt's heartbeat; `progressed` says whether its step or phase changed.
 
-    Step 0 is an attempt that has not come to the first step: the run's step stays where an earlier
-    attempt was."""
+    Step 0 means that the attempt has not reached its first step. The run keeps the step of the
+    attempt before."""
     now = time.time()
     assignments = """step = coalesce(nullif(?, 0), step), steps = coalesce(steps, ?),
         phase = ?, beat = ?,
@@ -165,10 +197,10 @@ def requeue(
     delay_s: float = 0.0,
     is_counted: bool = True,
 ) -> bool:
-    """The attempt was lost: let another start after `delay_s`, at most MAX_DELAY_S.
+    """Queue the run again after a lost attempt; it waits for `delay_s`, at most MAX_DELAY_S.
 
-    False where none is left, or a cancel is wanted. One that is not counted leaves as many as
-    there were before it.
+    False if no attempt is left or a cancel was requested. An attempt that is not counted leaves as
+    many as there were before it.
     """
     more = 0 if is_counted else 1
     return _update(
@@ -192,7 +224,7 @@ def finish(
     step: int = 0,
     error: Mapping[str, Any] | None = None,
 ) -> bool:
-    """End the run. It ends as cancelled whatever `state` is, once that was requested."""
+    """End the run. If a cancel was requested, it ends as cancelled whatever `state` is."""
     assignments = """state = CASE WHEN cancel_requested IS NULL THEN ? ELSE 'cancelled' END,
         error = CASE WHEN cancel_requested IS NULL THEN ? END,
         step = max(step, ?), phase = NULL, ended = ?"""
@@ -202,10 +234,9 @@ def finish(
 
 
 def request_cancel(store: Store, run_id: str, reason: str = "") -> Run:
-    """A queued run ends as cancelled at once; one that has started is told to save and end, and
-    will.
+    """End a queued run as cancelled at once. Ask the worker of a started run to save and end.
 
-    Asking again changes nothing. Raises FlashError(unknown_run | run_finished).
+    A second request changes nothing. Raises FlashError(unknown_run | run_finished).
     """
     now = time.time()
     with store.transaction():
@@ -255,8 +286,8 @@ def _update(
 def asked_before(
     store: Store, resolved: ResolvedSpec | ResolvedEval, idempotency_key: str | None
 ) -> Run | None:
-    """The caller's run that the key was used for; FlashError(idempotency_conflict) where that was
-    another request.
+    """The caller's run with that idempotency key, if any. FlashError(idempotency_conflict) if it
+    was requested with other arguments.
     """
     if idempotency_key is None:
         return None
@@ -284,8 +315,8 @@ def request_digest(resolved: ResolvedSpec | ResolvedEval) -> str:
 def _check_still_there(
     store: Store, environment: EnvironmentVersion, adapter: Json | None, dataset: Json | None
 ) -> None:
-    """Loading an environment takes a while, in which somebody may remove what a run is to be made
-    from.
+    """Loading an environment takes seconds. Meanwhile its files, or the run's adapter or dataset,
+    may have been removed.
     """
     made_from = [
         (
@@ -333,7 +364,7 @@ def code_version() -> str:
     """The package's version; in a git checkout VERSION+gCOMMIT, with .dirty where files differ from
     the commit.
 
-    That of this process: later commits do not change the code that it runs.
+    It is read once for each process: later commits do not change the code that it runs.
     """
     if not (ROOT / ".git").exists():  # an installed package may lie in somebody else's checkout
         return __version__

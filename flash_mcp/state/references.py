@@ -1,6 +1,6 @@
 """Environments by name: `reasoning-gym:chain_sum`, wherever an environment is named.
 
-The name stands for a folder of two files: an environment.py that calls the adapter with the
+The name means a folder of two files: an environment.py that calls the adapter with the
 dataset's name, and a requirements.txt that pins the package. A run needs a version that never
 changes, so `train` publishes the folder, under `reasoning-gym-chain_sum`, the first time. What
 configures a dataset goes through environment_args."""
@@ -53,7 +53,7 @@ def load_environment(**kwargs):
 
 
 def files_of(reference: str) -> Files | None:
-    """The files that `reasoning-gym:DATASET` stands for; None for a reference of another kind.
+    """The files that `reasoning-gym:DATASET` means; None for a reference of another kind.
 
     FlashError(unknown_environment) where there is no such dataset.
     """

@@ -4,9 +4,9 @@
     remove(store, "calculator@3f2a9c")       # a version of an environment, or of a dataset
     remove(store, "alice/calculator@3f2a9c") # another owner's
 
-Rows and files go together: the files are moved away in the transaction that deletes the rows.
-Whoever is killed in between has lost nothing of another's, and calls again. For the machine's own
-user, who sees everything."""
+Rows and files go together: the transaction that deletes the rows also moves the files away. If the
+process is killed in between, the same call finishes the removal. Only the local owner, who sees
+everything, may call it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OF_A_RUN = ("metrics", "rollouts", "evals", "events", "checkpoints", "deployment
 
 @dataclass(frozen=True)
 class Removed:
-    """What is gone, or would be."""
+    """What was removed, or would be."""
 
     kind: Literal["run", "environment", "dataset"]
     reference: str

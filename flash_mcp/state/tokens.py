@@ -53,7 +53,7 @@ def create(
     expires_days: float | None = None,
     secret_names: Sequence[str] = (),
 ) -> tuple[Token, str]:
-    """A new token of `owner`, and its text, which nobody can be told again.
+    """A new token of `owner`, and its text, which cannot be shown again.
     FlashError(invalid_argument).
     """
     if not NAME.fullmatch(owner) or owner == LOCAL_OWNER:
@@ -116,7 +116,8 @@ def find(store: Store, text: str) -> Token | None:
               WHERE hash = ? AND revoked IS NULL AND (expires IS NULL OR expires > ?)"""
     rows = cast("list[Token]", store.query(sql, [_hash(text), now]))
     if rows and (rows[0]["used"] or 0.0) < now - USED_EVERY_S:
-        with suppress(FlashError):  # a full disk or a locked database lets reads through
+        # A full disk or a locked database lets reads through, at once.
+        with suppress(FlashError), store.transaction(wait_s=0):
             store.execute("UPDATE main.tokens SET used = ? WHERE id = ?", [now, rows[0]["id"]])
     return rows[0] if rows else None
 

@@ -134,7 +134,7 @@ class Stage:
 def staged(
     name: str, files: Files, base: Path | None = None, *, root: Path | None = None
 ) -> Generator[Stage, None, None]:
-    """Write files beside where they are to be published; what was not committed is gone at the end.
+    """Write files to a temporary folder next to their target; it is removed unless committed.
 
     `root` is the folder of all names, by default that of environments.
     FlashError(invalid_argument | upload_invalid | disk_full).
@@ -153,8 +153,8 @@ def staged(
 
 
 def owner_dir(root: Path) -> Path:
-    """Where below `root` the caller's versions lie. Each owner has a folder: equal files tell
-    nobody of another's.
+    """The folder below `root` with the caller's versions. Each owner has one, so that pushing the
+    same files does not reveal another owner's push.
     """
     return root if caller().is_local else root / f"@{caller().owner}"
 

@@ -1,7 +1,7 @@
-"""What keeps a supervisor running while there is work for one.
+"""Keeps a supervisor running while there is work.
 
-Tools that change something call `look_after`. A server calls it every few seconds from a thread of
-its own (`kept`), so that an agent which only polls `status` needs no tool that starts a process."""
+Tools that change something call `look_after`. A server also calls it every few seconds on its own
+thread (`kept`), so that `status` need not start a process for an agent that only polls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def look_after(store: Store) -> None:
     """Start the supervisor if a run is active or a deployment is live, and give it the secrets that
     active runs lack and this process's environment has.
 
-    It covers the whole state directory, whoever calls. FlashError(internal) if no supervisor stays.
+    It covers the whole state directory, not only the caller's runs. FlashError(internal) if no
+    supervisor keeps running.
     """
     with acting_as(LOCAL):
         runs = store.active_runs()

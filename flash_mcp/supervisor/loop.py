@@ -154,6 +154,7 @@ class Supervisor:
         self._attempts: dict[str, Attempt] = {}
         self._troubles: dict[tuple[str, str], Trouble] = {}
         self._serving: Deployments | None = None
+        self._is_prepared = False
 
     def run(self) -> None:
         """Tick until there was nothing to do for `idle_exit_s`."""
@@ -172,6 +173,9 @@ class Supervisor:
         folders keep all.
         """
         try:
+            if not self._is_prepared:
+                self.store.make_paths_relative()
+                self._is_prepared = True
             return self.tick()
         except FlashError as error:
             if error.code not in ("state_busy", "disk_full"):
@@ -542,7 +546,6 @@ def supervise(
             Holder.here(is_foreground=is_foreground).write(lock)
             ticker = Ticker(base)
             supervisor = _made(base, make, ticker)
-            supervisor.store.make_paths_relative()
             try:
                 supervisor.run()
             finally:

@@ -318,7 +318,7 @@ class Deployments:
                 known = disk_error(error, self.home)
                 if not isinstance(known, FlashError):
                     what = f"its server cannot be started: {error}"
-                    fix = "mend that and call deploy again"
+                    fix = "correct that and call deploy again"
                     known = FlashError("deployment_failed", what, fix=fix)
                 rows = [row for row in self.store.deployments(("starting",)) if row.model == model]
                 self._fail([row for row in rows if row.pid is None], known)
@@ -463,7 +463,8 @@ class Deployments:
             str(server.lora_rank),
         ]
         identity = Path(server.folder, "identity")
-        identity.unlink(missing_ok=True)
+        for old in identity.parent.glob("identity*"):
+            old.unlink()
         log.info("starting the server of %s on port %s", model, server.port)
         with Path(server.log).open("ab") as stream:
             child = self._children[model] = subprocess.Popen(
@@ -558,7 +559,7 @@ def diagnose(server: Server, what: str | None = None) -> FlashError:
             "deploy again"
         )
         return FlashError("out_of_memory", what, fix=fix, log=server.log, tail=tail)
-    fix = "read the log, mend the cause and call deploy again"
+    fix = "read the log, correct the cause and call deploy again"
     return FlashError("deployment_failed", what, fix=fix, log=server.log, tail=tail)
 
 

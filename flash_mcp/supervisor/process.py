@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -13,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import IO, TypeVar
@@ -23,6 +22,7 @@ import psutil
 from flash_mcp import __version__
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import home
+from flash_mcp.state.locks import try_lock
 from flash_mcp.state.schema import schema
 from flash_mcp.supervisor.launch.local import boot_id, started_ticks
 
@@ -47,9 +47,9 @@ MAX_LOG_BYTES = 10_000_000
 def ensure_supervisor(base: Path | None = None) -> bool:
     """Start a supervisor for the state directory unless one is there; whether one was started.
 
-    One that hangs or is of an older version is ended first; what it started goes on. A supervisor
-    is detached: it outlives the caller. One that was killed while it started is started again.
-    Raises FlashError(internal) where none stays."""
+    A supervisor that hangs or is of an older version is ended first; its runs continue. The
+    supervisor is detached and outlives the caller. If it is killed while it starts, another one is
+    started. Raises FlashError(internal) if none keeps running."""
     base = base or home()
     if is_supervised(base) and not replace_unfit(base):
         return False
@@ -66,8 +66,8 @@ def ensure_supervisor(base: Path | None = None) -> bool:
 def _start_detached(base: Path, log_path: Path) -> None:
     is_long = log_path.exists() and log_path.stat().st_size > MAX_LOG_BYTES
     with log_path.open("wb" if is_long else "ab") as stream:
-        # The shell ends at once: the supervisor is nobody's child, and no zombie of the caller's
-        # when it leaves.
+        # The shell ends at once. The supervisor is then no child of the caller, and leaves no
+        # zombie there when it ends.
         subprocess.run(
             ["/bin/sh", "-c", '"$@" &', "sh", *PYTHON, "flash_mcp.supervisor", "--home", str(base)],
             stdin=subprocess.DEVNULL,
@@ -81,7 +81,7 @@ def _start_detached(base: Path, log_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Holder:
-    """Who wrote supervisor.lock last: as JSON, or, before there were versions, as a bare pid."""
+    """The process that wrote supervisor.lock last: as JSON, or in older versions as a bare pid."""
 
     pid: int
     version: str = ""
@@ -123,14 +123,15 @@ class Holder:
             return None
 
     def write(self, stream: IO[str]) -> None:
-        """Into the lock file, by whoever holds the lock."""
+        """Write to the lock file. The caller holds the lock."""
         with suppress(OSError):  # a full disk: the lock counts without a name
             stream.truncate(0)
             stream.write(f"{json.dumps(asdict(self))}\n")
             stream.flush()
 
     def is_older(self) -> bool:
-        """Than this code. A newer one stays: two versions in use would replace each other's."""
+        """Whether it is older than this code. A newer one is kept: two installed versions would
+        replace each other's supervisor in turn."""
         return self._code() < (_numbers(__version__), schema())
 
     def is_newer(self) -> bool:
@@ -279,24 +280,25 @@ def replace_unfit(base: Path) -> bool:
 
 
 def is_supervised(base: Path) -> bool:
-    """Whether a supervisor holds the state directory's lock. Looking changes no file."""
+    """Whether a supervisor holds the state directory's lock. Looking changes no file.
+
+    FlashError(locks_unsupported)."""
     try:
         with (base / LOCK).open() as stream:
-            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: others may look as well
+            return not try_lock(stream, shared=True)  # shared: others may look as well
     except FileNotFoundError:
         return False
-    except BlockingIOError:
-        return True
-    return False
 
 
 def take_lock(base: Path) -> IO[str] | None:
-    stream = (base / LOCK).open("a+")
-    try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        stream.close()
-        return None
+    """The lock file, locked until it is closed; None if another process holds it.
+
+    FlashError(locks_unsupported)."""
+    with ExitStack() as stack:
+        stream = stack.enter_context((base / LOCK).open("a+"))
+        if not try_lock(stream):
+            return None
+        stack.pop_all()
     return stream
 
 

@@ -1,16 +1,16 @@
-"""Values of secrets, from the server that took a `train` call to the supervisor, and never by way
-of a disk.
+"""Hands values of secrets from the server that received a `train` call to the supervisor, without
+writing them to disk.
 
     vault = Vault(base); vault.open()     # the supervisor: keeps {run: {name: value}} in memory
     give(base, run_id, values)            # any server of the same user, once the run is there
     lacking(base, run_id, names)          # which of them the supervisor does not have
 
-They talk through a Unix socket in the state directory, and each makes sure that the other is the
-same user's. A request also carries the key that the supervisor wrote into a file there: environment
-code may run as the same user, but cannot read the state directory. Values go in and do not come
-out: the supervisor hands them to the run's attempts. When it ends they are gone, and have to be
-given again; a run that needs them waits. Names that it finds in its own environment count as
-given."""
+They communicate over a Unix socket in the state directory, and each checks that the other process
+is of the same user. A request also carries the key that the supervisor wrote into a file there:
+environment code may run as the same user, but cannot read the state directory. Values cannot be
+read back: the supervisor passes them to the run's attempts only. When it ends they are lost, and a
+run that needs them waits until they are given again. Variables in the supervisor's own environment
+count as given."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import pytest
 from flash_mcp.cli import main
 from flash_mcp.cli.doctor import examine
 from flash_mcp.cli.own_commands import COMMANDS
-from flash_mcp.state.store import open_store
+from flash_mcp.state.store import Store, open_store
 from flash_mcp.supervisor.process import is_supervised
 from flash_mcp.tools.registry import TOOLS
 from tests.places import ROOT
@@ -332,6 +332,17 @@ def test_the_doctor_examines_this_machine(run: Run):
     findings = json.loads(out)
     assert all(finding["fix"] for finding in findings if finding["level"] != "ok")
     assert code == int(any(finding["level"] == "problem" for finding in findings))
+
+
+def test_the_doctor_names_a_program_that_keeps_the_database_locked(run: Run, flash_home: Path):
+    def found() -> list[tuple[str, str]]:
+        return [(each.level, each.fix) for each in examine() if each.name == "database"]
+
+    assert found() == [("ok", "")]
+    with Store(flash_home).transaction():
+        ((level, fix),) = found()
+    assert level == "problem"
+    assert "fuser -v" in fix
 
 
 def test_the_doctor_notices_an_open_state_directory(run: Run, flash_home: Path):

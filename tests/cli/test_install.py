@@ -1,15 +1,21 @@
 from __future__ import annotations
 
+import ast
 import json
+import os
+import shlex
+import shutil
 import stat
+import subprocess
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from flash_mcp.cli import main
+from flash_mcp.cli import doctor, main
 from flash_mcp.cli.install import CLIENTS, entry, install
+from flash_mcp.cli.service import unit_text
 from flash_mcp.protocol.errors import FlashError
 
 CODEX = """# mine
@@ -148,3 +154,109 @@ def test_the_command_says_what_it_did(own_home: Path, capsys: pytest.CaptureFixt
     )
     assert main.main(["install", "cursor"]) == 0
     assert "has it already" in capsys.readouterr().out
+
+
+# -- the service -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def systemctl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A systemctl that succeeds, and the file to which it writes each call."""
+    calls, program = tmp_path / "calls", tmp_path / "bin" / "systemctl"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    return calls
+
+
+def unit(home: Path, name: str = "flash-mcp.service") -> Path:
+    return home / ".config" / "systemd" / "user" / name
+
+
+def test_a_service_supervises_after_a_reboot_and_can_be_removed(
+    own_home: Path, flash_home: Path, systemctl: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main.main(["install", "service"]) == 0
+    assert "loginctl enable-linger" in capsys.readouterr().out
+    lines = unit(own_home).read_text().splitlines()
+    assert f'Environment="FLASH_HOME={flash_home}"' in lines
+    assert {"Restart=on-failure", "KillMode=process", "WantedBy=default.target"} <= {*lines}
+    (start,) = [line for line in lines if line.startswith("ExecStart=")]
+    program, *_, last = shlex.split(start.removeprefix("ExecStart="))
+    assert Path(program).exists()
+    assert last == "supervise"
+    asked = ["show-environment", "daemon-reload", "enable --now flash-mcp.service"]
+    assert systemctl.read_text().splitlines() == [f"--user {words}" for words in asked]
+
+    assert "flash-mcp.service continues runs" in doctor.CHECKS["reboot"]()[1]
+    assert main.main(["install", "service"]) == 0
+    assert "is there already" in capsys.readouterr().out
+    assert main.main(["install", "service", "--remove", "--dry-run"]) == 0
+    assert "would remove" in capsys.readouterr().out
+    assert unit(own_home).exists()
+    assert main.main(["install", "service", "--remove"]) == 0
+    assert not unit(own_home).exists()
+    assert "--user disable --now flash-mcp.service" in systemctl.read_text().splitlines()
+    assert main.main(["install", "service", "--remove"]) == 0
+    assert "there is no" in capsys.readouterr().out
+    assert "flash-mcp install service" in doctor.CHECKS["reboot"]()[1]
+
+
+def test_a_dry_run_prints_the_unit_and_changes_nothing(
+    own_home: Path, systemctl: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main.main(["install", "service", "--name", "lab", "--dry-run"]) == 0
+    assert capsys.readouterr().out == unit_text()
+    assert not unit(own_home, "lab-mcp.service").exists()
+    assert not systemctl.exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [("", "there is no systemctl"), ("#!/bin/sh\necho no bus >&2; exit 1", "no bus")],
+)
+def test_a_service_needs_systemd(
+    own_home: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    script: str,
+    why: str,
+):
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    if script:
+        (programs / "systemctl").write_text(script)
+        (programs / "systemctl").chmod(0o755)
+    monkeypatch.setenv("PATH", str(programs))
+    assert main.main(["install", "service"]) == 2
+    error = capsys.readouterr().err
+    assert why in error
+    assert "flash-mcp supervise" in error
+    assert not unit(own_home).exists()
+
+
+def test_only_a_service_can_be_removed(own_home: Path, capsys: pytest.CaptureFixture[str]):
+    assert main.main(["install", "claude", "--remove"]) == 2
+    assert "only a service" in capsys.readouterr().err
+    assert not (own_home / ".claude.json").exists()
+
+
+@pytest.mark.parametrize("name", ["plain", "with space", "100%h", 'quote"$HOME\\n', "new\nline"])
+def test_systemd_reads_the_state_directory_as_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+):
+    """Its own reader of units says so, where it is installed."""
+    home = tmp_path / name
+    monkeypatch.setenv("FLASH_HOME", str(home))
+    path = tmp_path / "flash-mcp.service"
+    path.write_text(unit_text())
+    (line,) = [line for line in unit_text().splitlines() if "FLASH_HOME" in line]
+    quoted = line.removeprefix("Environment=").replace("%%", "%")
+    assert ast.literal_eval(quoted) == f"FLASH_HOME={home}"
+    if shutil.which("systemd-analyze"):
+        command = ["systemd-analyze", "--user", "--man=no", "verify", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert "flash-mcp.service" not in done.stderr, done.stderr

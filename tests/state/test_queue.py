@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,7 @@ from flash_mcp.protocol.records import EnvironmentVersion, Run
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state import queue
+from flash_mcp.state.owners import Caller, Limits, acting_as
 from flash_mcp.state.store import Store
 
 LOST = FlashError("worker_failed", "gone")
@@ -43,6 +45,15 @@ def claim(store: Store) -> Run:
     run = queue.claim(store)
     assert run is not None
     return run
+
+
+def enqueue_as(owner: str, store: Store, count: int = 1) -> list[str]:
+    with acting_as(Caller(owner, limits=Limits(queued_runs=1000))):
+        return [enqueue(store)[0].id for _ in range(count)]
+
+
+def end(store: Store, run: Run) -> None:
+    assert queue.finish(store, run.id, run.attempt, "succeeded")
 
 
 def test_a_new_run_is_queued_with_its_environment_pinned_and_no_folder_made(store: Store) -> None:
@@ -335,3 +346,104 @@ TestRunLife = RunLife.TestCase
 TestRunLife.settings = settings(
     max_examples=40, stateful_step_count=25, suppress_health_check=[HealthCheck.too_slow]
 )
+
+
+# -- owners share ----------------------------------------------------------------------------------
+
+
+class Clock:
+    """Stands in for the time module of the queue."""
+
+    def __init__(self) -> None:
+        self.now = 1_000_000.0
+
+    def time(self) -> float:
+        self.now += 1e-3  # two calls are never at one time
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(queue, "time", made)
+    return made
+
+
+def test_an_owner_with_one_run_is_next_whoever_queued_a_hundred_before(
+    store: Store, clock: Clock
+) -> None:
+    many = enqueue_as("alice", store, 100)
+    first = claim(store)
+    assert first.id == many[0]
+    (one,) = enqueue_as("bob", store)
+    clock.now += 60
+    end(store, first)
+    assert queue.queued_ahead(store, store.run(one)) == 0
+    assert queue.queued_ahead(store, store.run(many[1])) == 1
+    assert claim(store).id == one
+    assert claim(store).id == many[1]
+    assert queue.queued_ahead(store, store.run(one)) is None
+
+
+def test_the_owner_who_used_least_of_late_is_next(store: Store, clock: Clock) -> None:
+    for owner, seconds in (("alice", 500), ("bob", 100), ("carol", 300)):
+        enqueue_as(owner, store)
+        run = claim(store)
+        clock.now += seconds
+        end(store, run)
+    for owner in ("alice", "bob", "carol"):
+        enqueue_as(owner, store, 2)
+    assert [claim(store).owner for _ in range(6)] == ["bob", "carol", "alice"] * 2
+
+
+def test_what_was_used_long_ago_does_not_count(store: Store, clock: Clock) -> None:
+    enqueue_as("alice", store)
+    run = claim(store)
+    clock.now += 5000
+    end(store, run)
+    clock.now += queue.LATELY_S
+    enqueue_as("alice", store)
+    enqueue_as("bob", store)
+    assert [claim(store).owner for _ in range(2)] == ["alice", "bob"]
+
+
+def test_runs_that_cannot_start_hold_up_nobody(store: Store, clock: Clock) -> None:
+    (lacking,) = enqueue_as("alice", store)
+    enqueue_as("bob", store)
+    run = queue.claim(store, [lacking])
+    assert run and run.owner == "bob"
+    assert queue.claim(store, [lacking]) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 3])
+def test_in_a_simulated_week_owners_get_equal_shares_and_nobody_starves(
+    store: Store, clock: Clock, devices: int
+) -> None:
+    """Alice keeps 30 short runs queued, bob 10 long ones; carol brings one now and then."""
+    chance = random.Random(devices)
+    seconds = {"alice": 600, "bob": 6000, "carol": 1200}
+    used = dict.fromkeys(seconds, 0.0)
+    under_way: list[tuple[float, Run]] = []
+    started: dict[str, list[str]] = {owner: [] for owner in seconds}
+    brought: dict[str, list[str]] = {owner: [] for owner in seconds}
+    waits: list[float] = []
+    for _ in range(250):
+        queued = [run.owner for run in store.runs("queued", limit=100)]
+        for owner, keeps in (("alice", 30), ("bob", 10), ("carol", chance.random() < 0.1)):
+            brought[owner] += enqueue_as(owner, store, max(0, keeps - queued.count(owner)))
+        while len(under_way) < devices:
+            run = claim(store)
+            started[run.owner].append(run.id)
+            length = seconds[run.owner] * chance.uniform(0.5, 1.5)
+            used[run.owner] += length
+            under_way.append((clock.now + length, run))
+            if run.owner == "carol":
+                waits.append(clock.now - run.created)
+        under_way.sort(key=lambda each: each[0])
+        clock.now, ended = under_way.pop(0)
+        end(store, ended)
+    assert all(started[owner] == brought[owner][: len(started[owner])] for owner in seconds)
+    assert 0.8 < used["alice"] / used["bob"] < 1.25
+    assert waits
+    assert max(waits) <= 1.5 * max(seconds.values())  # the run that was under way when she came

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ import pytest
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.spec import RunSpec, resolve, stored_spec
-from flash_mcp.state import queue
+from flash_mcp.state import database, queue, tokens
 from flash_mcp.state.schema import migrations
 from flash_mcp.state.sqlite import Database
 from flash_mcp.state.store import Store, open_store
@@ -64,8 +65,10 @@ def test_many_processes_can_open_a_new_store_at_once(tmp_path: Path) -> None:
         {"name": "0001_initial"},
         {"name": "0002_dataset"},
         {"name": "0003_lineage"},
+        {"name": "files_removed"},
         {"name": "owners"},
         {"name": "relative_paths"},
+        {"name": "runs_by_end"},
     ]
 
 
@@ -110,8 +113,44 @@ def test_a_database_that_stays_locked_is_a_named_error(
     store: Store, run_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flash_mcp.state.database.BUSY_TIMEOUT_S", 0)
-    with store.transaction(), pytest.raises(FlashError, match="state_busy"):
-        Store(store.base)
+    with store.transaction():
+        other = Store(store.base)
+        with pytest.raises(FlashError, match=r"state_busy.*fuser -v .*flash\.db"):
+            put_metrics(other, run_id, 1, loss=1.0)
+
+
+def test_opening_and_reading_wait_for_no_writer(
+    store: Store, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that holds a write transaction would otherwise delay every process that starts."""
+    monkeypatch.setattr("flash_mcp.state.database.BUSY_TIMEOUT_S", 0)
+    with store.transaction(), (store.base / "flash.db.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert [run.id for run in Store(store.base).runs()] == [run_id]
+
+
+def test_a_migration_that_another_process_holds_up_is_a_named_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flash_mcp.state.database.BUSY_TIMEOUT_S", 0.2)
+    with (tmp_path / "flash.db.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(FlashError, match="state_busy"):
+            Store(tmp_path)
+    assert Store(tmp_path).runs() == []
+
+
+def test_the_use_of_a_token_is_not_waited_for(store: Store) -> None:
+    _, text = tokens.create(store, "alice")
+    other = Store(store.base)
+    with store.transaction():
+        began = time.monotonic()
+        found = tokens.find(other, text)
+        assert found and found["used"] is None
+        assert time.monotonic() - began < database.BUSY_TIMEOUT_S / 2
+    assert tokens.find(other, text)
+    (made,) = tokens.made(store)
+    assert made["used"]
 
 
 def test_an_unknown_run_names_the_nearest(store: Store, run_id: str) -> None:
@@ -414,7 +453,7 @@ def test_a_database_without_owners_goes_on_working_as_the_local_owners(tmp_path:
     assert store.environment("calc@abcdef") == newest
     assert store.deployment("dep-1").owner == "local"
     found = store.query("SELECT name FROM sqlite_master WHERE type = 'index' AND sql > ''")
-    assert {row["name"] for row in found} == {*indexes, "runs_by_key"}
+    assert {row["name"] for row in found} == {*indexes, "runs_by_key", "runs_by_end"}
     assert Store(tmp_path).run("run-1") == migrated
 
     # A process of the version before, still running, writes as it always did.

@@ -16,6 +16,8 @@ import pytest
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.supervisor.launch.base import Handle, Hint, Launch, Launcher, MemoryLauncher
 from flash_mcp.supervisor.launch.local import REGISTER_AND_EXEC, LocalLauncher, Record
+from tests.places import ROOT
+from tests.refuse import refusing
 from tests.watch import is_running
 
 SLEEPER = [sys.executable, "-c", "import signal; signal.pause()"]
@@ -293,8 +295,12 @@ def let_go_at_once(children: list[subprocess.Popen[str]]) -> None:
         child.stdin = None
 
 
-def test_a_key_that_was_registered_in_between_is_not_started_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("without", ["", "link,linkat"])
+def test_a_key_that_was_registered_in_between_is_not_started_again(
+    tmp_path: Path, without: str
+) -> None:
     command = [
+        *(refusing(without) if without else []),
         "/bin/sh",
         "-c",
         REGISTER_AND_EXEC,
@@ -303,10 +309,29 @@ def test_a_key_that_was_registered_in_between_is_not_started_again(tmp_path: Pat
         "touch",
         str(tmp_path / "started"),
     ]
-    assert subprocess.run(command, check=False).returncode == 0
+    assert subprocess.run(command, check=False, cwd=ROOT).returncode == 0
     (tmp_path / "started").unlink()
-    assert subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode == 126
+    again = subprocess.run(command, stderr=subprocess.DEVNULL, check=False, cwd=ROOT)
+    assert again.returncode == 126
     assert not (tmp_path / "started").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["record"]
+
+
+def test_of_many_starters_without_hard_links_one_registers(tmp_path: Path) -> None:
+    script = """
+for starter in 1 2 3 4 5 6 7 8; do
+    /bin/sh -c "$0" "$1" 0 sh -c 'echo $$' & pids="$pids $!"
+done
+wait
+"""
+    command = [*refusing("link,linkat"), "/bin/sh", "-c", script, REGISTER_AND_EXEC]
+    done = subprocess.run(
+        [*command, str(tmp_path / "record")], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    (pid,) = done.stdout.split()
+    record = Record.read(tmp_path / "record")
+    assert record and record.pid == int(pid)
+    assert [path.name for path in tmp_path.iterdir()] == ["record"]
 
 
 def test_an_attempt_outlives_whoever_started_it(here: Harness, tmp_path: Path) -> None:

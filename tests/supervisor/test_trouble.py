@@ -20,6 +20,7 @@ from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state import queue
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.supervisor.ingest import Reader
+from flash_mcp.supervisor.loop import supervise
 from flash_mcp.supervisor.process import Holder, ensure_supervisor
 from flash_mcp.tools import status
 from flash_mcp.tools.registry import TOOLS
@@ -64,6 +65,23 @@ sys.stdin.read()"""
     ended = bench.store.run(run.id)
     assert (ended.state, ended.attempt) == ("succeeded", 1)
     assert [row.step for row in bench.store.metrics(run.id)] == list(range(1, 13))
+
+
+def test_a_supervisor_starts_while_another_program_locks_the_database(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("flash_mcp.state.database.BUSY_TIMEOUT_S", 0.05)
+    run = bench.train({"steps": 1})
+    ended: list[bool] = []
+    with bench.store.transaction():
+        starting = threading.Thread(
+            target=lambda: ended.append(supervise(bench.base, lambda _: bench.new_supervisor()))
+        )
+        starting.start()
+        wait_for(lambda: "state_busy" in caplog.text)
+    starting.join(40)
+    assert ended == [True]
+    assert bench.store.run(run.id).state == "succeeded"
 
 
 # -- a clock that jumps ----------------------------------------------------------------------------

@@ -15,11 +15,14 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from environments.settings import state_directory
+from flash_mcp.protocol import device_locks
 from flash_mcp.protocol.base_models import find, folder_card
 from flash_mcp.protocol.errors import FlashError
 from worker.engine.fetch import ensure
@@ -74,7 +77,7 @@ def server_command(name: str, model: Path, port: int, lora_rank: int) -> list[st
         os.environ[name] = "1"
     flags = ["--enable-lora", "--disable-uvicorn-access-log", "--disable-fastapi-docs"]
     if torch.cuda.is_available():
-        _use_the_emptiest_card()
+        _use_the_emptiest_card(state_directory())
         options["gpu-memory-utilization"] = free_share()
     else:
         flags.append("--enforce-eager")
@@ -92,15 +95,35 @@ def server_command(name: str, model: Path, port: int, lora_rank: int) -> list[st
     return command
 
 
-def _use_the_emptiest_card() -> None:
-    """For this process and the server that it becomes."""
+def _use_the_emptiest_card(home: Path) -> None:
+    """Of those that no other state directory uses; for this process and the server that it becomes.
+
+    FlashError(not_ready) if others use all of them."""
     import torch  # noqa: PLC0415
 
     free = [torch.cuda.mem_get_info(card)[0] for card in range(torch.cuda.device_count())]
-    card = free.index(max(free))
+    card = _take_first(sorted(range(len(free)), key=lambda card: -free[card]), home)
     torch.cuda.set_device(card)
     cards = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(len(free))))).split(",")
     os.environ["CUDA_VISIBLE_DEVICES"] = cards[card]
+
+
+def _take_first(cards: Sequence[int], home: Path) -> int:
+    import torch  # noqa: PLC0415
+
+    cuda: Any = torch.cuda  # untyped
+    trouble: FlashError | None = None
+    for card in cards:
+        try:
+            held = device_locks.take(f"GPU-{cuda.get_device_properties(card).uuid}", home)
+        except FlashError as error:
+            trouble = error
+            continue
+        if held is not None:
+            os.set_inheritable(held, True)  # the server that this process becomes keeps it open
+        return card
+    assert trouble
+    raise trouble
 
 
 if __name__ == "__main__":

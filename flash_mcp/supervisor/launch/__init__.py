@@ -1,1 +1,1 @@
-"""Who gives an attempt a machine."""
+"""Launchers: they start attempts on a machine."""

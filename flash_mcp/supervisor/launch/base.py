@@ -36,8 +36,8 @@ class Handle:
 
 @dataclass(frozen=True)
 class Hint:
-    """What the engine believes. It may be wrong; the run folder decides. `detail` says how a gone
-    attempt ended.
+    """The state that the engine reports. It may be wrong; the run folder decides. `detail` says how
+    an attempt ended.
     """
 
     state: Literal["alive", "gone", "unknown"]

@@ -1,27 +1,30 @@
 """Attempts as processes of this machine: one for each GPU, or one where there is none. Linux only:
 it reads /proc.
 
-An attempt is a session and process group of its own, so that it outlives whoever started it. Before
-it becomes the attempt's command, a shell writes its own identity to RECORDS/KEY, which only one
-process can make: whoever comes later finds the attempt there, at whatever point the starter was
+An attempt has its own session and process group, so that it outlives the process that started it.
+A shell writes its identity to RECORDS/KEY before it executes the attempt's command. Only one
+process can make that file, so a later supervisor finds the attempt wherever the first one was
 killed."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from flash_mcp.protocol import device_locks
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.supervisor.launch.base import Handle, Hint, Launch, Launcher
 from flash_mcp.supervisor.launch.devices import installed
 
+DEVICES = "devices.json"
 SIGNAL_TIMEOUT_S = 10.0
 KEEP_RECORDS_S = 7 * 86_400
 MARK = "FLASH_ATTEMPT"
@@ -29,10 +32,16 @@ MARK = "FLASH_ATTEMPT"
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 # $0 is the record, $1 the slot, the rest the command. `ln` fails where the record exists: then the
-# key was launched.
+# key was launched. On a file system without hard links, the one that creates $0.claim makes the
+# record; `set -C` is O_EXCL.
 REGISTER_AND_EXEC = f"""
 read -r boot < {BOOT_ID} && read -r stat < /proc/$$/stat || exit 126
-echo "$1 $boot $stat" > "$0.$$" && ln "$0.$$" "$0"
+register_without_link() {{
+    [ ! -e "$0" ] && (set -C; : > "$0.claim") 2>/dev/null || return 1
+    [ ! -e "$0" ] && mv "$0.$$" "$0"
+    moved=$?; rm -f "$0.claim"; return $moved
+}}
+echo "$1 $boot $stat" > "$0.$$" && {{ ln "$0.$$" "$0" 2>/dev/null || register_without_link; }}
 registered=$?; rm -f "$0.$$"; [ $registered = 0 ] || exit 126
 export {MARK}="$boot $$" SPT_NOENV=1  # vLLM sets titles, by default over the environment
 shift; exec "$@"
@@ -41,7 +50,7 @@ shift; exec "$@"
 
 @dataclass(frozen=True)
 class Record:
-    """Who an attempt is: a pid alone would soon be another's."""
+    """The identity of an attempt's process. Its pid alone may be reused."""
 
     slot: int
     boot: str
@@ -129,9 +138,18 @@ class LocalLauncher(Launcher):
     def __init__(self, records: Path, gpus: Sequence[str] | None = None) -> None:
         self.records = records
         self.gpus = find_gpus() if gpus is None else list(gpus)
-        self.capacity = max(1, len(self.gpus))
+        self.devices = device_locks.names_of(self.gpus) if self.gpus else []
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         records.mkdir(parents=True, exist_ok=True)
+        _write_devices(records.parent, self.devices)
+
+    @property
+    def capacity(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """How many attempts this machine can run beside what other state directories run."""
+        if not self.devices:
+            return 1
+        home = self.records.parent
+        return sum(not device_locks.users(device, home) for device in self.devices)
 
     def submit(self, launch: Launch) -> Handle:
         path = self.records / launch.key
@@ -156,10 +174,13 @@ class LocalLauncher(Launcher):
             child.poll()
 
     def _start(self, launch: Launch, path: Path) -> None:
-        slot = self._free_slot()
+        with self._free_slot() as (slot, held):
+            self._start_in(slot, held, launch, path)
+
+    def _start_in(self, slot: int, held: Sequence[int], launch: Launch, path: Path) -> None:
         launch.log.parent.mkdir(parents=True, exist_ok=True)
         device = {"CUDA_VISIBLE_DEVICES": self.gpus[slot]} if self.gpus else {}
-        # Ids that nobody gave are as nvidia-smi counts them; CUDA counts otherwise.
+        # Without CUDA_VISIBLE_DEVICES, ids are in the order of nvidia-smi, which is not CUDA's.
         if device and "CUDA_VISIBLE_DEVICES" not in os.environ:
             device["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
         with launch.log.open("ab") as log:
@@ -170,6 +191,7 @@ class LocalLauncher(Launcher):
                 stderr=subprocess.STDOUT,
                 env={**launch.environment, **device},
                 start_new_session=True,
+                pass_fds=held,
             )
         _wait_until(lambda: path.exists() or child.poll() is not None)
         record = Record.read(path)
@@ -178,7 +200,32 @@ class LocalLauncher(Launcher):
         else:
             child.wait()  # another process had registered the key first
 
-    def _free_slot(self) -> int:
+    @contextmanager
+    def _free_slot(self) -> Generator[tuple[int, list[int]]]:
+        """A slot, and the descriptors that keep its device for the process that inherits them.
+
+        FlashError(not_ready) if attempts or other state directories hold every device."""
+        trouble = FlashError(
+            "not_ready", "every slot of this machine is taken", fix="wait for a run to end"
+        )
+        for slot in self._slots_without_attempt():
+            if not self.devices:
+                yield slot, []
+                return
+            try:
+                held = device_locks.take(self.devices[slot], self.records.parent)
+            except FlashError as error:
+                trouble = error
+                continue
+            try:
+                yield slot, [] if held is None else [held]
+            finally:
+                if held is not None:
+                    os.close(held)
+            return
+        raise trouble
+
+    def _slots_without_attempt(self) -> list[int]:
         taken: set[int] = set()
         for path in self.records.iterdir():
             record = Record.read(path) if "." not in path.name else None
@@ -188,12 +235,7 @@ class LocalLauncher(Launcher):
             with suppress(FileNotFoundError):  # a shell removes its KEY.PID while others look
                 if time.time() - path.stat().st_mtime > KEEP_RECORDS_S:
                     path.unlink()
-        free = [slot for slot in range(self.capacity) if slot not in taken]
-        if not free:
-            raise FlashError(
-                "not_ready", "every slot of this machine is taken", fix="wait for a run to end"
-            )
-        return free[0]
+        return [slot for slot in range(max(1, len(self.gpus))) if slot not in taken]
 
     def _hint(self, key: str) -> Hint:
         child, record = self._children.get(key), Record.read(self.records / key)
@@ -211,6 +253,27 @@ def _wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + SIGNAL_TIMEOUT_S
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.002)
+
+
+def _write_devices(home: Path, devices: Sequence[str]) -> None:
+    """So that `devices_in_use` need not ask nvidia-smi."""
+    if not devices:
+        (home / DEVICES).unlink(missing_ok=True)
+        return
+    part = home / f".{DEVICES}.{os.getpid()}"
+    with suppress(OSError):  # a full disk: only the reason for a wait is missing then
+        part.write_text(json.dumps(list(devices)))
+        part.replace(home / DEVICES)
+
+
+def devices_in_use(home: Path) -> list[str]:
+    """Which other state directories use the GPUs of this one, if they use all of them."""
+    try:
+        devices: list[str] = json.loads((home / DEVICES).read_text())
+    except (OSError, ValueError):
+        return []
+    found = [device_locks.users(device, home) for device in devices]
+    return sorted({user for users in found for user in users}) if all(found) else []
 
 
 def find_gpus() -> list[str]:

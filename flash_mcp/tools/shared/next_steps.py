@@ -88,7 +88,9 @@ def after_evaluation(run: Run, near: Sequence[Run]) -> str:
     run_id = run.id
     earlier = [row for row in near if row.created < run.created]
     if run.ended is None:
-        ahead = next((row for row in earlier if row.ended is None), None)
+        # Another owner's earlier run need not start first.
+        own = (row for row in earlier if row.owner == run.owner)
+        ahead = next((row for row in own if row.ended is None), None)
         waits = f"; it waits for {ahead.id}" if ahead and run.state == "queued" else ""
         return f"status(run_id={run_id!r}, wait_s=40) has the scores once they are there{waits}"
     if run.state == "failed":

@@ -22,6 +22,7 @@ from flash_mcp.protocol.records import (
     StepMetrics,
 )
 from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.state import queue
 from flash_mcp.state.history import NEWEST_STEPS, RunHistory
 from flash_mcp.state.store import Store
 from flash_mcp.tools.shared.fitting import shorten, without_empty
@@ -113,6 +114,8 @@ class RunView(Part):
     """Optimizer steps done."""
     steps: int | None = None
     """Steps in all; absent until the worker has counted those of epochs."""
+    queued_ahead: int | None = None
+    """Queued runs, of all owners, that start before it."""
     phase: str | None = None
     """What the worker does now."""
     attempt: str | None = None
@@ -168,6 +171,8 @@ def view_of(store: Store, run_id: str, detailed: bool) -> tuple[RunView, str]:
     found = store.load(run_id)
     judged = _judge(found)
     view = _view(found, judged, held_up)
+    if found.run.state == "queued":
+        view.queued_ahead = queue.queued_ahead(store, found.run)
     if detailed:
         _add_details(view, found, judged, failure_counts(_newest_rollouts(store, run_id)))
     return view, _next_step(found, judged, held_up)

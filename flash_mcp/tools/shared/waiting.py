@@ -19,6 +19,7 @@ from flash_mcp.state.disk import LEAST_FREE_BYTES
 from flash_mcp.state.references import Subject
 from flash_mcp.state.store import Store
 from flash_mcp.supervisor import keeper, secrets
+from flash_mcp.supervisor.launch.local import devices_in_use
 from flash_mcp.supervisor.process import LOG, is_supervised, unfit
 from flash_mcp.tools.shared.frame import report
 
@@ -154,5 +155,8 @@ def obstacles(store: Store, run: Run) -> list[str]:
         return []
     if run.error and run.error["code"] == "disk_full":
         return [str(FlashError.from_dict(run.error))]
+    if run.state == "queued" and (users := devices_in_use(store.base)):
+        what = f"every GPU is used by {', '.join(users)}"
+        return [str(FlashError("not_ready", what, fix="wait until one is free"))]
     absent = secrets.lacking(store.base, run.id, run.spec.secrets)
     return [str(secrets.missing(run.id, absent))] if absent else []

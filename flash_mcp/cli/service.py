@@ -1,0 +1,128 @@
+"""The supervisor as a systemd user service, so that runs continue after a reboot by themselves."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from flash_mcp.cli.install import PASSED_ON, entry
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.paths import home
+
+LINGER = "`loginctl enable-linger` makes it start at boot, before you log in"
+UNIT = """\
+[Unit]
+Description=flash-mcp: continues training runs and deployments
+StartLimitIntervalSec=0
+
+[Service]
+ExecStart={command}
+{environment}
+# It exits with 0 when nothing is left to do, and with 1 while another supervisor runs.
+Restart=on-failure
+RestartSec=60
+# Training goes on without its supervisor.
+KillMode=process
+
+[Install]
+WantedBy=default.target
+"""
+
+
+@dataclass(frozen=True)
+class Service:
+    """What was, or would be, written or removed."""
+
+    path: Path
+    changed: bool
+    text: str
+
+
+def install_service(name: str = "flash", *, write: bool = True) -> Service:
+    """Write NAME-mcp.service, enable and start it. FlashError(invalid_argument) without systemd."""
+    path, text = _unit(name), unit_text()
+    changed = not path.exists() or path.read_text() != text
+    if write:
+        _check_systemd()
+        if changed:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        _systemctl("daemon-reload")
+        _systemctl("enable", "--now", path.name)
+    return Service(path, changed, text)
+
+
+def remove_service(name: str = "flash", *, write: bool = True) -> Service:
+    """Stop and remove it. What the supervisor started goes on."""
+    path = _unit(name)
+    exists = path.exists()
+    text = path.read_text() if exists else ""
+    if write and exists:
+        _check_systemd()
+        _systemctl("disable", "--now", path.name)
+        path.unlink()
+        _systemctl("daemon-reload")
+    return Service(path, exists, text)
+
+
+def unit_text() -> str:
+    """The unit. It names no secrets: a server or `flash-mcp wait` hands those over."""
+    server = entry()
+    words = [server["command"], *server["args"][:-1], "supervise"]
+    variables = {name: os.environ[name] for name in PASSED_ON if os.environ.get(name)}
+    variables["FLASH_HOME"] = str(home())
+    settings = [f"Environment={quoted(f'{name}={value}')}" for name, value in variables.items()]
+    # systemd replaces variables in commands.
+    command = " ".join(quoted(word).replace("$", "$$") for word in words)
+    return UNIT.format(command=command, environment="\n".join(settings))
+
+
+def quoted(text: str) -> str:
+    r"""As systemd reads it: C escapes within quotes, and % doubled."""
+    text = re.sub(r'(["\\])', r"\\\1", text).replace("%", "%%")
+    return f'"{text.replace(chr(10), chr(92) + "n")}"'
+
+
+def service_units() -> list[Path]:
+    """The services that `install_service` wrote."""
+    return sorted(_folder().glob("*-mcp.service"))
+
+
+def _folder() -> Path:
+    folder = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(folder) / "systemd" / "user"
+
+
+def _unit(name: str) -> Path:
+    return _folder() / f"{name}-mcp.service"
+
+
+def _check_systemd() -> None:
+    what = "there is no systemctl on this machine"
+    if shutil.which("systemctl"):
+        asked = _run("show-environment")
+        if asked.returncode == 0:
+            return
+        what = f"systemd does not answer for this user: {asked.stderr.strip()}"
+    fix = (
+        "start `flash-mcp supervise` at boot in another way, such as a cron job with @reboot; "
+        "--dry-run prints the unit"
+    )
+    raise FlashError("invalid_argument", what, client="service", fix=fix)
+
+
+def _systemctl(*words: str) -> None:
+    done = _run(*words)
+    if done.returncode:
+        what = f"systemctl --user {' '.join(words)} failed: {done.stderr.strip()}"
+        fix = "correct that, and call it again"
+        raise FlashError("invalid_argument", what, client="service", fix=fix)
+
+
+def _run(*words: str) -> subprocess.CompletedProcess[str]:
+    command = ["systemctl", "--user", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)

@@ -1,0 +1,35 @@
+"""Locks of files in the state directory."""
+
+from __future__ import annotations
+
+from typing import IO
+
+from environments.process import locks
+from flash_mcp.protocol.errors import FlashError
+
+
+def try_lock(file: IO[str], *, shared: bool = False) -> bool:
+    """Lock the file until it is closed; False if another process holds it.
+
+    FlashError(locks_unsupported) if the file system has no locks."""
+    try:
+        return locks.try_lock(file, shared=shared)
+    except OSError as error:
+        raise _unsupported(file, error) from error
+
+
+def lock(file: IO[str], timeout_s: float) -> bool:
+    """As `try_lock`, after a wait of up to `timeout_s`."""
+    try:
+        return locks.lock(file, timeout_s)
+    except OSError as error:
+        raise _unsupported(file, error) from error
+
+
+def _unsupported(file: IO[str], error: OSError) -> FlashError:
+    what = f"the file system of the state directory refuses file locks ({error.strerror})"
+    fix = (
+        "set FLASH_HOME to a folder on a local disk, or mount the file system with locks "
+        "(NFS: run lockd; Lustre: the option flock)"
+    )
+    return FlashError("locks_unsupported", what, path=file.name, fix=fix)
