@@ -5,8 +5,8 @@ has learned nothing.
     constant.success_share, constant.answer
 
 The candidates come from gold answers of some tasks: the commonest ones, several of them in one
-answer, the first with every digit replaced by 0, and usual short answers; each also in the tags
-that the prompts ask for."""
+answer, the first with every digit replaced by 0, usual short answers, and texts that win if a
+scorer runs them or uses them as a pattern; each also in the tags that the prompts ask for."""
 
 from __future__ import annotations
 
@@ -23,6 +23,16 @@ from environments.process.faults import EnvironmentFault
 from environments.process.host import EnvironmentHost
 
 USUAL = ("0", "1", "Yes", "No", "True", "A", "B", "[]")
+INJECTED = (
+    ".*",
+    "*",
+    "%",
+    "nan",
+    "example.output",
+    "int(example.output)",
+    "type('', (), {'__eq__': lambda *_: True})()",
+)
+"""Answers that are right everywhere if the scorer uses them as a pattern, a number or code."""
 MOST_GOLDS = 6
 MOST_JOINED = 40
 FIRST_TASKS = 6
@@ -61,12 +71,15 @@ def candidates(golds: Sequence[Turns], prompts: Sequence[str]) -> list[Turns]:
     """The constants to try, without repetition. `golds` are gold conversations of several tasks."""
     common = [turns for turns, _ in Counter(golds).most_common(MOST_GOLDS)]
     texts = list(dict.fromkeys(turns[0] for turns in golds if len(turns) == 1))[:MOST_JOINED]
-    single = list(USUAL)
+    wrappers = _tags("\n".join(prompts))
+    single: list[str] = list(USUAL)
+    if not wrappers:
+        single += INJECTED
     if texts:
         single += [" ".join(texts), "\n".join(reversed(texts)), re.sub(r"\d", "0", texts[0])]
-    wrappers = _tags("\n".join(prompts))
     plain = [turns[0] for turns in common if len(turns) == 1]
-    wrapped = [before + text + after for before, after in wrappers for text in (*plain, *single)]
+    inside = (*plain, *single, *INJECTED)
+    wrapped = [before + text + after for before, after in wrappers for text in inside]
     inner = [_inner(text, wrappers) for text in texts]
     if any(text != whole for text, whole in zip(inner, texts, strict=True)):
         wrapped += [before + " ".join(inner) + after for before, after in wrappers]

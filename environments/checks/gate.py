@@ -32,10 +32,12 @@ from environments.process.host import EnvironmentFault, EnvironmentHost, Score, 
 
 ROWS = {"train": 5, "eval": 3}
 """How many tasks of each split are tried, spread over the split."""
-LOW_SHARE = 0.5
+LOW_SHARE = 0.4
 """A worthless answer may earn at most this share of the gold answer's reward."""
 HIT_SHARE = 0.25
 """Worthless answers may succeed on at most this share of the tasks: one may be right by chance."""
+ECHO_SHARE = 0.6
+"""The same for parts of the prompt: of two numbers in a question, the last is often the answer."""
 CONSTANT_SHARE = 0.9
 """One constant may succeed on less than this share of the tasks, and earn less than this share of
 the gold answers' reward."""
@@ -60,6 +62,23 @@ WORTHLESS = {
     "place, a tag or the last line, and set success in RewardResult",
 }
 """Probes with answers that must earn little, in order, and the fix if such an answer succeeds."""
+STATED = r"(?:answer|solution|gold|hint|result|output)\W{0,3}(?:is|are)?\W{0,3}"
+"""What stands before a gold answer that a prompt gives away."""
+FRESH = "a text that no other check has played"
+NONSENSE = (
+    "1/0",
+    "nan",
+    "1e999",
+    "(",
+    "[" * 100_000,
+    "raise SystemExit",
+    "null",
+    "9" * 5000,
+)
+"""Answers of about the right form that make careless parsers raise."""
+OTHER_CLOCK = {"TZ": "ALT-13:37"}
+"""What differs between the two processes that must agree: a time zone shows use of the clock."""
+PAY_FIX = "pay less for what a model can write without solving the task"
 OUT_OF_TIME = "not finished: the time for all checks was used up"
 
 Answers = Sequence[str | None]
@@ -137,7 +156,8 @@ async def check(
         timeout_s=timeout_s,
         start_timeout_s=max(1.0, deadline_s / 2),
     )
-    gate = _Gate(start, timeout_s, deadline_s)
+    start_other = partial(start, secrets={**OTHER_CLOCK, **(secrets or {})})
+    gate = _Gate(start, start_other, timeout_s, deadline_s)
     try:
         await requirements.interpreter(folder, timeout_s=install_timeout_s, on_progress=on_progress)
         await gate.run()
@@ -159,10 +179,15 @@ class _SkippedError(Exception):
 
 class _Gate:
     def __init__(
-        self, start: Callable[[], Awaitable[EnvironmentHost]], timeout_s: float, deadline_s: float
+        self,
+        start: Callable[[], Awaitable[EnvironmentHost]],
+        start_other: Callable[[], Awaitable[EnvironmentHost]],
+        timeout_s: float,
+        deadline_s: float,
     ) -> None:
         self.report = Report()
         self._start_host = start
+        self._start_other = start_other
         self._timeout_s = timeout_s
         self._deadline_s = deadline_s
         self._started = time.monotonic()
@@ -195,6 +220,7 @@ class _Gate:
             for name in WORTHLESS:
                 await self._probe(name, self._check_worthless, host, name)
             await self._probe("near_gold", self._check_near_gold, host)
+            await self._probe("nonsense", self._check_nonsense, host)
             await self._probe("order", self._check_order, host)
             await self._probe("constants", self._check_constants, host)
             await self._probe("isolation", self._check_isolation, host)
@@ -284,11 +310,21 @@ class _Gate:
             "none": [None],
             "prompt_echo": [prompt[-1], "\n".join(prompt)],
         }
+        if name == "prompt_echo":
+            texts[name] = [*texts[name], *filter(None, [self._asked(task)])]
         return [[text] for text in texts[name]]
+
+    def _asked(self, task: Task) -> str:
+        """What the prompt asks about, such as the words to sort; "" if that is the gold answer."""
+        _, colon, asked = self._prompts[task][-1]["content"].rpartition(":")
+        asked = asked.strip(" .\n")
+        gold = self._golds.get(task, [""])[-1].strip()
+        return asked if colon and asked != gold else ""
 
     async def _check_worthless(self, host: EnvironmentHost, name: str) -> str:
         rewards: list[float] = []
         hits: dict[Task, str] = {}
+        paid: dict[Task, str] = {}
         says_all: _SkippedError | None = None
         for task in self._tasks:
             for answers in self._worthless(name, task):
@@ -306,24 +342,36 @@ class _Gate:
                         says_all = says_all or _SkippedError(what, WORTHLESS[name])
                 elif task in self._played:
                     gold = self._played[task].score.reward
-                    if not _is_low(score.reward, gold, partial=name == "truncated"):
+                    partial = name == "truncated" or answers == [self._asked(task)]
+                    if not _is_low(score.reward, gold, partial=partial):
                         earned = f"{_show(answers)} earned {_score_text(score)}"
-                        fix = "pay less for what a model can write without solving the task"
-                        raise _FailedError(f"{task}: {earned}, the gold answer {gold:g}", fix)
+                        paid.setdefault(task, f"{task}: {earned}, the gold answer {gold:g}")
         if not rewards:
             raise _SkippedError("there is no gold answer to cut short", "")
-        self._judge_hits(hits, len(self._tasks), WORTHLESS[name])
+        share = ECHO_SHARE if name == "prompt_echo" else HIT_SHARE
+        count = len(self._tasks)
+        doubts = [
+            _judge_hits(hits, count, WORTHLESS[name], share),
+            _judge_hits(paid, count, PAY_FIX, share),
+        ]
+        if name == "prompt_echo":
+            # "Answer yes or no" names the gold answer of half the tasks.
+            fix = "remove the gold answer from the prompt"
+            doubts.append(_judge_hits(self._stated(), count, fix, CONSTANT_SHARE))
+        _skip_if(doubts)
         if says_all:
             raise says_all
         return f"{len(rewards)} answers, no success, rewards {_range(rewards)}"
 
-    def _judge_hits(self, hits: Mapping[Task, str], tasks: int, fix: str) -> None:
-        """Fail if wrong answers succeed on too many tasks. A single one may be right by chance."""
-        if hits:
-            first = next(iter(hits.values()))
-            if len(hits) > HIT_SHARE * tasks:
-                raise _FailedError(f"{first} (so on {len(hits)} of {tasks} tasks)", fix)
-            raise _SkippedError(f"{first} (on {len(hits)} of {tasks} tasks: maybe by chance)", "")
+    def _stated(self) -> dict[Task, str]:
+        """The tasks whose prompt states the gold answer."""
+        stated: dict[Task, str] = {}
+        for task, turns in self._golds.items():
+            prompt = "\n".join(message["content"] for message in self._prompts[task])
+            gold = re.escape(turns[-1].strip())
+            if found := re.search(rf"{STATED}{gold}(?!\w)", prompt, re.IGNORECASE):
+                stated[task] = f"{task}: the prompt says {_show([found[0]])}"
+        return stated
 
     async def _check_near_gold(self, host: EnvironmentHost) -> str:
         """Wrong answers that hold the gold answer, or all of it but a character."""
@@ -335,20 +383,37 @@ class _Gate:
         for task in tasks:
             *turns, gold = self._golds[task]
             other = self._other_gold(task)
-            near = _with_a_change(gold)
-            if near and (await self._play(host, task, [*turns, near])).score.success:
-                what = f"{_show([near])} counts as a success; the gold answer is {_show([gold])}"
-                changed[task] = f"{task}: {what}"
+            for near in _nearly(gold):
+                if (await self._play(host, task, [*turns, near])).score.success:
+                    what = f"{_show([near])} counts as a success; gold is {_show([gold])}"
+                    changed.setdefault(task, f"{task}: {what}")
             # One of the two orders may be right: the first or the last answer counts.
             both = [f"{gold}\n{other}", f"{other}\n{gold}"]
             scores = [(await self._play(host, task, [*turns, text])).score for text in both]
             if all(score.success for score in scores):
                 hedged[task] = f"{task}: {_show(both)}: both count as successes"
-        fix = "compare the whole answer with the gold answer, not a part or a rounded form of it"
-        self._judge_hits(changed, len(tasks), fix)
-        fix = "accept one answer: read one place, such as the last tag, and refuse several"
-        self._judge_hits(hedged, len(tasks), fix)
+        whole = "compare the whole answer with the gold answer, not a part or a rounded form of it"
+        single = "accept one answer: read one place, such as the last tag, and refuse several"
+        doubts = [
+            _judge_hits(changed, len(tasks), whole),
+            _judge_hits(hedged, len(tasks), single),
+        ]
+        _skip_if(doubts)
         return f"{len(tasks)} tasks: a changed character and two answers at once are no successes"
+
+    async def _check_nonsense(self, host: EnvironmentHost) -> str:
+        """Answers of the gold answer's form that mean nothing must not raise."""
+        count = 0
+        for task in (self._tasks[0], self._tasks[-1]):
+            *turns, gold = self._golds.get(task, [""])
+            before, inner, after = _parts(gold)
+            texts = [before + text + after for text in NONSENSE]
+            for digit in "09\u00b2":
+                texts.append(before + re.sub(r"\d", digit, inner) + after)
+            for text in texts:
+                await self._play(host, task, [*turns, text], repeat=True)
+                count += 1
+        return f"{count} answers, none raised"
 
     def _other_gold(self, task: Task) -> str:
         """The last turn of another task's gold answer, if it differs; else ""."""
@@ -406,7 +471,7 @@ class _Gate:
         return beginning.isalnum() and rest[:1].isalnum()
 
     async def _check_isolation(self, host: EnvironmentHost) -> str:
-        wrong = [(task, [JUNK[0]]) for task in self._tasks]
+        wrong = [(task, [FRESH]) for task in self._tasks]
         plans: list[tuple[Task, Answers]] = []
         alone: list[Played] = []
         for plan in (*wrong, *self._golds.items()):
@@ -452,7 +517,7 @@ class _Gate:
         ]
 
     async def _check_determinism(self) -> str:
-        async with await self._start_host() as first, await self._start_host() as second:
+        async with await self._start_host() as first, await self._start_other() as second:
             for split in self.report.splits:
                 if await first.tasks(split) != await second.tasks(split):
                     what = f"two processes disagree on the {split} tasks or their order"
@@ -463,7 +528,9 @@ class _Gate:
                 other = await self._replay(second, task)
                 if one != other:
                     what = f"two processes disagree on {task}: {_difference(one, other)}"
-                    fix = "seed randomness from example.id, never from the clock or hash()"
+                    fix = (
+                        "seed randomness from example.id; read neither the clock nor the time zone"
+                    )
                     raise _FailedError(what, fix)
         return f"two fresh processes agree on all task ids and on {len(self._tasks)} conversations"
 
@@ -522,18 +589,50 @@ class _Gate:
             self._slowest_s[method] = max(self._slowest_s.get(method, 0.0), seconds)
 
 
-def _with_a_change(gold: str) -> str:
-    """The gold answer with its last digit or letter changed; "" if it is long, where one character
-    need not matter.
+def _judge_hits(hits: Mapping[Task, str], tasks: int, fix: str, share: float = HIT_SHARE) -> str:
+    """Fail if wrong answers succeed on more than this share of the tasks. The doubt that remains
+    if they succeed on some, which may be chance; else "".
     """
-    if len(re.sub(r"<[^>]*>|\\boxed", "", gold)) > SHORT_ANSWER:
+    if not hits:
         return ""
-    inside = re.search(r"(\w)(?=[^\w<]*(?:</\w+>\s*)?$)", gold)
-    if inside is None:
-        return ""
-    old = inside[1]
-    new = str((int(old) + 1) % 10) if old.isdigit() else ("x" if old != "x" else "y")
-    return gold[: inside.start()] + new + gold[inside.end() :]
+    first = next(iter(hits.values()))
+    if len(hits) > share * tasks:
+        raise _FailedError(f"{first} (so on {len(hits)} of {tasks} tasks)", fix)
+    return f"{first} (on {len(hits)} of {tasks} tasks: maybe by chance)"
+
+
+def _skip_if(doubts: Sequence[str]) -> None:
+    if found := "; ".join(filter(None, doubts)):
+        raise _SkippedError(found, "")
+
+
+def _parts(gold: str) -> tuple[str, str, str]:
+    """The gold answer: what stands before, in and behind its last tags."""
+    tags = re.fullmatch(r"(.*<(\w+)>)(.*?)(</\2>.*)|(.*\\boxed\{)(.*)(\}.*)", gold, re.DOTALL)
+    if tags is None:
+        return "", gold, ""
+    if tags[2]:
+        return tags[1], tags[3], tags[4]
+    return tags[5], tags[6], tags[7]
+
+
+def _nearly(gold: str) -> list[str]:
+    """Short gold answers with the last letter or digit changed, one more at either end, and
+    without the minus. In a long one a character need not matter.
+    """
+    before, inner, after = _parts(gold)
+    last = re.search(r"\w(?=\W*$)", inner)
+    if last is None or len(inner) > SHORT_ANSWER:
+        return []
+    new = "y" if last[0] == "x" else "x"
+    if last[0].isdecimal():
+        new = str((int(last[0]) + 1) % 10)
+    texts = [inner[: last.start()] + new + inner[last.end() :]]
+    if inner[:1].isalnum() and inner[-1:].isalnum():
+        texts += [new.replace("0", "1") + inner, inner + new]
+    if re.match(r"-\d", inner):
+        texts.append(inner[1:])
+    return [before + text + after for text in texts]
 
 
 def _is_low(reward: float, gold: float, *, partial: bool) -> bool:

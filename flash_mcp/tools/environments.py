@@ -322,9 +322,10 @@ async def env_test(
     breaks training runs.
 
     Checks the contract; that gold answers succeed; that junk, empty, None, truncated, prompt-echo
-    and nearly right answers do not, and raise nothing; that better answers earn more; that no
-    constant answer wins everywhere; that episodes are independent; that two fresh processes agree;
-    and how long calls take. Publishes nothing. A failed check is a result with a fix, not an error.
+    and nearly right answers do not; that nonsense raises nothing; that better answers earn more;
+    that no constant answer wins everywhere; that episodes are independent; that two fresh processes
+    agree; and how long calls take. Publishes nothing. A failed check is a result with a fix, not an
+    error.
 
     Args:
         environment: A published environment, NAME or NAME@DIGEST; or reasoning-gym:DATASET.

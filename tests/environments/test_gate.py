@@ -24,6 +24,7 @@ PROBES = [
     "truncated",
     "prompt_echo",
     "near_gold",
+    "nonsense",
     "order",
     "constants",
     "isolation",
@@ -50,7 +51,7 @@ async def test_the_examples_pass_every_check(name: str) -> None:
 FAULTS = {
     "a scorer that raises on junk": (
         "def score_response(self, example, text): return RewardResult(float(int(text or 0) == int(example.output)))",
-        {"junk", "empty", "prompt_echo", "near_gold"},
+        {"junk", "empty", "prompt_echo", "near_gold", "nonsense"},
         "junk",
         "raised ValueError: invalid literal for int()",
     ),
@@ -285,7 +286,8 @@ async def test_a_scorer_that_hangs_on_junk_is_found_within_its_deadline(tmp_path
     report = await check(environment_folder(tmp_path, source), timeout_s=2)
     failed = failures(report)
     assert {
-        *("junk", "empty", "none", "truncated", "prompt_echo", "near_gold", "order", "time")
+        *("junk", "empty", "none", "truncated", "prompt_echo", "near_gold"),
+        *("nonsense", "order", "time"),
     } == set(failed)
     assert (
         "[environment_timeout] train[0] with the answer 'asdf qwer zxcv'" in failed["junk"].evidence

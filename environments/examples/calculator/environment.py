@@ -183,5 +183,7 @@ def number_text(value: Fraction) -> str:
 
 
 def read_number(text: str) -> Fraction | None:
-    digits = text.replace(",", "")
-    return Fraction(digits) if digits.strip("-") else None
+    try:
+        return Fraction(text.replace(",", ""))
+    except ValueError:  # no digits, or thousands of them
+        return None

@@ -1,0 +1,795 @@
+"""Bad and good environments for the gate, as data. Each is a source that defines Sample, on the
+classes of tests.folders and those below.
+"""
+
+ROWS = '''
+class Rows(Addition):
+    """The first half of `rows()` is the train split, the second half the eval split."""
+
+    def __init__(self):
+        examples = [
+            TaskExample({}, question, id=f"t{n}", output=answer) for n, (question, answer) in enumerate(self.rows())
+        ]
+        half = len(examples) // 2
+        self.dataset, self.eval_dataset = examples[:half], examples[half:]
+
+    def rows(self):
+        return [(f"Add {n} and {n + 1}.", str(2 * n + 1)) for n in range(40, 60)]
+
+    def score_response(self, example, text):
+        success = bool(self.right(text or "", example))
+        return RewardResult(float(success), success=success)
+
+    def right(self, text, example):
+        return text.strip() == example.output
+
+
+WORDS = "apple bread cloud dream eagle flame grape house image jewel knife lemon music night ocean paper".split()
+
+
+class Capitals(Rows):
+    def rows(self):
+        return [(f"Name the capital of country {n}.", f"{word.title()}ville") for n, word in enumerate(WORDS)]
+
+
+class Dates(Rows):
+    def rows(self):
+        return [(f"What day follows day {n} of March 2021?", f"2021-03-{n + 1:02}") for n in range(1, 21)]
+
+
+class Lists(Rows):
+    def rows(self):
+        return [(f"List the three numbers after {n}.", f"[{n + 1}, {n + 2}, {n + 3}]") for n in range(40, 60)]
+
+
+class Sorting(Rows):
+    def rows(self):
+        triples = [sorted((WORDS[n], WORDS[(n + 5) % 16], WORDS[(n + 9) % 16])) for n in range(16)]
+        return [(f"Sort these words: {' '.join(reversed(words))}", " ".join(words)) for words in triples]
+
+
+class Choices(Rows):
+    def rows(self):
+        return [
+            (f"Add {n} and 2. A) {m} B) {m + 1} C) {m + 2} D) {m + 3}", "ABCD"[n % 4])
+            for n in range(24)
+            for m in [n + 2 - n % 4]
+        ]
+
+
+class YesNo(Rows):
+    def rows(self):
+        return [(f"Is {n} a multiple of 3, plus {n}?", "yes" if n * 7 % 5 < 2 else "no") for n in range(30)]
+
+
+class Objects(Rows):
+    def rows(self):
+        import json
+        return [
+            (f"Give name and age of person {n} as JSON.", json.dumps({"name": WORDS[n], "age": 20 + n}))
+            for n in range(16)
+        ]
+
+
+class Functions(Rows):
+    def rows(self):
+        return [
+            (f"Write a Python function f(x) that adds {n}.", f"def f(x):\\n    return x + {n}") for n in range(3, 19)
+        ]
+
+
+class Essays(Rows):
+    def rows(self):
+        def story(n):
+            return " ".join(f"{WORDS[(n * 5 + k * k) % 16]} {WORDS[(n + 3 * k) % 16]}" for k in range(12))
+        return [(f"Describe story {n}.", story(n)) for n in range(16)]
+
+
+class Dialogue(Rows, EnvironmentMultiTurn):
+    """A conversation of at most three model turns, which the right answer ends."""
+
+    def start_episode(self, example, prompt_text):
+        return [{"role": "user", "content": example.input}]
+
+    def max_episode_turns(self, example):
+        return 3
+
+    def step_episode(self, example, messages, assistant_response):
+        done = self.right(assistant_response or "", example)
+        return EnvironmentStepResult(done=done, messages=[{"role": "user", "content": "Thank you. Once more, please."}])
+
+    def score_episode(self, example, episode):
+        return self.score_response(example, episode.response_text)
+'''
+BAD = {
+    "an answer anywhere in the text": (
+        """
+        class Sample(Addition):
+            def score_response(self, example, text):
+                return RewardResult(float(example.output in (text or '').split()))
+        """,
+        "near_gold",
+    ),
+    "any of many tags": (
+        """
+        class Sample(Addition):
+            def build_prompt_messages(self, example, prompt_text):
+                return [{"role": "user", "content": example.input + " Write <answer>your answer</answer>."}]
+            def sft_completion(self, example):
+                return [{"role": "assistant", "content": f"<answer>{example.output}</answer>"}]
+            def score_response(self, example, text):
+                return RewardResult(float(example.output in re.findall('<answer>(.*?)</answer>', text or '')))
+        """,
+        "near_gold",
+    ),
+    "numbers that are nearly right": (
+        """
+        class Sample(Addition):
+            def score_response(self, example, text):
+                found = re.fullmatch('[0-9]+', (text or '').strip())
+                return RewardResult(float(bool(found) and abs(int(found[0]) - int(example.output)) <= 1))
+        """,
+        "near_gold",
+    ),
+    "any number": (
+        """
+        class Sample(Addition):
+            def score_response(self, example, text):
+                return RewardResult(float(bool(re.fullmatch('[0-9]+', (text or '').strip()))))
+        """,
+        "constants",
+    ),
+    "a right sum without a look at the task": (
+        """
+        class Sample(Addition):
+            def score_response(self, example, text):
+                return RewardResult(float(bool(re.fullmatch('[0-9]*[13579]', (text or '').strip()))))
+        """,
+        "constants",
+    ),
+    "tasks with one answer": (
+        """
+        class Sample(Addition):
+            def __init__(self):
+                super().__init__()
+                self.dataset = [dataclasses.replace(task, output='0') for task in self.dataset]
+                self.eval_dataset = [dataclasses.replace(t, output='0') for t in self.eval_dataset]
+        """,
+        "constants",
+    ),
+    "full pay but for a flag": (
+        """
+        class Sample(Addition):
+            def score_response(self, example, text):
+                right = (text or '') == example.output
+                shaped = 0.95 if (text or '').isdigit() else 0.0
+                return RewardResult(1.0 if right else shaped, success=right)
+        """,
+        "constants",
+    ),
+    "a reward of a million": (
+        """
+        class Sample(Addition):
+            def score_response(self, example, text):
+                return RewardResult(1e6 * float((text or '') == example.output))
+        """,
+        "order",
+    ),
+    "length that pays": (
+        """
+        class Sample(Addition):
+            def score_response(self, example, text):
+                right = (text or '') == example.output
+                return RewardResult(1.0 if right else min(0.45, len(text or '') / 10000), success=right)
+        """,
+        "order",
+    ),
+    "junk that earns more than a wrong number": (
+        """
+        class Sample(Addition):
+            def score_response(self, example, text):
+                right = (text or '') == example.output
+                return RewardResult(1.0 if right else 0.0 if (text or '').isdigit() else 0.4, success=right)
+        """,
+        "order",
+    ),
+    "politeness": (
+        """
+        class Sample(Addition):
+            def score_response(self, example, text):
+                right = (text or '') == example.output
+                return RewardResult(float(right or 'cannot' in (text or '')))
+        """,
+        "junk",
+    ),
+    "the prompt holds the answer": (
+        """
+        class Sample(Addition):
+            def build_prompt_messages(self, example, prompt_text):
+                return [{'role': 'user', 'content': f'{example.input} (It is {example.output}.)'}]
+            def score_response(self, example, text):
+                return RewardResult(float(example.output in re.findall('[0-9]+', text or '')))
+        """,
+        "prompt_echo",
+    ),
+    "a dict that episodes share": (
+        """
+        class Sample(Addition):
+            def __init__(self):
+                super().__init__()
+                self.now = {}
+            def build_prompt_messages(self, example, prompt_text):
+                self.now['answer'] = example.output
+                return [{'role': 'user', 'content': example.input}]
+            def score_response(self, example, text):
+                return RewardResult(float((text or '') == self.now['answer']))
+        """,
+        "isolation",
+    ),
+    "a generator that episodes share": (
+        """
+        class Sample(Addition):
+            def __init__(self):
+                super().__init__()
+                self.generator = random.Random(0)
+            def build_prompt_messages(self, example, prompt_text):
+                extra = self.generator.random()
+                return [{'role': 'user', 'content': f'{example.input} ({extra})'}]
+        """,
+        "isolation",
+    ),
+    "the clock": (
+        """
+        class Sample(Addition):
+            def build_prompt_messages(self, example, prompt_text):
+                return [{'role': 'user', 'content': f'{example.input} It is {time.time()}.'}]
+        """,
+        "determinism",
+    ),
+    "the clock by the minute": (
+        """
+        class Sample(Rows):
+            def build_prompt_messages(self, example, prompt_text):
+                return [{"role": "user", "content": f"{example.input} It is {time.strftime('%H:%M')}."}]
+        """,
+        "determinism",
+    ),
+    "the clock by the year, in UTC": (
+        """
+        class Sample(Rows):
+            def build_prompt_messages(self, example, prompt_text):
+                return [{"role": "user", "content": f"{example.input} It is {time.gmtime().tm_year}."}]
+        """,
+        "determinism",
+    ),
+    "the gold answer in the prompt": (
+        """
+        class Sample(Rows):
+            def build_prompt_messages(self, example, prompt_text):
+                return [{"role": "user", "content": f"{example.input} Hint: the answer is {example.output}."}]
+        """,
+        "prompt_echo",
+    ),
+    "'the answer is' anywhere": (
+        """
+        class Sample(Capitals):
+            def right(self, text, example):
+                return f"the answer is {example.output}" in text
+            def sft_completion(self, example):
+                return [{"role": "assistant", "content": f"the answer is {example.output}"}]
+        """,
+        "near_gold",
+    ),
+    "politeness that the user's own turns show": (
+        """
+        class Sample(Dialogue):
+            def score_episode(self, example, episode):
+                thanks = sum("Thank" in message["content"] for message in episode.messages)
+                right = self.right(episode.response_text or "", example)
+                return RewardResult(float(right or thanks > 0))
+        """,
+        "junk",
+    ),
+    "an expression that may ignore the task's numbers": (
+        """
+        class Sample(Rows):
+            def rows(self):
+                return [(f"Make 24 from {a}, {24 - a}.", f"{a}+{24 - a}") for a in range(1, 21)]
+            def right(self, text, example):
+                return re.fullmatch("[0-9]+([+][0-9]+)*", text) and sum(map(int, text[:99].split("+"))) == 24
+        """,
+        "constants",
+    ),
+    "one answer right on 93 % of the tasks": (
+        """
+        class Sample(Rows):
+            def rows(self):
+                return [(f"Flip coin {n}.", "tails" if n % 15 == 7 else "heads") for n in range(60)]
+        """,
+        "constants",
+    ),
+    "a board of zeros that earns nearly all": (
+        """
+        class Sample(Rows):
+            def rows(self):
+                return [(f"Draw board {n}.", "0" * n + "1" + "0" * (30 - n)) for n in range(20)]
+            def score_response(self, example, text):
+                same = sum(a == b for a, b in zip(text or "", example.output))
+                return RewardResult(same / 31, success=text == example.output)
+        """,
+        "constants",
+    ),
+    "a list of turns that conversations share": (
+        """
+        class Sample(Dialogue):
+            def __init__(self):
+                super().__init__()
+                self.said = []
+            def start_episode(self, example, prompt_text):
+                self.said.clear()
+                return super().start_episode(example, prompt_text)
+            def step_episode(self, example, messages, assistant_response):
+                self.said.append(assistant_response)
+                return EnvironmentStepResult(done=False, messages=[{"role": "user", "content": str(self.said)}])
+        """,
+        "isolation",
+    ),
+    "a scorer that raises on 2021-02-31": (
+        """
+        class Sample(Dates):
+            def right(self, text, example):
+                import datetime
+                if not re.fullmatch("[0-9]{4}-[0-9]{2}-[0-9]{2}", text.strip()):
+                    return False
+                return datetime.date(*map(int, text.split("-"))) == datetime.date(*map(int, example.output.split("-")))
+        """,
+        "nonsense",
+    ),
+    "a scorer that raises on a number of 5000 digits": (
+        """
+        class Sample(Rows):
+            def right(self, text, example):
+                return re.fullmatch("[0-9]+", text) and int(text) == int(example.output)
+        """,
+        "nonsense",
+    ),
+    "a scorer that raises on digits that are no numbers": (
+        """
+        class Sample(Rows):
+            def right(self, text, example):
+                return text.isdigit() and len(text) < 9 and int(text) == int(example.output)
+        """,
+        "nonsense",
+    ),
+    "a scorer that raises on deep JSON": (
+        """
+        class Sample(Objects):
+            def right(self, text, example):
+                import json
+                try:
+                    return json.loads(text) == json.loads(example.output)
+                except json.JSONDecodeError:
+                    return False
+        """,
+        "nonsense",
+    ),
+    "code that can end the scorer": (
+        """
+        class Sample(Functions):
+            def right(self, text, example):
+                try:
+                    ours, gold = {}, {}
+                    exec(text, ours), exec(example.output, gold)
+                    return all(ours["f"](n) == gold["f"](n) for n in range(9))
+                except Exception:
+                    return False
+        """,
+        "nonsense",
+    ),
+    "eval of the answer": (
+        """
+        class Sample(Rows):
+            def right(self, text, example):
+                try:
+                    return eval(text) == int(example.output)
+                except (Exception, SystemExit):
+                    return False
+        """,
+        "constants",
+    ),
+    "the answer as a regular expression": (
+        """
+        class Sample(Capitals):
+            def right(self, text, example):
+                try:
+                    return text.strip() and re.fullmatch(text, example.output)
+                except re.error:
+                    return False
+        """,
+        "constants",
+    ),
+    "the answer as a file pattern": (
+        """
+        class Sample(Dates):
+            def right(self, text, example):
+                import fnmatch
+                return fnmatch.fnmatch(example.output, text)
+        """,
+        "constants",
+    ),
+    "a number that is none": (
+        """
+        class Sample(Rows):
+            def right(self, text, example):
+                try:
+                    return not abs(float(text) - float(example.output)) > 1e-6
+                except ValueError:
+                    return False
+        """,
+        "constants",
+    ),
+    "the beginning of the answer": (
+        """
+        class Sample(Capitals):
+            def right(self, text, example):
+                return text.strip() and example.output.startswith(text.strip())
+        """,
+        "truncated",
+    ),
+    "the end of the text": (
+        """
+        class Sample(Rows):
+            def right(self, text, example):
+                return text.strip().endswith(example.output)
+        """,
+        "near_gold",
+    ),
+    "the beginning of the text": (
+        """
+        class Sample(Dates):
+            def right(self, text, example):
+                return text.strip().startswith(example.output)
+        """,
+        "near_gold",
+    ),
+    "a number without its sign": (
+        """
+        class Sample(Rows):
+            def rows(self):
+                return [(f"Subtract {2 * n} from {n}.", str(-n)) for n in range(40, 60)]
+            def right(self, text, example):
+                return re.sub("[^0-9]", "", text) == re.sub("[^0-9]", "", example.output)
+        """,
+        "near_gold",
+    ),
+    "a small letter against a capital one": (
+        """
+        class Sample(Capitals):
+            def right(self, text, example):
+                return text.strip().lower() == example.output
+        """,
+        "gold",
+    ),
+    "junk paid 0.45": (
+        """
+        class Sample(Capitals):
+            def score_response(self, example, text):
+                right = (text or "").strip() == example.output
+                return RewardResult(1.0 if right else 0.45 if text else 0.0, success=right)
+        """,
+        "junk",
+    ),
+    "junk that is right once and paid well elsewhere": (
+        """
+        class Sample(Capitals):
+            def score_response(self, example, text):
+                lucky = example.id == "t0" and text
+                right = lucky or (text or "").strip() == example.output
+                return RewardResult(1.0 if right else 0.6, success=bool(right))
+        """,
+        "junk",
+    ),
+    "a choice anywhere in the text": (
+        """
+        class Sample(Choices):
+            def right(self, text, example):
+                return re.search(rf"\\b{example.output}\\b", text)
+        """,
+        "near_gold",
+    ),
+    "yes and no at once": (
+        """
+        class Sample(YesNo):
+            def right(self, text, example):
+                return example.output in text.lower().split()
+        """,
+        "near_gold",
+    ),
+    "JSON with the right keys": (
+        """
+        class Sample(Objects):
+            def right(self, text, example):
+                import json
+                try:
+                    return set(json.loads(text)) == {"name", "age"}
+                except (ValueError, TypeError, RecursionError):
+                    return False
+        """,
+        "constants",
+    ),
+    "words in any order where the order is the task": (
+        """
+        class Sample(Sorting):
+            def right(self, text, example):
+                return sorted(text.split()) == sorted(example.output.split())
+        """,
+        "prompt_echo",
+    ),
+    "numbers found among many": (
+        """
+        class Sample(Lists):
+            def right(self, text, example):
+                return set(re.findall("[0-9]+", example.output)) <= set(re.findall("[0-9]+", text))
+        """,
+        "near_gold",
+    ),
+    "a function that is only defined": (
+        """
+        class Sample(Functions):
+            def right(self, text, example):
+                return "def f(x):" in text and "return" in text
+        """,
+        "constants",
+    ),
+    "most words of a long text, in any company": (
+        """
+        class Sample(Essays):
+            def right(self, text, example):
+                words = example.output.split()
+                return sum(word in text.split() for word in words) / len(words) > 0.9
+        """,
+        "near_gold",
+    ),
+    "turns that pay": (
+        """
+        class Sample(Dialogue):
+            def score_episode(self, example, episode):
+                right = self.right(episode.response_text or "", example)
+                turns = sum(message["role"] == "assistant" for message in episode.messages)
+                return RewardResult(max(float(right), 0.3 * turns), success=right)
+        """,
+        "junk",
+    ),
+    "a tool call of any kind": (
+        """
+        class Sample(Dialogue):
+            def right(self, text, example):
+                return re.fullmatch(r"<call>\\w+</call>", text)
+            def sft_completion(self, example):
+                return [{"role": "assistant", "content": f"<call>{example.output}</call>"}]
+        """,
+        "constants",
+    ),
+    "a reply that names the secret": (
+        """
+        class Sample(Dialogue):
+            def step_episode(self, example, messages, assistant_response):
+                done = self.right(assistant_response or "", example)
+                reply = f"No, not that. It was {example.output}. Try again."
+                return EnvironmentStepResult(done=done, messages=[{"role": "user", "content": reply}])
+        """,
+        "prompt_echo",
+    ),
+    "no answer, no division": (
+        """
+        class Sample(Essays):
+            def right(self, text, example):
+                words = (text or "").split()
+                return sum(word in example.output.split() for word in words) / len(words) > 0.99
+        """,
+        "empty",
+    ),
+    "a threshold of 0": (
+        """
+        class Sample(Capitals):
+            def score_response(self, example, text):
+                return RewardResult(float(text == example.output), threshold=0.0)
+        """,
+        "junk",
+    ),
+    "held-out tasks that are trained on": (
+        """
+        class Sample(Capitals):
+            def __init__(self):
+                super().__init__()
+                self.eval_dataset = self.dataset[:4]
+        """,
+        "tasks",
+    ),
+    "pay for what is new": (
+        """
+        class Sample(Capitals):
+            def __init__(self):
+                super().__init__()
+                self.seen = set()
+            def score_response(self, example, text):
+                right = (text or "").strip() == example.output
+                bonus = 0.0 if text in self.seen else 0.1
+                self.seen.add(text)
+                return RewardResult(float(right) + bonus, success=right)
+        """,
+        "isolation",
+    ),
+}
+"""The source of each, and the check that refuses it."""
+GOOD = {
+    "exact answers": """
+        class Sample(Addition):
+            pass
+        """,
+    "answers in tags, the last one counts": """
+        class Sample(Addition):
+            def build_prompt_messages(self, example, prompt_text):
+                return [{"role": "user", "content": example.input + " Write <answer>your answer</answer>."}]
+            def sft_completion(self, example):
+                return [{"role": "assistant", "content": f"<answer>{example.output}</answer>"}]
+            def score_response(self, example, text):
+                found = re.findall('<answer>(.*?)</answer>', text or '')
+                return RewardResult(float(bool(found) and found[-1] == example.output))
+        """,
+    "the last number counts": """
+        class Sample(Addition):
+            def score_response(self, example, text):
+                found = re.findall('[0-9]+', text or '')
+                return RewardResult(float(bool(found) and found[-1] == example.output))
+        """,
+    "the first line counts": """
+        class Sample(Addition):
+            def score_response(self, example, text):
+                return RewardResult(float((text or '').strip().split('\\n')[0] == example.output))
+        """,
+    "a little pay for the form": """
+        class Sample(Addition):
+            def score_response(self, example, text):
+                right = (text or '').strip() == example.output
+                form = 0.1 * (text or '').strip().isdigit()
+                return RewardResult(1.0 if right else form, success=right)
+        """,
+    "pay for being near": """
+        class Sample(Addition):
+            def score_response(self, example, text):
+                right = (text or '').strip() == example.output
+                is_number = re.fullmatch('[0-9]{1,9}', (text or '').strip())
+                near = 0.4 / (1 + abs(int(text) - int(example.output))) if is_number else 0.0
+                return RewardResult(1.0 if right else near, success=right)
+        """,
+    "yes or no": """
+        class Sample(Addition):
+            def __init__(self):
+                super().__init__()
+                for name in ('dataset', 'eval_dataset'):
+                    rows = [dataclasses.replace(t, output=('yes', 'no')[i % 2])
+                            for i, t in enumerate(getattr(self, name))]
+                    setattr(self, name, rows)
+        """,
+    "a negative reward for a wrong answer": """
+        class Sample(Addition):
+            def score_response(self, example, text):
+                right = (text or '').strip() == example.output
+                return RewardResult(1.0 if right else -1.0, success=right)
+        """,
+    "one task whose answer a junk text happens to be": """
+        class Sample(Addition):
+            def __init__(self):
+                super().__init__()
+                first = dataclasses.replace(self.dataset[0], output='asdf qwer zxcv')
+                self.dataset = [first, *self.dataset[1:]]
+        """,
+    "long texts that are nearly alike": """
+        class Sample(Essays):
+            def right(self, text, example):
+                import difflib
+                return difflib.SequenceMatcher(None, text[:2000], example.output, autojunk=False).ratio() > 0.9
+        """,
+    "a share of the right items": """
+        class Sample(Lists):
+            def score_response(self, example, text):
+                found = re.findall("[0-9]+", text or "")[:9]
+                gold = re.findall("[0-9]+", example.output)
+                share = sum(a == b for a, b in zip(found, gold)) / max(len(found), len(gold))
+                return RewardResult(share, success=share == 1)
+        """,
+    "multiple choice": """
+        class Sample(Choices):
+            def right(self, text, example):
+                found = re.fullmatch(r"[(]?([A-D])[).]?", text.strip())
+                return found and found[1] == example.output
+        """,
+    "words to repeat": """
+        class Sample(Capitals):
+            def rows(self):
+                return [(f"Repeat this word: {word}", word) for word in WORDS]
+        """,
+    "the larger of two numbers, which an echo gets right half the time": """
+        class Sample(Rows):
+            def rows(self):
+                pairs = [(n, n + 7) if n % 2 else (n + 7, n) for n in range(40, 60)]
+                return [(f"Which is larger: {a} or {b}?", str(max(a, b))) for a, b in pairs]
+            def right(self, text, example):
+                found = re.findall("[0-9]+", text)
+                return found and found[-1] == example.output
+        """,
+    "an example that is right once": """
+        class Sample(Rows):
+            def build_prompt_messages(self, example, prompt_text):
+                return [{"role": "user", "content": f"{example.input} Answer like this: <answer>81</answer>"}]
+            def sft_completion(self, example):
+                return [{"role": "assistant", "content": f"<answer>{example.output}</answer>"}]
+            def right(self, text, example):
+                found = re.findall("<answer>(.*?)</answer>", text)
+                return found and found[-1] == example.output
+        """,
+    "sorted words": """
+        class Sample(Sorting):
+            def right(self, text, example):
+                return text.split() == example.output.split()
+        """,
+    "code that is run": """
+        class Sample(Functions):
+            def right(self, text, example):
+                try:
+                    ours, gold = {}, {}
+                    exec(text, ours), exec(example.output, gold)
+                    return all(ours["f"](n) == gold["f"](n) for n in range(9))
+                except BaseException:
+                    return False
+        """,
+    "JSON whose keys may stand in any order": """
+        class Sample(Objects):
+            def right(self, text, example):
+                import json
+                try:
+                    return json.loads(text) == json.loads(example.output)
+                except (ValueError, RecursionError):
+                    return False
+        """,
+    "a game of guesses": """
+        class Sample(Dialogue):
+            def max_episode_turns(self, example):
+                return 5
+            def step_episode(self, example, messages, assistant_response):
+                found = re.fullmatch("[0-9]{1,4}", (assistant_response or "").strip())
+                if not found:
+                    reply = "Write a number."
+                elif found[0] == example.output:
+                    return EnvironmentStepResult(done=True)
+                else:
+                    reply = "Too low." if int(found[0]) < int(example.output) else "Too high."
+                return EnvironmentStepResult(done=False, messages=[{"role": "user", "content": reply}])
+            def sft_completion(self, example):
+                return [
+                    {"role": "assistant", "content": "50"},
+                    {"role": "user", "content": "Too low."},
+                    {"role": "assistant", "content": example.output},
+                ]
+        """,
+    "a tool and then an answer": """
+        class Sample(Dialogue):
+            def step_episode(self, example, messages, assistant_response):
+                call = re.fullmatch("<call>add ([0-9]{1,4}) ([0-9]{1,4})</call>", assistant_response or "")
+                if call:
+                    reply = {"role": "user", "content": f"result: {int(call[1]) + int(call[2])}"}
+                    return EnvironmentStepResult(done=False, messages=[reply])
+                return EnvironmentStepResult(done=True)
+            def sft_completion(self, example):
+                one, other = re.findall("[0-9]+", example.input)
+                return [
+                    {"role": "assistant", "content": f"<call>add {one} {other}</call>"},
+                    {"role": "user", "content": f"result: {example.output}"},
+                    {"role": "assistant", "content": example.output},
+                ]
+        """,
+}
+MISSED = ("a reply that names the secret", "the clock by the year, in UTC")
+"""What no check finds: no answer that is fixed in advance uses a reply, and two processes that
+start together read the same clock."""
