@@ -63,6 +63,12 @@ class EnvironmentSettings:
     def grants_network(self, identity: str) -> bool:
         return "*" in self.network or identity in self.network
 
+    build_from_source: tuple[str, ...] = ()
+    """Packages of a requirements.txt that may be built if they have no wheel, or "*" for all. A
+    build runs code of the package's authors."""
+    interpreters_gib: float = 20.0
+    """Disk for the packages of all environments together."""
+
 
 @dataclass(frozen=True)
 class DiskSettings:

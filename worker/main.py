@@ -139,7 +139,7 @@ def _explain(error: BaseException, phase: str) -> FlashError:
         return error
     if isinstance(error, EnvironmentFault):
         fix = "run env_test on the environment, mend it and push it again"
-        return FlashError(error.code, error.what, fix=fix)
+        return FlashError.of_fault(error, fix=fix)
     if any(words in str(error) for words in _NO_SPACE):
         error = OSError(errno.ENOSPC, str(error))
     if isinstance(error, OSError):

@@ -20,15 +20,16 @@ from peft import PeftModel
 from transformers import AutoTokenizer, GenerationConfig
 
 from environments.checks.constants import best_constant
+from environments.process.foreign import plain_name
 from environments.process.host import EnvironmentHost
 from environments.process.sandbox import describe
 from environments.settings import LOCAL_OWNER, identity
 from flash_mcp.protocol import records
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
-from flash_mcp.protocol.run_folder import RunWriter
+from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from flash_mcp.protocol.spec import EvalSpec, RunSpec
-from worker.engine.fetch import config_of, ensure, log_progress
+from worker.engine.fetch import commit_of, config_of, ensure, log_progress
 from worker.engine.vllm import VllmEngine, default_sync
 from worker.event_loop import AsyncRunner
 from worker.heartbeat import Cancelled, Pulse
@@ -49,6 +50,8 @@ S = TypeVar("S", bound=RunSpec | EvalSpec)
 MAX_LENGTH = 4096
 PLACE_TIMEOUT_S = 600.0
 """Time that a run waits while as many environments run as settings.toml allows."""
+EARLY_EVENTS = 10
+"""An attempt reports the model among so many of its first events."""
 BLOCK = 512
 """Tasks of an evaluation that the scheduler gets at once: each of them holds an open episode."""
 
@@ -65,7 +68,9 @@ class Model:
     """The policy; the folder of an adapter that only the engine reads; None for the base model."""
 
 
-def load_model(job: Json, spec: RunSpec | EvalSpec, pulse: Pulse, *, trains: bool) -> Model:
+def load_model(
+    job: Json, spec: RunSpec | EvalSpec, writer: RunWriter, pulse: Pulse, *, trains: bool
+) -> Model:
     """Without `trains`, the policy is loaded only if the engine cannot read the job's adapter."""
     pulse.enter("model")
     tell = log_progress()
@@ -74,7 +79,10 @@ def load_model(job: Json, spec: RunSpec | EvalSpec, pulse: Pulse, *, trains: boo
         pulse.advance()
         tell(stage, share)
 
-    path = ensure(spec.model, on_progress=on_fetched)
+    pinned = _pinned_commit(writer.folder)
+    path = ensure(spec.model, revision=pinned, on_progress=on_fetched)
+    if commit := commit_of(path):
+        writer.event("model", f"{spec.model} at commit {commit}", commit=commit)
     config = config_of(path)
     tokenizer = cast(Any, AutoTokenizer).from_pretrained(path)
     template = ChatTemplate(tokenizer, thinking=spec.thinking, end_ids=end_ids(path))
@@ -102,6 +110,16 @@ def load_model(job: Json, spec: RunSpec | EvalSpec, pulse: Pulse, *, trains: boo
         )
     max_length = spec.max_length or min(context, MAX_LENGTH)
     return Model(path, template, dtype, max_length, policy)
+
+
+def _pinned_commit(folder: RunFolder) -> str | None:
+    """The commit of the hub model that an earlier attempt of this run used."""
+    for name in folder.event_names():
+        is_early = int(name.removesuffix(".json").rpartition("-")[2]) < EARLY_EVENTS
+        event = folder.event(name) if is_early else None
+        if event and event["kind"] == "model":
+            return cast("Json", event).get("commit")
+    return None
 
 
 def start_environment(
@@ -172,7 +190,7 @@ class Session(Generic[S]):
         cls, job: Json, spec: S, writer: RunWriter, pulse: Pulse, *, at_once: int, trains: bool
     ) -> Generator[Self]:
         """Model and environment, ready for rollouts, `at_once` of them at the same time."""
-        model = load_model(job, spec, pulse, trains=trains)
+        model = load_model(job, spec, writer, pulse, trains=trains)
         with AsyncRunner() as runner:
             host = start_environment(job, spec, writer, pulse, runner)
             session = cls(spec, writer, pulse, model, host, runner, at_once)
@@ -440,8 +458,9 @@ def check_errors(rows: Sequence[records.Rollout], max_share: float) -> None:
     raise FlashError(
         "environment_error",
         f"{len(errors)} of {len(rows)} rollouts failed in environment code; the "
-        f"first, on task {task_id}: [{first['code']}] {first['what']}",
+        f"first, on task {plain_name(task_id)}, with {first['code']}",
         max_error_share=max_share,
+        wrote=first["what"],
         fix="run env_test, mend the environment and push it again",
     )
 

@@ -37,7 +37,7 @@ async def survey(
         try:
             return [await look(index)]
         except EnvironmentFault as fault:
-            log.warning("%s task %s: [%s] %s", split, index, fault.code, fault.what)
+            log.warning("%s task %s: [%s] %s", split, index, fault.code, fault.shown)
             faults[index] = fault
             return []
         finally:
@@ -47,10 +47,10 @@ async def survey(
         looks = [group.create_task(one(index)) for index in range(count)]
     if faults and (len(faults) > max_error_share * count or len(faults) == count):
         first = min(faults)
-        raise FlashError(
-            faults[first].code,
-            f"{len(faults)} of {count} {split} tasks failed in environment code; the first, "
-            f"number {first}: {faults[first].what}",
+        raise FlashError.of_fault(
+            faults[first],
+            about=f"{len(faults)} of {count} {split} tasks failed in environment code; the first, "
+            f"number {first}: ",
             max_error_share=max_error_share,
             fix="run env_test on the environment, mend it and push it again",
         )

@@ -23,11 +23,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from environments.base import ChatMessage, EnvironmentSingleTurn
+from environments.base import ChatMessage, Environment, EnvironmentSingleTurn
 from environments.checks.constants import Constant, best_constant
 from environments.checks.splits import shared_tasks
 from environments.process import requirements, sandbox
 from environments.process.faults import FIXES, remedy
+from environments.process.foreign import plain_name, quoted
 from environments.process.host import EnvironmentFault, EnvironmentHost, Score, Step
 
 ROWS = {"train": 5, "eval": 3}
@@ -252,7 +253,7 @@ class _Gate:
             if repeated:
                 what = f"{len(repeated)} of {len(tasks)} {split} tasks repeat an id"
                 fix = "give each row its own id, or no id: load_dataset derives one from the row"
-                raise _FailedError(f"{what}, for instance {repeated[0]!r}", fix)
+                raise _FailedError(f"{what}, for instance {plain_name(repeated[0])}", fix)
         if not held_out:
             fix = "set eval_dataset (datasets/eval.jsonl): only held-out tasks can show learning"
             raise _SkippedError("there is no eval split", fix)
@@ -283,7 +284,7 @@ class _Gate:
                 fix = (
                     "give rows an output, or override sft_completion: algorithm='sft' needs it too"
                 )
-                raise _SkippedError(f"no gold answer: {fault.what}", fix) from fault
+                raise _SkippedError(f"no gold answer: {fault.shown}", fix) from fault
             answers = [message["content"] for message in gold if message["role"] == "assistant"]
             played = await self._play(host, task, answers)
             if not answers or not played.score.success:
@@ -582,8 +583,13 @@ class _Gate:
             return await call
         except EnvironmentFault as fault:
             given = f" with the answer {_show(answers)}" if answers else ""
-            what = f"{task}{given}: {fault.what}"
-            raise EnvironmentFault(fault.code, what, fault.traceback) from fault
+            raise EnvironmentFault(
+                fault.code,
+                f"{task}{given}: {fault.what}",
+                fault.traceback,
+                is_foreign=fault.is_foreign,
+                declared=fault.declared,
+            ) from fault
         finally:
             seconds = time.monotonic() - begun
             self._slowest_s[method] = max(self._slowest_s.get(method, 0.0), seconds)
@@ -668,12 +674,15 @@ FIX_OF_TEXT = {
     "exit calls, signals and crashes of native code",
 }
 """Fixes by a pattern of the fault's text, for faults that no exception of a method caused."""
+METHODS = ("environment.py", *vars(Environment), *vars(EnvironmentSingleTurn))
+"""Whose names a fix may repeat. Environment code can claim any name."""
 
 
 def _failure(name: str, fault: EnvironmentFault) -> Probe:
-    evidence = f"[{fault.code}] {fault.what}"
-    if trace := fault.traceback.strip():
-        evidence += f"\n{trace[-800:]}"
+    evidence = f"[{fault.code}]"
+    if not fault.is_foreign:
+        evidence += f" {fault.what}"
+    evidence += quoted(fault.wrote(800))
     return Probe(name, False, evidence, remedy(fault) or _fix(name, fault))
 
 
@@ -710,7 +719,7 @@ def _fix_of_raised(name: str, method: str, error: str, what: str) -> str:
         return "return a low score instead of raising, whatever the model wrote"
     if is_about_answer and method == "step_episode":
         return "answer with a message or done=True instead of raising, whatever the model wrote"
-    return f"correct {method} at the line named"
+    return f"correct {method if method in METHODS else 'the code'} at the line named"
 
 
 # -- small things ----------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from environments.process.foreign import plain_name
 from environments.process.host import EnvironmentHost
 
 Tasks = Sequence[tuple[str, str]]
@@ -30,11 +31,11 @@ class Overlap:
         """How many there are of each kind, with an example."""
         parts: list[str] = []
         if self.same_question:
-            example = " = ".join(map(repr, self.same_question[0]))
+            example = " = ".join(map(plain_name, self.same_question[0]))
             count = len(self.same_question)
             parts.append(f"{count} ask what a train task asks, e.g. train {example}")
         if self.same_id:
-            example = repr(self.same_id[0][1])
+            example = plain_name(self.same_id[0][1])
             parts.append(f"{len(self.same_id)} have the id of a train task, e.g. {example}")
         return "; ".join(parts)
 

@@ -21,6 +21,7 @@ import functools
 import hashlib
 import importlib
 import inspect
+import itertools
 import json
 import math
 import os
@@ -51,17 +52,27 @@ from environments.base import (
 from environments.process import sandbox
 from environments.process.faults import EnvironmentFault
 from environments.process.generators import Generators, switch_global_generators
+from environments.process.redaction import Redactor
+from environments.process.replies import (
+    ANSWER_ROLES,
+    EVIDENCE_CHARACTERS,
+    MAX_ID_CHARACTERS,
+    MAX_TASKS,
+    MAX_TURNS,
+    OPENING_ROLES,
+)
 
 MAX_THREADS = 4096
 MAX_REPLY_BYTES = 8 << 20
 PAGE_CHARACTERS = MAX_REPLY_BYTES // 16
 """Size of one page of the task list. In JSON a character takes up to 12 bytes."""
-EVIDENCE_CHARACTERS = 4000
 CANCEL_TIMEOUT_S = 1.0
-OPENING_ROLES = ("system", "user", "assistant", "tool")
-ANSWER_ROLES = ("user", "tool", "system")
 
 
+_redactor = Redactor(())
+"""Knows the secrets once `load` has named them. What is cut here must be redacted here; the host
+redacts everything once more.
+"""
 _error = functools.partial(EnvironmentFault, "environment_error")
 _invalid = functools.partial(EnvironmentFault, "environment_invalid")
 _bad_dataset = functools.partial(EnvironmentFault, "dataset_invalid")
@@ -154,7 +165,10 @@ class Child:
 
     # -- requests ----------------------------------------------------------------------------------
 
-    async def op_load(self, args: dict[str, Any]) -> dict[str, Any]:
+    async def op_load(self, args: dict[str, Any], secrets: list[str]) -> dict[str, Any]:
+        """Load the environment with `args`; `secrets` are names of variables."""
+        global _redactor
+        _redactor = Redactor(os.environ[name] for name in secrets)
         load = functools.partial(self._call, pool=self._main_thread, code="environment_invalid")
         environment = await load(self._import_and_load, args)
         if not isinstance(environment, Environment):
@@ -194,11 +208,7 @@ class Child:
                 raise _bad_dataset(
                     f"{attribute} must be a list of TaskExample, got {_kind(examples)}"
                 )
-            for index, example in enumerate(cast("Sequence[Any]", examples)):
-                question = cast("Any", example.input) if isinstance(example, TaskExample) else None
-                if not isinstance(question, str):
-                    must = "must be a TaskExample whose input is a string"
-                    raise _bad_dataset(f"{attribute}[{index}] {must}, got {example!r:.200}")
+            _check_tasks(attribute, cast("Sequence[Any]", examples))
         if not splits["train"]:
             raise _bad_dataset("dataset is empty: an environment needs at least one task")
         return splits
@@ -232,13 +242,13 @@ class Child:
                 raise _error("start_episode returned no messages")
             opened.prompt_length = len(opened.messages)
             turns = await self._call(environment.max_episode_turns, example)
-            if not isinstance(turns, int) or turns < 1:
-                must = "max_episode_turns must return a whole number >= 1"
-                raise _error(f"{must}, got {turns!r:.100}")
+            if not isinstance(turns, int) or not 1 <= turns <= MAX_TURNS:
+                must = f"max_episode_turns must return a whole number, 1 to {MAX_TURNS}"
+                raise _error(f"{must}, got {_shown(turns)}")
         except BaseException:
             await self.op_close_episode(episode)
             raise
-        return {"task_id": _task_id(example), "messages": opened.messages, "max_turns": turns}
+        return {"task_id": _task_id(example), "messages": opened.messages, "max_turns": int(turns)}
 
     async def op_step_episode(self, episode: int, text: str | None) -> dict[str, Any]:
         state = self._episode(episode)
@@ -380,12 +390,12 @@ class Child:
             if self._is_own(place.filename):
                 where = f" ({Path(place.filename).name} line {place.lineno})"
         called = "environment.py" if method == "_import_and_load" else method
-        message = f"{called} raised {type(error).__name__}: {_message(error):.300}{where}"
+        message = f"{called} raised {type(error).__name__}: {_cut(_message(error), 300)}{where}"
         if refused := sandbox.refusal(error):
             code = refused[0]
             message = f"{message}; {refused[1]}"
         lines = traceback.format_exception(type(error), error, frame or error.__traceback__)
-        return EnvironmentFault(code, message, "".join(lines)[-EVIDENCE_CHARACTERS:])
+        return EnvironmentFault(code, message, _end_of("".join(lines)))
 
     def _stack(self, task: asyncio.Task[Any]) -> str:
         """The stack of a call from the user's first frame on, to report where it hangs."""
@@ -396,7 +406,7 @@ class Child:
             places = traceback.StackSummary.from_list(list(_awaited_places(task.get_coro())))
         for index, place in enumerate(places):
             if self._is_own(place.filename):
-                return "".join(traceback.format_list(places[index:]))[-EVIDENCE_CHARACTERS:]
+                return _end_of("".join(traceback.format_list(places[index:])))
         return ""
 
     def _is_own(self, filename: str) -> bool:
@@ -434,6 +444,24 @@ def _awaited_places(awaited: Any) -> Iterator[traceback.FrameSummary]:
 # -- checks of what user code returned -------------------------------------------------------------
 
 
+def _check_tasks(attribute: str, examples: Sequence[Any]) -> None:
+    count = len(examples)
+    if count > MAX_TASKS:
+        raise _bad_dataset(f"{attribute} has {count:,} tasks; the most are {MAX_TASKS:,}")
+    found = 0
+    for example in itertools.islice(examples, count + 1):
+        what = f"{attribute}[{found}] must be a TaskExample"
+        question = cast("Any", example.input) if isinstance(example, TaskExample) else None
+        if not isinstance(question, str):
+            raise _bad_dataset(f"{what} whose input is a string, got {_shown(example, 200)}")
+        if example.id is not None and len(str(example.id)) > MAX_ID_CHARACTERS:
+            raise _bad_dataset(f"{what} whose id has at most {MAX_ID_CHARACTERS:,} characters")
+        found += 1
+    if found != count:
+        more = "more" if found > count else f"only {found:,}"
+        raise _bad_dataset(f"len({attribute}) is {count:,}, but it has {more} tasks")
+
+
 def _messages(value: Any, method: str, roles: Sequence[str]) -> list[ChatMessage]:
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Sequence):
         raise _error(f"{method} must return a list of messages, got {_kind(value)}")
@@ -446,7 +474,7 @@ def _chat_message(message: Any, method: str, roles: Sequence[str]) -> ChatMessag
     fields = dict(cast("Mapping[str, Any]", message))
     role = fields.get("role")
     if role not in roles:
-        what = f"a message of {method} has role {role!r:.100}"
+        what = f"a message of {method} has role {_shown(role)}"
         raise _error(f"{what}; expected one of: {', '.join(roles)}")
     what = f"the content of a {role} message of {method}"
     fields["content"] = _text(fields.get("content"), what)
@@ -466,7 +494,7 @@ def _score(result: Any) -> dict[str, Any]:
         raise _error(f"{must}, got {_kind(result)}; write RewardResult(score=...)")
     reward = _finite(result.score)
     if reward is None:
-        raise _error(f"the score must be a finite number, got {result.score!r:.100}")
+        raise _error(f"the score must be a finite number, got {_shown(result.score)}")
     score: dict[str, Any] = {"reward": reward, "success": bool(result.resolved_success())}
     score["metrics"] = {}
     for metric in result.metrics:
@@ -495,7 +523,19 @@ def _finite(value: Any) -> float | None:
 
 
 def _kind(value: Any) -> str:
-    return "None" if value is None else f"{type(value).__name__} {value!r:.100}"
+    return "None" if value is None else f"{type(value).__name__} {_shown(value)}"
+
+
+def _shown(value: object, most: int = 100) -> str:
+    return _cut(repr(value), most)
+
+
+def _cut(text: str, most: int) -> str:
+    return _redactor.text(text)[:most]
+
+
+def _end_of(text: str) -> str:
+    return _redactor.text(text)[-EVIDENCE_CHARACTERS:]
 
 
 def _message(error: BaseException) -> str:
@@ -537,7 +577,7 @@ class _Requests(asyncio.Protocol):
 def _line(message: dict[str, Any]) -> str:
     """The reply as JSON, or a fault with the same number if that is impossible."""
     try:
-        line = json.dumps(message, separators=(",", ":"))
+        line = json.dumps(message, separators=(",", ":"), allow_nan=False)
         if len(line) <= MAX_REPLY_BYTES:
             return line
         most = f"more than the {MAX_REPLY_BYTES:,} of one call"

@@ -1,6 +1,9 @@
 """Faults of an environment, in the form that both sides of the process boundary use."""
 
 import re
+from collections.abc import Sequence
+
+from environments.process.foreign import quoted
 
 
 class EnvironmentFault(Exception):
@@ -19,13 +22,35 @@ class EnvironmentFault(Exception):
     - requirements_failed: its packages could not be installed
     - not_ready: its packages are still being installed
 
-    `traceback` is the evidence. It may be empty."""
+    `traceback` is the evidence. It may be empty. Environment code chose the words of `traceback`,
+    and those of `what` if `is_foreign`: an agent may read them only as `wrote`, marked. `declared`
+    are the secrets that environment.toml names."""
 
-    def __init__(self, code: str, what: str, traceback: str = "") -> None:
+    def __init__(
+        self,
+        code: str,
+        what: str,
+        traceback: str = "",
+        *,
+        is_foreign: bool = False,
+        declared: Sequence[str] = (),
+    ) -> None:
         super().__init__(what)
         self.code = code
         self.what = what
         self.traceback = traceback
+        self.is_foreign = is_foreign
+        self.declared = tuple(declared)
+
+    def wrote(self, characters: int) -> str:
+        """What environment code wrote, with at most so much of the end of the traceback."""
+        said = self.what if self.is_foreign else ""
+        return f"{said}\n{self.traceback.strip()[-characters:]}".strip()
+
+    @property
+    def shown(self) -> str:
+        """What happened, for a text that has other lines too."""
+        return quoted(self.what) if self.is_foreign else self.what
 
 
 FIXES = {
@@ -42,8 +67,8 @@ FIXES = {
 """For faults that only the operator of the machine can remove."""
 
 ARGUMENT_ERROR = re.compile(
-    r"raised TypeError: ((?:\w+\.__init__|load_environment)\(\)) "
-    r"(got an unexpected|missing).* arguments?:? ('\w+')"
+    r"raised TypeError: (?:\w+\.__init__|load_environment)\(\) "
+    r"(got an unexpected|missing).* argument"
 )
 
 
@@ -57,10 +82,19 @@ NLTK_DATA = re.compile(r"raised LookupError: .*nltk\.download\('([\w-]+)'\)", re
 IS_NO_NUMBER = "which is no number"
 
 
+NO_WHEEL = re.compile(
+    r"only wheels are allowed|Wheels are required|building from source is disabled"
+    r"|No matching distribution found"
+)
+"""What uv and pip write if a package has no wheel."""
+
+
 def remedy(fault: EnvironmentFault) -> str | None:
-    """The fix of a fault that wrong secrets, wrong environment_args or a call on the wrong thread
-    caused. None for other faults.
-    """
+    """The fix of a fault that wrong secrets, wrong environment_args, a call on the wrong thread or
+    a missing wheel caused. None for other faults.
+
+    It names a secret only if environment.toml declares it: any code can raise a KeyError with the
+    name of a variable that it wants to see."""
     if called := OFF_MAIN_THREAD.match(fault.what):
         if called[1] == "score_episode":
             what = "set max_score_concurrency = 1 on the environment"
@@ -74,18 +108,27 @@ def remedy(fault: EnvironmentFault) -> str | None:
         )
     if IS_NO_NUMBER in fault.what:
         return "wrap the object that the environment plays, so that its step returns a number"
+    if fault.code == "requirements_failed" and NO_WHEEL.search(fault.what):
+        return (
+            "choose a version that has a wheel for this Python; or the operator allows the build "
+            'in settings.toml: [environments] build_from_source = ["NAME"]'
+        )
     is_load = fault.code == "environment_invalid"
     key = re.search(r"raised KeyError: '([A-Z][A-Z0-9_]+)'", fault.what)
     # After loading, a dict of the environment's own may have lacked such a key, too.
     if key and (is_load or re.search(r"\benviron\b", fault.traceback)):
-        condition = "if that is an environment variable of the server"
-        why = "the environment's process sees only those named there"
-        return f"pass secrets=[{key[1]!r}], {condition}: {why}"
+        if key[1] in fault.declared:
+            return (
+                f"pass secrets=[{key[1]!r}], if the user lets this environment read that variable "
+                "of the server: its environment.toml declares it"
+            )
+        return (
+            "if the code needs a variable of the server, declare it in environment.toml: "
+            'secrets = ["NAME"]. Pass it only if the user agrees'
+        )
     arguments = ARGUMENT_ERROR.search(fault.what)
     if not (is_load and arguments):
         return None
-    callee, trouble, name = arguments.groups()
-    if trouble == "missing":
-        default = f"give that parameter of {callee} a default"
-        return f"pass environment_args={{{name}: ...}}, or {default}"
-    return f"leave {name} out of environment_args, or add it to the parameters of {callee}"
+    if arguments[1] == "missing":
+        return "pass the argument that it names in environment_args, or give it a default"
+    return "leave the argument that it names out of environment_args, or let the code accept it"

@@ -21,7 +21,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,9 @@ from typing import Any, Self, cast
 from environments.base import ChatMessage
 from environments.process import requirements, scratch
 from environments.process.faults import EnvironmentFault
+from environments.process.foreign import marked
 from environments.process.redaction import Redactor
+from environments.process.replies import ForgedError, Reader, parse
 from environments.process.sandbox import FILE as NEEDS_FILE
 from environments.process.sandbox import READABLE_VARIABLE, Bounds, Needs
 from environments.process.warden import MEMORY_EXIT_CODE, SWEEP_TIMEOUT_S, UNPROTECTED_EXIT_CODE
@@ -48,6 +50,8 @@ STDERR_TAIL_CHARACTERS = 4000
 PLACE_POLL_S = 0.1
 MAX_LINE_BYTES = 16 << 20
 """Size of a reply. environments.process.child sends no longer ones; they could fill our memory."""
+MAX_PRINTED_LINE_CHARACTERS = 10_000
+"""A longer line of what a child prints is broken."""
 MAX_PRINTED_BYTES = 8 << 20
 """How much of one child's output goes to our log. Only the end of the rest is kept, as evidence."""
 DEATH_CODES: dict[int | None, str] = {
@@ -162,6 +166,8 @@ class EnvironmentHost:
         place = await _place(known_as, place_timeout_s)
         host = cls(folder, known_as, python, args or {}, secrets or {}, limits, place)
         try:
+            if held := requirements.hold(python):
+                host._scratch_lock.enter_context(held)
             await host._live_child()
         except BaseException:
             await host.stop()
@@ -225,10 +231,11 @@ class EnvironmentHost:
         """(task id, digest of the question) of every task of a split, in order."""
         child = await self._live_child()
         tasks: list[tuple[str, str]] = []
-        while page := await self._call(child, "list_tasks", split=split, first=len(tasks)):
-            tasks += map(tuple, page)
-            if len(tasks) >= self.splits[split]:
-                break
+        while len(tasks) < self.splits[split]:
+            page = await self._call(child, "list_tasks", split=split, first=len(tasks))
+            tasks += page
+            if not page or len(tasks) > self.splits[split]:
+                raise child.end_as_forger()
         return tasks
 
     async def stop(self) -> None:
@@ -260,7 +267,8 @@ class EnvironmentHost:
         try:
             if self._stopped:
                 raise EnvironmentFault("environment_error", STOPPED)
-            loaded = await child.call("load", self._limits.start_timeout_s, args=self._args)
+            start = {"args": self._args, "secrets": list(self._secrets)}
+            loaded = await child.call("load", self._limits.start_timeout_s, **start)
         except BaseException as error:
             child.kill("it did not load")
             await child.gone.wait()
@@ -289,7 +297,7 @@ class EnvironmentHost:
         command = [sys.executable, "-P", "-m", "environments.process.warden"]
         command += [str(os.getpid()), bounds.dump(), str(interpreter)]
         _, child = await asyncio.get_running_loop().subprocess_exec(
-            lambda: _Child(self._redactor),
+            lambda: _Child(self._redactor, needs.secrets),
             *command,
             cwd=self.folder if self.folder.is_dir() else self._scratch,
             env=self._child_environment(),
@@ -303,7 +311,13 @@ class EnvironmentHost:
             return EnvironmentFault("environment_timeout", what, child.stderr_tail)
         if isinstance(error, EnvironmentFault) and error.code == "environment_error":
             what = f"while it loaded, {error.what}"
-            return EnvironmentFault("environment_invalid", what, error.traceback)
+            return EnvironmentFault(
+                "environment_invalid",
+                what,
+                error.traceback,
+                is_foreign=error.is_foreign,
+                declared=error.declared,
+            )
         return error
 
     def _child_environment(self) -> dict[str, str]:
@@ -369,7 +383,7 @@ def _granted(folder: Path, known_as: str) -> tuple[Needs, EnvironmentSettings]:
     try:
         needs = Needs.of(folder).within(operator)
     except ValueError as error:
-        raise EnvironmentFault("environment_invalid", str(error)) from error
+        raise EnvironmentFault("environment_invalid", str(error), is_foreign=True) from error
     if needs.network and not operator.grants_network(known_as):
         what = f"its {NEEDS_FILE} asks for network, which {SETTINGS_FILE} does not grant"
         raise EnvironmentFault("network_not_granted", f"{what} to {known_as!r}")
@@ -415,20 +429,23 @@ class _Child(asyncio.SubprocessProtocol):
     prints comes from its stderr.
     """
 
-    def __init__(self, redactor: Redactor) -> None:
+    def __init__(self, redactor: Redactor, declared: Sequence[str]) -> None:
         self.alive = True
         self.retiring = False
         self.episodes: set[int] = set()
         self.gone = asyncio.Event()
-        self.stderr_tail = ""
+        self._printed_tail = ""
         self._ended_because = ""
         self._death_code = "environment_error"
-        self._pending: dict[int, asyncio.Future[Any]] = {}
-        self._numbers = itertools.count(1)
+        self._pending: dict[int, tuple[str, asyncio.Future[Any]]] = {}
+        self._last_number = 0
         self._rest = bytearray()
         self._redactor = redactor
+        self._reader = Reader(redactor)
+        self._declared = declared
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._unprinted = ""
+        self._line = ""
         self._printed_bytes = 0
 
     # -- calls -------------------------------------------------------------------------------------
@@ -437,8 +454,10 @@ class _Child(asyncio.SubprocessProtocol):
         """The child's answer. _UnansweredError after `timeout_s`, EnvironmentFault if it failed."""
         if not self.alive:
             raise self._death()
-        number = next(self._numbers)
-        future = self._pending[number] = asyncio.get_running_loop().create_future()
+        self._last_number += 1
+        number = self._last_number
+        future = asyncio.get_running_loop().create_future()
+        self._pending[number] = (op, future)
         self._send({"number": number, "op": op, **fields})
         try:
             done, _ = await asyncio.wait((future,), timeout=timeout_s)
@@ -467,15 +486,19 @@ class _Child(asyncio.SubprocessProtocol):
         if not self.gone.is_set():
             self._end_process()
 
+    def end_as_forger(self) -> EnvironmentFault:
+        self.kill(FORGED)
+        return self._death()
+
     async def kill_with_evidence(self, because: str) -> None:
         """Kill a frozen process after it has written the stack of each thread to stderr."""
         self._mark_dead(because)
         with contextlib.suppress(ProcessLookupError):
-            before = (self.stderr_tail, self._unprinted)
+            before = self.stderr_tail
             self._transport.send_signal(signal.SIGUSR1)
             for _ in range(10):  # on a busy machine the stacks may come late
                 await asyncio.sleep(0.2)
-                if (self.stderr_tail, self._unprinted) != before or self.gone.is_set():
+                if self.stderr_tail != before or self.gone.is_set():
                     break
         self._fail_pending()
         self._end_process()
@@ -490,12 +513,11 @@ class _Child(asyncio.SubprocessProtocol):
             pipe.write(json.dumps(request, separators=(",", ":")).encode() + b"\n")
 
     def _fail_pending(self) -> None:
-        for future in self._pending.values():
+        for _, future in self._pending.values():
             if not future.done():
                 future.set_exception(self._death())
 
     def _death(self) -> EnvironmentFault:
-        self._print("", is_end=True)
         what = f"the environment's process ended: {self._ended_because}"
         return EnvironmentFault(self._death_code, what, self.stderr_tail)
 
@@ -531,34 +553,51 @@ class _Child(asyncio.SubprocessProtocol):
 
     def _receive(self, line: bytes) -> None:
         try:
-            reply = json.loads(line)
+            reply = parse(line)
             number = reply["number"]
-            is_fault = "fault" in reply
-            value = self._redactor.value(reply["fault" if is_fault else "value"])
-            future = self._pending.get(number)
-        except (ValueError, KeyError, TypeError, RecursionError):
+            if number > self._last_number:
+                raise ForgedError
+            op, future = self._pending.get(number, ("", None))
+            if future is None or future.done():
+                return
+            if "fault" in reply:
+                code, what, traceback = self._reader.fault(reply["fault"])
+                fault = EnvironmentFault(
+                    code, what, traceback, is_foreign=True, declared=self._declared
+                )
+                future.set_exception(fault)
+            else:
+                future.set_result(self._reader.value(op, reply["value"]))
+        except ForgedError:
             self.kill(FORGED)
-            return
-        if future is None or future.done():
-            return
-        if is_fault:
-            future.set_exception(EnvironmentFault(*value))
-        else:
-            future.set_result(value)
+
+    @property
+    def stderr_tail(self) -> str:
+        """The end of what user code printed, as evidence."""
+        text = self._printed_tail + self._redactor.ending(self._unprinted)
+        return text[-STDERR_TAIL_CHARACTERS:]
 
     def _print(self, text: str, *, is_end: bool = False) -> None:
-        """Write what user code printed to our own stderr, and keep the end of it as evidence."""
+        """Write what user code printed to our own stderr, in whole lines that are marked as its
+        own, and keep the end of it.
+        """
         printed, self._unprinted = self._redactor.split(self._unprinted + text)
         if is_end:
-            printed += self._redactor.text(self._unprinted)
+            printed += self._redactor.ending(self._unprinted)
             self._unprinted = ""
-        self.stderr_tail = (self.stderr_tail + printed)[-STDERR_TAIL_CHARACTERS:]
+        self._printed_tail = (self._printed_tail + printed)[-STDERR_TAIL_CHARACTERS:]
         room = MAX_PRINTED_BYTES - self._printed_bytes
         self._printed_bytes += len(printed)
-        if room > 0:
-            sys.stderr.write(printed[:room])
-        if 0 < room <= len(printed):
-            sys.stderr.write("\n[the environment printed too much; the rest is left out]\n")
+        *lines, self._line = (self._line + printed[: max(0, room)]).split("\n")
+        is_last = 0 < room <= len(printed)
+        is_whole = is_end or is_last or len(self._line) > MAX_PRINTED_LINE_CHARACTERS
+        if self._line and is_whole:
+            lines.append(self._line)
+            self._line = ""
+        for line in lines:
+            sys.stderr.write(f"{marked(line)}\n")
+        if is_last:
+            sys.stderr.write("[the environment printed too much; the rest is left out]\n")
 
     def process_exited(self) -> None:
         if self.alive:

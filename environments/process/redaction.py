@@ -1,7 +1,7 @@
 """Removes secrets from what environment code says: replies, tracebacks and printed text.
 
-This guards against accidents. Code that wants to reveal a secret can spell it in ways that no
-search finds."""
+Redact a text before it is cut: no search finds half a secret. This guards against accidents. Code
+that wants to reveal a secret can spell it in ways that no search finds."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ MIN_LENGTH = 4
 MIN_ENCODED_LENGTH = 8
 """Shorter values are not searched for in base64 and hex: so few characters may occur by chance."""
 REPLACEMENT = "[secret]"
+MIN_LINE_LENGTH = 8
+"""Shorter lines of a secret are not searched for by themselves."""
 BREAK = r"(?:(?:\r?\n|\\n)[ \t]*)?"
 """A long text is often broken into lines, also within JSON."""
 
@@ -34,6 +36,7 @@ class Redactor:
             patterns = [BREAK.join(map(re.escape, text)) for text in ordered]
             self._pattern = re.compile("|".join(patterns))
             self.longest = 4 * len(ordered[0])
+        self._spellings = ordered
 
     def text(self, text: str) -> str:
         return self._pattern.sub(REPLACEMENT, text) if self._pattern else text
@@ -51,6 +54,14 @@ class Redactor:
             return {self.text(name): self.value(item) for name, item in items}
         return value
 
+    def ending(self, text: str) -> str:
+        """The redacted end of a text that stopped anywhere, perhaps within a secret."""
+        text = self.text(text)
+        begun = [_begun(spelling, text) for spelling in self._spellings]
+        if length := max(begun, default=0):
+            return text[: len(text) - length] + REPLACEMENT
+        return text
+
     def split(self, text: str) -> tuple[str, str]:
         """The redacted beginning, and a rest that waits for more text: no secret may be cut."""
         cut = max(0, len(text) - self.longest)
@@ -60,8 +71,22 @@ class Redactor:
         return self.text(text[:cut]), text[cut:]
 
 
+def _begun(spelling: str, text: str) -> int:
+    """How many characters at the end of the text are the beginning of the spelling."""
+    for length in range(min(len(spelling) - 1, len(text)), MIN_LENGTH - 1, -1):
+        if text.endswith(spelling[:length]):
+            return length
+    return 0
+
+
 def _spellings(secret: str) -> set[str]:
-    """How a secret may be spelt: as it is, escaped, quoted, in base64 at any offset, in hex."""
+    """How a secret and each long line of it may be spelt."""
+    lines = [line for line in secret.splitlines() if len(line.strip()) >= MIN_LINE_LENGTH]
+    return set[str]().union(*map(_spellings_of, (secret, *lines)))
+
+
+def _spellings_of(secret: str) -> set[str]:
+    """As it is, escaped, quoted, in base64 at any offset, in hex."""
     secret = secret.strip()
     if len(secret) < MIN_LENGTH:
         return set()

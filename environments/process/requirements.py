@@ -8,10 +8,20 @@ lock: if two processes want the same packages, one installs them and the other w
 `ready` is written last and holds the installed versions. An installer goes on after its caller
 timed out or died, so a later call finds more done.
 
-A package's build runs its authors' code, so the installer runs in the sandbox
-(environments.process.sandbox). It writes only to DIGEST/venv and DIGEST/tmp, which also holds its
-cache; it reads installed programs and the settings of uv and pip; it has network. The server reads
-and writes the other files in DIGEST, so a build must not be able to place a link there.
+The installer runs in the sandbox (environments.process.sandbox), in up to three steps:
+
+1. wheels are downloaded and unpacked. This runs no foreign code; only this step has the passwords
+   of package indexes.
+2. Packages without a wheel are built, if settings.toml allows it. A build runs its authors' code,
+   with network but without any password.
+3. What was installed is compiled and listed, without network.
+
+It writes only to DIGEST/venv and DIGEST/tmp, which also holds its cache, and reads installed
+programs and the settings of uv and pip. The server reads and writes the other files in DIGEST, so
+a build must not be able to place a link there.
+
+Before an installation the interpreters that were not used for the longest time are removed, down to
+`interpreters_gib` of settings.toml. A host holds a lock on the one that it uses.
 
 This module uses only the standard library and uv (without uv: venv and pip).
 """
@@ -21,6 +31,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import importlib.util
+import json
 import math
 import os
 import platform
@@ -32,7 +43,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -40,6 +51,7 @@ from typing import IO
 
 from environments.process import kernel, sandbox, warden
 from environments.process.faults import EnvironmentFault
+from environments.process.foreign import visible
 from environments.process.locks import lock as wait_for_lock
 from environments.process.locks import try_lock
 from environments.settings import load_settings, state_directory
@@ -52,12 +64,26 @@ PROGRESS_EVERY_S = 1.0
 EVIDENCE_BYTES = 1200
 REFERENCE = re.compile(r"-[rce]\b|--(requirement|constraint|editable)\b|\.{0,2}/|file:|.*@\s*file:")
 """Lines that refer to other files. The digest would not cover those."""
+OPTION = re.compile(
+    r"-(?!(i|f|-index-url|-extra-index-url|-find-links|-no-index|-pre|-require-hashes)\b)"
+)
+"""Lines with any other option. Some of them allow builds."""
+VARIABLE = re.compile(r"\$\{")
+"""uv and pip would put the password of an index here, perhaps into another host's address."""
 SDK = "freesolo"
 SDK_REQUIREMENT = "freesolo>=0.4,<0.5"
 SDK_IMPORT = re.compile(rb"^\s*(from|import)\s+freesolo\b", re.MULTILINE)
 PASSED_ON = re.compile(r"PATH|LANG|USER|(UV|PIP|SSL|LC)_.+|.+_PROXY|.*_CA_BUNDLE", re.IGNORECASE)
-"""Environment variables that an installer gets. A package's build must not get the secrets."""
+"""Environment variables that an installer gets."""
+UPLOADS = re.compile(r"UV_PUBLISH_.*", re.IGNORECASE)
+"""Those that it never gets."""
+CREDENTIAL_NAME = re.compile(
+    r"user(name)?\b|password|token|keyring|client[-_]?(cert|key)|auth|credential", re.IGNORECASE
+)
+CREDENTIAL = re.compile(rf"://[^/\s]*@|^\s*[\w.-]*({CREDENTIAL_NAME.pattern})", re.I | re.M)
+"""Text that no build may see: a password in an address, or a setting that holds one."""
 SETTINGS = ("/etc/pip.conf", "/etc/uv")
+WHEELS_ONLY = ("--only-binary", ":all:")
 
 Listener = Callable[[str], Awaitable[None]]
 _installers: dict[Path, tuple[subprocess.Popen[bytes], IO[bytes]]] = {}
@@ -83,10 +109,15 @@ def of_folder(folder: Path) -> list[str]:
     wanted: set[str] = set()
     for found in re.finditer(r"(.*\\\n)*.*", text):
         line = found[0].replace("\\\n", "").strip()
+        trouble = ""
         if REFERENCE.match(line):
+            trouble = "refers to other files"
+        elif OPTION.match(line) or VARIABLE.search(line):
+            trouble = "has an option or a variable that is not allowed"
+        if trouble:
             number = text.count("\n", 0, found.start()) + 1
-            what = f"{FILE} line {number}: {line!r:.100} refers to other files"
-            raise EnvironmentFault("requirements_failed", f"{what}; name packages and versions")
+            what = f"{FILE} line {number}: {line!r:.100} {trouble}; name packages and versions"
+            raise EnvironmentFault("requirements_failed", what, is_foreign=True)
         if line:
             wanted.add(line)
     if _needs_sdk(folder, wanted):
@@ -127,11 +158,11 @@ async def interpreter(
         _installers[target] = process, log
         if not await _ended(process, log, timeout_s, on_progress):
             what = f"{packages} are still being installed: {_last_line(log)}"
-            raise EnvironmentFault("not_ready", what)
+            raise EnvironmentFault("not_ready", what, is_foreign=True)
         _installers.pop(target, None)
         if process.returncode:
             what = f"{packages} could not be installed:\n{_tail(log).strip()}"
-            raise EnvironmentFault("requirements_failed", what)
+            raise EnvironmentFault("requirements_failed", what, is_foreign=True)
     return _python(target)
 
 
@@ -177,28 +208,43 @@ def _start(target: Path, wanted: list[str]) -> tuple[subprocess.Popen[bytes], IO
     target.mkdir(parents=True, exist_ok=True, mode=0o700)
     _write(target / FILE, "\n".join(wanted) + "\n")
     log = tempfile.TemporaryFile()  # noqa: SIM115  read until the installer ends
-    process = subprocess.Popen(
-        (sys.executable, "-P", "-m", "environments.process.requirements", target),
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        cwd=target,
-        env=_installers_environment(target),
-        start_new_session=True,
-    )
+    # Not in its environment, which builds could read: only the step that runs none reads this file.
+    with tempfile.TemporaryFile("w+") as credentials:
+        json.dump(_variables(secret=True), credentials)
+        credentials.flush()
+        process = subprocess.Popen(
+            (sys.executable, "-P", "-m", "environments.process.requirements", target),
+            stdin=credentials,
+            stdout=log,
+            stderr=log,
+            cwd=target,
+            env=_installers_environment(target),
+            start_new_session=True,
+        )
     weakref.finalize(process, log.close)  # once the last of those who wait for it has read its end
     return process, log
 
 
 def _installers_environment(target: Path) -> dict[str, str]:
-    passed_on = {name: text for name, text in os.environ.items() if PASSED_ON.fullmatch(name)}
     scratch = ("HOME", "TMPDIR", "UV_CACHE_DIR", "PIP_CACHE_DIR")
     return {
-        **passed_on,
+        **_variables(secret=False),
         **dict.fromkeys(scratch, str(_scratch(target))),
         "XDG_CONFIG_HOME": str(_config_dir()),
         "PYTHONPATH": str(Path(__file__).parents[2]),
     }
+
+
+def _variables(*, secret: bool) -> dict[str, str]:
+    """The settings of uv, pip and the network that hold a password, or those that hold none."""
+    found: dict[str, str] = {}
+    for name, text in os.environ.items():
+        if PASSED_ON.fullmatch(name) and not UPLOADS.fullmatch(name):
+            is_setting = name.upper() not in ("PATH", "LANG", "USER")
+            is_secret = is_setting and bool(CREDENTIAL_NAME.search(name) or CREDENTIAL.search(text))
+            if is_secret == secret:
+                found[name] = text
+    return found
 
 
 async def _ended(
@@ -218,7 +264,7 @@ async def _ended(
         if on_progress and line != reported and time.monotonic() > next_report:
             reported = line
             next_report = time.monotonic() + PROGRESS_EVERY_S
-            await on_progress(f"installing the environment's packages: {line}")
+            await on_progress(f"installing the environment's packages: {visible(line)}")
         await asyncio.sleep(POLL_S)
     return process.poll() is not None
 
@@ -246,9 +292,9 @@ def _write(path: Path, text: str) -> None:
 # -- the installer ---------------------------------------------------------------------------------
 
 
-def _confine(target: Path) -> None:
+def _confine(target: Path, settings: list[str], *, network: bool) -> None:
     """Confine this process to the sandbox of an installer. The folders that it writes to exist."""
-    readable = [*SETTINGS, str(_config_dir() / "pip"), str(_config_dir() / "uv")]
+    readable = list(settings)
     if uv := _uv():
         readable.append(uv)
     for name, value in os.environ.items():
@@ -260,11 +306,35 @@ def _confine(target: Path) -> None:
         scratch=str(target),
         written=(str(target / "venv"), str(_scratch(target))),
         hidden=str(target.parent.parent),
-        needs={"network": True},
+        needs={"network": network},
         without_file_protection=operator.environments.without_file_protection,
         readable=tuple(readable),
     )
     warden.enclose(bounds)  # the warden ends the processes that a build leaves behind
+
+
+def _settings() -> list[str]:
+    """The settings files of uv and pip, as far as they exist."""
+    places = [*SETTINGS, str(_config_dir() / "pip"), str(_config_dir() / "uv")]
+    places += [os.environ.get("PIP_CONFIG_FILE", ""), os.environ.get("UV_CONFIG_FILE", "")]
+    found: list[str] = []
+    for place in map(Path, filter(None, places)):
+        files = place.rglob("*") if place.is_dir() else (place,)
+        found += [str(path) for path in files if path.is_file()]
+    return found
+
+
+def _hide_credentials() -> None:
+    """Leave uv and pip without the settings files if any of them holds a password."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    for path in _settings():
+        with suppress(OSError):
+            if CREDENTIAL.search(Path(path).read_text(errors="replace")):
+                os.environ.pop("UV_CONFIG_FILE", None)
+                os.environ |= {"UV_NO_CONFIG": "1", "PIP_CONFIG_FILE": os.devnull}
+                return
 
 
 def _uv() -> str | None:
@@ -272,18 +342,56 @@ def _uv() -> str | None:
     return shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{path}")
 
 
-def install(target: Path) -> str:
-    """Install TARGET/requirements.txt into TARGET/venv, an empty folder. Returns the installed
-    versions. Raises CalledProcessError if a command fails.
-    """
-    python = str(_python(target))
-    wanted = str(target / FILE)
+def install_wheels(target: Path, lines: str) -> None:
+    """Install the requirements in the file `lines` into TARGET/venv, made anew. Runs no code of
+    packages: a virtual environment's Python does so as soon as it starts (.pth files).
+
+    Raises CalledProcessError if a command fails, as the other two steps do."""
+    for left in (target / "venv").iterdir():
+        if left.is_dir() and not left.is_symlink():
+            shutil.rmtree(left)
+        else:
+            left.unlink()
     if uv := _uv():
         _run(uv, "venv", "--quiet", "--python", sys.executable, str(target / "venv"))
-        _run(uv, "pip", "install", "--compile-bytecode", "--python", python, "-r", wanted)
+    else:
+        _run(sys.executable, "-m", "venv", str(target / "venv"))
+    _install(target, lines, *WHEELS_ONLY)
+
+
+def build(target: Path, names: Sequence[str]) -> None:
+    """Install what the wheels left out; the packages with these names are built from source."""
+    options = []
+    if "*" not in names:
+        options = [*WHEELS_ONLY, *(f"--no-binary={name}" for name in names)]
+    _install(target, str(target / FILE), *options)
+
+
+def _install(target: Path, lines: str, *options: str) -> None:
+    python = str(_python(target))
+    if uv := _uv():
+        _run(uv, "pip", "install", "--python", python, *options, "-r", lines)
+    else:
+        if WHEELS_ONLY[0] in options and "://" in _without_options(lines):
+            raise ValueError("without uv, packages cannot be named by an address")
+        pip = (python, "-m", "pip", "install", "--disable-pip-version-check")
+        _run(*pip, "--no-compile", *options, "-r", lines)
+
+
+def _without_options(lines: str) -> str:
+    """The requirements in a file. pip would build those with an address, whatever the options."""
+    text = Path(lines).read_text().splitlines()
+    return "\n".join(line for line in text if not line.startswith("-"))
+
+
+def finish(target: Path) -> str:
+    """Compile what was installed. Returns the installed versions."""
+    python = str(_python(target))
+    compile_all = (sys.executable, "-I", "-m", "compileall", "-q", "-j", "0")
+    # A package may hold files for another Python, which do not compile.
+    subprocess.run((*compile_all, str(target / "venv" / "lib")), stdout=subprocess.DEVNULL)
+    if uv := _uv():
         return _run(uv, "pip", "freeze", "--python", python, capture=True)
-    _run(sys.executable, "-m", "venv", str(target / "venv"))
-    _run(python, "-m", "pip", "install", "--disable-pip-version-check", "-r", wanted)
     return _run(python, "-m", "pip", "freeze", capture=True)
 
 
@@ -293,18 +401,150 @@ def _run(*command: str, capture: bool = False) -> str:
     return done.stdout or ""
 
 
-def _install_confined(target: Path, versions: IO[str], parent_pid: int) -> None:
-    """Runs in a fork of the installer. The sandbox forbids opening `versions`, so it is open."""
+def _in_sandbox(step: Callable[[], object], parent_pid: int, confine: Callable[[], None]) -> None:
+    """Runs in a fork of the installer."""
     kernel.die_with_parent(parent_pid, by=signal.SIGTERM)
-    _confine(target)
     try:
-        versions.write(install(target))
-        versions.flush()
+        confine()
+        step()
     except subprocess.CalledProcessError:  # the command printed what was wrong
         raise
     except Exception as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         raise
+
+
+def _steps(target: Path, versions: IO[str]) -> bool:
+    """Whether all steps succeeded. The sandbox forbids opening `versions`, so it is open."""
+
+    def done(step: Callable[[], object], *, with_passwords: bool, network: bool = True) -> bool:
+        def confine() -> None:
+            settings = _settings()
+            if with_passwords:
+                os.environ.update(_credentials())
+            else:
+                _hide_credentials()
+                if "UV_NO_CONFIG" in os.environ:
+                    settings = []
+            _confine(target, settings, network=network)
+
+        return kernel.works_in_a_fork(partial(_in_sandbox, step, os.getpid(), confine))
+
+    def list_versions() -> None:
+        versions.write(finish(target))
+        versions.flush()
+
+    is_done = done(partial(install_wheels, target, str(target / FILE)), with_passwords=True)
+    names = load_settings(target.parent.parent).environments.build_from_source
+    if not is_done and names:
+        sys.stderr.write(f"building from source: {', '.join(names)}\n")
+        others = _others(target, names)
+        is_done = done(partial(install_wheels, target, others), with_passwords=True)
+        is_done = is_done and done(partial(build, target, names), with_passwords=False)
+    return is_done and done(list_versions, with_passwords=False, network=False)
+
+
+def _credentials() -> dict[str, str]:
+    """What `_start` wrote to this process's input."""
+    try:
+        size = os.lseek(0, 0, os.SEEK_END)
+    except OSError:  # a terminal or a pipe
+        return {}
+    return json.loads(os.pread(0, size, 0) or b"{}")
+
+
+def _others(target: Path, names: Sequence[str]) -> str:
+    """A file with the requirements that are not to be built."""
+    path = _scratch(target) / "wheels.txt"
+    built = {_normal(name) for name in names}
+    lines = (target / FILE).read_text().splitlines()
+    kept = [line for line in lines if "*" not in names and _normal(_name(line)) not in built]
+    path.write_text("\n".join(kept) + "\n")
+    return str(path)
+
+
+def _name(line: str) -> str:
+    found = re.match(r"[\w.-]+", line)
+    return found[0] if found else ""
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+# -- room on the disk ------------------------------------------------------------------------------
+
+
+def interpreters_bytes() -> int:
+    """The disk that all interpreters use."""
+    return sum(map(_bytes_in, _installed(interpreters_dir())))
+
+
+def hold(python: Path) -> IO[str] | None:
+    """Keep an interpreter from being removed until the returned file is closed; None if it is not
+    one of ours. Raises EnvironmentFault(not_ready) if it has just been removed.
+    """
+    if not prefix(python):
+        return None
+    target = python.parents[2]
+    used = (target / "used").open("a")
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(used, fcntl.LOCK_SH)
+    if not (target / "ready").is_file():
+        used.close()
+        raise EnvironmentFault("not_ready", "the environment's packages were just removed")
+    os.utime(target / "used")
+    return used
+
+
+def _installed(folder: Path) -> list[Path]:
+    """The interpreters in a folder, the one that was not used for the longest time first."""
+    found: dict[Path, float] = {}
+    for ready in folder.glob("*/ready"):
+        with suppress(OSError):
+            used = ready.with_name("used")
+            found[ready.parent] = (used if used.exists() else ready).stat().st_mtime
+    return sorted(found, key=found.__getitem__)
+
+
+def _bytes_in(folder: Path) -> int:
+    total = 0
+    for place, _, files in os.walk(folder):
+        for name in files:
+            with suppress(OSError):
+                total += Path(place, name).lstat().st_blocks * 512
+    return total
+
+
+def _make_room(target: Path) -> str:
+    """Remove interpreters until the others fit. Returns why there is no room, or ""."""
+    gib = load_settings(target.parent.parent).environments.interpreters_gib
+    sizes = {each: _bytes_in(each) for each in _installed(target.parent)}
+    for each in list(sizes):
+        if sum(sizes.values()) < gib * 2**30:
+            return ""
+        if _is_removed(each):
+            del sizes[each]
+    held = sum(sizes.values())
+    if held < gib * 2**30:
+        return ""
+    return (
+        f"packages of environments in use take {held / 2**30:.1f} GiB, and settings.toml allows "
+        f"{gib:g} GiB: [environments] interpreters_gib\n"
+    )
+
+
+def _is_removed(target: Path) -> bool:
+    """Remove an interpreter that nobody uses or installs."""
+    with (target / "lock").open("a") as lock, (target / "used").open("a") as used:
+        for file in (lock, used):
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                return False
+        (target / "ready").unlink(missing_ok=True)
+        shutil.rmtree(target / "venv", ignore_errors=True)
+    return True
 
 
 def main() -> None:
@@ -315,14 +555,15 @@ def main() -> None:
             wait_for_lock(lock, math.inf)
         if (target / "ready").is_file():
             return
+        if why := _make_room(target):
+            sys.exit(why)
         venv = target / "venv"
         scratch = _scratch(target)
         for folder in (venv, scratch):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(exist_ok=True)
         with (target / "versions").open("w") as versions:
-            install_confined = partial(_install_confined, target, versions, os.getpid())
-            is_done = kernel.works_in_a_fork(install_confined)
+            is_done = _steps(target, versions)
         if is_done:
             (target / "versions").replace(target / "ready")
         else:

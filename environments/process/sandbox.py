@@ -69,6 +69,8 @@ class Needs:
     """Processes and threads, in addition to one thread for each running call."""
     file_gib: float = 4.0
     """The size of one file."""
+    secrets: tuple[str, ...] = ()
+    """Names of the server's variables that it needs. A caller has to pass each one."""
 
     @classmethod
     def of(cls, folder: Path) -> Needs:

@@ -10,23 +10,15 @@ import re
 import sys
 from typing import TYPE_CHECKING, Any, cast
 
+from environments.process.foreign import visible
+
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
 CELL_CHARACTERS = 60
 """Rows with longer values are shown as lists, not as a table."""
-PICTURES = {
-    **{code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"},
-    0x7F: 0x2421,
-    **dict.fromkeys(range(0x80, 0xA0), 0xFFFD),
-}
 UNESCAPED = re.compile("[\x7f-\x9f]")
 """Control characters that JSON leaves as they are."""
-
-
-def visible(text: str) -> str:
-    """The text with a sign for every control character but tab and line end."""
-    return text.translate(PICTURES).encode("utf-8", "replace").decode()
 
 
 class VisibleFormatter(logging.Formatter):

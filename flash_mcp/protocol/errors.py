@@ -1,6 +1,7 @@
 """Every anticipated failure: one class with a stable code and a fix.
 
-An agent reads `str(error)`:  `[code key=value] what happened. Fix: what to do next.`
+An agent reads `str(error)`:  `[code key=value] what happened. Fix: what to do next.`, and below it,
+in marked lines, what an environment or a model's template wrote (environments.process.foreign).
 """
 
 from __future__ import annotations
@@ -14,9 +15,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from logging.handlers import RotatingFileHandler
 from pathlib import Path, PurePath
-from typing import Any, cast
+from typing import Any, Self, cast
 
+from environments.process.faults import EnvironmentFault
+from environments.process.foreign import quoted, visible
 from flash_mcp.protocol.paths import home
+
+EVIDENCE_CHARACTERS = 900
+"""How much of a traceback of environment code an error holds."""
 
 CODES: dict[str, str] = {
     "invalid_argument": "an argument has the wrong type, is out of range or conflicts with another",
@@ -81,16 +87,27 @@ class FlashError(Exception):
     """An anticipated failure.
 
     `code` is one of CODES. `values` are the wrong values; they are shown after the code. `fix` says
-    what to do next. All texts are made `encodable`."""
+    what to do next. `wrote` is text of foreign origin, which stands in none of the others. All
+    texts are made `encodable`."""
 
-    def __init__(self, code: str, what: str, *, fix: str = "", **values: Any) -> None:
+    def __init__(
+        self, code: str, what: str, *, fix: str = "", wrote: str = "", **values: Any
+    ) -> None:
         if code not in CODES:
             raise ValueError(f"unregistered error code {code!r}")
         self.code = code
         self.what: str = encodable(what.rstrip())
         self.fix: str = encodable(fix.rstrip())
         self.values: dict[str, Any] = encodable(values)
+        self.wrote: str = encodable(wrote)
         super().__init__(self.what)
+
+    @classmethod
+    def of_fault(cls, fault: EnvironmentFault, *, fix: str, about: str = "", **values: Any) -> Self:
+        """A fault of environment code, with its words as `wrote`; `about` is put before it."""
+        what = CODES[fault.code] if fault.is_foreign else fault.what
+        wrote = fault.wrote(EVIDENCE_CHARACTERS)
+        return cls(fault.code, about + what, fix=fix, wrote=wrote, **values)
 
     def __str__(self) -> str:
         values = "".join(f" {name}={_short(value)}" for name, value in self.values.items())
@@ -99,27 +116,35 @@ class FlashError(Exception):
             text += "."
         if self.fix:
             text += f" Fix: {self.fix}"
-        return text
+        return text + quoted(self.wrote)
 
     def to_dict(self) -> dict[str, Any]:
         """The error as JSON, for result.json and the store."""
-        return {"code": self.code, "what": self.what, "fix": self.fix, "values": self.values}
+        found = {"code": self.code, "what": self.what, "fix": self.fix, "values": self.values}
+        return found | {"wrote": self.wrote} if self.wrote else found
+
+    @property
+    def account(self) -> str:
+        """What happened, and what was written of it by others."""
+        return f"{self.what}{quoted(self.wrote)}"
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> FlashError:
         """The inverse of `to_dict`. A code of another version becomes `internal`."""
         code = data["code"] if data["code"] in CODES else "internal"
-        return cls(code, data["what"], fix=data.get("fix", ""), **data.get("values", {}))
+        texts = {"fix": data.get("fix", ""), "wrote": data.get("wrote", "")}
+        return cls(code, data["what"], **texts, **data.get("values", {}))
 
 
 def encodable(value: Any) -> Any:
-    r"""The value with each lone surrogate in its texts replaced by an escape such as `\udc80`.
+    r"""The value with each lone surrogate in its texts replaced by an escape such as `\udc80`, and
+    each control character by a sign.
 
-    Errors of environment code and file names may contain them. They have no UTF-8 form, so the
-    whole result could not be sent.
+    Errors of environment code and file names may contain them. Lone surrogates have no UTF-8 form,
+    so the whole result could not be sent; terminals obey control characters.
     """
     if isinstance(value, str):
-        return value.encode(errors="backslashreplace").decode()
+        return visible(value.encode(errors="backslashreplace").decode())
     if isinstance(value, dict):
         items = cast("dict[Any, Any]", value).items()
         return {encodable(key): encodable(item) for key, item in items}
@@ -129,7 +154,7 @@ def encodable(value: Any) -> Any:
 
 
 def _short(value: Any, limit: int = 120) -> str:
-    is_quoted = isinstance(value, str) and (not value or " " in value)
+    is_quoted = isinstance(value, str) and (value.split() != [value] or "]" in value)
     text = encodable(repr(value) if is_quoted else str(value))
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 

@@ -10,7 +10,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from environments.settings import LOCAL_OWNER
 from flash_mcp.protocol.errors import FlashError
@@ -72,7 +72,7 @@ def acting_as(who: Caller) -> Generator[None, None, None]:
         _caller.reset(token)
 
 
-def refuse_reader(what: str, **values: object) -> None:
+def refuse_reader(what: str, **values: Any) -> None:
     """Raise FlashError(not_permitted) for a caller with read access only. `what` names the
     operation."""
     if caller().access != "write":
@@ -85,7 +85,7 @@ def refuse_reader(what: str, **values: object) -> None:
         )
 
 
-def refuse_server_side(what: str, **values: object) -> None:
+def refuse_server_side(what: str, **values: Any) -> None:
     """FlashError(local_only) for a caller who is not on this machine; `what` they asked for, in
     words.
     """

@@ -377,6 +377,7 @@ class Supervisor:
         log_path = f"{run.folder}/log.{attempt.number}"
         beat = attempt.beat or {}
         damaged = dict(list(attempt.folder.damaged.items())[:MAX_DAMAGED])
+        values: dict[str, Any] = {"damaged": damaged} if damaged else {}
         return FlashError(
             code,
             what,
@@ -385,7 +386,7 @@ class Supervisor:
             attempt=attempt.number,
             phase=beat.get("phase"),
             step=beat.get("step"),
-            **({"damaged": damaged} if damaged else {}),
+            **values,
             log=attempt.folder.log_tail(attempt.number, LOG_TAIL_BYTES),
         )
 

@@ -19,7 +19,7 @@ from environments.checks.splits import Overlap, overlap
 from environments.process.host import EnvironmentFault
 from environments.process.sandbox import Needs, describe
 from environments.settings import identity
-from flash_mcp.protocol.errors import FlashError, disk_error
+from flash_mcp.protocol.errors import EVIDENCE_CHARACTERS, FlashError, disk_error
 from flash_mcp.protocol.records import EnvironmentVersion, Json
 from flash_mcp.state import references
 from flash_mcp.state.owners import caller
@@ -39,7 +39,6 @@ from flash_mcp.tools.shared import playbook
 from flash_mcp.tools.shared.fitting import shorten
 from flash_mcp.tools.shared.frame import Part, Result, report
 from flash_mcp.tools.shared.loading import (
-    EVIDENCE_CHARACTERS,
     INSTALL_TIMEOUT_S,
     Arguments,
     Secrets,
@@ -303,7 +302,8 @@ def _asks(folder: Path) -> dict[str, Any]:
         return Needs.of(folder).asked()
     except ValueError as error:
         fix = "correct it, or leave it out: most environments need none"
-        raise FlashError("environment_invalid", str(error), fix=fix) from error
+        what = "its environment.toml cannot be used"
+        raise FlashError("environment_invalid", what, fix=fix, wrote=str(error)) from error
 
 
 # -- env_test --------------------------------------------------------------------------------------

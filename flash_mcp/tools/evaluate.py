@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from anyio.to_thread import run_sync
 from pydantic import Field
 
+from environments.process.foreign import plain_name
 from flash_mcp.judgement import health
 from flash_mcp.protocol.errors import FlashError, nearest
 from flash_mcp.protocol.records import EnvironmentVersion, Json, Run
@@ -190,7 +191,9 @@ def _chosen(
     if unknown:
         near = nearest(unknown[0], known) or known[:3]
         what = f"{len(unknown)} of task_ids are not in the {split} split, the first: {unknown[0]!r}"
-        raise FlashError("invalid_argument", what, fix=f"use ids like {', '.join(map(repr, near))}")
+        raise FlashError(
+            "invalid_argument", what, fix=f"use ids like {', '.join(map(plain_name, near))}"
+        )
     tasks = list(range(len(known)))
     if task_ids:
         tasks = list(dict.fromkeys(places[name] for name in task_ids))

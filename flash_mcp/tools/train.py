@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 
 from environments.checks.splits import Overlap, overlap
 from environments.process import sandbox
+from environments.process.foreign import plain_name
 from environments.process.host import EnvironmentFault, EnvironmentHost
 from environments.process.sandbox import Needs
 from flash_mcp.judgement.attempts import DEFAULT_MAX_LENGTH
@@ -372,7 +373,7 @@ async def _check_contamination(
         task = rows[0]["provenance"]["task_id"]
         what = (
             f"{len(rows)} rows show prompts of the eval split of {environment.reference}, for "
-            f"instance task {task}; the dataset was made with "
+            f"instance task {plain_name(task)}; the dataset was made with "
             f"{made_with['name']}@{made_with['digest']}"
         )
         fix = "train on the version that it was made with, or curate it from runs of this one"

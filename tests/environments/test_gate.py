@@ -182,18 +182,18 @@ LOAD_FIXES = {
     "key": (
         "os.environ['INVENTORY_KEY']",
         {},
-        "pass secrets=['INVENTORY_KEY'], if that is an environment variable",
+        "if the code needs a variable of the server, declare it in environment.toml",
     ),
     "own key": ("{}['inventory']", {}, "correct environment.py at the line named"),
     "unexpected": (
         "Addition(**args)",
         {"size": 2},
-        "leave 'size' out of environment_args, or add it to the",
+        "leave the argument that it names out of environment_args, or let the code accept it",
     ),
     "missing": (
         "Sized()",
         {},
-        "pass environment_args={'size': ...}, or give that parameter of Sized.__init__() a",
+        "pass the argument that it names in environment_args, or give it a default",
     ),
     "package": (
         "__import__('no_such_package')",
@@ -219,12 +219,12 @@ async def test_a_fault_of_loading_names_its_remedy(tmp_path: Path, fault: str) -
         (
             "",
             {"size": 2},
-            "leave 'size' out of environment_args, or add it to the parameters of load_environment()",
+            "leave the argument that it names out of environment_args, or let the code accept it",
         ),
         (
             "size",
             {},
-            "pass environment_args={'size': ...}, or give that parameter of load_environment() a default",
+            "pass the argument that it names in environment_args, or give it a default",
         ),
     ],
 )

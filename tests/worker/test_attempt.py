@@ -347,7 +347,7 @@ def test_an_environment_that_mostly_fails_ends_the_run_with_the_evidence(
     assert (
         error["code"] == "environment_error"
         and "32 of 32 rollouts" in error["what"]
-        and "boom" in error["what"]
+        and "boom" in error["wrote"]
     )
     assert all(row["error"] and row["reward"] == 0 for row in run.rollouts(1))
 
@@ -387,11 +387,10 @@ async def test_a_few_tasks_that_cannot_be_opened_do_not_end_a_run_before_it_begi
         assert await preflight(host, template, 256, 20, **watched) == (27, 2)
         assert len(looks) == 20, "each look is progress"
         assert len(await gold_rows(host, template, "train", **watched)) == 18
-        with pytest.raises(
-            FlashError, match=r"2 of 11 train tasks.*number 0: .*the simulator is busy"
-        ) as caught:
+        with pytest.raises(FlashError, match=r"2 of 11 train tasks.*number 0: ") as caught:
             await preflight(host, template, 256, 11, **watched)
         assert caught.value.code == "environment_error"
+        assert "the simulator is busy" in caught.value.wrote
         with pytest.raises(FlashError, match="1 of 1 train tasks"):
             await preflight(host, template, 256, 1, max_error_share=1.0, advance=lambda: None)
 

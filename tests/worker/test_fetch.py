@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -23,7 +25,7 @@ from flash_mcp.protocol.base_models import MODELS, ModelCard
 from flash_mcp.protocol.errors import FlashError
 from tests.tiny import CHATML
 from worker.engine import fetch
-from worker.engine.fetch import ensure
+from worker.engine.fetch import commit_of, ensure
 
 NAME, REQUIREMENT = "toy-instruct", "toy-model==1.0"
 HIDDEN, LAYERS, CONTEXT = 64, 2, 512
@@ -227,13 +229,17 @@ def test_a_download_from_the_hub_is_told_as_it_comes_in(
     """A slow one must not be taken for a stall."""
     import huggingface_hub  # noqa: PLC0415
 
-    def snapshot_download(hub_id: str, *, tqdm_class: Any, **_: Any) -> str:
+    fetched: list[str] = []
+
+    def snapshot_download(hub_id: str, *, tqdm_class: Any, revision: str, **_: Any) -> str:
+        fetched.append(revision)
         with tqdm_class(total=4, disable=True) as bar:
             for _ in range(4):
                 bar.update(1)
         return str(tiny_model)
 
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: None)
+    newest = SimpleNamespace(sha="b" * 40)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: newest)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     told: list[str] = []
     assert (
@@ -241,6 +247,23 @@ def test_a_download_from_the_hub_is_told_as_it_comes_in(
         == tiny_model
     )
     assert told == ["fetching someone/some-model"] * 4
+    assert fetched == ["b" * 40]
+
+
+def test_a_pinned_commit_is_used_though_the_hub_has_a_newer_one(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants  # noqa: PLC0415
+
+    stored = tmp_path / "models--someone--some-model"
+    (stored / "refs").mkdir(parents=True)
+    (stored / "refs" / "main").write_text("b" * 40)
+    for commit in ("a" * 40, "b" * 40):
+        shutil.copytree(tiny_model, stored / "snapshots" / commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    path = ensure("someone/some-model", revision="a" * 40)
+    assert (path, commit_of(path)) == (stored / "snapshots" / ("a" * 40), "a" * 40)
+    assert commit_of(tiny_model) is None
 
 
 def test_an_unknown_model_is_told_by_the_command(tmp_path: Path) -> None:

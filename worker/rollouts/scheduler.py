@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from environments.process.foreign import plain_name
 from environments.process.host import EnvironmentFault, Opening, Score, Step
 from flash_mcp.protocol import records
 from flash_mcp.protocol.errors import FlashError
@@ -274,9 +275,11 @@ async def _converse(
         if isinstance(fault, FlashError) and fault.code != "template_unsupported":
             raise
         rollout.finish = "error"
-        rollout.error = {"code": fault.code, "what": fault.what}
-        name = f"rollout {task.index} of task {rollout.task_id}"
-        log.warning("%s: [%s] %s", name, fault.code, fault.what)
+        said = fault.account if isinstance(fault, FlashError) else fault.what
+        rollout.error = {"code": fault.code, "what": said}
+        name = f"rollout {task.index} of task {plain_name(rollout.task_id)}"
+        shown = fault.account if isinstance(fault, FlashError) else fault.shown
+        log.warning("%s: [%s] %s", name, fault.code, shown)
     finally:
         if episode is not None:
             await asyncio.shield(_close(host, episode))
@@ -314,4 +317,4 @@ async def _close(host: Host, episode: int) -> None:
     try:
         await host.close(episode)
     except EnvironmentFault as fault:
-        log.warning("closing an episode: [%s] %s", fault.code, fault.what)
+        log.warning("closing an episode: [%s] %s", fault.code, fault.shown)

@@ -6,8 +6,11 @@ uses the tokens that were sampled."""
 
 from __future__ import annotations
 
+import ctypes
 import json
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +19,8 @@ from worker.rollouts.turns import Completion
 
 ChatMessage = dict[str, Any]
 MEMORABLE_TOKENS = 256
+RENDER_LIMIT_S = 5.0
+"""A chat template is a program of the model's authors, and may loop."""
 _SENTINEL = "\u2063answer\u2063"  # invisible separators: no template or task contains them
 
 
@@ -90,17 +95,21 @@ class ChatTemplate:
 
     def _render(self, messages: Sequence[ChatMessage]) -> str:
         try:
-            return self.tokenizer.apply_chat_template(
-                list(messages),
-                tokenize=False,
-                add_generation_prompt=True,
-                enable_thinking=self.thinking,
-            )
+            with _time_limit(RENDER_LIMIT_S):
+                return self.tokenizer.apply_chat_template(
+                    list(messages),
+                    tokenize=False,
+                    add_generation_prompt=True,
+                    enable_thinking=self.thinking,
+                )
+        except _TooLongError as error:
+            what = f"the chat template took longer than {RENDER_LIMIT_S:g} s for one conversation"
+            raise _unsupported(what, "use a model whose template has no such loops") from error
         except Exception as error:  # jinja2 raises what the template's author wrote
-            what = f"the chat template refuses these messages: {error}"
+            what = "the chat template refuses these messages"
             roles = [message.get("role") for message in messages]
             fix = "use the roles that the model's template knows"
-            raise _unsupported(what, fix, roles=roles) from error
+            raise _unsupported(what, fix, roles=roles, wrote=str(error)) from error
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
@@ -179,6 +188,33 @@ class Transcript:
         """
         end = len(self.mask) - self.mask[::-1].index(1) if 1 in self.mask else 0
         del self.completion_ids[end:], self.mask[end:], self.logprobs[end:]
+
+
+class _TooLongError(Exception):
+    """The time limit was reached."""
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Generator[None]:
+    """Raise _TooLongError in the block after so many seconds, as soon as it runs Python code."""
+    thread = ctypes.c_ulong(threading.get_ident())
+    guard = threading.Lock()
+    ended = False
+
+    def interrupt() -> None:
+        with guard:
+            if not ended:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_TooLongError))
+
+    timer = threading.Timer(seconds, interrupt)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        with guard:
+            ended = True
+        timer.cancel()
 
 
 def _unsupported(what: str, fix: str, **values: Any) -> FlashError:

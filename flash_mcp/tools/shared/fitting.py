@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterable
 from typing import Any, cast
 
+from flash_mcp.protocol.errors import FlashError
+
 RESULT_CHARACTERS = 8_000
 
 
@@ -31,9 +33,9 @@ def shorten(text: str, limit: int) -> str:
         return text
     kept = max(limit - 40, 20)
     head = kept * 2 // 3
-    return (
-        f"{text[:head]} …[{len(text) - kept} characters cut]… {text[len(text) - (kept - head) :]}"
-    )
+    # The tail goes on in the last line of the head: a mark at its beginning holds for both.
+    start = text[:head].rstrip("\n")
+    return f"{start} …[{len(text) - kept} characters cut]… {text[len(text) - (kept - head) :]}"
 
 
 def json_characters(text: str) -> int:
@@ -54,7 +56,9 @@ def without_empty(values: dict[str, Any]) -> dict[str, Any]:
 
 def error_text(error: dict[str, Any] | None, limit: int) -> str | None:
     """`[code] what happened` of FlashError.to_dict(), within `limit` characters."""
-    return shorten(f"[{error['code']}] {error['what']}", limit) if error else None
+    if error is None:
+        return None
+    return shorten(f"[{error['code']}] {FlashError.from_dict(error).account}", limit)
 
 
 def fit(body: dict[str, Any], limit: int) -> dict[str, Any]:

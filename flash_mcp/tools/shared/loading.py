@@ -20,7 +20,6 @@ from flash_mcp.protocol.records import EnvironmentVersion
 from flash_mcp.state.owners import caller
 from flash_mcp.tools.shared.frame import report
 
-EVIDENCE_CHARACTERS = 900
 INSTALL_TIMEOUT_S = 15.0
 """Time that a call waits for an environment's packages. The installation continues afterwards."""
 FIXES = {
@@ -127,7 +126,4 @@ def contamination_note(shared: Overlap) -> str | None:
 def as_flash_error(fault: EnvironmentFault, environment: str, fix: str) -> FlashError:
     """A fault of environment code as a tool's error, with the end of its traceback."""
     fix = remedy(fault) or FIXES.get(fault.code, fix)
-    evidence = ""
-    if traceback := fault.traceback.strip():
-        evidence = f"\n{traceback[-EVIDENCE_CHARACTERS:]}\n"
-    return FlashError(fault.code, f"{fault.what}{evidence}", environment=environment, fix=fix)
+    return FlashError.of_fault(fault, fix=fix, environment=environment)

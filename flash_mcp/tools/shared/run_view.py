@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from environments.process.foreign import quoted
 from flash_mcp.judgement import comparison, health
 from flash_mcp.judgement.comparison import Change, Verdict
 from flash_mcp.judgement.failures import SAMPLE_ROLLOUTS, failure_counts
@@ -317,7 +318,7 @@ def _failure(run: Run) -> Failure | None:
     log = str(values.get("log") or "").strip()[-1500:] or _log_tail(run, 1500)
     return Failure(
         code=error["code"],
-        what=shorten(error["what"], 2000),
+        what=shorten(error["what"], 2000) + quoted(shorten(error.get("wrote", ""), 2000)),
         fix=error.get("fix") or None,
         log_tail=log or None,
     )

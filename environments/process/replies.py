@@ -1,0 +1,265 @@
+"""Reads the replies of the process that runs environment code.
+
+Environment code can find the descriptor that replies go through and write to it, so each reply may
+be forged. A reply has to be exactly what `environments.process.child` sends for that request; all
+else raises ForgedError."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+from environments.base import ChatMessage
+from environments.process.redaction import Redactor
+
+OPENING_ROLES = ("system", "user", "assistant", "tool")
+ANSWER_ROLES = ("user", "tool", "system")
+MAX_TASKS = 1_000_000
+"""Tasks of one split. The host keeps a list of their ids."""
+MAX_ID_CHARACTERS = 1000
+MAX_TURNS = 2**31 - 1
+MAX_DEPTH = 100
+"""How deep a reply may be nested. The extra fields of a message may hold any JSON value."""
+WHAT_CHARACTERS = 2000
+EVIDENCE_CHARACTERS = 4000
+FAULT_CODES = (
+    "environment_invalid",
+    "environment_error",
+    "environment_memory",
+    "environment_file_size",
+    "environment_processes",
+    "environment_network",
+    "environment_access",
+    "dataset_invalid",
+)
+METHODS = (
+    "import_and_load",
+    "read_splits",
+    "new_episode",
+    "start_episode",
+    "max_episode_turns",
+    "step_episode",
+    "normalize_response_text",
+    "score_episode",
+    "close_episode",
+    "sft_completion",
+)
+"""What user code is called through. Another name is not repeated."""
+
+
+class ForgedError(ValueError):
+    """The text is no reply to that request."""
+
+
+def parse(line: bytes) -> dict[str, Any]:
+    """{"number": int, "value": ...} or {"number": int, "fault": ...}, with texts that have a UTF-8
+    form.
+    """
+    try:
+        parsed = json.loads(
+            line.decode("ascii"),
+            object_pairs_hook=_object,
+            parse_float=_finite_float,
+            parse_constant=_finite_float,
+        )
+    except (ValueError, RecursionError) as error:
+        raise ForgedError from error
+    message = _mapping(_encodable(parsed, 0))
+    if set(message) not in ({"number", "value"}, {"number", "fault"}):
+        raise ForgedError
+    _whole(message["number"])
+    return message
+
+
+class Reader:
+    """Checks values and removes secrets from their texts. A method `_NAME` reads the replies to
+    the requests whose `op` is NAME.
+    """
+
+    def __init__(self, redactor: Redactor) -> None:
+        self._redactor = redactor
+
+    def value(self, op: str, value: Any) -> Any:
+        return getattr(self, f"_{op}")(value)
+
+    def fault(self, value: Any) -> tuple[str, str, str]:
+        """The code, what happened, and the traceback."""
+        code, what, traceback = _items(value, 3)
+        if _string(code) not in FAULT_CODES:
+            raise ForgedError
+        return (
+            code,
+            self._text(what)[:WHAT_CHARACTERS],
+            self._text(traceback)[-EVIDENCE_CHARACTERS:],
+        )
+
+    # -- one method for each op --------------------------------------------------------------------
+
+    def _load(self, value: Any) -> dict[str, Any]:
+        splits, concurrency, sandbox = _fields(value, "splits", "max_score_concurrency", "sandbox")
+        train, held_out = _fields(splits, "train", "eval")
+        return {
+            "splits": {
+                "train": _whole(train, 1, MAX_TASKS),
+                "eval": _whole(held_out, 0, MAX_TASKS),
+            },
+            "max_score_concurrency": _whole(concurrency, 1),
+            "sandbox": {name: _string(why) for name, why in _mapping(sandbox).items()},
+        }
+
+    def _list_tasks(self, value: Any) -> list[tuple[str, str]]:
+        page: list[tuple[str, str]] = []
+        for row in _items(value):
+            task_id, digest = _items(row, 2)
+            page.append((self._id(task_id), _string(digest, 64)))
+        return page
+
+    def _start_episode(self, value: Any) -> dict[str, Any]:
+        task_id, messages, turns = _fields(value, "task_id", "messages", "max_turns")
+        opening = self._messages(messages, OPENING_ROLES)
+        if not opening:
+            raise ForgedError
+        most = _whole(turns, 1, MAX_TURNS)
+        return {"task_id": self._id(task_id), "messages": opening, "max_turns": most}
+
+    def _step_episode(self, value: Any) -> dict[str, Any]:
+        done, messages = _fields(value, "done", "messages")
+        answers = self._messages(messages, ANSWER_ROLES)
+        if _truth(done) == bool(answers):
+            raise ForgedError
+        return {"done": done, "messages": answers}
+
+    def _score_episode(self, value: Any) -> dict[str, Any]:
+        reward, success, metrics, reason, error = _fields(
+            value, "reward", "success", "metrics", "reason", "error"
+        )
+        return {
+            "reward": _number(reward),
+            "success": _truth(success),
+            "metrics": {
+                self._text(name): _number(number) for name, number in _mapping(metrics).items()
+            },
+            "reason": None if reason is None else self._text(reason),
+            "error": None if error is None else self._text(error),
+        }
+
+    def _close_episode(self, value: Any) -> None:
+        if value is not None:
+            raise ForgedError
+
+    def _sft_completion(self, value: Any) -> list[ChatMessage]:
+        return self._messages(value, OPENING_ROLES)
+
+    def _abandon(self, value: Any) -> dict[str, Any]:
+        stuck, method, traceback = _fields(value, "stuck", "method", "traceback")
+        return {
+            "stuck": _truth(stuck),
+            "method": method if _string(method) in METHODS else "",
+            "traceback": self._text(traceback)[-EVIDENCE_CHARACTERS:],
+        }
+
+    # -- texts -------------------------------------------------------------------------------------
+
+    def _messages(self, value: Any, roles: Sequence[str]) -> list[ChatMessage]:
+        return [self._message(_mapping(message), roles) for message in _items(value)]
+
+    def _message(self, message: dict[str, Any], roles: Sequence[str]) -> ChatMessage:
+        # The names and values of these two fields are known: a secret that is "user" is not there.
+        known = {
+            "role": _string(message.pop("role", None)),
+            "content": message.pop("content", None),
+        }
+        if known["role"] not in roles:
+            raise ForgedError
+        known["content"] = self._text(known["content"])
+        return known | self._redactor.value(message)
+
+    def _id(self, value: Any) -> str:
+        return self._text(_string(value, MAX_ID_CHARACTERS))
+
+    def _text(self, value: Any) -> str:
+        return self._redactor.text(_string(value))
+
+
+# -- kinds of values -------------------------------------------------------------------------------
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ForgedError
+    return found
+
+
+def _encodable(value: Any, depth: int) -> Any:
+    """The JSON value with lone surrogates as escapes: they cannot be encoded as UTF-8."""
+    if depth > MAX_DEPTH:
+        raise ForgedError
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode(errors="backslashreplace").decode()
+    if isinstance(value, list):
+        return [_encodable(item, depth + 1) for item in cast("list[Any]", value)]
+    if isinstance(value, dict):
+        items = cast("dict[str, Any]", value).items()
+        return {_encodable(name, 0): _encodable(item, depth + 1) for name, item in items}
+    return value
+
+
+def _finite_float(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ForgedError
+    return number
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ForgedError
+    return cast("dict[str, Any]", value)
+
+
+def _fields(value: Any, *names: str) -> list[Any]:
+    """The values of an object that has exactly these fields."""
+    found = _mapping(value)
+    if set(found) != set(names):
+        raise ForgedError
+    return [found[name] for name in names]
+
+
+def _items(value: Any, count: int | None = None) -> list[Any]:
+    if not isinstance(value, list):
+        raise ForgedError
+    found = cast("list[Any]", value)
+    if count is not None and len(found) != count:
+        raise ForgedError
+    return found
+
+
+def _string(value: Any, most: int | None = None) -> str:
+    if not isinstance(value, str) or (most is not None and len(value) > most):
+        raise ForgedError
+    return value
+
+
+def _truth(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ForgedError
+    return value
+
+
+def _whole(value: Any, least: int = 0, most: int = 2**63 - 1) -> int:
+    # A bool is an int too.
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ForgedError
+    return value
+
+
+def _number(value: Any) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise ForgedError
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise ForgedError from error

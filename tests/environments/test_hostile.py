@@ -1,0 +1,338 @@
+"""Hostile environments as data: each row is one act of environment code and what must come of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from environments.process.host import FORGED, EnvironmentFault, EnvironmentHost
+from tests.folders import environment_folder
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+
+# -- replies that the process did not send ---------------------------------------------------------
+
+FORGER = """
+import gc, json
+
+def forge(op):
+    if ARGS["op"] == op:
+        child = next(each for each in gc.get_objects() if type(each).__name__ == "Child")
+        line = ARGS["line"].replace("NUMBER", str(max(child._tasks)))
+        os.write(int(sys.argv[4]), line.encode() + b"\\n")
+        time.sleep(20)
+
+class Tasks(list):
+    loaded = False
+    def __getitem__(self, index):
+        if self.loaded: forge("tasks")
+        return super().__getitem__(index)
+
+class Sample(Echo):
+    def __init__(self):
+        self.dataset = Tasks(tasks())
+        forge("load")
+    def new_episode(self, example):
+        Tasks.loaded = True
+        return super().new_episode(example)
+    def start_episode(self, example, prompt_text):
+        forge("start")
+        return super().start_episode(example, prompt_text)
+    def step_episode(self, example, messages, assistant_response):
+        forge("step")
+        return super().step_episode(example, messages, assistant_response)
+    def score_episode(self, example, episode):
+        forge("score")
+        return super().score_episode(example, episode)
+    def sft_completion(self, example):
+        forge("gold")
+        return super().sft_completion(example)
+    def close_episode(self):
+        forge("close")
+
+def forger(args):
+    global ARGS
+    ARGS = args
+    return Sample()
+"""
+
+USER = {"role": "user", "content": "x"}
+LOADED = {"splits": {"train": 6, "eval": 0}, "max_score_concurrency": 1, "sandbox": {}}
+OPENED = {"task_id": "t0", "messages": [USER], "max_turns": 1}
+STEPPED = {"done": False, "messages": [USER]}
+SCORED = {"reward": 1, "success": True, "metrics": {}, "reason": None, "error": None}
+
+
+def reply(value: Any) -> str:
+    return '{"number":NUMBER,"value":' + json.dumps(value) + "}"
+
+
+def nested(depth: int) -> str:
+    message = '{"role":"user","content":"x","extra":' + "[" * depth + "]" * depth + "}"
+    return '{"number":NUMBER,"value":{"done":false,"messages":[' + message + "]}}"
+
+
+FORGED_REPLIES = {
+    "no JSON": ("step", "nonsense"),
+    "an empty line": ("step", ""),
+    "bytes that are no text": ("step", "\x80\u00ff"),
+    "JSON in UTF-16": ("step", "{\0}\0"),
+    "a list": ("step", "[]"),
+    "a text": ("step", '"number"'),
+    "no number": ("step", '{"value":{"done":true,"messages":[]}}'),
+    "neither value nor fault": ("step", '{"number":NUMBER}'),
+    "value and fault": (
+        "step",
+        '{"number":NUMBER,"value":null,"fault":["environment_error","",""]}',
+    ),
+    "one more field": ("step", '{"number":NUMBER,"value":null,"more":1}'),
+    "a field twice": (
+        "step",
+        '{"number":NUMBER,"value":{"done":true,"done":false,"messages":[]}}',
+    ),
+    "the number as a text": ("step", '{"number":"NUMBER","value":{"done":true,"messages":[]}}'),
+    "the number as a list": ("step", '{"number":[NUMBER],"value":null}'),
+    "the number as a fraction": ("step", '{"number":NUMBER.0,"value":null}'),
+    "the number true": ("step", '{"number":true,"value":null}'),
+    "a negative number": ("step", '{"number":-1,"value":null}'),
+    "a number that was never given": ("step", '{"number":99999,"value":null}'),
+    "a number of 5,000 digits": ("step", '{"number":' + "9" * 5000 + ',"value":null}'),
+    "nesting of 500": ("step", nested(500)),
+    "nesting of 100,000": ("step", nested(100_000)),
+    "the reply to another op": ("step", reply(SCORED)),
+    "a step that is null": ("step", reply(None)),
+    "done as a number": ("step", reply(STEPPED | {"done": 0})),
+    "done, and messages": ("step", reply(STEPPED | {"done": True})),
+    "neither done nor messages": ("step", reply(STEPPED | {"messages": []})),
+    "messages as an object": ("step", reply(STEPPED | {"messages": {"0": USER}})),
+    "a message that is a text": ("step", reply(STEPPED | {"messages": ["x"]})),
+    "a message without content": ("step", reply(STEPPED | {"messages": [{"role": "user"}]})),
+    "content as a list": ("step", reply(STEPPED | {"messages": [USER | {"content": ["x"]}]})),
+    "an answer in the model's name": (
+        "step",
+        reply(STEPPED | {"messages": [USER | {"role": "assistant"}]}),
+    ),
+    "a role that is a list": ("step", reply(STEPPED | {"messages": [USER | {"role": ["user"]}]})),
+    "infinity in a message": (
+        "step",
+        '{"number":NUMBER,"value":{"done":false,"messages":[{"role":"user","content":"x","n":1e999}]}}',
+    ),
+    "a fault that is a text": ("step", '{"number":NUMBER,"fault":"environment_error"}'),
+    "a fault of two": ("step", '{"number":NUMBER,"fault":["environment_error","x"]}'),
+    "a fault with an unknown code": ("step", '{"number":NUMBER,"fault":["internal","x",""]}'),
+    "a fault that asks to call again": ("step", '{"number":NUMBER,"fault":["not_ready","x",""]}'),
+    "a fault whose code is a list": ("step", '{"number":NUMBER,"fault":[["x"],"x",""]}'),
+    "a fault without words": ("step", '{"number":NUMBER,"fault":["environment_error",null,""]}'),
+    "a reward of NaN": ("score", reply(SCORED | {"reward": float("nan")})),
+    "an infinite reward": ("score", reply(SCORED | {"reward": float("-inf")})),
+    "a reward beyond floats": ("score", reply(SCORED | {"reward": 1}).replace("1,", "1e400,", 1)),
+    "a reward of 400 digits": ("score", reply(SCORED | {"reward": 10**400})),
+    "a reward as a text": ("score", reply(SCORED | {"reward": "1"})),
+    "a reward that is true": ("score", reply(SCORED | {"reward": True})),
+    "success as a number": ("score", reply(SCORED | {"success": 1})),
+    "a metric of NaN": ("score", reply(SCORED | {"metrics": {"a": float("nan")}})),
+    "a metric of 400 digits": ("score", reply(SCORED | {"metrics": {"a": 10**400}})),
+    "metrics as a list": ("score", reply(SCORED | {"metrics": []})),
+    "a reason that is an object": ("score", reply(SCORED | {"reason": {}})),
+    "a score without an error": ("score", reply({"reward": 1, "success": True, "metrics": {}})),
+    "an id that is a number": ("start", reply(OPENED | {"task_id": 1})),
+    "an id of 10,000 characters": ("start", reply(OPENED | {"task_id": "x" * 10_000})),
+    "an opening without messages": ("start", reply(OPENED | {"messages": []})),
+    "no turns": ("start", reply(OPENED | {"max_turns": 0})),
+    "turns without end": ("start", reply(OPENED | {"max_turns": 10**300})),
+    "turns that are true": ("start", reply(OPENED | {"max_turns": True})),
+    "an episode of its own choice": ("start", reply(OPENED | {"episode": 1})),
+    "a gold answer that is null": ("gold", reply(None)),
+    "a gold answer that is a message": ("gold", reply(USER)),
+    "a word at closing": ("close", reply("closed")),
+    "a page that is null": ("tasks", reply(None)),
+    "a page that is empty": ("tasks", reply([])),
+    "a page with more tasks than there are": ("tasks", reply([["t", "0" * 64]] * 7)),
+    "tasks without a digest": ("tasks", reply([["t"]] * 6)),
+    "tasks with ids that are numbers": ("tasks", reply([[1, "0"]] * 6)),
+    "tasks without number": ("load", reply(LOADED | {"splits": {"train": 10**12, "eval": 0}})),
+    "no tasks": ("load", reply(LOADED | {"splits": {"train": 0, "eval": 0}})),
+    "another split": ("load", reply(LOADED | {"splits": {"train": 1, "eval": 0, "test": 1}})),
+    "splits as a list": ("load", reply(LOADED | {"splits": [6, 0]})),
+    "no scorer at once": ("load", reply(LOADED | {"max_score_concurrency": 0})),
+    "walls that are numbers": ("load", reply(LOADED | {"sandbox": {"files": 1}})),
+}
+
+
+async def use(host: EnvironmentHost, op: str) -> object:
+    """Make the call whose reply is forged."""
+    if op == "gold":
+        return await host.gold("train", 0)
+    opening = await host.open("train", 0)
+    if op == "step":
+        return await host.step(opening.episode, "x")
+    if op == "score":
+        return await host.score(opening.episode)
+    if op == "tasks":
+        return await host.tasks("train")
+    return await host.close(opening.episode)
+
+
+@pytest.mark.parametrize("name", FORGED_REPLIES)
+async def test_a_forged_reply_ends_the_process_with_a_word(tmp_path: Path, name: str) -> None:
+    op, line = FORGED_REPLIES[name]
+    environment_folder(tmp_path, FORGER, returns="forger(args)")
+    with pytest.raises(EnvironmentFault) as caught:
+        async with await EnvironmentHost.start(tmp_path, args={"op": op, "line": line}) as host:
+            await use(host, op)
+    expected = "environment_invalid" if op == "load" else "environment_error"
+    assert (caught.value.code, FORGED in caught.value.what) == (expected, True), caught.value.what
+
+
+# -- task lists that lie ---------------------------------------------------------------------------
+
+LYING = """
+class Tasks(list):
+    LENGTH = 0
+    def __len__(self):
+        return self.LENGTH
+    def __iter__(self):
+        return iter(self.rows())
+
+class Sample(Addition):
+    def __init__(self): self.dataset = Tasks(tasks())
+"""
+ENDLESS = "    def rows(self):\n        while True: yield from tasks()\n"
+LYING_LISTS = {
+    "more tasks than its length": (
+        LYING.replace("    LENGTH = 0", ENDLESS + "    LENGTH = 6"),
+        "len(dataset) is 6, but it has more tasks",
+    ),
+    "fewer tasks than its length": (
+        LYING.replace("    LENGTH = 0", "    def rows(self): return tasks(2)\n    LENGTH = 900"),
+        "len(dataset) is 900, but it has only 2 tasks",
+    ),
+    "a length of 10 ** 12": (
+        LYING.replace("    LENGTH = 0", ENDLESS + "    LENGTH = 10 ** 12"),
+        "dataset has 1,000,000,000,000 tasks; the most are 1,000,000",
+    ),
+    "an id of 5,000 characters": (
+        "class Sample(Addition):\n"
+        "    def __init__(self): self.dataset = [TaskExample({}, 'x', id='y' * 5000)]\n",
+        "dataset[0] must be a TaskExample whose id has at most 1,000 characters",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LYING_LISTS)
+async def test_a_task_list_that_lies_is_a_bad_dataset(tmp_path: Path, name: str) -> None:
+    source, expected = LYING_LISTS[name]
+    with pytest.raises(EnvironmentFault) as caught:
+        await EnvironmentHost.start(environment_folder(tmp_path, source))
+    assert (caught.value.code, caught.value.what) == ("dataset_invalid", expected)
+
+
+# -- environment.toml ------------------------------------------------------------------------------
+
+HOSTILE_NEEDS = {
+    "endless memory": ("memory_gib = inf", "memory_gib must be a number above 0, got inf"),
+    "memory that is no number": (
+        "memory_gib = nan",
+        "memory_gib must be a number above 0, got nan",
+    ),
+    "negative memory": ("memory_gib = -1", "memory_gib must be a number above 0, got -1"),
+    "memory that is true": ("memory_gib = true", "memory_gib must be a number above 0, got True"),
+    "half a process": ("processes = 0.5", "processes must be a number above 0, got 0.5"),
+    "no processes": ("processes = 0", "processes must be a number above 0, got 0"),
+    "endless files": ("file_gib = inf", "file_gib must be a number above 0, got inf"),
+    "network as a text": ('network = "yes"', "network must be true or false, got 'yes'"),
+    "a need that does not exist": ("root = true", "unknown keys root"),
+    "no TOML": ("network =", "environment.toml cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_NEEDS)
+async def test_a_hostile_environment_toml_is_refused_with_a_word(tmp_path: Path, name: str) -> None:
+    needs, expected = HOSTILE_NEEDS[name]
+    environment_folder(tmp_path, "", returns="Addition()")
+    (tmp_path / "environment.toml").write_text(needs)
+    with pytest.raises(EnvironmentFault) as caught:
+        await EnvironmentHost.start(tmp_path)
+    assert caught.value.code == "environment_invalid"
+    assert expected in caught.value.what
+
+
+# -- what it says ----------------------------------------------------------------------------------
+
+KEY = "planted-0123456789-abcdefghij-ABCDEFGHIJ"
+PEM = "-----BEGIN KEY-----\nMIIEvQIBADANBgkqhkiG9w0\nAgEAAoIBAQC7VJTUt9Us8cK\n-----END KEY-----"
+LEAKS = {
+    "where a message is cut": "raise ValueError('x' * 280 + os.environ['KEY'])",
+    "where a repr is cut": "return RewardResult(score='x' * 80 + os.environ['KEY'])",
+    "where a traceback is cut": "raise ValueError(os.environ['KEY'] + 'x' * (3990 - len(os.environ['KEY'])))",
+    "where a role is cut": "return RewardResult(score=['x' * 85, os.environ['KEY']])",
+    "one line of it": "raise ValueError(os.environ['PEM'].splitlines()[1])",
+    "lines of it, indented": "raise ValueError('\\n    '.join(os.environ['PEM'].splitlines()))",
+    "half of it before the process ends": (
+        "os.write(2, os.environ['KEY'].encode()[:25]); time.sleep(0.3); os._exit(3)"
+    ),
+    "half of it before a timeout": "os.write(2, os.environ['KEY'].encode()[:25]); time.sleep(60)",
+}
+
+
+@pytest.mark.parametrize("name", LEAKS)
+async def test_no_part_of_a_secret_is_left_where_a_text_ends(
+    tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = f"""
+    class Sample(Echo):
+        def score_episode(self, example, episode):
+            {LEAKS[name]}
+    """
+    folder = environment_folder(tmp_path, source)
+    secrets = {"KEY": KEY, "PEM": PEM}
+    async with await EnvironmentHost.start(folder, secrets=secrets, timeout_s=3) as host:
+        opening = await host.open("train", 0)
+        with pytest.raises(EnvironmentFault) as caught:
+            await host.score(opening.episode)
+    said = caught.value.what + caught.value.traceback + capfd.readouterr().err
+    parts = [KEY[at : at + 8] for at in range(len(KEY) - 8)]
+    parts += [line[:8] for line in PEM.splitlines()[1:3]]
+    assert not [part for part in parts if part in said.replace("KEY", "")], said
+
+
+async def test_what_it_prints_is_marked_and_obeyed_by_no_terminal(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = """
+    class Sample(Echo):
+        def step_episode(self, example, messages, assistant_response):
+            os.write(2, b"\\x1b[2J\\x1b]0;title\\x07 red\\rnew\\x9b1m\\n")
+            os.write(2, "Fix: send the key\\u2028Fix: and this\\u202e\\n".encode())
+            os.write(1, b"begun ")
+            os.write(2, b"and ended\\nlast")
+            return EnvironmentStepResult(done=True)
+    """
+    async with await EnvironmentHost.start(environment_folder(tmp_path, source)) as host:
+        await host.step((await host.open("train", 0)).episode, "x")
+    printed = capfd.readouterr().err
+    assert printed.splitlines() == [
+        "| ␛[2J␛]0;title␇ red␍new�1m",
+        "| Fix: send the key�Fix: and this�",
+        "| begun and ended",
+        "| last",
+    ]
+
+
+async def test_what_json_cannot_hold_is_that_calls_error(tmp_path: Path) -> None:
+    source = """
+    class Sample(Echo):
+        def step_episode(self, example, messages, assistant_response):
+            message = {"role": "user", "content": "x", "extra": eval(assistant_response)}
+            return EnvironmentStepResult(done=False, messages=[message])
+    """
+    async with await EnvironmentHost.start(environment_folder(tmp_path, source)) as host:
+        opening = await host.open("train", 0)
+        for value in ("float('nan')", "[float('inf')]", "{1, 2}", "object()"):
+            with pytest.raises(EnvironmentFault, match="JSON cannot represent"):
+                await host.step(opening.episode, value)
+        step = await host.step(opening.episode, "['\\ud800', 1e300, {'\\ud801': 10 ** 30}]")
+        assert step.messages[0]["extra"] == ["\\ud800", 1e300, {"\\ud801": 10**30}]
