@@ -487,9 +487,9 @@ def hold(python: Path) -> IO[str] | None:
     if not prefix(python):
         return None
     target = python.parents[2]
-    used = (target / "used").open("a")
+    used = (target / "used").open("a+")
     with suppress(OSError):  # a file system without locks
-        fcntl.flock(used, fcntl.LOCK_SH)
+        wait_for_lock(used, math.inf, shared=True)
     if not (target / "ready").is_file():
         used.close()
         raise EnvironmentFault("not_ready", "the environment's packages were just removed")
@@ -539,7 +539,8 @@ def _is_removed(target: Path) -> bool:
     with (target / "lock").open("a") as lock, (target / "used").open("a") as used:
         for file in (lock, used):
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not try_lock(file):
+                    return False
             except OSError:
                 return False
         (target / "ready").unlink(missing_ok=True)

@@ -19,6 +19,7 @@ import subprocess
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from environments.process.locks import lock, try_lock
 from flash_mcp.protocol.errors import FlashError
@@ -87,7 +88,7 @@ def names_of(gpus: Sequence[str]) -> list[str]:
     return [uuids.get(gpu, gpu) for gpu in gpus]
 
 
-def _taken(what: str, **values: object) -> FlashError:
+def _taken(what: str, **values: Any) -> FlashError:
     fix = "wait until it is free, or end the runs and deployments there"
     return FlashError("not_ready", what, fix=fix, **values)
 
