@@ -161,9 +161,9 @@ async def test_a_multi_turn_folder_of_the_sdk_runs_unchanged(tmp_path: Path) -> 
         assert (score.success, score.reason) == (True, "[2, 4]")
         assert await host.gold("train", 0) == [{"role": "assistant", "content": "5"}]
     report = await gate.check(folder)
-    assert {probe.name for probe in report.probes if probe.passed is not True} == {
-        "tasks"
-    }  # no eval split
+    unmade = {probe.name for probe in report.probes if probe.passed is not True}
+    # It has no eval split, and one gold answer for all tasks.
+    assert unmade == {"tasks", "near_gold", "order"}
 
 
 # -- reasoning-gym ---------------------------------------------------------------------------------
@@ -434,7 +434,8 @@ async def test_a_gym_like_object_passes_the_gate(tmp_path: Path) -> None:
     """
     report = await gate.check(written(tmp_path, environment_py=source))
     unmade = {probe.name for probe in report.probes if probe.passed is not True}
-    assert (report.passed, unmade) == (True, {"gold", "truncated"})  # a game has no gold answer
+    # A game has no gold answer.
+    assert (report.passed, unmade) == (True, {"gold", "truncated", "near_gold", "order"})
 
 
 async def test_an_object_that_is_not_wrapped_is_refused_with_the_way_to_do_it(

@@ -83,6 +83,7 @@ def test_the_job_holds_what_a_worker_needs(store: Store) -> None:
     }  # fmt: skip
     assert job["environment"] == {
         "name": "calc",
+        "owner": "local",
         "digest": "abcdef123456",
         "path": "/environments/calc/abcdef123456",
     }
