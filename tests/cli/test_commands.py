@@ -207,7 +207,8 @@ def test_no_control_character_of_others_reaches_the_terminal(
         assert not [sign for sign in rest if unicodedata.category(sign) == "Cc" and sign not in own]
     _, out, _ = run("rollouts", started.id, "--json")
     assert "\x9b" not in out and "\x7f" not in out
-    assert json.loads(out)["rollouts"][0]["messages"][-1]["content"] == f"{hostile}said\n\tand more"
+    shown = "␛]0;owned␇␛[2J\ufffd31m␡␍said\n\tand more"
+    assert json.loads(out)["rollouts"][0]["messages"][-1]["content"] == shown
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -484,18 +485,20 @@ def test_a_server_on_the_cpu_uses_the_same_worker(
 
 
 def test_a_server_takes_the_card_with_the_most_free_memory(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a card: what CUDA would say is put in its mouth."""
     from worker.engine import serve  # noqa: PLC0415
 
     free, chosen = [8 * 2**30, 20 * 2**30], []
     with monkeypatch.context() as patch:
-        patch.setattr(serve.os, "environ", {"CUDA_VISIBLE_DEVICES": "3,5"})
+        variables = {"CUDA_VISIBLE_DEVICES": "3,5", "FLASH_DEVICE_LOCKS": str(tmp_path)}
+        patch.setattr(serve.os, "environ", variables)
         said = {
             "is_available": lambda: True, "device_count": lambda: 2, "set_device": chosen.append,
             "mem_get_info": lambda card=None: (free[chosen[-1] if card is None else card], 24 * 2**30),
             "memory_reserved": lambda: 0, "empty_cache": lambda: None,
+            "get_device_properties": lambda card: SimpleNamespace(uuid=f"card-{card}"),
         }  # fmt: skip
         for name, function in said.items():
             patch.setattr(torch.cuda, name, function)

@@ -203,7 +203,7 @@ def test_an_evaluation_whose_environment_fails_keeps_the_evidence_and_says_so(
         "failed",
         "environment_error",
     )
-    assert "5 of 5 rollouts" in result["error"]["what"] and "boom" in result["error"]["what"]
+    assert "5 of 5 rollouts" in result["error"]["what"] and "boom" in result["error"]["wrote"]
     assert found is not None and (found["summary"]["n"], found["summary"]["success"]) == (0, None)
     assert all(row["error"]["code"] == "environment_error" for row in found["rollouts"])
     # Killed before it could say so: the next attempt finds the evaluation done.
