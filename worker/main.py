@@ -2,8 +2,8 @@
 
     python -m worker.main RUN_FOLDER --attempt N
 
-Reads job.json, claims epoch N, trains or evaluates, and ends the run with result.json. Exit code 0
-means that result.json was written. After any other end, the supervisor starts attempt N + 1, which
+Reads job.json, claims epoch N, trains or evaluates, and ends the run with result.N.json. Exit code
+0 means that this file was written. After any other end, the supervisor starts attempt N + 1, which
 resumes from the last good checkpoint, or from the recorded attempts of an evaluation."""
 
 from __future__ import annotations

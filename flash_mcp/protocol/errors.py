@@ -119,7 +119,7 @@ class FlashError(Exception):
         return text + quoted(self.wrote)
 
     def to_dict(self) -> dict[str, Any]:
-        """The error as JSON, for result.json and the store."""
+        """The error as JSON, for result.N.json and the store."""
         found = {"code": self.code, "what": self.what, "fix": self.fix, "values": self.values}
         return found | {"wrote": self.wrote} if self.wrote else found
 

@@ -56,7 +56,7 @@ class ErrorBody(File):
 
 
 class Result(File):
-    """result.json"""
+    """result.N.json"""
 
     epoch: Count
     time: Number
@@ -73,7 +73,7 @@ class FinalResult(Result):
 
 
 class Metrics(File):
-    """metrics/STEP.json"""
+    """metrics/STEP.N.json"""
 
     epoch: Count
     time: Number
@@ -82,7 +82,7 @@ class Metrics(File):
 
 
 class RolloutLine(File):
-    """A line of rollouts/STEP.jsonl"""
+    """A line of rollouts/STEP.N.jsonl"""
 
     reward: NotRequired[Number]
     success: NotRequired[bool]
@@ -97,7 +97,7 @@ class AttemptLine(File):
 
 
 class EvaluationFile(File):
-    """evals/STEP.json"""
+    """evals/STEP.N.json"""
 
     epoch: Count
     time: Number

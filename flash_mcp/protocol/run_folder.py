@@ -4,12 +4,13 @@
     epoch/N                attempt N owns the run; created once, exclusively; the highest N wins
     beat.json              the heartbeat, every few seconds: {"epoch", "time", "step", "steps",
                            "phase", "progress", "host", "pid", "held_bytes", "available_bytes"}
-    metrics/STEP.json      {"step", "epoch", "time", "metrics": {name: number}}
-    rollouts/STEP.jsonl    one rollout per line, keyed by (step, index)
-    evals/STEP.json        {"step", "epoch", "time", "summary": {...}, "rollouts": [...]}, with one
+    metrics/STEP.N.json    {"step", "epoch", "time", "metrics": {name: number}}, of attempt N. The
+                           newest attempt that made the step counts, here and below
+    rollouts/STEP.N.jsonl  one rollout per line, keyed by (step, index)
+    evals/STEP.N.json      {"step", "epoch", "time", "summary": {...}, "rollouts": [...]}, with one
                            rollout per attempt
     evals/STEP/EPOCH-N     attempts of a running evaluation, one per line; removed once
-                           evals/STEP.json exists
+                           evals/STEP.EPOCH.json exists
     events/EPOCH-N.json    {"time", "epoch", "kind", "message", ...}
     log.N                  the output of attempt N
     checkpoints/STEP/EPOCH-N/
@@ -18,11 +19,14 @@
                            The newest one of a step counts. Only the newest good checkpoint keeps
                            optimizer.pt
     cancel                 the server asks the worker to save and end
-    result.json            {"state", "step", "error", ...}: ends the run
+    result.N.json          {"state", "step", "error", ...}: ends the run if no attempt came after N
 
 Files are replaced whole and atomically: an object store cannot append. A stopped attempt may resume
-at any point, so readers check the epoch of what it can still replace. The credentials of an object
-store come from its own variables (AWS_ACCESS_KEY_ID and so on), never from the folder or its URL.
+at any point, also between its last check that it owns the run and a write. So an attempt writes
+only files that name it; readers check the epoch of beat.json, which all attempts share. Earlier
+versions left N out of the names of results, metrics, rollouts and evaluations. The credentials of
+an object store come from its own variables (AWS_ACCESS_KEY_ID and so on), never from the folder or
+its URL.
 """
 
 # RunWriter is the other half of RunFolder and uses its private methods.
@@ -79,6 +83,8 @@ OPTIMIZER = "optimizer.pt"
 Without it a checkpoint is complete: whoever resumes from it starts with a fresh optimizer."""
 SAVED = re.compile(r"(\d+)-(\d+)")
 """EPOCH-N, the name of a checkpoint's folder."""
+MADE = re.compile(r"(?P<step>\d+)(\.(?P<epoch>\d+))?(?P<suffix>\.[a-z]+)")
+"""STEP.N.json or STEP.N.jsonl: what attempt N made of a step. Without N by an earlier version."""
 
 
 class RunFolder:
@@ -103,6 +109,8 @@ class RunFolder:
         self._fs: Any = filesystem if self.is_local else _Patient(filesystem, patience_s)
         self.damaged: dict[str, str] = {}
         """Files that were found damaged when they were last read, and what is wrong with them."""
+        self._files: dict[tuple[str, int], str] = {}
+        """The file of a step in a folder: by the newest attempt, as last listed."""
 
     def path(self, *parts: str) -> str:
         return "/".join((self.root, *parts))
@@ -159,8 +167,13 @@ class RunFolder:
 
     def result(self) -> Result | None:
         """The result of the owning attempt. A result of an earlier attempt does not count."""
-        result = self._object(Result, "result.json")
-        return result if result and result["epoch"] >= self.newest_epoch() else None
+        newest = self.newest_epoch()
+        there = self._names()
+        for name in (f"result.{newest}.json", "result.json"):
+            result = self._object(Result, name) if name in there else None
+            if result and result["epoch"] == newest:
+                return result
+        return None
 
     def is_cancelled(self) -> bool:
         return self._fs.exists(self.path("cancel"))
@@ -170,19 +183,20 @@ class RunFolder:
         return self._versions("metrics", ".json")
 
     def metrics(self, step: int) -> Metrics | None:
-        return self._object(Metrics, f"metrics/{step}.json", step=step)
+        return self._object(Metrics, self._newest("metrics", step, ".json"), step=step)
 
     def rollout_steps(self) -> dict[int, str]:
         return self._versions("rollouts", ".jsonl")
 
     def rollouts(self, step: int) -> list[Json]:
-        return cast("list[Json]", self._lines(RolloutLine, f"rollouts/{step}.jsonl"))
+        name = self._newest("rollouts", step, ".jsonl")
+        return cast("list[Json]", self._lines(RolloutLine, name))
 
     def eval_steps(self) -> dict[int, str]:
         return self._versions("evals", ".json")
 
     def evaluation(self, step: int) -> EvaluationFile | None:
-        name = f"evals/{step}.json"
+        name = self._newest("evals", step, ".json")
         return self._object(EvaluationFile, name, max_bytes=MAX_ROLLOUTS_BYTES, step=step)
 
     def attempts(self, step: int) -> list[Json]:
@@ -333,12 +347,29 @@ class RunFolder:
         except (FileNotFoundError, NotADirectoryError):
             return {}
         versions: dict[int, str] = {}
+        newest: dict[int, int] = {}
         for entry in listed:
-            stem, dot, ending = entry["name"].rsplit("/", 1)[-1].partition(".")
-            if stem.isdecimal() and dot + ending == suffix:
-                written = entry.get("ETag") or entry.get("mtime") or entry.get("created")
-                versions[int(stem)] = f"{written}-{entry['size']}-{entry.get('ino', '')}"
+            name = entry["name"].rsplit("/", 1)[-1]
+            made = MADE.fullmatch(name)
+            if made is None or made["suffix"] != suffix:
+                continue
+            step = int(made["step"])
+            epoch = int(made["epoch"] or 0)
+            if epoch < newest.get(step, 0):
+                continue
+            newest[step] = epoch
+            written = entry.get("ETag") or entry.get("mtime") or entry.get("created")
+            versions[step] = f"{name}-{written}-{entry['size']}-{entry.get('ino', '')}"
+            self._files[folder, step] = f"{folder}/{name}"
         return dict(sorted(versions.items()))
+
+    def _newest(self, folder: str, step: int, suffix: str) -> str:
+        """The file of that step by the newest attempt that was known when the folder was last
+        listed.
+        """
+        if (folder, step) not in self._files:
+            self._versions(folder, suffix)
+        return self._files.get((folder, step), f"{folder}/{step}{suffix}")
 
     def _read(self, name: str, max_bytes: int) -> str | None:
         """A file's text; None if there is none, or it is damaged."""
@@ -419,15 +450,15 @@ class RunWriter:
         self._put("beat.json", body)
 
     def metrics(self, step: int, metrics: Json) -> None:
-        self._put(f"metrics/{step}.json", {"step": step, "metrics": metrics})
+        self._put(f"metrics/{step}.{self.epoch}.json", {"step": step, "metrics": metrics})
 
     def rollouts(self, step: int, rollouts: Iterable[Json]) -> None:
         body = b"".join(_dump(rollout) + b"\n" for rollout in rollouts)
-        self._write(f"rollouts/{step}.jsonl", body)
+        self._write(f"rollouts/{step}.{self.epoch}.jsonl", body)
 
     def evaluation(self, step: int, summary: Json, rollouts: Sequence[Json]) -> None:
         body = {"step": step, "summary": summary, "rollouts": list(rollouts)}
-        self._put(f"evals/{step}.json", body)
+        self._put(f"evals/{step}.{self.epoch}.json", body)
         self.folder._remove("evals", str(step))
 
     def attempts(self, step: int, rollouts: Sequence[Json]) -> None:
@@ -516,7 +547,8 @@ class RunWriter:
         retries.
         """
         details = error.to_dict() if error else None
-        self._put("result.json", {"state": state, "step": step, "error": details, **values})
+        body: Json = {"state": state, "step": step, "error": details, **values}
+        self._put(f"result.{self.epoch}.json", body)
 
     def _put(self, name: str, body: Json) -> None:
         self._write(name, _dump({"epoch": self.epoch, "time": time.time(), **body}))

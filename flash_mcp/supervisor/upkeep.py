@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 
 from environments.settings import FILE, load_settings
@@ -71,14 +71,15 @@ class Upkeep:
         if allowed.total_gib:
             limit = allowed.total_gib * 2**30
             total = 0
+            over = {run.id for run in ended(self._store)}
             for folder in sorted(Path(self._store.base, "runs").glob("*")):
-                total += self._size(folder)
+                total += self._size(folder, over)
                 yield
             why = f"run folders took {total / 2**30:.1f} of {allowed.total_gib:g} GiB: total_gib"
             for run in ended(self._store):
                 if total <= limit:
                     break
-                size = self._size(Path(run.folder))
+                size = self._size(Path(run.folder), over)
                 if self._drop(run, why):
                     dropped = True
                     total -= size
@@ -93,10 +94,10 @@ class Upkeep:
         log.warning("%s: %s", run.id, what)
         return True
 
-    def _size(self, folder: Path) -> int:
+    def _size(self, folder: Path, over: Container[str]) -> int:
         known = self._sizes.get(folder.name)
         if known is None:
             known = size_of(folder)
-            if (folder / "result.json").exists():
+            if folder.name in over:
                 self._sizes[folder.name] = known
         return known

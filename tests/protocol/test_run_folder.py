@@ -19,7 +19,7 @@ import fsspec
 import pytest
 
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from tests.damage import DAMAGES
 from tests.places import TESTS
 
@@ -415,6 +415,66 @@ def test_a_zombie_that_wakes_after_its_last_check_takes_nothing_from_its_success
     assert (fetched / "adapter.bin").read_bytes() == b"fresh"
 
 
+@pytest.mark.parametrize("what", ["metrics", "rollouts", "evaluation", "result"])
+def test_a_zombie_that_wakes_between_its_check_and_its_write_replaces_nothing(
+    folder: RunFolder, url: str, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """It was stopped when it had found itself the owner, and wrote after its successor had."""
+
+    def write(writer: RunWriter, loss: float) -> None:
+        rows = [{"index": 0, "reward": loss}]
+        deeds = {
+            "metrics": lambda: writer.metrics(5, {"loss": loss}),
+            "rollouts": lambda: writer.rollouts(5, rows),
+            "evaluation": lambda: writer.evaluation(5, {"loss": loss}, rows),
+            "result": lambda: writer.commit_result("failed" if loss else "succeeded", 5),
+        }
+        deeds[what]()
+
+    def seen() -> Any:
+        reader = RunFolder(url)
+        readers = {
+            "metrics": lambda: (reader.metric_steps(), reader.metrics(5)),
+            "rollouts": lambda: (reader.rollout_steps(), reader.rollouts(5)),
+            "evaluation": lambda: (reader.eval_steps(), reader.evaluation(5)),
+            "result": reader.result,
+        }
+        return readers[what]()
+
+    zombie = folder.claim(1)
+    check, expected = zombie.check_owner, list[Any]()
+
+    def successor_writes() -> None:
+        check()
+        write(RunFolder(url).claim(2), 0.0)
+        expected.append(seen())
+
+    monkeypatch.setattr(zombie, "check_owner", successor_writes)
+    write(zombie, 1.5)
+    assert [seen()] == expected and expected[0]
+
+
+def test_what_a_version_wrote_whose_attempts_shared_their_files_is_read_and_replaced(
+    tmp_path: Path,
+) -> None:
+    folder = RunFolder(tmp_path)
+    first = folder.claim(1)
+    first.metrics(3, {"loss": 0.5})
+    first.rollouts(3, [{"index": 0}])
+    first.evaluation(3, {"n": 2}, [])
+    first.commit_result("succeeded", 3)
+    for path in tmp_path.rglob("*.1.json*"):
+        path.rename(path.with_name(path.name.replace(".1.", ".")))
+    folder = RunFolder(tmp_path)
+    assert folder.metrics(3) and folder.rollouts(3) and folder.evaluation(3)
+    assert (folder.result() or {})["state"] == "succeeded"
+    second = folder.claim(2)
+    assert folder.result() is None
+    second.metrics(3, {"loss": 0.25})
+    assert list(folder.metric_steps()) == [3]
+    assert (folder.metrics(3) or {})["metrics"] == {"loss": 0.25}
+
+
 @pytest.mark.slow
 def test_a_successor_removes_what_a_killed_attempt_left_of_the_same_checkpoint(
     folder: RunFolder, tmp_path: Path
@@ -457,18 +517,18 @@ def test_a_damaged_file_counts_as_absent(tmp_path: Path, damage: str) -> None:
     writer.commit_result("succeeded", 3)
     readers = {
         "beat.json": folder.beat,
-        "result.json": folder.result,
-        "metrics/3.json": lambda: folder.metrics(3),
-        "evals/3.json": lambda: folder.evaluation(3),
+        "result.1.json": folder.result,
+        "metrics/3.1.json": lambda: folder.metrics(3),
+        "evals/3.1.json": lambda: folder.evaluation(3),
         "events/0001-000000.json": lambda: folder.event("0001-000000.json"),
-        "rollouts/3.jsonl": lambda: folder.rollouts(3),
+        "rollouts/3.1.jsonl": lambda: folder.rollouts(3),
         "checkpoints/3/1-1/MANIFEST.json": lambda: folder.manifest(3),
     }
     for name, read in readers.items():
         assert read() and not folder.damaged
         DAMAGES[damage](tmp_path / name)
         assert not read()
-        if (name, damage) != ("rollouts/3.jsonl", "empty"):
+        if (name, damage) != ("rollouts/3.1.jsonl", "empty"):
             assert folder.damaged.pop(name)
     assert folder.checkpoint_steps() == []
     DAMAGES[damage](tmp_path / "job.json")
@@ -482,18 +542,18 @@ def test_a_damaged_file_counts_as_absent(tmp_path: Path, damage: str) -> None:
 def test_a_file_of_another_step_is_damaged(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.claim(1).metrics(3, {"loss": 0.5})
-    Path(tmp_path, "metrics", "3.json").rename(tmp_path / "metrics" / "4.json")
+    Path(tmp_path, "metrics", "3.1.json").rename(tmp_path / "metrics" / "4.1.json")
     assert folder.metrics(4) is None
-    assert folder.damaged == {"metrics/4.json": "it is of step 3"}
+    assert folder.damaged == {"metrics/4.1.json": "it is of step 3"}
 
 
 def test_a_damaged_line_is_left_out(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.claim(1).rollouts(3, [{"index": 0, "reward": 1.0}, {"index": 1, "reward": 0.5}])
-    path = tmp_path / "rollouts" / "3.jsonl"
+    path = tmp_path / "rollouts" / "3.1.jsonl"
     path.write_bytes(path.read_bytes()[:-5])
     assert [row["index"] for row in folder.rollouts(3)] == [0]
-    assert "line 2" in folder.damaged["rollouts/3.jsonl"]
+    assert "line 2" in folder.damaged["rollouts/3.1.jsonl"]
 
 
 # -- object stores ---------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ __all__ = ["bench"]
 FILES = {
     "beat.json": "beat.json",
     "job.json": "job.json",
-    "metrics": "metrics/1.json",
-    "rollouts": "rollouts/1.jsonl",
+    "metrics": "metrics/1.1.json",
+    "rollouts": "rollouts/1.1.jsonl",
     "events": "events/0001-000000.json",
     "manifest": "checkpoints/2/1-2/MANIFEST.json",
 }
@@ -61,10 +61,10 @@ def test_a_damaged_result_is_written_anew_by_another_attempt(bench: Bench, damag
     bench.supervisor.tick()
     wait_for(lambda: RunFolder(run.folder).result())
     wait_for(lambda: not is_running(bench.pid(run)))
-    DAMAGES[damage](Path(run.folder, "result.json"))
+    DAMAGES[damage](Path(run.folder, "result.1.json"))
     ended = bench.finish(run)
     assert (ended.state, ended.attempt, ended.step) == ("succeeded", 2, 2)
-    assert any("result.json is damaged" in warning for warning in warnings_of(bench, run))
+    assert any("result.1.json is damaged" in warning for warning in warnings_of(bench, run))
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

@@ -191,8 +191,8 @@ def test_a_damaged_file_does_not_keep_the_rest_from_being_read_nor_the_run_from_
 ) -> None:
     run = bench.train({"steps": 3, "1": {"at": 2, "do": "hold"}})
     bench.until(lambda: bench.step(run) == 2)
-    Path(run.folder, "metrics", "2.json").write_text('{"step": 2, "epo')
-    Path(run.folder, "rollouts", "9.jsonl").write_text(
+    Path(run.folder, "metrics", "2.1.json").write_text('{"step": 2, "epo')
+    Path(run.folder, "rollouts", "9.1.jsonl").write_text(
         '{"index": 0, "reward": null, "success": true}\n'
     )
     for _ in range(3):

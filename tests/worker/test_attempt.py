@@ -217,7 +217,7 @@ def test_an_attempt_that_finds_every_step_made_makes_no_other(
 ) -> None:
     """The one before was lost while it evaluated what it had trained."""
     run = RunFolder(shutil.copytree(exact_run.root, tmp_path / "run"))
-    for path in ("result.json", "evals/5.json"):
+    for path in ("result.1.json", "evals/5.1.json"):
         Path(run.path(*path.split("/"))).unlink()
     with Attempt(run, 2, one_by_one=True) as second:
         assert second.wait() == 0, second.log_path.read_text()

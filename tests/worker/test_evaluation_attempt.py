@@ -207,7 +207,7 @@ def test_an_evaluation_whose_environment_fails_keeps_the_evidence_and_says_so(
     assert found is not None and (found["summary"]["n"], found["summary"]["success"]) == (0, None)
     assert all(row["error"]["code"] == "environment_error" for row in found["rollouts"])
     # Killed before it could say so: the next attempt finds the evaluation done.
-    Path(run.path("result.json")).unlink()
+    Path(run.path("result.1.json")).unlink()
     with Attempt(run, 2) as attempt:
         assert attempt.wait() == 0, attempt.log_path.read_text()
     again = run.result()
