@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from contextlib import suppress
 from typing import Any
 
 from mcp import Client
 
 from flash_mcp.protocol.errors import CODES
+from flash_mcp.tools.registry import TOOLS
 
 
 async def refusal(client: Client, tool: str, **arguments: Any) -> str:
@@ -17,3 +21,39 @@ async def refusal(client: Client, tool: str, **arguments: Any) -> str:
     assert text[1:].partition("]")[0].partition(" ")[0] in CODES
     assert "Fix: " in text
     return text
+
+
+PIECE = re.compile(r" ?[A-Za-z]{1,5}|\d|[^\sA-Za-z\d]{1,2}|\s+")
+
+
+def tokens(text: str) -> int:
+    """About how many tokens a result costs: for results as JSON a little more than SmolLM2's
+    tokenizer makes of them, whose vocabulary is small.
+    """
+    return len(PIECE.findall(text))
+
+
+def named_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """Every call of a tool that a `next` writes out: (tool, arguments)."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    for start in re.finditer(rf"\b({'|'.join(TOOLS)})\(", text):
+        ends = (at for at, letter in enumerate(text) if letter == ")" and at > start.start())
+        for end in ends:
+            with suppress(SyntaxError):
+                found.append((start[1], _arguments(text[start.start() : end + 1])))
+                break
+    return found
+
+
+def _arguments(call: str) -> dict[str, Any]:
+    """SyntaxError if the call ends elsewhere. JSON's constants are allowed, as in the docs."""
+    tree = ast.parse(call, mode="eval").body
+    assert isinstance(tree, ast.Call)
+    constants = {"true": True, "false": False, "null": None}
+    given: dict[str, Any] = {}
+    for keyword in tree.keywords:
+        if isinstance(keyword.value, ast.Name):
+            given[str(keyword.arg)] = constants[keyword.value.id]
+        else:
+            given[str(keyword.arg)] = ast.literal_eval(keyword.value)
+    return given

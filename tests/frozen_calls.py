@@ -39,6 +39,10 @@ REPLACEMENTS: dict[str, tuple[str, str]] = {
         rf"{re.escape(__version__)}(\+g[\w.]+)?",
         "<version>",
     ),
+    "how a cursor of status begins, which is how the run's id ends": (
+        r"(since(?:=\\?'|\": \")).{2}",
+        r"\1<id>",
+    ),
     "a time to the second": (r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "<second>"),
     "a time to the minute": (r"\d{4}-\d\d-\d\d \d\d:\d\d", "<minute>"),
     "how long something took, as JSON": (r'"(elapsed_s|seconds)": [\d.]+', r'"\1": "<seconds>"'),
@@ -325,6 +329,8 @@ async def look_at_runs(call: Calls) -> None:
     await call("status-cancelled", "status", run_id="run-cancelled")
     await call("status-running", "status", run_id="run-running")
     await call("status-wait-in-vain", "status", run_id="run-running", wait_s=0.3)
+    await call("status-until-news", "status", run_id="run-running", until="news", wait_s=0)
+    await call("status-until-end", "status", run_id="run-uniform_zero", until="end")
     await call("status-wait-for-ended", "status", run_id="run-sft", wait_s=30)
     await call("status-sft-detailed", "status", run_id="run-sft", detail="detailed")
     for trouble in TROUBLES:

@@ -24,7 +24,7 @@ from flash_mcp.judgement.failures import SAMPLE_ROLLOUTS, failure_counts, failur
 from flash_mcp.protocol.records import Rollout, Run
 from flash_mcp.state.store import Store
 from flash_mcp.tools.shared.fitting import shorten, utc
-from flash_mcp.tools.shared.run_view import RunView, view_of
+from flash_mcp.tools.shared.run_view import RunView, report_on
 
 POINTS = 200
 TRAIN_STEPS = 5
@@ -59,11 +59,12 @@ PARTS = 6
 def html(store: Store, run_id: str) -> str:
     """The page. FlashError(unknown_run)."""
     run = store.run(run_id)
-    view, next_step = view_of(store, run_id, detailed=True)
+    report = report_on(store, run_id, detailed=True)
+    view = report.view
     page = _template().render(
         run=run,
         view=view,
-        next_step=next_step,
+        next_step=report.next_step,
         now=time.time(),
         across=Axis(0.0, 1.0, 4.0, 156.0),
         as_json=_as_json,

@@ -82,7 +82,7 @@ def evaluation_at(run: Run, evaluations: Sequence[Evaluation], step: int | None)
         raise FlashError("environment_error", what, fix=f"{shown} shows why; fix the environment")
     if run.ended is None:
         what = f"{run_id} has not come to that evaluation yet"
-        fix = f"status(run_id={run_id!r}, wait_s=40) waits for it"
+        fix = f"status(run_id={run_id!r}, until='end') waits for it"
         raise FlashError("not_ready", what, run_id=run_id, step=step, fix=fix)
     if run.algorithm == "eval":
         what = f"the evaluation {run_id} {run.state} without a result"

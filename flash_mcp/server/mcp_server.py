@@ -62,7 +62,7 @@ from flash_mcp.tools.shared.frame import (
 INSTRUCTIONS = """\
 Trains language models (LoRA; GRPO or SFT) on this machine, on tasks that you write as a Python
 environment. Order of work: catalog -> env_setup (or an existing folder) -> env_test -> env_push ->
-train with validate_only and sample -> train -> status with wait_s until the run has ended ->
+train with validate_only and sample -> train -> status with until='news' until the run has ended ->
 rollouts, to see what the reward pays for -> evaluate and compare -> deploy -> chat.
 train returns a run id at once; runs continue when this server or the client ends. Every result ends
 with `next`: the call to make now. An error reads `[code key=value] what happened. Fix: what to do`.

@@ -87,6 +87,17 @@ class HistoryTables(RunTable):
                  WHERE run_id = ? AND value IS NOT NULL ORDER BY step"""
         return [row["value"] for row in self.query(sql, [f'$."{name}"', run_id])]
 
+    def usual_start_s(self, run: Run) -> float | None:
+        """Seconds that the newest other run of the same model and algorithm needed until its first
+        step began.
+        """
+        sql = """SELECT m.time - r.started - coalesce(json_extract(metrics, '$."time/step_s"'), 0)
+                 AS seconds FROM metrics m JOIN runs r ON r.id = m.run_id
+                 WHERE m.step = 1 AND m.epoch = 1 AND r.id != ? AND r.model = ? AND r.algorithm = ?
+                 ORDER BY r.created DESC LIMIT 1"""
+        rows = self.query(sql, [run.id, run.model, run.algorithm])
+        return max(0.0, rows[0]["seconds"]) if rows else None
+
     def series(self, run_id: str, name: str, points: int = 64) -> list[tuple[int, float]]:
         """One metric over the run as at most `points` (first step, mean) of equal stretches; nulls
         are left out.

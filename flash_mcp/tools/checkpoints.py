@@ -107,7 +107,7 @@ def _after_cancel(run: Run, has_checkpoint: bool) -> str:
     if run.algorithm == "eval" and run.state == "cancelled":
         return after_evaluation(run, open_store().near(run))
     if run.state != "cancelled":
-        return f"it is saving; status(run_id={run.id!r}, wait_s=40) returns when it has ended"
+        return f"it is saving; status(run_id={run.id!r}, until='end') returns when it has ended"
     if has_checkpoint:
         serve = f"deploy(run_id={run.id!r}) serves its newest checkpoint"
         return f"{serve}; {going_on(run)} continues from it"

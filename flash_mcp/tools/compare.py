@@ -258,7 +258,7 @@ def _before_and_after(store: Store, base: str) -> Pair:
     later = isinstance(spec, RunSpec) and (spec.eval_after or spec.eval_every)
     if step is None and run.ended is None and later:
         what = f"{base} is {run.state} and has no before and after yet{made}"
-        wait = f"status(run_id={base!r}, wait_s=40) waits for it"
+        wait = f"status(run_id={base!r}, until='end') waits for it"
         fix = f"{wait}; compare again once it has ended"
         raise FlashError("not_ready", what, base=base, fix=fix)
     fix = "train with eval_before and eval_after"

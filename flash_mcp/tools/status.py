@@ -13,8 +13,18 @@ from flash_mcp.state.owners import caller
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.shared.fitting import utc
 from flash_mcp.tools.shared.frame import Part, Result, illustrate
-from flash_mcp.tools.shared.run_view import SPEED_STEPS, RunView, mean_of, view_of
-from flash_mcp.tools.shared.waiting import wait_for_change
+from flash_mcp.tools.shared.news import (
+    News,
+    Told,
+    Until,
+    news_of,
+    next_call,
+    one_line,
+    wait_for_news,
+)
+from flash_mcp.tools.shared.next_steps import waiting_for
+from flash_mcp.tools.shared.run_view import SPEED_STEPS, RunView, mean_of, report_on
+from flash_mcp.tools.shared.waiting import MAX_WAIT_S, wait_for_change
 
 
 class RunLine(Part):
@@ -43,7 +53,11 @@ class Status(Result):
     run: RunView | None = None
     """With run_id."""
     changed: bool | None = None
-    """With wait_s: whether something changed while waiting."""
+    """With wait_s but not until: whether something changed while waiting."""
+    news: News | None = None
+    """With since: what is new."""
+    now: str | None = None
+    """With until, without news: where the run is."""
     runs: list[RunLine] | None = None
     """Without run_id: newest first."""
     counts: dict[str, int] | None = None
@@ -52,11 +66,15 @@ class Status(Result):
     """Whether older runs follow."""
     cursor: str | None = None
     """Pass as `cursor` for the next page."""
+    since: str | None = None
+    """Pass as `since` to be told only what is new; `next` has it."""
 
 
 async def status(
     run_id: str | None = None,
-    wait_s: Annotated[float, Field(ge=0, le=45)] = 0.0,
+    until: Until | None = None,
+    since: Annotated[str, Field(min_length=1)] | None = None,
+    wait_s: Annotated[float, Field(ge=0, le=45)] | None = None,
     detail: Literal["concise", "detailed"] = "concise",
     curve: bool = False,
     state: RunState | None = None,
@@ -68,13 +86,15 @@ async def status(
 
     The report has the state and step, the trend of reward and success, held-out evaluations with
     their noise band and a verdict, speed and time left, whether to continue, warning signs with
-    remedies, and the error of a failed run with evidence. For transcripts call rollouts, for saved
-    adapters checkpoints.
+    remedies, and the error of a failed run with evidence. To follow a run, wait for news with
+    until: nothing is told twice. For transcripts call rollouts, for saved adapters checkpoints.
 
     Args:
         run_id: Run id. Without it: the list of runs, newest first.
-        wait_s: With run_id: seconds to wait, 0 to 45, for a new step, evaluation, checkpoint or
-            state; returns at the first change. Default 0.
+        until: With run_id: wait up to 43 s. news: for a flag, evaluation, checkpoint, lost attempt
+            or the end, never a mere step; end: for the end or a problem.
+        since: `since` of the last result: tells only what is new; until is then news.
+        wait_s: Seconds to wait, 0 to 45, at most for until; without until, for any change.
         detail: detailed adds all metrics, failure modes, lineage, every value of the run with its
             source, and the end of its log. Default concise.
         curve: With run_id: add the reward curve as a picture. Default false.
@@ -85,11 +105,43 @@ async def status(
     store = open_store()
     if run_id is None:
         return await run_sync(_list, store, state, limit, cursor)
+    if until or since:
+        return await _follow(store, run_id, until or "news", since, wait_s)
     changed = await wait_for_change(store, run_id, wait_s) if wait_s else None
     if curve:
         illustrate(await run_sync(store.curve, run_id))
-    view, next_step = await run_sync(view_of, store, run_id, detail == "detailed")
-    return Status(run=view, changed=changed, next=next_step)
+    shown = await run_sync(_shown, store, run_id, detail == "detailed")
+    shown.changed = changed
+    return shown
+
+
+def _shown(store: Store, run_id: str, detailed: bool) -> Status:
+    """The whole report. What waits for more does not tell it again."""
+    report = report_on(store, run_id, detailed=detailed)
+    run = report.found.run
+    if run.ended is not None or run.algorithm == "eval":
+        return Status(run=report.view, next=report.next_step)
+    told = Told.of(run_id, None)
+    reached = str(told.after(report))
+    next_step = next_call(report, told, "news", reached)
+    return Status(run=report.view, since=reached, next=next_step)
+
+
+async def _follow(
+    store: Store, run_id: str, until: Until, since: str | None, wait_s: float | None
+) -> Status:
+    """Wait, then tell what the cursor `since` says that the caller was not told."""
+    told = Told.of(run_id, since)
+    limit = MAX_WAIT_S if wait_s is None else wait_s
+    report = await wait_for_news(store, run_id, told, until, limit)
+    if not told.misses(report, until):
+        again = waiting_for(run_id, until, since)
+        return Status(now=one_line(report), next=again)
+    reached = str(told.after(report))
+    next_step = next_call(report, told, until, reached)
+    if since is None:
+        return Status(run=report.view, since=reached, next=next_step)
+    return Status(news=news_of(report, told), since=reached, next=next_step)
 
 
 def _list(store: Store, state: str | None, limit: int, cursor: str | None) -> Status:

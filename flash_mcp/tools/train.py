@@ -193,7 +193,7 @@ async def train(
             next_step += "; sample=true lets the model try it first"
         return plan.result(state="validated", created=False, next=next_step)
     run, created = await run_sync(_enqueue, plan, idempotency_key)
-    next_step = f"status(run_id={run.id!r}, wait_s=40) follows it; cancel ends it"
+    next_step = f"status(run_id={run.id!r}, until='news') follows it; cancel ends it"
     if trouble := await look_after(plan.store, run):
         next_step = f"{trouble} The run is queued. {tried_again(run.id)}"
     return plan.result(run_id=run.id, state=run.state, created=created, next=next_step)

@@ -18,7 +18,7 @@ from flash_mcp.cli.report import html
 from flash_mcp.protocol.records import Run
 from flash_mcp.state import queue
 from flash_mcp.state.store import open_store
-from flash_mcp.tools.shared.run_view import view_of
+from flash_mcp.tools.shared.run_view import report_on
 from tests.samples import (
     evaluate,
     finished_run,
@@ -125,10 +125,8 @@ def hostile_run(folder: Path) -> Run:
 
 def test_the_page_has_the_figures_of_status(tmp_path: Path):
     run = finished_run(tmp_path, solved=90)
-    page, (view, _) = (
-        Tags(html(open_store(), run.id)),
-        view_of(open_store(), run.id, detailed=True),
-    )
+    page = Tags(html(open_store(), run.id))
+    view = report_on(open_store(), run.id, detailed=True).view
     assert view.verdict is not None and view.outlook is not None and view.lineage is not None
     for text in (
         view.verdict.explanation,

@@ -528,7 +528,7 @@ async def test_what_cannot_be_compared_is_refused(client: Client, tmp_path: Path
     another = await evaluated(client, environment="another")
     running, writer = started_run(tmp_path / "run", eval_before=True, eval_after=True)
     early = await refusal(client, "compare", base=running.id)
-    assert "[not_ready" in early and f"status(run_id={running.id!r}, wait_s=40)" in early
+    assert "[not_ready" in early and f"status(run_id={running.id!r}, until='end')" in early
     assert "different environments" in await refusal(
         client, "compare", base=body["run_id"], other=another["run_id"]
     )

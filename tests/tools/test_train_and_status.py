@@ -464,14 +464,14 @@ async def test_a_failed_run_shows_its_error_and_the_end_of_its_log(tmp_path: Pat
 async def test_waiting_ends_when_a_step_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     run, writer = started_run(tmp_path)
     found: list[dict[str, Any]] = []
-    looked, fingerprint = threading.Event(), waiting._fingerprint
+    looked, fingerprint = threading.Event(), waiting.fingerprint
 
     def look(*arguments: Any) -> Any:
         seen = fingerprint(*arguments)
         looked.set()
         return seen
 
-    monkeypatch.setattr(waiting, "_fingerprint", look)
+    monkeypatch.setattr(waiting, "fingerprint", look)
 
     async def wait() -> None:
         found.append(await call("status", run_id=run.id, wait_s=30))

@@ -37,7 +37,17 @@ def after_status(
     if problem:
         end = "train again with its remedy" if is_done else "cancel if it is not worth its time"
         return f"{problem.name}: see {_worst(run)}; {end}"
-    return f"status(run_id={run_id!r}, wait_s=40) returns at the next change"
+    return f"{waiting_for(run_id)} returns at news"
+
+
+def waiting_for(run_id: str, until: str = "news", since: str | None = None) -> str:
+    """The call of status that waits. With `since` it waits for news unless told otherwise."""
+    given = [f"run_id={run_id!r}"]
+    if since is None or until != "news":
+        given.append(f"until={until!r}")
+    if since is not None:
+        given.append(f"since={since!r}")
+    return f"status({', '.join(given)})"
 
 
 def _after_success(run: Run, change: Change | None) -> str:
@@ -92,7 +102,7 @@ def after_evaluation(run: Run, near: Sequence[Run]) -> str:
         own = (row for row in earlier if row.owner == run.owner)
         ahead = next((row for row in own if row.ended is None), None)
         waits = f"; it waits for {ahead.id}" if ahead and run.state == "queued" else ""
-        return f"status(run_id={run_id!r}, wait_s=40) has the scores once they are there{waits}"
+        return f"{waiting_for(run_id, 'end')} has the scores once they are there{waits}"
     if run.state == "failed":
         return f"status(run_id={run_id!r}) has the evidence; act on it, then evaluate again"
     if run.state == "cancelled":
@@ -201,7 +211,7 @@ def after_sample(sampled: Sample) -> str:
         why = f"status(run_id={run_id!r}) says why the sample {state}"
         return f"{why}; the same call tries again"
     if sampled.outlook is None:
-        waits = f"status(run_id={run_id!r}, wait_s=40) waits for it"
+        waits = f"{waiting_for(run_id, 'end')} waits for it"
         now = "is queued behind other runs" if state == "queued" else "is under way"
         return f"the sample {now}: {waits}; then the same call again reads it"
     if sampled.outlook == "hopeless" and sampled.findings:

@@ -19,8 +19,9 @@ you expect.
 4. `train` with `validate_only=true` and `sample=true` shows every value and whether there is
    anything to learn. Then start a short run: 10 to 20 steps, `eval_before=true`,
    `eval_after=true`, and an `idempotency_key`.
-5. `status` with `wait_s=40` until the run has ended. Act on its flags. `rollouts` with
-   `which="worst"` and `which="best"` shows whether the reward pays for what you meant.
+5. `status` with `until="news"`, then each time the call that `next` names, until the run has ended.
+   Act on its flags. `rollouts` with `which="worst"` and `which="best"` shows whether the reward
+   pays for what you meant.
 6. Judge by `verdict`: held-out success against its noise band, not the training reward. `evaluate`
    measures any model or checkpoint; `compare` says whether two evaluations differ.
 7. If it improved: `checkpoints`, `deploy`, `chat` with `side_by_side=true`, `undeploy`.

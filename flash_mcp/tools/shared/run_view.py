@@ -166,8 +166,20 @@ class RunView(Part):
     """detailed: the end of what the newest attempt printed."""
 
 
-def view_of(store: Store, run_id: str, detailed: bool) -> tuple[RunView, str]:
-    """A run's report, and what to do next. FlashError(unknown_run)."""
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """A run as it is: what it reported, what that means, how it is shown, and what to do next."""
+
+    found: RunHistory
+    judged: Judgement
+    held_up: list[str]
+    """What keeps it from going on."""
+    view: RunView
+    next_step: str
+
+
+def report_on(store: Store, run_id: str, *, detailed: bool = False) -> Report:
+    """FlashError(unknown_run)."""
     held_up = obstacles(store, store.run(run_id))
     found = store.load(run_id)
     judged = _judge(found)
@@ -176,7 +188,8 @@ def view_of(store: Store, run_id: str, detailed: bool) -> tuple[RunView, str]:
         view.queued_ahead = queue.queued_ahead(store, found.run)
     if detailed:
         _add_details(view, found, judged, failure_counts(_newest_rollouts(store, run_id)))
-    return view, _next_step(found, judged, held_up)
+    next_step = _next_step(found, judged, held_up)
+    return Report(found=found, judged=judged, held_up=held_up, view=view, next_step=next_step)
 
 
 # -- the judgement ---------------------------------------------------------------------------------

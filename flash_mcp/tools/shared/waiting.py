@@ -98,33 +98,51 @@ async def ended(store: Store, run_id: str, deadline: float) -> Run:
 async def wait_for_change(store: Store, run_id: str, wait_s: float) -> bool:
     """Wait until something about an active run changes; whether something did."""
     deadline = deadline_after(wait_s)
-    read = functools.partial(_fingerprint, store, run_id)
-    seen = await run_sync(read)
-    if seen[0] not in ACTIVE:
+
+    def read() -> tuple[Run, object]:
+        run = store.run(run_id)
+        return run, fingerprint(store, run)
+
+    run, seen = await run_sync(read)
+    if run.state not in ACTIVE:
         return False
-    found = await wait_until(
-        read,
-        lambda now: now != seen,
-        deadline,
-        lambda now: (f"{run_id}: {now[0]}, step {now[1]}", None),
+    _, found = await wait_until(
+        read, lambda now: now[1] != seen, deadline, lambda now: progress_of(now[0])
     )
     return found != seen
 
 
-def _fingerprint(store: Store, run_id: str) -> tuple[str, int, int, int, int, str | None]:
+def progress_of(
+    run: Run, step_s: float | None = None, start_s: float | None = None
+) -> tuple[str, float | None]:
+    """How far an active run is: a message, and the share of its steps once it makes steps.
+
+    `step_s` are the seconds that a step takes, `start_s` those that an earlier run of this kind
+    needed until its first step.
+    """
+    what = f"{run.id}: {run.phase or run.state}"
+    if run.step and run.steps:
+        pace = f", usually {step_s:.2g} s each" if step_s else ""
+        return f"{what}, {run.step} of {run.steps} steps{pace}", run.step / run.steps
+    if run.started and start_s:
+        elapsed = time.time() - run.started
+        what += f", {elapsed:.0f} s of usually {start_s:.0f} s until the first step"
+    return what, None
+
+
+def fingerprint(store: Store, run: Run) -> tuple[str, int, int, int, int, str | None]:
     """What counts as a change. The phase counts only before the first step: later it changes all
     the time.
 
     An evaluation counts attempts instead of steps, many a second: a tenth of them is a change.
     """
-    run = store.run(run_id)
-    newest = store.last_metrics(run_id)
+    newest = store.last_metrics(run.id)
     step = newest.step if newest else 0
     if run.algorithm == "eval" and run.steps:
         step = run.step - run.step % max(1, run.steps // 10)
     phase = run.phase if not step else None
-    evaluations = len(store.evals(run_id))
-    return run.state, step, run.attempt, evaluations, len(store.checkpoints(run_id)), phase
+    evaluations = len(store.evals(run.id))
+    return run.state, step, run.attempt, evaluations, len(store.checkpoints(run.id)), phase
 
 
 def obstacle(store: Store) -> FlashError | None:

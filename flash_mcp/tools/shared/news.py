@@ -1,0 +1,247 @@
+"""What is new about a run since a caller last looked. The server remembers no caller: a cursor that
+the caller passes back says what it was told.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal, Self
+
+from flash_mcp.judgement.comparison import Verdict
+from flash_mcp.judgement.health import FLAG_NAMES, Flag, Trend
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.parts import Part
+from flash_mcp.protocol.records import Run, RunState
+from flash_mcp.state.store import Store
+from flash_mcp.tools.shared.next_steps import waiting_for
+from flash_mcp.tools.shared.run_view import Failure, HeldOut, Report, report_on
+from flash_mcp.tools.shared.scores import Scores
+from flash_mcp.tools.shared.waiting import (
+    deadline_after,
+    fingerprint,
+    obstacles,
+    progress_of,
+    wait_until,
+)
+
+Until = Literal["news", "end"]
+CURSOR = re.compile(
+    r"(?P<run>..)(l(?P<lost>\d+))?(e(?P<evaluations>\d+))?(c(?P<checkpoint>\d+))?(?P<held_up>h)?"
+    r"(-(?P<flags>[A-Za-z]+))?",
+    re.ASCII,
+)
+"""Short, since every call without news sends it: parts that are 0 are left out."""
+
+
+class News(Part):
+    """What is new about a run since the caller's last look; all else is as it was."""
+
+    state: RunState
+    step: int
+    """Optimizer steps done."""
+    steps: int | None = None
+    """Steps in all."""
+    eta_s: int | None = None
+    """Seconds left at the recent speed, evaluations not counted."""
+    trends: dict[str, Trend] | None = None
+    """At the end: how reward, success or loss moved."""
+    held_out: list[HeldOut] | None = None
+    """New evaluations."""
+    verdict: Verdict | None = None
+    """With a new evaluation: whether training helped on held-out examples."""
+    checkpoint: int | None = None
+    """Step of the newest checkpoint, if it is new."""
+    outlook: str | None = None
+    """Whether it is worth continuing."""
+    flags: list[Flag] | None = None
+    """New warning signs, the gravest first."""
+    warnings: list[str] | None = None
+    """What holds the run up, and at its end the worker's newest warnings."""
+    scores: Scores | None = None
+    """What an evaluation found."""
+    error: Failure | None = None
+    """Why it failed, or why an attempt was lost."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """What a caller was told of a run. As text it is the cursor `since`."""
+
+    run: str
+    """The end of its id: a cursor of another run would hide news."""
+    lost: int = 0
+    """Attempts that were lost."""
+    evaluations: int = 0
+    checkpoint: int = 0
+    """Step of the newest."""
+    held_up: bool = False
+    flags: str = ""
+    """A letter for each flag, by its place in FLAG_NAMES: a capital one if it was a problem."""
+
+    def __str__(self) -> str:
+        counts = {"l": self.lost, "e": self.evaluations, "c": self.checkpoint}
+        parts = [f"{letter}{count}" for letter, count in counts.items() if count]
+        if self.held_up:
+            parts.append("h")
+        if self.flags:
+            parts.append(f"-{self.flags}")
+        return self.run + "".join(parts)
+
+    @classmethod
+    def of(cls, run_id: str, since: str | None) -> Self:
+        """FlashError(invalid_argument) for a text that is no cursor of this run."""
+        run = run_id[-2:]
+        if since is None:
+            return cls(run=run)
+        found = CURSOR.fullmatch(since)
+        if found is None or found["run"] != run:
+            what = f"that is no cursor of {run_id}"
+            fix = "pass `since` as the last result of this run has it, or leave it out"
+            raise FlashError("invalid_argument", what, since=since, fix=fix)
+        return cls(
+            run=run,
+            lost=int(found["lost"] or 0),
+            evaluations=int(found["evaluations"] or 0),
+            checkpoint=int(found["checkpoint"] or 0),
+            held_up=bool(found["held_up"]),
+            flags=found["flags"] or "",
+        )
+
+    def has(self, flag: Flag) -> bool:
+        """Whether the flag was told, as grave as it is now."""
+        letter = _letter(flag)
+        return letter in self.flags or letter.upper() in self.flags
+
+    def after(self, report: Report) -> Told:
+        """What a caller has been told once it saw this report."""
+        flags = self.flags + "".join(map(_letter, self.new_flags(report)))
+        return Told(
+            run=self.run,
+            lost=_lost(report.found.run),
+            evaluations=len(report.found.evaluations),
+            checkpoint=max(self.checkpoint, report.view.checkpoint or 0),
+            held_up=bool(report.held_up),
+            flags=flags,
+        )
+
+    def new_flags(self, report: Report) -> list[Flag]:
+        return [flag for flag in report.judged.flags if not self.has(flag)]
+
+    def misses(self, report: Report, until: Until) -> bool:
+        """Whether the report has what a caller waits for."""
+        run = report.found.run
+        is_held_up = bool(report.held_up) and not self.held_up
+        if run.ended is not None or _lost(run) > self.lost or is_held_up:
+            return True
+        new_flags = self.new_flags(report)
+        if until == "end":
+            return any(flag.severity == "problem" for flag in new_flags)
+        is_saved = (report.view.checkpoint or 0) > self.checkpoint
+        return bool(new_flags) or is_saved or len(report.found.evaluations) > self.evaluations
+
+
+def _letter(flag: Flag) -> str:
+    letter = chr(ord("a") + FLAG_NAMES.index(flag.name))
+    return letter.upper() if flag.severity == "problem" else letter
+
+
+def _lost(run: Run) -> int:
+    """Attempts that were lost: the newest one is under way, or was the last."""
+    under_way = 0 if run.state == "queued" else 1
+    return max(0, run.attempt - under_way)
+
+
+class Watch:
+    """Reads the report on a run anew whenever something about the run changed."""
+
+    def __init__(self, store: Store, run_id: str) -> None:
+        self.store = store
+        self.run_id = run_id
+        self.start_s: float | None = None
+        self._seen: object = None
+        self._report: Report | None = None
+
+    def __call__(self) -> Report:
+        run = self.store.run(self.run_id)
+        held_up = obstacles(self.store, run)
+        mark = (*fingerprint(self.store, run), *held_up)
+        if self._report is None:
+            self.start_s = self.store.usual_start_s(run)
+        if self._report is None or mark != self._seen:
+            self._report = report_on(self.store, self.run_id)
+            self._seen = mark
+        return self._report
+
+    def progress(self, report: Report) -> tuple[str, float | None]:
+        return progress_of(report.found.run, report.view.step_s, self.start_s)
+
+
+async def wait_for_news(
+    store: Store, run_id: str, told: Told, until: Until, wait_s: float
+) -> Report:
+    """The report on a run as soon as it has what the caller waits for, or as it is after `wait_s`.
+
+    FlashError(unknown_run).
+    """
+    watch = Watch(store, run_id)
+    deadline = deadline_after(wait_s)
+    return await wait_until(
+        watch, lambda report: told.misses(report, until), deadline, watch.progress
+    )
+
+
+def one_line(report: Report) -> str:
+    """Where an active run is."""
+    view = report.view
+    parts = [f"step {view.step}" + (f"/{view.steps}" if view.steps else "")]
+    if not view.step:
+        parts.insert(0, view.phase or view.state)
+    if view.success:
+        parts.append(f"success {view.success.last:.0%}")
+    elif view.loss:
+        parts.append(f"loss {view.loss.last:.2f}")
+    if view.eta_s is not None:
+        parts.append(f"{max(1, round(view.eta_s / 60))} min left")
+    if report.held_up:
+        parts.append("still held up")
+    return ", ".join(parts)
+
+
+def news_of(report: Report, told: Told) -> News:
+    """The parts of the report that the caller was not told."""
+    view = report.view
+    is_over = report.found.run.ended is not None
+    new_flags = told.new_flags(report)
+    is_lost = _lost(report.found.run) > told.lost
+    news = News(state=view.state, step=view.step, steps=view.steps, eta_s=view.eta_s)
+    if len(report.found.evaluations) > told.evaluations:
+        new = {row.step for row in report.found.evaluations[told.evaluations :]}
+        news.held_out = [row for row in view.held_out or () if row.step in new] or None
+        news.verdict = view.verdict
+    if (view.checkpoint or 0) > told.checkpoint:
+        news.checkpoint = view.checkpoint
+    news.flags = new_flags or None
+    if is_over or new_flags:
+        news.outlook = view.outlook
+    if is_over:
+        trends = {"reward": view.reward, "success": view.success, "loss": view.loss}
+        news.trends = {name: trend for name, trend in trends.items() if trend} or None
+        news.scores = view.scores
+    if is_over or report.held_up:
+        news.warnings = view.warnings
+    if is_over or is_lost:
+        news.error = view.error
+    return news
+
+
+def next_call(report: Report, told: Told, until: Until, since: str) -> str:
+    """What to do after a look: the look again, with what asks for more before it."""
+    run = report.found.run
+    again = waiting_for(run.id, until, since)
+    if run.ended is not None:
+        return report.next_step
+    is_problem = any(flag.severity == "problem" for flag in told.new_flags(report))
+    if is_problem or report.held_up:
+        return f"{report.next_step}; {again} waits on"
+    return again
