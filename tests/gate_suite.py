@@ -85,6 +85,13 @@ class Essays(Rows):
         return [(f"Describe story {n}.", story(n)) for n in range(16)]
 
 
+class Hinted(Rows):
+    """Its prompts end with a hint."""
+
+    def build_prompt_messages(self, example, prompt_text):
+        return [{"role": "user", "content": f"{example.input} {self.hint(example)}"}]
+
+
 class Dialogue(Rows, EnvironmentMultiTurn):
     """A conversation of at most three model turns, which the right answer ends."""
 
@@ -240,33 +247,33 @@ BAD = {
     ),
     "the clock": (
         """
-        class Sample(Addition):
-            def build_prompt_messages(self, example, prompt_text):
-                return [{'role': 'user', 'content': f'{example.input} It is {time.time()}.'}]
+        class Sample(Hinted):
+            def hint(self, example):
+                return f"It is {time.time()}."
         """,
         "determinism",
     ),
     "the clock by the minute": (
         """
-        class Sample(Rows):
-            def build_prompt_messages(self, example, prompt_text):
-                return [{"role": "user", "content": f"{example.input} It is {time.strftime('%H:%M')}."}]
+        class Sample(Hinted):
+            def hint(self, example):
+                return f"It is {time.strftime('%H:%M')}."
         """,
         "determinism",
     ),
     "the clock by the year, in UTC": (
         """
-        class Sample(Rows):
-            def build_prompt_messages(self, example, prompt_text):
-                return [{"role": "user", "content": f"{example.input} It is {time.gmtime().tm_year}."}]
+        class Sample(Hinted):
+            def hint(self, example):
+                return f"It is {time.gmtime().tm_year}."
         """,
         "determinism",
     ),
     "the gold answer in the prompt": (
         """
-        class Sample(Rows):
-            def build_prompt_messages(self, example, prompt_text):
-                return [{"role": "user", "content": f"{example.input} Hint: the answer is {example.output}."}]
+        class Sample(Hinted):
+            def hint(self, example):
+                return f"Hint: the answer is {example.output}."
         """,
         "prompt_echo",
     ),

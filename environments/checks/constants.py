@@ -19,6 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from statistics import fmean
 
+from environments.checks.answers import parts, tags
+from environments.checks.playing import Task, known_gold, play, together
 from environments.process.faults import EnvironmentFault
 from environments.process.host import EnvironmentHost
 
@@ -71,7 +73,7 @@ def candidates(golds: Sequence[Turns], prompts: Sequence[str]) -> list[Turns]:
     """The constants to try, without repetition. `golds` are gold conversations of several tasks."""
     common = [turns for turns, _ in Counter(golds).most_common(MOST_GOLDS)]
     texts = list(dict.fromkeys(turns[0] for turns in golds if len(turns) == 1))[:MOST_JOINED]
-    wrappers = _tags("\n".join(prompts))
+    wrappers = tags("\n".join(prompts))
     single: list[str] = list(USUAL)
     if not wrappers:
         single += INJECTED
@@ -80,28 +82,10 @@ def candidates(golds: Sequence[Turns], prompts: Sequence[str]) -> list[Turns]:
     plain = [turns[0] for turns in common if len(turns) == 1]
     inside = (*plain, *single, *INJECTED)
     wrapped = [before + text + after for before, after in wrappers for text in inside]
-    inner = [_inner(text, wrappers) for text in texts]
-    if any(text != whole for text, whole in zip(inner, texts, strict=True)):
+    inner = [parts(text)[1] for text in texts]
+    if inner != texts:
         wrapped += [before + " ".join(inner) + after for before, after in wrappers]
     return list(dict.fromkeys((*common, *((text,) for text in (*single, *wrapped)))))
-
-
-def _tags(text: str) -> list[tuple[str, str]]:
-    """The tags that a prompt asks answers to stand in."""
-    names = dict.fromkeys(re.findall(r"</(\w{1,20})>", text))
-    found = [(f"<{name}>", f"</{name}>") for name in names if f"<{name}>" in text]
-    if "\\boxed{" in text:
-        found.append(("\\boxed{", "}"))
-    return found[:3]
-
-
-def _inner(text: str, tags: Sequence[tuple[str, str]]) -> str:
-    """What stands in the last such tags of a text; the whole text if it has none."""
-    for before, after in tags:
-        start = text.rfind(before)
-        if start >= 0:
-            return text[start + len(before) :].partition(after)[0]
-    return text
 
 
 async def best_constant(host: EnvironmentHost, split: str, tasks: Sequence[int]) -> Constant | None:
@@ -112,7 +96,8 @@ async def best_constant(host: EnvironmentHost, split: str, tasks: Sequence[int])
     tasks = random.Random(0).sample(list(tasks), min(len(tasks), MOST_TASKS))
     with suppress(TimeoutError, EnvironmentFault):
         async with asyncio.timeout(TIMEOUT_S):
-            golds = [turns for index in tasks if (turns := await _gold(host, split, index))]
+            found = await together(known_gold(host, Task(split, index)) for index in tasks)
+            golds = [turns for turns in found if turns]
             prompts: list[str] = []
             for index in tasks[:FIRST_TASKS]:
                 opening = await host.open(split, index)
@@ -123,14 +108,6 @@ async def best_constant(host: EnvironmentHost, split: str, tasks: Sequence[int])
             finals = await _play_all(host, split, tasks, finalists)
             return finals[0] if finals else None
     return None
-
-
-async def _gold(host: EnvironmentHost, split: str, index: int) -> Turns:
-    """The model's turns of the gold answer; () if the task has none."""
-    with suppress(EnvironmentFault):
-        gold = await host.gold(split, index)
-        return tuple(message["content"] for message in gold if message["role"] == "assistant")
-    return ()
 
 
 async def _play_all(
@@ -153,22 +130,8 @@ async def _play(
 ) -> Constant | None:
     """Play it on every task. None if the environment fails at it."""
     try:
-        scores = await asyncio.gather(*(_score(host, split, index, turns) for index in tasks))
+        played = await together(play(host, Task(split, index), turns) for index in tasks)
     except EnvironmentFault:
         return None
-    successes = tuple(success for success, _ in scores)
-    return Constant(turns, successes, tuple(reward for _, reward in scores))
-
-
-async def _score(host: EnvironmentHost, split: str, index: int, turns: Turns) -> tuple[bool, float]:
-    opening = await host.open(split, index)
-    try:
-        for turn in range(opening.max_turns):
-            text = turns[min(turn, len(turns) - 1)]
-            if (await host.step(opening.episode, text)).done:
-                break
-        score = await host.score(opening.episode)
-    except BaseException:
-        await host.close(opening.episode)
-        raise
-    return score.success, score.reward
+    successes = tuple(each.score.success for each in played)
+    return Constant(turns, successes, tuple(each.score.reward for each in played))

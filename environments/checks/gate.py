@@ -10,26 +10,33 @@ kinds of wrong scorers that were seen before."""
 from __future__ import annotations
 
 import asyncio
-import inspect
 import re
-import reprlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, zip_longest
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from environments.base import ChatMessage, Environment, EnvironmentSingleTurn
-from environments.checks.constants import Constant, best_constant
+from environments.base import ChatMessage
+from environments.checks.answers import FRESH, JUNK, NONSENSE, STATED, nearly, parts
+from environments.checks.constants import best_constant
+from environments.checks.playing import Answers, Played, Task, gold_turns, interleave, play
+from environments.checks.report import (
+    Probe,
+    Report,
+    difference,
+    failure,
+    reward_range,
+    score_text,
+    shown,
+)
 from environments.checks.splits import shared_tasks
-from environments.process import requirements, sandbox
-from environments.process.faults import FIXES, remedy
-from environments.process.foreign import plain_name, quoted
-from environments.process.host import EnvironmentFault, EnvironmentHost, Score, Step
+from environments.process import requirements
+from environments.process.foreign import plain_name
+from environments.process.host import EnvironmentFault, EnvironmentHost
 
 ROWS = {"train": 5, "eval": 3}
 """How many tasks of each split are tried, spread over the split."""
@@ -43,15 +50,6 @@ CONSTANT_SHARE = 0.9
 """One constant may succeed on less than this share of the tasks, and earn less than this share of
 the gold answers' reward."""
 MOST_REWARD = 1000.0
-SHORT_ANSWER = 24
-"""A gold answer of at most so many characters says nothing else once a character is changed."""
-JUNK = (
-    "asdf qwer zxcv",
-    "I cannot help with that.",
-    "<answer></answer> {} [] <<>> \\boxed{}",
-    "\u2603 \u00ff \u202e \U0001f9ea \x00 \ud800",
-    "bla " * 5000,
-)
 SUCCESS_FIX = "set success in RewardResult: by default any score > 0 is a success"
 WORTHLESS = {
     "junk": SUCCESS_FIX,
@@ -63,74 +61,10 @@ WORTHLESS = {
     "place, a tag or the last line, and set success in RewardResult",
 }
 """Probes with answers that must earn little, in order, and the fix if such an answer succeeds."""
-STATED = r"(?:answer|solution|gold|hint|result|output)\W{0,3}(?:is|are)?\W{0,3}"
-"""What stands before a gold answer that a prompt gives away."""
-FRESH = "a text that no other check has played"
-NONSENSE = (
-    "1/0",
-    "nan",
-    "1e999",
-    "(",
-    "[" * 100_000,
-    "raise SystemExit",
-    "null",
-    "9" * 5000,
-)
-"""Answers of about the right form that make careless parsers raise."""
 OTHER_CLOCK = {"TZ": "ALT-13:37"}
 """What differs between the two processes that must agree: a time zone shows use of the clock."""
 PAY_FIX = "pay less for what a model can write without solving the task"
 OUT_OF_TIME = "not finished: the time for all checks was used up"
-
-Answers = Sequence[str | None]
-
-
-@dataclass(frozen=True)
-class Probe:
-    """One check. `passed` is None if it was not made or tells nothing; `fix` is empty if there is
-    nothing to do.
-    """
-
-    name: str
-    passed: bool | None
-    evidence: str
-    fix: str = ""
-
-
-@dataclass
-class Report:
-    """All checks of one environment, in the order in which they were made."""
-
-    splits: dict[str, int] = field(default_factory=dict[str, int])
-    probes: list[Probe] = field(default_factory=list[Probe])
-    sandbox: dict[str, str] = field(default_factory=dict[str, str])
-    """What protected this machine from its code (EnvironmentHost.sandbox)."""
-    seconds: float = 0.0
-    constant: Constant | None = None
-    """The best answer that is the same for every task."""
-
-    @property
-    def passed(self) -> bool:
-        """No check failed. A check that was not made is not a failure."""
-        return all(probe.passed is not False for probe in self.probes)
-
-
-@dataclass(frozen=True)
-class Task:
-    split: str
-    index: int
-
-    def __str__(self) -> str:
-        return f"{self.split}[{self.index}]"
-
-
-@dataclass(frozen=True)
-class Played:
-    """A conversation whose model turns were fixed in advance."""
-
-    prompt: list[ChatMessage]
-    replies: list[ChatMessage]
-    score: Score
 
 
 async def check(
@@ -165,7 +99,7 @@ async def check(
     except EnvironmentFault as fault:
         if fault.code == "not_ready":
             raise
-        gate.add(_failure("loads", fault))
+        gate.add(failure("loads", fault))
     gate.report.seconds = gate.elapsed_s
     return gate.report
 
@@ -195,7 +129,7 @@ class _Gate:
         self._slowest_s: dict[str, float] = {}
         self._tasks: list[Task] = []
         self._prompts: dict[Task, list[ChatMessage]] = {}
-        self._golds: dict[Task, list[str]] = {}
+        self._golds: dict[Task, tuple[str, ...]] = {}
         self._played: dict[Task, Played] = {}
         self._junk_rewards: dict[Answers, list[float]] = {}
 
@@ -237,7 +171,7 @@ class _Gate:
         except _FailedError as failed:
             probe = Probe(name, False, *failed.args)
         except EnvironmentFault as fault:
-            probe = _failure(name, fault)
+            probe = failure(name, fault)
         except TimeoutError:
             probe = Probe(name, None, OUT_OF_TIME, "make its calls faster and test again")
         self.add(probe)
@@ -268,16 +202,18 @@ class _Gate:
     async def _check_prompts(self, host: EnvironmentHost) -> str:
         turns: list[int] = []
         for task in self._tasks:
-            opening = await self._timed("start_episode", task, host.open(task.split, task.index))
+            opening = await self._timed(
+                task, (), "start_episode", host.open(task.split, task.index)
+            )
             self._prompts[task] = opening.messages
             turns.append(opening.max_turns)
-            await self._timed("close_episode", task, host.close(opening.episode))
+            await self._timed(task, (), "close_episode", host.close(opening.episode))
         return f"{len(turns)} tasks opened, at most {max(turns)} turns each"
 
     async def _check_gold(self, host: EnvironmentHost) -> str:
         for task in self._tasks:
             try:
-                gold = await self._timed("sft_completion", task, host.gold(task.split, task.index))
+                answers = await self._timed(task, (), "sft_completion", gold_turns(host, task))
             except EnvironmentFault as fault:
                 if fault.code == "environment_timeout":
                     raise
@@ -285,15 +221,14 @@ class _Gate:
                     "give rows an output, or override sft_completion: algorithm='sft' needs it too"
                 )
                 raise _SkippedError(f"no gold answer: {fault.shown}", fix) from fault
-            answers = [message["content"] for message in gold if message["role"] == "assistant"]
             played = await self._play(host, task, answers)
             if not answers or not played.score.success:
-                earned = f"{_show(answers)} earned {_score_text(played.score)}"
+                earned = f"{shown(answers)} earned {score_text(played.score)}"
                 fix = "make the gold answer and the scorer agree; success must be true for it"
                 raise _FailedError(f"the gold answer of {task} is no success: {earned}", fix)
             self._golds[task] = answers
             self._played[task] = played
-        rewards = _range([played.score.reward for played in self._played.values()])
+        rewards = reward_range([played.score.reward for played in self._played.values()])
         return f"{len(self._played)} gold answers are successes, with rewards {rewards}"
 
     def _worthless(self, name: str, task: Task) -> list[Answers]:
@@ -334,7 +269,7 @@ class _Gate:
                 if name in ("junk", "empty", "none"):
                     self._junk_rewards.setdefault(tuple(answers), []).append(score.reward)
                 if score.success:
-                    what = f"{_show(answers)} counts as a success, with {_score_text(score)}"
+                    what = f"{shown(answers)} counts as a success, with {score_text(score)}"
                     what = f"{task}: {what}"
                     if name != "truncated" or self._ends_in_first_word(task, answers[-1] or ""):
                         hits.setdefault(task, what)
@@ -345,7 +280,7 @@ class _Gate:
                     gold = self._played[task].score.reward
                     partial = name == "truncated" or answers == [self._asked(task)]
                     if not _is_low(score.reward, gold, partial=partial):
-                        earned = f"{_show(answers)} earned {_score_text(score)}"
+                        earned = f"{shown(answers)} earned {score_text(score)}"
                         paid.setdefault(task, f"{task}: {earned}, the gold answer {gold:g}")
         if not rewards:
             raise _SkippedError("there is no gold answer to cut short", "")
@@ -362,7 +297,7 @@ class _Gate:
         _skip_if(doubts)
         if says_all:
             raise says_all
-        return f"{len(rewards)} answers, no success, rewards {_range(rewards)}"
+        return f"{len(rewards)} answers, no success, rewards {reward_range(rewards)}"
 
     def _stated(self) -> dict[Task, str]:
         """The tasks whose prompt states the gold answer."""
@@ -371,7 +306,7 @@ class _Gate:
             prompt = "\n".join(message["content"] for message in self._prompts[task])
             gold = re.escape(turns[-1].strip())
             if found := re.search(rf"{STATED}{gold}(?!\w)", prompt, re.IGNORECASE):
-                stated[task] = f"{task}: the prompt says {_show([found[0]])}"
+                stated[task] = f"{task}: the prompt says {shown([found[0]])}"
         return stated
 
     async def _check_near_gold(self, host: EnvironmentHost) -> str:
@@ -384,15 +319,15 @@ class _Gate:
         for task in tasks:
             *turns, gold = self._golds[task]
             other = self._other_gold(task)
-            for near in _nearly(gold):
+            for near in nearly(gold):
                 if (await self._play(host, task, [*turns, near])).score.success:
-                    what = f"{_show([near])} counts as a success; gold is {_show([gold])}"
+                    what = f"{shown([near])} counts as a success; gold is {shown([gold])}"
                     changed.setdefault(task, f"{task}: {what}")
             # One of the two orders may be right: the first or the last answer counts.
             both = [f"{gold}\n{other}", f"{other}\n{gold}"]
             scores = [(await self._play(host, task, [*turns, text])).score for text in both]
             if all(score.success for score in scores):
-                hedged[task] = f"{task}: {_show(both)}: both count as successes"
+                hedged[task] = f"{task}: {shown(both)}: both count as successes"
         whole = "compare the whole answer with the gold answer, not a part or a rounded form of it"
         single = "accept one answer: read one place, such as the last tag, and refuse several"
         doubts = [
@@ -407,7 +342,7 @@ class _Gate:
         count = 0
         for task in (self._tasks[0], self._tasks[-1]):
             *turns, gold = self._golds.get(task, [""])
-            before, inner, after = _parts(gold)
+            before, inner, after = parts(gold)
             texts = [before + text + after for text in NONSENSE]
             for digit in "09\u00b2":
                 texts.append(before + re.sub(r"\d", digit, inner) + after)
@@ -453,10 +388,9 @@ class _Gate:
         constant = await best_constant(host, split, range(self.report.splits[split]))
         if constant is None:
             raise _SkippedError("no constant could be scored", "")
-        self.report.constant = constant
         tasks = len(constant.successes)
         count = f"{sum(constant.successes)} of {tasks} {split} tasks"
-        text = f"the best constant {_show([constant.answer])} succeeds on {count}"
+        text = f"the best constant {shown([constant.answer])} succeeds on {count}"
         text += f", with a mean reward of {constant.mean_reward:.3g}"
         rewards = [played.score.reward for played in self._played.values()]
         gold_reward = fmean(rewards or [0.0])
@@ -480,42 +414,17 @@ class _Gate:
             with suppress(EnvironmentFault):
                 alone.append(await self._play(host, *plan, repeat=True))
                 plans.append(plan)
-        together = await self._interleave(host, plans)
-        for (task, _), one, other in zip(plans, alone, together, strict=True):
+        at_once = await interleave(host, plans)
+        for (task, _), one, other in zip(plans, alone, at_once, strict=True):
             if one != other:
                 raise _FailedError(
                     f"{task} went differently while other episodes ran than alone: "
-                    f"{_difference(one, other)}",
+                    f"{difference(one, other)}",
                     "set an episode's state as attributes in start_episode (each episode has a "
                     "copy of the object); never change a list or dict that the copies share; "
                     "draw from random or numpy.random, not from a generator that they share",
                 )
-        return f"{len(together)} episodes at once went as they did one by one"
-
-    async def _interleave(
-        self, host: EnvironmentHost, plans: Sequence[tuple[Task, Answers]]
-    ) -> list[Played]:
-        """Play these conversations turn by turn: all open, all take their first turn, and so on."""
-        openings = await asyncio.gather(*(host.open(task.split, task.index) for task, _ in plans))
-        replies: list[list[ChatMessage]] = [[] for _ in plans]
-        active = list(range(len(plans)))
-        turn = 0
-        while active := [place for place in active if turn < openings[place].max_turns]:
-            calls: list[Awaitable[Step]] = []
-            for place in active:
-                answers = plans[place][1]
-                text = answers[min(turn, len(answers) - 1)]
-                calls.append(host.step(openings[place].episode, text))
-            steps = await asyncio.gather(*calls)
-            for place, step in zip(active, steps, strict=True):
-                replies[place] += step.messages
-            active = [p for p, step in zip(active, steps, strict=True) if not step.done]
-            turn += 1
-        scores = await asyncio.gather(*(host.score(opening.episode) for opening in openings))
-        return [
-            Played(opening.messages, said, score)
-            for opening, said, score in zip(openings, replies, scores, strict=True)
-        ]
+        return f"{len(at_once)} episodes at once went as they did one by one"
 
     async def _check_determinism(self) -> str:
         async with await self._start_host() as first, await self._start_other() as second:
@@ -528,7 +437,7 @@ class _Gate:
                 one = await self._replay(first, task)
                 other = await self._replay(second, task)
                 if one != other:
-                    what = f"two processes disagree on {task}: {_difference(one, other)}"
+                    what = f"two processes disagree on {task}: {difference(one, other)}"
                     fix = (
                         "seed randomness from example.id; read neither the clock nor the time zone"
                     )
@@ -553,21 +462,8 @@ class _Gate:
         """Play a conversation with these model turns. `repeat` gives the last one again until the
         episode ends.
         """
-        opening = await self._timed("start_episode", task, host.open(task.split, task.index))
-        turns = opening.max_turns if repeat else min(len(answers), opening.max_turns)
-        replies: list[ChatMessage] = []
-        try:
-            for turn in range(turns):
-                call = host.step(opening.episode, answers[min(turn, len(answers) - 1)])
-                step = await self._timed("step_episode", task, call, answers)
-                replies += step.messages
-                if step.done:
-                    break
-            score = await self._timed("score_episode", task, host.score(opening.episode), answers)
-        except EnvironmentFault:
-            await host.close(opening.episode)
-            raise
-        return Played(opening.messages, replies, score)
+        watch = partial(self._timed, task, answers)
+        return await play(host, task, answers, repeat=repeat, watch=watch)
 
     async def _replay(self, host: EnvironmentHost, task: Task) -> Played:
         """Play the gold conversation of a task, or one with junk if it has none."""
@@ -575,14 +471,13 @@ class _Gate:
             return await self._play(host, task, self._golds[task])
         return await self._play(host, task, [JUNK[0]], repeat=True)
 
-    async def _timed(
-        self, method: str, task: Task, call: Awaitable[Any], answers: Answers = ()
-    ) -> Any:
+    async def _timed(self, task: Task, answers: Answers, method: str, call: Awaitable[Any]) -> Any:
         begun = time.monotonic()
         try:
             return await call
         except EnvironmentFault as fault:
-            given = f" with the answer {_show(answers)}" if answers else ""
+            is_given = answers and method != "start_episode"
+            given = f" with the answer {shown(answers)}" if is_given else ""
             raise EnvironmentFault(
                 fault.code,
                 f"{task}{given}: {fault.what}",
@@ -612,35 +507,6 @@ def _skip_if(doubts: Sequence[str]) -> None:
         raise _SkippedError(found, "")
 
 
-def _parts(gold: str) -> tuple[str, str, str]:
-    """The gold answer: what stands before, in and behind its last tags."""
-    tags = re.fullmatch(r"(.*<(\w+)>)(.*?)(</\2>.*)|(.*\\boxed\{)(.*)(\}.*)", gold, re.DOTALL)
-    if tags is None:
-        return "", gold, ""
-    if tags[2]:
-        return tags[1], tags[3], tags[4]
-    return tags[5], tags[6], tags[7]
-
-
-def _nearly(gold: str) -> list[str]:
-    """Short gold answers with the last letter or digit changed, one more at either end, and
-    without the minus. In a long one a character need not matter.
-    """
-    before, inner, after = _parts(gold)
-    last = re.search(r"\w(?=\W*$)", inner)
-    if last is None or len(inner) > SHORT_ANSWER:
-        return []
-    new = "y" if last[0] == "x" else "x"
-    if last[0].isdecimal():
-        new = str((int(last[0]) + 1) % 10)
-    texts = [inner[: last.start()] + new + inner[last.end() :]]
-    if inner[:1].isalnum() and inner[-1:].isalnum():
-        texts += [new.replace("0", "1") + inner, inner + new]
-    if re.match(r"-\d", inner):
-        texts.append(inner[1:])
-    return [before + text + after for text in texts]
-
-
 def _is_low(reward: float, gold: float, *, partial: bool) -> bool:
     """Whether a worthless answer's reward is well below the gold answer's. A partial answer's
     reward only has to be lower.
@@ -648,81 +514,6 @@ def _is_low(reward: float, gold: float, *, partial: bool) -> bool:
     if partial or gold <= 0:
         return reward < gold
     return reward <= LOW_SHARE * gold
-
-
-# -- the fix of a fault ----------------------------------------------------------------------------
-
-FIX_OF_CODE = {
-    **FIXES,
-    "environment_timeout": "give every wait and every loop in environment code an end",
-    "dataset_invalid": "correct the dataset at the place named",
-    "requirements_failed": f"correct {requirements.FILE}: name packages and versions that exist "
-    "for this Python",
-}
-LIMITS_FIX = (
-    f"stay within the limits, or raise them in {sandbox.FILE} "
-    "(network, memory_gib, processes, file_gib)"
-)
-FIX_OF_TEXT = {
-    rf"^{re.escape(sandbox.FILE)}": f"correct {sandbox.FILE}, or delete it: most environments need "
-    "none",
-    r"^there is no environment\.py": "pass the folder that holds environment.py; env_setup writes "
-    "one to start from",
-    "its process answered no call": "release the interpreter: make long native code release the "
-    "GIL, or run it in a process",
-    "the environment's process ended": "raise or return instead of ending the process: look for "
-    "exit calls, signals and crashes of native code",
-}
-"""Fixes by a pattern of the fault's text, for faults that no exception of a method caused."""
-METHODS = ("environment.py", *vars(Environment), *vars(EnvironmentSingleTurn))
-"""Whose names a fix may repeat. Environment code can claim any name."""
-
-
-def _failure(name: str, fault: EnvironmentFault) -> Probe:
-    evidence = f"[{fault.code}]"
-    if not fault.is_foreign:
-        evidence += f" {fault.what}"
-    evidence += quoted(fault.wrote(800))
-    return Probe(name, False, evidence, remedy(fault) or _fix(name, fault))
-
-
-def _fix(name: str, fault: EnvironmentFault) -> str:
-    if fault.code not in ("environment_error", "environment_invalid"):
-        return FIX_OF_CODE.get(fault.code, LIMITS_FIX)
-    what = fault.what
-    if isinstance(fault.__cause__, EnvironmentFault):
-        # `_timed` put the answer before it; the words of the answer must not be matched.
-        what = fault.__cause__.what
-    if raised := re.match(r"(\S+) raised (\w+): ", what):
-        return _fix_of_raised(name, raised[1], raised[2], what)
-    for pattern, fix in FIX_OF_TEXT.items():
-        if re.search(pattern, what):
-            return fix
-    if fault.code == "environment_invalid":
-        return "correct environment.py"
-    if what.startswith("the score must be"):
-        return "give RewardResult a finite number as score, whatever the model wrote"
-    return "return what the evidence asks for on every path: one without a return gives None"
-
-
-def _fix_of_raised(name: str, method: str, error: str, what: str) -> str:
-    called = re.search(r"(\w+)\(\) (?:takes|missing|got)", what)
-    if error == "TypeError" and called and not called[1].startswith("_"):
-        contract = getattr(EnvironmentSingleTurn, called[1], None)
-        if callable(contract):
-            parameters = ", ".join(inspect.signature(contract).parameters)
-            return f"define it as the contract does: {called[1]}({parameters})"
-    if error == "ModuleNotFoundError":
-        return f"name its package in {requirements.FILE}, or correct the import"
-    is_about_answer = name != "gold" and error not in ("NameError", "ImportError")
-    if is_about_answer and method in ("score_episode", "normalize_response_text"):
-        return "return a low score instead of raising, whatever the model wrote"
-    if is_about_answer and method == "step_episode":
-        return "answer with a message or done=True instead of raising, whatever the model wrote"
-    return f"correct {method if method in METHODS else 'the code'} at the line named"
-
-
-# -- small things ----------------------------------------------------------------------------------
 
 
 def _spread(size: int, count: int) -> list[int]:
@@ -741,36 +532,3 @@ def _repeated(ids: Sequence[str]) -> list[str]:
             repeated.append(task_id)
         seen.add(task_id)
     return repeated
-
-
-def _range(rewards: Sequence[float]) -> str:
-    return f"from {min(rewards):g} to {max(rewards):g}"
-
-
-def _show(answers: Answers) -> str:
-    return " / ".join(_brief(answer, 80) for answer in answers) or "nothing"
-
-
-def _brief(value: Any, limit: int) -> str:
-    """Its repr. Long texts in it lose their middle, so quotes stay closed."""
-    brief = reprlib.Repr()
-    brief.maxstring = brief.maxother = limit
-    return brief.repr(value)
-
-
-def _score_text(score: Score) -> str:
-    reason = f" ({score.reason:.200})" if score.reason else ""
-    return f"reward {score.reward:g}, success {str(score.success).lower()}{reason}"
-
-
-def _difference(one: Played, other: Played) -> str:
-    """The first thing in which two different conversations differ."""
-    for what, ours, theirs in (
-        ("prompt", one.prompt, other.prompt),
-        ("reply", one.replies, other.replies),
-        ("score", [one.score], [other.score]),
-    ):
-        for left, right in zip_longest(ours, theirs):
-            if left != right:
-                return f"{what} {_brief(left, 200)} and {_brief(right, 200)}"
-    return "nothing"

@@ -463,6 +463,9 @@ class _Child(asyncio.SubprocessProtocol):
             done, _ = await asyncio.wait((future,), timeout=timeout_s)
         except asyncio.CancelledError:
             self._send({"number": 0, "op": "abandon", "target": number})
+            # The answer may have come meanwhile: asyncio reports exceptions that nobody reads.
+            if future.done():
+                future.exception()
             raise
         finally:
             del self._pending[number]

@@ -15,6 +15,8 @@ from pydantic import Field
 
 import environments
 from environments.checks import gate
+from environments.checks.report import Probe as GateProbe
+from environments.checks.report import Report as GateReport
 from environments.checks.splits import Overlap, overlap
 from environments.process.host import EnvironmentFault
 from environments.process.sandbox import Needs, describe
@@ -377,7 +379,7 @@ async def _checked(
     args: Json | None,
     secrets: dict[str, str],
     call_timeout_s: float,
-) -> gate.Report:
+) -> GateReport:
     await report("checking the environment in child processes")
     try:
         return await gate.check(
@@ -398,7 +400,7 @@ async def _sampled(
     model: str,
     environment: str | None,
     path: Path,
-    found: gate.Report,
+    found: GateReport,
     given: Json,
     deadline: float,
 ) -> Sample:
@@ -456,7 +458,7 @@ def _version(environment: str | None, path: Path) -> EnvironmentVersion:
     )
 
 
-def _shown(probe: gate.Probe) -> Probe:
+def _shown(probe: GateProbe) -> Probe:
     limit = EVIDENCE_CHARACTERS if probe.passed is False else EVIDENCE_CHARACTERS // 3
     return Probe(
         name=probe.name,

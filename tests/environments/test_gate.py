@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import environments
-from environments.checks.gate import Probe, Report, check
+from environments.checks.gate import check
+from environments.checks.report import Probe, Report
 from tests.folders import environment_folder
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]

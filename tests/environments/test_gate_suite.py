@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from environments.checks.gate import Report, check
+from environments.checks.gate import check
+from environments.checks.report import Report
 from tests.folders import environment_folder
 from tests.gate_suite import BAD, GOOD, MISSED, ROWS
 

@@ -1,0 +1,148 @@
+"""Plays conversations whose model turns are fixed in advance.
+
+    played = await play(host, Task("train", 0), ["42"])
+    played.score.reward
+
+A fault of the environment is raised as EnvironmentFault, and closes the episode."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from environments.base import ChatMessage
+from environments.process.faults import EnvironmentFault
+from environments.process.host import EnvironmentHost, Opening, Score
+
+T = TypeVar("T")
+
+Answers = Sequence[str | None]
+"""The model's turns. If the episode goes on after the last one, that one is given again."""
+Watch = Callable[[str, Awaitable[Any]], Awaitable[Any]]
+"""Awaits a call into the environment; gets the name of the method as well."""
+
+
+@dataclass(frozen=True)
+class Task:
+    split: str
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.split}[{self.index}]"
+
+
+@dataclass(frozen=True)
+class Played:
+    """A conversation that is over."""
+
+    prompt: list[ChatMessage]
+    replies: list[ChatMessage]
+    score: Score
+
+
+async def _unwatched(method: str, call: Awaitable[T]) -> T:
+    return await call
+
+
+class Conversation:
+    """An open episode, played a turn at a time. `repeat` gives the last answer again until the
+    episode ends.
+    """
+
+    def __init__(
+        self,
+        host: EnvironmentHost,
+        opening: Opening,
+        answers: Answers,
+        *,
+        repeat: bool = True,
+        watch: Watch = _unwatched,
+    ) -> None:
+        self._host = host
+        self._opening = opening
+        self._answers = answers
+        self._turns = opening.max_turns
+        if not repeat:
+            self._turns = min(len(answers), opening.max_turns)
+        self._watch = watch
+        self._taken = 0
+        self._replies: list[ChatMessage] = []
+
+    @property
+    def is_over(self) -> bool:
+        return self._taken >= self._turns
+
+    async def take_turn(self) -> None:
+        text = self._answers[min(self._taken, len(self._answers) - 1)]
+        self._taken += 1
+        step = await self._watch("step_episode", self._host.step(self._opening.episode, text))
+        self._replies += step.messages
+        if step.done:
+            self._turns = self._taken
+
+    async def score(self) -> Played:
+        score = await self._watch("score_episode", self._host.score(self._opening.episode))
+        return Played(self._opening.messages, self._replies, score)
+
+
+async def play(
+    host: EnvironmentHost,
+    task: Task,
+    answers: Answers,
+    *,
+    repeat: bool = True,
+    watch: Watch = _unwatched,
+) -> Played:
+    """Play one conversation; see Conversation."""
+    opening = await watch("start_episode", host.open(task.split, task.index))
+    conversation = Conversation(host, opening, answers, repeat=repeat, watch=watch)
+    try:
+        while not conversation.is_over:
+            await conversation.take_turn()
+        return await conversation.score()
+    except BaseException:
+        # What ended the conversation tells more than why it could not be closed.
+        with suppress(EnvironmentFault):
+            await host.close(opening.episode)
+        raise
+
+
+async def interleave(host: EnvironmentHost, plans: Sequence[tuple[Task, Answers]]) -> list[Played]:
+    """Play these conversations turn by turn: all open, all take their first turn, and so on."""
+    openings = await together(host.open(task.split, task.index) for task, _ in plans)
+    conversations = [
+        Conversation(host, opening, answers)
+        for opening, (_, answers) in zip(openings, plans, strict=True)
+    ]
+    active = conversations
+    while active := [each for each in active if not each.is_over]:
+        await together(each.take_turn() for each in active)
+    return await together(each.score() for each in conversations)
+
+
+async def together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Their results. If one fails, the others are cancelled, and its exception is raised."""
+    # A TaskGroup of Python 3.11 loses the cancellation by a timeout if a call fails as it comes.
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def gold_turns(host: EnvironmentHost, task: Task) -> tuple[str, ...]:
+    """The model's turns of the gold answer; () if it has none."""
+    gold = await host.gold(task.split, task.index)
+    return tuple(message["content"] for message in gold if message["role"] == "assistant")
+
+
+async def known_gold(host: EnvironmentHost, task: Task) -> tuple[str, ...]:
+    """The same; () also if the environment fails to give one."""
+    with suppress(EnvironmentFault):
+        return await gold_turns(host, task)
+    return ()
