@@ -91,7 +91,7 @@ async def check(
         timeout_s=timeout_s,
         start_timeout_s=max(1.0, deadline_s / 2),
     )
-    start_other = partial(start, secrets={**OTHER_CLOCK, **(secrets or {})})
+    start_other = partial(start, variables=OTHER_CLOCK)
     gate = _Gate(start, start_other, timeout_s, deadline_s)
     try:
         await requirements.interpreter(folder, timeout_s=install_timeout_s, on_progress=on_progress)

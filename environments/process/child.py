@@ -1,6 +1,6 @@
 """The process that runs environment code.
 
-    python -m environments.process.child BOUNDS SANDBOX REQUESTS REPLIES
+    python -m environments.process.child BOUNDS REQUESTS REPLIES
 
 environments.process.warden starts it inside the sandbox. It reads requests as JSON lines from the
 descriptor REQUESTS and writes each reply to REPLIES as soon as it is ready:
@@ -126,12 +126,10 @@ class Child:
     def __init__(
         self,
         folder: Path,
-        confined: dict[str, str],
         main_thread: Executor,
         reply: Callable[[dict[str, Any]], None],
     ) -> None:
         self.folder = folder
-        self._confined = confined
         self._reply = reply
         self._main_thread = main_thread
         self._pool = ThreadPoolExecutor(MAX_THREADS)
@@ -185,7 +183,6 @@ class Child:
         return {
             "splits": {name: len(examples) for name, examples in self._splits.items()},
             "max_score_concurrency": score_concurrency,
-            "sandbox": self._confined,
         }
 
     def _import_and_load(self, args: dict[str, Any]) -> Any:
@@ -587,15 +584,11 @@ def _line(message: dict[str, Any]) -> str:
     return json.dumps({"number": message["number"], "fault": ["environment_error", what, ""]})
 
 
-async def _serve(
-    folder: Path, confined: dict[str, str], main_thread: MainThread, requests: int, replies: int
-) -> None:
+async def _serve(folder: Path, main_thread: MainThread, requests: int, replies: int) -> None:
     loop = asyncio.get_running_loop()
     replies_pipe = os.fdopen(replies, "wb", buffering=0)
     transport, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, replies_pipe)
-    child = Child(
-        folder, confined, main_thread, lambda m: transport.write(_line(m).encode() + b"\n")
-    )
+    child = Child(folder, main_thread, lambda m: transport.write(_line(m).encode() + b"\n"))
     requests_pipe = os.fdopen(requests, "rb", buffering=0)
     await loop.connect_read_pipe(lambda: _Requests(child.receive), requests_pipe)
     await asyncio.Event().wait()
@@ -603,8 +596,7 @@ async def _serve(
 
 def main() -> None:
     bounds = sandbox.Bounds.load(sys.argv[1])
-    confined = json.loads(sys.argv[2])
-    requests, replies = map(int, sys.argv[3:])
+    requests, replies = map(int, sys.argv[2:])
     os.set_inheritable(requests, False)
     os.set_inheritable(replies, False)
     sandbox.explain_refusals(bounds)
@@ -613,7 +605,7 @@ def main() -> None:
     sys.path.insert(0, bounds.folder)
     switch_global_generators()
     main_thread = MainThread()
-    serving = _serve(Path(bounds.folder), confined, main_thread, requests, replies)
+    serving = _serve(Path(bounds.folder), main_thread, requests, replies)
     threading.Thread(target=_run_or_exit, args=(serving,), daemon=True).start()
     main_thread.serve()
 

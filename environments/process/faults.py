@@ -78,7 +78,7 @@ OFF_MAIN_THREAD = re.compile(
 """What `signal` says, and what libraries say that use it for their time limits."""
 
 
-NLTK_DATA = re.compile(r"raised LookupError: .*nltk\.download\('([\w-]+)'\)", re.DOTALL)
+NLTK_DATA = re.compile(r"raised LookupError: .*nltk\.download\('", re.DOTALL)
 IS_NO_NUMBER = "which is no number"
 
 
@@ -101,10 +101,11 @@ def remedy(fault: EnvironmentFault) -> str | None:
             return f"{what}: score_episode then runs on the main thread, one call at a time"
         what = "only load_environment and, with max_score_concurrency = 1, score_episode run on it"
         return f"do this in score_episode, or turn off the time limit of that library: {what}"
-    if data := NLTK_DATA.search(fault.what):
+    if NLTK_DATA.search(fault.what):
         return (
-            f"download it into the folder with `python -m nltk.downloader -d nltk_data {data[1]}`, "
-            "and call nltk.data.path.append(str(Path(__file__).parent / 'nltk_data')) before use"
+            "download the data that it names into the folder with `python -m nltk.downloader -d "
+            "nltk_data NAME`, and call nltk.data.path.append(str(Path(__file__).parent / "
+            "'nltk_data')) before use"
         )
     if IS_NO_NUMBER in fault.what:
         return "wrap the object that the environment plays, so that its step returns a number"

@@ -32,7 +32,7 @@ from environments.process import requirements, scratch
 from environments.process.faults import EnvironmentFault
 from environments.process.foreign import marked
 from environments.process.redaction import Redactor
-from environments.process.replies import ForgedError, Reader, parse
+from environments.process.replies import ForgedError, Reader, parse, protections
 from environments.process.sandbox import FILE as NEEDS_FILE
 from environments.process.sandbox import READABLE_VARIABLE, Bounds, Needs
 from environments.process.warden import MEMORY_EXIT_CODE, SWEEP_TIMEOUT_S, UNPROTECTED_EXIT_CODE
@@ -115,6 +115,7 @@ class EnvironmentHost:
         python: Path,
         args: Mapping[str, Any],
         secrets: Mapping[str, str],
+        variables: Mapping[str, str],
         limits: _Limits,
         place: tuple[Path, ExitStack],
     ) -> None:
@@ -122,10 +123,11 @@ class EnvironmentHost:
         self.splits: dict[str, int] = {}
         """The number of tasks of each split. It is 0 for eval if there is no eval split."""
         self.sandbox: dict[str, str] = {}
-        """What sandbox.confine returned: {protection: "" if it works, else why it does not}."""
+        """{protection: "" if it works, else why it does not}, as the warden found them."""
         self._known_as = known_as
         self._args = dict(args)
         self._secrets = dict(secrets)
+        self._variables = dict(variables)
         self._python = python
         self._redactor = Redactor(secrets.values())
         self._limits = limits
@@ -146,6 +148,7 @@ class EnvironmentHost:
         known_as: str = "",
         args: Mapping[str, Any] | None = None,
         secrets: Mapping[str, str] | None = None,
+        variables: Mapping[str, str] | None = None,
         concurrency: int = 32,
         timeout_s: float = 30.0,
         start_timeout_s: float = 60.0,
@@ -155,7 +158,8 @@ class EnvironmentHost:
     ) -> Self:
         """Load the environment with `load_environment(**args)`, after installing its packages.
 
-        `known_as` is its name in settings.toml (environments.settings.identity).
+        `known_as` is its name in settings.toml (environments.settings.identity). `variables` are
+        variables of its process that are no secrets.
         `place_timeout_s` bounds the wait while as many environments run as settings.toml allows.
         `install_timeout_s` bounds the wait for these (environments.process.requirements); None
         waits as long as it takes."""
@@ -164,7 +168,9 @@ class EnvironmentHost:
         )
         limits = _Limits(concurrency, timeout_s, start_timeout_s)
         place = await _place(known_as, place_timeout_s)
-        host = cls(folder, known_as, python, args or {}, secrets or {}, limits, place)
+        host = cls(
+            folder, known_as, python, args or {}, secrets or {}, variables or {}, limits, place
+        )
         try:
             if held := requirements.hold(python):
                 host._scratch_lock.enter_context(held)
@@ -277,7 +283,7 @@ class EnvironmentHost:
             most = min(self._limits.concurrency, loaded["max_score_concurrency"])
             self._score_places = asyncio.Semaphore(most)
         self.splits = loaded["splits"]
-        self.sandbox = loaded["sandbox"]
+        self.sandbox = child.sandbox
         return child
 
     async def _start_process(self, interpreter: Path) -> _Child:
@@ -331,6 +337,7 @@ class EnvironmentHost:
             "PYTHONHASHSEED": "0",
             "PYTHONUNBUFFERED": "1",
             "PYTHONDONTWRITEBYTECODE": "1",
+            **self._variables,
             **self._secrets,
         }
 
@@ -432,6 +439,8 @@ class _Child(asyncio.SubprocessProtocol):
     def __init__(self, redactor: Redactor, declared: Sequence[str]) -> None:
         self.alive = True
         self.retiring = False
+        self.sandbox: dict[str, str] = {}
+        """Its first line, which the warden writes; later ones may be foreign code's."""
         self.episodes: set[int] = set()
         self.gone = asyncio.Event()
         self._printed_tail = ""
@@ -555,6 +564,9 @@ class _Child(asyncio.SubprocessProtocol):
             self.kill(f"it sent a message longer than {MAX_LINE_BYTES:,} bytes")
 
     def _receive(self, line: bytes) -> None:
+        if not self.sandbox:
+            self.sandbox = protections(line)
+            return
         try:
             reply = parse(line)
             number = reply["number"]

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from environments.process.kernel import (
     CAP_DAC_OVERRIDE,
+    CAP_DAC_READ_SEARCH,
     checked,
     keep_capabilities,
     libc,
@@ -60,6 +61,8 @@ class Own:
     """The same, if only its processes have that user."""
     is_mapped: bool = False
     """Whether it has a user namespace."""
+    owns_files: bool = False
+    """Whether the folders that it writes to belong to that user."""
     process_tree: str = "this system has no PID namespaces"
     """"" if it has a PID namespace, else why not."""
 
@@ -69,11 +72,15 @@ class Own:
         return not self.process_tree
 
 
-def enter_namespaces() -> Own:
-    """Give the processes that this one forks next a PID namespace, and a user of their own."""
+def enter_namespaces(user: int | None = None) -> Own:
+    """Give the processes that this one forks next a PID namespace, and a user of their own: `user`,
+    if it is given.
+    """
     own = Own()
-    if os.getuid() == 0:
-        uid = _exclusive_uid()
+    if user is not None:
+        own = Own(uid=user, exclusive_uid=user, owns_files=True)
+    elif os.getuid() == 0:
+        uid = exclusive_uid()
         own = Own(uid=uid or UIDS[os.getpid() % len(UIDS)], exclusive_uid=uid)
     elif works_in_a_fork(_enter_user_namespace):
         _enter_user_namespace()
@@ -99,8 +106,8 @@ _taken: list[socket] = []
 """Keeps other wardens from taking the same user until this process ends."""
 
 
-def _exclusive_uid() -> int | None:
-    """A user that no process has."""
+def exclusive_uid() -> int | None:
+    """A user that no process has. It is taken until this process and its forks end."""
     used = pids_by_user()
     for number in range(len(UIDS)):
         uid = UIDS[(os.getpid() + number) % len(UIDS)]
@@ -132,7 +139,8 @@ def _take(uid: int) -> bool:
 
 def become(own: Own) -> None:
     """Take the user of environment code. As root's deputy it opens files as root does and has no
-    other capability; the Landlock rules say which files. OSError if it stays root.
+    other capability; the Landlock rules say which files. If the folders that it writes to are its
+    own, it only reads as root does. OSError if it stays root.
     """
     if own.uid is None:
         keep_capabilities()
@@ -144,9 +152,10 @@ def become(own: Own) -> None:
     os.setgroups([])
     os.setresgid(own.uid, own.uid, own.uid)
     os.setresuid(own.uid, own.uid, own.uid)
-    keep_capabilities(CAP_DAC_OVERRIDE)
+    kept = CAP_DAC_READ_SEARCH if own.owns_files else CAP_DAC_OVERRIDE
+    keep_capabilities(kept)
     # Ambient, so that the programs that it starts can open the same files.
-    checked(libc.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, CAP_DAC_OVERRIDE, 0, 0))
+    checked(libc.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, kept, 0, 0))
     set_dumpable(True)  # else root would own its /proc/self
 
 

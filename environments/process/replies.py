@@ -73,6 +73,11 @@ def parse(line: bytes) -> dict[str, Any]:
     return message
 
 
+def protections(line: bytes) -> dict[str, str]:
+    """What the warden wrote before foreign code started: {protection: "" or why not}."""
+    return {name: _string(why) for name, why in _mapping(json.loads(line)).items()}
+
+
 class Reader:
     """Checks values and removes secrets from their texts. A method `_NAME` reads the replies to
     the requests whose `op` is NAME.
@@ -98,7 +103,7 @@ class Reader:
     # -- one method for each op --------------------------------------------------------------------
 
     def _load(self, value: Any) -> dict[str, Any]:
-        splits, concurrency, sandbox = _fields(value, "splits", "max_score_concurrency", "sandbox")
+        splits, concurrency = _fields(value, "splits", "max_score_concurrency")
         train, held_out = _fields(splits, "train", "eval")
         return {
             "splits": {
@@ -106,7 +111,6 @@ class Reader:
                 "eval": _whole(held_out, 0, MAX_TASKS),
             },
             "max_score_concurrency": _whole(concurrency, 1),
-            "sandbox": {name: _string(why) for name, why in _mapping(sandbox).items()},
         }
 
     def _list_tasks(self, value: Any) -> list[tuple[str, str]]:

@@ -17,8 +17,10 @@ The installer runs in the sandbox (environments.process.sandbox), in up to three
 3. What was installed is compiled and listed, without network.
 
 It writes only to DIGEST/venv and DIGEST/tmp, which also holds its cache, and reads installed
-programs and the settings of uv and pip. The server reads and writes the other files in DIGEST, so
-a build must not be able to place a link there.
+programs and the settings of uv and pip. If we are root, these two folders belong to a user that no
+other process has, and the steps run as that user, who reads what root may read and writes nothing
+else. The server reads and writes the other files in DIGEST, so a build must not be able to place a
+link there.
 
 Before an installation the interpreters that were not used for the longest time are removed, down to
 `interpreters_gib` of settings.toml. A host holds a lock on the one that it uses.
@@ -49,7 +51,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from environments.process import kernel, sandbox, warden
+from environments.process import kernel, namespaces, sandbox, scratch, warden
 from environments.process.faults import EnvironmentFault
 from environments.process.foreign import visible
 from environments.process.locks import lock as wait_for_lock
@@ -195,7 +197,7 @@ def _python(target: Path) -> Path:
     return target / "venv" / "bin" / "python"
 
 
-def _scratch(target: Path) -> Path:
+def _temporary(target: Path) -> Path:
     """An installer's home, temporary folder and cache, so that no build affects another one."""
     return target / "tmp"
 
@@ -226,10 +228,10 @@ def _start(target: Path, wanted: list[str]) -> tuple[subprocess.Popen[bytes], IO
 
 
 def _installers_environment(target: Path) -> dict[str, str]:
-    scratch = ("HOME", "TMPDIR", "UV_CACHE_DIR", "PIP_CACHE_DIR")
+    temporary = ("HOME", "TMPDIR", "UV_CACHE_DIR", "PIP_CACHE_DIR")
     return {
         **_variables(secret=False),
-        **dict.fromkeys(scratch, str(_scratch(target))),
+        **dict.fromkeys(temporary, str(_temporary(target))),
         "XDG_CONFIG_HOME": str(_config_dir()),
         "PYTHONPATH": str(Path(__file__).parents[2]),
     }
@@ -292,8 +294,10 @@ def _write(path: Path, text: str) -> None:
 # -- the installer ---------------------------------------------------------------------------------
 
 
-def _confine(target: Path, settings: list[str], *, network: bool) -> None:
-    """Confine this process to the sandbox of an installer. The folders that it writes to exist."""
+def _confine(target: Path, settings: list[str], *, network: bool, user: int | None) -> None:
+    """Confine this process to the sandbox of an installer. The folders that it writes to exist, and
+    belong to `user`.
+    """
     readable = list(settings)
     if uv := _uv():
         readable.append(uv)
@@ -304,7 +308,8 @@ def _confine(target: Path, settings: list[str], *, network: bool) -> None:
     bounds = sandbox.Bounds(
         folder=str(target),
         scratch=str(target),
-        written=(str(target / "venv"), str(_scratch(target))),
+        written=(str(target / "venv"), str(_temporary(target))),
+        user=user,
         hidden=str(target.parent.parent),
         needs={"network": network},
         without_file_protection=operator.environments.without_file_protection,
@@ -349,7 +354,7 @@ def install_wheels(target: Path, lines: str) -> None:
     Raises CalledProcessError if a command fails, as the other two steps do."""
     for left in (target / "venv").iterdir():
         if left.is_dir() and not left.is_symlink():
-            shutil.rmtree(left)
+            scratch.remove(left)
         else:
             left.unlink()
     if uv := _uv():
@@ -416,6 +421,7 @@ def _in_sandbox(step: Callable[[], object], parent_pid: int, confine: Callable[[
 
 def _steps(target: Path, versions: IO[str]) -> bool:
     """Whether all steps succeeded. The sandbox forbids opening `versions`, so it is open."""
+    user = _own_user(target)
 
     def done(step: Callable[[], object], *, with_passwords: bool, network: bool = True) -> bool:
         def confine() -> None:
@@ -426,7 +432,7 @@ def _steps(target: Path, versions: IO[str]) -> bool:
                 _hide_credentials()
                 if "UV_NO_CONFIG" in os.environ:
                     settings = []
-            _confine(target, settings, network=network)
+            _confine(target, settings, network=network, user=user)
 
         return kernel.works_in_a_fork(partial(_in_sandbox, step, os.getpid(), confine))
 
@@ -444,6 +450,20 @@ def _steps(target: Path, versions: IO[str]) -> bool:
     return is_done and done(list_versions, with_passwords=False, network=False)
 
 
+def _own_user(target: Path) -> int | None:
+    """A user that no process has, who gets the folders that the steps write to. None if we are not
+    root, or root of a container that has no such user.
+    """
+    user = namespaces.exclusive_uid() if os.getuid() == 0 else None
+    if user is not None:
+        try:
+            for folder in (target / "venv", _temporary(target)):
+                os.chown(folder, user, user)
+        except OSError:
+            return None
+    return user
+
+
 def _credentials() -> dict[str, str]:
     """What `_start` wrote to this process's input."""
     try:
@@ -455,7 +475,7 @@ def _credentials() -> dict[str, str]:
 
 def _others(target: Path, names: Sequence[str]) -> str:
     """A file with the requirements that are not to be built."""
-    path = _scratch(target) / "wheels.txt"
+    path = _temporary(target) / "wheels.txt"
     built = {_normal(name) for name in names}
     lines = (target / FILE).read_text().splitlines()
     kept = [line for line in lines if "*" not in names and _normal(_name(line)) not in built]
@@ -544,7 +564,7 @@ def _is_removed(target: Path) -> bool:
             except OSError:
                 return False
         (target / "ready").unlink(missing_ok=True)
-        shutil.rmtree(target / "venv", ignore_errors=True)
+        scratch.remove(target / "venv")
     return True
 
 
@@ -559,17 +579,17 @@ def main() -> None:
         if why := _make_room(target):
             sys.exit(why)
         venv = target / "venv"
-        scratch = _scratch(target)
-        for folder in (venv, scratch):
-            shutil.rmtree(folder, ignore_errors=True)
+        temporary = _temporary(target)
+        for folder in (venv, temporary):
+            scratch.remove(folder)
             folder.mkdir(exist_ok=True)
         with (target / "versions").open("w") as versions:
             is_done = _steps(target, versions)
         if is_done:
             (target / "versions").replace(target / "ready")
         else:
-            shutil.rmtree(venv, ignore_errors=True)
-        shutil.rmtree(scratch, ignore_errors=True)
+            scratch.remove(venv)
+        scratch.remove(temporary)
         (target / "versions").unlink(missing_ok=True)
         sys.exit(not is_done)
 

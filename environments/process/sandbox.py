@@ -115,6 +115,8 @@ class Bounds:
     readable: tuple[str, ...] = ()
     written: tuple[str, ...] = ()
     """Folders in `scratch`, if the code may not write to all of it."""
+    user: int | None = None
+    """The user that the code becomes, if we are root and these folders are already that user's."""
     without_file_protection: bool = False
     """Run code also if `files` cannot be protected."""
 

@@ -51,6 +51,8 @@ class _Calls:
     ioprio_set: int
     scheduling: tuple[int, ...]
     """sched_setparam, sched_setscheduler, sched_setaffinity, sched_setattr."""
+    open_by_handle_at: int
+    """Opens a file by its number, past the folders that lead to it."""
     keys: tuple[int, ...]
     """add_key, request_key, keyctl: the keys of the user's session."""
     shared: tuple[int, ...]
@@ -68,6 +70,7 @@ MACHINES = {
         setpriority=141,
         ioprio_set=251,
         scheduling=(142, 144, 203, 314),
+        open_by_handle_at=304,
         keys=(248, 249, 250),
         shared=(29, 30, 31, *range(64, 72), 220, 240, 241),
     ),
@@ -79,6 +82,7 @@ MACHINES = {
         setpriority=140,
         ioprio_set=30,
         scheduling=(118, 119, 122, 274),
+        open_by_handle_at=265,
         keys=(217, 218, 219),
         shared=(180, 181, *range(186, 198)),
     ),
@@ -107,7 +111,7 @@ def filter_calls(*, allow_sockets: bool, has_processes: bool) -> str:
     ]
     for number in (IO_URING_SETUP, *calls.shared):
         steps += _for(number, [_refuse(errno.ENOSYS)])
-    for number in calls.keys:
+    for number in (calls.open_by_handle_at, *calls.keys):
         steps += _for(number, [_refuse(errno.EPERM)])
     families = (AF_INET, AF_INET6) if allow_sockets else ()
     steps += _for(calls.socket, _families(families))

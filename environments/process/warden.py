@@ -18,7 +18,8 @@ Neither of the two runs user code.
 
 The sandbox (environments.process.sandbox) is set up before INTERPRETER starts. An interpreter with
 its own packages runs their code at once (.pth files), and a package's build may have written the
-interpreter itself."""
+interpreter itself. So the first line on stdout, written before that, says what is protected: no
+foreign code can have written it. Every later line is a reply."""
 
 from __future__ import annotations
 
@@ -68,7 +69,7 @@ def enclose(bounds: Bounds) -> dict[str, str]:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # memory may hold secrets
     signal.pthread_sigmask(signal.SIG_BLOCK, HEEDED)
     group = cgroup.make(bounds.memory_bytes + KERNEL_BYTES)
-    own = enter_namespaces()
+    own = enter_namespaces(bounds.user)
     warden = os.getpid()
     ended, ending = os.pipe()
     child = os.fork()
@@ -326,8 +327,9 @@ def main() -> None:
     bounds = Bounds.load(sys.argv[2])
     interpreter = sys.argv[3]
     die_with_parent(int(sys.argv[1]), by=signal.SIGTERM)
-    found = enclose(bounds)
-    arguments = [bounds.dump(), json.dumps(found)]
+    sys.stdout.write(json.dumps(enclose(bounds)) + "\n")
+    sys.stdout.flush()
+    arguments = [bounds.dump()]
     for pipe in _take_pipes():
         os.set_inheritable(pipe, True)
         arguments.append(str(pipe))

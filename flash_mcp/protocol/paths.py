@@ -47,6 +47,12 @@ def models_dir(base: Path | None = None) -> Path:
     return Path(shared).expanduser().absolute() if shared else (base or home()) / "models"
 
 
+POLICY_PREFIX = "flash-policy-"
+"""How the temporary folders begin through which a trainer gives its engine an adapter."""
+
+
 def scratch_prefix(folder: str) -> str:
-    """How the temporary folders of a run's attempts begin; `folder` is its run folder."""
+    """How the temporary folders of a run's attempts begin; `folder` is its run folder. Those of
+    model servers, if it is the folder `servers`.
+    """
     return f"flash-{hashlib.sha256(folder.encode()).hexdigest()[:12]}-"

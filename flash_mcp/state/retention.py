@@ -10,7 +10,12 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from flash_mcp.protocol.paths import datasets_dir, environments_dir, scratch_prefix
+from flash_mcp.protocol.paths import (
+    POLICY_PREFIX,
+    datasets_dir,
+    environments_dir,
+    scratch_prefix,
+)
 from flash_mcp.protocol.records import ACTIVE, LIVE_DEPLOYMENT, Checkpoint, Evaluation, Run
 from flash_mcp.protocol.run_folder import OPTIMIZER
 from flash_mcp.protocol.spec import RunSpec
@@ -31,7 +36,7 @@ TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}")
 
 def leftovers(store: Store) -> Iterator[Path]:
     """Files and folders that processes left when they were killed: staged pushes, partial uploads,
-    files that were being written, and temporary folders of runs that ended.
+    files that were being written, and temporary folders of runs and model servers that ended.
 
     Only those of this user, and only after a day without a change."""
     before = time.time() - LEFTOVER_S
@@ -58,6 +63,12 @@ def _candidates(store: Store) -> Iterator[Path]:
             if TEMPORARY.fullmatch(path.name):
                 yield path
         yield from temporary.glob(f"{scratch_prefix(run.folder)}*")
+    yield from temporary.glob(f"{POLICY_PREFIX}*")
+    servers = store.base / "servers"
+    named = "".join(file.read_text(errors="replace") for file in servers.glob("*/server.json"))
+    for path in temporary.glob(f"{scratch_prefix(str(servers))}*"):
+        if path.name not in named:  # a running server does not touch its own
+            yield path
 
 
 def delete(path: Path) -> None:

@@ -32,7 +32,7 @@ import psutil
 
 from environments.settings import ServingSettings, load_settings
 from flash_mcp.protocol.errors import CODES, FlashError, disk_error
-from flash_mcp.protocol.paths import write_private
+from flash_mcp.protocol.paths import scratch_prefix, write_private
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Deployment, Json
 from flash_mcp.state.store import Store
 from flash_mcp.supervisor.launch.local import REGISTER_AND_EXEC, Record
@@ -504,7 +504,7 @@ class Deployments:
             ),  # no more: the CPU is slower for every rank
             log=str(logs / f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}.log"),
             api_key=like.api_key if like else secrets.token_urlsafe(24),
-            scratch=tempfile.mkdtemp(prefix="flash-server-"),
+            scratch=tempfile.mkdtemp(prefix=scratch_prefix(str(folder.parent))),
         )
         write_private(folder / ADMIN_KEY, secrets.token_urlsafe(24))
         write_private(folder / "server.json", json.dumps(asdict(server)))

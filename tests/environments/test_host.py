@@ -655,7 +655,7 @@ NLTK_SAYS = (
     "\\n***\\n  Resource \\x1b[93mwords\\x1b[0m not found.\\n  >>> nltk.download('words')\\n"
 )
 FIXED = {
-    "data of nltk": (f'raise LookupError("{NLTK_SAYS}")', "nltk_data words"),
+    "data of nltk": (f'raise LookupError("{NLTK_SAYS}")', "nltk_data NAME"),
     "a reward that is a text": (
         "from environments.adapters.gym import _step; _step(Odd(), 'go')",
         "returns a number",

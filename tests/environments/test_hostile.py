@@ -22,7 +22,7 @@ def forge(op):
     if ARGS["op"] == op:
         child = next(each for each in gc.get_objects() if type(each).__name__ == "Child")
         line = ARGS["line"].replace("NUMBER", str(max(child._tasks)))
-        os.write(int(sys.argv[4]), line.encode() + b"\\n")
+        os.write(int(sys.argv[3]), line.encode() + b"\\n")
         time.sleep(20)
 
 class Tasks(list):
@@ -60,7 +60,7 @@ def forger(args):
 """
 
 USER = {"role": "user", "content": "x"}
-LOADED = {"splits": {"train": 6, "eval": 0}, "max_score_concurrency": 1, "sandbox": {}}
+LOADED = {"splits": {"train": 6, "eval": 0}, "max_score_concurrency": 1}
 OPENED = {"task_id": "t0", "messages": [USER], "max_turns": 1}
 STEPPED = {"done": False, "messages": [USER]}
 SCORED = {"reward": 1, "success": True, "metrics": {}, "reason": None, "error": None}
@@ -158,7 +158,7 @@ FORGED_REPLIES = {
     "another split": ("load", reply(LOADED | {"splits": {"train": 1, "eval": 0, "test": 1}})),
     "splits as a list": ("load", reply(LOADED | {"splits": [6, 0]})),
     "no scorer at once": ("load", reply(LOADED | {"max_score_concurrency": 0})),
-    "walls that are numbers": ("load", reply(LOADED | {"sandbox": {"files": 1}})),
+    "protections of its own choice": ("load", reply(LOADED | {"sandbox": {"files": ""}})),
 }
 
 
@@ -185,6 +185,21 @@ async def test_a_forged_reply_ends_the_process_with_a_word(tmp_path: Path, name:
             await use(host, op)
     expected = "environment_invalid" if op == "load" else "environment_error"
     assert (caught.value.code, FORGED in caught.value.what) == (expected, True), caught.value.what
+
+
+async def test_what_is_protected_is_not_the_environments_to_say(tmp_path: Path) -> None:
+    """Neither in its reply to `load` nor in the first line that its code can write."""
+    honest_folder = environment_folder(tmp_path / "honest", "", returns="Echo()")
+    async with await EnvironmentHost.start(honest_folder) as honest:
+        expected = honest.sandbox
+    claim = json.dumps(dict.fromkeys(expected, "all is well"))
+    environment_folder(tmp_path, FORGER, returns="forger(args)")
+    args = {"op": "load", "line": reply(LOADED)}
+    async with await EnvironmentHost.start(tmp_path, args=args, timeout_s=30) as host:
+        assert host.sandbox == expected
+    args["line"] = claim
+    with pytest.raises(EnvironmentFault, match=FORGED):
+        await EnvironmentHost.start(tmp_path, args=args)
 
 
 # -- task lists that lie ---------------------------------------------------------------------------

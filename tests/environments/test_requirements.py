@@ -8,9 +8,11 @@ import fcntl
 import io
 import json
 import os
+import socket
 import subprocess
 import sys
 import tarfile
+import tempfile
 import textwrap
 import threading
 import time
@@ -23,7 +25,7 @@ from typing import ClassVar
 import psutil
 import pytest
 
-from environments.process import requirements
+from environments.process import kernel, requirements
 from environments.process.faults import EnvironmentFault, remedy
 from environments.process.host import EnvironmentHost
 from tests.folders import environment_folder
@@ -278,7 +280,7 @@ async def test_build_code_of_packages_sees_none_of_our_secrets(
 # What a package does when it is built, and once more whenever an interpreter that has it starts
 # (attacker.pth).
 ATTACKER = """
-import errno, os, subprocess, zipfile
+import errno, os, socket, subprocess, zipfile
 from pathlib import Path
 
 def tried(action):
@@ -300,11 +302,17 @@ def attack():
         "hold the lock": tried(lambda: (target / "lock").unlink()),
         "look at the server": tried(Path("/proc", str(SERVER), "environ").read_bytes),
         "signal the server": tried(lambda: os.kill(SERVER, 0)),
+        "reach a socket of the user": tried(lambda: socket.socket(socket.AF_UNIX).connect(SOCKET)),
     }
+
+def powers():
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("CapEff:")[2].split()[0], 16)
 
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
     subprocess.Popen(["sleep", "4321"], start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    source = f"AT_BUILD = {attack()!r}\\n" + Path(__file__).read_text() + "\\nAT_START = attack()\\n"
+    source = f"AT_BUILD = {attack()!r}\\nPOWERS = {powers()}\\n"
+    source += Path(__file__).read_text() + "\\nAT_START = attack()\\n"
     info = "attacker-1.dist-info/"
     with zipfile.ZipFile(Path(wheel_directory, "attacker-1-py3-none-any.whl"), "w") as wheel:
         wheel.writestr("attacker.py", source)
@@ -317,12 +325,17 @@ def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
 
 
 @pytest.fixture
-def attacker(tmp_path: Path, flash_home: Path) -> Path:
+def attacker(tmp_path: Path, flash_home: Path) -> Iterator[Path]:
     """A folder with the source of ATTACKER's package; what it is after is in place."""
     flash_home.mkdir()
     (flash_home / "secret").write_text("planted")
-    backend = f"HOME, SERVER = {str(flash_home)!r}, {os.getpid()}\n{ATTACKER}"
-    return source_package(tmp_path / "packages", backend)
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
+        address = f"{folder}/private.sock"
+        listener.bind(address)
+        Path(address).chmod(0o600)
+        listener.listen()
+        places = f"HOME, SERVER, SOCKET = {str(flash_home)!r}, {os.getpid()}, {address!r}\n"
+        yield source_package(tmp_path / "packages", places + ATTACKER)
 
 
 def source_package(folder: Path, backend: str) -> Path:
@@ -351,16 +364,19 @@ async def test_a_packages_build_and_its_start_up_code_stand_behind_the_walls(
 
         class Sample(Addition):
             def build_prompt_messages(self, example, prompt_text):
-                return [{"role": "user", "content": json.dumps([attacker.AT_BUILD, attacker.AT_START])}]
+                told = [attacker.AT_BUILD, attacker.AT_START, attacker.POWERS]
+                return [{"role": "user", "content": json.dumps(told)}]
     """
     async with await EnvironmentHost.start(
         folder_with(tmp_path, "attacker\n", source, returns="Sample()")
     ) as host:
-        for found in json.loads((await host.open("train", 0)).messages[0]["content"]):
+        *both, powers = json.loads((await host.open("train", 0)).messages[0]["content"])
+        for found in both:
             # In a PID namespace there is no server to look at.
             absent = {found.pop("look at the server"), found.pop("signal the server")}
             assert absent <= {"EACCES", "EPERM", "ENOENT", "ESRCH"}, absent
-            assert len(found) == 6 and set(found.values()) <= {"EACCES", "EPERM", "EROFS"}, found
+            assert len(found) == 7 and set(found.values()) <= {"EACCES", "EPERM", "EROFS"}, found
+        assert powers & ~(1 << kernel.CAP_DAC_READ_SEARCH) == 0, "a build may read, and no more"
     assert ["sleep", "4321"] not in [
         process.info["cmdline"] for process in psutil.process_iter(["cmdline"])
     ]

@@ -265,6 +265,25 @@ def test_who_cannot_read_the_state_directory_changes_no_secret(tmp_path: Path, k
         held.close()
 
 
+def test_one_that_says_nothing_holds_up_nobody_and_gets_no_more_time_for_each_letter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = secrets.Vault(tmp_path)
+    held.open()
+    with socket.socket(socket.AF_UNIX) as silent, socket.socket(socket.AF_UNIX) as slow:
+        try:
+            silent.connect(str(tmp_path / secrets.NAME))
+            assert secrets.give(tmp_path, "run-1", {"KEY": "a"})
+            monkeypatch.setattr(secrets, "TIMEOUT_S", 0.5)
+            slow.connect(str(tmp_path / secrets.NAME))
+            with pytest.raises(OSError):
+                for _ in range(10_000):
+                    slow.sendall(b" ")
+                    time.sleep(0.05)  # a letter comes before any time limit of one read
+        finally:
+            held.close()
+
+
 def test_values_are_the_runs_own_and_gone_when_it_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor
 
+from flash_mcp.protocol.paths import POLICY_PREFIX
 from worker.engine.ports import close_listening, listening
 from worker.rollouts.turns import Completion, Sampling
 from worker.training.memory import KV_BLOCK_TOKENS, engine_cache_bytes
@@ -130,7 +131,7 @@ class VllmEngine:
         from worker.training.policy import merged_weights, save_adapter  # noqa: PLC0415
 
         if self._sync == "adapter":
-            with tempfile.TemporaryDirectory(prefix="flash-policy-") as folder:
+            with tempfile.TemporaryDirectory(prefix=POLICY_PREFIX) as folder:
                 save_adapter(policy, Path(folder))
                 self.load_adapter(Path(folder))
             return
