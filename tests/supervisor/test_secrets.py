@@ -174,7 +174,7 @@ async def test_a_planted_secret_is_nowhere_in_what_a_run_leaves_behind(
         assert "[secret]" in json.dumps(row["messages"][0]), row
     assert any("[secret]" in name for row in rows for name in row["metrics"])
     places = {str(path): path.read_bytes() for path in flash_home.rglob("*") if path.is_file()}  # noqa: ASYNC240
-    assert {"flash.db", "log.1", "supervisor.log", "1.jsonl"} <= {
+    assert {"flash.db", "log.1", "supervisor.log", "1.1.jsonl"} <= {
         Path(path).name for path in places
     }
     places |= {f"tool result {n}": text.encode() for n, text in enumerate(said)}
