@@ -54,5 +54,11 @@ def filled(text: str) -> str:
     return text
 
 
+def wrapped() -> dict[str, str]:
+    """The playbook's examples of objects with reset and step, by the package that they need."""
+    pattern = r"<!-- wrapped: (\S+) -->\n```python\n(.*?)```"
+    return dict(re.findall(pattern, PLAYBOOK.read_text(), re.DOTALL))
+
+
 if __name__ == "__main__":
     PLAYBOOK.write_text(filled(PLAYBOOK.read_text()))

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import inspect
 import re
+import textwrap
 import tomllib
 import typing
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 from pydantic import BaseModel
 
 import environments.base
+from environments.adapters.gym import GymEnvironment
 from environments.process.host import EnvironmentHost
 from flash_mcp.judgement import health
 from flash_mcp.protocol.errors import CODES
@@ -17,7 +20,7 @@ from flash_mcp.protocol.spec import RECIPES, RunSpec, default_of
 from flash_mcp.server.mcp_server import INSTRUCTIONS
 from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.shared import playbook
-from tests.docs import PLAYBOOK, filled
+from tests.docs import PLAYBOOK, filled, wrapped
 from tests.folders import allow
 from tests.places import ROOT
 
@@ -57,6 +60,7 @@ def known_names() -> set[str]:
             names |= literals(parameter.annotation)
     for kind in (environments.base.EnvironmentMultiTurn, environments.base.EnvironmentSingleTurn):
         names |= set(dir(kind))
+    names |= set(inspect.signature(GymEnvironment).parameters)
     return names | {"load_environment", "self", "id", "score", "format", "parsed", "valid"}
 
 
@@ -129,6 +133,51 @@ async def test_the_playbooks_example_environment_works(tmp_path: Path, flash_hom
             score = await host.score(episode)
             rewards.append((score.reward, score.success))
         assert rewards == [(1.0, True), (0.2, False), (0.0, False)]
+
+
+# What the examples import, as small as they need it. scripts/hubs plays them with the packages.
+STAND_INS = {
+    "gem": """
+        GAMES = ["game:GuessTheNumber-v0-easy"]
+
+        class Game:
+            def reset(self, seed=None): return "Guess.", {}
+            def step(self, action): return "Right.", 1.0, True, False, {}
+
+        def make(name):
+            assert name in GAMES
+            return Game()
+    """,
+    "echo_env": """
+        from types import SimpleNamespace as EchoAction
+
+        class EchoEnv:
+            def __init__(self, base_url): assert base_url
+            async def reset(self, **kwargs): return {"observation": "Guess.", "reward": None, "done": False}
+            async def step(self, action):
+                return {"observation": action.message, "reward": 1.0, "done": True}
+            async def close(self): pass
+    """,
+}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("imported", STAND_INS)
+async def test_the_playbooks_wrapped_objects_work(tmp_path: Path, imported: str):
+    (source,) = [body for body in wrapped().values() if f"{imported} " in body.replace("\n", " ")]
+    (tmp_path / "environment.py").write_text(source)
+    (tmp_path / f"{imported}.py").write_text(textwrap.dedent(STAND_INS[imported]))
+    async with await EnvironmentHost.start(tmp_path) as host:
+        opening = await host.open("train", 0)
+        assert opening.messages == [{"role": "user", "content": "Guess."}]
+        assert (await host.step(opening.episode, "7")).done
+        assert (await host.score(opening.episode)).success
+
+
+def test_every_example_in_python_runs_in_a_test():
+    text = "".join(path.read_text() for path in (PLAYBOOK, *ROOT.glob("docs/*.md")))
+    text += (ROOT / "README.md").read_text()
+    assert text.count("```python") == len(wrapped()) + 1 == len(STAND_INS) + 1
 
 
 def test_the_playbooks_example_config_is_complete(tmp_path: Path):

@@ -12,12 +12,18 @@ that `step` returned.
     Gymnasium   (observation, info)              (observation, reward, terminated, truncated, info)
     older gym   observation                      (observation, reward, done, info)
     TextArena   nothing; use get_observation()   (done, info); close() returns the reward
-    OpenEnv     an object with `observation`     an object with `observation`, `reward`, `done`
+    OpenEnv     an object or a mapping with `reward` and `done`. What the model sees is its
+                `observation`, or without that its other fields
+
+`make`, `reset`, `step` and `close` may be coroutine functions, as those of OpenEnv's clients are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+import json
+from collections.abc import Awaitable, Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -34,6 +40,10 @@ from environments.base import (
 
 EVAL_SEED_OFFSET = 1_000_000
 SUCCESS_KEYS = ("success", "is_success")
+NOT_SHOWN = ("reward", "done", "metadata")
+"""Fields of an OpenEnv observation that are not for the model."""
+ACTION_ERRORS = (TypeError, AttributeError, LookupError, AssertionError, ValueError)
+"""What objects raise for an action of another kind than theirs."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,22 @@ class Shown:
     done: bool = False
     ended: bool = False
     info: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+def to_text(observation: Any) -> str:
+    """The text of an observation. One with fields becomes its only text, or JSON; an OpenEnv
+    observation without its reward and metadata.
+    """
+    fields = dict(_fields(observation))
+    if _is_result(observation):
+        for name in NOT_SHOWN:
+            fields.pop(name, None)
+    elif not isinstance(observation, Mapping):
+        return str(observation)
+    values = list(fields.values())
+    if len(values) == 1 and isinstance(values[0], str):
+        return values[0]
+    return json.dumps(fields, ensure_ascii=False, default=str)
 
 
 class GymEnvironment(EnvironmentMultiTurn):
@@ -68,7 +94,7 @@ class GymEnvironment(EnvironmentMultiTurn):
         seed: int = 0,
         success_at: float = 1.0,
         to_action: Callable[[str], Any] = str.strip,
-        to_text: Callable[[Any], str] = str,
+        to_text: Callable[[Any], str] = to_text,
     ) -> None:
         self.dataset = _tasks(seed, train_size)
         self.eval_dataset = _tasks(seed + EVAL_SEED_OFFSET, eval_size)
@@ -84,31 +110,61 @@ class GymEnvironment(EnvironmentMultiTurn):
         self._steps = 0
         self._invalid = 0
 
-    def start_episode(self, example: TaskExample, prompt_text: str) -> list[ChatMessage]:
+    def start_episode(self, example: TaskExample, prompt_text: str) -> Any:
         seed = int(example.record["seed"])
-        self._object = self._make(seed)
-        self._shown = _reset(self._object, seed)
-        text = self._to_text(self._shown.observation)
-        parts = filter(None, (self._instruction, text))
-        return [{"role": "user", "content": "\n\n".join(parts)}]
+
+        def begin(made: Any) -> Any:
+            self._object = made
+            return _then(_reset(made, seed), show)
+
+        def show(shown: Shown) -> list[ChatMessage]:
+            self._shown = shown
+            parts = filter(None, (self._instruction, self._to_text(shown.observation)))
+            return [{"role": "user", "content": "\n\n".join(parts)}]
+
+        return _then(self._make(seed), begin)
 
     def max_episode_turns(self, example: TaskExample) -> int:
         return self._max_turns
 
     def step_episode(
         self, example: TaskExample, messages: list[ChatMessage], assistant_response: str
-    ) -> EnvironmentStepResult:
+    ) -> Any:
         self._steps += 1
         try:
             action = self._to_action(assistant_response or "")
         except ValueError as error:
             self._invalid += 1
             return _reply(f"That is no valid action: {error}")
-        self._shown = _step(self._object, action)
-        self._total += self._shown.reward
-        if self._shown.done:
+        with self._explains(action):
+            stepped = _step(self._object, action)
+        if inspect.isawaitable(stepped):
+            return self._awaited(stepped, action)
+        return self._answer(stepped)
+
+    async def _awaited(self, stepped: Awaitable[Shown], action: Any) -> EnvironmentStepResult:
+        with self._explains(action):
+            shown = await stepped
+        return self._answer(shown)
+
+    @contextmanager
+    def _explains(self, action: Any) -> Generator[None]:
+        """An error of `step` says that it got text, if no `to_action` was given."""
+        try:
+            yield
+        except ACTION_ERRORS as error:
+            if isinstance(error, RewardError) or self._to_action is not str.strip:
+                raise
+            raised = f"step raised {type(error).__name__}: {error!s:.200}"
+            what = f"{raised}; its action was the model's text, {action!r:.100}"
+            raise TypeError(what) from error
+
+    def _answer(self, shown: Shown) -> EnvironmentStepResult:
+        self._shown = shown
+        self._total += shown.reward
+        if shown.done:
             return EnvironmentStepResult(done=True)
-        return _reply(self._to_text(self._shown.observation))
+        return _reply(self._to_text(shown.observation))
 
     def score_episode(self, example: TaskExample, episode: EnvironmentEpisode) -> RewardResult:
         shown = self._shown
@@ -123,11 +179,10 @@ class GymEnvironment(EnvironmentMultiTurn):
         ]
         return RewardResult(score=self._total, success=bool(success), metrics=metrics)
 
-    def close_episode(self) -> None:
+    def close_episode(self) -> Any:
         if _is_textarena(self._object):
-            return  # `_step` has closed it
-        if hasattr(self._object, "close"):
-            self._object.close()
+            return None  # `_step` has closed it
+        return self._object.close() if hasattr(self._object, "close") else None
 
 
 def _tasks(first_seed: int, count: int) -> list[TaskExample]:
@@ -145,33 +200,51 @@ def _is_textarena(environment: Any) -> bool:
     return hasattr(environment, "get_observation")
 
 
-def _reset(environment: Any, seed: int) -> Shown:
+def _then(value: Any, use: Callable[[Any], Any]) -> Any:
+    """`use(value)`; if the value is awaitable, a coroutine that awaits it first."""
+    if not inspect.isawaitable(value):
+        return use(value)
+
+    async def wait() -> Any:
+        used = use(await value)
+        return await used if inspect.isawaitable(used) else used
+
+    return wait()
+
+
+def _reset(environment: Any, seed: int) -> Any:
+    """A Shown, or an awaitable of it."""
     arguments = {"seed": seed} if takes_keyword(environment.reset, "seed") else {}
     if _is_textarena(environment):
         environment.reset(num_players=1, **arguments)
         return Shown(environment.get_observation()[1])
-    result = environment.reset(**arguments)
-    if hasattr(result, "observation"):
-        return Shown(result.observation)
+    return _then(environment.reset(**arguments), _first_shown)
+
+
+def _first_shown(result: Any) -> Shown:
+    if (shown := _of_fields(result)) is not None:
+        return shown
     if isinstance(result, tuple):
         observation, info = cast("tuple[Any, Any]", result)
         return Shown(observation, info=info or {})
     return Shown(result)
 
 
-def _step(environment: Any, action: Any) -> Shown:
-    result: Any = environment.step(action)
+def _step(environment: Any, action: Any) -> Any:
+    """A Shown, or an awaitable of it."""
     if _is_textarena(environment):
-        done, info = result
+        done, info = environment.step(action)
         if not done:
             return Shown(environment.get_observation()[1], info=info or {})
         rewards = cast("Mapping[int, float]", environment.close()[0] or {})
         reward = _number(rewards.get(0, 0.0))
         return Shown(None, reward, done=True, ended=True, info=info or {})
-    if hasattr(result, "observation"):
-        done = bool(result.done)
-        info = getattr(result, "info", None) or getattr(result, "metadata", None)
-        return Shown(result.observation, _number(result.reward or 0.0), done, done, info or {})
+    return _then(environment.step(action), _shown_of)
+
+
+def _shown_of(result: Any) -> Shown:
+    if (shown := _of_fields(result)) is not None:
+        return shown
     if len(result) == 4:
         observation, reward, terminated, info = result
         truncated = False
@@ -181,9 +254,39 @@ def _step(environment: Any, action: Any) -> Shown:
     return Shown(observation, _number(reward), done, bool(terminated), info or {})
 
 
+def _of_fields(result: Any) -> Shown | None:
+    """What an OpenEnv result shows; None if it is none."""
+    if not _is_result(result):
+        return None
+    fields = _fields(result)
+    observation = fields.get("observation", result)
+    nested = _fields(observation)
+    info = fields.get("info") or fields.get("metadata") or nested.get("metadata")
+    if isinstance(observation, Mapping):  # over HTTP it may hold the metadata
+        observation = {name: value for name, value in nested.items() if name not in NOT_SHOWN}
+    done = bool(fields["done"])
+    return Shown(observation, _number(fields["reward"] or 0.0), done, done, info or {})
+
+
+def _is_result(value: Any) -> bool:
+    fields = _fields(value)
+    return "reward" in fields and "done" in fields
+
+
+def _fields(value: Any) -> Mapping[str, Any]:
+    """The entries of a mapping, or the attributes of an object."""
+    if isinstance(value, Mapping):
+        return cast("Mapping[str, Any]", value)
+    return getattr(value, "__dict__", {})
+
+
+class RewardError(TypeError):
+    """`step` returned a reward that is no number."""
+
+
 def _number(reward: Any) -> float:
     try:
         return float(reward)
     except (TypeError, ValueError):
         what = f"step returned the reward {reward!r:.100}, which is no number"
-        raise TypeError(f"{what}: wrap the object, and return a number from its step") from None
+        raise RewardError(f"{what}: wrap the object, and return a number from its step") from None

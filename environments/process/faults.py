@@ -80,6 +80,7 @@ OFF_MAIN_THREAD = re.compile(
 
 NLTK_DATA = re.compile(r"raised LookupError: .*nltk\.download\('", re.DOTALL)
 IS_NO_NUMBER = "which is no number"
+NEEDS_ACTION = "its action was the model's text"
 
 
 NO_WHEEL = re.compile(
@@ -109,6 +110,11 @@ def remedy(fault: EnvironmentFault) -> str | None:
         )
     if IS_NO_NUMBER in fault.what:
         return "wrap the object that the environment plays, so that its step returns a number"
+    if NEEDS_ACTION in fault.what:
+        return (
+            "if step takes another kind of action than text, give GymEnvironment a to_action, such "
+            "as to_action=int, or to_action=lambda text: EchoAction(message=text)"
+        )
     if fault.code == "requirements_failed" and NO_WHEEL.search(fault.what):
         return (
             "choose a version that has a wheel for this Python; or the operator allows the build "

@@ -402,7 +402,10 @@ def finish(target: Path) -> str:
 
 def _run(*command: str, capture: bool = False) -> str:
     stdout = subprocess.PIPE if capture else None
-    done = subprocess.run(command, check=True, timeout=INSTALL_TIMEOUT_S, text=True, stdout=stdout)
+    # uv reads the pyproject.toml of every folder above its own, and the sandbox refuses that.
+    done = subprocess.run(
+        command, check=True, timeout=INSTALL_TIMEOUT_S, text=True, stdout=stdout, cwd="/"
+    )
     return done.stdout or ""
 
 

@@ -5,10 +5,11 @@ objects.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import subprocess
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,13 @@ from environments.adapters.gym import GymEnvironment
 from environments.base import EnvironmentEpisode
 from environments.checks import gate
 from environments.process import requirements
+from environments.process.faults import EnvironmentFault, remedy
 from environments.process.host import EnvironmentHost
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.server.mcp_server import server
 from flash_mcp.state import references
 from flash_mcp.state.store import open_store
+from tests.hubs import FOLDERS
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -50,49 +53,9 @@ def written(folder: Path, **files: str) -> Path:
 
 # -- the freesolo SDK ------------------------------------------------------------------------------
 
-SDK_SINGLE = """
-    from freesolo.datasets.types import TaskExample
-    from freesolo.environments import EnvironmentSingleTurn, RewardMetric, RewardResult
 
-
-    class Capitals(EnvironmentSingleTurn):
-        def __init__(self, rows_from):
-            assert rows_from.endswith("datasets/train.jsonl")
-
-        def build_prompt_messages(self, example: TaskExample, prompt_text: str):
-            return [{"role": "user", "content": example.input}]
-
-        def normalize_response_text(self, example, response_text):
-            assert not response_text.startswith("<<"), "normalized twice"
-            return f"<<{response_text.strip()}"
-
-        def score_response(self, example, response_text):
-            right = response_text == f"<<{example.output}"
-            return RewardResult(
-                score=1.0 if right else 0.01, threshold=1.0, metrics=(RewardMetric("right", score=float(right)),)
-            )
-
-
-    def load_environment(dataset_path):
-        return Capitals(dataset_path)
-"""
-ROWS = """
-    {"input": "Capital of France?", "output": "Paris"}
-    {"input": "Capital of Peru?", "output": "Lima"}
-"""
-HELD_OUT = """
-    {"input": "Capital of Ghana?", "output": "Accra"}
-"""
-
-
-async def test_a_single_turn_folder_of_the_sdk_runs_unchanged(tmp_path: Path) -> None:
-    folder = written(
-        tmp_path,
-        environment_py=SDK_SINGLE,
-        datasets__train_jsonl=ROWS,
-        datasets__eval_jsonl=HELD_OUT,
-        TRAINING_CONTRACT_md="Answer with one word.\n",
-    )
+async def test_a_single_turn_folder_of_the_sdk_runs_unchanged() -> None:
+    folder = FOLDERS / "freesolo_single"
     assert requirements.of_folder(folder) == ["freesolo>=0.4,<0.5"]
     async with await EnvironmentHost.start(folder) as host:
         assert host.splits == {"train": 2, "eval": 1}
@@ -111,45 +74,8 @@ async def test_a_single_turn_folder_of_the_sdk_runs_unchanged(tmp_path: Path) ->
     ] == []
 
 
-SDK_MULTI = """
-    from freesolo.datasets import TaskExample
-    from freesolo.environments import (
-        EnvironmentMultiTurn, EnvironmentStepResult, EnvironmentTurn, EnvironmentEpisode, RewardResult,
-    )
-
-
-    class Guess(EnvironmentMultiTurn):
-        dataset = [{"input": "between 0 and 7", "output": {"messages": [{"role": "assistant", "content": "5"}]}}]
-        max_score_concurrency = 1
-
-        def start_episode(self, example: TaskExample, prompt_text: str):
-            return [{"role": "user", "content": f"Guess {example.input}."}]
-
-        def max_episode_turns(self, example):
-            return 3
-
-        def step_episode(self, example, messages, assistant_response):
-            assert messages[-1]["content"] == assistant_response
-            said = assistant_response.strip()
-            if said == "5":
-                return EnvironmentStepResult(done=True, final_response_text="right", metadata={"turn": len(messages)})
-            answer = {"role": "user", "content": "No."}
-            return EnvironmentStepResult(done=False, messages=(answer,), metadata={"turn": len(messages)})
-
-        def score_episode(self, example, episode):
-            assert isinstance(episode, EnvironmentEpisode) and isinstance(episode.turns[0], EnvironmentTurn)
-            right = episode.response_text == "right"
-            steps = [step["turn"] for step in episode.metadata["steps"]]
-            return RewardResult(score=float(right), success=right, reason=str(steps))
-
-
-    def load_environment():
-        return Guess()
-"""
-
-
-async def test_a_multi_turn_folder_of_the_sdk_runs_unchanged(tmp_path: Path) -> None:
-    folder = written(tmp_path, environment_py=SDK_MULTI)
+async def test_a_multi_turn_folder_of_the_sdk_runs_unchanged() -> None:
+    folder = FOLDERS / "freesolo_multi"
     async with await EnvironmentHost.start(folder) as host:
         opening = await host.open("train", 0)
         assert opening.max_turns == 3
@@ -352,66 +278,151 @@ class TextArena(Counting):
 
 @dataclass
 class StepResult:
-    observation: str
+    observation: Any
     reward: float | None = None
     done: bool = False
 
 
-class OpenEnv(Counting):
-    def reset(self, **kwargs: Any) -> StepResult:
+class OpenEnvClient(Counting):
+    """As OpenEnv's clients are: coroutines whose results have fields."""
+
+    async def reset(self, **kwargs: Any) -> StepResult:
         return StepResult(self.begin(kwargs["seed"]))
 
-    def step(self, action: str) -> StepResult:
+    async def step(self, action: str) -> StepResult:
         reward, won, lost = self.say(action)
         return StepResult(f"After {self.at}?", reward, won or lost)
 
+    async def close(self) -> None:
+        super().close()
 
-def play(environment: GymEnvironment, answers: list[str]) -> tuple[list[str], Any, Any]:
+
+@dataclass
+class Observation:
+    text: str
+    done: bool = False
+    reward: float | None = None
+    metadata: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+class OpenEnv(Counting):
+    """As OpenEnv's environments are: `step` returns the observation, which has the reward."""
+
+    def reset(self, seed: int | None = None, episode_id: str | None = None) -> Observation:
+        return Observation(self.begin(seed), metadata={"answer": self.at + 1})
+
+    def step(self, action: str, timeout_s: float | None = None) -> Observation:
+        reward, won, lost = self.say(action)
+        return Observation(f"After {self.at}?", won or lost, reward, {"success": won})
+
+
+class OverHttp(Counting):
+    """What OpenEnv's server sends: JSON, with the metadata in the observation."""
+
+    async def reset(self, **kwargs: Any) -> dict[str, Any]:
+        return {"observation": {"text": self.begin(kwargs["seed"])}, "reward": None, "done": False}
+
+    async def step(self, action: str) -> Any:
+        reward, won, lost = self.say(action)
+        observation = {"text": f"After {self.at}?", "metadata": {"success": won}}
+        return {"observation": observation, "reward": reward, "done": won or lost}
+
+
+async def settled(value: Any) -> Any:
+    """The value that a method returned, as the environment's process takes it."""
+    return await value if inspect.isawaitable(value) else value
+
+
+async def play(environment: GymEnvironment, answers: list[str]) -> tuple[list[str], Any, Any]:
     """What was shown, the reward, and the object that was played with."""
     example = environment.dataset[2]
     episode = environment.new_episode(example)
-    messages = episode.start_episode(example, "")
+    messages = await settled(episode.start_episode(example, ""))
     for answer in answers:
         messages.append({"role": "assistant", "content": answer})
-        result = episode.step_episode(example, messages, answer)
+        result = await settled(episode.step_episode(example, messages, answer))
         messages += result.messages
         if result.done:
             break
     score = episode.score_episode(example, EnvironmentEpisode(messages, answers[-1]))
-    episode.close_episode()
+    await settled(episode.close_episode())
     shown = [message["content"] for message in messages if message["role"] == "user"]
     return shown, score, episode._object  # pyright: ignore
 
 
-@pytest.mark.parametrize("kind", [Gymnasium, OlderGym, TextArena, OpenEnv])
-def test_every_kind_of_object_is_played_alike(kind: type[Any]) -> None:
+@pytest.mark.parametrize("kind", [Gymnasium, OlderGym, TextArena, OpenEnv, OpenEnvClient, OverHttp])
+async def test_every_kind_of_object_is_played_alike(kind: type[Any]) -> None:
     environment = GymEnvironment(
         lambda seed: kind(), max_turns=4, instruction="Count.", train_size=5, eval_size=2
     )
-    shown, score, played = play(environment, ["3", " 4\n", "5"])
+    shown, score, played = await play(environment, ["3", " 4\n", "5"])
     assert shown == ["Count.\n\nAfter 2?", "After 3?", "After 4?"]
     assert (score.score, score.success, played.closed) == (1.5, True, 1)
 
-    shown, score, played = play(environment, ["3", "9"])
+    shown, score, played = await play(environment, ["3", "9"])
     assert (score.score, score.success, played.closed) == (0.4, False, 1)
     assert not {task.id for task in environment.dataset} & {
         task.id for task in environment.eval_dataset
     }
 
 
-def test_an_answer_that_is_no_action_costs_the_turn_and_a_cut_off_game_is_no_success() -> None:
+async def test_an_answer_that_is_no_action_costs_the_turn_and_a_cut_off_game_is_no_success() -> (
+    None
+):
     class Numbers(Gymnasium):
         def step(self, action: int) -> Any:
             return super().step(str(action))
 
     environment = GymEnvironment(lambda seed: Numbers(), max_turns=4, success_at=0.4, to_action=int)
-    shown, score, _ = play(environment, ["three", "3"])
+    shown, score, _ = await play(environment, ["three", "3"])
     assert shown[1].startswith("That is no valid action: invalid literal for int()")
     assert (score.score, score.success) == (
         0.5,
         False,
     )  # enough reward, but it did not come to its end
     assert {metric.name: metric.score for metric in score.metrics} == {"ended": 0.0, "invalid": 0.5}
+
+
+async def test_an_observation_of_several_fields_is_shown_as_json_without_its_reward() -> None:
+    @dataclass
+    class Echoed(Observation):
+        length: int = 4
+
+    class Echo(OpenEnv):
+        def reset(self, **kwargs: Any) -> Echoed:
+            return Echoed(self.begin(0), metadata={"answer": 1})
+
+    shown, _, _ = await play(GymEnvironment(lambda seed: Echo(), max_turns=1), ["3"])
+    assert json.loads(shown[0]) == {"text": "After 0?", "length": 4}
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+async def test_an_object_that_takes_no_text_is_refused_with_the_way_to_convert_it(
+    tmp_path: Path, kind: str
+) -> None:
+    source = f"""
+        from environments.adapters.gym import GymEnvironment
+
+
+        class Game:
+            {kind} reset(self, seed=None):
+                return "Say 3.", {{}}
+
+            {kind} step(self, action):
+                return "Again.", float(action.number == 3), True, False, {{}}
+
+
+        def load_environment(**kwargs):
+            return GymEnvironment(lambda seed: Game(), max_turns=2, **kwargs)
+    """
+    async with await EnvironmentHost.start(written(tmp_path, environment_py=source)) as host:
+        opening = await host.open("train", 0)
+        with pytest.raises(
+            EnvironmentFault, match="its action was the model's text, '3'"
+        ) as raised:
+            await host.step(opening.episode, "3")
+    assert raised.value.code == "environment_error"
+    assert "give GymEnvironment a to_action" in (remedy(raised.value) or "")
 
 
 async def test_a_gym_like_object_passes_the_gate(tmp_path: Path) -> None:

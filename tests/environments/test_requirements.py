@@ -394,6 +394,12 @@ async def test_a_package_without_a_wheel_is_not_built_unless_the_operator_allows
     assert fix is not None and "settings.toml: [environments] build_from_source" in fix
 
 
+async def test_a_project_around_the_state_directory_does_not_matter(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "mine"\nversion = "1"\n')
+    python = await requirements.interpreter(folder_with(tmp_path, SMALL))
+    assert (python.parents[2] / "ready").read_text() == SMALL
+
+
 # What the build of a package looks for: passwords of indexes, tokens for uploads, our variables.
 SPY = """
 import os, zipfile
