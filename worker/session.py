@@ -79,7 +79,7 @@ def load_model(
         pulse.advance()
         tell(stage, share)
 
-    pinned = _pinned_commit(writer.folder)
+    pinned = _pinned_commit(writer.folder) or job.get("lineage", {}).get("model_commit")
     path = ensure(spec.model, revision=pinned, on_progress=on_fetched)
     if commit := commit_of(path):
         writer.event("model", f"{spec.model} at commit {commit}", commit=commit)

@@ -312,7 +312,7 @@ def _lineage(run: Run, view: RunView) -> dict[str, str | None]:
     saved = (lineage.checkpoints or {}).items()
     return {
         "code": f"flash-mcp {lineage.code}" if lineage.code else "not recorded",
-        "base model": view.model,
+        "base model": lineage.model,
         "environment": lineage.environment,
         "parent adapter": parent if lineage.parent else "none: from scratch",
         "dataset": lineage.dataset or gold,

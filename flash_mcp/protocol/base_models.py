@@ -1,6 +1,7 @@
 """Base models, and what is known about each without loading it.
 
-A model is named by its catalog name, by a hub id (`owner/name`) or by a local folder.
+A model is named by its catalog name, by a hub id (`owner/name`) or by a local folder. NAME@COMMIT
+is a hub model as that commit of the hub has it.
 `worker.engine.fetch.ensure` makes any of the three ready for use."""
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 import re
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,6 +30,8 @@ class ModelCard:
     thinking: bool = False
     licence: str | None = None
     notes: str = ""
+    commit: str | None = None
+    """Of a hub model whose files were pinned."""
 
     @property
     def scheme(self) -> str:
@@ -73,6 +76,7 @@ _CARDS = (
 MODELS: dict[str, ModelCard] = {card.name: card for card in _CARDS}
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_PINNED = re.compile(r"(?P<name>[^@]+)@(?P<commit>[0-9a-f]{40})")
 
 
 def is_named(name: str) -> bool:
@@ -96,14 +100,30 @@ def find(name: str) -> ModelCard:
         return card
     if is_folder(name):
         return folder_card(Path(name).expanduser().absolute())
+    plain, commit = unpinned(name)
+    card = find(plain) if commit else None
+    if card and card.scheme == "hub":
+        return replace(card, name=pinned(card.name, commit), commit=commit)
     if _HUB_ID.fullmatch(name):
         known = [card for card in _CARDS if card.address == name]
         return known[0] if known else ModelCard(name, f"hub:{name}")
     guess = did_you_mean(name.lower(), MODELS, likeness=0.4)
     what = f"there is no model {name!r} in the catalog{guess}"
-    others = "a hub id (owner/name); or an absolute path to a model folder"
+    hub = "a hub id (owner/name, or owner/name@COMMIT with all 40 digits)"
+    others = f"{hub}; or an absolute path to a model folder"
     fix = f"use one of {', '.join(MODELS)}; or {others}"
     raise FlashError("unknown_model", what, model=name, fix=fix)
+
+
+def pinned(name: str, commit: str | None) -> str:
+    """NAME@COMMIT, or the name alone where it has a commit or none is known."""
+    return f"{name}@{commit}" if commit and not _PINNED.fullmatch(name) else name
+
+
+def unpinned(name: str) -> tuple[str, str | None]:
+    """The name and the commit of NAME@COMMIT; any other name and None."""
+    named = _PINNED.fullmatch(name)
+    return (named["name"], named["commit"]) if named else (name, None)
 
 
 def folder_card(folder: Path) -> ModelCard:

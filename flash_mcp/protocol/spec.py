@@ -44,7 +44,7 @@ class RunSpec(BaseModel):
     """Environment: NAME (pinned to its newest version) or NAME@DIGEST, as returned by env_push; or
     reasoning-gym:DATASET."""
     model: Annotated[str, Field(min_length=1)] = DEFAULT_MODEL
-    """Base model: a catalog name, a hub id or a local folder."""
+    """Base model: a catalog name, a hub id (NAME@COMMIT pins its files) or a local folder."""
     algorithm: Algorithm = "grpo"
     """grpo: reinforcement learning from the environment's reward. sft: fine-tuning on its gold
     answers, or on a dataset."""

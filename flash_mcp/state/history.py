@@ -46,6 +46,8 @@ class RunHistory:
     values: dict[str, list[float]]
     """The metrics whose trend is shown, at every step."""
     warnings: list[str]
+    model_commit: str | None
+    """Of a base model from the hub."""
     sampling: Event | None
     """When the worker of an evaluation began to sample."""
     pairs: list[tuple[float, float]]
@@ -173,6 +175,13 @@ class HistoryTables(RunTable):
                   WHERE run_id = ? {only} ORDER BY time DESC, name DESC LIMIT ?"""
         return [Event.of(row) for row in self.query(sql, [run_id, *kinds, limit])[::-1]]
 
+    def model_commit(self, run_id: str) -> str | None:
+        """The hub's commit of the run's base model; None before it was fetched, and for a model of
+        another kind.
+        """
+        commits = [event.data.get("commit") for event in self.events(run_id, 1, ["model"])]
+        return commits[0] if commits else None
+
     def checkpoints(self, run_id: str) -> list[Checkpoint]:
         """In order of steps."""
         sql = """SELECT step, epoch, time, digest, size_bytes, path, metrics FROM checkpoints
@@ -272,6 +281,7 @@ class HistoryTables(RunTable):
             outline=self.outline(run_id, max(1, last // OUTLINE_STEPS), last - NEWEST_STEPS),
             values={name: self.values(run_id, name) for name in TRENDS[run.algorithm]},
             warnings=[event.message for event in self.events(run_id, 3, ["warning"])],
+            model_commit=self.model_commit(run_id),
             sampling=sampling[0] if sampling else None,
             pairs=[] if is_eval else self._pairs(run_id, evaluations),
             tries=self.tries(run_id, evaluations[-1].step) if is_eval and evaluations else [],

@@ -65,6 +65,8 @@ def enqueue(
         _check_still_there(store, environment, init_adapter, dataset)
         run_id, now = _new_id(store), time.time()
         lineage = {"code": code_version(), **(lineage or {})}
+        if commit := _commit_before(store, spec, init_adapter):
+            lineage["model_commit"] = commit
         if environment.owner != caller().owner:  # the local owner may run another's
             lineage["environment_owner"] = environment.owner
         store.insert(
@@ -93,6 +95,14 @@ def enqueue(
             },
         )
     return store.run(run_id), True
+
+
+def _commit_before(store: Store, spec: Json, init_adapter: Json | None) -> str | None:
+    """The hub's commit of the base model below the adapter that is evaluated or trained on: on
+    other weights it would be another model.
+    """
+    run_id = (spec.get("checkpoint") or "").partition("@")[0] or (init_adapter or {}).get("run_id")
+    return store.model_commit(run_id) if run_id else None
 
 
 def job(run: Run) -> Json:

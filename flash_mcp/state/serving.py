@@ -7,9 +7,9 @@ import time
 from typing import Any
 
 from flash_mcp.protocol.adapters import read_adapter_config
-from flash_mcp.protocol.base_models import is_named
+from flash_mcp.protocol.base_models import is_named, pinned
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Deployment
+from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Deployment, Run
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state.owners import caller
 from flash_mcp.state.store import Store
@@ -57,7 +57,7 @@ def request(
     values = {
         "owner": run.owner,
         "name": name,
-        "model": run.model,
+        "model": served_model(store, run),
         "run_id": run_id,
         "step": step,
         "adapter_path": str(adapter),
@@ -77,6 +77,11 @@ def request(
         }
         store.update_deployment(deployment_id, state="starting", data=data, **values, **blank)
         return store.deployment(deployment_id)
+
+
+def served_model(store: Store, run: Run) -> str:
+    """The base model as the run used it: one from the hub with its commit."""
+    return pinned(run.model, store.model_commit(run.id))
 
 
 def request_stop(store: Store, deployment_id: str) -> Deployment:

@@ -34,6 +34,7 @@ from environments.settings import ServingSettings, load_settings
 from flash_mcp.protocol.errors import CODES, FlashError, disk_error
 from flash_mcp.protocol.paths import scratch_prefix, write_private
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Deployment, Json
+from flash_mcp.state.serving import served_model
 from flash_mcp.state.store import Store
 from flash_mcp.supervisor.launch.local import REGISTER_AND_EXEC, Record
 from flash_mcp.supervisor.serving_health import FAILURES, Health, idle_seconds
@@ -64,7 +65,7 @@ def check_port(store: Store, run_id: str, port: int) -> None:
     """FlashError(unknown_run | invalid_argument | port_taken) unless the run's base model can be
     served on `port`.
     """
-    model = store.run(run_id).model
+    model = served_model(store, store.run(run_id))
     server = Server.find(store.base, model)
     if server and server.is_alive():
         if server.port != port:

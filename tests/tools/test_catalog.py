@@ -31,6 +31,18 @@ def test_case_and_spaces_do_not_matter_in_a_catalog_name() -> None:
 
 def test_a_hub_id_stands_for_itself_or_for_the_card_that_names_it() -> None:
     assert find("someone/some-model.v2").source == "hub:someone/some-model.v2"
+    commit = "c0ffee" + "0" * 34
+    card = find(f"Qwen/Qwen3-0.6B@{commit}")
+    assert (card.name, card.address, card.commit, card.thinking) == (
+        f"qwen3-0.6b@{commit}",
+        "Qwen/Qwen3-0.6B",
+        commit,
+        True,
+    )
+    assert find(card.name) == card
+    for no_commit in (f"smollm2-135m-instruct@{commit}", "someone/some-model@main"):
+        with pytest.raises(FlashError, match="unknown_model"):
+            find(no_commit)
     assert find("Qwen/Qwen3-0.6B") is MODELS["qwen3-0.6b"]
 
 

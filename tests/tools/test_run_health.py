@@ -11,15 +11,18 @@ from typing import Any
 import pytest
 
 from flash_mcp import __version__
+from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from flash_mcp.state import queue
 from flash_mcp.state.queue import code_version
+from flash_mcp.state.serving import request
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.shared.fitting import RESULT_CHARACTERS, to_text
 from tests.places import ROOT
 from tests.samples import (
     ENVIRONMENT,
+    end,
     evaluate,
     finished_run,
     learn,
@@ -217,6 +220,40 @@ async def test_the_code_version_names_the_commit_of_a_checkout_and_reaches_the_w
         assert "+g" in code_version()
     run, writer = started_run(tmp_path)
     assert writer.folder.job()["lineage"] == run.lineage == {"code": code_version()}
+
+
+async def test_what_builds_on_a_run_uses_the_same_commit_of_its_hub_model(tmp_path: Path):
+    commit, store = "c0ffee" + "0" * 34, open_store()
+    pinned = f"someone/some-model@{commit}"
+    fields = {"model": "someone/some-model", "max_length": 64}
+    run, writer = started_run(tmp_path / "environment", **fields)
+    writer.event("model", "as the worker says", commit=commit)
+    save_adapter(writer, 20, tmp_path)
+    end(writer, run.id, 20)
+    view = (await call("status", run_id=run.id, detail="detailed"))["run"]
+    assert view["lineage"]["model"] == pinned
+
+    assert request(store, run.id).model == pinned
+    warm = await call("train", environment="echo", init_from_adapter=f"{run.id}@20", **fields)
+    evaluations = [
+        await call("evaluate", model=f"{run.id}@{step}", wait_s=0, limit=1) for step in (0, 20)
+    ]
+    for made in (warm, *evaluations):
+        later = store.run(made["run_id"])
+        assert later.model == "someone/some-model"
+        assert queue.job(later)["lineage"]["model_commit"] == commit
+        view = (await call("status", run_id=later.id, detail="detailed"))["run"]
+        assert view["lineage"]["model"] == pinned
+
+    other = "someone/some-model@" + "a" * 40
+    with pytest.raises(FlashError, match="adapter_mismatch"):
+        await call(
+            "train", environment="echo", init_from_adapter=run.id, **{**fields, "model": other}
+        )
+    same = await call(
+        "train", environment="echo", init_from_adapter=run.id, **{**fields, "model": pinned}
+    )
+    assert store.run(same["run_id"]).model == pinned
 
 
 async def test_a_store_made_before_lineage_was_kept_is_read(tmp_path: Path):

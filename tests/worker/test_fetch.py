@@ -23,9 +23,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flash_mcp.protocol.base_models import MODELS, ModelCard
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.records import Json
+from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.spec import RunSpec, resolve
 from tests.tiny import CHATML
 from worker.engine import fetch
 from worker.engine.fetch import commit_of, ensure
+from worker.heartbeat import Pulse
+from worker.session import load_model
 
 NAME, REQUIREMENT = "toy-instruct", "toy-model==1.0"
 HIDDEN, LAYERS, CONTEXT = 64, 2, 512
@@ -250,10 +255,14 @@ def test_a_download_from_the_hub_is_told_as_it_comes_in(
     assert fetched == ["b" * 40]
 
 
-def test_a_pinned_commit_is_used_though_the_hub_has_a_newer_one(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def snapshots(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two commits of someone/some-model on this machine, `b` the newer one, and no hub."""
+    import huggingface_hub  # noqa: PLC0415
     from huggingface_hub import constants  # noqa: PLC0415
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise ConnectionError("there is no hub")
 
     stored = tmp_path / "models--someone--some-model"
     (stored / "refs").mkdir(parents=True)
@@ -261,9 +270,34 @@ def test_a_pinned_commit_is_used_though_the_hub_has_a_newer_one(
     for commit in ("a" * 40, "b" * 40):
         shutil.copytree(tiny_model, stored / "snapshots" / commit)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
+    return stored / "snapshots"
+
+
+def test_a_pinned_commit_is_used_though_the_hub_has_a_newer_one(
+    snapshots: Path, tiny_model: Path
+) -> None:
     path = ensure("someone/some-model", revision="a" * 40)
-    assert (path, commit_of(path)) == (stored / "snapshots" / ("a" * 40), "a" * 40)
+    assert (path, commit_of(path)) == (snapshots / ("a" * 40), "a" * 40)
+    assert ensure(f"someone/some-model@{'a' * 40}") == path
+    assert ensure(f"someone/some-model@{'a' * 40}", revision="b" * 40) == path
     assert commit_of(tiny_model) is None
+
+
+def test_an_attempt_uses_the_commit_of_the_run_it_builds_on_and_of_the_attempt_before(
+    snapshots: Path, tmp_path: Path
+) -> None:
+    spec = resolve(RunSpec(environment="vowels", model="someone/some-model")).spec
+    folder = RunFolder(tmp_path / "run")
+
+    def loaded(attempt: int, job: Json) -> Path:
+        writer = folder.claim(attempt)
+        return load_model(job, spec, writer, Pulse(writer), trains=False).path
+
+    assert loaded(1, {"lineage": {"model_commit": "a" * 40}}) == snapshots / ("a" * 40)
+    assert loaded(2, {}) == snapshots / ("a" * 40)
+    folder = RunFolder(tmp_path / "other")
+    assert loaded(1, {}) == snapshots / ("b" * 40)
 
 
 def test_an_unknown_model_is_told_by_the_command(tmp_path: Path) -> None:

