@@ -107,7 +107,8 @@ class ServingSettings:
     """How long deployments live."""
 
     idle_minutes: float = 60.0
-    """Minutes without a request after which a model server and its deployments end."""
+    """Minutes without a request to its server after which a deployment ends; deploy may set
+    others."""
 
 
 @dataclass(frozen=True)

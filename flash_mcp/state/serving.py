@@ -9,7 +9,7 @@ from typing import Any
 from flash_mcp.protocol.adapters import read_adapter_config
 from flash_mcp.protocol.base_models import is_named, pinned
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Deployment, Run
+from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Deployment, Json, Run
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state.owners import caller
 from flash_mcp.state.store import Store
@@ -24,9 +24,10 @@ def request(
     step: int | None = None,
     name: str | None = None,
     port: int | None = None,
+    idle_minutes: float | None = None,
 ) -> Deployment:
     """Ask for a run's checkpoint (by default the newest good one) to be served. Asking again finds
-    the first.
+    the first, and sets its `idle_minutes` if they are given.
 
     FlashError(unknown_run | unknown_checkpoint | checkpoint_corrupt | invalid_argument |
     port_taken)."""
@@ -34,18 +35,14 @@ def request(
     folder = RunFolder(run.folder)
     step = _good_step(folder, run_id, step)
     if name and is_named(name):
-        raise FlashError(
-            "invalid_argument",
-            f"{name!r} is a base model's name",
-            name=name,
-            fix="choose another name",
-        )
+        what = f"{name!r} is a base model's name"
+        raise FlashError("invalid_argument", what, name=name, fix="choose another name")
     name = name or f"{run_id}-{step}"
     deployment_id = _deployment_id(run_id, step, name)
     live = store.deployments(LIVE_DEPLOYMENT)
     for row in live:
         if row.id == deployment_id and row.state != "stopping":
-            return row
+            return _with_limit(store, row, idle_minutes)
         if (row.name, row.owner) == (name, run.owner) and row.id != deployment_id:
             fix = f"choose another name, or undeploy({row.id!r}) first"
             raise FlashError(
@@ -53,7 +50,8 @@ def request(
             )
     adapter = folder.fetch_checkpoint(step, store.base / "adapters" / f"{run_id}-{step}")
     rank = read_adapter_config(adapter, "r")["r"]
-    data = {"rank": rank, "port": port, "thinking": bool(run.spec.thinking)}
+    data: Json = {"rank": rank, "port": port, "thinking": bool(run.spec.thinking)}
+    data["idle_minutes"] = idle_minutes
     values = {
         "owner": run.owner,
         "name": name,
@@ -77,6 +75,14 @@ def request(
         }
         store.update_deployment(deployment_id, state="starting", data=data, **values, **blank)
         return store.deployment(deployment_id)
+
+
+def _with_limit(store: Store, row: Deployment, idle_minutes: float | None) -> Deployment:
+    if idle_minutes is None:
+        return row
+    data = {**row.data, "idle_minutes": idle_minutes}
+    store.update_deployment(row.id, expected_states=(row.state,), data=data)
+    return store.deployment(row.id)
 
 
 def served_model(store: Store, run: Run) -> str:

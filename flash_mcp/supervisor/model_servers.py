@@ -403,19 +403,23 @@ class Deployments:
         if health.failures >= FAILURES:
             self._replace_hung(server, wanted)
             return True
-        idle_minutes = _serving_settings(self.home).idle_minutes
         is_wanted = any(row.state == "starting" for row in wanted)
-        if is_wanted or health.idle_s <= 60 * idle_minutes:
+        if is_wanted or not self._unused(wanted, health.idle_s):
             return False
         health.idle_s = 0.0
         try:
-            has_come_since = idle_seconds(server) <= 60 * idle_minutes
+            unused = self._unused(wanted, idle_seconds(server))  # a request may have come since
         except (httpx.HTTPError, ValueError, KeyError):  # the next check tells
             return False
-        if has_come_since:
-            return False
-        self._end_idle(server, wanted, idle_minutes)
-        return True
+        self._end_idle(server, unused)
+        if len(unused) == len(wanted):
+            self._stop(server)
+        return bool(unused)
+
+    def _unused(self, rows: list[Deployment], idle_s: float) -> list[Deployment]:
+        """Those that end now that nobody has used their server for so long."""
+        limits = [(row, idle_minutes(row, self.home)) for row in rows]
+        return [row for row, minutes in limits if minutes and idle_s > 60 * minutes]
 
     def _replace_hung(self, server: Server, wanted: list[Deployment]) -> None:
         what = "its server stopped answering"
@@ -437,17 +441,16 @@ class Deployments:
         if still_wanted := [row for row in rows if row.state == "starting"]:
             self._start(server.model, still_wanted, like=server)
 
-    def _end_idle(self, server: Server, ready: list[Deployment], idle_minutes: float) -> None:
-        what = f"it was stopped after {idle_minutes:g} minutes without a request"
-        for row in ready:
-            fix = (
-                f"deploy(run_id={row.run_id!r}, step={row.step}) starts it again; idle_minutes of "
-                "[serving] in settings.toml of FLASH_HOME is the limit"
-            )
+    def _end_idle(self, server: Server, unused: list[Deployment]) -> None:
+        for row in unused:
+            minutes = idle_minutes(row, self.home)
+            what = f"it was stopped after {minutes:g} minutes without a request"
+            again = f"deploy(run_id={row.run_id!r}, step={row.step}) starts it again"
+            fix = f"{again}; its idle_minutes sets another limit"
             error = FlashError("unknown_deployment", what, deployment=row.id, fix=fix)
             self._update(row, "ready", state="stopped", error=error.to_dict(), pid=None)
+            server.unload(row.id)
             log.info("%s: %s", row.id, what)
-        self._stop(server)
 
     def _start(self, model: str, wanted: list[Deployment], *, like: Server | None = None) -> None:
         """`like` is a server whose port and key the new one takes over."""
@@ -526,6 +529,12 @@ class Deployments:
     def _update(self, row: Deployment, expected: str, **values: Any) -> None:
         # A row that was asked to stop meanwhile stays so.
         self.store.update_deployment(row.id, expected_states=(expected,), **values)
+
+
+def idle_minutes(row: Deployment, home: Path) -> float:
+    """Minutes without a request after which the deployment ends; 0: never."""
+    given = row.data.get("idle_minutes")
+    return _serving_settings(home).idle_minutes if given is None else float(given)
 
 
 def _serving_settings(home: Path) -> ServingSettings:

@@ -17,6 +17,7 @@ from flash_mcp.state.disk import in_words
 from flash_mcp.state.owners import caller
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.supervisor.launch import devices as machine
+from flash_mcp.supervisor.model_servers import idle_minutes
 from flash_mcp.tools.shared.fitting import utc
 from flash_mcp.tools.shared.frame import Part, Result
 
@@ -97,6 +98,8 @@ class Deployment(Part):
     step: int | None = None
     base_url: str | None = None
     """OpenAI-compatible endpoint on the server's machine."""
+    idle_minutes: float
+    """It ends after so many minutes in which nobody used its server; 0: never."""
 
 
 Entry = Model | Environment | Dataset | Device | Deployment
@@ -254,6 +257,7 @@ def _deployments(store: Store) -> list[Deployment]:
             run_id=row.run_id,
             step=row.step,
             base_url=row.base_url if row.state == "ready" and caller().is_local else None,
+            idle_minutes=idle_minutes(row, store.base),
         )
         for row in store.deployments(LIVE_DEPLOYMENT)
     ]

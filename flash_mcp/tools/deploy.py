@@ -19,6 +19,7 @@ from flash_mcp.state.serving import ended_idle, find_deployment, request, reques
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.supervisor.keeper import look_after
 from flash_mcp.supervisor.model_servers import Server, check_port, error_message
+from flash_mcp.supervisor.model_servers import idle_minutes as idle_limit
 from flash_mcp.tools.shared.fitting import shorten, to_text
 from flash_mcp.tools.shared.frame import Part, Result, report
 from flash_mcp.tools.shared.waiting import deadline_after, wait_until
@@ -47,6 +48,8 @@ class Deployed(Result):
     Callers from elsewhere have chat."""
     api_key_file: str | None = None
     """JSON file on the server; the endpoint asks for its api_key."""
+    idle_minutes: float
+    """It ends after so many minutes in which nobody used its server; 0: never."""
     seconds: float
     """Seconds since deploy was called."""
 
@@ -93,6 +96,7 @@ async def deploy(
     step: Annotated[int | None, Field(ge=0)] = None,
     name: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9][\w.-]{0,99}$")] = None,
     port: Annotated[int | None, Field(ge=1024, le=65535)] = None,
+    idle_minutes: Annotated[float | None, Field(ge=0, le=525_600)] = None,
     wait_s: Wait = 40.0,
 ) -> Deployed:
     """Serve a run's checkpoint, and its base model, with vLLM's OpenAI server.
@@ -100,18 +104,22 @@ async def deploy(
     `ready` means that the adapter answered a chat request. The first deployment of a base model
     takes half a minute or more; further ones join its server within seconds. A second call with the
     same arguments changes nothing and returns the state. The server listens on loopback and ends
-    with its last deployment, or after an hour without a request. To end one, call undeploy.
+    with its last deployment. To end one, call undeploy.
 
     Args:
         run_id: Run whose adapter to serve, as returned by train.
         step: Step of the checkpoint; default: the newest with intact files.
         name: Your name for it; default RUN_ID-STEP.
         port: Port on loopback; default: a free one.
+        idle_minutes: End it after so many minutes without a request to its server; 0: never;
+            default: as the operator set it, else 60.
     """
     store, deadline = open_store(), deadline_after(wait_s)
     if port is not None:
         await run_sync(check_port, store, run_id, port)
-    row = await run_sync(lambda: request(store, run_id, step=step, name=name, port=port))
+    row = await run_sync(
+        lambda: request(store, run_id, step=step, name=name, port=port, idle_minutes=idle_minutes)
+    )
     await run_sync(look_after, store)
     row = await _settled(store, row.id, ("ready", "failed", "stopped"), deadline)
     if row.state == "failed":
@@ -350,6 +358,7 @@ def describe(store: Store, row: Deployment) -> Deployed:
         model=row.model,
         base_url=row.base_url if server else None,
         api_key_file=server.file if server else None,
+        idle_minutes=idle_limit(row, store.base),
         seconds=_age_s(row),
         next=_next_step(row),
     )

@@ -30,7 +30,7 @@ from flash_mcp.state.owners import Caller, acting_as
 from flash_mcp.state.serving import find_deployment, request, request_stop
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.supervisor import model_servers, serving_health
-from flash_mcp.supervisor.model_servers import Deployments, Server, check_port
+from flash_mcp.supervisor.model_servers import Deployments, Server, check_port, idle_minutes
 from flash_mcp.tools import deploy as deploy_tools
 from flash_mcp.tools.deploy import Message, _answer, chat, deploy, describe, undeploy
 from tests.places import TESTS
@@ -538,14 +538,38 @@ def test_a_server_that_nobody_uses_ends_and_says_so_and_how_to_start_it_again(
     assert settle(deployments, row.id, "ready")
 
 
-def test_an_hour_without_requests_is_the_operators_to_change(
-    store: Store, deployments: Deployments, tmp_path: Path
+def test_an_hour_without_requests_is_the_operators_to_change_for_those_without_their_own(
+    store: Store, tmp_path: Path
 ) -> None:
     settings = store.base / "settings.toml"
+    run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a")})
+    others = request(store, run_id)
+    own = request(store, run_id, name="own", idle_minutes=7)
     settings.write_text("[serving]\nidle_minutes = 0.5\n")
-    assert model_servers._serving_settings(store.base).idle_minutes == 0.5
+    assert [idle_minutes(row, store.base) for row in (others, own)] == [0.5, 7]
     settings.write_text("[serving")
-    assert model_servers._serving_settings(store.base).idle_minutes == 60
+    assert [idle_minutes(row, store.base) for row in (others, own)] == [60, 7]
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_deployment_ends_after_its_own_minutes_and_its_server_with_the_last_one(
+    store: Store, deployments: Deployments, tmp_path: Path
+) -> None:
+    run_id = make_run(store, "idle", {1: make_adapter(tmp_path / "a")})
+    kept = request(store, run_id, name="kept", idle_minutes=0)
+    brief = request(store, run_id, name="brief", idle_minutes=3)
+    settle(deployments, kept.id, "ready")
+    ended = settle(deployments, brief.id, "stopped")
+    assert ended.error and "after 3 minutes without a request" in ended.error["what"]
+    server = Server.find(store.base, "idle")
+    assert server and server.is_alive()
+    assert [each["id"] for each in server.call("/models").json()["data"]] == [kept.id]
+    assert describe(store, kept).idle_minutes == 0
+
+    request(store, run_id, name="kept", idle_minutes=4)
+    ended = settle(deployments, kept.id, "stopped")
+    assert ended.error and "after 4 minutes without a request" in ended.error["what"]
+    wait_for(lambda: not server.is_alive())
 
 
 def test_a_clock_that_jumps_fails_no_server_that_starts(
