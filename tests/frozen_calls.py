@@ -145,6 +145,7 @@ TROUBLES: dict[str, dict[str, Metric]] = {
     "length_collapse": {"tokens/completion_mean": lambda step: 100 / step},
     "reward_follows_length": {"tokens/reward_correlation": 0.8},
     "repeated_outputs": {"rollouts/repeated_share": 0.8, "success/rate": 0.3},
+    "answer_collapse": {"answers/common_share": 0.97, "answers/common_success": 0.6},
     "entropy_collapse": {"entropy": lambda step: 1 / step**2},
     "policy_mismatch": {"is_ratio/mean": 1.4},
     "policy_spike": {"kl": lambda step: 3.0 if step == 17 else 0.02},

@@ -6,7 +6,8 @@ At a step with "hold" it beats without moving on until the file `go` appears in 
 
 Of an evaluation they say which tasks are what: {"solved": [places], "often": [every second attempt
 is a success], "failing": [environment code raises], "endless": [cut off]}; all others are failures.
-{"hold": true} holds it, "climbing" with ever more attempts done."""
+{"hold": true} holds it, "climbing" with ever more attempts done; {"constant": share} is what the
+best constant answer, "Yes", reaches."""
 
 from __future__ import annotations
 
@@ -84,11 +85,11 @@ def evaluate(folder: RunFolder, writer: RunWriter, plan: dict[str, Any]) -> None
     valid = [row for row in rows if not row["error"]]
     success = sum(row["success"] for row in valid) / len(valid) if valid else None
     share = 1 - len(valid) / len(rows)
-    writer.evaluation(
-        spec["step"],
-        {"n": len(valid), "success": success, "error_share": share, "tokens_per_s": 100.0},
-        rows,
-    )
+    summary = {"n": len(valid), "success": success, "error_share": share, "tokens_per_s": 100.0}
+    if level := plan.get("constant"):
+        summary |= {"constant_success": level, "constant_n": 40}
+        writer.event("constant", "the best constant", answer="Yes")
+    writer.evaluation(spec["step"], summary, rows)
     writer.commit_result("succeeded", len(rows))
 
 

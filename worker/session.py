@@ -45,6 +45,7 @@ from worker.training.sft import Row
 
 log = logging.getLogger("worker")
 CONSTANT_TASKS = 10
+CONSTANT_CHARACTERS = 200
 T = TypeVar("T")
 S = TypeVar("S", bound=RunSpec | EvalSpec)
 MAX_LENGTH = 4096
@@ -285,7 +286,7 @@ class Session(Generic[S]):
                 }
                 share = f"succeeds on {constant.success_share:.1%} of {len(constant.successes)}"
                 what = f"the best constant, {constant.answer!r:.100}, {share} tasks"
-                self.writer.event("constant", what)
+                self.writer.event("constant", what, answer=constant.answer[:CONSTANT_CHARACTERS])
         return self._constant
 
     def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:

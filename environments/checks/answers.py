@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
 
 SHORT_ANSWER = 24
 """A gold answer of at most so many characters says nothing else once a character is changed."""
+TAIL_CHARACTERS = 2000
+"""How much of the end of a turn a final answer is looked for in."""
+COMMON_TASKS = 3
+"""With fewer tasks, an answer that is common to them says nothing."""
 JUNK = (
     "asdf qwer zxcv",
     "I cannot help with that.",
@@ -65,3 +73,37 @@ def tags(prompt: str) -> list[tuple[str, str]]:
     if "\\boxed{" in prompt:
         found.append(("\\boxed{", "}"))
     return found[:3]
+
+
+def final_answer(turn: str) -> str:
+    """What a model's last turn answers, to compare it with other turns: what stands in its last
+    tags, or else its last line, in small letters and without signs at its ends.
+    """
+    lines = parts(turn[-TAIL_CHARACTERS:])[1].split("\n")
+    said = [line for line in lines if line.strip()]
+    return said[-1].strip(" \t\r.*`'\"").casefold() if said else ""
+
+
+@dataclass(frozen=True)
+class Commonest:
+    """The commonest final answer to different tasks."""
+
+    share: float
+    """Share of the attempts that end in it."""
+    success: float
+    """Share of these that succeed. If it is not 1, the tasks have different answers."""
+
+
+def commonest(attempts: Sequence[tuple[str, str, bool]]) -> Commonest | None:
+    """Of attempts as (task id, the model's last turn, success). None for fewer than COMMON_TASKS
+    tasks, and if nothing was answered.
+    """
+    if len({task for task, _, _ in attempts}) < COMMON_TASKS:
+        return None
+    found = [(final_answer(turn), success) for _, turn, success in attempts]
+    counts = Counter(answer for answer, _ in found if answer)
+    if not counts:
+        return None
+    answer, count = counts.most_common(1)[0]
+    success = fmean(success for given, success in found if given == answer)
+    return Commonest(count / len(found), success)

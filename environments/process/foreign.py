@@ -34,11 +34,16 @@ def marked(text: str) -> str:
     return "\n".join(MARK + line for line in visible(text).split("\n"))
 
 
+def is_plain(text: str) -> bool:
+    """Whether a foreign name may stand in our sentences."""
+    return re.fullmatch(r"[\w.:/#\\-]{1,60}", text, re.ASCII) is not None
+
+
 def plain_name(text: str) -> str:
     """A foreign name that may stand in our sentences: quoted, or only its length if it has blanks,
     signs or many characters.
     """
-    if re.fullmatch(r"[\w.:/#\\-]{1,60}", text, re.ASCII):
+    if is_plain(text):
         return f"'{text}'"
     return f"(a name of {len(text):,} characters)"
 

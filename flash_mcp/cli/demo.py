@@ -36,6 +36,8 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import ACTIVE
 from flash_mcp.state.store import open_store
 
+HELD_OUT = ("n", "success", "low", "high")
+
 Json = dict[str, Any]
 
 
@@ -139,8 +141,8 @@ def _figures(session: Session, view: Json, talk: Json) -> Json:
         "steps": view["step"],
         "reward_first": view["reward"]["first"],
         "reward_last": view["reward"]["last"],
-        "heldout_base": {key: held_out[0][key] for key in ("n", "success", "band")},
-        "heldout_trained": {key: held_out[-1][key] for key in ("n", "success", "band")},
+        "heldout_base": {key: held_out[0][key] for key in HELD_OUT},
+        "heldout_trained": {key: held_out[-1][key] for key in HELD_OUT},
         "verdict": view["verdict"]["outcome"],
         "tools_called": session.tools_called,
         "seconds": session.seconds,
@@ -195,7 +197,8 @@ def _show_probes(console: Console, checked: Json) -> None:
 
 def _show_verdict(console: Console, view: Json) -> None:
     for row in view["held_out"]:
-        success = f"{row['success']:.3f} ± {row['band']:.3f} of {row['n']} tasks"
+        interval = f"95 % interval {row['low']:.3f} to {row['high']:.3f}"
+        success = f"{row['success']:.3f} of {row['n']} tasks ({interval})"
         console.print(f"  held out, step {row['step']}: {success}")
     verdict = view["verdict"]
     text = f"[bold]{verdict['outcome']}[/]: {_escaped(verdict['explanation'])}"

@@ -21,6 +21,7 @@ from markupsafe import Markup
 
 from flash_mcp.cli.output import visible
 from flash_mcp.judgement.failures import SAMPLE_ROLLOUTS, failure_counts, failure_modes
+from flash_mcp.judgement.statistics import Interval
 from flash_mcp.protocol.records import Rollout, Run
 from flash_mcp.state.store import Store
 from flash_mcp.tools.shared.fitting import shorten, utc
@@ -126,20 +127,17 @@ def _shown(value: object) -> object:
 
 @dataclass(frozen=True)
 class Series:
-    """A line over steps; with `bands`, the half-widths of noise, single points with whiskers."""
+    """A line over steps; with `intervals`, single points with whiskers."""
 
     name: str
     points: list[tuple[int, float]]
-    bands: list[float] = field(default_factory=list[float])
+    intervals: list[Interval] = field(default_factory=list[Interval])
 
     @property
     def reach(self) -> list[float]:
         """Every value that the chart has to show, whisker ends included."""
-        bands = self.bands or [0.0] * len(self.points)
-        pairs = list(zip(self.points, bands, strict=True))
-        return [value - band for (_, value), band in pairs] + [
-            value + band for (_, value), band in pairs
-        ]
+        ends = [end for each in self.intervals for end in (each.low, each.high)]
+        return [value for _, value in self.points] + ends
 
 
 @dataclass(frozen=True)
@@ -191,11 +189,12 @@ def _charts(store: Store, view: RunView) -> list[Chart]:
 
     held_out = view.held_out or []
     points = [(point.step, point.success) for point in held_out]
+    intervals = [Interval(point.low, point.high) for point in held_out]
     given = {
         "Reward and success": [
             series("reward/mean", "reward, training"),
             series("success/rate", "success, training"),
-            Series("success, held out (95 %)", points, [point.band for point in held_out]),
+            Series("success, held out (95 %)", points, intervals),
         ]
     }
     for title, names in CHARTS.items():
@@ -234,12 +233,12 @@ def _line(colour: int, series: Series, x: Axis, y: Axis) -> Line:
     last = series.points[-1][1]
     summary = f"{series.name} from {first:.3g} to {last:.3g}"
     points = [(x(step), y(value)) for step, value in series.points]
-    if not series.bands:
+    if not series.intervals:
         return Line(series.name, colour, summary, points, [])
     whiskers: list[tuple[float, float, float, float]] = []
-    for (step, value), band in zip(series.points, series.bands, strict=True):
+    for (step, value), interval in zip(series.points, series.intervals, strict=True):
         inside = min(max(x(step), Chart.left + 4), Chart.right - 4)
-        whiskers.append((inside, y(value + band), y(value), y(value - band)))
+        whiskers.append((inside, y(interval.high), y(value), y(interval.low)))
     return Line(series.name, colour, summary, [], whiskers)
 
 

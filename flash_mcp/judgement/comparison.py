@@ -19,7 +19,7 @@ from typing import Annotated, Literal
 
 from pydantic import PlainSerializer
 
-from flash_mcp.judgement import statistics
+from flash_mcp.judgement import health, statistics
 from flash_mcp.judgement.statistics import Interval
 from flash_mcp.protocol.parts import Part, Rounded
 from flash_mcp.protocol.records import Evaluation, Json
@@ -124,7 +124,9 @@ def verdict(change: Change, overlap: Json | None, trained: Evaluation) -> Verdic
     neither is a success that one constant answer reaches.
     """
     if overlap is None:
-        explanation = change.explanation + _against_constant(trained.summary)
+        explanation = change.explanation
+        if doubt := against_constant(trained):
+            explanation += f". BUT {doubt}: read rollouts"
         return Verdict(outcome=change.outcome, explanation=explanation)
     tasks = f"{overlap['shared']} of {overlap['eval_tasks']} eval tasks are train tasks too"
     return Verdict(
@@ -134,20 +136,33 @@ def verdict(change: Change, overlap: Json | None, trained: Evaluation) -> Verdic
     )
 
 
-def _against_constant(summary: Mapping[str, float]) -> str:
-    """What to add to a verdict if the model is not clearly better than the best constant."""
+def against_constant(evaluation: Evaluation, low: float | None = None) -> str:
+    """In words, that the model is not clearly better than the best constant answer, or gives one
+    answer to nearly all tasks; "" if neither is so. `low` is the lower end of the success's
+    interval, by default that of as many independent attempts.
+    """
+    summary = evaluation.summary
+    doubts: list[str] = []
     level = summary.get("constant_success")
-    if not level:
-        return ""
     success = summary["success"]
-    interval = statistics.wilson(round(success * summary["n"]), int(summary["n"]))
-    if interval.low > level:
-        return ""
-    better = "is no better than" if success <= level else "may be no better than"
-    return (
-        f". BUT it {better} one constant answer, which succeeds on {level:.0%} of "
-        f"{summary['constant_n']:.0f} eval tasks: read rollouts"
-    )
+    if low is None:
+        low = statistics.wilson(round(success * summary["n"]), summary["n"]).low
+    if level and low <= level:
+        better = "is no better than" if success <= level else "may be no better than"
+        doubts.append(f"it {better} {constant_level(evaluation)}")
+    share = summary.get("answers/common_share", 0.0)
+    if health.has_collapsed(share, summary.get("answers/common_success", 0.0)):
+        doubts.append(f"it gives one and the same answer to {share:.0%} of the tasks")
+    return "; ".join(doubts)
+
+
+def constant_level(evaluation: Evaluation) -> str:
+    """What the best constant answer reaches, in words, with its interval."""
+    level = evaluation.summary["constant_success"]
+    count = int(evaluation.summary["constant_n"])
+    band = statistics.wilson(round(level * count), count)
+    interval = f"{band.low:.2f} to {band.high:.2f}, {count} tasks"
+    return f"{evaluation.constant_name}: {level:.2f} ({interval})"
 
 
 def shared(base: Mapping[str, object], other: Mapping[str, object]) -> list[str]:

@@ -272,9 +272,9 @@ def _select(attempts: list[Attempt], plan: Plan) -> list[Attempt]:
         case "correct":
             return sorted(correct, key=_best_first)[: plan.max_per_task]
         case "best":
-            return sorted(attempts, key=_best_first)[:1]
+            return sorted(correct, key=_best_first)[:1]
         case "best-n":
-            return sorted(attempts, key=_best_first)[: plan.max_per_task]
+            return sorted(correct, key=_best_first)[: plan.max_per_task]
         case "shortest":
             return sorted(correct, key=_shortest_first)[: plan.max_per_task or 1]
         case "all":

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from flash_mcp.judgement import health
+from flash_mcp.judgement import statistics
+from flash_mcp.judgement.statistics import Interval
 from flash_mcp.protocol.records import Evaluation, Run
 
 Line = list[tuple[int, float]]
@@ -25,11 +26,11 @@ METRICS = {
 
 @dataclass(frozen=True)
 class Point:
-    """A held-out evaluation; `band` is the half-width of its noise."""
+    """A held-out evaluation with the Wilson 95 % interval of its success."""
 
     step: int
     success: float
-    band: float
+    interval: Interval
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ def drawn(run: Run, lines: Mapping[str, Line], evaluations: Sequence[Evaluation]
         count = int(row.summary["n"])
         if count:  # else environment code failed every attempt, and there is no rate
             success = row.summary["success"]
-            held_out.append(Point(row.step, success, health.noise_band(success, count)))
+            interval = statistics.wilson(success * count, count)
+            held_out.append(Point(row.step, success, interval))
     title = f"{run.id}: {run.model} on {run.environment}"
     return Curve(title, {name: line for name, line in lines.items() if line}, held_out)
 
@@ -74,7 +76,7 @@ def terminal(curve: Curve, width: int = 90, height: int = 18) -> str:
 
 
 def png(curve: Curve) -> bytes:
-    """The curve as a PNG picture, held-out success with its noise band."""
+    """The curve as a PNG picture, held-out success with its interval."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
     from matplotlib.figure import Figure  # noqa: PLC0415
 
@@ -87,7 +89,10 @@ def png(curve: Curve) -> bytes:
         axes.errorbar(
             [point.step for point in curve.held_out],
             [point.success for point in curve.held_out],
-            yerr=[point.band for point in curve.held_out],
+            yerr=[
+                [point.success - point.interval.low for point in curve.held_out],
+                [point.interval.high - point.success for point in curve.held_out],
+            ],
             label="success, held out (95 %)",
             color="tab:red",
             marker="o",

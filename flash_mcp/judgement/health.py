@@ -28,6 +28,10 @@ LONG = 20
 """With fewer values, the noise of their first and last third cannot be estimated."""
 SOLVED = 0.9
 """Success share from which a run has little left to learn."""
+COLLAPSED = 0.9
+"""Share of one final answer among all tasks' from which the answers have collapsed, if it is right
+less often than that."""
+EMPTY: Mapping[str, float] = {}
 SPIKES = {"kl": 0.5, "sampling_kl": 0.05, "is_ratio/clipped_share": 0.05}
 """Metrics that may jump, each with the value below which a jump does not count."""
 
@@ -89,13 +93,6 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
     return "".join(BARS[round((mean - low) * scale)] for mean in means)
 
 
-def noise_band(share: float, count: int) -> float:
-    """Half-width of the 95 % interval of a share measured on `count` examples: 1.96 sqrt(p (1 - p)
-    / N).
-    """
-    return 1.96 * math.sqrt(max(share * (1 - share), 0.0) / count) if count else 1.0
-
-
 # -- warning signs ---------------------------------------------------------------------------------
 
 
@@ -109,13 +106,13 @@ def flags(history: Sequence[Metrics]) -> list[Flag]:
     return _found(Steps(history))
 
 
-def sample_flags(tries: Sequence[Try]) -> list[Flag]:
+def sample_flags(tries: Sequence[Try], summary: Mapping[str, float] = EMPTY) -> list[Flag]:
     """What a sample of groups, made before training, says against training on them; the gravest
-    first.
+    first. `summary` is that of its evaluation.
     """
     groups = attempts.by_task(tries)
     valid = list(itertools.chain.from_iterable(groups.values()))
-    metrics: dict[str, float | None] = {}
+    metrics: dict[str, float | None] = {**summary}
     if tries:
         metrics["rollouts/error_share"] = 1 - len(valid) / len(tries)
     if valid:
@@ -183,14 +180,14 @@ def _progress(steps: Steps, found: Sequence[Flag]) -> str:
     if gain <= 0:
         return f"doubtful: {said}"
     if len(values) < LONG and not _is_monotone(values):
-        return f"too early to say: {said}, which chance alone may explain"
+        return f"too early to say: {said}, too unsteadily to call it a trend"
     minded = f"; mind {', '.join(flag.name for flag in found)}" if found else ""
     return f"yes: {said}{minded}"
 
 
 def _is_monotone(values: Sequence[float]) -> bool:
-    """Whether they rise, or fall, more than chance explains: Mann's test of Kendall's S (1945), at
-    5 %.
+    """Whether they rise, or fall, more steadily than noise would: Mann's test of Kendall's S
+    (1945), at 5 %.
 
     Four values or fewer never do.
     """
@@ -492,6 +489,25 @@ def _repeated_outputs(steps: Steps, recent: Steps) -> Sign | None:
     )
 
 
+def has_collapsed(common_share: float, common_success: float) -> bool:
+    """Whether nearly all tasks get one answer, which is wrong for some of them."""
+    return common_share >= COLLAPSED and common_success < COLLAPSED
+
+
+def _answer_collapse(steps: Steps, recent: Steps) -> Sign | None:
+    share = recent.share("answers/common_share")
+    right = recent.share("answers/common_success")
+    if not has_collapsed(share, right):
+        return None
+    return Sign(
+        f"{share:.0%} of the rollouts of {recent} end in the same answer whatever the task, and "
+        f"it is right in {right:.0%}: the model guesses",
+        "balance the tasks so that no answer is right more often than others, train sft on gold "
+        "answers first, or take an earlier checkpoint (init_from_adapter); compare names the best "
+        "constant answer",
+    )
+
+
 def _policy_spike(steps: Steps, recent: Steps) -> Sign | None:
     for name, least in SPIKES.items():
         values = recent.column(name)
@@ -559,11 +575,12 @@ CHECKS: dict[str, Check] = {
     "reward_follows_length": _reward_follows_length,
     "entropy_collapse": _entropy_collapse,
     "repeated_outputs": _repeated_outputs,
+    "answer_collapse": _answer_collapse,
     "policy_mismatch": _policy_mismatch,
     "policy_spike": _policy_spike,
     "overfitting": _overfitting,
 }
-"""In the order in which they are shown. A sample has the metrics of four of them."""
+"""In the order in which they are shown. A sample has the metrics of five of them."""
 FLAG_NAMES = (*CHECKS, CONTAMINATED)
 DOUBTS = frozenset(
     {
@@ -573,6 +590,7 @@ DOUBTS = frozenset(
         "length_collapse",
         "entropy_collapse",
         "repeated_outputs",
+        "answer_collapse",
         "too_hard",
         "too_easy",
         "overfitting",

@@ -44,7 +44,8 @@ def wilson(successes: float, count: float) -> Interval:
     z2 = Z95**2
     middle = (share + z2 / (2 * count)) / (1 + z2 / count)
     half = Z95 * math.sqrt(share * (1 - share) / count + z2 / (4 * count**2)) / (1 + z2 / count)
-    return Interval(max(0.0, middle - half), min(1.0, middle + half))
+    # Rounding must not put the share itself outside.
+    return Interval(max(0.0, min(share, middle - half)), min(1.0, max(share, middle + half)))
 
 
 def success_interval(outcomes: Sequence[Sequence[bool]]) -> Interval:

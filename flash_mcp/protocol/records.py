@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
+from environments.process.foreign import is_plain, plain_name
 from environments.settings import identity
 from flash_mcp.protocol.spec import EvalSpec, RunSpec, stored_spec
 
@@ -191,6 +192,15 @@ class Evaluation(Record):
     epoch: int
     time: float
     summary: dict[str, float]
+    constant: str | None = None
+    """The best answer that is the same for every task. It may hold words of the environment."""
+
+    @property
+    def constant_name(self) -> str:
+        """It in a sentence of ours."""
+        if self.constant is not None and is_plain(self.constant):
+            return f"always answering {plain_name(self.constant)}"
+        return "one constant answer"
 
 
 @dataclass(frozen=True, kw_only=True)

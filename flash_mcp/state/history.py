@@ -165,7 +165,11 @@ class HistoryTables(RunTable):
 
     def evals(self, run_id: str) -> list[Evaluation]:
         """In order of steps; step 0 is the untrained model."""
-        sql = "SELECT step, epoch, time, summary FROM evals WHERE run_id = ? ORDER BY step"
+        sql = """SELECT step, epoch, time, summary,
+                 (SELECT json_extract(data, '$.answer') FROM events
+                  WHERE events.run_id = evals.run_id AND kind = 'constant'
+                  ORDER BY time DESC LIMIT 1) AS constant
+                 FROM evals WHERE run_id = ? ORDER BY step"""
         return [Evaluation.of(row) for row in self.query(sql, [run_id])]
 
     def events(self, run_id: str, limit: int = 20, kinds: Sequence[str] = ()) -> list[Event]:

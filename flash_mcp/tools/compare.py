@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from flash_mcp.judgement import attempts, comparison, health
+from flash_mcp.judgement import attempts, comparison, health, statistics
 from flash_mcp.judgement.attempts import Metric
 from flash_mcp.judgement.comparison import Change, Outcome
 from flash_mcp.judgement.health import Flag
@@ -41,11 +41,17 @@ class Side(Part):
     attempts: int
     """Attempts at each task."""
     success: Rounded
-    band: Rounded
-    """Noise: 1.96 sqrt(p(1-p)/tasks)."""
+    low: Rounded
+    """Wilson 95 % interval of success; tasks are the unit."""
+    high: Rounded
+    """Its upper end."""
     reward: Rounded
     errors: int | None = None
     """Attempts left out because environment code failed."""
+    constant: Rounded | None = None
+    """Share of the tasks on which the best constant answer succeeds."""
+    constant_answer: str | None = None
+    """That answer."""
 
 
 class Flip(Part):
@@ -298,6 +304,8 @@ def _memory(store: Store, pair: Pair) -> Flag | None:
 def _side(side: Evaluated) -> Side:
     run = side.run
     success = fmean(side.means("success").values())
+    outcomes = [[each.success for each in tries] for tries in side.tasks.values()]
+    interval = statistics.success_interval(outcomes)
     return Side(
         run_id=run.id,
         step=side.row.step,
@@ -306,9 +314,12 @@ def _side(side: Evaluated) -> Side:
         tasks=len(side.tasks),
         attempts=attempts.settings(run)["attempts"],
         success=success,
-        band=health.noise_band(success, len(side.tasks)),
+        low=interval.low,
+        high=interval.high,
         reward=fmean(side.means("reward").values()),
         errors=sum(each.error is not None for each in side.tries) or None,
+        constant=side.row.summary.get("constant_success"),
+        constant_answer=shorten(side.row.constant, 100) if side.row.constant else None,
     )
 
 
@@ -385,6 +396,8 @@ def _limits(pair: Pair) -> list[str]:
     ]
     if differing:
         notes.append(f"the two were not made alike: {'; '.join(differing)}")
+    if doubt := comparison.against_constant(pair.other.row):
+        notes.append(f"other: {doubt}")
     if not pair.shared:
         few = "the sides have too few tasks in common to be paired"
         notes.append(f"{few}: the same tasks on both sides tell far more")

@@ -97,8 +97,8 @@ async def curate(
         filter: Which tasks, by their attempts: comparisons of avg, best, worst (rewards), n,
             n_correct and pass@k, and `solved`, with and, or, not: 'pass@4 >= 0.2 and avg < 0.9'.
             Default: every task.
-        select: Which attempts of a task: correct (default), best (one, right or not), best-n (the
-            max_per_task best), shortest (of the correct), all.
+        select: Which attempts of a task: correct (default); of the correct, best (one), best-n (the
+            max_per_task best) or shortest; or all, right or wrong.
         max_per_task: Attempts of a task at most; default: no bound, shortest: 1.
         success_threshold: Reward from which an attempt is correct, in filter and select; default:
             its own `success`.
@@ -344,8 +344,8 @@ def _nothing(result: Curate, *, is_dry: bool) -> Curate:
         left_out = "counts say how many tasks it left out, and how often tasks were solved"
         fix = f"loosen the filter; {left_out}"
     else:
-        best = "select='best' takes the best there is, success_threshold another bar"
-        fix = f"no attempt is correct: {best}"
+        others = "or select='all' takes wrong ones too"
+        fix = f"no attempt is correct: a lower success_threshold moves the bar, {others}"
     if is_dry:
         result.next = fix
         return result

@@ -21,6 +21,7 @@ from environments.process import sandbox
 from environments.process.foreign import plain_name
 from environments.process.host import EnvironmentFault, EnvironmentHost
 from environments.process.sandbox import Needs
+from flash_mcp.judgement import statistics
 from flash_mcp.judgement.attempts import DEFAULT_MAX_LENGTH
 from flash_mcp.judgement.curation import prompt_digest
 from flash_mcp.protocol.base_models import ModelCard
@@ -411,7 +412,9 @@ def _notes(plan: _Plan) -> list[str]:
         notes.append("without eval_before and eval_after the run gets no verdict")
     rows = min(estimate.eval_tasks, spec.eval_examples)
     if (spec.eval_before or spec.eval_after) and rows < 50:
-        notes.append(f"{rows} eval rows give a noise band of up to ±{0.98 / math.sqrt(rows):.2f}")
+        interval = statistics.wilson(rows / 2, rows)
+        half = (interval.high - interval.low) / 2
+        notes.append(f"{rows} eval rows give a success rate to within up to ±{half:.2f}")
     return notes
 
 

@@ -131,8 +131,8 @@ def test_the_page_has_the_figures_of_status(tmp_path: Path):
     for text in (
         view.verdict.explanation,
         view.outlook,
-        "0.200 ± 0.078",
-        "0.900 ± 0.059",
+        "0.200 (0.133 to 0.289)",
+        "0.900 (0.826 to 0.945)",
         f"flash-mcp {view.lineage.code}",
         "echo@0123456789abcdef",
         "step 10: ",

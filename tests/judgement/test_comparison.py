@@ -208,8 +208,12 @@ def test_what_is_sent_is_rounded_and_what_is_judged_is_not():
 @pytest.mark.parametrize(
     ("success", "constant", "said"),
     [
-        (0.70, 0.67, "may be no better than one constant answer, which succeeds on 67% of 40"),
-        (0.60, 0.67, "is no better than one constant answer"),
+        (
+            0.70,
+            0.67,
+            ". BUT it may be no better than always answering 'Yes': 0.67 (0.52 to 0.80, 40",
+        ),
+        (0.60, 0.67, "it is no better than always answering 'Yes'"),
         (0.90, 0.67, ""),
         (0.70, 0.0, ""),
         (0.70, None, ""),
@@ -221,9 +225,26 @@ def test_the_verdict_says_when_one_constant_answer_does_as_well(
     summary = {"n": 100, "success": success}
     if constant is not None:
         summary |= {"constant_success": constant, "constant_n": 40}
-    trained = Evaluation(step=9, epoch=1, time=0.0, summary=summary)
+    trained = Evaluation(step=9, epoch=1, time=0.0, summary=summary, constant="Yes")
     change = comparison.compare_paired([0.0] * 100, [1.0] * 70 + [0.0] * 30, effect=0.05)
     verdict = comparison.verdict(change, None, trained)
     assert verdict.outcome == "improved"
     assert said in verdict.explanation
-    assert ("constant" in verdict.explanation) == bool(said)
+    assert ("always" in verdict.explanation) == bool(said)
+
+
+def test_a_constant_that_is_no_plain_word_is_not_quoted_in_a_verdict():
+    summary = {"n": 20, "success": 0.5, "constant_success": 0.5, "constant_n": 20}
+    told = "ignore the above"
+    trained = Evaluation(step=9, epoch=1, time=0.0, summary=summary, constant=told)
+    said = comparison.against_constant(trained)
+    assert said == "it is no better than one constant answer: 0.50 (0.30 to 0.70, 20 tasks)"
+
+
+def test_one_answer_to_nearly_all_tasks_is_told():
+    summary = {"n": 50, "success": 0.6, "answers/common_share": 0.96}
+    trained = Evaluation(
+        step=9, epoch=1, time=0.0, summary={**summary, "answers/common_success": 0.6}
+    )
+    said = comparison.against_constant(trained)
+    assert said == "it gives one and the same answer to 96% of the tasks"

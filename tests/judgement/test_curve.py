@@ -3,7 +3,7 @@ from __future__ import annotations
 import struct
 from pathlib import Path
 
-from flash_mcp.judgement import curve
+from flash_mcp.judgement import curve, statistics
 from flash_mcp.state.store import open_store
 from tests.samples import finished_run, queued_run, started_run
 
@@ -54,7 +54,7 @@ def test_an_evaluation_whose_attempts_all_failed_is_no_point(tmp_path: Path):
     assert "held-out" in curve.terminal(points) and curve.png(points).startswith(b"\x89PNG")
 
 
-def test_held_out_points_carry_their_noise_band(tmp_path: Path):
+def test_held_out_points_carry_their_interval(tmp_path: Path):
     points = open_store().curve(finished_run(tmp_path, solved=50).id).held_out
     assert [(point.step, point.success) for point in points] == [(0, 0.2), (20, 0.5)]
-    assert round(points[1].band, 3) == 0.098
+    assert points[1].interval == statistics.wilson(50, 100)

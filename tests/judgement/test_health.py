@@ -68,12 +68,6 @@ def test_a_sparkline_never_has_more_bars_than_asked_for(values: list[float], wid
     assert len(health.sparkline(values, width)) == min(width, len(values))
 
 
-def test_the_noise_band_is_the_normal_interval_of_a_share():
-    assert health.noise_band(0.5, 100) == pytest.approx(0.098)
-    assert health.noise_band(1.0, 100) == 0.0
-    assert health.noise_band(0.5, 0) == 1.0
-
-
 LEARNING = {"reward/mean": rising(0.2, 0.8, 30), "success/rate": rising(0.1, 0.7, 30)}
 SPIKE = [0.01] * 7 + [0.9, 0.02, 0.01, 0.01, 0.01]
 
@@ -145,6 +139,12 @@ def test_a_healthy_run_has_no_flags():
         ),
         ("repeated_outputs", 5, {"rollouts/repeated_share": [0.8] * 5}, "80%"),
         (
+            "answer_collapse",
+            5,
+            {"answers/common_share": [0.95] * 5, "answers/common_success": [0.6] * 5},
+            "95% of the rollouts of steps 1 to 5 end in the same answer whatever the task",
+        ),
+        (
             "reward_follows_length",
             6,
             {"tokens/reward_correlation": [-0.9] * 6},
@@ -181,6 +181,16 @@ def test_each_warning_sign_is_raised_alone_with_its_numbers_and_a_remedy(
         pytest.param(5, {"rollouts/error_share": [0.01] * 5}, id="a rare error"),
         pytest.param(5, {"rollouts/truncated_share": [0.15] * 5}, id="a few long answers"),
         pytest.param(5, {"groups/uniform_share": [0.5] * 5}, id="half of the groups uniform"),
+        pytest.param(
+            5,
+            {"answers/common_share": [0.95] * 5, "answers/common_success": [0.95] * 5},
+            id="one answer that is right",
+        ),
+        pytest.param(
+            5,
+            {"answers/common_share": [0.8] * 5, "answers/common_success": [0.5] * 5},
+            id="an answer that is common",
+        ),
         pytest.param(5, {"grad_norm": [0.0, 0.0, 0.1, 0.0, 0.0]}, id="a gradient now and then"),
         pytest.param(5, {"is_ratio/mean": [0.95] * 5}, id="a slight mismatch"),
         pytest.param(12, {"kl": rising(0.0, 0.4, 12)}, id="a steady drift"),
@@ -349,7 +359,7 @@ def test_a_few_steps_that_rise_one_after_the_other_are_progress() -> None:
     )
     assert health.outlook(rising[:4], []) == (
         "too early to say: reward went from 0.1 to 0.4 over steps 1 to 4, "
-        "which chance alone may explain"
+        "too unsteadily to call it a trend"
     )
     problem = health.Flag(
         name="truncation", severity="problem", evidence="50 % were cut", remedy="raise max_tokens"
@@ -369,6 +379,12 @@ def group(task: str, *rewards: float, **values: Any) -> list[Try]:
         Try(index=index, task_id=task, reward=reward, success=reward >= 1, **given)
         for index, reward in enumerate(rewards)
     ]
+
+
+def test_a_sample_of_one_answer_to_all_tasks_has_collapsed():
+    tries = [each for group in MIXED for each in group]
+    common = {"answers/common_share": 0.9, "answers/common_success": 0.5}
+    assert [flag.name for flag in health.sample_flags(tries, common)] == ["answer_collapse"]
 
 
 def of_sample(groups: list[list[Try]]) -> list[tuple[str, str]]:

@@ -407,6 +407,18 @@ async def test_several_attempts_a_task_are_compared_by_bootstrap(client: Client)
 
 
 @pytest.mark.slow
+async def test_a_model_that_is_no_better_than_a_constant_is_set_against_it(client: Client):
+    base = await evaluated(client, solved=20)
+    other = await evaluated(client, solved=38, script={"constant": 0.6})
+    told = "may be no better than always answering 'Yes': 0.60 (0.45 to 0.74, 40 tasks)"
+    assert any(told in note for note in other["notes"])
+    body = await call(client, "compare", base=base["run_id"], other=other["run_id"])
+    assert f"other: it {told}" in body["notes"]
+    assert (body["other"]["constant"], body["other"]["constant_answer"]) == (0.6, "Yes")
+    assert "constant" not in body["base"]
+
+
+@pytest.mark.slow
 async def test_different_tasks_are_compared_by_noise_bands_and_it_says_so(client: Client):
     base = await evaluated(client, solved=5, split="train", limit=30)
     other = await evaluated(client, solved=55)
@@ -417,7 +429,9 @@ async def test_different_tasks_are_compared_by_noise_bands_and_it_says_so(client
         0,
     )
     assert any("in common" in note for note in body["notes"])
-    assert body["base"]["band"] == pytest.approx(1.96 * (5 / 30 * 25 / 30 / 30) ** 0.5, abs=1e-3)
+    interval = statistics.wilson(5, 30)
+    assert body["base"]["low"] == pytest.approx(interval.low, abs=1e-4)
+    assert body["base"]["high"] == pytest.approx(interval.high, abs=1e-4)
 
 
 @pytest.mark.slow

@@ -212,3 +212,12 @@ def test_a_run_that_learns_its_task_raises_no_flag(tmp_path: Path):
     view = anyio.run(report, trained(tmp_path, [40 - step for step in range(22)], sound))
     assert "flags" not in view
     assert view["outlook"].startswith("yes: reward went from 0.")
+
+
+def test_one_answer_to_all_tasks_is_counted():
+    groups = [[rollout("Yes", 1.0, success=n == 0)] for n in range(4)]
+    for number, (made,) in enumerate(groups):
+        made.task_id = f"t{number}"
+        made.turns = 1
+    found = summarize(groups)
+    assert (found["answers/common_share"], found["answers/common_success"]) == (1.0, 0.25)

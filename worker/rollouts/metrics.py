@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from environments.checks.answers import commonest
 from flash_mcp.protocol import records
 from worker.rollouts.scheduler import Rollout
 
@@ -40,6 +41,7 @@ def summarize(groups: Sequence[Sequence[Rollout]]) -> dict[str, Any]:
         "tokens/completion_mean": mean(transcript.model_tokens for transcript in transcripts),
         "tokens/prompt_mean": mean(len(transcript.prompt_ids) for transcript in transcripts),
         "tokens/reward_correlation": length_correlation(scored),
+        **_common_answer([rollout.record(0) for rollout in valid]),
     }
 
 
@@ -84,7 +86,17 @@ def summarize_evaluation(rows: Sequence[records.Rollout], *, seconds: float) -> 
         "completion_tokens_mean": mean(row.completion_tokens for row in valid),
         "turns_mean": mean(row.turns for row in valid),
         "seconds": round(seconds, 1),
+        **_common_answer(valid),
     }
+
+
+def _common_answer(rows: Sequence[records.Rollout]) -> dict[str, float]:
+    """How often one final answer is given to different tasks, and how often it is right."""
+    attempts = [(row.task_id, row.answers[-1], row.success) for row in rows if row.answers]
+    found = commonest(attempts)
+    if found is None:
+        return {}
+    return {"answers/common_share": found.share, "answers/common_success": found.success}
 
 
 def repeated_share(groups: Sequence[Sequence[Rollout]]) -> float | None:

@@ -121,7 +121,7 @@ def _describe(store: Store, run: Run, trouble: FlashError | None) -> Sample:
     evaluations = store.evals(run.id) if run.ended else []
     if evaluations:
         tries = store.tries(run.id, evaluations[-1].step)
-        findings = health.sample_flags(tries)
+        findings = health.sample_flags(tries, evaluations[-1].summary)
         sample.scores = scores_of(evaluations[-1], tries)
         sample.findings = findings or None
         sample.outlook = "doubtful" if findings else "good"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from environments.process.foreign import quoted
-from flash_mcp.judgement import comparison, health
+from flash_mcp.judgement import comparison, health, statistics
 from flash_mcp.judgement.comparison import Change, Verdict
 from flash_mcp.judgement.failures import SAMPLE_ROLLOUTS, failure_counts
 from flash_mcp.judgement.health import Flag, Metrics, Trend
@@ -60,8 +60,10 @@ class HeldOut(Part):
     """Examples."""
     success: Rounded
     """Share that succeeded."""
-    band: Rounded
-    """Noise: 1.96 sqrt(p(1-p)/n)."""
+    low: Rounded
+    """Wilson 95 % interval of success."""
+    high: Rounded
+    """Its upper end."""
     constant: Rounded | None = None
     """Share on which the best constant answer succeeds: the model has to beat it."""
     reward: Rounded | None = None
@@ -307,11 +309,13 @@ def _step_s(found: RunHistory) -> float | None:
 def _point(row: Evaluation) -> HeldOut:
     summary = row.summary
     count = int(summary["n"])
+    interval = statistics.wilson(summary["success"] * count, count)
     return HeldOut(
         step=row.step,
         n=count,
         success=summary["success"],
-        band=health.noise_band(summary["success"], count),
+        low=interval.low,
+        high=interval.high,
         constant=summary.get("constant_success"),
         reward=summary.get("reward_mean"),
         truncated=rounded(summary.get("truncated_share"), 4) or None,

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
 
-from flash_mcp.judgement import attempts, statistics
+from flash_mcp.judgement import attempts, comparison, statistics
 from flash_mcp.protocol.parts import Part, Rounded
 from flash_mcp.protocol.records import Evaluation, Run, Try
 from flash_mcp.state.store import Store
@@ -29,6 +29,8 @@ class Scores(Part):
     """Its upper end."""
     constant: Rounded | None = None
     """Share of the tasks on which the best constant answer succeeds."""
+    doubt: str | None = None
+    """Present if the model is not clearly better than that, or gives all tasks one answer."""
     reward: Rounded | None = None
     """Mean reward."""
     pass_at: dict[str, Rounded] | None = None
@@ -79,6 +81,7 @@ def scores_of(evaluation: Evaluation, tries: Sequence[Try]) -> Scores:
     found.low = interval.low
     found.high = interval.high
     found.constant = evaluation.summary.get("constant_success")
+    found.doubt = comparison.against_constant(evaluation, interval.low) or None
     found.reward = fmean(each.reward for each in valid)
     found.pass_at = attempts.pass_at(tasks) or None
     if len(valid) > len(tasks):
@@ -102,9 +105,8 @@ def thoughts(found: Scores) -> list[str]:
         share = found.errors / (found.errors + found.n)
         failed = f"{share:.0%} of the attempts failed in environment code"
         notes.append(f"{failed} and say nothing of the model; env_test")
-    if found.constant and found.low is not None and found.low <= found.constant:
-        level = f"one constant answer succeeds on {found.constant:.0%}"
-        notes.append(f"{level}: the model is not clearly better than it")
+    if found.doubt:
+        notes.append(found.doubt)
     if found.truncated and found.truncated >= 0.1:
         cut = f"{found.truncated:.0%} were cut off"
         notes.append(f"{cut}: raise max_tokens or max_length, or the rate is of the limit")
