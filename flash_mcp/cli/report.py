@@ -313,6 +313,7 @@ def _lineage(run: Run, view: RunView) -> dict[str, str | None]:
         "code": f"flash-mcp {lineage.code}" if lineage.code else "not recorded",
         "base model": lineage.model,
         "environment": lineage.environment,
+        "env_test": lineage.gate,
         "parent adapter": parent if lineage.parent else "none: from scratch",
         "dataset": lineage.dataset or gold,
         "checkpoints": ", ".join(f"step {step}: {digest}" for step, digest in saved),

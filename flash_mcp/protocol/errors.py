@@ -33,6 +33,7 @@ CODES: dict[str, str] = {
     "unknown_checkpoint": "the run has no checkpoint at that step",
     "unknown_dataset": "no dataset of that name or digest exists",
     "unknown_deployment": "no deployment has that id",
+    "gate_failed": "env_test found the environment faulty, and the run does not accept that",
     "environment_invalid": "environment.py does not import or does not follow the contract",
     "environment_error": "environment code raised, or too many of its calls failed",
     "environment_timeout": "a call into environment code passed its deadline",

@@ -253,6 +253,21 @@ class EnvironmentVersion(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GateVerdict(Record):
+    """What env_test found of an environment's files when it last ran."""
+
+    time: float | None = None
+    """None if it never ran on these files with these arguments."""
+    failed: list[str] = field(default_factory=list[str])
+    """The checks that failed."""
+
+    def __str__(self) -> str:
+        if self.time is None:
+            return "never run"
+        return f"failed: {', '.join(self.failed)}" if self.failed else "passed"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Deployment(Record):
     """A checkpoint that is served. Its owner is the run's."""
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from flash_mcp.protocol.errors import FlashError, did_you_mean
-from flash_mcp.protocol.records import EnvironmentVersion, Json
+from flash_mcp.protocol.records import EnvironmentVersion, GateVerdict, Json
 from flash_mcp.state.database import Connection
 from flash_mcp.state.disk import check_quota, disk_settings
 from flash_mcp.state.owners import caller
@@ -61,6 +63,21 @@ class EnvironmentTable(Connection):
             limit = int(allowed * 2**30)
         check_quota("environments", stored, row.size_bytes, limit, "uploads_gib")
 
+    def put_gate(self, digest: str, args: Json | None, failed: Sequence[str]) -> None:
+        """Keep what env_test found of the files with this digest, in place of what it found
+        before.
+        """
+        row = {"owner": caller().owner, "digest": digest, "args": _text(args)}
+        with self.transaction():
+            self._put("gates", {**row, "time": time.time(), "data": {"failed": list(failed)}})
+
+    def gate(self, digest: str, args: Json | None) -> GateVerdict:
+        """What env_test last found of these files with these arguments."""
+        sql = "SELECT time, data FROM gates WHERE digest = ? AND args = ? ORDER BY time DESC"
+        for row in self.query(sql, [digest, _text(args)]):
+            return GateVerdict(time=row["time"], failed=row["data"]["failed"])
+        return GateVerdict()
+
     def environments(self) -> list[EnvironmentVersion]:
         """All versions, the caller's own first, by name, the newest of a name first."""
         sql = "SELECT * FROM environments ORDER BY owner != ?, owner, name, pushed DESC"
@@ -92,3 +109,8 @@ class EnvironmentTable(Connection):
                 else "publish one with env_push; env_setup writes a starter"
             )
         raise FlashError("unknown_environment", what, environment=reference, fix=fix)
+
+
+def _text(args: Json | None) -> str:
+    """The same text for the same arguments."""
+    return json.dumps(args or {}, sort_keys=True)

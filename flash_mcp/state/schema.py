@@ -130,6 +130,17 @@ def _runs_by_end(db: Database) -> None:  # pyright: ignore[reportUnusedFunction]
     execute(db, "CREATE INDEX runs_by_end ON runs (ended, owner, started) WHERE ended IS NOT NULL")
 
 
+@migrations(name="gates")
+def _gates(db: Database) -> None:  # pyright: ignore[reportUnusedFunction]
+    """The newest verdict of env_test on some files with some arguments."""
+    execute(
+        db,
+        """CREATE TABLE gates (
+        owner TEXT NOT NULL, digest TEXT NOT NULL, args TEXT NOT NULL, time REAL NOT NULL,
+        data TEXT NOT NULL, PRIMARY KEY (owner, digest, args))""",
+    )
+
+
 @cache
 def schema() -> int:
     """The number of migrations that this code knows."""

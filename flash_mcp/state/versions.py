@@ -161,10 +161,17 @@ def owner_dir(root: Path) -> Path:
 
 def digest_of(folder: Path) -> str:
     """The digest of a folder's files: sha256 over their sorted paths and contents, shortened."""
+    found = (path for path in folder.rglob("*") if path.is_file())
+    return digest_of_files({path.relative_to(folder).as_posix(): path for path in found})
+
+
+def digest_of_files(files: Files) -> str:
+    """The digest that a push of these files has."""
     whole = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        content = hashlib.sha256(path.read_bytes()).hexdigest()
-        whole.update(f"{path.relative_to(folder).as_posix()}\0{content}\n".encode())
+    for path in sorted(files, key=PurePosixPath):
+        source = files[path]
+        content = source if isinstance(source, bytes) else source.read_bytes()
+        whole.update(f"{path}\0{hashlib.sha256(content).hexdigest()}\n".encode())
     return whole.hexdigest()[:DIGEST_LENGTH]
 
 

@@ -33,6 +33,7 @@ from flash_mcp.state.versions import (
     Files,
     Stage,
     check_name,
+    digest_of_files,
     folder_files,
     inline_files,
     staged,
@@ -96,6 +97,8 @@ class EnvPush(Result):
     """Size of all files."""
     contaminated: str | None = None
     """Present if eval tasks are train tasks too: how many, and which."""
+    gate: str
+    """What env_test last found of these files: passed, failed with its checks, or never run."""
 
 
 class Probe(Part):
@@ -252,12 +255,16 @@ async def publish(
             splits, shared = await _splits(stage, environment_args, dict(values or {}))
         data = {"tasks": splits} if splits else {}
         _, version = await run_sync(open_store().publish, stage, data)
-    if shared and shared.shared:
+    gate_verdict = await run_sync(open_store().gate, version.digest, environment_args)
+    if gate_verdict.failed:
+        next_step = "do what the failed checks of env_test say, then env_test and env_push again"
+    elif shared and shared.shared:
         next_step = "take the shared tasks out of one of the splits, env_test and env_push again"
     else:
         options = f"validate_only=true{passed_on(values, environment_args)}"
-        check = "call env_test before, if not done yet"
-        next_step = f"train(environment={name!r}, {options}); {check}"
+        next_step = f"train(environment={name!r}, {options})"
+        if gate_verdict.time is None:
+            next_step = f"env_test(environment={name!r}), then {next_step}"
     return EnvPush(
         environment=f"{version.name}@{version.digest}",
         created=version.created,
@@ -267,6 +274,7 @@ async def publish(
         files=version.files,
         size_bytes=version.size_bytes,
         contaminated=contamination_note(shared) if shared else None,
+        gate=str(gate_verdict),
         next=next_step,
     )
 
@@ -348,6 +356,7 @@ async def env_test(
         what, known_as, path = await run_sync(_locate, environment, folder, stack)
         found = await _checked(what, known_as, path, environment_args, values, call_timeout_s)
         failed = [probe.name for probe in found.probes if probe.passed is False]
+        await run_sync(_keep, path, environment_args, failed)
         if model is not None and not failed:
             given = {"max_tokens": max_tokens}
             given |= {"environment_args": environment_args, "secrets": secrets}
@@ -394,6 +403,12 @@ async def _checked(
         )
     except EnvironmentFault as fault:
         raise as_flash_error(fault, what, "env_test again") from fault
+
+
+def _keep(path: Path, args: Json | None, failed: list[str]) -> None:
+    """Store the verdict with the digest that the folder has, or would have once it is pushed."""
+    with contextlib.suppress(FlashError):  # a folder that cannot be pushed has none
+        open_store().put_gate(digest_of_files(folder_files(path)), args, failed)
 
 
 async def _sampled(

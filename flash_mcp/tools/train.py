@@ -26,7 +26,7 @@ from flash_mcp.judgement.attempts import DEFAULT_MAX_LENGTH
 from flash_mcp.judgement.curation import prompt_digest
 from flash_mcp.protocol.base_models import ModelCard
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.records import EnvironmentVersion, Json, Run
+from flash_mcp.protocol.records import EnvironmentVersion, GateVerdict, Json, Run
 from flash_mcp.protocol.spec import RECIPES, ResolvedSpec, RunSpec, default_of
 from flash_mcp.state import queue, references
 from flash_mcp.state.datasets import Dataset
@@ -103,6 +103,8 @@ class Train(Result):
     """Base model."""
     warm_start: str | None = None
     """Adapter that training starts from."""
+    gate: str
+    """What env_test last found of these files: passed, failed with its checks, or never run."""
     estimate: Estimate
     """How much work the run is."""
     values: dict[str, Any]
@@ -159,6 +161,7 @@ async def train(
     sample: bool = False,
     price_per_hour: Annotated[float | None, Field(ge=0)] = None,
     idempotency_key: Annotated[str | None, Field(min_length=1, max_length=200)] = None,
+    accept_failed_gate: bool = False,
     **fields: Any,
 ) -> Train:
     """Start a training run and return its run_id at once: GRPO on a reward, or SFT on gold answers
@@ -176,6 +179,8 @@ async def train(
             anything to learn and how long the run takes. Default false.
         price_per_hour: With sample: price of an hour, to estimate the cost.
         idempotency_key: Any text. A second call with the same key and fields returns the first run.
+        accept_failed_gate: Train although env_test found the environment faulty; the run's lineage
+            keeps that. Default false.
     """
     given = {name: value for name, value in fields.items() if value is not None}
     if (sample or price_per_hour is not None) and not (validate_only and sample):
@@ -193,6 +198,8 @@ async def train(
         if plan.spec.algorithm == "grpo":
             next_step += "; sample=true lets the model try it first"
         return plan.result(state="validated", created=False, next=next_step)
+    if not accept_failed_gate:
+        plan.check_gate()
     run, created = await run_sync(_enqueue, plan, idempotency_key)
     next_step = f"status(run_id={run.id!r}, until='news') follows it; cancel ends it"
     if trouble := await look_after(plan.store, run):
@@ -225,6 +232,9 @@ class _Plan:
     probe: _Probe
     estimate: Estimate
     need: DiskNeed | None
+    gate: GateVerdict
+    is_repeated: bool
+    """An earlier call with the same idempotency_key made this run."""
 
     @property
     def spec(self) -> RunSpec:
@@ -235,12 +245,23 @@ class _Plan:
             environment=self.environment.reference,
             model=self.spec.model,
             warm_start=adapter_name(self.adapter),
+            gate=str(self.gate),
             estimate=self.estimate,
             values=without_empty(self.spec.model_dump()),
             sources=by_source(self.resolved.sources),
-            notes=[*_notes(self), *_disk_notes(self)] or None,
+            notes=[*_notes(self), *_more_notes(self)] or None,
             **fields,
         )
+
+    def check_gate(self) -> None:
+        """FlashError(gate_failed) if env_test last found a fault in these files."""
+        if not self.gate.failed or self.is_repeated:
+            return
+        reference = self.environment.reference
+        what = f"env_test failed on {reference}: {', '.join(self.gate.failed)}"
+        test = f"env_test(environment={reference!r}) says what to change"
+        fix = f"{test}; accept_failed_gate=true trains all the same, and is written on the report"
+        raise FlashError("gate_failed", what, fix=fix)
 
 
 async def _plan(
@@ -269,7 +290,20 @@ async def _plan(
     if need:
         need.check()
         estimate.disk = str(need)
-    return _Plan(store, resolved, card, dataset, environment, adapter, probe, estimate, need)
+    gate = await run_sync(store.gate, environment.digest, spec.environment_args)
+    return _Plan(
+        store=store,
+        resolved=resolved,
+        card=card,
+        dataset=dataset,
+        environment=environment,
+        adapter=adapter,
+        probe=probe,
+        estimate=estimate,
+        need=need,
+        gate=gate,
+        is_repeated=first is not None,
+    )
 
 
 async def _sampled(plan: _Plan, price_per_hour: float | None, deadline: float) -> Sample:
@@ -292,8 +326,13 @@ async def _sampled(plan: _Plan, price_per_hour: float | None, deadline: float) -
 
 def _enqueue(plan: _Plan, idempotency_key: str | None) -> tuple[Run, bool]:
     shared = plan.probe.shared
-    evidence = str(shared)
-    kept = {"shared": shared.shared, "eval_tasks": shared.eval_tasks, "evidence": evidence}
+    lineage: Json = {"gate": str(plan.gate)}
+    if shared.shared:
+        lineage["overlap"] = {
+            "shared": shared.shared,
+            "eval_tasks": shared.eval_tasks,
+            "evidence": str(shared),
+        }
     return queue.enqueue(
         plan.store,
         plan.resolved,
@@ -301,7 +340,7 @@ def _enqueue(plan: _Plan, idempotency_key: str | None) -> tuple[Run, bool]:
         plan.adapter,
         idempotency_key,
         plan.dataset.pinned() if plan.dataset else None,
-        {"overlap": kept} if shared.shared else None,
+        lineage,
     )
 
 
@@ -418,9 +457,19 @@ def _notes(plan: _Plan) -> list[str]:
     return notes
 
 
-def _disk_notes(plan: _Plan) -> list[str]:
-    shortage = plan.need.warning() if plan.need else None
-    return [shortage] if shortage else []
+def _more_notes(plan: _Plan) -> list[str]:
+    notes: list[str] = []
+    if shortage := plan.need.warning() if plan.need else None:
+        notes.append(shortage)
+    tested = f"env_test(environment={plan.environment.reference!r})"
+    if plan.gate.time is None:
+        notes.append(f"{tested} was never run: a reward that pays for the wrong thing wastes a run")
+    elif plan.gate.failed:
+        notes.append(
+            f"env_test failed ({', '.join(plan.gate.failed)}): train needs that mended, "
+            "or accept_failed_gate=true"
+        )
+    return notes
 
 
 def _check_lengths(spec: RunSpec, card: ModelCard, prompt_tokens: int) -> None:

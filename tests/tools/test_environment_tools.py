@@ -292,6 +292,29 @@ async def test_a_failed_check_is_a_result_with_evidence_and_fix(
     assert report["next"] == "mend what junk says, then env_test again"
 
 
+@pytest.mark.slow
+async def test_a_push_says_what_env_test_found_of_the_very_same_files(
+    client: Client, tmp_path: Path
+) -> None:
+    source = """
+    class Sample(Addition):
+        def score_response(self, example, response_text): return RewardResult(1.0 if response_text else 0.0)
+    """
+    (tmp_path / "task").mkdir()
+    folder = environment_folder(tmp_path / "task", source)
+    pushed = await call(client, "env_push", name="sums", folder=str(folder))
+    assert pushed["gate"] == "never run"
+    assert pushed["next"].startswith("env_test(environment='sums'), then train(")
+    await call(client, "env_test", folder=str(folder))
+    pushed = await call(client, "env_push", name="other", folder=str(folder))
+    assert pushed["gate"].startswith("failed: junk, ")
+    assert "do what the failed checks of env_test say" in pushed["next"]
+    digest = pushed["environment"].partition("@")[2]
+    assert open_store().gate(digest, {"level": 2}).time is None, "other arguments, other tasks"
+    (folder / "notes.txt").write_text("another version")
+    assert (await call(client, "env_push", name="sums", folder=str(folder)))["gate"] == "never run"
+
+
 async def test_env_test_publishes_nothing_and_changes_no_file(
     client: Client, tmp_path: Path
 ) -> None:

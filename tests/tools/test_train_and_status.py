@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flash_mcp.cli.report import html
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.run_folder import RunFolder
@@ -84,6 +85,32 @@ async def test_train_queues_a_run_that_is_pinned_to_the_newest_version(tmp_path:
     assert run.spec.environment == started["environment"] == "echo@0123456789abcdef"
     assert started["created"] is True
     assert started["run_id"] in started["next"]
+
+
+async def test_training_past_a_failed_gate_needs_a_word_and_is_kept_in_the_lineage(tmp_path: Path):
+    digest = push_echo(tmp_path).digest
+    wanted = {"environment": "echo", "steps": 2}
+    checked = await call("train", **wanted, validate_only=True)
+    assert checked["gate"] == "never run"
+    assert any("was never run" in note for note in checked["notes"])
+    first = await call("train", **wanted, idempotency_key="first")
+    store = open_store()
+    store.put_gate(digest, {}, ["junk", "order"])
+    checked = await call("train", **wanted, validate_only=True)
+    assert checked["gate"] == "failed: junk, order"
+    error = await refused("train", **wanted)
+    assert error.code == "gate_failed"
+    assert "env_test(environment='echo@" in error.fix
+    assert "accept_failed_gate=true" in error.fix
+    again = await call("train", **wanted, idempotency_key="first")
+    assert again["run_id"] == first["run_id"], "it was started before"
+    started = await call("train", **wanted, accept_failed_gate=True)
+    shown = await call("status", run_id=started["run_id"], detail="detailed")
+    assert shown["run"]["lineage"]["gate"] == "failed: junk, order"
+    assert "failed: junk, order" in html(store, started["run_id"])
+    store.put_gate(digest, {}, [])
+    assert (await call("train", **wanted, validate_only=True))["gate"] == "passed"
+    assert (await call("train", **wanted))["created"]
 
 
 async def test_validate_only_says_what_each_value_is_and_creates_nothing(tmp_path: Path):

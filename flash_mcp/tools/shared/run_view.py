@@ -102,6 +102,8 @@ class Lineage(Part):
     """Digest of that adapter."""
     dataset: str | None = None
     """Dataset that it learned from, NAME@DIGEST (sft)."""
+    gate: str | None = None
+    """What env_test had found of the environment when the run was started."""
     checkpoints: dict[int, str] | None = None
     """Digests of the newest checkpoints, by step."""
 
@@ -391,6 +393,7 @@ def _lineage(run: Run, found: RunHistory) -> Lineage:
         code=run.lineage.get("code"),
         environment=run.environment_reference,
         checkpoints={row.step: row.digest for row in found.checkpoints[-3:]} or None,
+        gate=run.lineage.get("gate"),
     )
     if run.init_adapter:
         lineage.parent = adapter_name(run.init_adapter)
