@@ -9,7 +9,8 @@ from dataclasses import asdict
 
 from flash_mcp.cli.output import answer, say
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.state.disk import in_words
+from flash_mcp.protocol.paths import home
+from flash_mcp.state.disk import in_words, spend_reserve
 from flash_mcp.state.owners import LOCAL_OWNER
 from flash_mcp.state.removal import Removed, ended_runs, remove
 from flash_mcp.state.store import Store, open_store
@@ -22,6 +23,7 @@ NAMED = 5
 
 def remove_all(arguments: argparse.Namespace) -> None:
     """Remove what the arguments name."""
+    spend_reserve(home())
     store = open_store()
     age_s = _seconds(arguments.older_than)
     is_filtered = age_s is not None or arguments.failed
@@ -92,6 +94,8 @@ def _line(gone: Removed) -> str:
     if gone.used_by:
         more = f" and {len(gone.used_by) - NAMED} more" if len(gone.used_by) > NAMED else ""
         text += f"; {', '.join(gone.used_by[:NAMED])}{more} started from it"
+    if gone.elsewhere:
+        text += f"; its files stay at {gone.elsewhere}, which is not in the state directory"
     return text
 
 

@@ -14,6 +14,9 @@ from flash_mcp.state.owners import caller
 
 LEAST_FREE_BYTES = 16 << 20
 """With less than this, a disk counts as full."""
+RESERVE = "reserve"
+RESERVE_BYTES = 8 << 20
+"""Space that is set aside for the removal of what fills the disk."""
 
 
 def has_space(paths: Iterable[Path], size_bytes: int) -> bool:
@@ -23,6 +26,24 @@ def has_space(paths: Iterable[Path], size_bytes: int) -> bool:
         if disk_usage(place).free < size_bytes:
             return False
     return True
+
+
+def keep_reserve(base: Path) -> None:
+    """Set space aside that `spend_reserve` frees, if there is enough."""
+    reserve = base / RESERVE
+    if reserve.exists() or not has_space([base], LEAST_FREE_BYTES + 2 * RESERVE_BYTES):
+        return
+    try:
+        with reserve.open("xb") as stream:
+            os.posix_fallocate(stream.fileno(), 0, RESERVE_BYTES)
+    except OSError:  # another process was first, or took the space
+        spend_reserve(base)
+
+
+def spend_reserve(base: Path) -> None:
+    """Free the space if the disk is full: SQLite needs some of it even to delete rows."""
+    if not has_space([base], RESERVE_BYTES):
+        (base / RESERVE).unlink(missing_ok=True)
 
 
 def size_of(folder: Path) -> int:

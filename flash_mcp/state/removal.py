@@ -40,6 +40,8 @@ class Removed:
     freed_bytes: int
     used_by: list[str]
     """Ended runs and evaluations that started from it. They stay, and still name it."""
+    elsewhere: str | None = None
+    """Where its files stay: only those in the state directory are removed."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class _Found:
     folders: list[Path]
     deletions: list[tuple[str, list[Any]]]
     used_by: list[str] = field(default_factory=list[str])
+    elsewhere: str | None = None
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ def remove(store: Store, reference: str, *, dry_run: bool = False) -> Removed:
             move_away(store, found.folders)
     if not dry_run:
         empty_away(store)
-    return Removed(found.kind, found.reference, found.owner, freed, found.used_by)
+    return Removed(found.kind, found.reference, found.owner, freed, found.used_by, found.elsewhere)
 
 
 def ended_runs(
@@ -164,7 +167,10 @@ def _run(store: Store, run_id: str) -> _Found:
     used_by = [row["id"] for row in store.query(sql, [run_id])]
     deletions = [(f"DELETE FROM {table} WHERE run_id = ?", [run_id]) for table in OF_A_RUN]
     deletions.append(("DELETE FROM runs WHERE id = ?", [run_id]))
-    return _Found("run", run_id, run.owner, run_folders(store, run), deletions, used_by)
+    folders = run_folders(store, run)
+    return _Found(
+        "run", run_id, run.owner, folders, deletions, used_by, elsewhere(store, run.folder)
+    )
 
 
 def run_folders(store: Store, run: Run) -> list[Path]:
@@ -178,7 +184,9 @@ def _environment(store: Store, found: _Version) -> _Found:
     _check_unused(whole, store.query("SELECT id FROM runs WHERE environment_path = ?", [stored]))
     values = [found.owner, found.name, found.digest]
     sql = "DELETE FROM environments WHERE owner = ? AND name = ? AND digest = ?"
-    return _Found("environment", whole, found.owner, own(store, [path]), [(sql, values)])
+    folders, deletions = own(store, [path]), [(sql, values)]
+    outside = elsewhere(store, path)
+    return _Found("environment", whole, found.owner, folders, deletions, elsewhere=outside)
 
 
 def _dataset(store: Store, found: _Version) -> _Found:
@@ -193,6 +201,13 @@ def own(store: Store, folders: Iterable[Path]) -> list[Path]:
     removed.
     """
     return [folder for folder in folders if folder.is_relative_to(store.base) and folder.exists()]
+
+
+def elsewhere(store: Store, path: str | Path) -> str | None:
+    """The path or URL, if it is not in the state directory: another machine may use what is there,
+    and nothing there is deleted.
+    """
+    return None if Path(path).is_relative_to(store.base) else str(path)
 
 
 def _check_unused(reference: str, runs: Iterable[dict[str, Any]]) -> None:

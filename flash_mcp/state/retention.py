@@ -20,7 +20,7 @@ from flash_mcp.protocol.records import ACTIVE, LIVE_DEPLOYMENT, Checkpoint, Eval
 from flash_mcp.protocol.run_folder import OPTIMIZER
 from flash_mcp.protocol.spec import RunSpec
 from flash_mcp.state.database import marks
-from flash_mcp.state.removal import empty_away, move_away, own, run_folders
+from flash_mcp.state.removal import elsewhere, empty_away, move_away, own, run_folders
 from flash_mcp.state.store import Store
 
 LEFTOVER_S = 86_400.0
@@ -89,7 +89,7 @@ def prune_checkpoints(store: Store, run: Run) -> None:
     evaluation or a warm start refers to. An attempt whose newest checkpoint is damaged resumes from
     the one before."""
     spec = run.spec
-    if not isinstance(spec, RunSpec) or not Path(run.folder).is_relative_to(store.base):
+    if not isinstance(spec, RunSpec) or elsewhere(store, run.folder):
         return
     if len(store.checkpoints(run.id)) <= 1 + spec.keep_checkpoints:
         return
@@ -164,14 +164,16 @@ def referred(store: Store, states: Sequence[str] = LIVE_DEPLOYMENT) -> set[tuple
 
 
 def drop_files(store: Store, run_id: str, why: str) -> bool:
-    """Delete a run's files and the rollouts of its training, unless it is active or referred to.
+    """Delete a run's files and the rollouts of its training, unless it is active or referred to, or
+    its files lie outside of the state directory.
 
     Its row, metrics, evaluations and events stay, with an event that says why. Returns whether it
     was done."""
     with store.transaction():
         run = store.run(run_id)
         is_used = run_id in {each for each, _ in referred(store)}
-        if run.state in ACTIVE or run.files_removed is not None or is_used:
+        is_kept = run.state in ACTIVE or is_used or elsewhere(store, run.folder)
+        if is_kept or run.files_removed is not None:
             return False
         now = time.time()
         store.execute("UPDATE main.runs SET files_removed = ? WHERE id = ?", [now, run_id])

@@ -10,7 +10,7 @@ from pathlib import Path
 from environments.settings import FILE, load_settings
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Run
-from flash_mcp.state.disk import size_of
+from flash_mcp.state.disk import keep_reserve, size_of
 from flash_mcp.state.retention import delete, drop_files, drop_optimizers, ended, leftovers
 from flash_mcp.state.store import Store
 
@@ -53,6 +53,8 @@ class Upkeep:
         return False
 
     def _all_pieces(self) -> Iterator[None]:
+        keep_reserve(self._store.base)
+        yield
         for path in leftovers(self._store):
             log.info("deleting a leftover: %s", path)
             delete(path)

@@ -17,15 +17,22 @@ from mcp_types import TextContent
 
 from flash_mcp.protocol.errors import FlashError, as_flash_error
 from flash_mcp.protocol.records import Run
+from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state import queue
-from flash_mcp.state.disk import LEAST_FREE_BYTES
+from flash_mcp.state.disk import LEAST_FREE_BYTES, RESERVE, RESERVE_BYTES
+from flash_mcp.state.serving import request
 from flash_mcp.state.store import Store, open_store
+from flash_mcp.state.versions import staged
 from flash_mcp.supervisor.loop import Supervisor
+from flash_mcp.supervisor.model_servers import Deployments
 from flash_mcp.supervisor.process import take_lock
+from flash_mcp.supervisor.upkeep import Upkeep
 from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.shared.waiting import obstacles
 from tests.places import ROOT
+from tests.samples import finished_run
 from tests.supervisor.test_loop import TIMEOUT_S, Bench, wait_for
+from tests.supervisor.test_model_servers import SCRIPTED, make_adapter, make_run, settle, stop_all
 from tests.watch import is_running
 
 pytestmark = pytest.mark.slow
@@ -165,6 +172,28 @@ def test_a_worker_that_cannot_write_its_heartbeat_is_not_replaced(bench: Bench, 
     assert (ended.state, ended.attempt) == ("succeeded", 1)
 
 
+def test_a_disk_that_fills_before_the_end_of_a_run_is_read(bench: Bench, disk: Path) -> None:
+    run = bench.train({"steps": 2}, max_attempts=1)
+    bench.supervisor.tick()
+    wait_for(lambda: RunFolder(run.folder).result())
+    fill(disk)
+    ticks(bench)
+    free(disk)
+    ended = finish(bench, run)
+    assert (ended.state, ended.attempt, ended.step) == ("succeeded", 1, 2)
+    assert [row.step for row in bench.store.metrics(run.id)] == [1, 2]
+
+
+def test_a_disk_that_fills_while_a_run_is_cancelled(bench: Bench, disk: Path) -> None:
+    run = bench.train({"1": {"at": 2, "do": "hold"}}, max_attempts=1)
+    bench.until(lambda: bench.step(run) == 2)
+    queue.request_cancel(bench.store, run.id)
+    fill(disk)
+    ticks(bench)
+    free(disk)
+    assert finish(bench, run).state == "cancelled"
+
+
 def test_a_run_that_waits_for_space_can_be_cancelled(bench: Bench, disk: Path) -> None:
     run = bench.train()
     claimed = queue.claim(bench.store)
@@ -261,30 +290,9 @@ def test_attempts_that_a_full_disk_ended_are_not_counted(bench: Bench) -> None:
     assert not queue.requeue(bench.store, run.id, 4, FlashError("worker_failed", "lost"))
 
 
-@pytest.mark.parametrize("command", [["status"], ["catalog"], ["wait", "run-1"], ["train"]])
-def test_every_command_names_a_full_disk_on_a_fresh_home(disk: Path, command: list[str]) -> None:
-    home = disk / "home"
-    Store(home).close()
-    fill(disk)
+def command_line(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        [sys.executable, "-m", "flash_mcp.cli", *command],
-        cwd=ROOT,
-        env={**os.environ, "FLASH_HOME": str(home)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode != 0
-    assert "Traceback" not in done.stderr and "[disk_full" in done.stderr, done.stderr
-
-
-def test_doctor_examines_all_on_a_full_disk(disk: Path) -> None:
-    home = disk / "home"
-    Store(home).close()
-    fill(disk)
-    done = subprocess.run(
-        [sys.executable, "-m", "flash_mcp.cli", "doctor"],
+        [sys.executable, "-m", "flash_mcp.cli", *words],
         cwd=ROOT,
         env={**os.environ, "FLASH_HOME": str(home)},
         capture_output=True,
@@ -293,7 +301,86 @@ def test_doctor_examines_all_on_a_full_disk(disk: Path) -> None:
         check=False,
     )
     assert "Traceback" not in done.stderr, done.stderr
-    assert "disk_full" in done.stdout
+    return done
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["status"],
+        ["catalog"],
+        ["wait", "run-1"],
+        ["train"],
+        ["backup", "state.tar.gz"],
+        ["recover"],
+        ["undeploy", "dep-1"],
+    ],
+)
+def test_every_command_names_a_full_disk_on_a_fresh_home(disk: Path, command: list[str]) -> None:
+    home = disk / "home"
+    Store(home).close()
+    fill(disk)
+    done = command_line(home, *command)
+    assert done.returncode != 0 and "[disk_full" in done.stderr, done.stderr
+
+
+def test_doctor_examines_all_on_a_full_disk(disk: Path) -> None:
+    home = disk / "home"
+    Store(home).close()
+    fill(disk)
+    assert "disk_full" in command_line(home, "doctor").stdout
+
+
+def test_what_fills_the_disk_can_be_removed(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = disk / "home"
+    monkeypatch.setenv("FLASH_HOME", str(home))
+    run = finished_run(disk.parent / "scratch")
+    Path(run.folder, "large").write_bytes(bytes(10 * MIB))
+    Upkeep(open_store()).step()
+    open_store().close()
+    fill(disk)
+    assert command_line(home, "remove", run.id).returncode == 0
+    assert not Path(run.folder).exists() and not open_store().runs()
+    free(disk)
+    Upkeep(open_store()).step()
+    assert (home / RESERVE).stat().st_size == RESERVE_BYTES
+
+
+def test_a_deployment_on_a_full_disk_waits_or_says_so_and_is_served_later(disk: Path) -> None:
+    store = Store(disk / "home")
+    run_id = make_run(store, "toy", {1: make_adapter(disk.parent / "a")})
+    manager = Deployments(store, store.base, command=SCRIPTED)
+    row = request(store, run_id)
+    fill(disk)
+    for _ in range(5):
+        manager.tick()
+        wait_for(lambda: all(each.done() for each in manager._under_way.values()))
+        time.sleep(0.02)
+    seen = store.deployment(row.id)
+    assert seen.state == "starting" or (seen.error or {})["code"] == "disk_full"
+    free(disk)
+    request(store, run_id)
+    settle(manager, row.id, "ready")
+    stop_all(manager)
+    store.close()
+
+
+def test_what_an_agent_pushes_to_a_full_disk_is_pushed_whole_later(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASH_HOME", str(disk / "home"))
+    store = open_store()
+    files = {"environment.py": b"def load_environment(): ...", "data": bytes(MIB)}
+    fill(disk)
+    with (
+        pytest.raises(FlashError, match="disk_full"),
+        staged("calc", files, store.base) as stage,
+    ):
+        store.publish(stage)
+    assert not store.environments()
+    free(disk)
+    with staged("calc", files, store.base) as stage:
+        assert store.publish(stage)[1]
 
 
 def test_readers_still_read_where_the_store_is_open(
