@@ -153,7 +153,8 @@ def test_importing_the_package_leaves_the_path_alone():
 @pytest.mark.slow
 def test_the_server_is_importable_fast():
     module = "flash_mcp.server.mcp_server"
-    code = f"import time; start = time.perf_counter(); import {module}; print(time.perf_counter() - start)"
+    # Processor time: other processes of the machine do not count.
+    code = f"import time; start = time.process_time(); import {module}; print(time.process_time() - start)"
     seconds = min(
         float(
             subprocess.run(

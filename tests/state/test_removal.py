@@ -16,14 +16,14 @@ import pytest
 from flash_mcp.cli import main
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import EnvironmentVersion, Json, Run
-from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state import datasets, queue, removal
 from flash_mcp.state.owners import Caller, acting_as
 from flash_mcp.state.removal import OF_A_RUN, remove
+from flash_mcp.state.retention import drop_files
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.state.versions import staged
-from tests.samples import evaluate, learn, read_in, save_adapter
+from tests.samples import reported
 
 
 @pytest.fixture
@@ -48,15 +48,7 @@ def made(
     run, _ = queue.enqueue(
         store, resolve(RunSpec(environment="calc", steps=3)), environment, **pinned
     )
-    assert queue.claim(store)
-    folder = RunFolder(run.folder)
-    folder.create(queue.job(run))
-    writer = folder.claim(1)
-    writer.event("phase", "hello")
-    evaluate(writer, 0, 3)
-    learn(writer, range(1, 4))
-    save_adapter(writer, 3, scratch / run.id)
-    read_in(store, run.id)
+    reported(store, run, scratch)
     values = {
         "id": f"dep-{run.id}",
         "owner": "local",
@@ -238,6 +230,20 @@ def test_files_outside_of_the_state_directory_are_never_removed(
     row = store.add_environment(name="calc", digest="0123456789ab", path=str(outside), size_bytes=1)
     assert remove(store, f"calc@{row.digest}").freed_bytes == 0
     assert outside.is_dir() and not store.environments()
+
+
+def test_a_run_whose_files_lie_elsewhere_keeps_them_and_says_where(
+    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = made(store, published(store), tmp_path)
+    outside = tmp_path / "bucket"
+    Path(run.folder).rename(outside)
+    store.execute("UPDATE runs SET folder = ? WHERE id = ?", [str(outside), run.id])
+    assert not drop_files(store, run.id, "it is old")
+    assert store.run(run.id).files_removed is None and store.checkpoints(run.id)
+    assert main.main(["remove", run.id]) == 0
+    assert f"its files stay at {outside}" in capsys.readouterr().out
+    assert (outside / "job.json").exists() and not store.runs()
 
 
 def test_remove_as_a_command(

@@ -21,6 +21,18 @@ from tests.refuse import refusing
 from tests.watch import is_running
 
 SLEEPER = [sys.executable, "-c", "import signal; signal.pause()"]
+PARENT = [
+    sys.executable,
+    "-c",
+    """
+import os, pathlib, signal, sys
+child = os.fork()
+if child:
+    pathlib.Path(sys.argv[1]).write_text(str(child))
+signal.pause()
+""",
+]
+"""Writes the pid of its child to the file that is named next."""
 
 
 def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
@@ -167,15 +179,8 @@ def test_cancelling_ends_children_too_even_those_whose_leader_is_gone(
     here: Harness, tmp_path: Path
 ) -> None:
     note = tmp_path / "child"
-    code = f"""
-import os, pathlib, signal
-child = os.fork()
-if child:
-    pathlib.Path({str(note)!r}).write_text(str(child))
-signal.pause()
-"""
     launcher = here.reopen()
-    handle = launcher.submit(here.launch(command=[sys.executable, "-c", code]))
+    handle = launcher.submit(here.launch(command=[*PARENT, str(note)]))
     until(lambda: note.exists() and note.read_text())
     child = int(note.read_text())
     os.kill(int(handle.id), signal.SIGKILL)
@@ -207,14 +212,7 @@ def test_a_foreign_group_whose_leader_had_the_attempts_pid_is_left_alone(
 ) -> None:
     """The leader of that group has ended as well: nothing but its members shows whose it is."""
     note = tmp_path / "member"
-    code = f"""
-import os, pathlib, signal
-child = os.fork()
-if child:
-    pathlib.Path({str(note)!r}).write_text(str(child))
-signal.pause()
-"""
-    leader = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    leader = subprocess.Popen([*PARENT, str(note)], start_new_session=True)
     until(lambda: note.exists() and note.read_text())
     member = int(note.read_text())
     try:

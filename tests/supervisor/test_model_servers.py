@@ -105,6 +105,15 @@ def settle(manager: Deployments, deployment_id: str, state: str) -> Deployment:
     return wait_for(look)
 
 
+def served(store: Store, manager: Deployments, folder: Path) -> tuple[Deployment, Server, int]:
+    """A deployment that is ready, its server and the server's process."""
+    run_id = make_run(store, "toy", {1: make_adapter(folder)})
+    row = settle(manager, request(store, run_id).id, "ready")
+    server = Server.find(store.base, "toy")
+    assert server and row.pid
+    return row, server, row.pid
+
+
 def engine_pid(server: Server) -> int:
     return int(wait_for(lambda: re.search(r"engine=(\d+)", server.log_text()))[1])
 
@@ -169,27 +178,21 @@ def test_the_server_ends_with_its_last_deployment_and_leaves_no_process(
 def test_a_server_that_dies_fails_its_deployments_and_asking_again_starts_another(
     store: Store, deployments: Deployments, tmp_path: Path
 ) -> None:
-    run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a")})
-    row = settle(deployments, request(store, run_id).id, "ready")
-    server = Server.find(store.base, "toy")
-    assert server and row.pid
+    row, server, pid = served(store, deployments, tmp_path / "a")
     engine = engine_pid(server)
-    os.kill(row.pid, signal.SIGKILL)
+    os.kill(pid, signal.SIGKILL)
     failed = settle(deployments, row.id, "failed")
     assert failed.error and failed.error["code"] == "deployment_failed"
     assert "engine=" in failed.error["values"]["tail"]
     wait_for(lambda: not is_running(engine))  # the processes of a dead server are ended
-    assert request(store, run_id).id == row.id
-    assert settle(deployments, row.id, "ready").pid != row.pid
+    assert request(store, str(row.run_id)).id == row.id
+    assert settle(deployments, row.id, "ready").pid != pid
 
 
 def test_a_server_that_was_ended_by_a_supervisor_that_died_before_it_noted_so_is_started_again(
     store: Store, deployments: Deployments, tmp_path: Path
 ) -> None:
-    run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a")})
-    row = settle(deployments, request(store, run_id).id, "ready")
-    server = Server.find(store.base, "toy")
-    assert server
+    row, server, _ = served(store, deployments, tmp_path / "a")
     deployments._pool.shutdown(
         wait=True
     )  # a thread of the last tick would see the server gone, and say so
@@ -439,10 +442,7 @@ def test_a_run_without_a_checkpoint_or_with_a_damaged_one_is_refused(
 def test_the_api_key_is_readable_by_its_owner_alone_and_in_no_command_line(
     store: Store, deployments: Deployments, tmp_path: Path
 ) -> None:
-    run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a")})
-    row = settle(deployments, request(store, run_id).id, "ready")
-    server = Server.find(store.base, "toy")
-    assert server and row.pid
+    row, server, _ = served(store, deployments, tmp_path / "a")
     keys = (server.file, f"{server.folder}/{model_servers.ADMIN_KEY}")
     for path in map(Path, (*keys, server.scratch)):
         assert path.stat().st_mode & 0o077 == 0
@@ -467,11 +467,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_server_that_hangs_is_replaced_with_the_same_address_and_key_and_once_only(
     store: Store, deployments: Deployments, tmp_path: Path
 ) -> None:
-    run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a")})
-    first = settle(deployments, request(store, run_id).id, "ready")
-    hung = Server.find(store.base, "toy")
-    assert hung and first.pid
-    os.kill(first.pid, signal.SIGSTOP)
+    first, hung, pid = served(store, deployments, tmp_path / "a")
+    os.kill(pid, signal.SIGSTOP)
     wait_for(lambda: deployments.tick() or store.deployment(first.id).pid not in (None, first.pid))
     again = settle(deployments, first.id, "ready")
     server = Server.find(store.base, "toy")

@@ -10,7 +10,6 @@ import pytest
 from flash_mcp.cli import main
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json, Run
-from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state import queue
 from flash_mcp.state.owners import LOCAL_OWNER, Caller, acting_as
@@ -19,7 +18,7 @@ from flash_mcp.state.store import Store, open_store
 from flash_mcp.state.versions import staged
 from flash_mcp.supervisor.process import take_lock
 from flash_mcp.supervisor.recovery import recover
-from tests.samples import evaluate, learn, read_in, save_adapter
+from tests.samples import reported
 
 REPORTED = [table for table in OF_A_RUN if table != "deployments"]
 """What a worker wrote."""
@@ -39,15 +38,7 @@ def made(
     with acting_as(Caller(owner)), staged("calc", files, store.base) as stage:
         environment = store.publish(stage)[0]
         run, _ = queue.enqueue(store, resolve(RunSpec(environment="calc", steps=3)), environment)
-    assert queue.claim(store)
-    folder = RunFolder(run.folder)
-    folder.create(queue.job(run))
-    writer = folder.claim(1)
-    writer.event("phase", "hello")
-    evaluate(writer, 0, 3)
-    learn(writer, range(1, 4))
-    save_adapter(writer, 3, scratch / run.id)
-    read_in(store, run.id)
+    writer = reported(store, run, scratch)
     if state:
         error = FlashError("diverged", "lost") if state == "failed" else None
         writer.commit_result(state, 3, error)

