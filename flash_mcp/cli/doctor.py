@@ -28,15 +28,22 @@ from flash_mcp.protocol.errors import FlashError, as_flash_error
 from flash_mcp.protocol.paths import home, models_dir, runs_dir
 from flash_mcp.protocol.spec import DEFAULT_MODEL
 from flash_mcp.state import sqlite
-from flash_mcp.state.disk import in_words, usage
+from flash_mcp.state.disk import has_space, in_words, usage
 from flash_mcp.state.locks import try_lock
-from flash_mcp.state.store import open_store
+from flash_mcp.state.store import Store, open_store
 from flash_mcp.supervisor.launch import devices
 from flash_mcp.supervisor.launch.local import find_gpus
 from flash_mcp.supervisor.process import is_supervised, unfit
 from flash_mcp.tools.shared.fitting import shorten
+from flash_mcp.tools.shared.waiting import obstacles
 
 FREE_DISK_GIB = 5.0
+FREE_TEMPORARY_BYTES = 1 << 30
+MOST_READ_BYTES = 1 << 30
+"""A larger database takes long to read."""
+SHOWN = 3
+"""Runs, deployments and files that are named."""
+LATELY_S = 86_400.0
 SHOWN_BYTES = 1_000_000
 ROOM = {
     "runs": "`flash-mcp remove --older-than 30d`, or run_days in [disk] of settings.toml",
@@ -131,12 +138,35 @@ def _database() -> Outcome:
     deadline = time.monotonic() + WRITER_PATIENCE_S
     while True:
         try:
-            with open_store().transaction(wait_s=0):
-                return _ok("can be written")
+            store = open_store()
+            with store.transaction(wait_s=0):
+                pass
+            return _whole(store)
         except FlashError as error:
             if error.code != "state_busy" or time.monotonic() > deadline:
-                return "problem", f"{error.what}: {home()}", error.fix
+                raise
         time.sleep(0.02)
+
+
+def _whole(store: Store) -> Outcome:
+    size = store.path.stat().st_size
+    if size > MOST_READ_BYTES:
+        return _ok(f"can be written; {in_words(size)}, which were not read through")
+    store.check()
+    return _ok("can be written, and every page is whole")
+
+
+def _ownership() -> Outcome:
+    """Files of another user, such as root's after one `sudo flash-mcp`, are refused for ever."""
+    base = home()
+    user = os.getuid()
+    entries = [base, *base.iterdir(), *runs_dir(base).glob("*")]
+    foreign = [path for path in entries if path.lstat().st_uid != user]
+    if user == 0 or not foreign:
+        return _ok("all files are of this user")
+    named = ", ".join(path.name for path in foreign[:SHOWN])
+    what = f"{len(foreign)} entries of {base} belong to another user: {named}"
+    return "problem", what, f"sudo chown -R {user} {base}"
 
 
 def _file_system() -> Outcome:
@@ -181,10 +211,19 @@ def _disk() -> Outcome:
     sizes = ", ".join(f"{name} {in_words(size)}" for name, size in taken.items())
     detail = f"{free:.0f} GiB free; taken: {sizes or 'nearly nothing'}"
     if free >= FREE_DISK_GIB:
-        return _ok(detail)
+        return _other_disks(detail)
     fixes = [f"{name}: {ROOM[name]}" for name in taken]
     fixes.append("or set FLASH_HOME (and FLASH_MODELS) to another disk")
     return "problem", detail, "; ".join(fixes)
+
+
+def _other_disks(detail: str) -> Outcome:
+    """Models and temporary files may lie on disks of their own."""
+    for path, variable in ((models_dir(), "FLASH_MODELS"), (tempfile.gettempdir(), "TMPDIR")):
+        if not has_space([Path(path)], FREE_TEMPORARY_BYTES):
+            what = f"{detail}; less than {in_words(FREE_TEMPORARY_BYTES)} are free in {path}"
+            return "warning", what, f"free space there, or set {variable} to another disk"
+    return _ok(detail)
 
 
 def _memory() -> Outcome:
@@ -310,6 +349,42 @@ def _supervisor() -> Outcome:
     return _ok("not needed now; the first train starts it")
 
 
+def _waiting_runs() -> Outcome:
+    """What keeps runs from going on, and files of theirs that were found damaged."""
+    store = open_store()
+    held: dict[str, str] = {}
+    for run in store.active_runs():
+        for what in obstacles(store, run):
+            held.setdefault(what, run.id)
+        for event in store.events(run.id, 3, ["warning"]):
+            if "is damaged" in event.message:
+                held.setdefault(event.message, run.id)
+    if not held:
+        return _ok("nothing holds a run up")
+    told = [f"{run_id}: {what}" for what, run_id in list(held.items())[:SHOWN]]
+    return "warning", "; ".join(told), "status(run_id=...) says more; runs go on by themselves"
+
+
+def _deployments() -> Outcome:
+    """Those whose server is started again, and those that failed lately."""
+    rows = open_store().deployments()
+    lately = time.time() - LATELY_S
+    troubled = [
+        row
+        for row in rows
+        if row.error
+        and (row.state == "starting" or (row.state == "failed" and row.updated > lately))
+    ]
+    if not troubled:
+        return _ok(f"{sum(row.state == 'ready' for row in rows)} ready")
+    errors = [FlashError.from_dict(row.error or {}) for row in troubled[:SHOWN]]
+    told = [
+        f"{row.id} is {row.state}: [{error.code}] {error.what}"
+        for row, error in zip(troubled, errors, strict=False)
+    ]
+    return "warning", "; ".join(told), "; ".join(dict.fromkeys(error.fix for error in errors))
+
+
 def _reboot() -> Outcome:
     for unit in service_units():
         if f"Environment={quoted(f'FLASH_HOME={home()}')}" in unit.read_text().splitlines():
@@ -324,6 +399,7 @@ CHECKS: dict[str, Callable[[], Outcome]] = {
     "file system": _file_system,
     "database": _database,
     "privacy": _privacy,
+    "ownership": _ownership,
     "disk": _disk,
     "memory": _memory,
     "gpu": _gpu,
@@ -334,5 +410,7 @@ CHECKS: dict[str, Callable[[], Outcome]] = {
     "default model": _model,
     "sandbox": _sandbox,
     "supervisor": _supervisor,
+    "waiting runs": _waiting_runs,
+    "deployments": _deployments,
     "reboot": _reboot,
 }

@@ -1,21 +1,26 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from flash_mcp.cli import main
+from flash_mcp.cli import doctor, main
 from flash_mcp.cli.doctor import examine
 from flash_mcp.cli.own_commands import COMMANDS
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.state import queue
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.supervisor.process import is_supervised
 from flash_mcp.tools.registry import TOOLS
@@ -385,6 +390,67 @@ def test_the_doctor_notices_run_folders_that_the_database_lost(run: Run, tmp_pat
     open_store().execute("DELETE FROM runs WHERE id = ?", [known.id])
     level, detail, fix = found_by_doctor("state directory")
     assert level == "warning" and "1 run folders" in detail and "flash-mcp recover" in fix
+
+
+def test_the_doctor_names_a_damaged_page_of_the_database(run: Run, tmp_path: Path):
+    known, writer = started_run(tmp_path / "environment")
+    learn(writer, range(1, 21))
+    store = open_store()
+    read_in(store, known.id)
+    assert found_by_doctor("database")[0] == "ok"
+    store.query("PRAGMA wal_checkpoint(TRUNCATE)")
+    store.close()
+    with store.path.open("r+b") as stream:
+        stream.seek(store.path.stat().st_size - 4096)
+        stream.write(b"\xff" * 4096)
+    level, detail, fix = found_by_doctor("database")
+    assert level == "problem" and "state_corrupt" in detail and "flash-mcp recover" in fix
+
+
+def test_the_doctor_names_what_holds_runs_up_and_their_damaged_files(run: Run, tmp_path: Path):
+    waiting = queued_run(tmp_path / "environment")
+    assert found_by_doctor("waiting runs")[0] == "ok"
+    claimed = queue.claim(open_store())
+    assert claimed
+    full = FlashError("disk_full", "the disk is full", needed_bytes=10**15)
+    assert queue.requeue(open_store(), waiting.id, 1, full, is_counted=False)
+    message = "beat.json is damaged and counts as absent: it is no regular file"
+    row = {"time": time.time(), "epoch": 1, "kind": "warning", "message": message}
+    open_store().put_event(waiting.id, "damaged-1", row)
+    level, detail, fix = found_by_doctor("waiting runs")
+    assert level == "warning" and fix
+    assert f"{waiting.id}: [disk_full" in detail and message in detail
+
+
+def test_the_doctor_names_deployments_that_failed_or_start_again(run: Run):
+    store = open_store()
+    error = FlashError("unresponsive", "its server stopped answering", fix="call deploy")
+    row = {"id": "dep-1", "owner": "local", "name": "one", "model": "toy"}
+    store.add_deployment({**row, "state": "ready"})
+    assert found_by_doctor("deployments") == ("ok", "1 ready", "")
+    store.update_deployment("dep-1", state="starting", error=error.to_dict())
+    told = "dep-1 is starting: [unresponsive] its server stopped answering"
+    assert found_by_doctor("deployments") == ("warning", told, "call deploy")
+
+
+def test_the_doctor_names_files_of_another_user(
+    run: Run, flash_home: Path, monkeypatch: pytest.MonkeyPatch
+):
+    assert found_by_doctor("ownership")[0] == "ok"
+    monkeypatch.setattr(os, "getuid", lambda: 54_321)
+    level, detail, fix = found_by_doctor("ownership")
+    assert level == "problem" and "flash.db" in detail
+    assert fix == f"sudo chown -R 54321 {flash_home}"
+
+
+@pytest.mark.parametrize("variable", ["FLASH_MODELS", "TMPDIR"])
+def test_the_doctor_names_another_disk_that_is_full(
+    run: Run, monkeypatch: pytest.MonkeyPatch, variable: str
+):
+    full = doctor.models_dir() if variable == "FLASH_MODELS" else Path(tempfile.gettempdir())
+    monkeypatch.setattr(doctor, "has_space", lambda paths, _: full not in paths)
+    level, detail, fix = found_by_doctor("disk")
+    assert level == "warning" and f"free in {full}" in detail and variable in fix
 
 
 @pytest.mark.slow
