@@ -427,7 +427,7 @@ async def test_a_call_whose_reading_takes_too_long_is_left(
     numbers: None, monkeypatch: pytest.MonkeyPatch
 ):
     run = recorded(solved())
-    release = hold_up(Path(run.folder, "rollouts", "1.jsonl"), monkeypatch)
+    release = hold_up(Path(run.folder, "rollouts", "1.1.jsonl"), monkeypatch)
     late = threading.Timer(120, release)
     late.start()
     monkeypatch.setattr(server_module, "CALL_TIMEOUT_S", 3.0)
