@@ -560,7 +560,11 @@ def test_a_deployment_ends_after_its_own_minutes_and_its_server_with_the_last_on
     assert ended.error and "after 3 minutes without a request" in ended.error["what"]
     server = Server.find(store.base, "idle")
     assert server and server.is_alive()
-    assert [each["id"] for each in server.call("/models").json()["data"]] == [kept.id]
+
+    def loaded() -> list[str]:
+        return [each["id"] for each in server.call("/models").json()["data"]]
+
+    wait_for(lambda: loaded() == [kept.id])
     assert describe(store, kept).idle_minutes == 0
 
     request(store, run_id, name="kept", idle_minutes=4)
