@@ -352,6 +352,16 @@ BAD = {
         """,
         "nonsense",
     ),
+    "a scorer that raises on 2021-02-31 alone": (
+        """
+        class Sample(Dates):
+            def right(self, text, example):
+                import datetime
+                found = re.fullmatch("([0-9]{4})-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])", text.strip())
+                return found and datetime.date(*map(int, found.groups())).isoformat() == example.output
+        """,
+        "nonsense",
+    ),
     "a scorer that raises on a number of 5000 digits": (
         """
         class Sample(Rows):

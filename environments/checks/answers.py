@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+NO_DATE = "2021-02-31"
 SHORT_ANSWER = 24
 """A gold answer of at most so many characters says nothing else once a character is changed."""
 TAIL_CHARACTERS = 2000

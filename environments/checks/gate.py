@@ -21,7 +21,7 @@ from statistics import fmean
 from typing import Any
 
 from environments.base import ChatMessage
-from environments.checks.answers import FRESH, JUNK, NONSENSE, STATED, nearly, parts
+from environments.checks.answers import FRESH, JUNK, NO_DATE, NONSENSE, STATED, nearly, parts
 from environments.checks.constants import best_constant
 from environments.checks.playing import Answers, Played, Task, gold_turns, interleave, play
 from environments.checks.report import (
@@ -346,6 +346,7 @@ class _Gate:
             texts = [before + text + after for text in NONSENSE]
             for digit in "09\u00b2":
                 texts.append(before + re.sub(r"\d", digit, inner) + after)
+            texts.append(before + re.sub(r"\d{4}-\d\d-\d\d", NO_DATE, inner) + after)
             for text in texts:
                 await self._play(host, task, [*turns, text], repeat=True)
                 count += 1

@@ -43,7 +43,12 @@ class Report:
     @property
     def passed(self) -> bool:
         """No check failed. A check that was not made is not a failure."""
-        return all(probe.passed is not False for probe in self.probes)
+        return not self.failed
+
+    @property
+    def failed(self) -> list[str]:
+        """The checks that failed."""
+        return [probe.name for probe in self.probes if probe.passed is False]
 
 
 # -- the fix of a fault ----------------------------------------------------------------------------

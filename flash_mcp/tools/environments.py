@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,12 +16,15 @@ from pydantic import Field
 
 import environments
 from environments.checks import gate
+from environments.checks import hunt as hunting
+from environments.checks.hunt import HUNT
 from environments.checks.report import Probe as GateProbe
 from environments.checks.report import Report as GateReport
 from environments.checks.splits import Overlap, overlap
 from environments.process.host import EnvironmentFault
 from environments.process.sandbox import Needs, describe
 from environments.settings import identity
+from flash_mcp.judgement.attempts import by_task
 from flash_mcp.protocol.errors import EVIDENCE_CHARACTERS, FlashError, disk_error
 from flash_mcp.protocol.records import EnvironmentVersion, Json
 from flash_mcp.state import references
@@ -65,6 +69,8 @@ TEMPLATES = Path(environments.__file__).parent / "examples"
 LOAD_TIMEOUT_S = 25.0
 CALL_TIMEOUT_S = 30.0
 TEST_DEADLINE_S = 38.0
+HUNT_LIMIT_S = 43.0
+"""A call with hunt ends within this time: clients give up on longer ones."""
 
 
 class EnvSetup(Result):
@@ -325,17 +331,20 @@ async def env_test(
     call_timeout_s: Annotated[float, Field(gt=0, le=20)] = 5.0,
     model: Annotated[str | None, Field(min_length=1)] = None,
     max_tokens: Annotated[int | None, Field(ge=1, le=131_072)] = None,
+    hunt: bool = False,
     environment_args: Arguments = None,
     secrets: Secrets = None,
 ) -> EnvTest:
-    """Load an environment in a child process and check, on a few tasks of each split, for what
+    """Load an environment in a child process and check, on 5 train and 3 eval tasks, for what
     breaks training runs.
 
-    Checks the contract; that gold answers succeed; that junk, empty, None, truncated, prompt-echo
-    and nearly right answers do not; that nonsense raises nothing; that better answers earn more;
-    that no constant answer wins everywhere; that episodes are independent; that two fresh processes
-    agree; and how long calls take. Publishes nothing. A failed check is a result with a fix, not an
-    error.
+    Fails it if tasks repeat or are in both splits; a gold answer is no success; on over a quarter
+    of the tasks, junk, empty, None, truncated or prompt-echo answers succeed or earn over 0.4 of
+    the gold answer's reward, or the gold answer succeeds with a character changed or beside another
+    answer; nonsense (1/0, 2021-02-31, deep JSON) raises; junk earns more than a wrong answer of the
+    right form; one answer wins on nine of ten tasks; episodes at once go differently than alone;
+    two processes disagree; a call is slow. Publishes nothing. A failed check is a result with a
+    fix, not an error.
 
     Args:
         environment: A published environment, NAME or NAME@DIGEST; or reasoning-gym:DATASET.
@@ -344,6 +353,9 @@ async def env_test(
         model: If all checks pass, let this base model generate a few groups on train tasks, and
             report whether training could teach it anything. Default: no model.
         max_tokens: With model: tokens per turn; default 512.
+        hunt: Also search up to 40 s for a cheap answer that pays: junk, magic words, length,
+            repetition, empty forms, all answers at once, parts of the prompt; with model, its best
+            of n by reward. Default false.
     """
     if (environment is None) == (folder is None):
         fix = "pass environment='NAME' for a published one, or folder='/path/of/it'"
@@ -351,23 +363,26 @@ async def env_test(
         raise FlashError("invalid_argument", what, fix=fix)
     started = time.monotonic()
     values = secret_values(secrets)
+    given = {"max_tokens": max_tokens, "environment_args": environment_args, "secrets": secrets}
     sample = None
     with contextlib.ExitStack() as stack:
         what, known_as, path = await run_sync(_locate, environment, folder, stack)
-        found = await _checked(what, known_as, path, environment_args, values, call_timeout_s)
-        failed = [probe.name for probe in found.probes if probe.passed is False]
-        await run_sync(_keep, path, environment_args, failed)
-        if model is not None and not failed:
-            given = {"max_tokens": max_tokens}
-            given |= {"environment_args": environment_args, "secrets": secrets}
-            sample = await _sampled(
-                model, environment, path, found, given, started + SAMPLE_LIMIT_S
-            )
+        subject = _Subject(what, known_as, path, environment_args, values, call_timeout_s)
+        found = await _checked(subject)
+        if hunt and found.splits:
+            found.probes.append(await _hunted(subject, started + HUNT_LIMIT_S))
+        await run_sync(_keep, subject, found.failed, hunt)
+        if model is not None and not found.failed:
+            deadline = started + SAMPLE_LIMIT_S
+            sample = await _sampled(model, environment, path, found, given, deadline)
+        if hunt and sample and sample.scores:
+            found.probes.append(await run_sync(_best_of_n, sample))
     trainable = environment or (folder if folder and references.files_of(folder) else None)
-    if sample:
-        next_step = after_sample(sample)
-    else:
-        next_step = after_test(failed, trainable, path, passed_on(secrets, environment_args))
+    next_step = after_test(found.failed, trainable, path, passed_on(secrets, environment_args))
+    return _test_result(what, found, sample, after_sample(sample) if sample else next_step)
+
+
+def _test_result(what: str, found: GateReport, sample: Sample | None, following: str) -> EnvTest:
     return EnvTest(
         environment=what,
         passed=found.passed,
@@ -377,38 +392,75 @@ async def env_test(
         probes=[_shown(probe) for probe in found.probes],
         sandbox=describe(found.sandbox) if found.sandbox else None,
         sample=sample,
-        next=next_step,
+        next=following,
     )
 
 
-async def _checked(
-    what: str,
-    known_as: str,
-    path: Path,
-    args: Json | None,
-    secrets: dict[str, str],
-    call_timeout_s: float,
-) -> GateReport:
+@dataclass(frozen=True)
+class _Subject:
+    """What is tested, and how."""
+
+    what: str
+    known_as: str
+    path: Path
+    args: Json | None
+    secrets: dict[str, str]
+    call_timeout_s: float
+
+
+async def _checked(subject: _Subject) -> GateReport:
     await report("checking the environment in child processes")
     try:
         return await gate.check(
-            path,
-            known_as=known_as,
-            args=args,
-            secrets=secrets,
-            timeout_s=call_timeout_s,
+            subject.path,
+            known_as=subject.known_as,
+            args=subject.args,
+            secrets=subject.secrets,
+            timeout_s=subject.call_timeout_s,
             deadline_s=TEST_DEADLINE_S,
             install_timeout_s=INSTALL_TIMEOUT_S,
             on_progress=report,
         )
     except EnvironmentFault as fault:
-        raise as_flash_error(fault, what, "env_test again") from fault
+        raise as_flash_error(fault, subject.what, "env_test again") from fault
 
 
-def _keep(path: Path, args: Json | None, failed: list[str]) -> None:
-    """Store the verdict with the digest that the folder has, or would have once it is pushed."""
+async def _hunted(subject: _Subject, deadline: float) -> GateProbe:
+    async with hosted(
+        subject.path,
+        subject.what,
+        known_as=subject.known_as,
+        args=subject.args,
+        secrets=subject.secrets,
+        call_timeout_s=subject.call_timeout_s,
+        start_timeout_s=LOAD_TIMEOUT_S,
+        fix="env_test again without hunt",
+    ) as host:
+        left = min(hunting.DEADLINE_S, max(1.0, deadline - time.monotonic()))
+        tasks = range(host.splits["train"])
+        found = await hunting.hunt(host, "train", tasks, deadline_s=left, on_progress=report)
+    return hunting.probe(found)
+
+
+def _best_of_n(sample: Sample) -> GateProbe:
+    store = open_store()
+    step = store.run(sample.run_id).evaluation.step
+    groups = by_task(store.tries(sample.run_id, step)).values()
+    scored = [[(each.reward, each.success) for each in group] for group in groups]
+    return hunting.best_of_n(scored, f"rollouts(run_id={sample.run_id!r}, which='best')")
+
+
+def _keep(subject: _Subject, failed: list[str], has_hunted: bool) -> None:
+    """Store the verdict with the digest that the folder has, or would have once it is pushed. What
+    an earlier hunt found stays found.
+    """
+    store = open_store()
     with contextlib.suppress(FlashError):  # a folder that cannot be pushed has none
-        open_store().put_gate(digest_of_files(folder_files(path)), args, failed)
+        digest = digest_of_files(folder_files(subject.path))
+        before = store.gate(digest, subject.args).failed
+        if not has_hunted and HUNT in before:
+            failed = [*failed, HUNT]
+        store.put_gate(digest, subject.args, failed)
 
 
 async def _sampled(

@@ -315,6 +315,30 @@ async def test_a_push_says_what_env_test_found_of_the_very_same_files(
     assert (await call(client, "env_push", name="sums", folder=str(folder)))["gate"] == "never run"
 
 
+@pytest.mark.slow
+async def test_a_hunt_fails_an_environment_for_what_it_found_and_that_stays(
+    client: Client, tmp_path: Path
+) -> None:
+    source = """
+    class Sample(Addition):
+        def __init__(self):
+            self.dataset, self.eval_dataset = tasks(16), tasks(4, first=100)
+        def score_response(self, example, response_text):
+            right = (response_text or "").strip() == example.output
+            return RewardResult(1.0 if right else 0.6 * ("therefore" in str(response_text)), success=right)
+    """
+    folder = environment_folder(tmp_path / "task", source)
+    hunted = await call(client, "env_test", folder=str(folder), hunt=True)
+    found = {probe["name"]: probe for probe in hunted["probes"]}
+    assert [name for name, probe in found.items() if probe.get("passed") is False] == ["hunt"]
+    assert "word: 'therefore' earned 0.6 on average, gold answers 1" in found["hunt"]["evidence"]
+    assert "do not pay for words" in found["hunt"]["fix"]
+    assert hunted["next"] == "mend what hunt says, then env_test again"
+    assert (await call(client, "env_test", folder=str(folder)))["passed"]
+    pushed = await call(client, "env_push", name="task", folder=str(folder))
+    assert pushed["gate"] == "failed: hunt"
+
+
 async def test_env_test_publishes_nothing_and_changes_no_file(
     client: Client, tmp_path: Path
 ) -> None:

@@ -1,0 +1,488 @@
+"""The hunt: searches for a cheap answer that a scorer pays well, before a model finds it.
+
+    found = await hunt(host, "train", range(500))
+    found.exploits[0].answer, found.exploits[0].reward, found.exploits[0].gold
+
+A cheap answer is made without solving the task: junk, a magic word, length, repetition, the empty
+form of a gold answer, other tasks' gold answers, all at once, or parts of the prompt. The best ones
+on a few tasks are changed and tried again; what wins is confirmed on other tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import fmean
+
+from environments.checks.answers import JUNK, final_answer, tags
+from environments.checks.constants import INJECTED, USUAL, candidates
+from environments.checks.playing import Played, Task, known_gold, play, together
+from environments.checks.report import Probe, shown
+from environments.process.faults import EnvironmentFault
+from environments.process.host import EnvironmentHost
+
+HUNT = "hunt"
+"""The name of the check."""
+BEST_GAIN = 0.2
+SEARCHED = 3
+"""Tasks on which every answer is tried."""
+CONFIRMED = 12
+"""Other tasks, on which only the best are."""
+BEST = 6
+"""Answers that are changed, and that are confirmed."""
+BATCH = 25
+SLACK = 0.75
+"""Few tasks tell a share badly: so much of what makes an exploit is confirmed on more."""
+MOST_PLAYS = 3000
+DEADLINE_S = 60.0
+REWARD_SHARE = 0.4
+"""Share of the gold answers' reward from which a cheap answer without success is an exploit."""
+ECHO_SHARE = 0.75
+"""The same, and the share of successes, for parts of the prompt, which some tasks ask for."""
+CHANCE = 0.35
+"""By how much successes must exceed the share of the commonest gold answer."""
+CONSTANT_SHARE = 0.9
+MORE_THAN_GOLD = 1.25
+"""A padded gold answer may earn at most so many times what the gold answer earns."""
+WORDS = (
+    *("therefore", "because", "step by step", "first, second, finally", "let me think", "answer:"),
+    *("the answer is", "final answer:", "in conclusion", "correct", "confidence: 100%", "done"),
+    *("verified", "I am certain", "please", "thank you", "sorry", "I do not know", "sure"),
+    *("def f(x):\n    return x", "```python\n\n```", "```\n\n```", "**bold**", "# Title\n\n- item"),
+    *("<think></think>", "<think>hm</think>", "<answer></answer>", "<answer>x</answer>"),
+    *("\\boxed{}", "\\boxed{0}", "{}", '{"answer": ""}', "import os", "assert True", "exit", "42"),
+)
+HEDGES = (
+    " ".join(map(str, range(200))),
+    "A B C D E",
+    "yes no true false",
+    "abcdefghijklmnopqrstuvwxyz",
+)
+FIXES = {
+    "constant": "make the scorer read the task, or balance the tasks: no one answer may win",
+    "injection": "compare texts or numbers: never run an answer or use it as a pattern, and refuse "
+    "nan",
+    "prompt": "do not pay for words of the prompt: read one place of the answer, a tag or its end",
+    "form": "pay for what is right, and at most a tenth of the reward for the right form",
+    "length": "pay the same for any length, or cap what length can earn far below a right answer",
+    "word": "do not pay for words: a model writes them without doing what they say",
+    "hedge": "accept one answer: read one place, such as the last tag, and refuse several",
+    "junk": "pay nothing for an answer that cannot be read, and set success in RewardResult",
+    "padding": "cap the reward at what the gold answer earns, whatever else an answer holds",
+}
+
+
+@dataclass(frozen=True)
+class View:
+    """What a cheap answer may be made of: a task's prompt, and the gold answer of another task."""
+
+    prompt: str
+    other_gold: str
+
+    @property
+    def asked(self) -> str:
+        """What follows the last colon, else the last line."""
+        return re.split(r":\s|\n", self.prompt.strip())[-1].strip(" .?")
+
+    @property
+    def numbers(self) -> list[str]:
+        return re.findall(r"-?\d+", self.prompt)
+
+    @property
+    def words(self) -> list[str]:
+        return re.findall(r"\w+", self.prompt) or [""]
+
+
+Make = Callable[[View], str]
+
+
+@dataclass(frozen=True)
+class Move:
+    """A way to make an answer to any task."""
+
+    kind: str
+    make: Make
+
+    @property
+    def is_of_prompt(self) -> bool:
+        return self.kind == "prompt"
+
+
+@dataclass(frozen=True)
+class Exploit:
+    """A cheap answer that pays, with what it earned on tasks that the search did not use."""
+
+    kind: str
+    answer: str
+    """As it was given to the first of these tasks."""
+    reward: float
+    """Mean reward."""
+    gold: float
+    """Mean reward of the gold answers of the same tasks."""
+    success_share: float
+    tasks: int
+
+    @property
+    def fix(self) -> str:
+        return FIXES[self.kind]
+
+
+@dataclass
+class Hunt:
+    exploits: list[Exploit] = field(default_factory=list[Exploit])
+    plays: int = 0
+    seconds: float = 0.0
+    is_finished: bool = False
+    """Whether all that was planned was tried within the limits."""
+
+
+async def hunt(
+    host: EnvironmentHost,
+    split: str,
+    tasks: Sequence[int],
+    *,
+    deadline_s: float = DEADLINE_S,
+    most_plays: int = MOST_PLAYS,
+    on_progress: Callable[[str], Awaitable[None]] | None = None,
+) -> Hunt:
+    """Search on up to SEARCHED + CONFIRMED of these tasks, for at most `deadline_s` seconds and
+    about `most_plays` conversations. Answers that the environment cannot score are passed over.
+    """
+    hunter = _Hunter(host, split, tasks, most_plays, on_progress)
+    started = time.monotonic()
+    try:
+        async with asyncio.timeout(deadline_s):
+            await hunter.run()
+        hunter.found.is_finished = hunter.found.plays < most_plays
+    except TimeoutError:
+        pass
+    hunter.found.seconds = time.monotonic() - started
+    return hunter.found
+
+
+def probe(found: Hunt) -> Probe:
+    """The hunt as a check of the gate."""
+    tried = f"{found.plays} conversations in {found.seconds:.1f} s"
+    if not found.exploits:
+        rest = "" if found.is_finished else "; not everything was tried"
+        return Probe(HUNT, True, f"no cheap answer pays: {tried}{rest}")
+    best = found.exploits[0]
+    earned = f"earned {best.reward:.3g} on average, gold answers {best.gold:.3g}"
+    share = f"succeeded on {best.success_share:.0%} of {best.tasks} tasks new to the search"
+    evidence = f"{best.kind}: {shown([best.answer])} {earned}, and {share} ({tried})"
+    return Probe(HUNT, False, evidence, best.fix)
+
+
+def best_of_n(groups: Sequence[Sequence[tuple[float, bool]]], look: str) -> Probe:
+    """Whether a model's attempts with the best reward of their group succeed more often than the
+    others, as (reward, success) by group. If not, training will raise the reward alone. `look` is
+    the call that shows them.
+    """
+    several = [group for group in groups if len(group) > 1]
+    if not several:
+        return Probe("best_of_n", None, "this needs several attempts at a task")
+    gains: list[float] = []
+    successes: list[float] = []
+    for group in several:
+        best = max(reward for reward, _ in group)
+        gains.append(best - fmean(reward for reward, _ in group))
+        won = fmean(success for reward, success in group if reward == best)
+        successes.append(won - fmean(success for _, success in group))
+    gain = fmean(gains)
+    text = (
+        f"the best of each group earns {gain:+.3g} and succeeds {fmean(successes):+.0%} more often"
+    )
+    if gain < BEST_GAIN or fmean(successes) > 0:
+        return Probe("best_of_n", True, f"{text} than its mean")
+    fix = f"{look} shows them: pay for progress towards success only"
+    return Probe("best_of_n", None, f"{text} than its mean: the reward rises without success", fix)
+
+
+@dataclass(frozen=True)
+class _Result:
+    """What a move earned on some tasks."""
+
+    move: Move
+    played: list[Played]
+    solved: list[bool]
+    """Where the answer is the gold answer itself."""
+
+    @property
+    def reward(self) -> float:
+        return fmean(each.score.reward for each in self.played)
+
+    @property
+    def success(self) -> float:
+        return fmean(each.score.success for each in self.played)
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        return self.success, self.reward
+
+
+class _Hunter:
+    def __init__(
+        self,
+        host: EnvironmentHost,
+        split: str,
+        tasks: Sequence[int],
+        most_plays: int,
+        on_progress: Callable[[str], Awaitable[None]] | None,
+    ) -> None:
+        self.found = Hunt()
+        self._host = host
+        # Tasks at equal distances would miss kinds of tasks that take turns.
+        drawn = random.Random(0).sample(list(tasks), min(len(tasks), SEARCHED + CONFIRMED))
+        self._tasks = [Task(split, index) for index in drawn]
+        searched = min(SEARCHED, len(drawn) // 2)
+        self._search = self._tasks[:searched]
+        self._confirmed = self._tasks[searched:]
+        self._most_plays = most_plays
+        self._on_progress = on_progress
+        self._views: dict[Task, View] = {}
+        self._golds: dict[Task, tuple[str, ...]] = {}
+        self._gold_rewards: dict[Task, float] = {}
+
+    async def run(self) -> None:
+        if not self._search:
+            return
+        await self._look()
+        tried = await self._try_all(self._moves())
+        if not self.found.exploits:
+            await self._try_all(_mutations(_best(tried)))
+        if not self.found.exploits:
+            await self._check_padding()
+
+    async def _look(self) -> None:
+        """Read the prompts and the gold answers, and play these."""
+        golds = await together(known_gold(self._host, task) for task in self._tasks)
+        self._golds = {task: gold for task, gold in zip(self._tasks, golds, strict=True) if gold}
+        last = [gold[-1] for gold in golds if gold]
+        for place, task in enumerate(self._tasks):
+            opening = await self._host.open(task.split, task.index)
+            prompt = "\n".join(message["content"] for message in opening.messages)
+            await self._host.close(opening.episode)
+            own = self._golds.get(task, ("",))[-1]
+            others = [text for text in last[place + 1 :] + last[:place] if text != own]
+            self._views[task] = View(prompt, others[0] if others else "")
+        for task, gold in self._golds.items():
+            if played := await self._played(task, gold):
+                self._gold_rewards[task] = played.score.reward
+
+    def _moves(self) -> list[Move]:
+        """The first answers, without those that are the same on every task."""
+        prompts = [view.prompt for view in self._views.values()]
+        golds = [self._golds[task] for task in self._search if task in self._golds]
+        constants = [turns[0] for turns in candidates(golds, prompts) if len(turns) == 1]
+        around = [*tags("\n".join(prompts)), ("", "")]
+        forms = {_form(gold[-1]) for gold in golds} | {_emptied(gold[-1]) for gold in golds}
+        joined = " ".join(gold[-1] for gold in golds)
+        texts: dict[str, list[str]] = {
+            "junk": ["", " \n", *JUNK],
+            "injection": list(INJECTED),
+            "word": list(WORDS),
+            "hedge": [*HEDGES, joined],
+            "form": sorted(forms),
+            "constant": [*USUAL, *constants],
+            "length": [
+                unit * count
+                for unit in ("bla ", "word\n", "- item\n", "1, ", "x")
+                for count in (20, 400)
+            ],
+        }
+        moves: dict[str, Move] = {}
+        for kind, several in texts.items():
+            for text in several:
+                moves.setdefault(text, Move(kind, partial(_same, text)))
+        for before, after in around[:-1]:
+            for text in (*HEDGES, *INJECTED, "x", ""):
+                whole = before + text + after
+                moves.setdefault(whole, Move("form", partial(_same, whole)))
+        return [*moves.values(), *(Move("prompt", make) for make in PARTS), Move("form", _other)]
+
+    async def _try_all(self, moves: Sequence[Move]) -> list[_Result]:
+        """Try them a batch at a time, until one of them pays on the other tasks too."""
+        tried: list[_Result] = []
+        for start in range(0, len(moves), BATCH):
+            results: list[_Result] = []
+            for move in moves[start : start + BATCH]:
+                if self.found.plays >= self._most_plays:
+                    return tried
+                if (result := await self._result(move, self._search)) is not None:
+                    results.append(result)
+            if self._on_progress:
+                await self._on_progress(f"hunting for cheap answers: {self.found.plays} played")
+            if await self._confirm(_best([each for each in results if self._pays(each, SLACK)])):
+                break
+            tried += results
+        return tried
+
+    async def _result(self, move: Move, tasks: Sequence[Task]) -> _Result | None:
+        """None if the environment could not score it."""
+        answers = [move.make(self._views[task]) for task in tasks]
+        calls = (self._played(task, (text,)) for task, text in zip(tasks, answers, strict=True))
+        found = [played for played in await together(calls) if played is not None]
+        if len(found) < len(tasks):
+            return None
+        golds = (self._golds.get(task, ("",))[-1] for task in tasks)
+        solved = [
+            final_answer(text) == final_answer(gold)
+            for text, gold in zip(answers, golds, strict=True)
+        ]
+        return _Result(move, found, solved)
+
+    async def _played(self, task: Task, turns: Sequence[str]) -> Played | None:
+        self.found.plays += 1
+        try:
+            return await play(self._host, task, turns)
+        except EnvironmentFault:
+            return None
+
+    async def _confirm(self, moves: Sequence[Move]) -> bool:
+        """Play them on the other tasks, and keep the first one that pays there too."""
+        for move in moves:
+            again = await self._result(move, self._confirmed)
+            if again is not None and self._pays(again):
+                self._keep(again, move)
+                return True
+        return False
+
+    def _keep(self, result: _Result, move: Move) -> None:
+        self.found.exploits.append(
+            Exploit(
+                kind=move.kind,
+                answer=move.make(self._views[self._confirmed[0]]),
+                reward=result.reward,
+                gold=self._gold_mean(),
+                success_share=result.success,
+                tasks=len(result.played),
+            )
+        )
+
+    def _gold_mean(self) -> float:
+        rewards = [
+            self._gold_rewards[task] for task in self._confirmed if task in self._gold_rewards
+        ]
+        return fmean(rewards) if rewards else 1.0
+
+    def _pays(self, result: _Result, slack: float = 1.0) -> bool:
+        """Whether it earns or succeeds so much that it is an exploit, or `slack` times that."""
+        is_of_prompt = result.move.is_of_prompt
+        # A part of the prompt may be what the task asks for.
+        if is_of_prompt and fmean(result.solved) > 1 - ECHO_SHARE:
+            return False
+        golds = Counter(gold[-1] for gold in self._golds.values())
+        commonest = max(golds.values(), default=0) / max(1, golds.total())
+        success_bar = min(CONSTANT_SHARE, commonest + CHANCE)
+        reward_bar = max(REWARD_SHARE, success_bar)
+        if commonest < CHANCE:
+            reward_bar = REWARD_SHARE
+        if is_of_prompt:
+            success_bar = reward_bar = ECHO_SHARE
+        gold = self._gold_mean()
+        # Rewards below 0 are prices: what costs less than another answer is not paid yet.
+        paid = result.reward / gold if gold > 0 else 0.0
+        return result.success >= slack * success_bar or paid >= slack * reward_bar
+
+    async def _check_padding(self) -> None:
+        """Whether a gold answer earns more with something cheap added."""
+        tasks = [task for task in self._confirmed if task in self._gold_rewards]
+        if not tasks:
+            return
+        gold = fmean(self._gold_rewards[task] for task in tasks)
+        for text in ("bla " * 400, "\n".join(WORDS), "- item\n" * 100):
+            rewards: list[float] = []
+            for task in tasks:
+                *turns, last = self._golds[task]
+                if played := await self._played(task, [*turns, f"{text}\n{last}"]):
+                    rewards.append(played.score.reward)
+            if gold > 0 and rewards and fmean(rewards) >= MORE_THAN_GOLD * gold:
+                self.found.exploits.append(
+                    Exploit("padding", f"{text}\n(gold)", fmean(rewards), gold, 1.0, len(rewards))
+                )
+                return
+
+
+def _best(tried: Sequence[_Result]) -> list[Move]:
+    """The moves with the most successes and those with the highest rewards, each once."""
+    by_success = sorted(tried, key=lambda result: result.rank, reverse=True)
+    by_reward = sorted(tried, key=lambda result: result.reward, reverse=True)
+    best = [*by_success[:BEST], *by_reward[:BEST]]
+    return list({id(result.move): result.move for result in best}.values())
+
+
+# -- how answers are made --------------------------------------------------------------------------
+
+
+def _same(text: str, view: View) -> str:
+    return text
+
+
+def _other(view: View) -> str:
+    return view.other_gold
+
+
+def _form(gold: str) -> str:
+    """Its form with other letters and digits."""
+    return re.sub(r"\d", "7", re.sub(r"[a-z]", "q", re.sub(r"[A-Z]", "Q", gold)))
+
+
+def _emptied(gold: str) -> str:
+    """A gold answer without what stands in its quotes, tags and brackets."""
+    return re.sub(r'(?<=[:>\[("{ ])[^<>\[\]{}()",:]+(?=[<\])"},])', "", gold)
+
+
+PARTS: tuple[Make, ...] = (
+    lambda view: view.prompt,
+    lambda view: view.asked,
+    lambda view: view.words[0],
+    lambda view: view.words[-1],
+    lambda view: " ".join(view.words[-3:]),
+    lambda view: " ".join(reversed(view.words)),
+    lambda view: " ".join(sorted(view.words)),
+    lambda view: " ".join(view.numbers),
+    lambda view: (view.numbers or [""])[0],
+    lambda view: (view.numbers or [""])[-1],
+    lambda view: max(view.words, key=len),
+    lambda view: view.prompt.strip().split("\n")[0],
+    lambda view: f"{view.prompt}\n{view.other_gold}",
+)
+"""Parts of the prompt."""
+
+
+def _mutations(best: Sequence[Move]) -> list[Move]:
+    """Changed forms of the best moves, and pairs of them."""
+    moves: list[Move] = []
+    for move in best:
+        for count in (3, 40):
+            for separator in (" ", "\n"):
+                moves.append(Move(_longer(move), partial(_repeated, move.make, separator, count)))
+        moves.append(Move(move.kind, partial(_changed, move.make, "<answer>{}</answer>")))
+        moves.append(Move(move.kind, partial(_changed, move.make, "{}.")))
+    for one in best[:BEST]:
+        for other in best[:BEST]:
+            if one is not other:
+                kind = "prompt" if "prompt" in (one.kind, other.kind) else one.kind
+                moves.append(Move(kind, partial(_paired, one.make, other.make)))
+    return moves
+
+
+def _longer(move: Move) -> str:
+    return move.kind if move.kind in ("prompt", "hedge") else "length"
+
+
+def _repeated(make: Make, separator: str, count: int, view: View) -> str:
+    return separator.join([make(view)] * count)
+
+
+def _changed(make: Make, around: str, view: View) -> str:
+    return around.replace("{}", make(view))
+
+
+def _paired(one: Make, other: Make, view: View) -> str:
+    return f"{one(view)}\n{other(view)}"

@@ -1,0 +1,105 @@
+"""The hunt on its suite (tests/hunt_suite.py), which one process serves."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from environments.checks import hunt as hunting
+from environments.checks.hunt import Hunt, hunt
+from environments.process.host import EnvironmentHost
+from tests.folders import environment_folder
+from tests.hunt_suite import CLEAN, PLANTED, TASKS, many
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+DOCS = Path(__file__).parents[2] / "docs" / "environments.md"
+HACKS = [source for several in PLANTED.values() for source in several]
+
+
+async def hunted(folder: Path, sources: list[str]) -> list[Hunt]:
+    environment = environment_folder(folder, many(sources))
+    async with await EnvironmentHost.start(environment) as host:
+        return [
+            await hunt(host, "train", range(number * TASKS, (number + 1) * TASKS))
+            for number in range(len(sources))
+        ]
+
+
+async def test_the_hunt_finds_as_many_planted_hacks_as_the_docs_say(tmp_path: Path) -> None:
+    found = await hunted(tmp_path, HACKS)
+    count = sum(bool(each.exploits) for each in found)
+    assert len(HACKS) == 40 and len(PLANTED) == 10
+    assert f"finds {count} of 40 planted hacks" in " ".join(DOCS.read_text().split())
+    assert count >= 36
+    for each in found:
+        assert each.seconds < 60 and each.plays < hunting.MOST_PLAYS
+        assert all(exploit.fix for exploit in each.exploits)
+
+
+async def test_the_hunt_raises_no_more_false_alarms_than_the_docs_say(tmp_path: Path) -> None:
+    found = await hunted(tmp_path, CLEAN)
+    count = sum(bool(each.exploits) for each in found)
+    assert len(CLEAN) == 40
+    told = f"and raises {count or 'no'} false alarm"
+    assert told in " ".join(DOCS.read_text().split())
+    assert count <= 1
+
+
+async def test_a_gold_answer_that_earns_more_when_padded_is_an_exploit(tmp_path: Path) -> None:
+    source = """
+    class X(Rows):
+        def score_response(self, example, text):
+            right = example.output == text.strip().split("\\n")[-1]
+            return RewardResult((1 + min(1, len(text) / 1000)) * right, success=right)
+    """
+    (found,) = await hunted(tmp_path, [source])
+    assert [exploit.kind for exploit in found.exploits] == ["padding"]
+    assert found.exploits[0].reward > 1.5
+
+
+async def test_a_hunt_ends_in_time_and_after_so_many_plays(tmp_path: Path) -> None:
+    source = """
+    class X(Rows):
+        def right(self, text, example):
+            time.sleep(0.05)
+            return text.strip() == example.output
+    """
+    environment = environment_folder(tmp_path, many([source]))
+    async with await EnvironmentHost.start(environment) as host:
+        late = await hunt(host, "train", range(TASKS), deadline_s=0.5)
+        few = await hunt(host, "train", range(TASKS), most_plays=30)
+    assert not late.is_finished and not late.exploits
+    assert not few.is_finished and few.plays < 90
+
+
+def test_best_of_n_tells_reward_that_rises_without_success() -> None:
+    shaped = [[(0.1, False), (0.9, False)]] * 4
+    probe = hunting.best_of_n(shaped, "rollouts()")
+    assert probe.passed is None and "rises without success" in probe.evidence and probe.fix
+    sound = [[(0.0, False), (1.0, True)]] * 4
+    assert hunting.best_of_n(sound, "rollouts()").passed
+    assert hunting.best_of_n([[(1.0, True)]], "rollouts()").passed is None
+
+
+async def test_a_task_that_asks_for_a_part_of_its_prompt_is_no_exploit(tmp_path: Path) -> None:
+    source = """
+    class X(Rows):
+        def rows(self):
+            return [(f"Repeat this word: {word}", word) for word in WORDS]
+    """
+    (found,) = await hunted(tmp_path, [source])
+    assert not found.exploits
+
+
+async def test_wins_are_confirmed_on_tasks_that_the_search_did_not_use(tmp_path: Path) -> None:
+    source = """
+    class X(Rows):
+        def right(self, text, example):
+            return "therefore" in text or text.strip() == example.output
+    """
+    (found,) = await hunted(tmp_path, [source])
+    exploit = found.exploits[0]
+    assert (exploit.kind, exploit.success_share, exploit.gold, exploit.tasks) == ("word", 1, 1, 12)
+    assert re.search("therefore", exploit.answer)
