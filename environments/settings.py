@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+import stat
 import tomllib
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound="DataclassInstance")
 
 FILE = "settings.toml"
+MAX_BYTES = 1 << 20
+"""The size of a file that is read whole."""
 LOCAL_OWNER = "local"
 
 
@@ -142,12 +145,25 @@ def read_toml(kind: type[T], path: Path) -> T:
     there is no such file. ValueError names what is wrong in a file that cannot be used.
     """
     try:
-        document = tomllib.loads(path.read_text())
+        document = tomllib.loads(read_small(path).decode())
     except (FileNotFoundError, NotADirectoryError):
         document = {}
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ValueError(f"{path.name} cannot be read: {error}") from error
     return _fill(kind, document, path.name)
+
+
+def read_small(path: Path) -> bytes:
+    """A file of at most MAX_BYTES. OSError for what is no file: reading a pipe, or a link to a
+    device, might never end.
+    """
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError("it is no regular file")
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise OSError(f"it has more than {MAX_BYTES:,} bytes")
+    return content
 
 
 def _fill(kind: type[T], document: dict[str, Any], where: str) -> T:

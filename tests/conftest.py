@@ -49,6 +49,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "slow: needs torch or vLLM, or takes seconds; scripts/test --fast leaves it out"
     )
+    config.addinivalue_line(
+        "markers",
+        "hostile(what, is_open=False): an act of somebody hostile; docs/reliability.md counts them",
+    )
     if reaper.VARIABLE not in os.environ:  # pytest-xdist's processes belong to the run that has it
         start_reaper(config)
 

@@ -351,11 +351,13 @@ class Child:
             if error is not None:
                 raise error
             return await value if inspect.isawaitable(value) else value
-        except (asyncio.CancelledError, EnvironmentFault):
+        except EnvironmentFault:
             raise
         except DatasetError as error:
             raise EnvironmentFault("dataset_invalid", str(error)) from error
         except BaseException as error:
+            if isinstance(error, asyncio.CancelledError) and task.cancelling():
+                raise
             raise self._fault(method.__name__, error, code) from error
         finally:
             del self._methods[task]
@@ -391,7 +393,10 @@ class Child:
         if refused := sandbox.refusal(error):
             code = refused[0]
             message = f"{message}; {refused[1]}"
-        lines = traceback.format_exception(type(error), error, frame or error.__traceback__)
+        try:
+            lines = traceback.format_exception(type(error), error, frame or error.__traceback__)
+        except Exception:
+            lines = ["its traceback could not be shown"]
         return EnvironmentFault(code, message, _end_of("".join(lines)))
 
     def _stack(self, task: asyncio.Task[Any]) -> str:

@@ -54,10 +54,6 @@ MAX_PRINTED_LINE_CHARACTERS = 10_000
 """A longer line of what a child prints is broken."""
 MAX_PRINTED_BYTES = 8 << 20
 """How much of one child's output goes to our log. Only the end of the rest is kept, as evidence."""
-DEATH_CODES: dict[int | None, str] = {
-    MEMORY_EXIT_CODE: "environment_memory",
-    UNPROTECTED_EXIT_CODE: "environment_unprotected",
-}
 FROZEN = "its process answered no call any more (does code hold the interpreter?)"
 FORGED = "it sent what is no reply: code wrote to the descriptor that answers go through"
 STOPPED = "the environment host was stopped"
@@ -617,8 +613,14 @@ class _Child(asyncio.SubprocessProtocol):
     def process_exited(self) -> None:
         if self.alive:
             code = self._transport.get_returncode()
-            self._mark_dead(_exit_reason(code))
-            self._death_code = DEATH_CODES.get(code, self._death_code)
+            because = _exit_reason(code)
+            if code == MEMORY_EXIT_CODE:
+                self._death_code = "environment_memory"
+            # Later it is environment code that ended with this code.
+            if code == UNPROTECTED_EXIT_CODE and not self.sandbox:
+                self._death_code = "environment_unprotected"
+                because = "this machine cannot keep it from the user's files"
+            self._mark_dead(because)
         self._kill_group()
         # Its last output may still be in the pipe. Another process may hold the pipe open for ever.
         asyncio.get_running_loop().call_later(1.0, self._end)
@@ -638,8 +640,6 @@ def _exit_reason(code: int | None) -> str:
     if code == MEMORY_EXIT_CODE:
         limit = f"memory_gib in environment.toml ({Needs().memory_gib:g} if left out)"
         return f"its processes used more memory than {limit}"
-    if code == UNPROTECTED_EXIT_CODE:
-        return "this machine cannot keep it from the user's files"
     if code is not None and code < 0:
         return f"killed by {signal.Signals(-code).name}"
     return f"it exited with code {code}"

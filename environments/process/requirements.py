@@ -56,7 +56,7 @@ from environments.process.faults import EnvironmentFault
 from environments.process.foreign import visible
 from environments.process.locks import lock as wait_for_lock
 from environments.process.locks import try_lock
-from environments.settings import load_settings, state_directory
+from environments.settings import load_settings, read_small, state_directory
 
 FILE = "requirements.txt"
 INSTALL_TIMEOUT_S = 3600.0
@@ -106,7 +106,11 @@ def of_folder(folder: Path) -> list[str]:
     A line that ends with a backslash continues on the next line. Raises
     EnvironmentFault(requirements_failed) for a line that refers to other files."""
     path = folder / FILE
-    text = path.read_text(errors="replace") if path.is_file() else ""
+    try:
+        text = read_small(path).decode(errors="replace") if path.exists() else ""
+    except OSError as error:
+        what = f"{FILE} cannot be read: {error}"
+        raise EnvironmentFault("requirements_failed", what) from error
     text = "\n".join(re.sub(r"(^|\s)#.*", "", line) for line in text.splitlines())
     wanted: set[str] = set()
     for found in re.finditer(r"(.*\\\n)*.*", text):
@@ -135,7 +139,13 @@ def _needs_sdk(folder: Path, wanted: set[str]) -> bool:
         return False
     if not wanted and importlib.util.find_spec(SDK) is not None:
         return False
-    return any(SDK_IMPORT.search(path.read_bytes()) for path in folder.rglob("*.py"))
+    return any(map(_imports_sdk, folder.rglob("*.py")))
+
+
+def _imports_sdk(path: Path) -> bool:
+    with suppress(OSError):
+        return bool(SDK_IMPORT.search(read_small(path)))
+    return False
 
 
 async def interpreter(

@@ -31,9 +31,12 @@ SOCK_STREAM = 1
 SOCK_SEQPACKET = 5
 PRIO_PROCESS = 0
 IOPRIO_WHO_PROCESS = 1
+CLONE_NEWUSER = 0x10000000
 FIRST_X32_CALL = 0x40000000
 IO_URING_SETUP = 425
 """io_uring makes sockets past any filter."""
+CLONE3 = 435
+"""Its flags are in memory, where no filter sees them. Where it is missing, programs call clone."""
 
 Step = tuple[int, int, int, int]
 """Instruction, steps to skip if true, steps to skip if false, operand."""
@@ -51,10 +54,14 @@ class _Calls:
     ioprio_set: int
     scheduling: tuple[int, ...]
     """sched_setparam, sched_setscheduler, sched_setaffinity, sched_setattr."""
-    open_by_handle_at: int
-    """Opens a file by its number, past the folders that lead to it."""
-    keys: tuple[int, ...]
-    """add_key, request_key, keyctl: the keys of the user's session."""
+    clone: int
+    unshare: int
+    refused: tuple[int, ...]
+    """add_key, request_key, keyctl: the keys of the user's session. open_by_handle_at: a file by
+    its number, past the folders that lead to it. inotify_init, inotify_init1: the names of files
+    that others change, in folders that Landlock hides. perf_event_open, bpf, userfaultfd: parts of
+    the kernel that attacks begin with. syslog: what the kernel says of other programs.
+    """
     shared: tuple[int, ...]
     """shm*, sem*, msg* of System V, and mq_*. Their memory is counted for nobody, outlives the
     processes that made it, and may belong to others.
@@ -70,8 +77,9 @@ MACHINES = {
         setpriority=141,
         ioprio_set=251,
         scheduling=(142, 144, 203, 314),
-        open_by_handle_at=304,
-        keys=(248, 249, 250),
+        clone=56,
+        unshare=272,
+        refused=(248, 249, 250, 304, 253, 294, 298, 321, 323, 103),
         shared=(29, 30, 31, *range(64, 72), 220, 240, 241),
     ),
     "aarch64": _Calls(
@@ -82,8 +90,9 @@ MACHINES = {
         setpriority=140,
         ioprio_set=30,
         scheduling=(118, 119, 122, 274),
-        open_by_handle_at=265,
-        keys=(217, 218, 219),
+        clone=220,
+        unshare=97,
+        refused=(217, 218, 219, 265, 26, 241, 280, 282, 116),
         shared=(180, 181, *range(186, 198)),
     ),
 }
@@ -109,10 +118,12 @@ def filter_calls(*, allow_sockets: bool, has_processes: bool) -> str:
         (AT_LEAST, 0, 1, FIRST_X32_CALL),
         _refuse(errno.ENOSYS),
     ]
-    for number in (IO_URING_SETUP, *calls.shared):
+    for number in (IO_URING_SETUP, CLONE3, *calls.shared):
         steps += _for(number, [_refuse(errno.ENOSYS)])
-    for number in (calls.open_by_handle_at, *calls.keys):
+    for number in calls.refused:
         steps += _for(number, [_refuse(errno.EPERM)])
+    for number in (calls.clone, calls.unshare):
+        steps += _for(number, _without(CLONE_NEWUSER))
     families = (AF_INET, AF_INET6) if allow_sockets else ()
     steps += _for(calls.socket, _families(families))
     steps += _for(calls.socketpair, _connected_pair())
@@ -159,6 +170,17 @@ def _connected_pair() -> list[Step]:
         (EQUAL, 2, 0, SOCK_STREAM),
         (EQUAL, 1, 0, SOCK_SEQPACKET),
         _refuse(errno.EACCES),
+        (RETURN, 0, 0, ALLOW),
+    ]
+
+
+def _without(flag: int) -> list[Step]:
+    """The first argument must not have this flag."""
+    return [
+        (LOAD, 0, 0, ARGUMENTS[0]),
+        (AND, 0, 0, flag),
+        (EQUAL, 1, 0, 0),
+        _refuse(errno.EPERM),
         (RETURN, 0, 0, ALLOW),
     ]
 

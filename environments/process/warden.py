@@ -169,7 +169,13 @@ def _end_namespace(first: int, ended: int) -> int:
     with suppress(ChildProcessError):
         os.waitpid(first, 0)  # returns when all its processes have ended
     told = os.read(ended, STATUS.size)
-    return STATUS.unpack(told)[0] if told else signal.SIGKILL
+    return _codes_own(STATUS.unpack(told)[0]) if told else signal.SIGKILL
+
+
+def _codes_own(status: int) -> int:
+    """The wait status of environment code, which may not end with a code that the warden uses."""
+    is_ours = os.WIFEXITED(status) and os.WEXITSTATUS(status) == MEMORY_EXIT_CODE
+    return 1 << 8 if is_ours else status
 
 
 def _let_go_of_pipes() -> None:
@@ -198,7 +204,7 @@ def _wait(child: int, own: Own, group: cgroup.Group | None, memory_bytes: int) -
         if heard.si_signo == signal.SIGUSR1:
             os.kill(child, signal.SIGUSR1)
         elif (status := _reap().get(child)) is not None:
-            return None if own.has_processes else status
+            return None if own.has_processes else _codes_own(status)
 
 
 def _reap() -> dict[int, int]:

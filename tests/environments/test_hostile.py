@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,7 @@ async def use(host: EnvironmentHost, op: str) -> object:
     return await host.close(opening.episode)
 
 
+@pytest.mark.hostile("forged replies")
 @pytest.mark.parametrize("name", FORGED_REPLIES)
 async def test_a_forged_reply_ends_the_process_with_a_word(tmp_path: Path, name: str) -> None:
     op, line = FORGED_REPLIES[name]
@@ -187,6 +189,7 @@ async def test_a_forged_reply_ends_the_process_with_a_word(tmp_path: Path, name:
     assert (caught.value.code, FORGED in caught.value.what) == (expected, True), caught.value.what
 
 
+@pytest.mark.hostile("claims")
 async def test_what_is_protected_is_not_the_environments_to_say(tmp_path: Path) -> None:
     """Neither in its reply to `load` nor in the first line that its code can write."""
     honest_folder = environment_folder(tmp_path / "honest", "", returns="Echo()")
@@ -237,6 +240,7 @@ LYING_LISTS = {
 }
 
 
+@pytest.mark.hostile("task lists")
 @pytest.mark.parametrize("name", LYING_LISTS)
 async def test_a_task_list_that_lies_is_a_bad_dataset(tmp_path: Path, name: str) -> None:
     source, expected = LYING_LISTS[name]
@@ -264,6 +268,7 @@ HOSTILE_NEEDS = {
 }
 
 
+@pytest.mark.hostile("environment.toml")
 @pytest.mark.parametrize("name", HOSTILE_NEEDS)
 async def test_a_hostile_environment_toml_is_refused_with_a_word(tmp_path: Path, name: str) -> None:
     needs, expected = HOSTILE_NEEDS[name]
@@ -273,6 +278,54 @@ async def test_a_hostile_environment_toml_is_refused_with_a_word(tmp_path: Path,
         await EnvironmentHost.start(tmp_path)
     assert caught.value.code == "environment_invalid"
     assert expected in caught.value.what
+
+
+# -- files that are none ---------------------------------------------------------------------------
+
+UNREADABLE = {
+    "a pipe as environment.toml": (lambda folder: os.mkfifo(folder / "environment.toml")),
+    "an endless device as environment.toml": (
+        lambda folder: (folder / "environment.toml").symlink_to("/dev/zero")
+    ),
+    "a folder as environment.toml": (lambda folder: (folder / "environment.toml").mkdir()),
+    "a huge environment.toml": (lambda folder: huge(folder / "environment.toml")),
+    "a pipe as requirements.txt": (lambda folder: os.mkfifo(folder / "requirements.txt")),
+    "an endless device as requirements.txt": (
+        lambda folder: (folder / "requirements.txt").symlink_to("/dev/zero")
+    ),
+    "a huge requirements.txt": (lambda folder: huge(folder / "requirements.txt")),
+    "a pipe as environment.py": (
+        lambda folder: [(folder / "environment.py").unlink(), os.mkfifo(folder / "environment.py")]
+    ),
+}
+UNREAD = {
+    "a pipe as a module": (lambda folder: os.mkfifo(folder / "helper.py")),
+    "an endless device as a module": (lambda folder: (folder / "x.py").symlink_to("/dev/zero")),
+    "a huge module": (lambda folder: huge(folder / "helper.py")),
+}
+
+
+def huge(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+
+
+@pytest.mark.hostile("folders")
+@pytest.mark.parametrize("name", UNREADABLE)
+async def test_what_is_no_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    UNREADABLE[name](environment_folder(tmp_path, "", returns="Echo()"))
+    with pytest.raises(EnvironmentFault) as caught:
+        await EnvironmentHost.start(tmp_path)
+    assert caught.value.code in ("environment_invalid", "requirements_failed")
+    assert name.rpartition(" ")[2] in caught.value.what
+
+
+@pytest.mark.hostile("folders")
+@pytest.mark.parametrize("name", UNREAD)
+async def test_a_file_that_is_never_imported_is_not_read(tmp_path: Path, name: str) -> None:
+    UNREAD[name](environment_folder(tmp_path, "", returns="Echo()"))
+    async with await EnvironmentHost.start(tmp_path) as host:
+        await host.close((await host.open("train", 0)).episode)
 
 
 # -- what it says ----------------------------------------------------------------------------------
@@ -293,6 +346,7 @@ LEAKS = {
 }
 
 
+@pytest.mark.hostile("leaks")
 @pytest.mark.parametrize("name", LEAKS)
 async def test_no_part_of_a_secret_is_left_where_a_text_ends(
     tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]
@@ -314,6 +368,7 @@ async def test_no_part_of_a_secret_is_left_where_a_text_ends(
     assert not [part for part in parts if part in said.replace("KEY", "")], said
 
 
+@pytest.mark.hostile("output")
 async def test_what_it_prints_is_marked_and_obeyed_by_no_terminal(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -337,6 +392,7 @@ async def test_what_it_prints_is_marked_and_obeyed_by_no_terminal(
     ]
 
 
+@pytest.mark.hostile("output")
 async def test_what_json_cannot_hold_is_that_calls_error(tmp_path: Path) -> None:
     source = """
     class Sample(Echo):
