@@ -1,4 +1,6 @@
-"""The tables of TRAINING.md that code decides. `python -m tests.docs` writes them anew."""
+"""The tables of TRAINING.md and docs/reliability.md that code and tests decide. `python -m
+tests.docs` writes them anew.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,16 @@ from pathlib import Path
 from flash_mcp.protocol.errors import CODES
 from flash_mcp.protocol.spec import RECIPES, RunSpec, default_of
 from flash_mcp.tools.registry import TOOLS
+from tests import hostile
 
 PLAYBOOK = Path(__file__).parent.parent / "TRAINING.md"
+RELIABILITY = Path(__file__).parent.parent / "docs" / "reliability.md"
 
 
-def tables() -> dict[str, str]:
+def tables(page: Path) -> dict[str, str]:
+    if page == RELIABILITY:
+        acts = table(("acts", "held", "what they try", "tests"), hostile.rows())
+        return {"hostile": acts, "open": table(("open act", "reason"), hostile.reasons())}
     return {"fields": fields(), "codes": codes(), "tools": tools()}
 
 
@@ -46,9 +53,10 @@ def table(head: tuple[str, ...], rows: Iterable[tuple[object, ...]]) -> str:
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
-def filled(text: str) -> str:
-    """The document with every generated table as it should be."""
-    for name, body in tables().items():
+def filled(page: Path) -> str:
+    """The page with every generated table as it should be."""
+    text = page.read_text()
+    for name, body in tables(page).items():
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
         text = pattern.sub(lambda match, body=body: f"{match[1]}{body}\n{match[2]}", text)
     return text
@@ -61,4 +69,5 @@ def wrapped() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    PLAYBOOK.write_text(filled(PLAYBOOK.read_text()))
+    for page in (PLAYBOOK, RELIABILITY):
+        page.write_text(filled(page))

@@ -143,6 +143,7 @@ async def test_a_line_that_refers_to_other_files_is_refused(line: str, tmp_path:
     )
 
 
+@pytest.mark.hostile("builds")
 @pytest.mark.parametrize(
     "line",
     [
@@ -351,6 +352,7 @@ def source_package(folder: Path, backend: str) -> Path:
     return folder
 
 
+@pytest.mark.hostile("builds")
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the walls are the Linux kernel's")
 async def test_a_packages_build_and_its_start_up_code_stand_behind_the_walls(
     tmp_path: Path, flash_home: Path, attacker: Path, monkeypatch: pytest.MonkeyPatch
@@ -382,6 +384,7 @@ async def test_a_packages_build_and_its_start_up_code_stand_behind_the_walls(
     ]
 
 
+@pytest.mark.hostile("builds")
 async def test_a_package_without_a_wheel_is_not_built_unless_the_operator_allows_it(
     tmp_path: Path, attacker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -485,6 +488,7 @@ def private_index() -> Iterator[str]:
         server.shutdown()
 
 
+@pytest.mark.hostile("builds")
 @pytest.mark.parametrize("place", ["a variable", "a settings file"])
 async def test_a_build_sees_no_password_of_an_index(
     tmp_path: Path,

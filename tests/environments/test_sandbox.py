@@ -111,6 +111,7 @@ def published(flash_home: Path) -> Path:
 # -- files -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.hostile("state")
 async def test_state_is_out_of_reach_though_the_environment_lies_within_it(
     published: Path, flash_home: Path
 ) -> None:
@@ -141,6 +142,7 @@ async def test_state_is_out_of_reach_though_the_environment_lies_within_it(
         assert "Addition" in await attack.told("told = open('environment.py').read()")
 
 
+@pytest.mark.hostile("state")
 async def test_state_behind_a_link_or_dots_is_out_of_reach(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,6 +163,7 @@ async def test_state_behind_a_link_or_dots_is_out_of_reach(
             assert await attack.told(f"told = open({str(data / 'rows')!r}).read()") == "42"
 
 
+@pytest.mark.hostile("state")
 async def test_it_writes_to_its_temporary_folder_alone_and_that_is_removed(
     tmp_path: Path, flash_home: Path
 ) -> None:
@@ -211,6 +214,7 @@ async def test_a_folder_that_the_operator_names_can_be_read(
         assert await attack.told(read) == "42"
 
 
+@pytest.mark.hostile("state")
 async def test_terminals_of_others_are_out_of_reach_and_its_own_work(tmp_path: Path) -> None:
     _, operators = os.openpty()
     async with attack_on(tmp_path) as attack:
@@ -225,6 +229,7 @@ async def test_terminals_of_others_are_out_of_reach_and_its_own_work(tmp_path: P
         assert await attack.told(code) == "b'own'"
 
 
+@pytest.mark.hostile("state")
 async def test_an_interpreter_in_the_users_home_does_not_open_that_home(tmp_path: Path) -> None:
     home = tmp_path / "home"
     (home / "bin").mkdir(parents=True)
@@ -243,6 +248,7 @@ async def test_an_interpreter_in_the_users_home_does_not_open_that_home(tmp_path
     assert json.loads(told.splitlines()[-1])[1] == ["environment_access"]
 
 
+@pytest.mark.hostile("state")
 async def test_no_descriptor_of_the_host_is_inherited(tmp_path: Path) -> None:
     with (tmp_path / "private").open("w") as held:
         os.set_inheritable(held.fileno(), True)
@@ -258,6 +264,7 @@ async def test_no_descriptor_of_the_host_is_inherited(tmp_path: Path) -> None:
             )  # 3 is the folder that ls reads
 
 
+@pytest.mark.hostile("processes")
 async def test_other_processes_can_be_neither_signalled_nor_looked_into(tmp_path: Path) -> None:
     async with attack_on(tmp_path / "environment") as attack:
         bystander = subprocess.Popen(["sleep", "60"])  # noqa: ASYNC220
@@ -272,6 +279,7 @@ async def test_other_processes_can_be_neither_signalled_nor_looked_into(tmp_path
             bystander.wait()
 
 
+@pytest.mark.hostile("processes")
 async def test_it_sees_its_own_processes_only(tmp_path: Path) -> None:
     listed = (
         "import os; told = sorted(int(name) for name in os.listdir('/proc') if name.isdecimal())"
@@ -311,6 +319,7 @@ def limits_of(victim: int) -> str:
     return code.replace("ATTR", str(numbers[0])).replace("IOPRIO", str(numbers[1]))
 
 
+@pytest.mark.hostile("processes")
 async def test_limits_and_priorities_of_others_cannot_be_changed(tmp_path: Path) -> None:
     bystander = subprocess.Popen(["sleep", "60"])  # noqa: ASYNC220
     try:
@@ -331,6 +340,7 @@ def listener() -> Iterator[socket.socket]:
         yield listener
 
 
+@pytest.mark.hostile("network")
 async def test_the_network_is_refused_and_the_refusal_says_how_to_ask(
     tmp_path: Path, listener: socket.socket
 ) -> None:
@@ -362,6 +372,7 @@ async def test_the_network_is_refused_and_the_refusal_says_how_to_ask(
         assert "returncode=1" in await attack.told(bash)
 
 
+@pytest.mark.hostile("network")
 async def test_a_pair_of_sockets_reaches_nobody_else(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as outside:
         outside.bind(str(tmp_path / "socket"))
@@ -378,6 +389,7 @@ def grant(home: Path, *names: str) -> None:
     allow(home, f"network = {json.dumps(names)}")
 
 
+@pytest.mark.hostile("network")
 async def test_an_environment_that_the_operator_names_gets_the_network_it_asks_for(
     tmp_path: Path, flash_home: Path, listener: socket.socket
 ) -> None:
@@ -403,6 +415,7 @@ async def test_an_environment_that_the_operator_names_gets_the_network_it_asks_f
         assert "Permission denied" in (await attack.fault(datagrams)).what
 
 
+@pytest.mark.hostile("network")
 @pytest.mark.parametrize(
     ("granted", "known_as"),
     [
@@ -450,6 +463,7 @@ async def test_an_environment_toml_that_cannot_be_used_is_explained(
 # -- what may be used up ---------------------------------------------------------------------------
 
 
+@pytest.mark.hostile("resources")
 async def test_a_memory_hog_gets_an_error_and_its_episode_alone_fails(tmp_path: Path) -> None:
     async with attack_on(tmp_path, "memory_gib = 0.5", concurrency=1) as attack:
         fault = await attack.fault("told = len(bytearray(3 << 30))")
@@ -457,6 +471,7 @@ async def test_a_memory_hog_gets_an_error_and_its_episode_alone_fails(tmp_path: 
         assert await attack.told("told = len(bytearray(1 << 20))") == "1048576"
 
 
+@pytest.mark.hostile("resources")
 async def test_many_processes_that_together_use_too_much_memory_are_ended(tmp_path: Path) -> None:
     hogs = """
         import subprocess, sys, time
@@ -470,6 +485,7 @@ async def test_many_processes_that_together_use_too_much_memory_are_ended(tmp_pa
         assert await attack.told("told = 1") == "1"
 
 
+@pytest.mark.hostile("resources")
 @pytest.mark.parametrize("made", ["mmap.mmap(-1, size)", "mmap.mmap(file, size)"])
 async def test_memory_that_is_shared_counts_once(tmp_path: Path, made: str) -> None:
     share = f"""
@@ -493,6 +509,7 @@ async def test_memory_that_is_shared_counts_once(tmp_path: Path, made: str) -> N
         assert (await attack.fault(share.replace("SIZE", "700"))).code == "environment_memory"
 
 
+@pytest.mark.hostile("resources")
 @pytest.mark.parametrize("hoard", ["file", "sockets"])
 async def test_memory_that_the_kernel_keeps_counts_where_a_cgroup_can_be_made(
     tmp_path: Path, hoard: str
@@ -525,6 +542,7 @@ async def test_memory_that_the_kernel_keeps_counts_where_a_cgroup_can_be_made(
         assert await attack.told("told = 1") == "1"
 
 
+@pytest.mark.hostile("resources")
 async def test_memory_that_outlives_its_makers_cannot_be_had(tmp_path: Path) -> None:
     code = """
         import ctypes, errno
@@ -536,6 +554,7 @@ async def test_memory_that_outlives_its_makers_cannot_be_had(tmp_path: Path) -> 
         assert await attack.told(code) == str([(-1, True)] * 4)
 
 
+@pytest.mark.hostile("resources")
 async def test_a_file_that_grows_too_large_is_an_error(tmp_path: Path) -> None:
     code = """
         import os, tempfile
@@ -547,6 +566,7 @@ async def test_a_file_that_grows_too_large_is_an_error(tmp_path: Path) -> None:
         assert (fault.code, "file_gib" in fault.what) == ("environment_file_size", True), fault.what
 
 
+@pytest.mark.hostile("resources")
 async def test_a_fork_bomb_is_bounded_and_nothing_of_it_is_left(tmp_path: Path) -> None:
     bomb = """
         import os, sys, time
@@ -585,6 +605,7 @@ async def test_the_limits_are_one_hosts_own(tmp_path: Path) -> None:
         assert await other.told(sleepers)
 
 
+@pytest.mark.hostile("resources")
 async def test_what_it_prints_without_end_does_not_fill_the_log(
     tmp_path: Path, monkeypatch, capfd
 ) -> None:
@@ -600,6 +621,7 @@ async def test_what_it_prints_without_end_does_not_fill_the_log(
     assert 100_000 <= len(printed) < 101_000 and "the rest is left out" in printed
 
 
+@pytest.mark.hostile("resources")
 async def test_an_answer_that_is_too_long_is_that_calls_error(tmp_path: Path) -> None:
     async with attack_on(tmp_path) as attack:
         assert (
@@ -609,6 +631,7 @@ async def test_an_answer_that_is_too_long_is_that_calls_error(tmp_path: Path) ->
         assert await attack.told("told = 1") == "1"
 
 
+@pytest.mark.hostile("resources")
 async def test_forged_replies_end_the_process_and_not_the_host(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("environments.process.host.MAX_LINE_BYTES", 1 << 20)
     forge = """
@@ -629,6 +652,7 @@ async def test_forged_replies_end_the_process_and_not_the_host(tmp_path: Path, m
         assert await attack.told("told = 1") == "1"
 
 
+@pytest.mark.hostile("resources")
 @pytest.mark.parametrize(
     ("asked", "allowed", "named"),
     [
@@ -661,6 +685,7 @@ async def test_who_asks_for_nothing_gets_no_more_than_the_operator_allows(
         assert fault.code == "environment_memory"
 
 
+@pytest.mark.hostile("resources")
 async def test_one_owner_does_not_take_all_places(
     tmp_path: Path, flash_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -704,6 +729,7 @@ os.waitpid(middle, 0)
 """
 
 
+@pytest.mark.hostile("leftovers")
 @pytest.mark.parametrize("end", ["stop", "crash", "warden told to end"])
 async def test_daemons_of_environment_code_end_with_it(tmp_path: Path, end: str) -> None:
     async with attack_on(tmp_path) as attack:
@@ -718,6 +744,7 @@ async def test_daemons_of_environment_code_end_with_it(tmp_path: Path, end: str)
     await all_ended(processes)
 
 
+@pytest.mark.hostile("leftovers")
 async def test_all_ends_with_a_warden_or_a_first_process_that_is_killed(tmp_path: Path) -> None:
     async with attack_on(tmp_path) as attack:
         if why := attack.host.sandbox["process_tree"]:
@@ -730,6 +757,7 @@ async def test_all_ends_with_a_warden_or_a_first_process_that_is_killed(tmp_path
             await all_ended(processes)
 
 
+@pytest.mark.hostile("leftovers")
 async def test_the_code_cannot_end_the_first_process_of_its_namespace(tmp_path: Path) -> None:
     kill = """
         import os, signal
@@ -765,6 +793,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.hostile("unprotected")
 @pytest.mark.parametrize("refused", ["landlock", "landlock,namespaces"])
 @pytest.mark.parametrize("user", ["root", "another"])
 async def test_no_code_runs_where_files_cannot_be_protected_unless_the_operator_says_so(
@@ -822,6 +851,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.hostile("processes")
 @pytest.mark.skipif(
     os.getuid() != 0 or not shutil.which("setpriv"), reason="only root can be another user"
 )
@@ -879,6 +909,7 @@ async def test_the_walls_stand_for_a_user_without_rights_too() -> None:
         pytest.skip(f"not every wall can be had: {describe(walls)}")
 
 
+@pytest.mark.hostile("processes")
 @pytest.mark.skipif(
     os.getuid() != 0 or not shutil.which("setpriv"), reason="only root can give powers up"
 )
@@ -941,6 +972,7 @@ def left_of(mark: str) -> list[psutil.Process]:
     return [process for process in found if is_running(process.pid)]
 
 
+@pytest.mark.hostile("leftovers")
 @pytest.mark.skipif(
     os.getuid() != 0 or not shutil.which("setpriv"), reason="only root can give powers up"
 )
@@ -973,6 +1005,7 @@ told = len(names)
     assert left_of("x") == []
 
 
+@pytest.mark.hostile("leftovers")
 async def test_a_long_chain_of_processes_is_walked_without_recursion() -> None:
     """A chain of 1,150 once raised RecursionError; 150 do so where Python may recurse 100 deep."""
     chain = "import os, time\nfor _ in range(150):\n    if os.fork(): break\ntime.sleep(60)"

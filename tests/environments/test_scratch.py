@@ -59,6 +59,7 @@ def fill(folder: Path, outside: Path) -> None:
     subprocess.run(command, check=True, timeout=60)
 
 
+@pytest.mark.hostile("scratch")
 def test_all_is_removed_and_no_link_is_followed(tmp_path: Path, outside: Path) -> None:
     folder = tmp_path / "left"
     folder.mkdir()
@@ -69,12 +70,14 @@ def test_all_is_removed_and_no_link_is_followed(tmp_path: Path, outside: Path) -
     assert outside.stat().st_mode & 0o777 == 0o750
 
 
+@pytest.mark.hostile("scratch")
 def test_a_link_in_the_place_of_a_folder_leads_nowhere(tmp_path: Path, outside: Path) -> None:
     (tmp_path / "link").symlink_to(outside)
     scratch.remove(tmp_path / "link")
     assert (outside / "kept").exists()
 
 
+@pytest.mark.hostile("scratch")
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
 def test_a_user_without_rights_removes_it_too(tmp_path: Path) -> None:
     code = f"""

@@ -68,6 +68,7 @@ def is_open(connection: socket.socket) -> bool:
         return False
 
 
+@pytest.mark.hostile("slow connections")
 def test_half_sent_headers_by_the_hundred_stop_nobody(flash_home: Path) -> None:
     with limited(flash_home, per_address=50) as team, ExitStack() as stack:
         slow = [stack.enter_context(connect(team, HALF)) for _ in range(300)]
@@ -80,6 +81,7 @@ def test_half_sent_headers_by_the_hundred_stop_nobody(flash_home: Path) -> None:
         assert is_open(slow[-1]), "the oldest ones ended"
 
 
+@pytest.mark.hostile("slow connections")
 def test_headers_that_do_not_arrive_end_their_connection(
     flash_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,6 +92,7 @@ def test_headers_that_do_not_arrive_end_their_connection(
                 assert answer(slow).startswith(b"HTTP/1.1 408 ")
 
 
+@pytest.mark.hostile("slow connections")
 def test_a_second_request_has_the_same_time(
     flash_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,6 +106,7 @@ def test_a_second_request_has_the_same_time(
     assert b"HTTP/1.1 408 " in received
 
 
+@pytest.mark.hostile("slow connections")
 def test_a_body_that_does_not_arrive_ends_its_connection(
     flash_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +130,7 @@ def test_a_body_that_arrives_slowly_and_steadily_is_taken(
         assert b"upload_invalid" in slow.recv(4096)
 
 
+@pytest.mark.hostile("slow connections")
 def test_who_has_requests_under_way_on_every_connection_is_refused_another(
     flash_home: Path,
 ) -> None:

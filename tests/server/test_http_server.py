@@ -158,6 +158,7 @@ async def calls_with(
 # -- owners ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.hostile("other owners")
 async def test_what_is_anothers_reads_exactly_like_what_does_not_exist_in_every_argument_of_every_tool(
     team: Team, things: dict[str, dict[str, str]], mode: str
 ):
@@ -194,6 +195,7 @@ async def test_what_is_anothers_reads_exactly_like_what_does_not_exist_in_every_
         assert hers_before or table == "events"
 
 
+@pytest.mark.hostile("other owners")
 async def test_resources_of_another_read_exactly_like_what_does_not_exist(
     team: Team, things: dict[str, dict[str, str]], mode: str
 ):
@@ -300,6 +302,7 @@ async def test_the_local_owner_deploys_for_the_owner_of_the_run(things: dict[str
         assert request(open_store(), things["alice"]["run_id"], step=10).id == row.id
 
 
+@pytest.mark.hostile("other owners")
 def test_a_caller_who_is_not_local_can_neither_read_nor_write_past_their_rows(
     things: dict[str, dict[str, str]],
 ):
@@ -322,6 +325,7 @@ def test_a_caller_who_is_not_local_can_neither_read_nor_write_past_their_rows(
 # -- the server's own files ------------------------------------------------------------------------
 
 
+@pytest.mark.hostile("other owners")
 async def test_paths_of_the_server_read_like_paths_that_do_not_exist_in_every_argument_of_every_tool(
     team: Team, things: dict[str, dict[str, str]], mode: str, tmp_path: Path
 ):
@@ -357,6 +361,7 @@ async def test_paths_of_the_server_read_like_paths_that_do_not_exist_in_every_ar
         assert "PUT /environments/NAME" in text
 
 
+@pytest.mark.hostile("other owners")
 async def test_environment_code_sees_only_the_secrets_that_the_token_was_given(
     team: Team, monkeypatch: pytest.MonkeyPatch
 ):
@@ -376,6 +381,7 @@ async def test_environment_code_sees_only_the_secrets_that_the_token_was_given(
 # -- tokens ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.hostile("other owners")
 async def test_a_read_only_token_can_call_what_changes_nothing_and_that_alone(
     team: Team, things: dict[str, dict[str, str]], mode: str
 ):
@@ -396,6 +402,7 @@ async def test_a_read_only_token_can_call_what_changes_nothing_and_that_alone(
     )
 
 
+@pytest.mark.hostile("other owners")
 async def test_a_read_only_token_starts_no_process_and_hands_no_secret_over(
     flash_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ):
@@ -434,6 +441,7 @@ async def test_a_read_only_token_starts_no_process_and_hands_no_secret_over(
     assert "values" not in asked
 
 
+@pytest.mark.hostile("other owners")
 async def test_a_read_only_token_queues_no_evaluation(team: Team):
     with acting_as(Caller("bob")):
         await publish("sums", inline_files({"environment.py": ENVIRONMENT}))
@@ -446,6 +454,7 @@ async def test_a_read_only_token_queues_no_evaluation(team: Team):
     assert code_of(text) == "not_permitted" and open_store().runs() == []
 
 
+@pytest.mark.hostile("requests")
 @pytest.mark.parametrize("path", ["/mcp", "/metrics", "/environments/e", "/nowhere"])
 def test_nothing_but_health_answers_without_a_valid_token(team: Team, path: str):
     store = open_store()
@@ -471,6 +480,7 @@ def test_nothing_but_health_answers_without_a_valid_token(team: Team, path: str)
         assert (health.status_code, health.text) == (200, "ok\n")
 
 
+@pytest.mark.hostile("requests")
 async def test_a_revoked_token_ends_a_session_at_its_next_request(team: Team, mode: str):
     async with team.client(team.token("alice"), mode) as alice:
         assert "no runs yet" in text_of(await alice.call_tool("status", {}))
@@ -479,6 +489,7 @@ async def test_a_revoked_token_ends_a_session_at_its_next_request(team: Team, mo
             await alice.call_tool("status", {})
 
 
+@pytest.mark.hostile("requests")
 def test_a_session_is_of_no_use_to_another_token(team: Team):
     hello = {
         "protocolVersion": "2025-06-18",
@@ -542,6 +553,7 @@ def test_tokens_are_made_listed_and_revoked_by_commands_and_kept_nowhere(
 # -- protection and limits -------------------------------------------------------------------------
 
 
+@pytest.mark.hostile("requests")
 @pytest.mark.parametrize("path", ["/mcp", "/metrics", "/environments/e"])
 def test_requests_for_other_hosts_and_from_other_origins_are_refused(team: Team, path: str):
     for headers in ({"host": "evil.example"}, {"host": ""}, {"origin": "http://evil.example"}):
@@ -551,6 +563,7 @@ def test_requests_for_other_hosts_and_from_other_origins_are_refused(team: Team,
         assert code_of(answer.json()["error"]["message"]) == "host_refused"
 
 
+@pytest.mark.hostile("requests")
 async def test_too_many_requests_are_refused_with_the_time_to_wait(flash_home: Path, mode: str):
     with team_server(Limits(requests_per_minute=12)) as team:
         async with team.client(team.token("alice"), mode) as alice:
@@ -567,6 +580,7 @@ async def test_too_many_requests_are_refused_with_the_time_to_wait(flash_home: P
         assert all(1 <= int(answer.headers["retry-after"]) <= 5 for answer in refused)
 
 
+@pytest.mark.hostile("requests")
 def test_a_body_that_is_too_large_is_refused_with_the_way_to_send_it(team: Team):
     with team.http(team.token("alice")) as http:
         answer = http.post("/mcp", content=b"x" * (4 * 2**20 + 1))
@@ -630,6 +644,7 @@ def test_other_addresses_are_served_only_with_tokens(
     assert main.main(["serve", "--http", "--allow-host", "flash.example.com"]) == 2
 
 
+@pytest.mark.hostile("requests")
 def test_a_server_on_loopback_asks_for_the_token_of_the_machines_own_user(
     flash_home: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -140,6 +140,7 @@ ATTACKS: dict[str, Pack] = {
 }
 
 
+@pytest.mark.hostile("uploads")
 @pytest.mark.slow
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_hostile_archive_is_refused_and_leaves_nothing(team: Team, attack: str):
@@ -152,6 +153,7 @@ def test_a_hostile_archive_is_refused_and_leaves_nothing(team: Team, attack: str
     assert not Path("/tmp/flash-escape").exists()
 
 
+@pytest.mark.hostile("uploads")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "body",
@@ -173,6 +175,7 @@ def test_what_is_no_whole_archive_is_refused(team: Team, body: bytes):
     assert left_behind() == []
 
 
+@pytest.mark.hostile("uploads")
 def test_an_upload_without_end_is_cut_off(team: Team, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(uploads, "MAX_ARCHIVE_BYTES", 1 << 20)
     with team.http(team.token("alice")) as http:

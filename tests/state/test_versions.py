@@ -119,6 +119,7 @@ def test_what_looks_like_a_secret_is_refused(tmp_path: Path, name: str) -> None:
     assert inline_files({"environment.py": SOURCE, f"{name}.example": ""})
 
 
+@pytest.mark.hostile("pushes")
 def test_links_are_refused_wherever_they_point(tmp_path: Path) -> None:
     for target in ("environment.py", "/etc/hostname", "..", "missing"):
         folder = project(
@@ -129,6 +130,7 @@ def test_links_are_refused_wherever_they_point(tmp_path: Path) -> None:
             folder_files(folder)
 
 
+@pytest.mark.hostile("pushes")
 def test_pipes_and_sockets_are_refused(tmp_path: Path) -> None:
     os.mkfifo(project(tmp_path / "a") / "pipe")
     with pytest.raises(FlashError, match="is no regular file"):
@@ -139,6 +141,7 @@ def test_pipes_and_sockets_are_refused(tmp_path: Path) -> None:
             folder_files(tmp_path / "b")
 
 
+@pytest.mark.hostile("pushes")
 @pytest.mark.parametrize(
     "path",
     [

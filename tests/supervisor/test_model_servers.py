@@ -246,6 +246,7 @@ def test_a_server_that_never_answers_fails_in_the_end(
     wait_for(lambda: not deployments.busy())
 
 
+@pytest.mark.hostile("ports")
 def test_who_listens_on_a_servers_port_before_it_gets_no_key(
     store: Store, deployments: Deployments, tmp_path: Path
 ) -> None:

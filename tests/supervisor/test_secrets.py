@@ -217,6 +217,7 @@ async def test_a_run_whose_secret_was_lost_says_so_and_goes_on_when_a_server_has
     assert (await ended(client, run_id))[0]["run"]["state"] == "succeeded"
 
 
+@pytest.mark.hostile("secrets")
 @pytest.mark.skipif(
     os.getuid() != 0 or not shutil.which("setpriv"), reason="only root can be another user"
 )
@@ -244,6 +245,7 @@ def test_another_user_gets_no_answer_even_where_the_folder_lets_it_in(
     assert answers[1] in ("b''\n", "")  # closed in its face, or reset
 
 
+@pytest.mark.hostile("secrets")
 @pytest.mark.parametrize("key", [None, "", "x" * 43, 7, ["x"], "schlüssel"])
 def test_who_cannot_read_the_state_directory_changes_no_secret(tmp_path: Path, key: Any) -> None:
     """Environment code runs as the same user."""
@@ -265,6 +267,7 @@ def test_who_cannot_read_the_state_directory_changes_no_secret(tmp_path: Path, k
         held.close()
 
 
+@pytest.mark.hostile("secrets")
 def test_one_that_says_nothing_holds_up_nobody_and_gets_no_more_time_for_each_letter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

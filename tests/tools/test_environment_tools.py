@@ -376,6 +376,7 @@ STEERING = {
 }
 
 
+@pytest.mark.hostile("steering")
 @pytest.mark.parametrize("name", STEERING)
 async def test_what_an_environment_writes_is_marked_and_never_in_a_fix(
     client: Client, tmp_path: Path, name: str

@@ -40,6 +40,7 @@ async def answer(
         return await client.request(method, path, headers=headers)
 
 
+@pytest.mark.hostile("model servers")
 @pytest.mark.parametrize(
     ("method", "path"),
     [
@@ -55,24 +56,21 @@ async def answer(
         ("POST", "/health"),
     ],
 )
-@pytest.mark.parametrize(
-    "header", [None, "", "Bearer", "Bearer user2", "Bearer üser", "Basic user", "user"]
-)
-async def test_without_a_key_nothing_but_health_answers(
-    method: str, path: str, header: str | None
-) -> None:
-    headers = {} if header is None else {"authorization": header.encode("latin-1")}
-    refused = await answer(method, path, headers)
-    assert refused.status_code == 401
-    error = refused.json()["error"]
-    assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
-    assert "api_key_file" in error["message"]
+async def test_without_a_key_nothing_but_health_answers(method: str, path: str) -> None:
+    for header in (None, "", "Bearer", "Bearer user2", "Bearer üser", "Basic user", "user"):
+        headers = {} if header is None else {"authorization": header.encode("latin-1")}
+        refused = await answer(method, path, headers)
+        assert refused.status_code == 401
+        error = refused.json()["error"]
+        assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
+        assert "api_key_file" in error["message"]
 
 
 async def test_health_needs_no_key() -> None:
     assert (await answer("GET", "/health")).status_code == 200
 
 
+@pytest.mark.hostile("model servers")
 async def test_a_users_key_opens_the_routes_of_users_and_no_others() -> None:
     assert (await answer("POST", "/v1/chat/completions", USER)).json() == "Bearer user"
     assert (await answer("GET", "/v1/models", USER)).is_success
@@ -88,6 +86,7 @@ async def test_a_users_key_opens_the_routes_of_users_and_no_others() -> None:
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "unknown_url")
 
 
+@pytest.mark.hostile("model servers")
 async def test_the_supervisors_key_loads_adapters_and_nothing_else() -> None:
     loaded = await answer("POST", "/v1/load_lora_adapter", ADMIN)
     assert loaded.json() == "Bearer user", "vLLM itself asks for the users' key"
@@ -113,6 +112,7 @@ async def test_only_users_who_let_it_compute_end_its_idleness() -> None:
     assert await idle_s() < 1000
 
 
+@pytest.mark.hostile("model servers")
 async def test_a_web_socket_is_closed() -> None:
     sent: list[Any] = []
 
@@ -124,6 +124,7 @@ async def test_a_web_socket_is_closed() -> None:
     assert sent == ["websocket.close"]
 
 
+@pytest.mark.hostile("model servers")
 def test_listening_sockets_are_closed_but_for_those_to_keep() -> None:
     with socket.create_server(("127.0.0.1", 0)) as kept:
         others = listening()

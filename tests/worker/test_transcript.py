@@ -52,6 +52,7 @@ def test_a_conversation_built_from_pieces_reads_as_the_template_renders_it(
     assert template.tokenizer.decode(transcript.ids) == whole
 
 
+@pytest.mark.hostile("templates")
 def test_a_template_that_loops_or_raises_is_refused_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
