@@ -249,6 +249,9 @@ NETWORK = {
         f"a socket: {name}": f"checked(libc.socket({arguments}))"
         for name, arguments in FAMILIES.items()
     },
+    "a list of the machine's connections": (
+        "if len(open('/proc/net/tcp').readlines()) == 1: raise OSError(errno.ENOENT, 'it is empty')"
+    ),
     "a pair that sends to others": "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)",
     "a socket by a call of another kind": (
         "if platform.machine() == 'x86_64': checked(libc.syscall(0x40000000 | 41, 2, 1, 0))\n"
@@ -267,6 +270,7 @@ ABSENT = {
     "a signal through a descriptor's owner": "ESRCH",
     "the tracing of another's process": "ESRCH",
     "moving another's memory": "ESRCH",
+    "a list of the machine's connections": "ENOENT",
     "a file of root's": "EINVAL",
     "root": "EINVAL",
 }
@@ -276,6 +280,7 @@ NEEDS = {
     "the times of a secret": "attributes",
     "an attribute of a secret": "attributes",
     "the shared memory of others": "attributes",
+    "a list of the machine's connections": "process_tree",
 }
 """Protections without which an act succeeds."""
 
@@ -322,10 +327,6 @@ OPEN = {
         "Landlock does not restrict it",
     ),
     "where a link leads": ("os.readlink(LINK)", "Landlock does not restrict it"),
-    "the connections of the machine": (
-        "assert len(open('/proc/net/tcp').readlines()) > 1",
-        "`/proc/net` shows the network namespace of the server, which the sandbox shares",
-    ),
     "the load and memory of the machine": (
         "open('/proc/loadavg'); open('/proc/meminfo')",
         "programs need them to choose how much they start",

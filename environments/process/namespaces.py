@@ -1,6 +1,6 @@
 """The user and the namespaces of environment code.
 
-    own = enter_namespaces()          # in the warden: holds for the processes that it forks next
+    own = enter_namespaces(...)       # in the warden: holds for the processes that it forks next
     mounts = own_mounts(bounds, own)  # in the first of these
     become(own)                       # in the process that runs environment code
 
@@ -39,6 +39,7 @@ KEEP_CAPS = 1 << 4
 CLONE_NEWNS = 0x00020000
 CLONE_NEWUSER = 0x10000000
 CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
 MS_NOSUID = 0x2
 MS_NODEV = 0x4
 MS_NOEXEC = 0x8
@@ -72,9 +73,10 @@ class Own:
         return not self.process_tree
 
 
-def enter_namespaces(user: int | None = None) -> Own:
+def enter_namespaces(user: int | None = None, *, network: bool) -> Own:
     """Give the processes that this one forks next a PID namespace, and a user of their own: `user`,
-    if it is given.
+    if it is given. Without network they also get an empty network namespace, which shows no
+    connections of others.
     """
     own = Own()
     if user is not None:
@@ -85,6 +87,8 @@ def enter_namespaces(user: int | None = None) -> Own:
     elif works_in_a_fork(_enter_user_namespace):
         _enter_user_namespace()
         own = Own(is_mapped=True)
+    if not network:
+        libc.unshare(CLONE_NEWNET)  # seccomp refuses sockets also where this is refused
     try:
         checked(libc.unshare(CLONE_NEWPID))
     except OSError as error:

@@ -12,7 +12,8 @@ Linux, no helper program and no root.
 - attributes (a read-only mount namespace, or another user): it changes no file's mode or time
   outside that temporary folder.
 - network (seccomp): it can make no socket except pairs of connected ones. With network, which
-  environment.toml asks for and settings.toml grants, it makes IPv4 and IPv6 sockets too.
+  environment.toml asks for and settings.toml grants, it makes IPv4 and IPv6 sockets too. Without,
+  it also gets an empty network namespace, if it may have namespaces.
 - process_tree (a PID namespace): all that it starts ends with it, and it finds no other process.
 - proc: /proc shows its own processes only.
 - signals (a PID namespace or Landlock): it signals and traces no process outside the sandbox.
@@ -125,6 +126,10 @@ class Bounds:
         return self.written or (self.scratch,)
 
     @property
+    def has_network(self) -> bool:
+        return Needs(**self.needs).network
+
+    @property
     def memory_bytes(self) -> int:
         return int(Needs(**self.needs).memory_gib * 2**30)
 
@@ -184,7 +189,7 @@ def confine(bounds: Bounds, own: Own, mounts: Mounts) -> dict[str, str]:
 
 def explain_refusals(bounds: Bounds) -> None:
     """Make this interpreter explain a refused network where the kernel would only refuse it."""
-    if not Needs(**bounds.needs).network:
+    if not bounds.has_network:
         sys.addaudithook(_explain_refusal)
 
 

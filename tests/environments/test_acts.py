@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -67,7 +68,10 @@ def at_stake(base: Path, before: list[str]) -> Generator[dict[str, object]]:
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
     link.symlink_to("/planted")
-    with tempfile.NamedTemporaryFile(dir="/dev/shm") as shared:
+    with (
+        tempfile.NamedTemporaryFile(dir="/dev/shm") as shared,
+        socket.create_server(("127.0.0.1", 0)),
+    ):
         victim = subprocess.Popen([*before, "sleep", "600"])
         names = {
             "HIDDEN": str(hidden),

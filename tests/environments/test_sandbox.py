@@ -542,6 +542,51 @@ async def test_memory_that_the_kernel_keeps_counts_where_a_cgroup_can_be_made(
         assert await attack.told("told = 1") == "1"
 
 
+OF_VERSION_2 = """
+import os, sys
+from pathlib import Path
+from environments.process import cgroup
+from environments.process.kernel import checked, libc
+
+MS_REC_PRIVATE = 0x4000 | 0x40000
+libc.mount(b"none", b"/", None, MS_REC_PRIVATE, None)
+for line in Path("/proc/self/mountinfo").read_text().splitlines():  # version 1 would come first
+    if " - cgroup " in line:
+        libc.umount2(line.split()[4].encode(), 2)
+place = Path(sys.argv[1])
+checked(libc.mount(b"none", str(place).encode(), b"cgroup2", 0, None))
+if "memory" not in (place / "cgroup.controllers").read_text().split():
+    print("the memory controller of this kernel belongs to version 1")
+    sys.exit()
+(place / "cgroup.subtree_control").write_text("+memory")
+group = cgroup.make(32 << 20)
+assert group.events == "memory.events", group
+if (pid := os.fork()) == 0:
+    assert group.enter()
+    file = os.memfd_create("hoard")
+    for _ in range(100):
+        os.write(file, bytes(1 << 20))
+    os._exit(0)
+status = os.waitpid(pid, 0)[1]
+assert os.WTERMSIG(status) == 9, status
+assert group.has_killed()
+group.remove()
+assert not group.folder.exists()
+"""
+
+
+@pytest.mark.hostile("resources")
+@pytest.mark.skipif(
+    os.getuid() != 0 or not shutil.which("unshare"), reason="only root can mount cgroups"
+)
+async def test_a_cgroup_of_version_2_bounds_what_the_kernel_keeps(tmp_path: Path) -> None:
+    command = ["unshare", "--mount", sys.executable, "-c", OF_VERSION_2, tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)  # noqa: ASYNC221
+    assert done.returncode == 0, done.stderr
+    if done.stdout:
+        pytest.skip(done.stdout)
+
+
 @pytest.mark.hostile("resources")
 async def test_memory_that_outlives_its_makers_cannot_be_had(tmp_path: Path) -> None:
     code = """
