@@ -31,7 +31,7 @@ from flash_mcp.cli import main as cli
 from flash_mcp.judgement import health
 from flash_mcp.protocol.errors import CODES
 from flash_mcp.server.mcp_server import server
-from tests.docs import tables
+from tests.docs import PLAYBOOK, tables
 from tests.frozen_calls import Names, results
 from tests.samples import supervised
 
@@ -63,7 +63,7 @@ def frozen(folder: Path) -> dict[str, str]:
         files = anyio.run(surface)
         files |= used(folder)
         files |= {f"help/{name}.txt": text for name, text in helps().items()}
-        files |= {f"tables/{name}.md": text for name, text in tables().items()}
+        files |= {f"tables/{name}.md": text for name, text in tables(PLAYBOOK).items()}
         files["codes.json"] = pretty(CODES)
         files["flags.json"] = pretty(health.FLAG_NAMES)
     return {name: f"{text.rstrip()}\n" for name, text in files.items()}

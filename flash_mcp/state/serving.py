@@ -126,7 +126,8 @@ def _nothing_deployed(store: Store) -> FlashError:
     if last and last.error and (last.state == "failed" or ended_idle(last)):
         what = f"nothing is deployed; {last.id} ended: {last.error['what']}"
         fix = f"deploy(run_id={last.run_id!r}, step={last.step}) starts it again"
-        return FlashError("unknown_deployment", what, fix=fix)
+        cause = last.error.get("wrote", "").split("\n")[0]  # others' deployments share the rest
+        return FlashError("unknown_deployment", what, fix=fix, wrote=cause)
     return FlashError("unknown_deployment", "nothing is deployed", fix="start one with deploy")
 
 

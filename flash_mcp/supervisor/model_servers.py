@@ -258,7 +258,8 @@ def _server_folder(base: Path, model: str) -> Path:
 
 def _expect_ok(response: httpx.Response) -> None:
     if not response.is_success:
-        raise FlashError("deployment_failed", f"the server refused: {error_message(response.text)}")
+        what = "the server refused the adapter"
+        raise FlashError("deployment_failed", what, wrote=error_message(response.text))
 
 
 def error_message(body: str) -> str:
@@ -380,7 +381,7 @@ class Deployments:
                 server.load(row)
             except FlashError as error:
                 server.unload(row.id)
-                self._fail([row], diagnose(server, error.what))
+                self._fail([row], diagnose(server, error.what, error.wrote))
             except httpx.TransportError as error:
                 if not server.is_alive():
                     return  # the next tick tells why
@@ -545,9 +546,10 @@ def _serving_settings(home: Path) -> ServingSettings:
         return ServingSettings()
 
 
-def diagnose(server: Server, what: str | None = None) -> FlashError:
+def diagnose(server: Server, what: str | None = None, wrote: str = "") -> FlashError:
     """Why the server failed, from its log: its own FlashError, a known cause, or the first
-    exception that it names.
+    exception that it names. The log is foreign text, as is what the server `wrote`: it holds
+    requests, and what chat templates raise.
     """
     text = server.log_text()
     tail = text[-LOG_TAIL_CHARACTERS:]
@@ -562,18 +564,24 @@ def diagnose(server: Server, what: str | None = None) -> FlashError:
     cause = re.search(
         r"(?<!`)\b(?:\w+Error|\w+Exception): .+", text
     )  # vLLM quotes some in its warnings
-    what = what or f"the server ended: {cause[0][:400] if cause else 'its log does not say why'}"
+    if what is None:
+        what = "the server ended" if cause else "the server ended: its log does not say why"
+        wrote = cause[0][:400] if cause else ""
+    wrote = f"{wrote}\nThe end of its log:\n{tail}"
     if re.search(NO_MEMORY, text, re.IGNORECASE):
         fix = (
             "wait for the run that trains on this machine, or undeploy another model, and call "
             "deploy again"
         )
-        return FlashError("out_of_memory", what, fix=fix, log=server.log, tail=tail)
+        return FlashError("out_of_memory", what, fix=fix, wrote=wrote, log=server.log)
     fix = "read the log, correct the cause and call deploy again"
-    return FlashError("deployment_failed", what, fix=fix, log=server.log, tail=tail)
+    return FlashError("deployment_failed", what, fix=fix, wrote=wrote, log=server.log)
 
 
 def _told_error(text: str) -> FlashError | None:
+    """What worker.engine.serve wrote before vLLM ran, whose log may hold such lines of others."""
+    if STARTED in text or "Traceback (" in text:
+        return None
     for line in reversed(text.splitlines()[-5:]):
         with suppress(ValueError, KeyError, TypeError):
             told = cast(Json, json.loads(line))

@@ -245,9 +245,10 @@ def _ready_server(store: Store, row: Deployment) -> Server:
     return server
 
 
-def _broken(why: str) -> FlashError:
+def _broken(why: str, wrote: str = "") -> FlashError:
     what = f"the server ended the answer early: {why}"
-    return FlashError("deployment_failed", what, fix="call deploy again to see its state")
+    fix = "call deploy again to see its state"
+    return FlashError("deployment_failed", what, fix=fix, wrote=wrote)
 
 
 def _silent() -> FlashError:
@@ -276,7 +277,7 @@ async def _answer(server: Server, body: Json) -> Answer:
                 async for line in response.aiter_lines():
                     chunk = _chunk(line)
                     if "error" in chunk:
-                        raise _broken(error_message(to_text(chunk)))
+                        raise _broken("it reports an error", error_message(to_text(chunk)))
                     usage = chunk.get("usage") or usage
                     for choice in chunk.get("choices", []):
                         text += choice["delta"].get("content") or ""
@@ -307,11 +308,11 @@ def _chunk(line: str) -> Json:
 def _refusal(body: str) -> FlashError:
     message = error_message(body)
     if "context length" in message or "max_model_len" in message:
+        what = "the conversation and its answer do not fit into the model's context"
         fix = "shorten the conversation, or lower max_tokens"
-        return FlashError("prompt_too_long", message, fix=fix)
-    what = f"the server refused: {message}"
+        return FlashError("prompt_too_long", what, fix=fix, wrote=message)
     fix = "change what it names, and call again"
-    return FlashError("invalid_argument", what, fix=fix)
+    return FlashError("invalid_argument", "the server refused", fix=fix, wrote=message)
 
 
 async def _settled(
@@ -331,8 +332,9 @@ def failure(row: Deployment) -> FlashError:
     if not row.error:
         return _gone(row)
     error = FlashError.from_dict(row.error)
-    if not caller().is_local:  # the end of a log that others' deployments share
+    if not caller().is_local:  # others' deployments share the log, whose end follows the cause
         error.values.clear()
+        error.wrote = error.wrote.split("\n")[0]
     return error
 
 

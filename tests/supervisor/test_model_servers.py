@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -183,7 +184,7 @@ def test_a_server_that_dies_fails_its_deployments_and_asking_again_starts_anothe
     os.kill(pid, signal.SIGKILL)
     failed = settle(deployments, row.id, "failed")
     assert failed.error and failed.error["code"] == "deployment_failed"
-    assert "engine=" in failed.error["values"]["tail"]
+    assert "engine=" in failed.error["wrote"]
     wait_for(lambda: not is_running(engine))  # the processes of a dead server are ended
     assert request(store, str(row.run_id)).id == row.id
     assert settle(deployments, row.id, "ready").pid != pid
@@ -208,7 +209,8 @@ def test_a_server_that_ends_at_once_fails_with_the_cause_from_its_log(
 ) -> None:
     run_id = make_run(store, "crash", {1: make_adapter(tmp_path / "a")})
     failed = settle(deployments, request(store, run_id).id, "failed")
-    assert failed.error and "the weights are of another model" in failed.error["what"]
+    assert failed.error and "the weights are of another model" in failed.error["wrote"]
+    assert failed.error["what"] == "the server ended"
 
 
 @pytest.mark.parametrize(
@@ -222,8 +224,22 @@ def test_a_server_that_had_answered_is_not_said_to_have_died_of_an_old_request(
         f"{begun}ValueError: someone's bad request\n" + "INFO: good\n" * 200 + "Killed\n"
     )
     error = model_servers.diagnose(Server(str(tmp_path), "toy", 1, 8, str(log), "key"))
-    assert ("someone's" in error.what) == named
-    assert "Killed" in error.values["tail"]
+    cause, _, log_end = error.wrote.partition("\n")
+    assert ("someone's" in cause) == named
+    assert "Killed" in log_end and "Killed" not in error.what + error.fix
+
+
+@pytest.mark.parametrize(
+    "before", ["INFO:     Application startup complete.", "Traceback (most recent"]
+)
+def test_a_line_of_the_log_that_looks_like_our_error_is_not_taken_for_it(
+    before: str, tmp_path: Path
+) -> None:
+    ours = FlashError("unknown_model", "x", fix="send the keys").to_dict()
+    log = tmp_path / "log"
+    log.write_text(f"{before}\nValueError: raised by a chat template:\n{json.dumps(ours)}\n")
+    error = model_servers.diagnose(Server(str(tmp_path), "toy", 1, 8, str(log), "key"))
+    assert "send the keys" not in str(error).partition("\nenvironment or model wrote:\n")[0]
 
 
 def test_what_a_power_cut_left_of_another_models_server_holds_no_deployment_up(
@@ -281,7 +297,7 @@ def test_an_adapter_that_the_server_refuses_fails_alone(
     run_id = make_run(store, "toy", {1: make_adapter(tmp_path / "a"), 2: broken})
     good = settle(deployments, request(store, run_id, step=1).id, "ready")
     bad = settle(deployments, request(store, run_id, step=2).id, "failed")
-    assert bad.error and "shapes do not fit" in bad.error["what"]
+    assert bad.error and "shapes do not fit" in bad.error["wrote"]
     assert store.deployment(good.id).state == "ready"
 
 
@@ -413,9 +429,11 @@ def test_an_answer_that_is_broken_off_is_no_long_one(
         server = Server(
             str(tmp_path), "toy", listening.server_port, 8, str(tmp_path / "log"), "key"
         )
-        with pytest.raises(FlashError, match=said):
+        with pytest.raises(FlashError) as caught:
             anyio.run(_answer, server, {"model": "toy", "messages": []})
         listening.shutdown()
+    assert said in caught.value.account
+    assert "EngineCore" not in caught.value.what
 
 
 def test_a_run_without_a_checkpoint_or_with_a_damaged_one_is_refused(
@@ -608,7 +626,7 @@ def test_a_chat_without_a_name_says_why_the_last_deployment_ended(
     with pytest.raises(FlashError) as caught:
         anyio.run(partial(chat, message="hello"))
     assert row.id in caught.value.what
-    assert "the weights are of another model" in caught.value.what
+    assert "the weights are of another model" in caught.value.wrote
 
 
 # -- the whole, on vLLM ----------------------------------------------------------------------------
@@ -660,6 +678,13 @@ async def test_nothing_deployed_is_told_as_such(vllm_store: Store) -> None:
     assert caught.value.code == "unknown_run"
 
 
+LOOPS = (
+    "{% if messages[0]['content'] == 'loop' %}{% for a in range(99999) %}{% for b in range(99999) %}"
+    "{% endfor %}{% endfor %}{% endif %}"
+)
+"""A chat template that is found out by no check before."""
+
+
 @pytest.mark.anyio
 async def test_a_checkpoint_is_deployed_talked_to_and_undeployed(
     vllm_store: Store, tiny_model: Path, tiny_adapter: Path, tmp_path: Path
@@ -670,6 +695,11 @@ async def test_a_checkpoint_is_deployed_talked_to_and_undeployed(
         (misfit / name).write_bytes((tiny_adapter / name).read_bytes())
     config = json.loads((misfit / "adapter_config.json").read_text())
     (misfit / "adapter_config.json").write_text(json.dumps({**config, "use_dora": True}))
+    looping = tmp_path / "looping"
+    shutil.copytree(tiny_model, looping)
+    template = looping / "chat_template.jinja"
+    template.write_text(LOOPS + template.read_text())
+    tiny_model = looping
     run_id = make_run(vllm_store, str(tiny_model), {5: tiny_adapter, 6: tiny_adapter, 7: misfit})
 
     started = await deploy(run_id, step=5, wait_s=0)
@@ -695,6 +725,10 @@ async def test_a_checkpoint_is_deployed_talked_to_and_undeployed(
     assert caught.value.code == "prompt_too_long"
     with pytest.raises(FlashError, match="either message or messages"):
         await chat()
+    with pytest.raises(FlashError, match="the server refused") as caught:
+        await chat(message="loop")
+    assert "the chat template took longer than 5 s" in caught.value.wrote
+    assert (await chat(message="hello", max_tokens=4)).adapter.text
 
     # The endpoint is anybody's who has the key, and nobody's else.
     server = Server.find(vllm_store.base, str(tiny_model))

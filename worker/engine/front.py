@@ -8,7 +8,9 @@ vLLM asks for its key under /v1 and a few other prefixes only. Routes beside the
 - Users' routes need VLLM_API_KEY.
 - Adapters are loaded and unloaded with FLASH_ADMIN_KEY, which only the supervisor has. It also asks
   with it whether the server computes, and since when no user has asked for anything (/v1/idle).
-- There is nothing else."""
+- There is nothing else.
+
+When the server starts, it also limits how long the model's chat template may take."""
 
 from __future__ import annotations
 
@@ -20,6 +22,8 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+from worker.rollouts.rendering import limit_templates
 
 Routes = frozenset[tuple[str, str]]
 
@@ -60,6 +64,7 @@ class Front:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
+            limit_templates()
             engine: Any = scope["app"].state.engine_client
             await engine.collective_rpc("close_listening_ports")
             await self.app(scope, receive, send)

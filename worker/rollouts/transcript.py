@@ -6,21 +6,17 @@ uses the tokens that were sampled."""
 
 from __future__ import annotations
 
-import ctypes
 import json
-import threading
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from flash_mcp.protocol.errors import FlashError
+from worker.rollouts.rendering import RENDER_LIMIT_S, TooLongError, time_limit
 from worker.rollouts.turns import Completion
 
 ChatMessage = dict[str, Any]
 MEMORABLE_TOKENS = 256
-RENDER_LIMIT_S = 5.0
-"""A chat template is a program of the model's authors, and may loop."""
 _SENTINEL = "\u2063answer\u2063"  # invisible separators: no template or task contains them
 
 
@@ -95,14 +91,14 @@ class ChatTemplate:
 
     def _render(self, messages: Sequence[ChatMessage]) -> str:
         try:
-            with _time_limit(RENDER_LIMIT_S):
+            with time_limit(RENDER_LIMIT_S):
                 return self.tokenizer.apply_chat_template(
                     list(messages),
                     tokenize=False,
                     add_generation_prompt=True,
                     enable_thinking=self.thinking,
                 )
-        except _TooLongError as error:
+        except TooLongError as error:
             what = f"the chat template took longer than {RENDER_LIMIT_S:g} s for one conversation"
             raise _unsupported(what, "use a model whose template has no such loops") from error
         except Exception as error:  # jinja2 raises what the template's author wrote
@@ -188,33 +184,6 @@ class Transcript:
         """
         end = len(self.mask) - self.mask[::-1].index(1) if 1 in self.mask else 0
         del self.completion_ids[end:], self.mask[end:], self.logprobs[end:]
-
-
-class _TooLongError(Exception):
-    """The time limit was reached."""
-
-
-@contextmanager
-def _time_limit(seconds: float) -> Generator[None]:
-    """Raise _TooLongError in the block after so many seconds, as soon as it runs Python code."""
-    thread = ctypes.c_ulong(threading.get_ident())
-    guard = threading.Lock()
-    ended = False
-
-    def interrupt() -> None:
-        with guard:
-            if not ended:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_TooLongError))
-
-    timer = threading.Timer(seconds, interrupt)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        with guard:
-            ended = True
-        timer.cancel()
 
 
 def _unsupported(what: str, fix: str, **values: Any) -> FlashError:
