@@ -181,7 +181,8 @@ async def interpreter(
 def contract_path(python: Path) -> Path:
     """The folder from which `python` imports this package and nothing else."""
     package = Path(__file__).parents[1]
-    if python == Path(sys.executable):
+    # Where the state directory lies beside the package, listing that folder would show its names.
+    if python == Path(sys.executable) and not state_directory().is_relative_to(package.parent):
         return package.parent
     digest = hashlib.sha256(str(package).encode()).hexdigest()[:16]
     folder = interpreters_dir() / f"contract-{digest}"

@@ -281,9 +281,10 @@ def _restrict_files(bounds: Bounds, mounts: Mounts) -> tuple[str, str]:
 def _rules(bounds: Bounds, mounts: Mounts, handled: int) -> Iterator[tuple[Path, int]]:
     """The paths that it may use, each with its rights."""
     package = Path(__file__).parents[1]
-    # Python looks for the package there. There may be more in it than packages.
-    yield package.parent, READ_DIR
     hidden = _real(bounds.hidden)
+    # Python looks for the package there. There may be more in it than packages.
+    if not hidden.is_relative_to(_real(package.parent)):
+        yield package.parent, READ_DIR
     executable = Path(sys.executable).resolve().parent
     readable = [*SYSTEM, *(f"/etc/{name}" for name in SETTINGS)]
     readable += [sys.prefix, sys.base_prefix, sys.exec_prefix, str(executable)]

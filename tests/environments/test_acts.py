@@ -181,13 +181,13 @@ def test_the_same_acts_of_a_user_without_rights_are_refused() -> None:
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder)
         base.chmod(0o755)
-        shutil.copytree(CALCULATOR.parents[1], base / "code" / "environments")
+        # The state directory lies beside the package: its names must stay hidden all the same.
+        shutil.copytree(CALCULATOR.parents[1], base / "environments")
         shutil.copy(TESTS / "acts.py", base)
         python = ["/usr/bin/python3", str(base / "acts.py")]
         (base / "home").mkdir()
         os.chown(base / "home", 4242, 4242)
-        code = f"{folder}/code"
-        told = tried(base, WITHOUT_RIGHTS, python, PYTHONPATH=code, HOME=f"{folder}/home")
+        told = tried(base, WITHOUT_RIGHTS, python, PYTHONPATH=folder, HOME=f"{folder}/home")
     assert told.done() == {}
 
 
