@@ -94,7 +94,7 @@ async def test_a_contaminated_split_is_said_wherever_it_is_seen(
     )
     assert "train(" not in pushed["next"]
 
-    started = await call("train", environment="echo", steps=20)
+    started = await call("train", environment="echo", steps=20, accept_failed_gate=True)
     assert started["notes"][0].startswith("CONTAMINATED: 40 of 60 eval tasks")
 
     writer = work_on(started["run_id"])
@@ -135,7 +135,7 @@ async def test_base_models_that_were_never_trained_are_compared_on_a_contaminate
     pushed = await call(
         "env_push", name="echo", folder=str(environment_folder(tmp_path / "echo", SAME_IDS))
     )
-    trained = (await call("train", environment="echo", steps=20))["run_id"]
+    trained = (await call("train", environment="echo", steps=20, accept_failed_gate=True))["run_id"]
     evaluated: list[str] = []
     for model, solved in (("smollm2-135m-instruct", 20), ("smollm2-360m-instruct", 90)):
         run_id = (await call("evaluate", environment=pushed["environment"], model=model, wait_s=0))[
@@ -160,8 +160,15 @@ async def test_base_models_that_were_never_trained_are_compared_on_a_contaminate
 async def test_a_clean_split_is_not_spoken_of(tmp_path: Path):
     folder = environment_folder(tmp_path / "echo", ENVIRONMENT)
     assert "contaminated" not in await call("env_push", name="echo", folder=str(folder))
-    started = await call("train", environment="echo", steps=20, eval_before=True, eval_after=True)
-    assert "notes" not in started
+    started = await call(
+        "train",
+        environment="echo",
+        steps=20,
+        eval_before=True,
+        eval_after=True,
+        accept_failed_gate=True,
+    )
+    assert "CONTAMINATED" not in str(started)
     assert "overlap" not in open_store().run(started["run_id"]).lineage
 
 
