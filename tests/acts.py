@@ -355,39 +355,55 @@ def is_refused(act: str, found: str) -> bool:
     return found in REFUSALS or found == ABSENT.get(act)
 
 
-async def outcomes(
-    folder: Path, names: dict[str, object], faults: dict[str, str]
-) -> dict[str, dict[str, str]]:
+async def told(started: EnvironmentHost, code: str) -> str:
+    """What the code left in `told`, or the fault that it ended in."""
+    episode = (await started.open("train", 0)).episode
+    try:
+        return (await started.step(episode, code)).messages[0]["content"]
+    except EnvironmentFault as fault:
+        return f"{fault.code}: {fault.what}"
+    finally:
+        with suppress(EnvironmentFault):
+            await started.close(episode)
+
+
+async def tried(folder: Path, head: str) -> dict[str, dict[str, str]]:
     """{"acts": {act: "done" or the name of the error}, ...}, and what the sandbox protected."""
-    head = PRELUDE + "".join(f"{name} = {value!r}\n" for name, value in names.items())
-    found: dict[str, dict[str, str]] = {"acts": {}, "open": {}, "faults": {}}
+    found: dict[str, dict[str, str]] = {"acts": {}, "open": {}}
     secrets = {"KEY": "planted-0123456789-abcdefghij-ABCDEFGHIJ"}
-    async with await EnvironmentHost.start(folder, secrets=secrets, timeout_s=1) as started:
-
-        async def told(code: str) -> str:
-            episode = (await started.open("train", 0)).episode
-            try:
-                return (await started.step(episode, code)).messages[0]["content"]
-            except EnvironmentFault as fault:
-                return f"{fault.code}: {fault.what}"
-            finally:
-                with suppress(EnvironmentFault):
-                    await started.close(episode)
-
+    async with await EnvironmentHost.start(folder, secrets=secrets) as started:
         for act, code in ACTS.items():
-            found["acts"][act] = await told(head + TRIED.format(indent(code, "    ")))
+            found["acts"][act] = await told(started, head + TRIED.format(indent(code, "    ")))
         for act, (code, _) in OPEN.items():
-            found["open"][act] = await told(head + TRIED.format(indent(code, "    ")))
-        for act, code in faults.items():
-            found["faults"][act] = await told(head + code)
-            assert await told("told = 1") == "1"
+            found["open"][act] = await told(started, head + TRIED.format(indent(code, "    ")))
         return found | {"sandbox": started.sandbox}
 
 
+async def faults(folder: Path, head: str) -> dict[str, str]:
+    """What came of each of FAULTS, in a process of its own. Another one must work afterwards."""
+    places = asyncio.Semaphore(6)
+
+    async def fault(code: str) -> str:
+        async with places, await EnvironmentHost.start(folder, timeout_s=5) as started:
+            found = await told(started, head + code)
+            assert await told(started, "told = 1") == "1"
+            return found
+
+    found = await asyncio.gather(*(fault(code) for code in FAULTS.values()))
+    return dict(zip(FAULTS, found, strict=True))
+
+
+async def all_tried(folder: Path, head: str, *, with_faults: bool) -> dict[str, dict[str, str]]:
+    found = await tried(folder, head)
+    return found | {"faults": await faults(folder, head) if with_faults else {}}
+
+
 def main() -> None:
-    folder, names, *faults = sys.argv[1:]
+    folder, names, *more = sys.argv[1:]
     host.ABANDON_TIMEOUT_S = 0.5
-    found = asyncio.run(outcomes(Path(folder), json.loads(names), FAULTS if faults else {}))
+    values = json.loads(names).items()
+    head = PRELUDE + "".join(f"{name} = {value!r}\n" for name, value in values)
+    found = asyncio.run(all_tried(Path(folder), head, with_faults=more == ["faults"]))
     sys.stdout.write(json.dumps(found))
 
 
