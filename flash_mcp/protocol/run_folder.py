@@ -149,6 +149,17 @@ class RunFolder:
                 raise FlashError("fenced", what, epoch=epoch) from error
         return RunWriter(self, epoch)
 
+    def reopen(self) -> int:
+        """Let another attempt follow the one that ended the run; the number that it has to exceed.
+
+        Neither the result nor a request to cancel counts any more, and no attempt that still runs
+        can write.
+        """
+        epoch = self.newest_epoch() + 1
+        self.claim(epoch)
+        self._remove("cancel")
+        return epoch
+
     # -- reading -----------------------------------------------------------------------------------
 
     def newest_epoch(self) -> int:
@@ -273,6 +284,11 @@ class RunFolder:
                 continue
             return step
         return None
+
+    def has_optimizer(self, step: int) -> bool:
+        """Whether that checkpoint has the optimizer's state."""
+        manifest = self.manifest(step)
+        return bool(manifest and self._fs.exists(f"{manifest['path']}/{OPTIMIZER}"))
 
     def fetch_checkpoint(self, step: int, into: Path) -> Path:
         """The folder of a verified checkpoint: its own if it is local, else a copy at `into`."""

@@ -20,7 +20,7 @@ LossType = Literal["dr_grpo", "grpo", "bnpo", "dapo"]
 ImportanceSampling = Literal[
     "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "none"
 ]
-Source = Literal["argument", "file", "run", "recipe", "default"]
+Source = Literal["argument", "file", "adapter", "run", "recipe", "default"]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 RECIPES: dict[str, dict[str, Any]] = {
@@ -106,7 +106,7 @@ class RunSpec(BaseModel):
     """Rows of the eval split used, from the start."""
     init_from_adapter: str | None = None
     """Warm start: RUN_ID, RUN_ID@STEP or a folder with a plain PEFT LoRA of every linear layer and
-    of the same base model, rank and alpha."""
+    of the same base model. Gives lora_rank and lora_alpha."""
     environment_args: dict[str, Any] = {}
     """Keyword arguments of the environment's load_environment."""
     secrets: Annotated[list[str], Field(max_length=64)] = []
@@ -219,15 +219,23 @@ def default_of(name: str) -> Any:
     return None if field.is_required() or field.default_factory else field.get_default()
 
 
-def resolve(spec: RunSpec, *, file_fields: frozenset[str] = frozenset()) -> ResolvedSpec:
+def resolve(
+    spec: RunSpec,
+    *,
+    file_fields: frozenset[str] = frozenset(),
+    adapter_fields: frozenset[str] = frozenset(),
+) -> ResolvedSpec:
     """The spec with the source of every value.
 
-    `file_fields` names the fields that came from a TOML file; other given fields count as
-    arguments. An unset `max_tokens` is at most `max_length`."""
+    `file_fields` names the fields that came from a TOML file, `adapter_fields` those from the
+    adapter of a warm start; other given fields count as arguments. An unset `max_tokens` is at most
+    `max_length`."""
     sources: dict[str, Source] = {}
     for name, value in spec:
         if value is None:
             sources[name] = "default"
+        elif name in adapter_fields:
+            sources[name] = "adapter"
         elif name in spec.model_fields_set:
             sources[name] = "file" if name in file_fields else "argument"
         else:

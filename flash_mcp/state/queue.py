@@ -2,6 +2,7 @@
 
     queued -> starting -> running -> succeeded | failed | cancelled
        ^---------'-----------'   requeue: the attempt was lost and another one is allowed
+       ^--------------------------------'-----------'-----------'   resume
 
 `attempt` is the fencing token: `claim` increments it, and a transition that names an older attempt
 changes nothing. Once a cancel is requested, a run can only end as cancelled."""
@@ -241,6 +242,27 @@ def finish(
     encoded = None if error is None else json.dumps(error, default=str)
     values = [state, encoded, step, time.time()]
     return _update(store, assignments, values, run_id, attempt, ACTIVE)
+
+
+def resume(store: Store, run: Run, folder: RunFolder, steps: int | None) -> Run:
+    """Queue an ended run again, to go on to `steps` from its newest checkpoint. The caller is in a
+    transaction and has read the run in it.
+
+    FlashError(quota_exceeded) if too many of the caller's runs are queued.
+    """
+    _check_quota(store)
+    attempt = max(run.attempt, folder.reopen())
+    spec = run.spec.model_dump()
+    if steps != run.steps:
+        spec |= {"steps": steps, "epochs": None}
+    sql = """UPDATE main.runs SET state = 'queued', attempt = ?, max_attempts = ?, spec = ?,
+             steps = ?, phase = NULL, beat = NULL, progress = NULL, error = NULL, not_before = 0,
+             cancel_requested = NULL, cancel_reason = NULL, started = NULL, ended = NULL,
+             updated = ? WHERE id = ? AND ended IS NOT NULL"""
+    most = attempt + run.spec.max_attempts
+    values = [attempt, most, json.dumps(spec), steps, time.time(), run.id]
+    store.execute(sql, values)
+    return store.run(run.id)
 
 
 def request_cancel(store: Store, run_id: str, reason: str = "") -> Run:

@@ -32,12 +32,13 @@ from flash_mcp.state import queue, references
 from flash_mcp.state.datasets import Dataset
 from flash_mcp.state.references import Subject
 from flash_mcp.state.store import Store, open_store
+from flash_mcp.tools.shared import resume as resumption
 from flash_mcp.tools.shared.disk_need import DiskNeed, disk_need
 from flash_mcp.tools.shared.fitting import to_text, without_empty
 from flash_mcp.tools.shared.frame import Part, Result, report, unwrapped
 from flash_mcp.tools.shared.held_out import read_held_out
 from flash_mcp.tools.shared.loading import check_machine, contamination_note, loaded
-from flash_mcp.tools.shared.next_steps import after_sample
+from flash_mcp.tools.shared.next_steps import after_sample, waiting_for
 from flash_mcp.tools.shared.preflight import (
     GROUP_SIZE,
     SAMPLE_LIMIT_S,
@@ -96,21 +97,24 @@ class Train(Result):
     state: str
     """queued; validated with validate_only; or the state of the earlier run with the same key."""
     created: bool
-    """False with validate_only, or if idempotency_key found an earlier run."""
+    """False with validate_only or resume, or if idempotency_key found an earlier run."""
     environment: str
     """NAME@DIGEST that the run uses."""
     model: str
     """Base model."""
     warm_start: str | None = None
     """Adapter that training starts from."""
-    gate: str
-    """What env_test last found of these files: passed, failed with its checks, or never run."""
-    estimate: Estimate
-    """How much work the run is."""
+    gate: str | None = None
+    """What env_test last found of these files: passed, failed with its checks, or never run; absent
+    with resume."""
+    estimate: Estimate | None = None
+    """How much work the run is; absent with resume."""
+    resumed_at: int | None = None
+    """With resume: the step that it goes on from."""
     values: dict[str, Any]
     """Every field of the run with its value."""
     sources: dict[str, list[str]]
-    """Where values came from: argument or file; all others from the recipe."""
+    """Where values came from: argument, file or adapter; all others from the recipe."""
     sample: Sample | None = None
     """With sample: what the model does now."""
     notes: list[str] | None = None
@@ -156,6 +160,8 @@ def _argument(name: str, info: FieldInfo) -> Any:
 @_with_fields_of_run_spec
 async def train(
     *,
+    resume: Annotated[str | None, Field(min_length=1)] = None,
+    fresh_optimizer: bool = False,
     config: str | None = None,
     validate_only: bool = False,
     sample: bool = False,
@@ -173,6 +179,10 @@ async def train(
     env_push.
 
     Args:
+        resume: A run that has ended, to continue as it was from its newest checkpoint; only steps,
+            which counts from its start, may be given with it. A repeat changes nothing.
+        fresh_optimizer: With resume: go on even if the optimizer's state was deleted. Default
+            false.
         config: TOML file on the server with any of the fields above; arguments override it.
         validate_only: Check, resolve and estimate; start nothing. Default false.
         sample: With validate_only: let the model try a few train tasks, and report whether there is
@@ -183,6 +193,10 @@ async def train(
             keeps that. Default false.
     """
     given = {name: value for name, value in fields.items() if value is not None}
+    if resume is not None:
+        others = {"config": config, "validate_only": validate_only, "sample": sample}
+        given |= {name: value for name, value in others.items() if value}
+        return await _resumed(resume, given, fresh_optimizer=fresh_optimizer)
     if (sample or price_per_hour is not None) and not (validate_only and sample):
         what = "sample and price_per_hour need validate_only=true"
         fix = "pass validate_only=true and sample=true together; then train without them"
@@ -205,6 +219,38 @@ async def train(
     if trouble := await look_after(plan.store, run):
         next_step = f"{trouble} The run is queued. {tried_again(run.id)}"
     return plan.result(run_id=run.id, state=run.state, created=created, next=next_step)
+
+
+async def _resumed(run_id: str, given: Json, *, fresh_optimizer: bool) -> Train:
+    """Continue a run."""
+    if others := [name for name in given if name != "steps"]:
+        what = f"resume goes on with the run's own values, so {', '.join(others)} cannot be given"
+        fix = f"leave them out, or start another run: train(init_from_adapter={run_id!r}, ...)"
+        raise FlashError("invalid_argument", what, resume=run_id, fix=fix)
+    check_machine()
+    store = open_store()
+    again = functools.partial(resumption.resume, fresh_optimizer=fresh_optimizer)
+    found = await run_sync(again, store, run_id, given.get("steps"))
+    run = found.run
+    if run.ended is None:
+        next_step = f"{waiting_for(run.id)} follows it; cancel ends it"
+    else:
+        next_step = f"status(run_id={run.id!r}) reports on it; name more steps to go on"
+    if trouble := await look_after(store, run):
+        next_step = f"{trouble} The run is queued. {tried_again(run.id)}"
+    return Train(
+        run_id=run.id,
+        state=run.state,
+        created=False,
+        resumed_at=found.step,
+        environment=run.environment_reference,
+        model=run.model,
+        warm_start=adapter_name(run.init_adapter),
+        values=without_empty(run.spec.model_dump()),
+        sources=by_source(run.sources),
+        notes=found.notes or None,
+        next=next_step,
+    )
 
 
 @dataclass(frozen=True)
@@ -268,7 +314,7 @@ async def _plan(
     given: Json, config: str | None, idempotency_key: str | None, *, sample: bool
 ) -> _Plan:
     store = open_store()
-    resolved, card, dataset = await run_sync(resolved_spec, given, config)
+    resolved, card, dataset = await run_sync(resolved_spec, store, given, config)
     spec = resolved.spec
     if sample and spec.algorithm != "grpo":
         what = "sample works with algorithm=grpo only"

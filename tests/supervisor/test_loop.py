@@ -480,6 +480,22 @@ def test_a_running_run_saves_and_ends_as_cancelled(bench: Bench) -> None:
     assert not is_running(bench.pid(run))
 
 
+def test_a_run_that_was_cancelled_goes_on_when_it_is_resumed(bench: Bench) -> None:
+    supervisor = bench.new_supervisor(cancel_grace_s=30.0)
+    run = bench.train({"1": {"at": 2, "do": "hold"}}, steps=4)
+    bench.until(lambda: bench.step(run) == 2, supervisor=supervisor)
+    queue.request_cancel(bench.store, run.id, "enough")
+    ended = bench.finish(run, supervisor=supervisor)
+    assert (ended.state, ended.step) == ("cancelled", 2)
+    again = queue.resume(bench.store, ended, RunFolder(run.folder), 4)
+    assert (again.state, again.cancel_reason) == ("queued", None)
+    ended = bench.finish(run)
+    assert (ended.state, ended.step, ended.error) == ("succeeded", 4, None)
+    assert [row.step for row in bench.store.metrics(run.id)] == [1, 3, 4]
+    # One attempt by the worker, one that only ended the first for good, one that went on.
+    assert ended.attempt == 3
+
+
 def test_a_hung_run_is_killed_after_its_grace_and_ends_as_cancelled(bench: Bench) -> None:
     run = bench.train({"1": {"at": 2, "do": "stall"}})
     bench.until(lambda: bench.step(run) == 2)

@@ -212,6 +212,34 @@ def test_an_attempt_killed_in_mid_run_is_followed_by_one_that_ends_where_an_undi
     )
 
 
+def test_a_cancelled_run_that_is_resumed_to_more_steps_ends_where_an_undisturbed_run_ends(
+    exact_run: RunFolder, tiny_model: Path, tmp_path: Path
+) -> None:
+    environment, flag = held(tmp_path / "held", after=12 + 5 + 3 * 16 + 8)
+    asked = {**SHORT, "environment": environment, "env_timeout_s": 600}
+    run = make_run(tmp_path / "run", tiny_model, steps=4, **asked)
+    with Attempt(run, one_by_one=True) as first:
+        first.wait_until(lambda: 3 in run.checkpoint_steps())
+        run.request_cancel()
+        assert first.wait() == 0, first.log_path.read_text()
+    assert finished(run, "cancelled")["step"] == 3
+    flag.unlink()
+    before = run.reopen()
+    assert run.result() is None and run.has_optimizer(3)
+    make_run(tmp_path / "run", tiny_model, **asked)
+    with Attempt(run, before + 1, one_by_one=True) as second:
+        assert second.wait() == 0, second.log_path.read_text()
+    assert finished(run)["step"] == 5
+
+    def curve(of: RunFolder) -> list[Any]:
+        metrics = [of.metrics(step)["metrics"] for step in range(1, 6)]
+        return [(each["reward/mean"], each["loss"]) for each in metrics]
+
+    assert curve(run) == curve(exact_run)
+    trained = "adapter_model.safetensors"
+    assert run.manifest(5)["files"][trained] == exact_run.manifest(5)["files"][trained]
+
+
 def test_an_attempt_that_finds_every_step_made_makes_no_other(
     exact_run: RunFolder, tmp_path: Path
 ) -> None:

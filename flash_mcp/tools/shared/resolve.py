@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def resolve_eval(
 
 
 def resolved_spec(
-    given: dict[str, Any], config: str | None
+    store: Store, given: dict[str, Any], config: str | None
 ) -> tuple[ResolvedSpec, ModelCard, Dataset | None]:
     from_file = read_toml(Path(config).expanduser()) if config else {}
     if "environment" not in from_file | given:
@@ -119,6 +120,8 @@ def resolved_spec(
         what = "environment: missing, here and in the config file"
         raise FlashError("invalid_argument", what, fix=fix)
     fields = from_file | given
+    shape = _adapter_shape(store, fields)
+    fields = shape | fields
     spec = validate(fields)
     card = base_model(spec.model)
     dataset = datasets.find(spec.dataset) if spec.dataset else None
@@ -126,7 +129,11 @@ def resolved_spec(
     # A relative folder or another spelling has to mean the same everywhere.
     if other := {name: value for name, value in pinned.items() if getattr(spec, name) != value}:
         spec = validate({**fields, **other})
-    resolved = resolve(spec, file_fields=frozenset(from_file) - frozenset(given))
+    resolved = resolve(
+        spec,
+        file_fields=frozenset(from_file) - frozenset(given),
+        adapter_fields=frozenset(shape),
+    )
     if resolved.spec.max_length is None and card.context:
         room = {"max_length": min(card.context, DEFAULT_MAX_LENGTH)}
         resolved = resolved.model_copy(update={"spec": resolved.spec.model_copy(update=room)})
@@ -137,32 +144,57 @@ def init_adapter(store: Store, spec: RunSpec, card: ModelCard) -> Json | None:
     """The adapter to start from, as job.json has it. FlashError(adapter_mismatch) if it does not
     fit the run.
     """
-    reference = spec.init_from_adapter
-    if reference is None:
+    if spec.init_from_adapter is None:
         return None
-    run_id = step = digest = base = None
-    if caller().is_local and Path(reference).expanduser().is_dir():
-        folder = Path(reference).expanduser().absolute()
-    else:
-        run_id, _, at = reference.partition("@")
-        if at and not at.isdigit():
-            fix = "use RUN_ID, RUN_ID@STEP (a number), or an adapter folder"
-            what = f"{at!r} is no step"
-            raise FlashError("invalid_argument", what, init_from_adapter=reference, fix=fix)
-        checkpoint = store.checkpoint(run_id, int(at) if at else None)
-        run = store.run(run_id)
-        base = served_model(store, run)
-        files = RunFolder(run.folder)
-        if not at and (whole := files.newest_good_checkpoint()) is not None:
-            checkpoint = store.checkpoint(run_id, whole)
-        step = checkpoint.step
-        digest = checkpoint.digest
-        folder = files.fetch_checkpoint(step, store.base / "adapters" / f"{run_id}-{step}")
-    _check_adapter(folder, spec, card, base)
+    start = _start(store, spec.init_from_adapter)
+    folder = start.folder
+    _check_adapter(folder, spec, card, start.base)
+    digest = start.digest
     if digest is None:
         weights = (folder / "adapter_model.safetensors").read_bytes()
         digest = hashlib.sha256(weights).hexdigest()[:16]
-    return {"path": str(folder), "run_id": run_id, "step": step, "digest": digest}
+    return {"path": str(folder), "run_id": start.run_id, "step": start.step, "digest": digest}
+
+
+def _adapter_shape(store: Store, fields: Json) -> Json:
+    """The rank and the alpha of the adapter to start from, as far as `fields` leave them out."""
+    absent = {"lora_rank": "r", "lora_alpha": "lora_alpha"}
+    absent = {field: name for field, name in absent.items() if field not in fields}
+    reference = fields.get("init_from_adapter")
+    if not isinstance(reference, str) or not absent:
+        return {}
+    config = read_adapter_config(_start(store, reference).folder, *absent.values())
+    return {field: config[name] for field, name in absent.items()}
+
+
+@dataclass(frozen=True)
+class _Start:
+    """The adapter that a warm start names. Only that of a run has a base, a step and a digest."""
+
+    folder: Path
+    run_id: str | None = None
+    step: int | None = None
+    digest: str | None = None
+    base: str | None = None
+
+
+def _start(store: Store, reference: str) -> _Start:
+    """FlashError(unknown_run | unknown_checkpoint | invalid_argument)."""
+    if caller().is_local and Path(reference).expanduser().is_dir():
+        return _Start(Path(reference).expanduser().absolute())
+    run_id, _, at = reference.partition("@")
+    if at and not at.isdigit():
+        fix = "use RUN_ID, RUN_ID@STEP (a number), or an adapter folder"
+        what = f"{at!r} is no step"
+        raise FlashError("invalid_argument", what, init_from_adapter=reference, fix=fix)
+    checkpoint = store.checkpoint(run_id, int(at) if at else None)
+    run = store.run(run_id)
+    files = RunFolder(run.folder)
+    if not at and (whole := files.newest_good_checkpoint()) is not None:
+        checkpoint = store.checkpoint(run_id, whole)
+    step = checkpoint.step
+    folder = files.fetch_checkpoint(step, store.base / "adapters" / f"{run_id}-{step}")
+    return _Start(folder, run_id, step, checkpoint.digest, served_model(store, run))
 
 
 def _check_adapter(folder: Path, spec: RunSpec, card: ModelCard, base: str | None) -> None:

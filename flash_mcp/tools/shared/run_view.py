@@ -167,7 +167,7 @@ class RunView(Part):
     values: dict[str, Any] | None = None
     """detailed: every field of the run."""
     sources: dict[str, list[str]] | None = None
-    """detailed: where values came from: argument, file; all others: recipe."""
+    """detailed: where values came from: argument, file, adapter; all others: recipe."""
     log_tail: str | None = None
     """detailed: the end of what the newest attempt printed."""
 
@@ -407,7 +407,7 @@ def by_source(sources: Mapping[str, str]) -> dict[str, list[str]]:
     """The fields whose value somebody gave, by where."""
     found: dict[str, list[str]] = {}
     for name, source in sources.items():
-        if source in ("argument", "file"):
+        if source in ("argument", "file", "adapter"):
             found.setdefault(source, []).append(name)
     return found
 

@@ -1,0 +1,101 @@
+"""Continue a training run that has ended: the same run goes on from its newest checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.records import Run
+from flash_mcp.protocol.run_folder import OPTIMIZER, RunFolder
+from flash_mcp.state import queue
+from flash_mcp.state.store import Store
+
+PATIENCE_S = 10.0
+"""How long an object store may not answer before the call fails."""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A run that goes on."""
+
+    run: Run
+    step: int
+    """The step of the checkpoint that it goes on from; 0 for the start."""
+    notes: list[str]
+
+
+def resume(store: Store, run_id: str, steps: int | None, *, fresh_optimizer: bool) -> Resumed:
+    """Queue the run again with its own values, up to `steps` or as far as it was to go.
+
+    A repeat finds the run under way, or at those steps already, and changes nothing. Raises
+    FlashError(unknown_run | unknown_checkpoint | invalid_argument | not_ready | quota_exceeded).
+    """
+    with store.transaction():
+        run = store.run(run_id)
+        total = _total(run, steps)
+        if run.ended is None or (run.state == "succeeded" and total == run.steps):
+            return Resumed(run, run.step, ["it was asked for before: nothing was changed"])
+        _check_files(run)
+        folder = RunFolder(run.folder, patience_s=PATIENCE_S)
+        step = folder.newest_good_checkpoint() or 0
+        notes = _loss(folder, step, fresh_optimizer=fresh_optimizer)
+        if step and total == step:
+            notes.append(f"all {step} steps are made: it only evaluates, where it was asked to")
+        return Resumed(queue.resume(store, run, folder, total), step, notes)
+
+
+def _total(run: Run, steps: int | None) -> int | None:
+    """The steps that it is to have; None until the worker has counted those of epochs."""
+    run_id = run.id
+    if run.algorithm == "eval":
+        fix = "evaluate starts another; train(resume=...) takes a training run"
+        raise FlashError("invalid_argument", f"{run_id} is an evaluation", fix=fix)
+    if run.ended is None:
+        if steps in (None, run.steps):
+            return run.steps
+        what = f"{run_id} is {run.state} and goes on to {run.steps} steps"
+        fix = "repeat the call once it has ended, or cancel it first"
+        raise FlashError("not_ready", what, run_id=run_id, steps=steps, fix=fix)
+    if steps is None and run.state == "succeeded":
+        what = f"{run_id} has made all its {run.steps} steps"
+        fix = f"name more: train(resume={run_id!r}, steps={2 * (run.steps or run.step)})"
+        raise FlashError("invalid_argument", what, fix=fix)
+    if steps is not None and steps < run.step:
+        what = f"{run_id} has made {run.step} steps"
+        fix = (
+            f"name more than that, or train(init_from_adapter='{run_id}@STEP') from an earlier one"
+        )
+        raise FlashError("invalid_argument", what, steps=steps, fix=fix)
+    return run.steps if steps is None else steps
+
+
+def _check_files(run: Run) -> None:
+    """FlashError(unknown_checkpoint) if what the run was made from, or saved, was removed."""
+    dataset = run.dataset["path"] if run.dataset else None
+    adapter = run.init_adapter["path"] if run.init_adapter else None
+    for path in (run.environment_path, dataset, adapter):
+        if path and not Path(path).exists():
+            what = f"{run.id} cannot go on: {path} was removed"
+            raise FlashError("unknown_checkpoint", what, fix="start another run with train")
+    if run.files_removed is not None:
+        what = f"the files of {run.id} were removed to make room"
+        raise FlashError("unknown_checkpoint", what, fix="start another run with train")
+
+
+def _loss(folder: RunFolder, step: int, *, fresh_optimizer: bool) -> list[str]:
+    """Notes on what is lost. FlashError(invalid_argument) if the optimizer's state is, and the
+    caller did not allow for that.
+    """
+    if not step:
+        return ["it saved no checkpoint that can be read: it starts over"]
+    if folder.has_optimizer(step):
+        return []
+    if fresh_optimizer:
+        return [f"checkpoint {step} has no {OPTIMIZER}: it goes on with a fresh optimizer"]
+    what = (
+        f"the optimizer's state of checkpoint {step} was deleted: only the newest checkpoint keeps "
+        "it, for as many days after the end as settings.toml says"
+    )
+    fix = "pass fresh_optimizer=true to go on without it; its first steps may be rougher"
+    raise FlashError("invalid_argument", what, step=step, fix=fix)

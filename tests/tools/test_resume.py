@@ -1,0 +1,140 @@
+"""train(resume=RUN): the same run goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.records import Run
+from flash_mcp.protocol.run_folder import OPTIMIZER, RunFolder
+from flash_mcp.state import queue
+from flash_mcp.state.retention import drop_optimizers
+from flash_mcp.state.store import open_store
+from flash_mcp.tools.registry import TOOLS
+from tests.samples import (
+    end,
+    finished_run,
+    learn,
+    push_echo,
+    queued_run,
+    read_in,
+    save_adapter,
+    start,
+    started_run,
+    supervised,
+)
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(autouse=True)
+def no_supervisor(flash_home: Path) -> Iterator[None]:
+    with supervised():
+        yield
+
+
+async def train(**arguments: Any) -> dict[str, Any]:
+    return (await TOOLS["train"].function(**arguments)).model_dump(mode="json")
+
+
+async def refused(**arguments: Any) -> FlashError:
+    with pytest.raises(FlashError) as caught:
+        await train(**arguments)
+    assert caught.value.fix
+    return caught.value
+
+
+def stopped_run(folder: Path, state: str, *, optimizer: bool = True, **fields: Any) -> Run:
+    """A run that ended at step 6 of 20, with a checkpoint there."""
+    run, writer = started_run(folder / "environment", **fields)
+    learn(writer, range(1, 7))
+    save_adapter(writer, 6, folder)
+    if optimizer:
+        path = Path(str((RunFolder(run.folder).manifest(6) or {})["path"]), OPTIMIZER)
+        path.write_bytes(b"moments")
+    if state == "cancelled":
+        queue.request_cancel(open_store(), run.id, "enough")
+    error = FlashError("worker_failed", "it died") if state == "failed" else None
+    return end(writer, run.id, 6, state, error)
+
+
+@pytest.mark.parametrize("state", ["cancelled", "failed", "succeeded"])
+async def test_an_ended_run_goes_on_with_its_own_values(state: str, tmp_path: Path):
+    run = stopped_run(tmp_path, state, learning_rate=3e-4, seed=7)
+    body = await train(resume=run.id, steps=30)
+    assert (body["run_id"], body["state"], body["resumed_at"]) == (run.id, "queued", 6)
+    assert (body["values"]["learning_rate"], body["values"]["steps"]) == (3e-4, 30)
+    assert f"status(run_id={run.id!r}" in body["next"]
+    # A repeat finds it, and so it does while it runs.
+    again = await train(resume=run.id, steps=30)
+    assert (again["state"], open_store().run(run.id).attempt) == ("queued", 2)
+    writer = start(run.id)
+    assert not RunFolder(run.folder).is_cancelled()
+    assert RunFolder(run.folder).job()["spec"]["steps"] == 30
+    assert (await train(resume=run.id, steps=30))["state"] == "running"
+    learn(writer, range(7, 31), of=30)
+    read_in(open_store(), run.id)
+    assert [row.step for row in open_store().metrics(run.id)] == list(range(1, 31))
+    writer.commit_result("succeeded", 30)
+    queue.finish(open_store(), run.id, 3, "succeeded", step=30)
+    done = await train(resume=run.id, steps=30)
+    assert (done["state"], len(open_store().runs())) == ("succeeded", 1)
+
+
+async def test_without_steps_a_run_goes_on_as_far_as_it_was_to_go(tmp_path: Path):
+    run = stopped_run(tmp_path, "cancelled")
+    assert (await train(resume=run.id))["values"]["steps"] == 20
+
+
+async def test_a_run_that_never_started_starts_over(tmp_path: Path):
+    run = queued_run(tmp_path)
+    queue.request_cancel(open_store(), run.id)
+    body = await train(resume=run.id)
+    assert (body["state"], body["resumed_at"]) == ("queued", 0)
+    assert "starts over" in body["notes"][0]
+    start(run.id)
+
+
+async def test_a_deleted_optimizer_is_said_and_done_without_only_on_demand(tmp_path: Path):
+    run = stopped_run(tmp_path, "failed")
+    assert drop_optimizers(run) > 0
+    error = await refused(resume=run.id)
+    assert "optimizer's state" in error.what and "fresh_optimizer=true" in error.fix
+    assert open_store().run(run.id).state == "failed"
+    body = await train(resume=run.id, fresh_optimizer=True)
+    assert "fresh optimizer" in body["notes"][0]
+
+
+async def test_what_cannot_be_resumed_is_refused_with_another_way(tmp_path: Path):
+    run = finished_run(tmp_path)
+    wrong: dict[str, dict[str, Any]] = {
+        "without more steps": {},
+        "with fewer steps": {"steps": 10},
+        "with other values": {"steps": 40, "learning_rate": 1e-3},
+        "to be checked only": {"steps": 40, "validate_only": True},
+    }
+    for what, arguments in wrong.items():
+        assert (await refused(resume=run.id, **arguments)).code == "invalid_argument", what
+    running, _ = started_run(tmp_path / "running")
+    assert (await refused(resume=running.id, steps=99)).code == "not_ready"
+    sql = "UPDATE runs SET files_removed = ? WHERE id = ?"
+    open_store().execute(sql, [time.time(), run.id])
+    assert (await refused(resume=run.id, steps=40)).code == "unknown_checkpoint"
+    assert open_store().run(run.id).state == "succeeded"
+
+
+async def test_a_warm_start_takes_the_adapters_rank_and_alpha_unless_told(tmp_path: Path):
+    run, writer = started_run(tmp_path / "environment", lora_rank=8, lora_alpha=24)
+    save_adapter(writer, 5, tmp_path, rank=8, alpha=24)
+    end(writer, run.id, 5)
+    push_echo(tmp_path / "environment")
+    asked = {"environment": "echo", "init_from_adapter": run.id, "validate_only": True}
+    values = (await train(**asked))["values"]
+    assert (values["lora_rank"], values["lora_alpha"]) == (8, 24)
+    assert (await train(**asked))["sources"]["adapter"] == ["lora_rank", "lora_alpha"]
+    assert (await refused(**asked, lora_rank=16)).code == "adapter_mismatch"
