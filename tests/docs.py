@@ -1,5 +1,5 @@
-"""The tables of TRAINING.md and docs/reliability.md that code and tests decide. `python -m
-tests.docs` writes them anew.
+"""The tables of TRAINING.md, docs/next.md and docs/reliability.md that code and tests decide.
+`python -m tests.docs` writes them anew.
 """
 
 from __future__ import annotations
@@ -11,16 +11,20 @@ from pathlib import Path
 from flash_mcp.protocol.errors import CODES
 from flash_mcp.protocol.spec import RECIPES, RunSpec, default_of
 from flash_mcp.tools.registry import TOOLS
+from flash_mcp.tools.shared.next_steps import RULES
 from tests import hostile
 
 PLAYBOOK = Path(__file__).parent.parent / "TRAINING.md"
 RELIABILITY = Path(__file__).parent.parent / "docs" / "reliability.md"
+NEXT = Path(__file__).parent.parent / "docs" / "next.md"
 
 
 def tables(page: Path) -> dict[str, str]:
     if page == RELIABILITY:
         acts = table(("acts", "held", "what they try", "tests"), hostile.rows())
         return {"hostile": acts, "open": table(("open act", "reason"), hostile.reasons())}
+    if page == NEXT:
+        return {"next": following()}
     return {"fields": fields(), "codes": codes(), "tools": tools()}
 
 
@@ -48,6 +52,11 @@ def tools() -> str:
     return table(("tool", "does"), rows)
 
 
+def following() -> str:
+    rows = [(rule.when, rule.then) for rule in RULES]
+    return table(("a run or an evaluation", "`next`"), rows)
+
+
 def table(head: tuple[str, ...], rows: Iterable[tuple[object, ...]]) -> str:
     lines = [head, ("---",) * len(head), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
@@ -69,5 +78,5 @@ def wrapped() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    for page in (PLAYBOOK, RELIABILITY):
+    for page in (PLAYBOOK, NEXT, RELIABILITY):
         page.write_text(filled(page))

@@ -14,7 +14,7 @@ from typing import Any
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import home
 from flash_mcp.protocol.records import EnvironmentVersion, Run
-from flash_mcp.protocol.run_folder import RunFolder, RunWriter
+from flash_mcp.protocol.run_folder import OPTIMIZER, RunFolder, RunWriter
 from flash_mcp.protocol.spec import resolve, validate
 from flash_mcp.state import queue
 from flash_mcp.state.store import Store, open_store
@@ -154,15 +154,13 @@ def learn(writer: RunWriter, steps: Iterable[int], of: int = 20, **metrics: floa
         writer.beat(step, "train")
 
 
-def evaluate(writer: RunWriter, step: int, solved: int) -> None:
-    """An evaluation in which the first `solved` of EVAL_EXAMPLES examples succeed."""
-    rollouts = [
-        sample_rollout(step, index, float(index < solved)) for index in range(EVAL_EXAMPLES)
-    ]
-    share = solved / EVAL_EXAMPLES
+def evaluate(writer: RunWriter, step: int, solved: int, of: int = EVAL_EXAMPLES) -> None:
+    """An evaluation in which the first `solved` of `of` examples succeed."""
+    rollouts = [sample_rollout(step, index, float(index < solved)) for index in range(of)]
+    share = solved / of
     writer.evaluation(
         step,
-        {"n": EVAL_EXAMPLES, "success": share, "reward_mean": share, "error_share": 0.0},
+        {"n": of, "success": share, "reward_mean": share, "error_share": 0.0},
         rollouts,
     )
 
@@ -197,16 +195,24 @@ def sample_rollout(
 
 
 def save_adapter(
-    writer: RunWriter, step: int, scratch: Path, *, rank: int = 32, alpha: int = 64
+    writer: RunWriter,
+    step: int,
+    scratch: Path,
+    *,
+    rank: int = 32,
+    alpha: int = 64,
+    optimizer: bool = False,
 ) -> None:
     """A checkpoint with what the control plane looks at: the adapter's configuration, and weights
-    of no worth.
+    and an optimizer's state of no worth.
     """
     folder = scratch / f"adapter-{step}"
     folder.mkdir(parents=True)
     config = {"r": rank, "lora_alpha": alpha, "base_model_name_or_path": "smollm2-135m-instruct"}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     (folder / "adapter_model.safetensors").write_bytes(b"weights")
+    if optimizer:
+        (folder / OPTIMIZER).write_bytes(b"moments")
     writer.commit_checkpoint(step, folder, {"reward/mean": 0.5, "success/rate": 0.4})
 
 

@@ -20,7 +20,7 @@ from flash_mcp.protocol.spec import RECIPES, RunSpec, default_of
 from flash_mcp.server.mcp_server import INSTRUCTIONS
 from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.shared import playbook
-from tests.docs import PLAYBOOK, RELIABILITY, filled, wrapped
+from tests.docs import NEXT, PLAYBOOK, RELIABILITY, filled, wrapped
 from tests.folders import allow
 from tests.places import ROOT
 
@@ -81,7 +81,9 @@ def test_the_instructions_name_only_tools_that_exist():
     assert len(mentioned) >= 8
 
 
-@pytest.mark.parametrize("page", [PLAYBOOK, pytest.param(RELIABILITY, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "page", [PLAYBOOK, NEXT, pytest.param(RELIABILITY, marks=pytest.mark.slow)]
+)
 def test_the_generated_tables_are_up_to_date(page: Path):
     assert filled(page) == page.read_text(), "run: python -m tests.docs"
 

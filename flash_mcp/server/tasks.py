@@ -38,7 +38,7 @@ from flash_mcp.state.store import open_store
 from flash_mcp.supervisor.keeper import look_after
 from flash_mcp.tools.deploy import Deployed, describe, failure
 from flash_mcp.tools.shared.fitting import RESULT_CHARACTERS, fit, to_text
-from flash_mcp.tools.shared.next_steps import after_evaluation
+from flash_mcp.tools.shared.next_steps import Situation, next_of
 from flash_mcp.tools.shared.scores import scores
 from flash_mcp.tools.shared.waiting import obstacle, obstacles
 from flash_mcp.tools.status import status
@@ -202,7 +202,7 @@ async def _what_was_found(run: Run) -> Json:
     found = await run_sync(scores, store, run)
     near = await run_sync(store.near, run)
     shown = {} if found is None else {"scores": found.model_dump(mode="json")}
-    return {"done": run.step, **shown, "next": after_evaluation(run, near)}
+    return {"done": run.step, **shown, "next": next_of(Situation(run=run, near=near))}
 
 
 ENDINGS: dict[str, Callable[[Run], Awaitable[Json]]] = {

@@ -55,7 +55,7 @@ class RunHistory:
     tries: list[Try]
     """Attempts of an evaluation, else none."""
     near: list[Run]
-    """Those of Store.near for an evaluation, else none."""
+    """Those of Store.near for an evaluation and for a run that succeeded, else none."""
 
 
 class HistoryTables(RunTable):
@@ -289,7 +289,7 @@ class HistoryTables(RunTable):
             sampling=sampling[0] if sampling else None,
             pairs=[] if is_eval else self._pairs(run_id, evaluations),
             tries=self.tries(run_id, evaluations[-1].step) if is_eval and evaluations else [],
-            near=self.near(run) if is_eval else [],
+            near=self.near(run) if is_eval or run.state == "succeeded" else [],
         )
 
     def _pairs(self, run_id: str, evaluations: Sequence[Evaluation]) -> list[tuple[float, float]]:

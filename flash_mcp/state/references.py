@@ -173,3 +173,14 @@ def _checkpoint(store: Store, run_id: str, step: int | None) -> Subject:
         "digest": found.digest,
     }
     return Subject(card.name, card.context, found.step, run, adapter)
+
+
+def split_size(store: Store, run: Run) -> int | None:
+    """The tasks of the split that the run's evaluations take, as env_push counted them; None if
+    that is not known.
+    """
+    try:
+        data = store.environment(run.environment_reference).data
+    except FlashError:  # it was removed
+        return None
+    return data.get("tasks", {}).get(run.eval_split)

@@ -14,7 +14,7 @@ from flash_mcp.protocol.records import Run
 from flash_mcp.state import queue
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.shared.frame import Part, Result, RunId, page_offset
-from flash_mcp.tools.shared.next_steps import after_evaluation, going_on
+from flash_mcp.tools.shared.next_steps import Situation, going_on, next_of, waiting_for
 from flash_mcp.tools.shared.waiting import deadline_after, look_after, wait_until
 
 
@@ -94,24 +94,20 @@ async def cancel(
         lambda run: (f"{run_id}: {run.state}, asked to save and end", None),
     )
     saved = await run_sync(store.checkpoints, run_id)
+    checkpoint = saved[-1].step if saved else None
     return Cancel(
         run_id=run_id,
         state=run.state,
         step=run.step,
-        checkpoint=saved[-1].step if saved else None,
-        next=_after_cancel(run, bool(saved)),
+        checkpoint=checkpoint,
+        next=_after_cancel(run, checkpoint),
     )
 
 
-def _after_cancel(run: Run, has_checkpoint: bool) -> str:
-    if run.algorithm == "eval" and run.state == "cancelled":
-        return after_evaluation(run, open_store().near(run))
-    if run.state != "cancelled":
-        return f"it is saving; status(run_id={run.id!r}, until='end') returns when it has ended"
-    if has_checkpoint:
-        serve = f"deploy(run_id={run.id!r}) serves its newest checkpoint"
-        return f"{serve}; {going_on(run)} continues from it"
-    return "it had no checkpoint yet; train starts another run"
+def _after_cancel(run: Run, checkpoint: int | None) -> str:
+    if run.state == "cancelled":
+        return next_of(Situation(run=run, checkpoint=checkpoint))
+    return f"it is saving; {waiting_for(run.id, 'end')} returns when it has ended"
 
 
 def checkpoints(
@@ -150,7 +146,7 @@ def checkpoints(
     if found:
         step = found[0].step
         serve = f"deploy(run_id={run_id!r}, step={step}) serves the first"
-        next_step = f"{serve}; {going_on(run, step)} continues from it"
+        next_step = f"{serve}; {going_on(run, step)} starts another run from it"
     elif run.algorithm == "eval":
         next_step = f"an evaluation saves none; status(run_id={run_id!r}) has its scores"
     else:

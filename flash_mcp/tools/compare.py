@@ -22,7 +22,7 @@ from flash_mcp.state import references
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.shared.fitting import shorten, shorten_as_json
 from flash_mcp.tools.shared.frame import Result
-from flash_mcp.tools.shared.next_steps import after_comparison, repeated
+from flash_mcp.tools.shared.next_steps import Compared, after_comparison, repeated
 
 FLIP_CHARACTERS = 4200
 """All transcripts in one comparison have at most so many."""
@@ -410,20 +410,15 @@ def _limits(pair: Pair) -> list[str]:
 def _next_step(store: Store, pair: Pair, change: Change, has_flips: bool) -> str:
     run = pair.other.run
     step = pair.other.row.step
+    base = Compared(pair.base.run, pair.base.row.step)
     if pair.is_confounded:
-        advice = repeated(pair.base.run, pair.base.row.step, run, pair.differing)
+        advice = repeated(base, run, pair.differing)
     else:
-        advice = after_comparison(change, run, step, pair.differing, _split_size(store, run))
+        size = references.split_size(store, run)
+        other = Compared(run, step)
+        measured = len(pair.other.tasks)
+        advice = after_comparison(change, base, other, pair.differing, measured, size)
     if not has_flips:
         return advice
     call = f"rollouts(run_id={run.id!r}, split='eval', step={step}, index=other_index)"
     return f"{advice}; {call} shows a flip whole"
-
-
-def _split_size(store: Store, run: Run) -> int | None:
-    """The tasks of the split that was evaluated, as env_push counted them."""
-    try:
-        data = store.environment(run.environment_reference).data
-    except FlashError:  # it was removed
-        return None
-    return data.get("tasks", {}).get(run.eval_split)

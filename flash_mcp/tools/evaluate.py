@@ -22,7 +22,7 @@ from flash_mcp.tools.shared import resolve
 from flash_mcp.tools.shared.fitting import error_text, without_empty
 from flash_mcp.tools.shared.frame import Result, report
 from flash_mcp.tools.shared.loading import Arguments, Secrets, check_machine, loaded
-from flash_mcp.tools.shared.next_steps import after_evaluation
+from flash_mcp.tools.shared.next_steps import Situation, next_of
 from flash_mcp.tools.shared.scores import Scores, scores, thoughts
 from flash_mcp.tools.shared.waiting import WAIT_LIMIT_S, ended, submit, tried_again
 
@@ -231,5 +231,5 @@ def _describe(store: Store, run: Run, subject: Subject, known: int, created: boo
         scores=found,
         error=error_text(run.error, 1500),
         notes=notes or None,
-        next=after_evaluation(run, store.near(run)),
+        next=next_of(Situation(run=run, near=store.near(run))),
     )

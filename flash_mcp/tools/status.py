@@ -119,7 +119,7 @@ def _shown(store: Store, run_id: str, detailed: bool) -> Status:
     """The whole report. What waits for more does not tell it again."""
     report = report_on(store, run_id, detailed=detailed)
     run = report.found.run
-    if run.ended is not None or run.algorithm == "eval":
+    if run.ended is not None or run.algorithm == "eval":  # both have all to tell at the end
         return Status(run=report.view, next=report.next_step)
     told = Told.of(run_id, None)
     reached = str(told.after(report))

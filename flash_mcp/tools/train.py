@@ -38,7 +38,7 @@ from flash_mcp.tools.shared.fitting import to_text, without_empty
 from flash_mcp.tools.shared.frame import Part, Result, report, unwrapped
 from flash_mcp.tools.shared.held_out import read_held_out
 from flash_mcp.tools.shared.loading import check_machine, contamination_note, loaded
-from flash_mcp.tools.shared.next_steps import after_sample, waiting_for
+from flash_mcp.tools.shared.next_steps import after_sample, after_train
 from flash_mcp.tools.shared.preflight import (
     GROUP_SIZE,
     SAMPLE_LIMIT_S,
@@ -48,7 +48,7 @@ from flash_mcp.tools.shared.preflight import (
     sample_groups,
 )
 from flash_mcp.tools.shared.resolve import adapter_name, init_adapter, resolved_spec
-from flash_mcp.tools.shared.run_view import RunView, by_source
+from flash_mcp.tools.shared.run_view import RunView, by_source, report_on
 from flash_mcp.tools.shared.waiting import look_after, tried_again
 
 CHARACTERS_PER_TOKEN = 3.5
@@ -215,10 +215,16 @@ async def train(
     if not accept_failed_gate:
         plan.check_gate()
     run, created = await run_sync(_enqueue, plan, idempotency_key)
-    next_step = f"status(run_id={run.id!r}, until='news') follows it; cancel ends it"
+    next_step = await run_sync(_followed, plan.store, run, created)
     if trouble := await look_after(plan.store, run):
         next_step = f"{trouble} The run is queued. {tried_again(run.id)}"
     return plan.result(run_id=run.id, state=run.state, created=created, next=next_step)
+
+
+def _followed(store: Store, run: Run, is_own: bool) -> str:
+    """What follows; `is_own`: the run was named, or made by this call, and not found by a key."""
+    after = report_on(store, run.id).next_step if run.ended else ""
+    return after_train(run, after, created=is_own)
 
 
 async def _resumed(run_id: str, given: Json, *, fresh_optimizer: bool) -> Train:
@@ -232,10 +238,7 @@ async def _resumed(run_id: str, given: Json, *, fresh_optimizer: bool) -> Train:
     again = functools.partial(resumption.resume, fresh_optimizer=fresh_optimizer)
     found = await run_sync(again, store, run_id, given.get("steps"))
     run = found.run
-    if run.ended is None:
-        next_step = f"{waiting_for(run.id)} follows it; cancel ends it"
-    else:
-        next_step = f"status(run_id={run.id!r}) reports on it; name more steps to go on"
+    next_step = await run_sync(_followed, store, run, True)
     if trouble := await look_after(store, run):
         next_step = f"{trouble} The run is queued. {tried_again(run.id)}"
     return Train(

@@ -375,7 +375,9 @@ async def test_too_few_tasks_are_called_so_with_the_number_that_would_decide(cli
     body = await call(client, "compare", base=base["run_id"], other=other["run_id"])
     assert body["verdict"] == "underpowered"
     assert body["success"]["decide_n"] > 60
-    assert f"evaluate both on about {body['success']['decide_n']} tasks" in body["next"]
+    needed = body["success"]["decide_n"]
+    assert f"about {needed} tasks would decide: evaluate(" in body["next"]
+    assert f"limit={needed}" in body["next"]
     pushed = open_store().environment("echo")
     sizes = {"tasks": {"train": 40, "eval": 60}}
     open_store().add_environment(

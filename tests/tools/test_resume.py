@@ -11,7 +11,7 @@ import pytest
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Run
-from flash_mcp.protocol.run_folder import OPTIMIZER, RunFolder
+from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state import queue
 from flash_mcp.state.retention import drop_optimizers
 from flash_mcp.state.store import open_store
@@ -49,14 +49,11 @@ async def refused(**arguments: Any) -> FlashError:
     return caught.value
 
 
-def stopped_run(folder: Path, state: str, *, optimizer: bool = True, **fields: Any) -> Run:
+def stopped_run(folder: Path, state: str, **fields: Any) -> Run:
     """A run that ended at step 6 of 20, with a checkpoint there."""
     run, writer = started_run(folder / "environment", **fields)
     learn(writer, range(1, 7))
-    save_adapter(writer, 6, folder)
-    if optimizer:
-        path = Path(str((RunFolder(run.folder).manifest(6) or {})["path"]), OPTIMIZER)
-        path.write_bytes(b"moments")
+    save_adapter(writer, 6, folder, optimizer=True)
     if state == "cancelled":
         queue.request_cancel(open_store(), run.id, "enough")
     error = FlashError("worker_failed", "it died") if state == "failed" else None

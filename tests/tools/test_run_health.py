@@ -205,7 +205,8 @@ async def test_the_detailed_form_has_every_metric_and_where_the_run_comes_from(t
     view = (await call("status", run_id=started["run_id"], detail="detailed"))["run"]
     assert view["metrics"]["reward/mean"].startswith("0.2057 -> ")
     assert set(view["metrics"]) >= {"loss", "entropy", "grad_norm", "tokens/completion_mean"}
-    assert view["sources"] == {"argument": ["environment", "init_from_adapter"]}
+    assert view["sources"]["argument"] == ["environment", "init_from_adapter"]
+    assert view["sources"]["adapter"] == ["lora_rank", "lora_alpha"]
     lineage = view["lineage"]
     assert (lineage["parent"], lineage["environment"]) == (
         f"{earlier.id}@10",

@@ -24,6 +24,7 @@ from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.rollouts import LEAST_PER_MESSAGE, share_out
 from flash_mcp.tools.shared import waiting
 from flash_mcp.tools.shared.fitting import RESULT_CHARACTERS, to_text
+from tests.calls import named_calls
 from tests.samples import (
     ENVIRONMENT,
     EVAL_EXAMPLES,
@@ -452,9 +453,7 @@ async def test_a_run_within_the_noise_is_not_called_better(tmp_path: Path):
     assert "rollouts" in body["next"]
     body = await call("status", run_id=finished_run(tmp_path / "other", solved=25).id)
     assert body["run"]["verdict"]["outcome"] == "underpowered"
-    assert "eval tasks would decide: evaluate(" in body["next"] and body["next"].endswith(
-        "then compare"
-    )
+    assert "tasks would decide: evaluate(" in body["next"] and body["next"].endswith("then compare")
 
 
 async def test_a_running_run_has_a_speed_and_a_time_left(tmp_path: Path):
@@ -848,6 +847,7 @@ async def test_what_is_said_next_of_an_evaluation_leads_to_its_own_transcripts(t
 async def test_a_fine_tuned_run_is_not_sent_for_transcripts_that_it_does_not_have(tmp_path: Path):
     run, writer = started_run(tmp_path, algorithm="sft")
     evaluate(writer, 20, 30)
+    save_adapter(writer, 20, tmp_path)
     read_in(open_store(), run.id)
     queue.finish(open_store(), run.id, 1, "succeeded", step=20)
     assert f"evaluate(model={run.id!r})" in (await call("status", run_id=run.id))["next"]
@@ -858,7 +858,7 @@ async def test_a_fine_tuned_run_is_not_sent_for_transcripts_that_it_does_not_hav
     ("fields", "more"),
     [
         ({}, ""),
-        ({"lora_rank": 8, "lora_alpha": 8}, ", lora_rank=8, lora_alpha=8"),
+        ({"lora_rank": 8, "lora_alpha": 8}, ""),
         ({"environment_args": {"fail": False}}, ", environment_args={'fail': False}"),
         ({"algorithm": "sft"}, ", algorithm='sft'"),
         ({"max_tokens": 16}, ", max_tokens=16"),
@@ -879,8 +879,10 @@ async def test_going_on_from_a_run_is_a_call_that_works(
     said = (await call("checkpoints", run_id=run.id))["next"]
     made = f"train(environment='echo', init_from_adapter='{run.id}@5'{more})"
     assert made in said
-    arguments = {"environment": "echo", "init_from_adapter": f"{run.id}@5", **fields}
-    assert (await call("train", **arguments, validate_only=True))["warm_start"] == f"{run.id}@5"
+    arguments = named_calls(said)[-1][1]
+    checked = await call("train", **arguments, validate_only=True)
+    assert checked["warm_start"] == f"{run.id}@5"
+    assert {name: checked["values"][name] for name in fields} == fields
 
 
 async def test_a_list_of_runs_of_one_state_does_not_say_that_there_are_none(tmp_path: Path):

@@ -5,7 +5,7 @@ the caller passes back says what it was told.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Self
 
 from flash_mcp.judgement.comparison import Verdict
@@ -14,7 +14,7 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.parts import Part
 from flash_mcp.protocol.records import Run, RunState
 from flash_mcp.state.store import Store
-from flash_mcp.tools.shared.next_steps import waiting_for
+from flash_mcp.tools.shared.next_steps import next_of, waiting_for
 from flash_mcp.tools.shared.run_view import Failure, HeldOut, Report, report_on
 from flash_mcp.tools.shared.scores import Scores
 from flash_mcp.tools.shared.waiting import (
@@ -236,12 +236,7 @@ def news_of(report: Report, told: Told) -> News:
 
 
 def next_call(report: Report, told: Told, until: Until, since: str) -> str:
-    """What to do after a look: the look again, with what asks for more before it."""
-    run = report.found.run
-    again = waiting_for(run.id, until, since)
-    if run.ended is not None:
-        return report.next_step
-    is_problem = any(flag.severity == "problem" for flag in told.new_flags(report))
-    if is_problem or report.held_up:
-        return f"{report.next_step}; {again} waits on"
-    return again
+    """What to do after a look: what is new decides, and the look again comes last."""
+    wait = waiting_for(report.found.run.id, until, since)
+    flags = report.judged.flags if report.found.run.ended else told.new_flags(report)
+    return next_of(replace(report.situation, flags=flags, wait=wait))

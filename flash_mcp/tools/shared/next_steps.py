@@ -1,43 +1,98 @@
-"""All wording of `next`: what to do after a result. Pure functions of records and verdicts."""
+"""All wording of `next`: what to do after a result. Pure functions of records and verdicts.
+
+What follows a run is decided by RULES, of which the first that applies counts; docs/next.md shows
+them as a table.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flash_mcp.judgement import attempts
 from flash_mcp.judgement.comparison import Change
-from flash_mcp.judgement.health import Flag
-from flash_mcp.protocol.records import Run
+from flash_mcp.judgement.health import CONTAMINATED, Flag
+from flash_mcp.protocol.records import ACTIVE, Run
 from flash_mcp.protocol.spec import default_of
 from flash_mcp.tools.shared.preflight import Sample
+
+MOST_TRIES = 16
+"""Attempts at a task beyond which only more tasks help."""
 
 # -- a run -----------------------------------------------------------------------------------------
 
 
-def after_status(
-    run: Run, flags: Sequence[Flag], change: Change | None, has_checkpoint: bool
-) -> str:
-    """`change` is that of the held-out success, unless it cannot be trusted."""
-    run_id = run.id
-    if run.state == "failed":
-        resume = f"; its checkpoints stay: {going_on(run)} goes on from the newest"
-        return f"act on error.fix, then train again{resume if has_checkpoint else ''}"
-    if run.state == "cancelled":
-        return f"deploy(run_id={run_id!r}) or {going_on(run)}" if has_checkpoint else "train again"
-    if any(flag.name == "contaminated_split" for flag in flags):
-        cleaned = "take the shared tasks out of one of the splits, env_test, env_push"
-        return f"{cleaned} and train again: see flags"
-    problem = next((flag for flag in flags if flag.severity == "problem"), None)
-    is_done = run.state == "succeeded"
-    if is_done and (change or not problem):
-        return _after_success(run, change)
-    if problem:
-        end = "train again with its remedy" if is_done else "cancel if it is not worth its time"
-        return f"{problem.name}: see {_worst(run)}; {end}"
-    return f"{waiting_for(run_id)} returns at news"
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """All that decides what follows a run."""
+
+    run: Run
+    flags: Sequence[Flag] = ()
+    """Those that the caller was not told before, the gravest first."""
+    change: Change | None = None
+    """The change of the held-out success, unless it cannot be trusted."""
+    measured: int = 0
+    """Tasks of the newest evaluation within the run."""
+    checkpoint: int | None = None
+    """Step of the newest."""
+    split_size: int | None = None
+    """Tasks of the split that is evaluated, if it is known."""
+    near: Sequence[Run] = ()
+    """Those of Store.near."""
+    is_held_up: bool = False
+    wait: str | None = None
+    """The call that waits for more, if it is not the usual one."""
+
+    @property
+    def waiting(self) -> str:
+        return self.wait or waiting_for(self.run.id)
+
+    @property
+    def problem(self) -> Flag | None:
+        return next((flag for flag in self.flags if flag.severity == "problem"), None)
+
+    @property
+    def measurement(self) -> Run | None:
+        """The stored evaluation of the newest checkpoint."""
+        if self.checkpoint is None:
+            return None
+        wanted = attempts.weights(self.run, self.checkpoint)
+        return next((row for row in self._done if _weights(row) == wanted), None)
+
+    @property
+    def baseline(self) -> Run | None:
+        """The stored evaluation before training that can be compared with `measurement`."""
+        trained = self.measurement
+        if trained is None:
+            return None
+        start = attempts.weights(self.run, 0)
+        found = (row for row in self._done if _weights(row) == start)
+        return next((row for row in found if _differ_in_model_alone(row, trained)), None)
+
+    @property
+    def _done(self) -> list[Run]:
+        """Finished evaluations of the environment that the run trained on."""
+        digest = self.run.environment_digest
+        found = [row for row in self.near if row.algorithm == "eval" and row.state == "succeeded"]
+        return [row for row in found if row.environment_digest == digest]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One line of the table: where it applies, and what it says."""
+
+    when: str
+    then: str
+    applies: Callable[[Situation], Any]
+    says: Callable[[Situation], str]
+
+
+def next_of(situation: Situation) -> str:
+    """What to do next with a run or an evaluation."""
+    return next(rule.says(situation) for rule in RULES if rule.applies(situation))
 
 
 def waiting_for(run_id: str, until: str = "news", since: str | None = None) -> str:
@@ -50,70 +105,254 @@ def waiting_for(run_id: str, until: str = "news", since: str | None = None) -> s
     return f"status({', '.join(given)})"
 
 
-def _after_success(run: Run, change: Change | None) -> str:
-    run_id = run.id
-    if change is None and run.algorithm == "sft":
-        measured = f"evaluate(model={run_id!r}) measures it on held-out tasks"
-        return f"{measured}, and compare sets it against the base model"
-    if change is None:
-        best = f"rollouts(run_id={run_id!r}, which='best') shows what was learnt"
-        return f"{best}; deploy(run_id={run_id!r}) serves it"
-    if change.outcome == "improved":
-        return f"deploy(run_id={run_id!r}), then chat with the base model beside it"
-    if change.outcome == "underpowered":
-        call = f"evaluate(environment={run.environment!r}, model={run_id!r})"
-        needed = f"about {change.decide_n} eval tasks would decide"
-        return f"{needed}: {call} and with model='{run_id}@0', then compare"
-    failing = f"rollouts(run_id={run_id!r}, which='worst', split='eval')"
-    return f"{failing} shows what still fails; change one thing and train again"
+def resuming(run: Run) -> str:
+    return f"train(resume={run.id!r})"
+
+
+def going_on(run: Run, step: int) -> str:
+    """The call that starts another run from an adapter of this one, on the same environment."""
+    spec = run.training
+    fields = {"environment": run.environment, "init_from_adapter": f"{run.id}@{step}"}
+    if run.model != default_of("model"):
+        fields["model"] = run.model
+    for name in ("environment_args", "secrets", "dataset"):
+        if value := getattr(spec, name):
+            fields[name] = value
+    for name in ("algorithm", "max_tokens"):
+        if getattr(spec, name) != default_of(name):
+            fields[name] = getattr(spec, name)
+    return f"train({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
 
 
 def _worst(run: Run) -> str:
     return f"rollouts(run_id={run.id!r}, which='worst')"
 
 
-def going_on(run: Run, step: int | None = None) -> str:
-    """The call that starts another run of the same shape from an adapter of this one, by default
-    the newest.
-    """
-    spec = run.training
-    start = run.id if step is None else f"{run.id}@{step}"
-    fields = {"environment": run.environment, "init_from_adapter": start}
-    if run.model != default_of("model"):
-        fields["model"] = run.model
-    for name in ("environment_args", "secrets", "dataset"):
-        if value := getattr(spec, name):
-            fields[name] = value
-    for name in ("algorithm", "max_tokens", "lora_rank", "lora_alpha"):
-        if getattr(spec, name) != default_of(name):
-            fields[name] = getattr(spec, name)
-    return f"train({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
+def _is(*states: str) -> Callable[[Situation], bool]:
+    """Of a training run."""
+    return lambda found: found.run.algorithm != "eval" and found.run.state in states
 
 
-# -- an evaluation ---------------------------------------------------------------------------------
+def _is_evaluation(*states: str) -> Callable[[Situation], bool]:
+    return lambda found: found.run.algorithm == "eval" and found.run.state in states
 
 
-def after_evaluation(run: Run, near: Sequence[Run]) -> str:
-    """What to do next with an evaluation; `near` are those of Store.near."""
-    run_id = run.id
-    earlier = [row for row in near if row.created < run.created]
-    if run.ended is None:
-        # Another owner's earlier run need not start first.
-        own = (row for row in earlier if row.owner == run.owner)
-        ahead = next((row for row in own if row.ended is None), None)
-        waits = f"; it waits for {ahead.id}" if ahead and run.state == "queued" else ""
-        return f"{waiting_for(run_id, 'end')} has the scores once they are there{waits}"
-    if run.state == "failed":
-        return f"status(run_id={run_id!r}) has the evidence; act on it, then evaluate again"
-    if run.state == "cancelled":
-        return "evaluate starts another; the attempts made so far are in no result"
+def _succeeded(outcome: str | None) -> Callable[[Situation], bool]:
+    """Of a training run whose held-out success changed so; None: it was not measured twice."""
+
+    def applies(found: Situation) -> bool:
+        judged = found.change.outcome if found.change else None
+        return _is("succeeded")(found) and judged == outcome
+
+    return applies
+
+
+def _problem(found: Situation) -> str:
+    assert found.problem is not None
+    seen = f"{found.problem.name}: see {_worst(found.run)}"
+    if found.run.state == "succeeded":
+        return f"{seen}; train again with its remedy"
+    return f"{seen}; cancel(run_id={found.run.id!r}) if it is not worth its time; {found.waiting}"
+
+
+def _warning(found: Situation) -> str:
+    names = ", ".join(flag.name for flag in found.flags)
+    return f"{names}: {_worst(found.run)} shows why; {found.waiting} waits on"
+
+
+def _after_failure(found: Situation) -> str:
+    goes_on = f"{resuming(found.run)} goes on from checkpoint {found.checkpoint}"
+    if found.checkpoint is None:
+        goes_on = f"{resuming(found.run)} starts it over"
+    return f"act on error.fix, then {goes_on} with its own values"
+
+
+def _after_cancel(found: Situation) -> str:
+    if found.checkpoint is None:
+        return f"{resuming(found.run)} starts it over with its own values"
+    goes_on = f"{resuming(found.run)} goes on with its own values"
+    return f"{goes_on}; deploy(run_id={found.run.id!r}) serves checkpoint {found.checkpoint}"
+
+
+def _unmeasured(found: Situation) -> str:
+    run = found.run
+    if found.measurement:
+        return _against_the_start(found)
+    if found.split_size != 0 and found.checkpoint is not None:
+        measured = f"evaluate(model={run.id!r}) measures it on held-out tasks"
+        return f"{measured}, and compare sets it against the base model"
+    serves = f"deploy(run_id={run.id!r}) serves it"
+    if found.checkpoint is None:
+        serves = "it saved no checkpoint that could be served"
+    if run.algorithm == "sft":  # it has no rollouts
+        return serves
+    return f"rollouts(run_id={run.id!r}, which='best') shows what was learnt; {serves}"
+
+
+def _against_the_start(found: Situation) -> str:
+    trained = found.measurement
+    assert trained is not None
+    if found.baseline:
+        call = f"compare(base={found.baseline.id!r}, other={trained.id!r})"
+        return f"{call} says whether training helped: both were measured"
+    same = measuring(f"{found.run.id}@0", trained)
+    return f"{trained.id} measured it; {same} measures the start alike, then compare"
+
+
+def _undecided(found: Situation) -> str:
+    if found.measurement:
+        return _against_the_start(found)
+    assert found.change is not None
+    run = found.run
+    models = (f"{run.id}@0", f"{run.id}@{found.checkpoint}")
+    if found.checkpoint is None:
+        return f"about {found.change.decide_n} tasks would decide, and it saved no checkpoint"
+    return _more(models, run, found.change, found.measured, found.split_size)
+
+
+def _unchanged(found: Situation) -> str:
+    failing = f"rollouts(run_id={found.run.id!r}, which='worst', split='eval')"
+    return f"{failing} shows what still fails; change one thing and train again"
+
+
+def _improved(found: Situation) -> str:
+    return f"deploy(run_id={found.run.id!r}), then chat with the base model beside it"
+
+
+def _awaited(found: Situation) -> str:
+    run = found.run
+    earlier = [row for row in found.near if row.created < run.created]
+    # Another owner's earlier run need not start first.
+    own = (row for row in earlier if row.owner == run.owner)
+    ahead = next((row for row in own if row.ended is None), None)
+    waits = f"; it waits for {ahead.id}" if ahead and run.state == "queued" else ""
+    call = found.wait or waiting_for(run.id, "end")
+    return f"{call} has the scores once they are there{waits}"
+
+
+def _repeated_evaluation(found: Situation) -> str:
+    run = found.run
+    again = f"{measuring(_model_of(run, 0), run)} measures it again"
+    return f"act on error, then {again}" if run.state == "failed" else again
+
+
+def _after_scores(found: Situation) -> str:
+    run = found.run
     failures = f"{_worst(run)} shows what fails"
+    earlier = [row for row in found.near if row.created < run.created]
     partner = next((row for row in earlier if _differ_in_model_alone(row, run)), None)
     if partner is None:
         return f"{failures}; evaluate another model on the same tasks, then compare"
     # The less trained is the base: without an adapter, then before training, then the earlier.
     base, other = sorted((partner, run), key=_training)
     return f"compare(base={base.id!r}, other={other.id!r}) says whether it differs; {failures}"
+
+
+RULES = (
+    Rule(
+        "something holds it up: no supervisor, a full disk, secrets",
+        "do what `warnings` says, then wait",
+        lambda found: found.is_held_up,
+        lambda found: f"do what the first of warnings says; then {found.waiting}",
+    ),
+    Rule(
+        "an evaluation that has not ended",
+        "wait for its end",
+        _is_evaluation(*ACTIVE),
+        _awaited,
+    ),
+    Rule(
+        "an evaluation that failed or was cancelled",
+        "`evaluate` with the same values",
+        _is_evaluation("failed", "cancelled"),
+        _repeated_evaluation,
+    ),
+    Rule(
+        "an evaluation",
+        "`compare` with a stored one that differs in the model alone; `rollouts`",
+        _is_evaluation("succeeded"),
+        _after_scores,
+    ),
+    Rule(
+        "failed",
+        "act on the error's fix, `train(resume=...)`",
+        _is("failed"),
+        _after_failure,
+    ),
+    Rule(
+        "cancelled",
+        "`train(resume=...)`; `deploy` if it saved a checkpoint",
+        _is("cancelled"),
+        _after_cancel,
+    ),
+    Rule(
+        "the splits share tasks",
+        "take them out, `env_test`, `env_push`, train again",
+        lambda found: any(flag.name == CONTAMINATED for flag in found.flags),
+        lambda found: (
+            "take the shared tasks out of one of the splits, env_test, env_push and train again:"
+            " see flags"
+        ),
+    ),
+    Rule(
+        "under way, with a new problem",
+        "`rollouts`; `cancel`, or wait on",
+        lambda found: _is(*ACTIVE)(found) and found.problem,
+        _problem,
+    ),
+    Rule(
+        "under way, with a new warning",
+        "`rollouts`, then wait on",
+        lambda found: _is(*ACTIVE)(found) and found.flags,
+        _warning,
+    ),
+    Rule(
+        "under way",
+        "wait for news",
+        _is(*ACTIVE),
+        lambda found: found.waiting,
+    ),
+    Rule(
+        "succeeded with a problem, and held-out success was not measured",
+        "`rollouts`, train again with the remedy",
+        lambda found: _succeeded(None)(found) and found.problem,
+        _problem,
+    ),
+    Rule(
+        "succeeded, and held-out success was not measured",
+        "`evaluate`; where the newest checkpoint was evaluated, the start alike; where both were, "
+        "`compare`; without an eval split `rollouts` and `deploy`",
+        _succeeded(None),
+        _unmeasured,
+    ),
+    Rule("`improved`", "`deploy`, `chat`", _succeeded("improved"), _improved),
+    Rule(
+        "`underpowered`",
+        "`evaluate` both on the tasks that would decide; where the split has no more, with more "
+        f"attempts at each, up to {MOST_TRIES}; then more tasks. Where both were evaluated, "
+        "`compare`",
+        _succeeded("underpowered"),
+        _undecided,
+    ),
+    Rule("`no_change` or `regressed`", "`rollouts`", _is("succeeded"), _unchanged),
+)
+
+
+def after_train(run: Run, after: str, *, created: bool) -> str:
+    """`after` is what follows a run that has ended."""
+    if run.ended is None:
+        return f"{waiting_for(run.id)} follows it; cancel ends it"
+    found = f"{run.id} {run.state} before"
+    if created:
+        return f"{found}: {after}"
+    return f"{found}, and the key stands for it: {after}; another idempotency_key starts another"
+
+
+# -- evaluations -----------------------------------------------------------------------------------
+
+
+def _weights(evaluation: Run) -> tuple[str, str | None, int | None]:
+    return attempts.weights(evaluation, evaluation.evaluation.step)
 
 
 def _training(evaluation: Run) -> tuple[bool, bool]:
@@ -126,76 +365,141 @@ def _differ_in_model_alone(one: Run, other: Run) -> bool:
         return False
     if _tasks(one) != _tasks(other) or attempts.differing(one, other):
         return False
-    return attempts.weights(one, one.evaluation.step) != attempts.weights(
-        other, other.evaluation.step
-    )
+    return _weights(one) != _weights(other)
 
 
 def _tasks(evaluation: Run) -> tuple[str, str, str]:
     return evaluation.environment, evaluation.environment_digest, evaluation.evaluation.split
 
 
-# -- a comparison ----------------------------------------------------------------------------------
+def _model_of(run: Run, step: int) -> str:
+    """How evaluate names what was evaluated."""
+    if run.algorithm == "eval":
+        return run.evaluation.checkpoint or run.model
+    return f"{run.id}@{step}"
 
 
-def after_comparison(
-    change: Change, other: Run, step: int, differing: Sequence[str], split_size: int | None
-) -> str:
-    """`split_size` is the number of tasks in the split, if it is known."""
-    trained = other.evaluation.checkpoint if other.algorithm == "eval" else f"{other.id}@{step}"
-    if change.outcome == "underpowered":
-        more = _more_tasks(change.decide_n or 0, other, split_size)
-        return f"claim no change; {more}, then compare"
-    if differing:
-        names = ", ".join(differing)
-        return f"both are one model, so the change says nothing of training: it is of {names}"
-    if change.outcome == "improved" and trained and step:
-        name, _, at = trained.partition("@")
-        return f"deploy(run_id={name!r}, step={at}) serves it"
-    return "change one thing and train again"
+def measuring(model: str, like: Run, *, count: int | None = None, tries: int | None = None) -> str:
+    """The call that evaluates `model` as `like` was made, on `count` tasks with `tries` attempts at
+    each, where they are given. What evaluate takes by itself is left out.
+    """
+    chosen = attempts.settings(like)
+    if tries is not None:
+        chosen |= {"attempts": tries, "temperature": 1.0}
+    made = _task_count(like)
+    if count is None and made and like.evaluation.tasks == list(range(made)):
+        count = made
+    usual = _usual(model, like, chosen)
+    for name, value in usual.items():
+        if chosen.get(name) == value:
+            del chosen[name]
+    places = {
+        "environment": None if model.startswith(f"{like.id}@") else like.environment_reference,
+        "model": model,
+        "split": None if like.eval_split == "eval" else like.eval_split,
+        "limit": count,
+        "secrets": like.spec.secrets or None,
+    }
+    given: list[str] = []
+    for name, value in (places | chosen).items():
+        if value is None:
+            continue
+        text = repr(value)
+        if len(text) > 300:  # environment_args
+            text = f"<that of {like.id}>"
+        given.append(f"{name}={text}")
+    return f"evaluate({', '.join(given)})"
+
+
+def _usual(model: str, like: Run, chosen: dict[str, Any]) -> dict[str, Any]:
+    """What evaluate takes for `model` if it is not told. A checkpoint's run decides about more than
+    is known here.
+    """
+    temperature = 0.0 if chosen["attempts"] == 1 else 1.0
+    usual: dict[str, Any] = {"attempts": 1, "temperature": temperature}
+    if not chosen["temperature"]:
+        usual["top_p"] = chosen["top_p"]  # greedy decoding has no nucleus
+    if model.startswith(f"{like.id}@"):
+        return chosen | usual
+    if "@" in model:
+        return usual
+    fields = ("top_p", "max_tokens", "stop_sequences", "thinking", "environment_args")
+    return {name: default_of(name) for name in fields} | usual
 
 
 def _task_count(run: Run) -> int:
     return len(run.evaluation.tasks) if run.algorithm == "eval" else 0
 
 
-def _more_tasks(needed: int, run: Run, size: int | None) -> str:
-    # The size was recorded by env_push: other environment_args may have given this run more tasks.
-    if size is None or size >= needed or size < _task_count(run):
-        return f"evaluate both on about {needed} tasks (several attempts at each narrow it too)"
-    split = run.eval_split
-    return (
-        f"about {needed} tasks would decide and the {split} split has no more than {size}: "
-        f"evaluate both on all {size} with more attempts at each and a temperature above 0, "
-        f"or add tasks to the {split} split and env_push"
-    )
+def _more(models: Sequence[str], like: Run, change: Change, measured: int, size: int | None) -> str:
+    """How to measure two models, made as `like` and `measured` tasks of it were, so that the change
+    is decided. `size` is that of the split, if it is known.
+    """
+    needed = change.decide_n or 0
+    split = like.eval_split
+    tries: int = attempts.settings(like)["attempts"]
+    # env_push recorded the size: other environment_args may have given this run more tasks.
+    size = None if size is not None and size < measured else size
+    has_more = size is None or size > measured
+    if has_more and (size is None or size >= needed):
+        both = _all(measuring(model, like, count=needed) for model in models)
+        return f"about {needed} tasks would decide: {both}, then compare"
+    adding = f"add tasks to the {split} split and env_push"
+    few = f"about {needed} tasks would decide and the {split} split has no more than {size}"
+    if tries >= MOST_TRIES:
+        return f"{few}: {adding}"
+    count = size if has_more else None
+    tries = min(MOST_TRIES, max(4, 2 * tries))
+    both = _all(measuring(model, like, count=count, tries=tries) for model in models)
+    return f"{few}: {both}, then compare; or {adding}"
 
 
-def repeated(base: Run, step: int, other: Run, differing: Sequence[str]) -> str:
+def _all(calls: Iterable[str]) -> str:
+    """Each call once: both sides may be of one model."""
+    return " and ".join(dict.fromkeys(calls))
+
+
+# -- a comparison ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One side of a comparison."""
+
+    run: Run
+    step: int
+
+    @property
+    def model(self) -> str:
+        return _model_of(self.run, self.step)
+
+
+def after_comparison(
+    change: Change,
+    base: Compared,
+    other: Compared,
+    differing: Sequence[str],
+    measured: int,
+    split_size: int | None,
+) -> str:
+    """`measured` tasks were compared; `split_size` is the number in the split, if it is known."""
+    if change.outcome == "underpowered":
+        more = _more((base.model, other.model), other.run, change, measured, split_size)
+        return f"claim no change; {more}"
+    if differing:
+        names = ", ".join(differing)
+        return f"both are one model, so the change says nothing of training: it is of {names}"
+    name, at, step = other.model.partition("@")
+    if change.outcome == "improved" and at and int(step):
+        return f"deploy(run_id={name!r}, step={step}) serves it"
+    return "change one thing and train again"
+
+
+def repeated(base: Compared, other: Run, differing: Sequence[str]) -> str:
     """The call that evaluates base again with the settings of other."""
-    model = f"{base.id}@{step}"
-    if base.algorithm == "eval":
-        model = base.evaluation.checkpoint or base.model
-    chosen = {
-        "environment": other.environment_reference,
-        "model": model,
-        "split": other.eval_split,
-        **attempts.settings(other),
-    }
-    if other.spec.secrets:
-        chosen["secrets"] = other.spec.secrets
-    count = _task_count(other)
-    if count and other.evaluation.tasks == list(range(count)):
-        chosen["limit"] = count
-    given: list[str] = []
-    for name, value in chosen.items():
-        text = repr(value)
-        if len(text) > 300:  # environment_args
-            text = f"<that of {other.id}>"
-        given.append(f"{name}={text}")
     return (
         f"claim nothing and deploy nothing: the two differ in {', '.join(differing)}; "
-        f"evaluate({', '.join(given)}) repeats base as other was made, "
+        f"{measuring(base.model, other)} repeats base as other was made, "
         f"then compare(base=its run_id, other={other.id!r})"
     )
 

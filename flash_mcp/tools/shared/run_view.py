@@ -25,9 +25,10 @@ from flash_mcp.protocol.records import (
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state import queue
 from flash_mcp.state.history import NEWEST_STEPS, RunHistory
+from flash_mcp.state.references import split_size
 from flash_mcp.state.store import Store
 from flash_mcp.tools.shared.fitting import shorten, without_empty
-from flash_mcp.tools.shared.next_steps import after_evaluation, after_status
+from flash_mcp.tools.shared.next_steps import Situation, next_of
 from flash_mcp.tools.shared.resolve import adapter_name
 from flash_mcp.tools.shared.scores import Scores, scores_of
 from flash_mcp.tools.shared.waiting import obstacles
@@ -181,7 +182,11 @@ class Report:
     held_up: list[str]
     """What keeps it from going on."""
     view: RunView
-    next_step: str
+    situation: Situation
+
+    @property
+    def next_step(self) -> str:
+        return next_of(self.situation)
 
 
 def report_on(store: Store, run_id: str, *, detailed: bool = False) -> Report:
@@ -194,8 +199,8 @@ def report_on(store: Store, run_id: str, *, detailed: bool = False) -> Report:
         view.queued_ahead = queue.queued_ahead(store, found.run)
     if detailed:
         _add_details(view, found, judged, failure_counts(_newest_rollouts(store, run_id)))
-    next_step = _next_step(found, judged, held_up)
-    return Report(found=found, judged=judged, held_up=held_up, view=view, next_step=next_step)
+    situation = _situation(store, found, judged, is_held_up=bool(held_up))
+    return Report(found=found, judged=judged, held_up=held_up, view=view, situation=situation)
 
 
 # -- the judgement ---------------------------------------------------------------------------------
@@ -234,13 +239,20 @@ def _held_out(found: RunHistory) -> list[Evaluation]:
     return [row for row in found.evaluations if row.summary["n"]]
 
 
-def _next_step(found: RunHistory, judged: Judgement, held_up: Sequence[str]) -> str:
-    run = found.run
-    if held_up:
-        return "do what the first of warnings says: nothing changes before"
-    if run.algorithm == "eval":
-        return after_evaluation(run, found.near)
-    return after_status(run, judged.flags, judged.change, bool(found.checkpoints))
+def _situation(
+    store: Store, found: RunHistory, judged: Judgement, *, is_held_up: bool
+) -> Situation:
+    evaluations = _held_out(found)
+    return Situation(
+        run=found.run,
+        flags=judged.flags,
+        change=judged.change,
+        measured=int(evaluations[-1].summary["n"]) if evaluations else 0,
+        checkpoint=found.checkpoints[-1].step if found.checkpoints else None,
+        split_size=split_size(store, found.run),
+        near=found.near,
+        is_held_up=is_held_up,
+    )
 
 
 # -- the view --------------------------------------------------------------------------------------

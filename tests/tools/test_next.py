@@ -1,0 +1,205 @@
+"""Every `next` is executed as it stands, on stores with runs in every state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.records import Run
+from flash_mcp.state import queue
+from flash_mcp.state.store import open_store
+from flash_mcp.tools.registry import TOOLS
+from tests.calls import named_calls
+from tests.frozen_calls import play_evaluation
+from tests.samples import (
+    end,
+    evaluate,
+    finished_run,
+    learn,
+    queued_run,
+    read_in,
+    save_adapter,
+    started_run,
+    supervised,
+)
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+
+SPLIT = 60
+"""Eval tasks of the environment."""
+MOST_CALLS = 8
+
+
+@pytest.fixture(autouse=True)
+def no_supervisor(flash_home: Path) -> Iterator[None]:
+    with supervised():
+        yield
+
+
+async def call(tool: str, **arguments: Any) -> dict[str, Any]:
+    function = TOOLS[tool].function
+    if "wait_s" in TOOLS[tool].signature.parameters:
+        arguments = {"wait_s": 0, **arguments}
+    result = function(**arguments)
+    result = await result if hasattr(result, "__await__") else result
+    return result.model_dump(mode="json")
+
+
+def snapshot() -> Any:
+    """What a call may have changed."""
+    store = open_store()
+    runs = [(run.id, run.state, run.cancel_requested) for run in store.runs(limit=100)]
+    return runs, [row.id for row in store.deployments()]
+
+
+def count_split(run: Run, tasks: int = SPLIT) -> None:
+    """As env_push does."""
+    sql = "UPDATE environments SET data = ? WHERE digest = ?"
+    data = f'{{"tasks": {{"train": 40, "eval": {tasks}}}}}'
+    open_store().execute(sql, [data, run.environment_digest])
+
+
+# -- runs in every state ---------------------------------------------------------------------------
+
+
+def running(folder: Path, **metrics: float) -> Run:
+    run, writer = started_run(folder)
+    learn(writer, range(1, 12), **metrics)
+    read_in(open_store(), run.id)
+    return run
+
+
+def stopped(folder: Path, state: Any, *, saved: bool = True, algorithm: str = "grpo") -> Run:
+    run, writer = started_run(folder / "environment", algorithm=algorithm)
+    if algorithm == "sft":
+        writer.metrics(6, {"loss": 0.5})
+    else:
+        learn(writer, range(1, 7))
+    if saved:
+        save_adapter(writer, 6, folder, optimizer=True)
+    if state == "cancelled":
+        queue.request_cancel(open_store(), run.id)
+    error = FlashError("environment_error", "the scorer raised") if state == "failed" else None
+    return end(writer, run.id, 6, state, error)
+
+
+def underpowered(folder: Path) -> Run:
+    """It went from 20 to 25 of 60 tasks, which is all that the split has."""
+    run, writer = started_run(folder / "environment")
+    evaluate(writer, 0, 20, of=SPLIT)
+    learn(writer, range(1, 7))
+    save_adapter(writer, 6, folder)
+    evaluate(writer, 6, 25, of=SPLIT)
+    return end(writer, run.id, 6)
+
+
+def cancelled_in_queue(folder: Path) -> Run:
+    run = queued_run(folder)
+    return queue.request_cancel(open_store(), run.id)
+
+
+SITUATIONS: dict[str, Callable[[Path], Run]] = {
+    "queued": queued_run,
+    "running": running,
+    "most groups are uniform": lambda folder: running(folder, **{"groups/uniform_share": 0.92}),
+    "a problem": lambda folder: running(folder, **{"groups/uniform_share": 0.97}),
+    "failed": lambda folder: stopped(folder, "failed", saved=False),
+    "failed after a checkpoint": lambda folder: stopped(folder, "failed"),
+    "cancelled": lambda folder: stopped(folder, "cancelled"),
+    "cancelled in the queue": cancelled_in_queue,
+    "improved": finished_run,
+    "no better": lambda folder: finished_run(folder, solved=25),
+    "undecided on all tasks": underpowered,
+    "not measured": lambda folder: stopped(folder, "succeeded"),
+    "not measured (sft)": lambda folder: stopped(folder, "succeeded", algorithm="sft"),
+    "not saved": lambda folder: stopped(folder, "succeeded", saved=False),
+}
+
+
+async def follow(tool: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The result of a call. An evaluation that it starts is played to its end."""
+    before = snapshot()
+    body = await call(tool, **arguments)
+    if tool == "evaluate":
+        assert body["created"] and body["tasks"] <= SPLIT, "it measures what is there already"
+        many = body["tasks"] * body["attempts"]
+        play_evaluation(body["run_id"], many // 2 if body["of"].endswith("@6") else many // 3, many)
+        return await call("status", run_id=body["run_id"])
+    if tool in ("train", "deploy", "cancel"):
+        assert snapshot() != before, (tool, arguments)
+    return body
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+async def test_every_call_of_next_works_and_leads_on(name: str, tmp_path: Path):
+    run = SITUATIONS[name](tmp_path)
+    count_split(run)
+    body = await call("status", run_id=run.id)
+    made: list[Any] = [("status", {"run_id": run.id})]
+    for _ in range(MOST_CALLS):
+        calls = [each for each in named_calls(body["next"]) if each[0] in FOLLOWED]
+        for tool, arguments in calls:
+            if "until" in arguments or "since" in arguments:
+                assert open_store().run(arguments["run_id"]).ended is None
+                await call(tool, **arguments)
+                continue
+            assert (tool, arguments) not in made, f"{tool}({arguments}) leads to itself"
+            made.append((tool, arguments))
+            body = await follow(tool, arguments)
+        if not calls or calls[-1][0] in ("deploy", "rollouts", "train", "cancel", "status"):
+            return
+    pytest.fail(f"no end: {[tool for tool, _ in made]}")
+
+
+FOLLOWED = {"status", "train", "evaluate", "compare", "cancel", "deploy", "rollouts"}
+
+
+# -- what was a dead end ---------------------------------------------------------------------------
+
+
+async def test_a_warning_is_named_while_the_run_goes_on(tmp_path: Path):
+    run = running(tmp_path, **{"groups/uniform_share": 0.92})
+    said = (await call("status", run_id=run.id))["next"]
+    assert said.startswith("uniform_groups: rollouts(")
+
+
+async def test_a_split_that_has_no_more_tasks_is_measured_with_more_attempts(tmp_path: Path):
+    run = underpowered(tmp_path)
+    count_split(run)
+    said = (await call("status", run_id=run.id))["next"]
+    assert "has no more than 60" in said
+    assert [each["attempts"] for _, each in named_calls(said)] == [4, 4]
+    count_split(run, 5000)
+    calls = named_calls((await call("status", run_id=run.id))["next"])
+    assert all(60 < each["limit"] < 5000 for _, each in calls)
+
+
+async def test_what_was_measured_before_and_after_is_compared(tmp_path: Path):
+    run = stopped(tmp_path, "succeeded", algorithm="sft")
+    count_split(run)
+    assert "evaluate(" in (await call("status", run_id=run.id))["next"]
+    trained = await call("evaluate", model=run.id, max_tokens=64)
+    play_evaluation(trained["run_id"], 40)
+    said = (await call("status", run_id=run.id))["next"]
+    tool, arguments = named_calls(said)[0]
+    assert (tool, arguments["model"], arguments["max_tokens"]) == ("evaluate", f"{run.id}@0", 64)
+    start = await call("evaluate", **arguments)
+    play_evaluation(start["run_id"], 20)
+    said = (await call("status", run_id=run.id))["next"]
+    assert named_calls(said) == [("compare", {"base": start["run_id"], "other": trained["run_id"]})]
+
+
+async def test_a_key_of_a_cancelled_run_does_not_promise_to_follow_it(tmp_path: Path):
+    queued_run(tmp_path)
+    asked = {"environment": "echo", "steps": 5, "idempotency_key": "first"}
+    started = await call("train", **asked)
+    queue.request_cancel(open_store(), started["run_id"])
+    again = await call("train", **asked)
+    assert (again["state"], again["created"]) == ("cancelled", False)
+    calls = named_calls(again["next"])
+    assert calls == [("train", {"resume": started["run_id"]})]
+    assert (await call("train", **calls[0][1]))["state"] == "queued"
