@@ -42,6 +42,13 @@ class RunTable(Connection):
         )
         return [Run.of(row) for row in self.query(sql, [*values, limit])]
 
+    def evaluations_of(self, environment_digest: str) -> list[Run]:
+        """Evaluations on that version that succeeded or have not ended, the newest first."""
+        sql = """SELECT * FROM runs WHERE algorithm = 'eval' AND environment_digest = ?
+                 AND state NOT IN ('failed', 'cancelled') AND cancel_requested IS NULL
+                 AND files_removed IS NULL ORDER BY created DESC, id DESC"""
+        return [Run.of(row) for row in self.query(sql, [environment_digest])]
+
     def active_runs(self) -> list[Run]:
         """Runs that have not ended, oldest first."""
         sql = f"SELECT * FROM runs WHERE state IN ({marks(ACTIVE)}) ORDER BY created, id"

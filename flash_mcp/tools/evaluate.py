@@ -19,7 +19,7 @@ from flash_mcp.state import references
 from flash_mcp.state.references import Subject
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.shared import resolve
-from flash_mcp.tools.shared.fitting import error_text, without_empty
+from flash_mcp.tools.shared.fitting import error_text, utc, without_empty
 from flash_mcp.tools.shared.frame import Result, report
 from flash_mcp.tools.shared.loading import Arguments, Secrets, check_machine, loaded
 from flash_mcp.tools.shared.next_steps import Situation, next_of
@@ -48,7 +48,7 @@ class Evaluate(Result):
     state: str
     """queued, starting, running, succeeded, failed or cancelled."""
     created: bool
-    """False where idempotency_key found an earlier one."""
+    """False where the same was measured before, or idempotency_key found an earlier one."""
     environment: str
     """NAME@DIGEST."""
     of: str
@@ -86,6 +86,7 @@ async def evaluate(
     seed: Annotated[int | None, Field(ge=0, le=2**31 - 1)] = None,
     environment_args: Arguments = None,
     secrets: Secrets = None,
+    again: bool = False,
     idempotency_key: Annotated[str | None, Field(min_length=1, max_length=200)] = None,
     wait_s: Annotated[float, Field(ge=0, le=45)] = 35.0,
 ) -> Evaluate:
@@ -112,6 +113,7 @@ async def evaluate(
         stop_sequences: Strings that end a turn.
         thinking: Chat template with thinking; default the run's.
         seed: Seed of sampling; default 0.
+        again: Measure even what was measured alike before. Default false: that is returned.
         idempotency_key: A second call with the same key returns the same evaluation.
         wait_s: Seconds to wait for the scores; default 35.
     """
@@ -141,7 +143,7 @@ async def evaluate(
     known = await task_names(row, split, values.environment_args, values.secrets)
     tasks = _chosen(known, split, task_ids, limit, attempts)
     run, created, trouble = await submit(
-        store, resolved(tasks=tasks), row, subject, idempotency_key
+        store, resolved(tasks=tasks), row, subject, idempotency_key, again=again
     )
     if trouble is None:
         run = await ended(store, run.id, started + min(wait_s, WAIT_LIMIT_S))
@@ -211,6 +213,8 @@ def _describe(store: Store, run: Run, subject: Subject, known: int, created: boo
     if subject.deployment:
         served = f"this evaluates what {subject.deployment} serves"
         notes.append(f"{served}, on an engine of its own, not its server")
+    if not created and run.state == "succeeded":
+        notes.append(f"measured before, {utc(run.created)}: again=true measures it once more")
     if len(spec.tasks) < known:
         notes.append(f"{len(spec.tasks)} of the split's {known} tasks")
     if subject.adapter and spec.split == "eval" and (overlap := store.overlap(run)):

@@ -601,6 +601,7 @@ async def test_a_sample_says_whether_there_is_something_to_learn_and_what_it_tak
     assert (run.spec.split, run.spec.temperature) == ("train", 1.0)
     again = await sampled(client, {"often": list(range(40))})
     assert again["sample"]["run_id"] == sample["run_id"]
+    assert again["sample"]["made_before"] is True and "made_before" not in sample
     assert [row.algorithm for row in open_store().runs()] == ["eval"]
 
 
@@ -696,3 +697,44 @@ def test_as_many_evaluations_are_reckoned_with_as_a_run_makes(
     spec = resolve(validate({"environment": "e", "steps": 20, "eval_before": True, "eval_after": after,
                              **({"eval_every": every} if every else {})})).spec  # fmt: skip
     assert preflight._evaluations(spec) == count
+
+
+# -- measured before -------------------------------------------------------------------------------
+
+
+async def test_what_was_measured_is_returned_unless_it_is_to_be_measured_again(client: Client):
+    first = await evaluated(client, solved=3, limit=5)
+    assert first["created"] is True
+    same = await evaluated(client, solved=3, limit=5)
+    assert (same["run_id"], same["created"]) == (first["run_id"], False)
+    assert same["scores"] == first["scores"]
+    assert any("again=true" in note for note in same["notes"])
+    others: list[dict[str, Any]] = [
+        {"again": True},
+        {"seed": 1},
+        {"max_tokens": 32},
+        {"limit": 4},
+        {"temperature": 0.5},
+        {"idempotency_key": "k", "again": True},
+    ]
+    made = [(await evaluated(client, solved=3, **{"limit": 5, **each})) for each in others]
+    assert len({first["run_id"], *(each["run_id"] for each in made)}) == len(others) + 1
+
+
+async def test_another_adapter_and_another_version_are_measured_anew(
+    client: Client, tmp_path: Path
+):
+    run = finished_run(tmp_path)
+    asked: dict[str, Any] = {"environment": "echo", "limit": 2, "environment_args": {}}
+    ids = {
+        (await call(client, "evaluate", model=model, **asked))["run_id"]
+        for model in (f"{run.id}@10", f"{run.id}@20", f"{run.id}@0")
+    }
+    assert len(ids) == 3
+    # The checkpoint of a step is another one once an attempt has made that step again.
+    sql = "UPDATE checkpoints SET digest = 'other' WHERE run_id = ? AND step = 20"
+    open_store().execute(sql, [run.id])
+    renewed = await call(client, "evaluate", model=f"{run.id}@20", **asked)
+    assert renewed["created"] is True
+    again = await call(client, "evaluate", model=f"{run.id}@20", **asked)
+    assert (again["run_id"], again["created"]) == (renewed["run_id"], False)

@@ -5,8 +5,6 @@ and scheduler. A second call with the same values finds the same evaluation."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import random
 from dataclasses import dataclass
@@ -52,6 +50,8 @@ class Sample(Part):
     """Tasks of the train split, drawn at random."""
     group_size: int
     """Rollouts of each."""
+    made_before: bool | None = None
+    """An earlier call made it, on the same files with the same values: another seed draws anew."""
     scores: Scores | None = None
     """Once all are made."""
     outlook: Literal["good", "doubtful", "hopeless"] | None = None
@@ -90,18 +90,12 @@ async def sample_groups(
     resolved = resolve.resolve_eval(
         subject, environment, split="train", tasks=chosen, attempts=group_size, given=given
     )
-    asked = [environment.digest, subject.adapter, resolved.spec.model_dump()]
-    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
-    number = 1
-    while True:
-        key = f"preflight-{digest}-{number}"
-        run, created, trouble = await submit(store, resolved, environment, subject, key)
-        if created or run.state not in ("failed", "cancelled"):
-            break
-        number += 1  # that one has no answer
+    run, created, trouble = await submit(store, resolved, environment, subject, any_name=True)
     if trouble is None:
         run = await ended(store, run.id, deadline)
-    return await run_sync(_describe, store, run, trouble)
+    sampled = await run_sync(_describe, store, run, trouble)
+    sampled.made_before = None if created else True
+    return sampled
 
 
 def _describe(store: Store, run: Run, trouble: FlashError | None) -> Sample:

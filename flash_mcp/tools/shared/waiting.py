@@ -5,15 +5,16 @@ from __future__ import annotations
 import functools
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import anyio
 from anyio.to_thread import run_sync
 
+from flash_mcp.protocol import base_models
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.records import ACTIVE, EnvironmentVersion, Run
-from flash_mcp.protocol.spec import ResolvedEval
+from flash_mcp.protocol.records import ACTIVE, EnvironmentVersion, Json, Run
+from flash_mcp.protocol.spec import EvalSpec, ResolvedEval
 from flash_mcp.state import queue
 from flash_mcp.state.disk import LEAST_FREE_BYTES
 from flash_mcp.state.references import Subject
@@ -24,6 +25,18 @@ from flash_mcp.supervisor.process import LOG, is_supervised, unfit
 from flash_mcp.tools.shared.frame import report
 
 T = TypeVar("T")
+
+INDECISIVE = {
+    "environment",
+    "env_timeout_s",
+    "env_concurrency",
+    "max_error_share",
+    "max_attempts",
+    "stall_timeout_s",
+}
+"""Fields of an evaluation that do not decide what it finds: the digest stands for the
+environment.
+"""
 
 POLL_S = 0.25
 WAIT_LIMIT_S = 42.0
@@ -36,11 +49,51 @@ async def submit(
     resolved: ResolvedEval,
     environment: EnvironmentVersion,
     subject: Subject,
-    key: str | None,
+    key: str | None = None,
+    *,
+    again: bool = False,
+    any_name: bool = False,
 ) -> tuple[Run, bool, FlashError | None]:
-    """Queue an evaluation and make sure that a supervisor runs; last, why none does."""
-    run, created = await run_sync(queue.enqueue, store, resolved, environment, subject.adapter, key)
+    """Queue an evaluation and make sure that a supervisor runs; last, why none does.
+
+    Unless `again`, one that measures the same and has not failed is returned instead; with
+    `any_name` also one of the same files under another name.
+    """
+
+    def find_or_enqueue() -> tuple[Run, bool]:
+        with store.transaction():
+            known = queue.asked_before(store, resolved, key)
+            if known is None and not again:
+                found = measured(store, resolved.spec, environment, subject)
+                same = (run for run in found if any_name or run.environment == environment.name)
+                known = next(same, None)
+            if known is not None:
+                return known, False
+            return queue.enqueue(store, resolved, environment, subject.adapter, key)
+
+    run, created = await run_sync(find_or_enqueue)
     return run, created, await look_after(store, run)
+
+
+def measured(
+    store: Store, spec: EvalSpec, environment: EnvironmentVersion, subject: Subject
+) -> Iterator[Run]:
+    """Evaluations of the same weights on the same tasks of the same version, sampled alike, that
+    have not failed, the newest first. A local folder's weights may have changed: none.
+    """
+    if base_models.is_folder(subject.model):
+        return
+    digest = (subject.adapter or {}).get("digest")
+    for run in store.evaluations_of(environment.digest):
+        if (run.init_adapter or {}).get("digest") != digest:
+            continue
+        if _decisive(run.evaluation) == _decisive(spec):
+            yield run
+
+
+def _decisive(spec: EvalSpec) -> Json:
+    """What decides an evaluation's result, apart from the version of the environment."""
+    return spec.model_dump(exclude=INDECISIVE)
 
 
 async def look_after(store: Store, run: Run) -> FlashError | None:
