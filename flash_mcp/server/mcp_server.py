@@ -46,7 +46,13 @@ from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import explain
 from flash_mcp.server.tasks import Deployments, Jobs, Runs, Tasks
-from flash_mcp.state.owners import acting_as, caller, refuse_reader, refuse_server_side
+from flash_mcp.state.owners import (
+    SENT_INSTEAD,
+    acting_as,
+    caller,
+    refuse_reader,
+    refuse_server_side,
+)
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.shared import playbook
@@ -73,6 +79,17 @@ run."""
 
 SERVER_SIDE = re.compile(r"(\w+_)?(folder|dir|directory|path|file|config|port)")
 """Names of arguments, in any tool, that refer to the server's machine."""
+
+REMOTE_WAYS = {
+    ("env_setup", "folder"): "leave folder out: the starter's files come in the result",
+    ("env_test", "folder"): (
+        "publish it first, with env_push(name=..., files={path: text}) or, as an "
+        "archive, PUT /environments/NAME; then env_test(environment=NAME)"
+    ),
+    ("train", "config"): "give the fields of the file as arguments of train",
+    ("deploy", "port"): "leave port out: chat reaches every deployment",
+}
+"""How a caller on another machine gets what an argument of a tool would give."""
 
 MOST_COMPLETIONS = 100
 """The limit of the protocol for one answer."""
@@ -161,7 +178,8 @@ class FlashServer(MCPServer[Any]):
             refuse_reader(name, tool=name)
         for argument, value in arguments.items():
             if value is not None and SERVER_SIDE.fullmatch(argument):
-                refuse_server_side(f"a {argument}", argument=argument)
+                fix = REMOTE_WAYS.get((name, argument), SENT_INSTEAD)
+                refuse_server_side(f"a {argument}", fix, argument=argument)
 
 
 def compact(result: CallToolResult | InputRequiredResult) -> CallToolResult | InputRequiredResult:

@@ -85,15 +85,14 @@ def refuse_reader(what: str, **values: Any) -> None:
         )
 
 
-def refuse_server_side(what: str, **values: Any) -> None:
+SENT_INSTEAD = "send contents instead: files={path: text} of env_push, or PUT /environments/NAME for an archive"
+
+
+def refuse_server_side(what: str, fix: str = SENT_INSTEAD, **values: Any) -> None:
     """FlashError(local_only) for a caller who is not on this machine; `what` they asked for, in
-    words.
+    words, and in `fix` how they get it from elsewhere.
     """
     if not caller().is_local:
-        fix = (
-            "send contents instead: files={path: text} of env_push, or PUT /environments/NAME for"
-            " an archive"
-        )
         raise FlashError(
             "local_only",
             f"{what} of the server's machine cannot be named over HTTP",

@@ -129,7 +129,8 @@ def base_model(name: str) -> ModelCard:
     Raises FlashError(unknown_model), and FlashError(local_only) for a folder where the caller is on
     another machine."""
     if base_models.is_folder(name):
-        refuse_server_side("a model folder", model=name)
+        fix = "name a model that catalog(kind='models') lists, or a hub id as OWNER/NAME"
+        refuse_server_side("a model folder", fix, model=name)
     return base_models.find(name)
 
 

@@ -274,5 +274,7 @@ def _next_step(
         call = f"train(environment={environments[0].name!r}, validate_only=true)"
         return f"{call} shows what a run would be"
     if environments is not None:
+        if not caller().is_local:
+            return "no environment yet: env_setup() returns a starter, env_push publishes files"
         return "no environment yet: env_setup writes a starter, env_push publishes a folder"
     return "train starts a run; status lists runs"

@@ -22,6 +22,7 @@ from flash_mcp.supervisor.model_servers import Server, check_port, error_message
 from flash_mcp.supervisor.model_servers import idle_minutes as idle_limit
 from flash_mcp.tools.shared.fitting import shorten, to_text
 from flash_mcp.tools.shared.frame import Part, Result, report
+from flash_mcp.tools.shared.snippets import snippets
 from flash_mcp.tools.shared.waiting import deadline_after, wait_until
 
 CHAT_LIMIT_S = 40.0
@@ -48,6 +49,10 @@ class Deployed(Result):
     Callers from elsewhere have chat."""
     api_key_file: str | None = None
     """JSON file on the server; the endpoint asks for its api_key."""
+    curl: str | None = None
+    """With deploy: a request that works as it stands, with the prompt of a task of its run."""
+    python: str | None = None
+    """With deploy: the same with the openai package."""
     idle_minutes: float
     """It ends after so many minutes in which nobody used its server; 0: never."""
     seconds: float
@@ -124,7 +129,21 @@ async def deploy(
     row = await _settled(store, row.id, ("ready", "failed", "stopped"), deadline)
     if row.state == "failed":
         raise failure(row)
-    return describe(store, row)
+    return await run_sync(_with_snippets, store, row)
+
+
+def _with_snippets(store: Store, row: Deployment) -> Deployed:
+    """A deployment, and how to call it from this machine."""
+    found = describe(store, row)
+    server = Server.find(store.base, row.model) if found.base_url else None
+    if server:
+        calls = snippets(store, row, server)
+        found.curl = calls.curl
+        found.python = calls.python
+        if not calls.has_prompt:
+            asked = f"rollouts(run_id={row.run_id!r}, which='index', limit=1)"
+            found.next += f"; ask it as in training: {asked} shows a prompt"
+    return found
 
 
 async def undeploy(

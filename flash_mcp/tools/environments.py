@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -43,7 +43,7 @@ from flash_mcp.state.versions import (
     staged,
 )
 from flash_mcp.tools.shared import playbook
-from flash_mcp.tools.shared.fitting import shorten
+from flash_mcp.tools.shared.fitting import json_characters, shorten
 from flash_mcp.tools.shared.frame import Part, Result, report
 from flash_mcp.tools.shared.loading import (
     INSTALL_TIMEOUT_S,
@@ -66,6 +66,9 @@ from flash_mcp.tools.shared.preflight import (
 Template = Literal["calculator", "sort_words"]
 
 TEMPLATES = Path(environments.__file__).parent / "examples"
+INLINE = ("environment.py", "datasets/eval.jsonl", "datasets/train.jsonl", "configs/rl.toml")
+"""Files of a starter that are returned where none can be written, in order of their worth."""
+INLINE_CHARACTERS = 7_500
 LOAD_TIMEOUT_S = 25.0
 CALL_TIMEOUT_S = 30.0
 TEST_DEADLINE_S = 38.0
@@ -76,12 +79,15 @@ HUNT_LIMIT_S = 43.0
 class EnvSetup(Result):
     """A starter project."""
 
-    folder: str
+    folder: str | None = None
     """The folder, absolute."""
     name: str
     """The environment's name in its configs; push it under this name."""
     files: list[str]
-    """Files written, relative to the folder."""
+    """Its files, relative to the folder."""
+    contents: dict[str, str] | None = None
+    """Without folder: the texts of the files that a starter needs; of the datasets the first rows.
+    """
 
 
 class EnvPush(Result):
@@ -145,19 +151,22 @@ class EnvTest(Result):
 
 
 def env_setup(
-    folder: Annotated[str, Field(min_length=1)], template: Template = "calculator"
+    folder: Annotated[str | None, Field(min_length=1)] = None, template: Template = "calculator"
 ) -> EnvSetup:
     """Write a starter project that trains as it is: environment.py, datasets, configs and the
-    playbook TRAINING.md.
+    playbook TRAINING.md. Without folder, return its files instead.
 
     If one of its files exists, nothing is written. Change environment.py and the datasets to your
     task. Then check them with env_test and publish them with env_push.
 
     Args:
-        folder: Folder on the server to write to; created if missing.
+        folder: Folder on the server to write to; created if missing. From another machine leave it
+            out.
         template: calculator: several turns with a tool that the environment answers for.
             sort_words: one prompt, one answer.
     """
+    if folder is None:
+        return _inline(template)
     target = Path(folder).expanduser().absolute()
     name = target.name if NAME.fullmatch(target.name) else template
     files = _starter(template, name)
@@ -169,6 +178,33 @@ def env_setup(
         files=sorted(files),
         next=f"change environment.py and datasets/ to your task (see TRAINING.md); {check}",
     )
+
+
+def _inline(template: str) -> EnvSetup:
+    """The starter as env_push takes it in `files`, short enough for a result."""
+    files = _starter(template, template)
+    contents = _texts(files, INLINE, rows=3)
+    if sum(map(json_characters, contents.values())) > INLINE_CHARACTERS:
+        contents = _texts(files, INLINE[:3], rows=1)
+    changed = "change environment.py to your task, write rows into datasets/"
+    return EnvSetup(
+        name=template,
+        files=sorted(files),
+        contents=contents,
+        next=f"{changed}, then env_push(name={template!r}, files={{path: text}}); the resource "
+        "flash://playbook has the contract",
+    )
+
+
+def _texts(files: Mapping[str, bytes], paths: Sequence[str], *, rows: int) -> dict[str, str]:
+    """Texts of files, and of datasets the first rows."""
+    texts: dict[str, str] = {}
+    for path in paths:
+        lines = files[path].decode().splitlines(keepends=True)
+        if path.endswith(".jsonl"):
+            lines = lines[:rows]
+        texts[path] = "".join(lines)
+    return texts
 
 
 def _starter(template: str, name: str) -> dict[str, bytes]:

@@ -358,7 +358,37 @@ async def test_paths_of_the_server_read_like_paths_that_do_not_exist_in_every_ar
             )
         )
         assert code_of(text) == "local_only"
-        assert "PUT /environments/NAME" in text
+        assert "give the fields of the file as arguments" in text
+
+
+@pytest.mark.parametrize("template", ["calculator", "sort_words"])
+async def test_a_caller_from_elsewhere_gets_the_starters_files_and_publishes_them(
+    team: Team, template: str
+):
+    async with team.client(team.token("alice")) as alice:
+        empty = body_of(await alice.call_tool("catalog", {"kind": "environments"}))
+        assert "env_setup()" in empty["next"] and "folder" not in empty["next"]
+        refused = text_of(await alice.call_tool("env_setup", {"folder": "mine"}))
+        assert code_of(refused) == "local_only" and "leave folder out" in refused
+        made = body_of(await alice.call_tool("env_setup", {"template": template}))
+        assert "folder" not in made and "cut" not in made
+        pushed = await alice.call_tool("env_push", {"name": "mine", "files": made["contents"]})
+        assert body_of(pushed)["train_tasks"] >= 1 and body_of(pushed)["eval_tasks"] >= 1
+
+
+async def test_each_refusal_of_something_local_names_the_way_of_that_argument(team: Team):
+    ways = {
+        ("env_test", "folder"): "env_test(environment=NAME)",
+        ("env_push", "folder"): "files={path: text}",
+        ("train", "config"): "arguments of train",
+        ("train", "model"): "catalog(kind='models')",
+    }
+    async with team.client(team.token("alice")) as alice:
+        for (tool, argument), way in ways.items():
+            needed = {"env_push": {"name": "mine"}, "train": {"environment": "echo"}}
+            given = {**needed.get(tool, {}), argument: "/tmp"}
+            refused = text_of(await alice.call_tool(tool, given))
+            assert code_of(refused) == "local_only" and way in refused, (tool, refused)
 
 
 @pytest.mark.hostile("other owners")

@@ -8,10 +8,11 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -21,6 +22,7 @@ import anyio
 import httpx
 import psutil
 import pytest
+from anyio.to_thread import run_sync
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Deployment
@@ -34,7 +36,9 @@ from flash_mcp.supervisor import model_servers, serving_health
 from flash_mcp.supervisor.model_servers import Deployments, Server, check_port, idle_minutes
 from flash_mcp.tools import deploy as deploy_tools
 from flash_mcp.tools.deploy import Message, _answer, chat, deploy, describe, undeploy
+from flash_mcp.tools.shared.snippets import snippets
 from tests.places import TESTS
+from tests.samples import sample_rollout
 from tests.watch import is_running, listening_ports
 
 pytestmark = pytest.mark.slow
@@ -129,6 +133,42 @@ def test_a_deployment_is_ready_once_its_adapter_has_answered(
     server = Server.find(store.base, "toy")
     assert server and ready.base_url == server.url and ready.pid == server.pid
     assert [entry["id"] for entry in server.call("/models").json()["data"]] == [row.id]
+
+
+def printed(command: Sequence[str]) -> str:
+    """What a command that a person pasted prints."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_snippets_of_a_deployment_work_as_they_stand_with_the_prompt_of_training(
+    store: Store, deployments: Deployments, tmp_path: Path
+) -> None:
+    run_id = make_run(store, "toy", {3: make_adapter(tmp_path / "a")})
+    row = settle(deployments, request(store, run_id).id, "ready")
+    found = snippets(store, row, found_server(store))
+    assert not found.has_prompt and "hello" in found.curl
+    store.put_rollouts(run_id, "train", 3, [sample_rollout(3, 0, 1.0)])
+    found = snippets(store, row, found_server(store))
+    assert found.has_prompt
+    for text in (found.curl, found.python):
+        assert "Use <calc> to calculate." in text and "What is 3 * 0?" in text
+        assert found_server(store).api_key not in text
+    assert json.loads(printed(["bash", "-c", found.curl]))["choices"]
+    assert printed([sys.executable, "-c", found.python]) == "hello\n"
+    # A prompt that is too long for a line is cut down to the system message.
+    long = sample_rollout(3, 0, 1.0)
+    long["messages"][1]["content"] = "why? " * 1000
+    store.put_rollouts(run_id, "train", 3, [long])
+    shorter = snippets(store, row, found_server(store))
+    assert "Use <calc> to calculate." in shorter.curl and "why?" not in shorter.curl
+
+
+def found_server(store: Store) -> Server:
+    server = Server.find(store.base, "toy")
+    assert server
+    return server
 
 
 def test_asking_again_finds_the_deployment_and_another_step_joins_its_server(
@@ -710,6 +750,12 @@ async def test_a_checkpoint_is_deployed_talked_to_and_undeployed(
 
     first = await ready(run_id, step=5)
     assert first.deployment == started.deployment
+
+    vllm_store.put_rollouts(run_id, "train", 5, [sample_rollout(5, 0, 1.0)])
+    shown = await ready(run_id, step=5)
+    answered = json.loads(await run_sync(printed, ["bash", "-c", shown.curl]))
+    assert "Z" in answered["choices"][0]["message"]["content"]
+    assert "Z" in await run_sync(printed, [sys.executable, "-c", shown.python])
 
     both = await chat(message="hello", side_by_side=True, max_tokens=32)
     assert both.base and both.adapter.text.count("Z") > 20 > both.base.text.count("Z")
