@@ -85,7 +85,9 @@ def refuse_reader(what: str, **values: Any) -> None:
         )
 
 
-SENT_INSTEAD = "send contents instead: files={path: text} of env_push, or PUT /environments/NAME for an archive"
+SENT_INSTEAD = (
+    "send contents instead: files={path: text} of env_push, or an archive by PUT /environments/NAME"
+)
 
 
 def refuse_server_side(what: str, fix: str = SENT_INSTEAD, **values: Any) -> None:

@@ -215,16 +215,20 @@ async def train(
     if not accept_failed_gate:
         plan.check_gate()
     run, created = await run_sync(_enqueue, plan, idempotency_key)
-    next_step = await run_sync(_followed, plan.store, run, created)
-    if trouble := await look_after(plan.store, run):
-        next_step = f"{trouble} The run is queued. {tried_again(run.id)}"
+    next_step = await _followed(plan.store, run, is_own=created)
     return plan.result(run_id=run.id, state=run.state, created=created, next=next_step)
 
 
-def _followed(store: Store, run: Run, is_own: bool) -> str:
-    """What follows; `is_own`: the run was named, or made by this call, and not found by a key."""
-    after = report_on(store, run.id).next_step if run.ended else ""
-    return after_train(run, after, created=is_own)
+async def _followed(store: Store, run: Run, *, is_own: bool) -> str:
+    """Make sure that a supervisor runs; what follows. `is_own`: the run was named, or made by this
+    call, and not found by a key.
+    """
+    if trouble := await look_after(store, run):
+        return f"{trouble} The run is queued. {tried_again(run.id)}"
+    if run.ended is None:
+        return after_train(run, "", created=is_own)
+    report = await run_sync(report_on, store, run.id)
+    return after_train(run, report.next_step, created=is_own)
 
 
 async def _resumed(run_id: str, given: Json, *, fresh_optimizer: bool) -> Train:
@@ -238,9 +242,7 @@ async def _resumed(run_id: str, given: Json, *, fresh_optimizer: bool) -> Train:
     again = functools.partial(resumption.resume, fresh_optimizer=fresh_optimizer)
     found = await run_sync(again, store, run_id, given.get("steps"))
     run = found.run
-    next_step = await run_sync(_followed, store, run, True)
-    if trouble := await look_after(store, run):
-        next_step = f"{trouble} The run is queued. {tried_again(run.id)}"
+    next_step = await _followed(store, run, is_own=True)
     return Train(
         run_id=run.id,
         state=run.state,

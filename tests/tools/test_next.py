@@ -11,6 +11,7 @@ import pytest
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Run
 from flash_mcp.state import queue
+from flash_mcp.state.retention import drop_optimizers
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.registry import TOOLS
 from tests.calls import named_calls
@@ -87,6 +88,11 @@ def stopped(folder: Path, state: Any, *, saved: bool = True, algorithm: str = "g
     return end(writer, run.id, 6, state, error)
 
 
+def without_optimizer(run: Run) -> Run:
+    assert drop_optimizers(run)
+    return run
+
+
 def underpowered(folder: Path) -> Run:
     """It went from 20 to 25 of 60 tasks, which is all that the split has."""
     run, writer = started_run(folder / "environment")
@@ -110,6 +116,7 @@ SITUATIONS: dict[str, Callable[[Path], Run]] = {
     "failed": lambda folder: stopped(folder, "failed", saved=False),
     "failed after a checkpoint": lambda folder: stopped(folder, "failed"),
     "cancelled": lambda folder: stopped(folder, "cancelled"),
+    "cancelled long ago": lambda folder: without_optimizer(stopped(folder, "cancelled")),
     "cancelled in the queue": cancelled_in_queue,
     "improved": finished_run,
     "no better": lambda folder: finished_run(folder, solved=25),

@@ -107,6 +107,15 @@ async def test_a_deleted_optimizer_is_said_and_done_without_only_on_demand(tmp_p
     assert "fresh optimizer" in body["notes"][0]
 
 
+async def test_a_call_that_died_half_way_is_made_up_for_by_the_next(tmp_path: Path):
+    run = stopped_run(tmp_path, "cancelled")
+    RunFolder(run.folder).reopen()
+    body = await train(resume=run.id)
+    assert (body["state"], body["resumed_at"]) == ("queued", 6)
+    writer = start(run.id)
+    writer.metrics(7, {"reward/mean": 0.5})
+
+
 async def test_what_cannot_be_resumed_is_refused_with_another_way(tmp_path: Path):
     run = finished_run(tmp_path)
     wrong: dict[str, dict[str, Any]] = {

@@ -42,6 +42,8 @@ class Situation:
     """Tasks of the split that is evaluated, if it is known."""
     near: Sequence[Run] = ()
     """Those of Store.near."""
+    has_optimizer: bool = True
+    """Whether the newest checkpoint keeps the optimizer's state."""
     is_held_up: bool = False
     wait: str | None = None
     """The call that waits for more, if it is not the usual one."""
@@ -105,8 +107,19 @@ def waiting_for(run_id: str, until: str = "news", since: str | None = None) -> s
     return f"status({', '.join(given)})"
 
 
-def resuming(run: Run) -> str:
-    return f"train(resume={run.id!r})"
+def _resuming(found: Situation) -> str:
+    """The call that continues the run, and how."""
+    run_id = found.run.id
+    if found.run.files_removed is not None:
+        return "train starts another run: the files of this one were removed"
+    if found.checkpoint is None:
+        return f"train(resume={run_id!r}) starts it over with its own values"
+    if not found.has_optimizer:
+        call = f"train(resume={run_id!r}, fresh_optimizer=true)"
+        return f"{call} goes on from checkpoint {found.checkpoint} without the optimizer's state"
+    return (
+        f"train(resume={run_id!r}) goes on from checkpoint {found.checkpoint} with its own values"
+    )
 
 
 def going_on(run: Run, step: int) -> str:
@@ -161,17 +174,13 @@ def _warning(found: Situation) -> str:
 
 
 def _after_failure(found: Situation) -> str:
-    goes_on = f"{resuming(found.run)} goes on from checkpoint {found.checkpoint}"
-    if found.checkpoint is None:
-        goes_on = f"{resuming(found.run)} starts it over"
-    return f"act on error.fix, then {goes_on} with its own values"
+    return f"act on error.fix, then {_resuming(found)}"
 
 
 def _after_cancel(found: Situation) -> str:
-    if found.checkpoint is None:
-        return f"{resuming(found.run)} starts it over with its own values"
-    goes_on = f"{resuming(found.run)} goes on with its own values"
-    return f"{goes_on}; deploy(run_id={found.run.id!r}) serves checkpoint {found.checkpoint}"
+    if found.checkpoint is None or found.run.files_removed is not None:
+        return _resuming(found)
+    return f"{_resuming(found)}; deploy(run_id={found.run.id!r}) serves it"
 
 
 def _unmeasured(found: Situation) -> str:

@@ -35,7 +35,7 @@ def resume(store: Store, run_id: str, steps: int | None, *, fresh_optimizer: boo
         run = store.run(run_id)
         total = _total(run, steps)
         if run.ended is None or (run.state == "succeeded" and total == run.steps):
-            return Resumed(run, run.step, ["it was asked for before: nothing was changed"])
+            return Resumed(run, run.step, [f"it is {run.state} already: nothing was changed"])
         _check_files(run)
         folder = RunFolder(run.folder, patience_s=PATIENCE_S)
         step = folder.newest_good_checkpoint() or 0

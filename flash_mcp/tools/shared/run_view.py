@@ -243,12 +243,17 @@ def _situation(
     store: Store, found: RunHistory, judged: Judgement, *, is_held_up: bool
 ) -> Situation:
     evaluations = _held_out(found)
+    checkpoint = found.checkpoints[-1].step if found.checkpoints else None
+    has_optimizer = True
+    if checkpoint is not None and found.run.state in ("failed", "cancelled"):
+        has_optimizer = RunFolder(found.run.folder).has_optimizer(checkpoint)
     return Situation(
         run=found.run,
         flags=judged.flags,
         change=judged.change,
         measured=int(evaluations[-1].summary["n"]) if evaluations else 0,
-        checkpoint=found.checkpoints[-1].step if found.checkpoints else None,
+        checkpoint=checkpoint,
+        has_optimizer=has_optimizer,
         split_size=split_size(store, found.run),
         near=found.near,
         is_held_up=is_held_up,
