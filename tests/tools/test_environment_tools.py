@@ -342,7 +342,7 @@ async def test_a_hunt_fails_an_environment_for_what_it_found_and_that_stays(
 async def test_env_test_publishes_nothing_and_changes_no_file(
     client: Client, tmp_path: Path
 ) -> None:
-    folder = environment_folder(tmp_path, "", returns="Addition()")
+    folder = environment_folder(tmp_path / "environment", "", returns="Addition()")
     await call(client, "env_test", folder=str(folder))
     assert files_in(folder) == ["environment.py"]
     assert open_store().environments() == []
