@@ -123,6 +123,14 @@ def hostile_run(folder: Path) -> Run:
     return open_store().run(run.id)
 
 
+def test_the_best_constant_stands_beside_the_held_out_success(tmp_path: Path):
+    run_id = finished_run(tmp_path, solved=90).id
+    summary = {"n": 100, "success": 0.9, "constant_success": 0.1234, "constant_n": 40}
+    found = {"step": 20, "epoch": 1, "time": 1.0, "summary": summary, "rollouts": []}
+    open_store().put_evaluation(run_id, found)
+    assert '<td class="number">0.1234</td>' in html(open_store(), run_id)
+
+
 def test_the_page_has_the_figures_of_status(tmp_path: Path):
     run = finished_run(tmp_path, solved=90)
     page = Tags(html(open_store(), run.id))

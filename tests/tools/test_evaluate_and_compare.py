@@ -672,8 +672,12 @@ async def test_env_test_samples_a_model_on_a_folder_that_was_never_pushed(
     client: Client, tmp_path: Path
 ):
     folder = environment_folder(tmp_path / "sums", "", returns="Addition()")
-    body = await call(client, "env_test", folder=str(folder), model="smollm2-135m-instruct")
+    body = await call(
+        client, "env_test", folder=str(folder), model="smollm2-135m-instruct", hunt=True
+    )
     assert body["passed"] is True
+    assert [probe["name"] for probe in body["probes"]][-3:] == ["time", "hunt", "best_of_n"]
+    assert "the best of each group earns +0 and succeeds +0% more" in body["probes"][-1]["evidence"]
     assert (body["sample"]["groups"], body["sample"]["outlook"]) == (6, "hopeless")
     assert "do not start" in body["next"]
     assert [row.name for row in open_store().environments()] == ["echo"]
