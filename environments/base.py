@@ -225,6 +225,10 @@ class DatasetError(ValueError):
     """A dataset is missing, empty or malformed. The message names the file and the line."""
 
 
+class ArgumentsError(ValueError):
+    """`load_environment` got arguments that do not fit. The message names them."""
+
+
 def load_dataset(
     path: str | Path, *, input_key: str = "input", output_key: str = "output"
 ) -> list[TaskExample]:

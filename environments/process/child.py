@@ -39,6 +39,7 @@ from typing import Any, Never, cast
 
 from environments.adapters import freesolo
 from environments.base import (
+    ArgumentsError,
     ChatMessage,
     DatasetError,
     Environment,
@@ -355,6 +356,8 @@ class Child:
             raise
         except DatasetError as error:
             raise EnvironmentFault("dataset_invalid", str(error)) from error
+        except ArgumentsError as error:
+            raise EnvironmentFault("invalid_argument", str(error)) from error
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError) and task.cancelling():
                 raise

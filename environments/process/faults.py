@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from importlib.metadata import packages_distributions
 
 from environments.process.foreign import quoted
 
@@ -14,7 +15,7 @@ class EnvironmentFault(Exception):
     - dataset_invalid
     - environment_error: a call failed
     - environment_timeout: a call passed its deadline
-    - invalid_argument: settings.toml cannot be used
+    - invalid_argument: settings.toml cannot be used, or the environment refused its arguments
     - network_not_granted: its environment.toml asks for it, settings.toml does not grant it
     - environments_busy: as many environments run as settings.toml allows
     - environment_unprotected: no file protection is possible, and settings.toml insists on it
@@ -78,6 +79,8 @@ OFF_MAIN_THREAD = re.compile(
 """What `signal` says, and what libraries say that use it for their time limits."""
 
 
+IMPORT_CODES = ("environment_invalid", "environment_error")
+MISSING_MODULE = re.compile(r"No module named '(\w+)")
 NLTK_DATA = re.compile(r"raised LookupError: .*nltk\.download\('", re.DOTALL)
 IS_NO_NUMBER = "which is no number"
 NEEDS_ACTION = "its action was the model's text"
@@ -88,6 +91,10 @@ NO_WHEEL = re.compile(
     r"|No matching distribution found"
 )
 """What uv and pip write if a package has no wheel."""
+
+
+REASONING_GYM_BUILDS = '["cellpylib", "pycosat", "zss"]'
+"""Packages that reasoning-gym requires and that have no wheel."""
 
 
 def remedy(fault: EnvironmentFault) -> str | None:
@@ -102,6 +109,13 @@ def remedy(fault: EnvironmentFault) -> str | None:
             return f"{what}: score_episode then runs on the main thread, one call at a time"
         what = "only load_environment and, with max_score_concurrency = 1, score_episode run on it"
         return f"do this in score_episode, or turn off the time limit of that library: {what}"
+    if (module := MISSING_MODULE.search(fault.what)) and fault.code in IMPORT_CODES:
+        # Only a name that this interpreter knows: the other one is foreign text.
+        packages = packages_distributions().get(module[1], ["the package of that module"])
+        return (
+            f"add {packages[0]} to requirements.txt next to environment.py. That file has to name "
+            "every package that the environment imports: it sees no others"
+        )
     if NLTK_DATA.search(fault.what):
         return (
             "download the data that it names into the folder with `python -m nltk.downloader -d "
@@ -110,15 +124,18 @@ def remedy(fault: EnvironmentFault) -> str | None:
         )
     if IS_NO_NUMBER in fault.what:
         return "wrap the object that the environment plays, so that its step returns a number"
+    if fault.code == "invalid_argument" and fault.is_foreign:
+        return "correct environment_args as it says"
     if NEEDS_ACTION in fault.what:
         return (
             "if step takes another kind of action than text, give GymEnvironment a to_action, such "
             "as to_action=int, or to_action=lambda text: EchoAction(message=text)"
         )
     if fault.code == "requirements_failed" and NO_WHEEL.search(fault.what):
+        names = REASONING_GYM_BUILDS if "reasoning-gym" in fault.what else '["NAME"]'
         return (
             "choose a version that has a wheel for this Python; or the operator allows the build "
-            'in settings.toml: [environments] build_from_source = ["NAME"]'
+            f"in settings.toml: [environments] build_from_source = {names}"
         )
     is_load = fault.code == "environment_invalid"
     key = re.search(r"raised KeyError: '([A-Z][A-Z0-9_]+)'", fault.what)

@@ -33,6 +33,7 @@ FAULT_CODES = (
     "environment_network",
     "environment_access",
     "dataset_invalid",
+    "invalid_argument",
 )
 METHODS = (
     "import_and_load",

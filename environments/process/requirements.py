@@ -44,6 +44,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -59,6 +60,8 @@ from environments.process.locks import try_lock
 from environments.settings import load_settings, read_small, state_directory
 
 FILE = "requirements.txt"
+PROJECT_FILE = "pyproject.toml"
+OWN_PACKAGE = "flash-mcp"
 INSTALL_TIMEOUT_S = 3600.0
 """For one command of an installer. A worker waits for it, however long it takes."""
 POLL_S = 0.1
@@ -100,16 +103,21 @@ def interpreters_dir() -> Path:
 
 
 def of_folder(folder: Path) -> list[str]:
-    """The sorted requirements of a folder: the lines of its requirements.txt, and the freesolo SDK
-    if its code was written for that.
+    """The sorted requirements of a folder: the lines of its requirements.txt, or without that file
+    the dependencies of its pyproject.toml; and the freesolo SDK if its code was written for that.
 
     A line that ends with a backslash continues on the next line. Raises
     EnvironmentFault(requirements_failed) for a line that refers to other files."""
-    path = folder / FILE
+    name = FILE
+    text = ""
     try:
-        text = read_small(path).decode(errors="replace") if path.exists() else ""
+        if (folder / FILE).exists():
+            text = read_small(folder / FILE).decode(errors="replace")
+        elif (folder / PROJECT_FILE).exists():
+            name = PROJECT_FILE
+            text = "\n".join(_dependencies(folder / PROJECT_FILE))
     except OSError as error:
-        what = f"{FILE} cannot be read: {error}"
+        what = f"{name} cannot be read: {error}"
         raise EnvironmentFault("requirements_failed", what) from error
     text = "\n".join(re.sub(r"(^|\s)#.*", "", line) for line in text.splitlines())
     wanted: set[str] = set()
@@ -122,13 +130,26 @@ def of_folder(folder: Path) -> list[str]:
             trouble = "has an option or a variable that is not allowed"
         if trouble:
             number = text.count("\n", 0, found.start()) + 1
-            what = f"{FILE} line {number}: {line!r:.100} {trouble}; name packages and versions"
+            what = f"{name} line {number}: {line!r:.100} {trouble}; name packages and versions"
             raise EnvironmentFault("requirements_failed", what, is_foreign=True)
         if line:
             wanted.add(line)
     if _needs_sdk(folder, wanted):
         wanted.add(SDK_REQUIREMENT)
     return sorted(wanted)
+
+
+def _dependencies(project: Path) -> list[str]:
+    """`dependencies` of a pyproject.toml, without this package, which every interpreter has.
+
+    Raises OSError, and EnvironmentFault(requirements_failed) if the file is no such TOML."""
+    try:
+        table = tomllib.loads(read_small(project).decode()).get("project", {})
+        lines = [str(line) for line in table.get("dependencies", [])]
+    except (ValueError, AttributeError, TypeError) as error:
+        what = f"{project.name} cannot be read: {error}"
+        raise EnvironmentFault("requirements_failed", what, is_foreign=True) from error
+    return [line for line in lines if _normal(_name(line)) != OWN_PACKAGE]
 
 
 def _needs_sdk(folder: Path, wanted: set[str]) -> bool:

@@ -70,7 +70,7 @@ INLINE = ("environment.py", "datasets/eval.jsonl", "datasets/train.jsonl", "conf
 """Files of a starter that are returned where none can be written, in order of their worth."""
 INLINE_CHARACTERS = 7_500
 LOAD_TIMEOUT_S = 25.0
-CALL_TIMEOUT_S = 30.0
+CALL_TIMEOUT_S = 15.0
 TEST_DEADLINE_S = 38.0
 HUNT_LIMIT_S = 43.0
 """A call with hunt ends within this time: clients give up on longer ones."""
@@ -267,11 +267,12 @@ async def env_push(
 
     Args:
         folder: Folder on the server with environment.py at its top, or reasoning-gym:DATASET.
-            Caches and .git are left out. If it has a requirements.txt, these packages are installed
-            once, and the environment sees no others.
+            Caches and .git are left out. If it has a requirements.txt, or else a pyproject.toml,
+            these packages are installed once, and the environment sees no others.
         files: Instead of folder: {relative path: text}, for a server that does not see your files.
-        load: Load the environment first and refuse one that fails; default true. False publishes it
-            without loading, for example if it loads only on the machine that trains.
+        load: Load the environment and open one episode first, and refuse one that fails; default
+            true. False publishes it without loading, for example if it loads only on the machine
+            that trains.
     """
     check_name(name)
     values = secret_values(secrets)
@@ -334,7 +335,9 @@ def _source(folder: str | None, files: dict[str, str] | None) -> Files:
 async def _splits(
     stage: Stage, args: dict[str, Any] | None, secrets: dict[str, str]
 ) -> tuple[dict[str, int], Overlap]:
-    """Load the staged environment: {"train": tasks, "eval": tasks}, and what the splits share."""
+    """Load the staged environment and open one episode: {"train": tasks, "eval": tasks}, and what
+    the splits share.
+    """
     await report("loading the environment in a child process")
     async with hosted(
         stage.folder,
@@ -346,6 +349,8 @@ async def _splits(
         start_timeout_s=LOAD_TIMEOUT_S,
         fix="nothing was published: correct it and push again; load=false skips the loading",
     ) as host:
+        opening = await host.open("train", 0)
+        await host.close(opening.episode)
         return host.splits, await overlap(host)
 
 

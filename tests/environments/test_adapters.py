@@ -11,12 +11,14 @@ import subprocess
 import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from mcp import Client
 
 from environments import TaskExample
+from environments.adapters import reasoning_gym
 from environments.adapters.gym import GymEnvironment
 from environments.base import EnvironmentEpisode
 from environments.checks import gate
@@ -131,9 +133,29 @@ async def test_a_dataset_by_name_passes_the_gate_and_can_be_trained_on(flash_hom
         }
         planned = await call(client, "train", **fields)
         again = await call(client, "train", **fields)
+        wrong = {"name": "sums", "folder": CHAIN_SUM, "environment_args": {"terms": 3}}
+        refused = await client.call_tool("env_push", wrong)
+        assert refused.content[0].text.startswith("[invalid_argument environment=sums] ")
+        assert "chain_sum does not accept its options {'terms': 3}" in refused.content[0].text
     [row] = open_store().environments()
     assert planned["environment"] == again["environment"] == f"reasoning-gym-chain_sum@{row.digest}"
     assert planned["estimate"]["train_tasks"] == 40
+
+
+def test_a_label_that_the_instruction_shows_is_an_answer() -> None:
+    tasks = [TaskExample({"answer": text}, text, output=text) for text in ("Yes", "No")]
+    scorer = SimpleNamespace(score_answer=lambda text, record: float(text == record["answer"]))
+    instruction = "Write <answer>Yes</answer> or <answer>No</answer>, not <answer>maybe</answer>."
+    environment = reasoning_gym.ReasoningGym(scorer, 0.1, instruction, tasks)
+    said = ("Yes", "No", "maybe")
+    scores = [
+        environment.score_response(tasks[0], f"<answer>{text}</answer>").score for text in said
+    ]
+    assert scores == [1.0, 0.1, 0.0]
+
+
+def test_slow_datasets_that_have_smaller_sizes_exist() -> None:
+    assert set(reasoning_gym.SIZES_OF_SLOW) <= set(references.DATASETS)
 
 
 async def test_a_dataset_that_does_not_exist_is_refused_before_anything_is_installed() -> None:

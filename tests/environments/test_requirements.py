@@ -132,6 +132,23 @@ async def test_a_line_that_goes_on_in_the_next_is_one(tmp_path: Path) -> None:
     assert "requirements.txt line 3: '-r more.txt'" in (await fault_of(folder)).what
 
 
+async def test_a_pyproject_is_read_where_there_is_no_requirements_txt(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text(
+        '[project]\nname = "mine"\ndependencies = ["six==1.17.0", "flash-mcp", "attrs >= 20"]\n'
+    )
+    assert requirements.of_folder(tmp_path) == ["attrs >= 20", "six==1.17.0"]
+    (tmp_path / "requirements.txt").write_text("six\n")
+    assert requirements.of_folder(tmp_path) == ["six"]
+
+
+@pytest.mark.parametrize("text", ["[project", "project = 1", "[project]\ndependencies = 3"])
+async def test_a_pyproject_that_cannot_be_read_is_an_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / "pyproject.toml").write_text(text)
+    with pytest.raises(EnvironmentFault, match=r"pyproject\.toml cannot be read") as raised:
+        requirements.of_folder(tmp_path)
+    assert raised.value.code == "requirements_failed"
+
+
 @pytest.mark.parametrize(
     "line", ["-r more.txt", "-e .", "./wheels/one.whl", "--constraint c.txt", "one @ file:one"]
 )

@@ -165,6 +165,24 @@ async def test_a_broken_environment_is_not_published(
     assert not any(environments_dir().glob("*"))
 
 
+@pytest.mark.parametrize(
+    ("module", "package"), [("no_such", "the package of that module"), ("yaml.more", "PyYAML")]
+)
+async def test_env_push_opens_an_episode_and_names_the_package_that_is_missing(
+    client: Client, tmp_path: Path, module: str, package: str
+) -> None:
+    source = f"""
+    class Sample(Addition):
+        def build_prompt_messages(self, example, prompt_text):
+            import {module}
+    """
+    folder = str(environment_folder(tmp_path, source))
+    text = await refusal(client, "env_push", name="late", folder=folder)
+    assert text.startswith("[environment_error environment=late] ")
+    assert f"Fix: add {package} to requirements.txt" in text
+    assert open_store().environments() == []
+
+
 async def test_an_error_or_a_task_that_has_no_utf_8_form_is_told_all_the_same(
     client: Client, tmp_path: Path
 ) -> None:
