@@ -2,18 +2,20 @@
 
 As in the SDK's own runtime, the rows of datasets/train.jsonl have precedence over the object's own,
 TRAINING_CONTRACT.md is the system prompt, `load_environment` gets the paths of both if it has
-parameters for them, scorers get text and never None, and one object serves all episodes at once.
-The eval split is datasets/eval.jsonl or `eval_dataset`, if there is one."""
+parameters for them, scorers get text and never None, one object serves all episodes at once, and a
+step without messages ends its episode. Content may be a list of text parts. The eval split is
+datasets/eval.jsonl or `eval_dataset`, if there is one."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from environments.adapters import takes_keyword
 from environments.base import (
@@ -28,6 +30,7 @@ from environments.base import (
 TRAIN_FILES = ("datasets/train.jsonl", "datasets/train.json", "train.jsonl", "train.json")
 EVAL_FILES = ("datasets/eval.jsonl", "datasets/eval.json", "eval.jsonl", "eval.json")
 CONTRACT_FILE = "TRAINING_CONTRACT.md"
+TEXT_PARTS = {"text", "input_text"}
 
 
 def load(folder: Path, load_environment: Callable[..., Any], args: Mapping[str, Any]) -> Any:
@@ -72,7 +75,8 @@ class SdkEnvironment(Environment):
 
     def start_episode(self, example: TaskExample, prompt_text: str) -> list[ChatMessage]:
         self._steps = []
-        return list(self._sdk.start_episode(_to_sdk(example), self._prompt_text or prompt_text))
+        opening = self._sdk.start_episode(_to_sdk(example), self._prompt_text or prompt_text)
+        return list(map(_with_text, opening))
 
     def max_episode_turns(self, example: TaskExample) -> int:
         return int(self._sdk.max_episode_turns(_to_sdk(example))) if self._is_multi_turn else 1
@@ -87,8 +91,9 @@ class SdkEnvironment(Environment):
         result = self._sdk.step_episode(_to_sdk(example), messages, text)
         if result.metadata:
             self._steps.append(result.metadata)
-        messages = list(result.messages)
-        return EnvironmentStepResult(bool(result.done), messages, result.final_response_text)
+        messages = list(map(_with_text, result.messages))
+        is_done = bool(result.done) or not messages
+        return EnvironmentStepResult(is_done, messages, result.final_response_text)
 
     def score_episode(self, example: TaskExample, episode: EnvironmentEpisode) -> RewardResult:
         text = episode.response_text or ""
@@ -110,7 +115,7 @@ class SdkEnvironment(Environment):
         if example.output is None:
             # The default raises ValueError. The SDK would make an empty answer of it.
             return super().sft_completion(example)
-        return [dict(message) for message in self._sdk.sft_completion(_to_sdk(example))]
+        return list(map(_with_text, self._sdk.sft_completion(_to_sdk(example))))
 
 
 def _first_file(folder: Path, names: Iterable[str]) -> Path | None:
@@ -124,18 +129,22 @@ def _own_rows(sdk: Any, attribute: str) -> Any:
 
 def _tasks(source: Any) -> list[TaskExample]:
     """Read rows as the SDK does. The SDK's ids are positions, alike in every split; ours identify
-    the row.
+    the row, and a repeated one also has its number.
     """
     if not source:
         return []
     records = importlib.import_module("freesolo.datasets.records")
     tasks: list[TaskExample] = []
+    seen: Counter[str] = Counter()
     for row in records.load_task_examples(source):
         record = row.record
         task_id = record.get("id")
         if task_id is None:
             text = json.dumps(record, sort_keys=True, default=str)
             task_id = hashlib.sha256(text.encode()).hexdigest()[:16]
+        seen[str(task_id)] += 1
+        if (count := seen[str(task_id)]) > 1:
+            task_id = f"{task_id}-{count}"
         tasks.append(TaskExample(record, row.input, str(task_id), row.metadata or {}, row.output))
     return tasks
 
@@ -158,5 +167,14 @@ def _reward(results: list[Any]) -> RewardResult:
 
 
 def _with_text(message: ChatMessage) -> ChatMessage:
-    """The message with text, also if the gate answered None."""
-    return {**message, "content": message.get("content") or ""}
+    """The message with text: that of its parts, or none if it has only tool calls, or if the gate
+    answered None. Raises ValueError for parts that are no text.
+    """
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        parts = cast("list[dict[str, Any]]", content)
+        if kinds := {str(part.get("type")) for part in parts} - TEXT_PARTS:
+            what = f"a {message.get('role')} message has parts of type {', '.join(sorted(kinds))}"
+            raise ValueError(f"{what}: models are trained on text only")
+        content = "".join(str(part.get("text", "")) for part in parts)
+    return {**message, "content": content}

@@ -51,6 +51,7 @@ SIZES_OF_SLOW = {
     "futoshiki": (20, 10),
     "intermediate_integration": (100, 30),
     "knight_swap": (15, 10),
+    "number_sequence": (120, 40),
     "polynomial_equations": (250, 60),
     "puzzle24": (80, 30),
     "quantum_lock": (150, 50),

@@ -29,8 +29,8 @@ class Generators:
     """The generators of one episode."""
 
     def __init__(self, seed: str) -> None:
-        self._seed = seed
-        self.python = random.Random(seed)
+        self._seed = seed.encode(errors="backslashreplace")  # a task's id may have no UTF-8 form
+        self.python = random.Random(self._seed)
         self._numpy: Any = None
 
     def use(self) -> None:

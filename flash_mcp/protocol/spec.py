@@ -309,9 +309,14 @@ def check_adapter(
     raise FlashError("adapter_mismatch", f"the adapter has {found}", fix=fix)
 
 
+SDK_NAMES = {"id": "environment", "params": "environment_args"}
+"""What `[environment]` of a file for the freesolo SDK calls a run's fields."""
+
+
 def read_toml(path: Path) -> dict[str, Any]:
     """Fields of a run's TOML file. Tables only group fields for the reader: `[train] steps = 3` is
-    `steps = 3`.
+    `steps = 3`. Files written for the freesolo SDK may say `[environment] id = "NAME"` and
+    `seeds = [0]`.
 
     Raises FlashError(invalid_argument) for a missing or malformed file, an unknown field or a field
     given twice."""
@@ -324,10 +329,18 @@ def read_toml(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         fix = "name a TOML file on the server; env_setup writes one under configs/"
         raise refused(f"cannot be read: {error}", fix) from error
+    environment = document.get("environment")
+    if isinstance(environment, dict):
+        table = cast("dict[str, Any]", document.pop("environment"))
+        document["environment.*"] = {SDK_NAMES.get(name, name): table[name] for name in table}
     fields: dict[str, Any] = {}
     for name, value in document.items():
         is_table = isinstance(value, dict) and name not in RunSpec.model_fields
         table = cast("dict[str, Any]", value if is_table else {name: value})
+        if seeds := cast("list[Any]", table.pop("seeds", None)):
+            if len(seeds) > 1:
+                raise refused(f"has {len(seeds)} seeds", "name one: each run has one seed")
+            table["seed"] = seeds[0]
         for field, inner in table.items():
             if field not in RunSpec.model_fields:
                 guess = did_you_mean(field, RunSpec.model_fields, count=1)

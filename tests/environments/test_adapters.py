@@ -94,6 +94,49 @@ async def test_a_multi_turn_folder_of_the_sdk_runs_unchanged() -> None:
     assert unmade == {"tasks", "near_gold", "order"}
 
 
+SDK_UNUSUAL = """
+    from freesolo.environments import EnvironmentMultiTurn, EnvironmentStepResult, RewardResult
+
+
+    class Unusual(EnvironmentMultiTurn):
+        def __init__(self):
+            call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+            gold = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+            self.dataset = [{"input": "Look.", "output": {"messages": gold}}] * 2
+
+        def start_episode(self, example, prompt_text):
+            parts = [{"type": "text", "text": "Look "}, {"type": "input_text", "text": "here."}]
+            return [{"role": "user", "content": parts}]
+
+        def max_episode_turns(self, example):
+            return 3
+
+        def step_episode(self, example, messages, assistant_response):
+            return EnvironmentStepResult(done=False, final_response_text="seen")
+
+        def score_episode(self, example, episode):
+            return RewardResult(score=float(episode.response_text == "seen"))
+
+
+    def load_environment():
+        return Unusual()
+"""
+
+
+async def test_parts_tool_calls_repeated_rows_and_answers_without_messages_of_the_sdk(
+    tmp_path: Path,
+) -> None:
+    async with await EnvironmentHost.start(written(tmp_path, environment_py=SDK_UNUSUAL)) as host:
+        opening = await host.open("train", 1)
+        assert opening.messages == [{"role": "user", "content": "Look here."}]
+        assert (await host.step(opening.episode, "I see.")).done
+        assert (await host.score(opening.episode)).reward == 1.0
+        (gold,) = await host.gold("train", 0)
+        assert (gold["content"], gold["tool_calls"][0]["function"]["name"]) == ("", "look")
+        (first, _), (second, _) = await host.tasks("train")
+        assert second == f"{first}-2"
+
+
 # -- reasoning-gym ---------------------------------------------------------------------------------
 
 CHAIN_SUM = "reasoning-gym:chain_sum"

@@ -144,6 +144,17 @@ def test_a_toml_file_that_cannot_be_meant_is_refused(tmp_path: Path, text: str, 
     assert named in str(caught.value)
 
 
+def test_a_toml_file_for_the_freesolo_sdk_is_understood(tmp_path: Path):
+    path = tmp_path / "rl.toml"
+    text = '[environment]\nid = "sums"\nparams = {hard = true}\n[train]\nsteps = 3\nseeds = '
+    path.write_text(f"{text}[7]\n")
+    asked = {"environment": "sums", "environment_args": {"hard": True}, "steps": 3, "seed": 7}
+    assert read_toml(path) == asked
+    path.write_text(f"{text}[7, 8]\n")
+    with pytest.raises(FlashError, match="has 2 seeds"):
+        read_toml(path)
+
+
 def test_a_missing_toml_file_is_refused(tmp_path: Path):
     with pytest.raises(FlashError, match="cannot be read"):
         read_toml(tmp_path / "none.toml")
