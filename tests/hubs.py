@@ -208,8 +208,10 @@ async def _compare(host: EnvironmentHost, tried: Tried) -> None:
     for index, episode in enumerate(alone):
         if episode != together[index]:
             tried.unequal = f"episode {index}: {episode}\nat once: {together[index]}"[:3000]
-        elif episode != alone[index - index % 2]:
+            return
+        if episode != alone[index - index % 2]:
             tried.unequal = f"episode {index} is not like the other one of its task"
+            return
 
 
 # -- all of them -----------------------------------------------------------------------------------

@@ -67,6 +67,7 @@ def to_text(observation: Any) -> str:
     if _is_result(observation):
         for name in NOT_SHOWN:
             fields.pop(name, None)
+        fields = {name: value for name, value in fields.items() if not name.startswith("_")}
     elif not isinstance(observation, Mapping):
         return str(observation)
     values = list(fields.values())

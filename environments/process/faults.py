@@ -74,7 +74,9 @@ ARGUMENT_ERROR = re.compile(
 
 
 OFF_MAIN_THREAD = re.compile(
-    r"^(\w+) raised (?:ValueError|RuntimeError): .*\b(?:in|from) (?:the )?main thread"
+    r"^(\w+) raised (?:ValueError|RuntimeError): "
+    r".*(?:\b(?:in|from) (?:the )?main thread|threaded environment due to usage of signal)",
+    re.DOTALL,
 )
 """What `signal` says, and what libraries say that use it for their time limits."""
 
