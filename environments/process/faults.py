@@ -83,9 +83,29 @@ OFF_MAIN_THREAD = re.compile(
 
 IMPORT_CODES = ("environment_invalid", "environment_error")
 MISSING_MODULE = re.compile(r"No module named '(\w+)")
-NLTK_DATA = re.compile(r"raised LookupError: .*nltk\.download\('", re.DOTALL)
-IS_NO_NUMBER = "which is no number"
-NEEDS_ACTION = "its action was the model's text"
+SAID = (
+    (
+        r"raised LookupError: .*nltk\.download\('",
+        "download the data that it names into the folder with `python -m nltk.downloader -d "
+        "nltk_data NAME`, and call nltk.data.path.append(str(Path(__file__).parent / "
+        "'nltk_data')) before use",
+    ),
+    (
+        "which is no number",
+        "wrap the object that the environment plays, so that its step returns a number",
+    ),
+    (
+        "its action was the model's text",
+        "if step takes another kind of action than text, give GymEnvironment a to_action, such as "
+        "to_action=int, or to_action=lambda text: EchoAction(message=text)",
+    ),
+    (
+        "^loading environment.py took longer",
+        "let load_environment do less, for example with fewer generated tasks by environment_args; "
+        "or call again when the machine is less busy",
+    ),
+)
+"""What a fault says, and its fix."""
 
 
 NO_WHEEL = re.compile(
@@ -118,21 +138,11 @@ def remedy(fault: EnvironmentFault) -> str | None:
             f"add {packages[0]} to requirements.txt next to environment.py. That file has to name "
             "every package that the environment imports: it sees no others"
         )
-    if NLTK_DATA.search(fault.what):
-        return (
-            "download the data that it names into the folder with `python -m nltk.downloader -d "
-            "nltk_data NAME`, and call nltk.data.path.append(str(Path(__file__).parent / "
-            "'nltk_data')) before use"
-        )
-    if IS_NO_NUMBER in fault.what:
-        return "wrap the object that the environment plays, so that its step returns a number"
+    for said, fix in SAID:
+        if re.search(said, fault.what, re.DOTALL):
+            return fix
     if fault.code == "invalid_argument" and fault.is_foreign:
         return "correct environment_args as it says"
-    if NEEDS_ACTION in fault.what:
-        return (
-            "if step takes another kind of action than text, give GymEnvironment a to_action, such "
-            "as to_action=int, or to_action=lambda text: EchoAction(message=text)"
-        )
     if fault.code == "requirements_failed" and NO_WHEEL.search(fault.what):
         names = REASONING_GYM_BUILDS if "reasoning-gym" in fault.what else '["NAME"]'
         return (

@@ -182,6 +182,13 @@ async def test_signals_in_other_threads_are_explained(tmp_path: Path, library_sa
         assert "max_score_concurrency = 1" in (remedy(fault) or "")
 
 
+async def test_an_environment_that_loads_slowly_is_told_what_to_do(tmp_path: Path) -> None:
+    folder = environment_folder(tmp_path, "time.sleep(1000)", returns="Addition()")
+    fault = await fault_of(EnvironmentHost.start(folder, start_timeout_s=1))
+    assert fault.code == "environment_timeout"
+    assert "fewer generated tasks by environment_args" in (remedy(fault) or "")
+
+
 async def test_thirty_two_calls_run_at_once(tmp_path: Path) -> None:
     source = """
     import threading
