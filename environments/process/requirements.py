@@ -480,8 +480,9 @@ def _steps(target: Path, versions: IO[str]) -> bool:
     if not is_done and names:
         sys.stderr.write(f"building from source: {', '.join(names)}\n")
         others = _others(target, names)
-        is_done = done(partial(install_wheels, target, others), with_passwords=True)
-        is_done = is_done and done(partial(build, target, names), with_passwords=False)
+        # This fails if one of them requires a package without a wheel; the build installs all then.
+        done(partial(install_wheels, target, others), with_passwords=True)
+        is_done = done(partial(build, target, names), with_passwords=False)
     return is_done and done(list_versions, with_passwords=False, network=False)
 
 

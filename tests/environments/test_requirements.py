@@ -485,19 +485,38 @@ class PrivateIndex(BaseHTTPRequestHandler):
         """Print nothing."""
 
 
-@pytest.fixture
-def private_index() -> Iterator[str]:
-    """The address of an index, with the password."""
+def wheel_of(name: str, requires: str = "") -> bytes:
+    """The wheel of version 1 of a package with one module."""
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w") as wheel:
-        info = "private-1.dist-info/"
-        wheel.writestr("private.py", "ANSWER = 42")
-        wheel.writestr(info + "METADATA", "Metadata-Version: 2.1\nName: private\nVersion: 1\n")
+        info = f"{name}-1.dist-info/"
+        wheel.writestr(f"{name}.py", "ANSWER = 42")
+        about = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n{requires}"
+        wheel.writestr(info + "METADATA", about)
         wheel.writestr(
             info + "WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         )
         wheel.writestr(info + "RECORD", "")
-    PrivateIndex.wheel = stream.getvalue()
+    return stream.getvalue()
+
+
+async def test_what_another_package_requires_is_built_if_the_operator_allows_it(
+    tmp_path: Path, flash_home: Path, attacker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (attacker / "needy-1-py3-none-any.whl").write_bytes(
+        wheel_of("needy", "Requires-Dist: attacker\n")
+    )
+    monkeypatch.setenv("UV_FIND_LINKS", str(attacker))
+    monkeypatch.setenv("UV_OFFLINE", "1")
+    allow(flash_home, 'build_from_source = ["attacker"]')
+    python = await requirements.interpreter(folder_with(tmp_path, "needy\n"))
+    assert (python.parents[2] / "ready").read_text() == "attacker==1\nneedy==1\n"
+
+
+@pytest.fixture
+def private_index() -> Iterator[str]:
+    """The address of an index, with the password."""
+    PrivateIndex.wheel = wheel_of("private")
     PrivateIndex.asked.clear()
     with ThreadingHTTPServer(("127.0.0.1", 0), PrivateIndex) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
