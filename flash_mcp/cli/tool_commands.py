@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 POSITIONAL = {
     "chat": "message",
     "env_push": "folder",
+    "env_setup": "folder",
     "env_test": "folder",
     "evaluate": "environment",
     "status": "run_id",
