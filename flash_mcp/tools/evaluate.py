@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from anyio.to_thread import run_sync
@@ -117,12 +118,6 @@ async def evaluate(
         idempotency_key: A second call with the same key returns the same evaluation.
         wait_s: Seconds to wait for the scores; default 35.
     """
-    started = time.monotonic()
-    store = open_store()
-    subject = await run_sync(references.find_subject, store, model)
-    reference = _environment_of(environment, subject)
-    row = await run_sync(references.environment, store, reference)
-    check_machine()
     given: Json = {
         "temperature": temperature,
         "top_p": top_p,
@@ -134,14 +129,47 @@ async def evaluate(
         "environment_args": environment_args,
         "secrets": secrets,
     }
+    asked = Asked(split, task_ids, limit, attempts)
+    return await _measure(environment, model, asked, given, idempotency_key, wait_s)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Which attempts are asked for."""
+
+    split: str
+    task_ids: list[str] | None
+    limit: int | None
+    attempts: int
+
+
+async def _measure(
+    environment: str | None,
+    model: str,
+    asked: Asked,
+    given: Json,
+    idempotency_key: str | None,
+    wait_s: float,
+) -> Evaluate:
+    started = time.monotonic()
+    store = open_store()
+    subject = await run_sync(references.find_subject, store, model)
+    reference = _environment_of(environment, subject)
+    row = await run_sync(references.environment, store, reference)
+    check_machine()
     resolved = functools.partial(
-        resolve.resolve_eval, subject, row, split=split, attempts=attempts, given=given
+        resolve.resolve_eval,
+        subject,
+        row,
+        split=asked.split,
+        attempts=asked.attempts,
+        given=given,
     )
     # Resolved once without tasks, for what the environment is loaded with.
     values = resolved(tasks=[]).spec
     await report("loading the environment in a child process")
-    known = await task_names(row, split, values.environment_args, values.secrets)
-    tasks = _chosen(known, split, task_ids, limit, attempts)
+    known = await task_names(row, asked.split, values.environment_args, values.secrets)
+    tasks = _chosen(known, asked)
     run, created, trouble = await submit(
         store, resolved(tasks=tasks), row, subject, idempotency_key, again=again
     )
@@ -185,23 +213,21 @@ async def task_names(
     return [name for name, _ in tasks]
 
 
-def _chosen(
-    known: list[str], split: str, task_ids: list[str] | None, limit: int | None, attempts: int
-) -> list[int]:
+def _chosen(known: list[str], asked: Asked) -> list[int]:
+    """Places of the tasks in the split. FlashError(invalid_argument) for unknown or too many."""
     places = {name: place for place, name in enumerate(known)}
-    unknown = [name for name in task_ids or () if name not in places]
+    unknown = [name for name in asked.task_ids or () if name not in places]
     if unknown:
         near = nearest(unknown[0], known) or known[:3]
-        what = f"{len(unknown)} of task_ids are not in the {split} split, the first: {unknown[0]!r}"
-        raise FlashError(
-            "invalid_argument", what, fix=f"use ids like {', '.join(map(plain_name, near))}"
-        )
+        what = f"{len(unknown)} of task_ids are not in the {asked.split} split"
+        fix = f"use ids like {', '.join(map(plain_name, near))}"
+        raise FlashError("invalid_argument", f"{what}, the first: {unknown[0]!r}", fix=fix)
     tasks = list(range(len(known)))
-    if task_ids:
-        tasks = list(dict.fromkeys(places[name] for name in task_ids))
-    tasks = tasks[:limit]
-    if len(tasks) * attempts > MOST_ATTEMPTS:
-        what = f"{len(tasks)} tasks x {attempts} attempts are more than {MOST_ATTEMPTS:,}"
+    if asked.task_ids:
+        tasks = list(dict.fromkeys(places[name] for name in asked.task_ids))
+    tasks = tasks[: asked.limit]
+    if len(tasks) * asked.attempts > MOST_ATTEMPTS:
+        what = f"{len(tasks)} tasks x {asked.attempts} attempts are more than {MOST_ATTEMPTS:,}"
         raise FlashError("invalid_argument", what, fix="lower attempts, or set limit")
     return tasks
 
