@@ -21,7 +21,7 @@ from typing import Any
 
 from rich.console import Console
 
-from flash_mcp.cli.demo import Session, connected, told, watch
+from flash_mcp.cli.demo import Session, connected, outcome, watch
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import ACTIVE
 
@@ -242,7 +242,7 @@ def main() -> int:
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there")
     options = parser.parse_args()
     console, started = Console(soft_wrap=True), time.monotonic()
-    figures = told(console, run, [options.only] if options.only else list(TASKS), options.model)
+    figures = outcome(console, run, [options.only] if options.only else list(TASKS), options.model)
     if figures is None:
         return 1
     if options.json:

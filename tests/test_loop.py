@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from bench.loop import Json, Task, markdown, play
-from flash_mcp.cli.demo import connected, told
+from flash_mcp.cli.demo import connected, outcome
 from flash_mcp.protocol.errors import FlashError
 from tests.attempts import VOWELS
 
@@ -64,5 +64,5 @@ def test_what_failed_is_shown_with_its_code() -> None:
             raise FlashError(code, "no [such] run", run_id="run-1", fix="list them")
 
     said = io.StringIO()
-    assert told(Console(file=said, width=200), fail, "unknown_run") is None
+    assert outcome(Console(file=said, width=200), fail, "unknown_run") is None
     assert said.getvalue().startswith("[unknown_run run_id=run-1] no [such] run")

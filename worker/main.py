@@ -138,7 +138,7 @@ def _explain(error: BaseException, phase: str) -> FlashError:
     if isinstance(error, FlashError):
         return error
     if isinstance(error, EnvironmentFault):
-        fix = "run env_test on the environment, mend it and push it again"
+        fix = "run env_test on the environment, fix it and push it again"
         return FlashError.of_fault(error, fix=fix)
     if any(words in str(error) for words in _NO_SPACE):
         error = OSError(errno.ENOSPC, str(error))

@@ -462,7 +462,7 @@ def check_errors(rows: Sequence[records.Rollout], max_share: float) -> None:
         f"first, on task {plain_name(task_id)}, with {first['code']}",
         max_error_share=max_share,
         wrote=first["what"],
-        fix="run env_test, mend the environment and push it again",
+        fix="run env_test, fix the environment and push it again",
     )
 
 

@@ -52,7 +52,7 @@ async def survey(
             about=f"{len(faults)} of {count} {split} tasks failed in environment code; the first, "
             f"number {first}: ",
             max_error_share=max_error_share,
-            fix="run env_test on the environment, mend it and push it again",
+            fix="run env_test on the environment, fix it and push it again",
         )
     return [found for task in looks for found in task.result()]
 

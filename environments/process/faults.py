@@ -63,7 +63,7 @@ FIXES = {
     "environment_unprotected": "use a kernel with Landlock (5.13 or newer), which a container may "
     "have to allow; or, for code that you trust with every file of this user, set "
     "`without_file_protection = true` under [environments] in settings.toml of FLASH_HOME",
-    "invalid_argument": "whoever runs the server corrects settings.toml in FLASH_HOME",
+    "invalid_argument": "the server's operator corrects settings.toml in FLASH_HOME",
 }
 """For faults that only the operator of the machine can remove."""
 

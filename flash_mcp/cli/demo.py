@@ -275,7 +275,7 @@ def play(
     console = Console(soft_wrap=True)
     with tempfile.TemporaryDirectory(prefix="flash-demo-") as folder:
         target = Path(folder) / "calculator"
-        figures = told(console, run, target, curve_path, model, environment)
+        figures = outcome(console, run, target, curve_path, model, environment)
     if figures is None:
         return 1
     if figures_path:
@@ -285,7 +285,7 @@ def play(
     return 0
 
 
-def told(console: Console, act: Callable[..., Awaitable[Json]], *arguments: Any) -> Json | None:
+def outcome(console: Console, act: Callable[..., Awaitable[Json]], *arguments: Any) -> Json | None:
     """The result of `act(console, *arguments)`; None after a FlashError, which is shown."""
     try:
         return follow.run(act, console, *arguments)

@@ -302,7 +302,7 @@ NAMESPACES = (
     "kernel.apparmor_restrict_unprivileged_userns=0); a container needs --cap-add SYS_ADMIN or "
     "--security-opt seccomp=unconfined"
 )
-MENDS = {
+FIXES = {
     "files": "use a kernel with Landlock (5.13 or newer), or set without_file_protection = true "
     "under [environments] in settings.toml if you trust all environment code with your files",
     "attributes": NAMESPACES,
@@ -329,7 +329,7 @@ def _sandbox() -> Outcome:
     missing: dict[str, str] = json.loads(done.stdout)
     if not any(missing.values()):
         return _ok(describe(missing))
-    fixes = {MENDS[name]: None for name, why in missing.items() if why and name in MENDS}
+    fixes = {FIXES[name]: None for name, why in missing.items() if why and name in FIXES}
     is_allowed = False
     with suppress(ValueError):  # `_settings` names what is wrong
         is_allowed = load_settings().environments.without_file_protection

@@ -30,7 +30,7 @@ def add_command(
     run: Callable[[argparse.Namespace], int | None] | None,
     **settings: Any,
 ) -> Parser:
-    """A command. `text` is its description; the first sentence stands in the list of commands."""
+    """A command. `text` is its description; the list of commands shows the first sentence."""
     first = " ".join(text.split("\n\n")[0].split()).split(". ")[0].removesuffix(".")
     parser: Parser = commands.add_parser(
         name,

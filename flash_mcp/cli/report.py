@@ -142,7 +142,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Line:
-    """A series in the picture's coordinates: `points` are joined, `whiskers` stand alone."""
+    """A series in the picture's coordinates: `points` are joined, `whiskers` are not."""
 
     name: str
     colour: int

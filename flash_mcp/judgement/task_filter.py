@@ -36,7 +36,7 @@ _PASS = "pass_"
 """`pass@4` is the name `pass_4` to Python."""
 FORM = (
     "compare avg, best, worst, n, n_correct or pass@k with a number, as in `pass@4 >= 0.25 and "
-    "n >= 4`; `solved` stands alone; and, or, not and parentheses join them"
+    "n >= 4`; `solved` needs no operator; and, or, not and parentheses join them"
 )
 
 _WORD = re.compile(

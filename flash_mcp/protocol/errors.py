@@ -88,7 +88,7 @@ class FlashError(Exception):
     """An anticipated failure.
 
     `code` is one of CODES. `values` are the wrong values; they are shown after the code. `fix` says
-    what to do next. `wrote` is text of foreign origin, which stands in none of the others. All
+    what to do next. `wrote` is text of foreign origin, which no other field contains. All
     texts are made `encodable`."""
 
     def __init__(
@@ -194,7 +194,7 @@ def as_flash_error(where: str, error: BaseException) -> FlashError:
         return error
     identity = secrets.token_hex(4)
     log = home() / "logs" / "server.log"
-    with suppress(OSError):  # where nothing can be logged, the error is told all the same
+    with suppress(OSError):  # the error is returned even if it cannot be logged
         _logger(log).error("id=%s in %s", identity, where, exc_info=error)
     what = "flash-mcp failed unexpectedly"
     fix = f"report the traceback that has this id in {log}"

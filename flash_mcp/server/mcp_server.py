@@ -244,8 +244,8 @@ def _words_of(name: str, error: ToolError) -> str:
 
 
 async def _as_its_caller(ctx: ServerRequestContext[Any, Any], call_next: CallNext) -> HandlerResult:
-    """Handle each message as its own sender: a session's task has the context of whoever opened the
-    session.
+    """Handle each message as its own sender: a session's task has the context of the client that
+    opened the session.
     """
     state = getattr(ctx.request, "state", None)
     with acting_as(getattr(state, "caller", caller())):
@@ -269,16 +269,16 @@ def _progress_of(context: Context[Any, Any]) -> Callable[[str, float | None], Aw
     """Send progress notifications. Their value must rise, so a report without a share adds very
     little; such reports are sent at most once a second.
     """
-    told = 0.0
-    told_at = float("-inf")
+    reported = 0.0
+    reported_at = float("-inf")
 
     async def tell(message: str, share: float | None) -> None:
-        nonlocal told, told_at
-        if share is None and time.monotonic() - told_at < 1:
+        nonlocal reported, reported_at
+        if share is None and time.monotonic() - reported_at < 1:
             return
-        told = max(told + 1e-6, share or 0.0)
-        told_at = time.monotonic()
-        await context.report_progress(told, 1.0, message)
+        reported = max(reported + 1e-6, share or 0.0)
+        reported_at = time.monotonic()
+        await context.report_progress(reported, 1.0, message)
 
     return tell
 

@@ -62,7 +62,7 @@ class Job:
 
 
 class Jobs(Protocol):
-    """A kind of work that tasks stand for. `look` and `cancel` raise FlashError for unknown ids."""
+    """A kind of work that tasks refer to. `look` and `cancel` raise FlashError for unknown ids."""
 
     tools: frozenset[str]
 

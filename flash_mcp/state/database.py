@@ -145,7 +145,7 @@ class Connection:
             for _ in range(0, _pragma(db, "freelist_count"), PAGES_AT_ONCE):
                 alive()
                 with self.transaction():
-                    # Each row that is fetched stands for a page that was given back.
+                    # Each fetched row is one page that was given back.
                     db.execute(f"PRAGMA incremental_vacuum({PAGES_AT_ONCE})").fetchall()
             db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         return before - self.path.stat().st_size

@@ -119,7 +119,7 @@ def newest_first(base: Path | None = None) -> list[Dataset]:
 
 
 def everyones(base: Path | None = None) -> list[tuple[str, Path]]:
-    """(owner, version) of every dataset of all owners, whoever the caller is."""
+    """(owner, version) of every dataset of all owners, for any caller."""
     root, there = datasets_dir(base), f"[!.@]*/*/{MANIFEST}"
     owners = [
         (LOCAL_OWNER, root),

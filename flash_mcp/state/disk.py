@@ -101,7 +101,7 @@ def disk_settings(base: Path) -> DiskSettings:
         return load_settings(base).disk
     except ValueError as error:
         what = f"the settings of this server cannot be used: {error}"
-        fix = f"whoever runs the server corrects {base / FILE}"
+        fix = f"the server's operator corrects {base / FILE}"
         raise FlashError("invalid_argument", what, fix=fix) from error
 
 
@@ -113,7 +113,7 @@ def check_quota(what: str, stored: int, more: int, limit: int, key: str) -> None
         return
     told = f"your {what} take {stored:,} of {limit:,} bytes, and this one {more:,} more"
     fix = (
-        f"store fewer or smaller {what}; whoever runs the server can remove versions, or raise"
+        f"store fewer or smaller {what}; the server's operator can remove versions, or raise"
         f" {key} in [disk] of {FILE}"
     )
     raise FlashError("quota_exceeded", told, stored=stored, limit=limit, fix=fix)

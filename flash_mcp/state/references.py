@@ -142,7 +142,7 @@ def find_subject(store: Store, reference: str) -> Subject:
     invalid_argument)."""
     if named := RUN.fullmatch(reference):
         return _checkpoint(store, named["run"], int(named["step"]) if named["step"] else None)
-    if not base_models.is_named(reference):  # nobody's deployment stands in a model's place
+    if not base_models.is_named(reference):  # a deployment cannot replace a model
         live = [
             row for row in store.deployments(LIVE_DEPLOYMENT) if reference in (row.id, row.name)
         ]

@@ -107,7 +107,7 @@ def compare(
     """Say whether one evaluation is better than another: improved, no_change, regressed or
     underpowered.
 
-    Tasks that stand on both sides are paired: exact McNemar test for success, paired bootstrap for
+    Tasks on both sides are paired: exact McNemar test for success, paired bootstrap for
     rewards and for several attempts a task. Otherwise the noise bands decide. `underpowered` comes
     with the number of tasks that would decide. Evaluations are made by evaluate, or by train with
     eval_before, eval_after or eval_every. Two models are judged only where both were sampled alike.

@@ -1,4 +1,4 @@
-"""What stands before vLLM's OpenAI server: the only routes that it answers, each behind a key.
+"""A proxy for vLLM's OpenAI server: the only routes that it answers, each behind a key.
 
 vLLM asks for its key under /v1 and a few other prefixes only. Routes beside them swap adapters
 (/adapters) and answer chats (/invocations) for any local user. This ASGI middleware

@@ -173,7 +173,7 @@ RunId = Annotated[str, Field(min_length=1, description="Run id, as returned by t
 
 
 def page_offset(cursor: str | None, tool: str) -> int:
-    """The number that a cursor of `tool` stands for; 0 without one."""
+    """The number in a cursor of `tool`; 0 without one."""
     if cursor is not None and not cursor.isdigit():
         what = f"that is no cursor of {tool}"
         raise FlashError("invalid_argument", what, cursor=cursor, fix="pass it unchanged")
