@@ -14,6 +14,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -41,13 +42,13 @@ def install(client: str, *, name: str = "flash", write: bool = True) -> Installe
 
     FlashError(invalid_argument) if the file cannot be read or `name` is not a server name."""
     check_name(name)
-    locate, merge = CLIENTS[client]
-    path = Path(os.path.realpath(locate()))  # keeps a link to it, as dotfile managers make one
+    agent = CLIENTS[client]
+    path = Path(os.path.realpath(agent.locate()))  # keeps a link, as dotfile managers make one
     old = path.read_text() if path.exists() else ""
     try:
-        new = merge(old, name, entry())
+        new = agent.merged(old, name)
     except ValueError as error:
-        fix = f"correct it, or add this server by hand: {merge('', name, entry())}"
+        fix = f"correct it, or add this server by hand: {agent.merged('', name)}"
         what = f"the file cannot be read, and was left as it is: {error}"
         raise FlashError("invalid_argument", what, path=path, fix=fix) from error
     changed = new != old
@@ -78,26 +79,82 @@ def _claude() -> Path:
     return Path(folder) / ".claude.json" if folder else Path.home() / ".claude.json"
 
 
-def _cursor() -> Path:
-    return Path.home() / ".cursor" / "mcp.json"
-
-
 def _codex() -> Path:
     return Path(os.environ.get("CODEX_HOME") or Path.home() / ".codex") / "config.toml"
 
 
-def merge_json(old: str, name: str, server: Json) -> str:
-    """`old` with `server` under mcpServers. ValueError if either is no JSON object."""
-    settings: Any = json.loads(old) if old.strip() else {}
+def _opencode() -> Path:
+    folder = _settings_home() / "opencode"
+    commented = folder / "opencode.jsonc"
+    return commented if commented.exists() else folder / "opencode.json"
+
+
+def _vscode() -> Path:
+    folder = _settings_home()
+    if sys.platform == "darwin":
+        folder = Path.home() / "Library" / "Application Support"
+    return folder / "Code" / "User" / "mcp.json"
+
+
+def _settings_home() -> Path:
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+
+
+def _as_opencode(server: Json) -> Json:
+    found: Json = {"type": "local", "command": [server["command"], *server["args"]]}
+    if "env" in server:
+        found["environment"] = server["env"]
+    return found
+
+
+def _as_vscode(server: Json) -> Json:
+    return {"type": "stdio", **server}
+
+
+STRING_OR_COMMENT = re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
+STRING_OR_LAST_COMMA = re.compile(r'("(?:\\.|[^"\\])*")|,(?=\s*[}\]])', re.DOTALL)
+
+
+def read_json(text: str) -> Any:
+    """JSON in which editors also allow comments and a comma after the last item."""
+    for ignored in (STRING_OR_COMMENT, STRING_OR_LAST_COMMA):
+        text = ignored.sub(lambda found: found[1] or "", text)
+    return json.loads(text) if text.strip() else {}
+
+
+def merge_json(old: str, key: str, name: str, server: Json) -> str:
+    """`old` with `server` as KEY.NAME. ValueError if either is no JSON object, or if comments would
+    be lost.
+    """
+    settings = read_json(old)
     if not isinstance(settings, dict):
         raise ValueError("it should be a JSON object")
-    servers: Any = cast("Json", settings).setdefault("mcpServers", {})
+    servers: Any = cast("Json", settings).setdefault(key, {})
     if not isinstance(servers, dict):
-        raise ValueError("mcpServers should be a JSON object")
+        raise ValueError(f"{key} should be a JSON object")
     if cast("Json", servers).get(name) == server:
         return old
+    is_new = name not in servers
     servers[name] = server
-    return json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+    with suppress(ValueError):
+        if old.strip():
+            json.loads(old)
+        return json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+    new = _inserted(old, key, name, server) if is_new else old
+    if read_json(new) != settings:
+        raise ValueError(f"its comments would be lost with another {key}.{name}")
+    return new
+
+
+def _inserted(old: str, key: str, name: str, server: Json) -> str:
+    """A text with comments, with `server` as the first of the object KEY."""
+    item = f"{json.dumps(name)}: {json.dumps(server)}"
+    opening = re.search(rf'"{key}"\s*:\s*{{', old)
+    if opening is None:
+        item = f'"{key}": {{{item}}}'
+        opening = re.search("{", old)
+        assert opening is not None  # it holds an object
+    return f"{old[: opening.end()]}\n  {item},{old[opening.end() :]}"
 
 
 def merge_toml(old: str, name: str, server: Json) -> str:
@@ -147,8 +204,31 @@ def _replace(path: Path, text: str) -> Path | None:
     return backup
 
 
-CLIENTS: dict[str, tuple[Callable[[], Path], Callable[[str, str, Json], str]]] = {
-    "claude": (_claude, merge_json),
-    "cursor": (_cursor, merge_json),
-    "codex": (_codex, merge_toml),
+@dataclass(frozen=True)
+class Client:
+    """A coding agent: where its configuration is, under which key servers are, and how one is
+    written.
+    """
+
+    locate: Callable[[], Path]
+    key: str = "mcpServers"
+    shape: Callable[[Json], Json] = dict
+
+    def merged(self, old: str, name: str) -> str:
+        """`old` with this server. ValueError where that cannot be done safely."""
+        server = self.shape(entry())
+        if self.locate().suffix == ".toml":
+            return merge_toml(old, name, server)
+        return merge_json(old, self.key, name, server)
+
+
+CLIENTS = {
+    "claude": Client(_claude),
+    "cursor": Client(lambda: Path.home() / ".cursor" / "mcp.json"),
+    "codex": Client(_codex, "mcp_servers"),
+    "opencode": Client(_opencode, "mcp", _as_opencode),
+    "vscode": Client(_vscode, "servers", _as_vscode),
+    "windsurf": Client(lambda: Path.home() / ".codeium" / "windsurf" / "mcp_config.json"),
+    "zed": Client(lambda: _settings_home() / "zed" / "settings.json", "context_servers"),
+    "gemini": Client(lambda: Path.home() / ".gemini" / "settings.json"),
 }

@@ -8,13 +8,12 @@ import shutil
 import stat
 import subprocess
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from flash_mcp.cli import doctor, main
-from flash_mcp.cli.install import CLIENTS, entry, install
+from flash_mcp.cli.install import CLIENTS, entry, install, read_json
 from flash_mcp.cli.service import unit_text
 from flash_mcp.protocol.errors import FlashError
 
@@ -38,18 +37,27 @@ theme = "dark"
 @pytest.fixture(autouse=True)
 def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A home directory without any agent's configuration."""
-    for name in ("CODEX_HOME", "CLAUDE_CONFIG_DIR"):
+    for name in ("CODEX_HOME", "CLAUDE_CONFIG_DIR", "XDG_CONFIG_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     return tmp_path
 
 
-PARSERS: dict[str, Callable[[str], dict]] = {
-    "claude": json.loads,
-    "cursor": json.loads,
-    "codex": tomllib.loads,
+ZED = """// Zed settings
+{
+  "theme": "One", // mine
+  /* { "context_servers": { */
+  "context_servers": {
+    "other": { "command": "http://x//y", "args": [] },
+  },
 }
-TABLES = {"claude": "mcpServers", "cursor": "mcpServers", "codex": "mcp_servers"}
+"""
+
+
+def servers_of(client: str, text: str) -> dict:
+    """What a client's configuration has under the key of servers."""
+    read = tomllib.loads if client == "codex" else json.loads
+    return read(text)[CLIENTS[client].key]
 
 
 @pytest.mark.parametrize("client", list(CLIENTS))
@@ -57,10 +65,15 @@ def test_a_first_configuration_starts_this_server_with_this_state_directory(
     client: str, flash_home: Path
 ):
     done = install(client)
-    entry = PARSERS[client](done.path.read_text())[TABLES[client]]["flash"]
-    assert Path(entry["command"]).exists()
-    assert entry["args"][-1] == "serve"
-    assert entry["env"]["FLASH_HOME"] == str(flash_home)
+    entry = servers_of(client, done.path.read_text())["flash"]
+    if client == "opencode":
+        assert entry["type"] == "local"
+        command, variables = entry["command"], entry["environment"]
+    else:
+        command, variables = [entry["command"], *entry["args"]], entry["env"]
+    assert Path(command[0]).exists()
+    assert command[-1] == "serve"
+    assert variables["FLASH_HOME"] == str(flash_home)
     assert (done.changed, done.backup) == (True, None)
 
 
@@ -101,18 +114,43 @@ def test_comments_and_tables_of_a_toml_file_stay_and_an_older_entry_is_replaced(
 
 
 @pytest.mark.parametrize(
+    "old", [ZED.replace('/* { "context_servers": { */', ""), "// mine\n{}", '{"theme": "One",}']
+)
+def test_comments_of_a_json_file_stay(old: str):
+    path = CLIENTS["zed"].locate()
+    path.parent.mkdir(parents=True)
+    path.write_text(old)
+    install("zed")
+    text = path.read_text()
+    assert text.count("//") == old.count("//")
+    settings = read_json(text)
+    assert settings["context_servers"].pop("flash")["args"] == ["serve"]
+    assert settings == {"context_servers": {}, **read_json(old)}
+
+
+def test_a_comment_that_looks_like_the_servers_changes_nothing():
+    path = CLIENTS["zed"].locate()
+    path.parent.mkdir(parents=True)
+    path.write_text(ZED)
+    with pytest.raises(FlashError, match="left as it is"):
+        install("zed")
+    assert path.read_text() == ZED
+
+
+@pytest.mark.parametrize(
     ("client", "text"),
     [
         ("claude", "{not json"),
         ("cursor", '{"mcpServers": []}'),
         ("cursor", "[]"),
+        ("zed", '{"context_servers": {"flash": {"command": "old"}}, // mine\n}'),
         ("codex", "[broken"),
         ("codex", 'mcp_servers = { flash = { command = "old" } }\n'),
     ],
 )
 def test_a_file_that_is_not_understood_is_left_as_it_is(client: str, text: str):
-    path = CLIENTS[client][0]()
-    path.parent.mkdir(exist_ok=True)
+    path = CLIENTS[client].locate()
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     with pytest.raises(FlashError, match="left as it is") as caught:
         install(client)
