@@ -16,6 +16,7 @@ from environments.adapters.gym import GymEnvironment
 from environments.process.host import EnvironmentHost
 from flash_mcp.judgement import health
 from flash_mcp.protocol.errors import CODES
+from flash_mcp.protocol.exports import ExportKind
 from flash_mcp.protocol.spec import RECIPES, RunSpec, default_of
 from flash_mcp.server.mcp_server import INSTRUCTIONS
 from flash_mcp.tools.registry import TOOLS
@@ -54,6 +55,7 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
 def known_names() -> set[str]:
     """Every name that a reader can meet in a tool, a result, a run or an environment."""
     names = {*TOOLS, *RunSpec.model_fields, *CODES, *health.FLAG_NAMES, "false", "true"}
+    names |= set(get_args(ExportKind))
     for tool in TOOLS.values():
         names |= {*tool.signature.parameters, *fields_of(tool.signature.return_annotation)}
         for parameter in tool.signature.parameters.values():

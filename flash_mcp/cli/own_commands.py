@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from flash_mcp.cli.install import CLIENTS, check_name
 from flash_mcp.cli.install import install as install_server
@@ -21,6 +21,7 @@ from flash_mcp.cli.service import LINGER, install_service, remove_service
 from flash_mcp.cli.tool_commands import stay
 from flash_mcp.judgement import curve as drawing
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.exports import ExportKind
 from flash_mcp.protocol.paths import home
 from flash_mcp.state import backup as archives
 from flash_mcp.state import tokens
@@ -319,6 +320,23 @@ def _write(path: Path, content: bytes, option: str) -> None:
         raise FlashError("invalid_argument", what, path=path, fix=fix) from error
 
 
+def export(arguments: Arguments) -> None:
+    """Write a checkpoint as files that other programs read, with a model card.
+
+    merged: safetensors with tokenizer and chat template. gguf-f16 and gguf-q8_0: one file for
+    llama.cpp. adapter: PEFT, for the base model. All but the adapter are read back, and greedy
+    answers are compared."""
+    from flash_mcp.cli.export import export as write  # noqa: PLC0415
+
+    written = write(open_store(), arguments.reference, arguments.format, arguments.to)
+    body = {
+        "folder": str(written.folder),
+        **written.result.model_dump(),
+        "warnings": written.warnings,
+    }
+    answer(arguments, body, "\n".join(render(body)))
+
+
 def wait(arguments: Arguments) -> int:
     """Return when a run has ended; the exit code says how.
 
@@ -452,6 +470,21 @@ COMMANDS: dict[str, Command | Group] = {
         (
             RUN_ID,
             _option("--out", "file to write (default ./RUN_ID.html)", "FILE", type=Path),
+            JSON,
+        ),
+    ),
+    "export": Command(
+        export,
+        ("flash-mcp export run-2f9k1c8d@60 --format gguf-q8_0 --to calculator",),
+        (
+            _option("reference", "RUN_ID, or RUN_ID@STEP (default: the newest)", "RUN[@STEP]"),
+            _option(
+                "--format",
+                "merged (default), adapter, gguf-f16 or gguf-q8_0",
+                choices=get_args(ExportKind),
+                default="merged",
+            ),
+            _option("--to", "new folder (default ./RUN-STEP-FORMAT)", "FOLDER", type=Path),
             JSON,
         ),
     ),

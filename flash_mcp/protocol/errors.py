@@ -59,6 +59,7 @@ CODES: dict[str, str] = {
     "disk_full": "the disk of the state directory is full",
     "idempotency_conflict": "the idempotency key was used before with different arguments",
     "run_finished": "the run has already ended",
+    "export_unsupported": "the model cannot be written in that form",
     "not_ready": "it is still starting",
     "deployment_failed": "the server of the deployment ended or did not answer",
     "unresponsive": "the server of the deployment hangs, or is too slow",

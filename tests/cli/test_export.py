@@ -1,0 +1,143 @@
+"""A checkpoint taken home: the files are read back by the libraries that others use."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from flash_mcp.cli import main
+from flash_mcp.protocol.records import Run
+from flash_mcp.state.store import open_store
+from tests.samples import end, evaluate, learn, read_in, save_adapter, started_run
+from tests.tiny import CHATML
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def run(tmp_path: Path, flash_home: Path, tiny_model: Path, tiny_adapter: Path) -> Run:
+    """A finished run of the tiny model whose newest checkpoint is the tiny adapter."""
+    run, writer = started_run(
+        tmp_path / "environment", model=str(tiny_model), lora_rank=4, lora_alpha=8
+    )
+    evaluate(writer, 0, 20)
+    learn(writer, range(1, 21))
+    writer.commit_checkpoint(20, tiny_adapter, {"reward/mean": 0.5})
+    evaluate(writer, 20, 90)
+    return end(writer, run.id, 20)
+
+
+def export(capsys: pytest.CaptureFixture[str], *words: str | Path) -> dict[str, Any]:
+    assert main.main(["export", *map(str, words), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
+    assert main.main(["export", *map(str, words)]) != 0
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_merged_model_is_the_one_that_was_trained(
+    run: Run, tmp_path: Path, tiny_model: Path, tiny_adapter: Path, capsys: pytest.CaptureFixture
+) -> None:
+    folder = tmp_path / "merged"
+    written = export(capsys, run.id, "--to", folder)
+    assert written["folder"] == str(folder)
+    assert written["agreement"]["tokens"] == written["agreement"]["equal"] > 0
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        untrained = base(ids).logits
+        trained = PeftModel.from_pretrained(base, tiny_adapter)(ids).logits
+        merged = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits
+    assert (merged - trained).abs().max() < 0.1 * (trained - untrained).abs().max()
+    assert AutoTokenizer.from_pretrained(folder).chat_template == CHATML
+
+
+def test_the_model_card_has_lineage_and_held_out_figures_with_intervals(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    written = export(capsys, f"{run.id}@20", "--format", "adapter", "--to", tmp_path / "adapter")
+    page = (tmp_path / "adapter" / "README.md").read_text()
+    assert "| 0 (before training) | 100 | 0.200 | 0.133 to 0.289 |" in page
+    assert "| 20 | 100 | 0.900 | 0.826 to 0.945 |" in page
+    assert run.environment_reference in page
+    assert open_store().checkpoint(run.id).digest in page
+    assert written["base_digest"] in page
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("f16", gguf.GGMLQuantizationType.F16), ("q8_0", gguf.GGMLQuantizationType.Q8_0)],
+)
+def test_a_gguf_file_has_weights_tokenizer_and_template(
+    run: Run,
+    tmp_path: Path,
+    tiny_model: Path,
+    capsys: pytest.CaptureFixture,
+    name: str,
+    kind: gguf.GGMLQuantizationType,
+) -> None:
+    folder = tmp_path / "gguf"
+    written = export(capsys, run.id, "--format", f"gguf-{name}", "--to", folder)
+    agreement = written["agreement"]
+    assert agreement["equal"] > 0.8 * agreement["tokens"] > 0
+    if name == "f16":
+        assert agreement["equal"] == agreement["tokens"]
+    path = folder / f"{run.id}-20-{name}.gguf"
+    reader = gguf.GGUFReader(path)
+    assert {tensor.tensor_type for tensor in reader.tensors} == {
+        kind,
+        gguf.GGMLQuantizationType.F32,
+    }
+    template = reader.fields["tokenizer.chat_template"]
+    assert template.contents() == CHATML
+    tokens = reader.fields["tokenizer.ggml.tokens"].contents()
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    assert tokens == tokenizer.convert_ids_to_tokens(range(len(tokens)))
+    assert reader.fields["tokenizer.ggml.eos_token_id"].contents() == tokenizer.eos_token_id
+
+
+def test_an_adapter_names_the_models_hub_and_says_that_its_weights_differ(
+    tmp_path: Path, flash_home: Path, capsys: pytest.CaptureFixture
+) -> None:
+    run, writer = started_run(tmp_path / "environment")
+    learn(writer, range(1, 3))
+    save_adapter(writer, 2, tmp_path)
+    read_in(open_store(), run.id)
+    written = export(capsys, run.id, "--format", "adapter", "--to", tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert "are not those of HuggingFaceTB/SmolLM2-135M-Instruct" in written["warnings"][0]
+    assert written["warnings"][0] in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_what_cannot_be_exported_is_refused_and_leaves_nothing(
+    run: Run, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "mine").touch()
+    assert "[invalid_argument" in refusal(capsys, run.id, "--to", here)
+    assert "[invalid_argument" in refusal(capsys, str(tiny_model), "--to", tmp_path / "no")
+    assert "[unknown_checkpoint" in refusal(capsys, f"{run.id}@7", "--to", tmp_path / "no")
+    config = tiny_model / "config.json"
+    kept = config.read_text()
+    scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    try:
+        config.write_text(json.dumps({**json.loads(kept), "rope_parameters": scaled}))
+        refused = refusal(capsys, run.id, "--format", "gguf-f16", "--to", tmp_path / "no")
+    finally:
+        config.write_text(kept)
+    assert refused.startswith("[export_unsupported] no GGUF is written for the position encoding")
+    assert not (tmp_path / "no").exists()
+    assert not list(tmp_path.glob(".export-*"))
+    shutil.rmtree(here)
