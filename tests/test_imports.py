@@ -24,6 +24,7 @@ FLOORS = (
     ("flash_mcp.supervisor",),
     ("flash_mcp.tools.shared",),
     ("flash_mcp.tools",),
+    ("flash_mcp.pages",),
     ("flash_mcp.server",),
     ("flash_mcp.cli",),
 )

@@ -17,7 +17,6 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from flash_mcp.cli.output import visible
-from flash_mcp.judgement.statistics import wilson
 from flash_mcp.protocol import base_models
 from flash_mcp.protocol.base_models import ModelCard
 from flash_mcp.protocol.errors import FlashError, disk_error
@@ -27,7 +26,7 @@ from flash_mcp.state import references
 from flash_mcp.state.references import Subject
 from flash_mcp.state.serving import served_model
 from flash_mcp.state.store import Store
-from flash_mcp.tools.shared.run_view import RunView, report_on
+from flash_mcp.tools.shared.run_view import report_on
 
 PROMPTS = 4
 """Conversations whose greedy answers are compared."""
@@ -175,20 +174,10 @@ def _model_card(
         step=subject.step,
         digest=(subject.adapter or {}).get("digest"),
         view=view,
-        figures=_figures(view, subject.step),
+        figures=[point for point in view.held_out or () if point.step <= subject.step],
         result=result,
         warnings=warnings,
         version=metadata.version("flash-mcp"),
         day=time.strftime("%Y-%m-%d", time.gmtime()),
     )
     return f"{page}\n"
-
-
-def _figures(view: RunView, step: int) -> list[dict[str, Any]]:
-    """Held-out success before training and up to this checkpoint, each with its interval."""
-    points = [point for point in view.held_out or () if point.step <= step]
-    found: list[dict[str, Any]] = []
-    for point in points:
-        interval = wilson(point.success * point.n, point.n)
-        found.append({"point": point, "low": interval.low, "high": interval.high})
-    return found

@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import socket
 import sys
+import webbrowser
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,6 +95,25 @@ def _serve_http(arguments: Arguments) -> None:
             allow_hosts=allow_hosts,
             limits=limits,
         )
+
+
+def ui(arguments: Arguments) -> None:
+    """Show runs, curves, transcripts and deployments in a browser, as they change.
+
+    Only you can open the pages: the address that is printed holds your token. `serve --http` has
+    the same pages at /ui, behind its tokens."""
+    host, port = LOOPBACK[0], int(arguments.port)
+    _check_port(host, port)
+    from flash_mcp.server import http_server  # noqa: PLC0415
+    from flash_mcp.server.mcp_server import server  # noqa: PLC0415
+
+    token = tokens.local_token(open_store().base)
+    address = f"http://{host}:{port}/ui?token={token}"
+    sys.stderr.write(f"Open {address}\nCtrl-C ends it.\n")
+    if not arguments.no_browser:
+        webbrowser.open(address)
+    with kept():
+        http_server.serve(server, host, port, authenticate=True, on_loopback=True)
 
 
 def _check_port(host: str, port: int) -> None:
@@ -304,7 +324,7 @@ def report(arguments: Arguments) -> None:
     """Write a run as one HTML page: health, curves, rollouts, lineage, values.
 
     The page needs no network and no other file."""
-    from flash_mcp.cli.report import html  # noqa: PLC0415
+    from flash_mcp.pages.report import html  # noqa: PLC0415
 
     out = arguments.out or Path(f"{arguments.run_id}.html")
     _write(out, html(open_store(), arguments.run_id).encode(), "--out")
@@ -411,6 +431,14 @@ COMMANDS: dict[str, Command | Group] = {
             _limit("--requests-per-minute", Limits.requests_per_minute, "for each token"),
             _limit("--queued-runs", Limits.queued_runs, "for each owner"),
             _limit("--environment-mib", Limits.environment_bytes >> 20, "MiB for each owner"),
+        ),
+    ),
+    "ui": Command(
+        ui,
+        ("flash-mcp ui",),
+        (
+            _option("--port", "port to listen on (default 8766)", type=int, default=8766),
+            _flag("--no-browser", "only print the address"),
         ),
     ),
     "token": Group(

@@ -35,6 +35,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from environments.settings import load_settings
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.server import ui
 from flash_mcp.server.connections import LimitedConfig
 from flash_mcp.server.uploads import Uploads, refusal_response
 from flash_mcp.state import tokens
@@ -76,11 +77,14 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        request = Request(scope)
+        request = Request(scope, receive)
         try:
             who = await self._admit(request)
         except FlashError as error:
-            await refusal_response(error)(scope, receive, send)
+            answer = refusal_response(error)
+            if request.url.path.startswith(ui.PATH) and error.code == "unauthenticated":
+                answer = await ui.sign_in(request, self._caller_of)
+            await answer(scope, receive, send)
             return
         scope.setdefault("state", {})["caller"] = who
         if who.token_id is not None:  # the SDK binds a session to it
@@ -88,7 +92,8 @@ class Gate:
             scope["user"] = AuthenticatedUser(access)
         listens = request.headers.get("mcp-method") == "subscriptions/listen"
         with acting_as(who):
-            if request.url.path == MCP_PATH and (listens or request.method == "GET"):
+            streams = request.url.path == MCP_PATH and (listens or request.method == "GET")
+            if streams or request.url.path == ui.EVENTS:
                 await self._until_closing(scope, receive, send)
             else:
                 await self.app(scope, receive, send)
@@ -101,6 +106,10 @@ class Gate:
             fix = "use a known name of this server, or start it with --allow-host NAME"
             raise FlashError("host_refused", bytes(refused.body).decode(), fix=fix)
         authorization = request.headers.get("authorization", "")
+        if path.startswith(ui.PATH) and not authorization:
+            # A browser sends no header of ours. Pages change nothing but by POST, whose Origin is
+            # checked above, and the cookie is not sent from other sites.
+            authorization = f"Bearer {request.cookies.get(ui.COOKIE, '')}"
         who = await run_sync(self._caller_of, authorization, limiter=self.threads)
         if wait_s := self.rate.wait_s(who):
             fix = f"try again in {wait_s} s"
@@ -254,6 +263,7 @@ def application(
         Route("/healthz", healthz),
         Route("/metrics", metrics),
         Route("/environments/{name}", Uploads().put, methods=["PUT"]),
+        *ui.routes(),
     ]
     return Gate(app, authenticate=authenticate, on_loopback=on_loopback, hosts=hosts, limits=limits)
 

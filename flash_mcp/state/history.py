@@ -269,6 +269,23 @@ class HistoryTables(RunTable):
         known["size_bytes"] -= manifest.get("optimizer_bytes", 0)
         self._put("checkpoints", {"run_id": run_id, **known, "path": path})
 
+    def change_mark(self, run_id: str | None = None) -> Json:
+        """A value that differs once something about a run changed, or about any of the newest
+        runs and the deployments.
+        """
+        newest = "SELECT * FROM runs ORDER BY created DESC, id DESC LIMIT 50"
+        runs = "SELECT * FROM runs WHERE id = ?" if run_id else newest
+        sql = f"""
+            WITH chosen AS ({runs})
+            SELECT group_concat(id || state || step || attempt || coalesce(phase, '')) AS runs,
+                   sum((SELECT max(step) FROM metrics WHERE run_id = chosen.id)) AS steps,
+                   (SELECT count(*) FROM evals WHERE run_id IN (SELECT id FROM chosen)) AS evals,
+                   (SELECT count(*) FROM events WHERE run_id IN (SELECT id FROM chosen)) AS events,
+                   (SELECT max(updated) FROM deployments) AS deployments,
+                   (SELECT count(*) FROM environments) AS environments
+            FROM chosen"""
+        return self.query(sql, [run_id] if run_id else [])[0]
+
     def load(self, run_id: str) -> RunHistory:
         """FlashError(unknown_run)."""
         run = self.run(run_id)

@@ -99,8 +99,7 @@ async def evaluate(
     nothing. Comparing two: compare.
 
     Args:
-        environment: NAME, NAME@DIGEST or reasoning-gym:DATASET; default: the run's, where model is
-            a run.
+        environment: NAME, NAME@DIGEST or reasoning-gym:DATASET; default: the run's, for a run.
         model: A base model; a run's checkpoint as RUN@STEP (@0: before training) or, its newest, as
             RUN; or a deployment, for the base model and adapter that it serves.
         split: Default eval.
@@ -129,7 +128,7 @@ async def evaluate(
         "environment_args": environment_args,
         "secrets": secrets,
     }
-    asked = Asked(split, task_ids, limit, attempts)
+    asked = Asked(split, task_ids, limit, attempts, again)
     return await _measure(environment, model, asked, given, idempotency_key, wait_s)
 
 
@@ -141,6 +140,8 @@ class Asked:
     task_ids: list[str] | None
     limit: int | None
     attempts: int
+    again: bool
+    """Even if they were made before."""
 
 
 async def _measure(
@@ -171,7 +172,7 @@ async def _measure(
     known = await task_names(row, asked.split, values.environment_args, values.secrets)
     tasks = _chosen(known, asked)
     run, created, trouble = await submit(
-        store, resolved(tasks=tasks), row, subject, idempotency_key, again=again
+        store, resolved(tasks=tasks), row, subject, idempotency_key, again=asked.again
     )
     if trouble is None:
         run = await ended(store, run.id, started + min(wait_s, WAIT_LIMIT_S))

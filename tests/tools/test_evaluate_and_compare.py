@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from mcp import Client
 
-from flash_mcp.cli.report import html
 from flash_mcp.judgement import statistics
+from flash_mcp.pages.report import html
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.spec import resolve, validate
 from flash_mcp.server.mcp_server import server

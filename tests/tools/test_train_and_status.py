@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flash_mcp.cli.report import html
+from flash_mcp.pages.report import html
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.run_folder import RunFolder

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from flash_mcp.cli import main
-from flash_mcp.cli.report import html
+from flash_mcp.pages.report import html
 from flash_mcp.protocol.records import Run
 from flash_mcp.state import queue
 from flash_mcp.state.store import open_store

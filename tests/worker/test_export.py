@@ -19,8 +19,6 @@ from flash_mcp.state.store import open_store
 from tests.samples import end, evaluate, learn, read_in, save_adapter, started_run
 from tests.tiny import CHATML
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture
 def run(tmp_path: Path, flash_home: Path, tiny_model: Path, tiny_adapter: Path) -> Run:

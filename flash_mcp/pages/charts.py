@@ -1,0 +1,165 @@
+"""Charts as plain SVG, in the coordinates of the picture: the templates only write them down."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from flash_mcp.judgement.statistics import Interval
+from flash_mcp.state.store import Store
+from flash_mcp.tools.shared.run_view import RunView
+
+POINTS = 200
+CHARTS: dict[str, dict[str, str]] = {
+    "Loss": {"loss": "training", "eval_loss": "held out"},
+    "Tokens the model writes in a rollout": {"tokens/completion_mean": "mean"},
+    "Groups: rollouts of one prompt": {
+        "groups/uniform_share": "all score the same",
+        "groups/solved_share": "all succeed",
+        "groups/unsolved_share": "none succeeds",
+    },
+    "Rollouts in trouble": {
+        "rollouts/truncated_share": "cut off",
+        "rollouts/error_share": "environment failed",
+        "rollouts/repeated_share": "repeat another",
+    },
+    "Entropy of the policy": {"entropy": "mean, nats"},
+    "Divergence": {"kl": "from the starting policy", "sampling_kl": "engine from trainer"},
+    "Gradient norm": {"grad_norm": "before clipping"},
+    "Seconds": {"time/step_s": "step", "time/rollout_s": "rollouts", "time/train_s": "training"},
+}
+PARTS = 6
+"""Parts of the reward that are drawn."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line over steps; with `intervals`, single points with whiskers."""
+
+    name: str
+    points: list[tuple[int, float]]
+    intervals: list[Interval] = field(default_factory=list[Interval])
+
+    @property
+    def reach(self) -> list[float]:
+        """Every value that the chart has to show, whisker ends included."""
+        ends = [end for each in self.intervals for end in (each.low, each.high)]
+        return [value for _, value in self.points] + ends
+
+
+@dataclass(frozen=True)
+class Line:
+    """A series in the picture's coordinates: `points` are joined, `whiskers` stand alone."""
+
+    name: str
+    colour: int
+    summary: str
+    points: list[tuple[float, float]]
+    whiskers: list[tuple[float, float, float, float]]
+    """x, top, middle and bottom of each."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart ready to be drawn, in the coordinates of the picture."""
+
+    title: str
+    lines: list[Line]
+    value_ticks: list[tuple[float, str]]
+    step_ticks: list[tuple[float, int, str]]
+    width: int = 400
+    height: int = 200
+    left: int = 44
+    right: int = 390
+    top: int = 8
+    bottom: int = 178
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Maps values from `low` to `high` onto places from `start` to `end`."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def __call__(self, value: float) -> float:
+        span = self.high - self.low
+        share = (value - self.low) / span if span else 0.5
+        return round(self.start + (self.end - self.start) * share, 1)
+
+
+def charts_of(store: Store, view: RunView) -> list[Chart]:
+    def series(name: str, label: str) -> Series:
+        return Series(label, store.series(view.run_id, name, POINTS))
+
+    held_out = view.held_out or []
+    points = [(point.step, point.success) for point in held_out]
+    intervals = [Interval(point.low, point.high) for point in held_out]
+    given = {
+        "Reward and success": [
+            series("reward/mean", "reward, training"),
+            series("success/rate", "success, training"),
+            Series("success, held out (95 %)", points, intervals),
+        ]
+    }
+    for title, names in CHARTS.items():
+        given[title] = [series(name, label) for name, label in names.items()]
+    others = [name for name in view.metrics or {} if name.startswith("reward/")]
+    parts = [name for name in others if name not in ("reward/mean", "reward/std")]
+    given["Parts of the reward"] = [
+        series(name, name.removeprefix("reward/")) for name in parts[:PARTS]
+    ]
+    charts = [chart(title, several) for title, several in given.items()]
+    return [chart for chart in charts if chart.lines]
+
+
+def chart(title: str, given: Sequence[Series]) -> Chart:
+    drawn = [(colour, series) for colour, series in enumerate(given, 1) if series.points]
+    if not drawn:
+        return Chart(title, [], [], [])
+    steps = [step for _, series in drawn for step, _ in series.points]
+    values = [value for _, series in drawn for value in series.reach]
+    low = min(values)
+    if low < 0.5 * max(values):
+        low = min(0.0, low)
+    ticks = _ticks(low, max(values))
+    x = Axis(min(steps), max(steps), Chart.left, Chart.right)
+    y = Axis(ticks[0], ticks[-1], Chart.bottom, Chart.top)
+    return Chart(
+        title,
+        [_line(colour, series, x, y) for colour, series in drawn],
+        [(y(tick), f"{tick:.4g}") for tick in ticks],
+        [(x(step), step, anchor) for step, anchor in _step_ticks(min(steps), max(steps))],
+    )
+
+
+def _line(colour: int, series: Series, x: Axis, y: Axis) -> Line:
+    first = series.points[0][1]
+    last = series.points[-1][1]
+    summary = f"{series.name} from {first:.3g} to {last:.3g}"
+    points = [(x(step), y(value)) for step, value in series.points]
+    if not series.intervals:
+        return Line(series.name, colour, summary, points, [])
+    whiskers: list[tuple[float, float, float, float]] = []
+    for (step, value), interval in zip(series.points, series.intervals, strict=True):
+        inside = min(max(x(step), Chart.left + 4), Chart.right - 4)
+        whiskers.append((inside, y(interval.high), y(value), y(interval.low)))
+    return Line(series.name, colour, summary, [], whiskers)
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """At least two round values around low to high, a step of 1, 2 or 5 apart."""
+    span = max(high - low, abs(high) * 0.1) or 1.0
+    exponent = 10.0 ** int(f"{span / 4:e}".partition("e")[2])
+    step = next(size * exponent for size in (1, 2, 5, 10) if span / 4 <= size * exponent)
+    start = int(low // step)
+    end = max(int(-(-high // step)), start + 1)
+    return [round(number * step, 12) for number in range(start, end + 1)]
+
+
+def _step_ticks(first: int, last: int) -> list[tuple[int, str]]:
+    if last - first < 2:
+        return [(step, "middle") for step in sorted({first, last})]
+    return [(first, "start"), ((first + last) // 2, "middle"), (last, "end")]

@@ -1,0 +1,184 @@
+"""The pages of `flash-mcp ui` besides that of one run: all runs, several runs in one chart,
+transcripts, the tasks that a run changed, and a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from flash_mcp.judgement.failures import failure_modes
+from flash_mcp.judgement.statistics import Interval
+from flash_mcp.pages.charts import POINTS, Chart, Series, chart
+from flash_mcp.pages.render import render
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.records import Rollout, Run, Try
+from flash_mcp.state.schema import RolloutOrder
+from flash_mcp.state.store import Store
+from flash_mcp.tools.catalog import catalog
+from flash_mcp.tools.shared.resolve import adapter_name
+from flash_mcp.tools.shared.run_view import RunView, report_on
+
+RUNS = 25
+"""Runs on a page of the overview."""
+ROLLOUTS = 12
+"""Transcripts on a page."""
+COMPARED = 6
+"""Runs in one chart: as many as there are colours."""
+LINES = {
+    "Reward, training": "reward/mean",
+    "Success, training": "success/rate",
+    "Loss": "loss",
+    "Held-out loss": "eval_loss",
+}
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """A run in the overview."""
+
+    run: Run
+    view: RunView
+    parent: str | None
+    """The adapter that it started from."""
+
+    @property
+    def share(self) -> float | None:
+        """How much of an active run is done."""
+        if self.run.ended is not None or not self.view.steps:
+            return None
+        return self.view.step / self.view.steps
+
+
+def overview(store: Store, live: str, before: str | None = None) -> str:
+    """All runs, the newest first, and what else there is. `before` is the last run of the page
+    before this one."""
+    runs = store.runs(None, RUNS + 1, before)
+    rows = [
+        RunRow(run, report_on(store, run.id).view, adapter_name(run.init_adapter))
+        for run in runs[:RUNS]
+    ]
+    found = catalog()
+    return render(
+        "overview.html.j2",
+        live=live,
+        rows=rows,
+        counts=store.run_counts(),
+        older=rows[-1].run.id if len(runs) > RUNS else None,
+        catalog=found,
+    )
+
+
+def together(store: Store, live: str, run_ids: Sequence[str]) -> str:
+    """Several runs in the same charts. FlashError(unknown_run | invalid_argument)."""
+    if len(run_ids) > COMPARED:
+        fix = f"choose at most {COMPARED} runs"
+        raise FlashError(
+            "invalid_argument", "these are too many for one chart", run=run_ids, fix=fix
+        )
+    runs = [store.run(run_id) for run_id in run_ids]
+    charts = [_together(store, title, name, runs) for title, name in LINES.items()]
+    charts.append(_held_out(store, runs))
+    drawn = [each for each in charts if each.lines]
+    return render("together.html.j2", live=live, runs=runs, charts=drawn)
+
+
+def _together(store: Store, title: str, name: str, runs: Sequence[Run]) -> Chart:
+    return chart(title, [Series(run.id, store.series(run.id, name, POINTS)) for run in runs])
+
+
+def _held_out(store: Store, runs: Sequence[Run]) -> Chart:
+    series: list[Series] = []
+    for run in runs:
+        points = report_on(store, run.id).view.held_out or []
+        places = [(point.step, point.success) for point in points]
+        series.append(Series(run.id, places, [Interval(point.low, point.high) for point in points]))
+    return chart("Success, held out (95 %)", series)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Which transcripts of a run to show."""
+
+    split: str = "train"
+    step: int | None = None
+    """None: of all steps."""
+    order: RolloutOrder = "worst"
+    contains: str = ""
+    page: int = 0
+
+
+def transcripts(store: Store, live: str, run_id: str, choice: Choice) -> str:
+    """Transcripts of a run, some of them side by side. FlashError(unknown_run)."""
+    run = store.run(run_id)
+    split = "eval" if run.algorithm == "eval" else choice.split
+    only = (run_id, split, choice.step)
+    contains = choice.contains or None
+    rows = store.rollouts(
+        *only, choice.order, contains, limit=ROLLOUTS, offset=choice.page * ROLLOUTS
+    )
+    total = store.rollout_count(*only, contains)
+    return render(
+        "transcripts.html.j2",
+        live=live,
+        run=run,
+        choice=choice,
+        split=split,
+        steps=store.rollout_steps(run_id, split),
+        rows=_with_modes(rows),
+        total=total,
+        first=choice.page * ROLLOUTS + 1,
+        has_more=total > (choice.page + 1) * ROLLOUTS,
+    )
+
+
+def _with_modes(rows: Sequence[Rollout]) -> list[tuple[Rollout, str | None]]:
+    return list(zip(rows, failure_modes(rows, rows), strict=True))
+
+
+def changes(store: Store, live: str, run_id: str, page: int = 0) -> str:
+    """The held-out tasks that a run newly solves or no longer solves, before beside after.
+    FlashError(unknown_run)."""
+    run = store.run(run_id)
+    steps = [row.step for row in store.evals(run_id) if row.summary["n"]]
+    changed = _changed(store, run_id, steps[0], steps[-1]) if len(steps) > 1 else []
+    start = page * ROLLOUTS
+    shown = [after.index for _, after in changed[start : start + ROLLOUTS]]
+    pairs = [
+        _with_modes([store.transcript(run_id, step, index) for step in (steps[0], steps[-1])])
+        for index in shown
+    ]
+    return render(
+        "changes.html.j2",
+        live=live,
+        run=run,
+        steps=steps,
+        pairs=pairs,
+        gained=sum(after.success for _, after in changed),
+        lost=sum(before.success for before, _ in changed),
+        page=page,
+        has_more=len(changed) > start + ROLLOUTS,
+    )
+
+
+def _changed(store: Store, run_id: str, first: int, last: int) -> list[tuple[Try, Try]]:
+    """The attempts before and after whose success differs; none that environment code failed."""
+    tries = zip(store.tries(run_id, first), store.tries(run_id, last), strict=False)
+    valid = [pair for pair in tries if pair[0].error is None and pair[1].error is None]
+    return [(before, after) for before, after in valid if before.success != after.success]
+
+
+def talk(deployment: str, message: str = "", answers: Mapping[str, str] | None = None) -> str:
+    """A chat with a deployment; `answers` by who gave them."""
+    return render(
+        "chat.html.j2", live="", deployment=deployment, message=message, answers=answers or {}
+    )
+
+
+def problem(error: FlashError) -> str:
+    """The page of a request that was refused."""
+    return render("problem.html.j2", live="", error=error)
+
+
+def sign_in(problem: str | None = None) -> str:
+    """The page that asks for a token."""
+    return render("sign_in.html.j2", live="", problem=problem)

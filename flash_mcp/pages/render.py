@@ -1,0 +1,92 @@
+"""Templates made into pages. A page asks for nothing outside and runs no script but ours.
+
+What a model or an environment wrote is hostile text: the template engine escapes every value, and a
+content security policy allows our own style sheet, and on a live page our own script, each known by
+its hash. That policy forbids style attributes, so charts are plain SVG with classes, which also
+follow a dark colour scheme."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from environments.process.foreign import visible
+from flash_mcp.pages.charts import Axis
+from flash_mcp.tools.shared.fitting import shorten, utc
+
+TEMPLATES = Path(__file__).with_name("templates")
+MESSAGE_CHARACTERS = 4000
+MESSAGES = 12
+
+
+def render(template: str, *, live: str | None = None, **values: object) -> str:
+    """The page. `live` is None for a file; on a server it is the address of the events that tell
+    the page to load itself anew, or empty where it should not.
+    """
+    script = (TEMPLATES / "live.js").read_text(encoding="utf-8") if live else ""
+    page = _environment().get_template(template)
+    text = page.render(live=live, script=Markup(script), now=time.time(), **values)
+    return f"{text}\n"
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_shown,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    cast(Any, environment).globals.update(
+        across=Axis(0.0, 1.0, 4.0, 156.0),
+        as_json=_as_json,
+        clock=_clock,
+        policy=_policy,
+        shorten=_shorten,
+        utc=utc,
+        most_messages=MESSAGES,
+    )
+    return environment
+
+
+def _as_json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _clock(moment: float) -> str:
+    return time.strftime("%H:%M:%S", time.gmtime(moment))
+
+
+def _policy(style: str, script: str, is_served: bool) -> str:
+    """The content security policy: this style sheet and this script, known by their hashes."""
+    rules = f"default-src 'none'; style-src {_hash(style)}; base-uri 'none'"
+    if script:
+        rules += f"; script-src {_hash(script)}; connect-src 'self'"
+    forms = "'self'" if is_served else "'none'"
+    return f"{rules}; form-action {forms}"
+
+
+def _hash(text: str) -> str:
+    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    return f"'sha256-{digest}'"
+
+
+def _shorten(text: str) -> str:
+    return shorten(text, MESSAGE_CHARACTERS)
+
+
+def _shown(value: object) -> object:
+    """A value on its way to the page: Markup is the template's own, all else becomes text."""
+    if isinstance(value, Markup):
+        return value
+    return "" if value is None else visible(str(value))

@@ -1,0 +1,101 @@
+"""A run as one page: the report, and the same page while it grows.
+
+The figures are those of `status` (RunView)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flash_mcp.judgement.failures import SAMPLE_ROLLOUTS, failure_counts, failure_modes
+from flash_mcp.pages.charts import charts_of
+from flash_mcp.pages.render import render
+from flash_mcp.protocol.records import Rollout, Run
+from flash_mcp.state.store import Store
+from flash_mcp.tools.shared.run_view import RunView, report_on
+
+TRAIN_STEPS = 5
+"""Training steps whose rollouts are shown: the first, the newest and some between."""
+EVAL_STEPS = 2
+SHOWN_ROLLOUTS = 3
+
+
+def html(store: Store, run_id: str, live: str | None = None) -> str:
+    """The page, which needs nothing else; see `render` for `live`. FlashError(unknown_run)."""
+    run = store.run(run_id)
+    report = report_on(store, run_id, detailed=True)
+    view = report.view
+    return render(
+        "run.html.j2",
+        live=live,
+        run=run,
+        view=view,
+        next_step=report.next_step,
+        scores=view.scores and view.scores.model_dump(mode="json", exclude_none=True),
+        charts=charts_of(store, view),
+        steps=_steps(store, run_id),
+        facts=_lineage(run, view),
+        values=run.spec.model_dump(),
+        events=store.events(run_id, limit=30),
+    )
+
+
+@dataclass(frozen=True)
+class Step:
+    """Rollouts of one step, each with its failure mode where it has one."""
+
+    name: str
+    summary: str
+    rollouts: list[tuple[Rollout, str | None]]
+
+
+def _steps(store: Store, run_id: str) -> list[Step]:
+    train = _spread(store.rollout_steps(run_id, "train"), TRAIN_STEPS)
+    held_out = _spread(store.rollout_steps(run_id, "eval"), EVAL_STEPS)
+    return [
+        *(_step(store, run_id, "train", step) for step in train),
+        *(_step(store, run_id, "eval", step) for step in held_out),
+    ]
+
+
+def _spread(steps: Sequence[int], count: int) -> list[int]:
+    """At most `count` of `steps`, evenly from the first to the last."""
+    if len(steps) <= count:
+        return list(steps)
+    return [steps[round(place * (len(steps) - 1) / (count - 1))] for place in range(count)]
+
+
+def _step(store: Store, run_id: str, split: str, step: int) -> Step:
+    total = store.rollout_count(run_id, split, step)
+    solved = store.rollout_count(run_id, split, step, success=True)
+    name = f"Step {step}" if split == "train" else f"Held out, step {step}"
+    summary = f"{name}: {total} rollouts, success {solved / total:.0%}"
+    sample = store.rollouts(run_id, split, step, "random", limit=SAMPLE_ROLLOUTS)
+    if counts := failure_counts(sample):
+        failed = ", ".join(f"{mode} {count}" for mode, count in counts.items())
+        of = f" of {len(sample)} drawn at random" if len(sample) < total else ""
+        summary += f"; failures{of}: {failed}"
+    shown = [
+        store.rollouts(run_id, split, step, "best", limit=1, offset=place)[0]
+        for place in _spread(range(total), SHOWN_ROLLOUTS)
+    ]
+    return Step(name, summary, list(zip(shown, failure_modes(shown, sample), strict=True)))
+
+
+def _lineage(run: Run, view: RunView) -> dict[str, str | None]:
+    lineage = view.lineage
+    if lineage is None:
+        return {}
+    gold = "the environment's gold answers" if view.algorithm == "sft" else None
+    parent = f"{lineage.parent} (digest {lineage.parent_digest})"
+    saved = (lineage.checkpoints or {}).items()
+    return {
+        "code": f"flash-mcp {lineage.code}" if lineage.code else "not recorded",
+        "base model": lineage.model,
+        "environment": lineage.environment,
+        "env_test": lineage.gate,
+        "parent adapter": parent if lineage.parent else "none: from scratch",
+        "dataset": lineage.dataset or gold,
+        "checkpoints": ", ".join(f"step {step}: {digest}" for step, digest in saved),
+        "run folder": run.folder,
+    }

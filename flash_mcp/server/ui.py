@@ -1,0 +1,201 @@
+"""The live pages below /ui, for a browser: what `status`, `rollouts`, `catalog` and `chat` show.
+
+A browser signs in with a token, once; a cookie holds it then. The pages change nothing. A page is
+told by server-sent events that something changed, and loads itself anew."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+from urllib.parse import parse_qs, urlencode
+
+import anyio
+from anyio.to_thread import run_sync
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, RedirectResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from flash_mcp.pages import live
+from flash_mcp.pages.report import html
+from flash_mcp.protocol.errors import FlashError, as_flash_error
+from flash_mcp.server.uploads import STATUS
+from flash_mcp.state.owners import Caller
+from flash_mcp.state.store import open_store
+from flash_mcp.tools.deploy import chat
+
+PATH = "/ui"
+EVENTS = f"{PATH}/events"
+SIGN_IN = f"{PATH}/sign-in"
+COOKIE = "flash_token"
+LOOK_S = 1.0
+"""Seconds between two looks for changes."""
+KEEP_ALIVE_S = 15.0
+MAX_FORM_BYTES = 64 << 10
+HEADERS = {"cache-control": "no-store", "x-frame-options": "DENY", "referrer-policy": "no-referrer"}
+
+Page = Callable[[Request], str]
+
+
+def routes() -> list[Route]:
+    """Every page. Those that read files of the store run on a thread."""
+    pages: dict[str, Page] = {
+        "": _overview,
+        "/together": _together,
+        "/runs/{run_id}": _run,
+        "/runs/{run_id}/rollouts": _transcripts,
+        "/runs/{run_id}/changes": _changes,
+    }
+    found = [Route(f"{PATH}{path}", _served(page)) for path, page in pages.items()]
+    return [
+        *found,
+        Route(EVENTS, events),
+        Route(SIGN_IN, _signed_in),
+        Route(f"{PATH}/chat/{{deployment}}", talk, methods=["GET", "POST"]),
+    ]
+
+
+def _served(page: Page) -> Callable[[Request], Any]:
+    async def serve(request: Request) -> Response:
+        try:
+            text = await run_sync(page, request)
+        except Exception as error:
+            return _refusal(request, error)
+        return HTMLResponse(text, headers=HEADERS)
+
+    return serve
+
+
+def _refusal(request: Request, error: Exception) -> Response:
+    known = as_flash_error(request.url.path, error)
+    status = 404 if known.code.startswith("unknown_") else STATUS.get(known.code, 400)
+    return HTMLResponse(live.problem(known), status, headers=HEADERS)
+
+
+def _events_of(run_id: str | None = None) -> str:
+    return f"{EVENTS}?{urlencode({'run': run_id})}" if run_id else EVENTS
+
+
+def _overview(request: Request) -> str:
+    return live.overview(open_store(), _events_of(), request.query_params.get("before"))
+
+
+def _together(request: Request) -> str:
+    return live.together(open_store(), _events_of(), request.query_params.getlist("run"))
+
+
+def _run(request: Request) -> str:
+    run_id = request.path_params["run_id"]
+    return html(open_store(), run_id, _events_of(run_id))
+
+
+def _transcripts(request: Request) -> str:
+    asked = request.query_params
+    order = asked.get("order", "worst")
+    if order not in ("worst", "best", "random", "index"):
+        raise FlashError("invalid_argument", "there is no such order", order=order, fix="use worst")
+    step = _number(asked.get("step", ""))
+    choice = live.Choice(
+        split="eval" if asked.get("split") == "eval" else "train",
+        step=step,
+        order=order,
+        contains=asked.get("contains", "")[:200],
+        page=_number(asked.get("page", "")) or 0,
+    )
+    run_id = request.path_params["run_id"]
+    return live.transcripts(open_store(), "", run_id, choice)
+
+
+def _changes(request: Request) -> str:
+    page = _number(request.query_params.get("page", "")) or 0
+    run_id = request.path_params["run_id"]
+    return live.changes(open_store(), _events_of(run_id), run_id, page)
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
+
+
+# -- events ----------------------------------------------------------------------------------------
+
+
+async def events(request: Request) -> Response:
+    """A message whenever something changed: about one run, or about anything."""
+    run_id = request.query_params.get("run")
+    return StreamingResponse(_changes_of(run_id), media_type="text/event-stream", headers=HEADERS)
+
+
+async def _changes_of(run_id: str | None) -> AsyncIterator[str]:
+    seen = await run_sync(_mark, run_id)
+    silent_s = 0.0
+    yield ": connected\n\n"
+    while True:
+        await anyio.sleep(LOOK_S)
+        silent_s += LOOK_S
+        mark = await run_sync(_mark, run_id)
+        if mark != seen:
+            yield "data: changed\n\n"
+            seen = mark
+            silent_s = 0.0
+        elif silent_s >= KEEP_ALIVE_S:
+            yield ": nothing new\n\n"
+            silent_s = 0.0
+
+
+def _mark(run_id: str | None) -> object:
+    return open_store().change_mark(run_id)
+
+
+# -- chat ------------------------------------------------------------------------------------------
+
+
+async def talk(request: Request) -> Response:
+    """A form, and what the deployment answers to it."""
+    deployment = request.path_params["deployment"]
+    if request.method == "GET":
+        return HTMLResponse(live.talk(deployment), headers=HEADERS)
+    form = await _form(request)
+    message = form.get("message", "")
+    try:
+        result = await chat(deployment, message, side_by_side="both" in form)
+    except Exception as error:
+        return _refusal(request, error)
+    answers = {deployment: result.adapter.text}
+    if result.base:
+        answers["base model"] = result.base.text
+    return HTMLResponse(live.talk(deployment, message, answers), headers=HEADERS)
+
+
+async def _form(request: Request) -> dict[str, str]:
+    """The fields of a form. A form that is too large counts as empty."""
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_FORM_BYTES:
+            return {}
+    fields = parse_qs(body.decode(errors="replace"), keep_blank_values=True)
+    return {name: values[0] for name, values in fields.items()}
+
+
+# -- signing in ------------------------------------------------------------------------------------
+
+
+async def sign_in(request: Request, caller_of: Callable[[str], Caller]) -> Response:
+    """The answer to a request without a valid token: a form, or the cookie if the form, or the
+    address that `flash-mcp ui` printed, has a valid one.
+    """
+    token = request.query_params.get("token")
+    if request.url.path == SIGN_IN and request.method == "POST":
+        token = (await _form(request)).get("token", "")
+    if token is None:
+        return HTMLResponse(live.sign_in(), 401, headers=HEADERS)
+    try:
+        await run_sync(caller_of, f"Bearer {token.strip()}")
+    except FlashError as error:
+        return HTMLResponse(live.sign_in(error.what), 401, headers=HEADERS)
+    answer = RedirectResponse(PATH, 303, headers=HEADERS)
+    answer.set_cookie(COOKIE, token.strip(), httponly=True, samesite="strict", path=PATH)
+    return answer
+
+
+async def _signed_in(request: Request) -> Response:
+    return RedirectResponse(PATH, 303)

@@ -1,0 +1,201 @@
+"""The live pages: who may open them, what they hold, and that they follow what happens."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from flash_mcp.state.store import open_store
+from flash_mcp.tools.shared.run_view import report_on
+from tests.pages.test_report import HOSTILE, Tags, browser, hostile_run
+from tests.places import ROOT
+from tests.samples import finished_run, learn, read_in, started_run, supervised
+from tests.server.test_http_server import give
+from tests.server.test_mcp_server import free_port
+from tests.teams import Team, team_server
+
+__all__ = ["browser"]
+pytestmark = pytest.mark.slow
+PAGES = ("", "/together?run={run}", "/runs/{run}", "/runs/{run}/rollouts", "/runs/{run}/changes")
+
+
+@pytest.fixture
+def team(flash_home: Path) -> Generator[Team]:
+    with supervised(), team_server() as started:
+        yield started
+
+
+@contextmanager
+def signed_in(team: Team, token: str) -> Generator[httpx.Client]:
+    """A browser's side after signing in: it has a cookie and sends no header of ours."""
+    with team.http() as http:
+        answer = http.post("/ui/sign-in", data={"token": token})
+        assert (answer.status_code, answer.headers["location"]) == (303, "/ui")
+        yield http
+
+
+def test_a_browser_signs_in_with_a_token_and_keeps_it_in_a_cookie(team: Team) -> None:
+    with team.http() as http:
+        asked = http.get("/ui")
+        assert asked.status_code == 401 and "Paste a token" in asked.text
+        wrong = http.post("/ui/sign-in", data={"token": "flash_wrong"})
+        assert wrong.status_code == 401 and "no valid bearer token" in wrong.text
+        assert "set-cookie" not in wrong.headers
+        answer = http.get(f"/ui?token={team.token('alice')}")
+        assert answer.headers["location"] == "/ui"
+        cookie = answer.headers["set-cookie"].lower()
+        assert all(word in cookie for word in ("httponly", "samesite=strict", "path=/ui"))
+        page = http.get("/ui")
+        assert page.status_code == 200
+        assert page.headers["cache-control"] == "no-store"
+
+
+def test_the_cookie_opens_the_pages_and_nothing_else(team: Team) -> None:
+    text = team.token("alice")
+    with team.http(cookie=f"flash_token={text}") as http:
+        assert http.get("/ui").status_code == 200
+        assert http.get("/metrics").status_code == 401
+        assert http.post("/mcp", json={}).status_code == 401
+        for header in ({"origin": "https://evil.example"}, {"host": "evil.example"}):
+            assert http.get("/ui", headers=header).status_code in (403, 421)
+            assert http.post("/ui/chat/x", headers=header).status_code in (403, 421)
+
+
+def test_pages_of_anothers_run_read_like_those_of_no_run(team: Team, tmp_path: Path) -> None:
+    run_id = finished_run(tmp_path).id
+    give("alice", "alices")
+    with signed_in(team, team.token("alice", "read")) as http:
+        for page in PAGES:
+            assert run_id in http.get(f"/ui{page.format(run=run_id)}").text
+    with signed_in(team, team.token("bob")) as http:
+        assert run_id not in http.get("/ui").text
+        for page in PAGES[1:]:
+            theirs = http.get(f"/ui{page.format(run=run_id)}")
+            nobodys = http.get(f"/ui{page.format(run='run-nothere')}")
+            assert (theirs.status_code, nobodys.status_code) == (404, 404)
+            assert theirs.text.replace(run_id, "run-nothere") == nobodys.text
+
+
+def test_the_overview_has_state_success_verdict_and_parent_of_every_run(
+    team: Team, tmp_path: Path
+) -> None:
+    run = finished_run(tmp_path)
+    give("alice", "alices")
+    view = report_on(open_store(), run.id).view
+    assert view.verdict is not None and view.verdict.outcome == "improved"
+    with signed_in(team, team.token("alice")) as http:
+        text = Tags(http.get("/ui").text).text
+    for word in (run.id, "succeeded", "20/20", "0.900 (0.826 to 0.945)", "improved", "alices"):
+        assert word in text
+
+
+def test_transcripts_are_searched_ordered_and_paged(team: Team, tmp_path: Path) -> None:
+    run_id = finished_run(tmp_path).id
+    give("alice", "alices")
+    with signed_in(team, team.token("alice")) as http:
+        address = f"/ui/runs/{run_id}/rollouts"
+        worst = http.get(f"{address}?split=eval&step=20&order=worst").text
+        assert "1 to 12 of 100" in worst and "no success" in worst
+        assert "13 to 24 of 100" in http.get(f"{address}?split=eval&step=20&page=1").text
+        assert "no success" not in http.get(f"{address}?split=eval&step=20&order=best").text
+        assert "No such rollouts." in http.get(f"{address}?contains=nowhere").text
+        assert http.get(f"{address}?order=up").status_code == 400
+        changes = http.get(f"/ui/runs/{run_id}/changes").text
+        assert "70 newly solved" in changes and "0 no longer solved" in changes
+
+
+def test_nothing_that_a_run_wrote_acts_on_a_page(team: Team, tmp_path: Path) -> None:
+    run_id = hostile_run(tmp_path).id
+    give("alice", "alices")
+    with signed_in(team, team.token("alice")) as http:
+        texts = [http.get(f"/ui{page.format(run=run_id)}").text for page in PAGES]
+    for text in texts:
+        found = Tags(text)
+        assert [tag for tag, _ in found.found if tag in ("img", "iframe", "meta")] == ["meta"] * 4
+        assert HOSTILE[:40] not in text
+        names = {name for _, attributes in found.found for name in attributes}
+        assert not names & {"onerror", "onload", "style", "src"}
+        links = [attributes["href"] for tag, attributes in found.found if tag == "a"]
+        assert all(link is not None and link.startswith(("/ui", "?")) for link in links)
+
+
+def test_events_come_when_something_about_the_run_changes(team: Team, tmp_path: Path) -> None:
+    run, writer = started_run(tmp_path)
+    learn(writer, range(1, 3))
+    read_in(open_store(), run.id)
+    give("alice", "alices")
+
+    def go_on() -> None:
+        learn(writer, range(3, 4))
+        read_in(open_store(), run.id)
+
+    with (
+        signed_in(team, team.token("alice")) as http,
+        http.stream("GET", f"/ui/events?run={run.id}") as stream,
+    ):
+        lines = stream.iter_lines()
+        assert next(lines) == ": connected"
+        later = threading.Timer(0.5, go_on)
+        later.start()
+        said = next(line for line in lines if line.startswith("data:"))
+        later.join()
+    assert said == "data: changed"
+
+
+def test_a_chat_with_nothing_says_what_there_is(team: Team) -> None:
+    with signed_in(team, team.token("alice", "read")) as http:
+        assert "<textarea" in http.get("/ui/chat/dep-none").text
+        answer = http.post("/ui/chat/dep-none", data={"message": "Hello"})
+        assert answer.status_code == 404 and "unknown_deployment" in answer.text
+
+
+def test_the_command_prints_an_address_that_opens_the_pages(flash_home: Path) -> None:
+    port = free_port()
+    command = [sys.executable, "-m", "flash_mcp.cli", "ui", "--no-browser", "--port", str(port)]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stderr is not None
+            address = server.stderr.readline().split()[1]
+            transport = httpx.HTTPTransport(retries=10)
+            with httpx.Client(trust_env=False, transport=transport, follow_redirects=True) as http:
+                page = http.get(address)
+            assert page.url.path == "/ui" and not page.url.query
+            assert "Runs" in page.text
+        finally:
+            server.terminate()
+            server.wait(20)
+
+
+def test_in_a_browser_a_page_follows_its_run(team: Team, tmp_path: Path, browser: Any) -> None:
+    run, writer = started_run(tmp_path)
+    learn(writer, range(1, 3))
+    read_in(open_store(), run.id)
+    give("alice", "alices")
+    page = browser.new_page(viewport={"width": 380, "height": 800})
+    said: list[str] = []
+    asked: list[str] = []
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(f"{team.url}/ui?token={team.token('alice')}")
+    page.keyboard.press("Tab")
+    page.click(f"text={run.id}")
+    page.wait_for_selector("text=2 of 20 steps")
+    page.click("summary >> nth=0")
+    learn(writer, range(3, 6))
+    read_in(open_store(), run.id)
+    page.wait_for_selector("text=5 of 20 steps")
+    assert page.evaluate("document.querySelector('details').open")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page.screenshot(path=tmp_path / "run.png", full_page=True)
+    assert said == []
+    assert all(address.startswith(team.url) for address in asked)
+    page.close()
