@@ -58,7 +58,7 @@ class Run(Record):
     """The curated rows of an sft run: {"name", "digest", "path", "files": {file: sha256}}."""
     lineage: Json
     """`code` is the version that made the run; `overlap` is {"shared", "eval_tasks", "evidence"},
-    present if the splits share tasks."""
+    present if the splits share tasks; `name` and `note` are the owner's words."""
     idempotency_key: str | None
     folder: str
     attempt: int
@@ -89,6 +89,16 @@ class Run(Record):
     def of(cls, fields: Mapping[str, Any]) -> Self:
         """The run of a stored row."""
         return super().of({**fields, "spec": stored_spec(fields["spec"])})
+
+    @property
+    def name(self) -> str | None:
+        """What its owner calls it, on one line."""
+        return self.lineage.get("name")
+
+    @property
+    def note(self) -> str | None:
+        """What its owner noted of it."""
+        return self.lineage.get("note")
 
     @property
     def environment_reference(self) -> str:

@@ -16,10 +16,12 @@ import subprocess
 import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from environments.process.foreign import visible
 from flash_mcp import __version__
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import runs_dir
@@ -38,6 +40,18 @@ NEWER_FIELDS = ("keep_checkpoints",)
 change what was asked for."""
 ROOT = Path(__file__).parents[2]
 ID_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
+
+
+@dataclass(frozen=True)
+class Label:
+    """What an owner writes on a run. None keeps what it has; an empty text removes it."""
+
+    name: str | None = None
+    """Shown on one line."""
+    note: str | None = None
+
+
+NO_LABEL = Label()
 
 
 def enqueue(
@@ -96,6 +110,21 @@ def enqueue(
             },
         )
     return store.run(run_id), True
+
+
+def label(store: Store, run: Run, words: Label) -> Run:
+    """Give the run these words, without characters that a terminal obeys."""
+    given: Json = {}
+    if words.name is not None:
+        given["name"] = visible(" ".join(words.name.split())) or None
+    if words.note is not None:
+        given["note"] = visible(words.note.strip()) or None
+    if not given:
+        return run
+    sql = """UPDATE main.runs SET lineage = json_patch(lineage, ?)
+             WHERE id = (SELECT id FROM runs WHERE id = ?)"""
+    store.execute(sql, [json.dumps(given), run.id])
+    return store.run(run.id)
 
 
 def _commit_before(store: Store, spec: Json, init_adapter: Json | None) -> str | None:

@@ -17,12 +17,20 @@ from flash_mcp.protocol.errors import FlashError, nearest
 from flash_mcp.protocol.records import EnvironmentVersion, Json, Run
 from flash_mcp.protocol.spec import DEFAULT_MODEL
 from flash_mcp.state import references
+from flash_mcp.state.queue import Label
 from flash_mcp.state.references import Subject
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.shared import resolve
 from flash_mcp.tools.shared.fitting import error_text, utc, without_empty
 from flash_mcp.tools.shared.frame import Result, report
-from flash_mcp.tools.shared.loading import Arguments, Secrets, check_machine, loaded
+from flash_mcp.tools.shared.loading import (
+    Arguments,
+    RunName,
+    RunNote,
+    Secrets,
+    check_machine,
+    loaded,
+)
 from flash_mcp.tools.shared.next_steps import Situation, next_of
 from flash_mcp.tools.shared.scores import Scores, scores, thoughts
 from flash_mcp.tools.shared.waiting import WAIT_LIMIT_S, ended, submit, tried_again
@@ -88,6 +96,8 @@ async def evaluate(
     environment_args: Arguments = None,
     secrets: Secrets = None,
     again: bool = False,
+    name: RunName = None,
+    note: RunNote = None,
     idempotency_key: Annotated[str | None, Field(min_length=1, max_length=200)] = None,
     wait_s: Annotated[float, Field(ge=0, le=45)] = 35.0,
 ) -> Evaluate:
@@ -95,8 +105,7 @@ async def evaluate(
     pass@k, length.
 
     An evaluation is a run: it is queued, goes on without the client, resumes after a crash, and
-    keeps every transcript for rollouts (split='eval'). It samples as training does and trains
-    nothing. Comparing two: compare.
+    keeps every transcript for rollouts (split='eval'). It trains nothing. Comparing two: compare.
 
     Args:
         environment: NAME, NAME@DIGEST or reasoning-gym:DATASET; default: the run's, for a run.
@@ -128,7 +137,7 @@ async def evaluate(
         "environment_args": environment_args,
         "secrets": secrets,
     }
-    asked = Asked(split, task_ids, limit, attempts, again)
+    asked = Asked(split, task_ids, limit, attempts, again, Label(name, note))
     return await _measure(environment, model, asked, given, idempotency_key, wait_s)
 
 
@@ -142,6 +151,7 @@ class Asked:
     attempts: int
     again: bool
     """Even if they were made before."""
+    label: Label
 
 
 async def _measure(
@@ -172,7 +182,13 @@ async def _measure(
     known = await task_names(row, asked.split, values.environment_args, values.secrets)
     tasks = _chosen(known, asked)
     run, created, trouble = await submit(
-        store, resolved(tasks=tasks), row, subject, idempotency_key, again=asked.again
+        store,
+        resolved(tasks=tasks),
+        row,
+        subject,
+        idempotency_key,
+        again=asked.again,
+        label=asked.label,
     )
     if trouble is None:
         run = await ended(store, run.id, started + min(wait_s, WAIT_LIMIT_S))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from anyio.to_thread import run_sync
@@ -11,7 +12,7 @@ from flash_mcp.protocol.parts import rounded
 from flash_mcp.protocol.records import Run, RunState
 from flash_mcp.state.owners import caller
 from flash_mcp.state.store import Store, open_store
-from flash_mcp.tools.shared.fitting import utc
+from flash_mcp.tools.shared.fitting import to_text, utc
 from flash_mcp.tools.shared.frame import Part, Result, illustrate
 from flash_mcp.tools.shared.news import (
     News,
@@ -23,14 +24,20 @@ from flash_mcp.tools.shared.news import (
     wait_for_news,
 )
 from flash_mcp.tools.shared.next_steps import waiting_for
+from flash_mcp.tools.shared.resolve import adapter_name
 from flash_mcp.tools.shared.run_view import SPEED_STEPS, RunView, mean_of, report_on
 from flash_mcp.tools.shared.waiting import MAX_WAIT_S, wait_for_change
+
+LINES_CHARACTERS = 7_500
+"""What the lines of a list may take of a result."""
 
 
 class RunLine(Part):
     """A run in the list."""
 
     run_id: str
+    name: str | None = None
+    """What its owner calls it."""
     owner: str | None = None
     """Its owner, if it is not yours."""
     state: RunState
@@ -41,6 +48,12 @@ class RunLine(Part):
     steps: int | None = None
     reward: float | None = None
     """Mean reward of its newest steps."""
+    success: float | None = None
+    """Success on held-out tasks, by its newest evaluation."""
+    verdict: str | None = None
+    """Whether training helped on held-out examples."""
+    parent: str | None = None
+    """Adapter that it started from, or that it evaluates."""
     created: str
     """UTC."""
     error: str | None = None
@@ -146,8 +159,8 @@ async def _follow(
 
 def _list(store: Store, state: str | None, limit: int, cursor: str | None) -> Status:
     rows = store.runs(state, limit + 1, cursor)
-    lines = [_line(store, row) for row in rows[:limit]]
-    has_more = len(rows) > limit
+    lines = _lines(store, rows[:limit])
+    has_more = len(rows) > len(lines)
     if has_more:
         next_step = f"status(run_id={lines[0].run_id!r}) reports one; cursor brings older ones"
     elif lines:
@@ -165,10 +178,28 @@ def _list(store: Store, state: str | None, limit: int, cursor: str | None) -> St
     )
 
 
+def _lines(store: Store, rows: Sequence[Run]) -> list[RunLine]:
+    """The first runs, as many as fit into a result."""
+    lines: list[RunLine] = []
+    characters = 0
+    for run in rows:
+        line = _line(store, run)
+        characters += len(to_text(line.model_dump(mode="json")))
+        if lines and characters > LINES_CHARACTERS:
+            break
+        lines.append(line)
+    return lines
+
+
 def _line(store: Store, run: Run) -> RunLine:
+    view = report_on(store, run.id).view
+    success = view.scores.success if view.scores else None
+    if view.held_out:
+        success = view.held_out[-1].success
     newest = store.metrics(run.id, limit=SPEED_STEPS)
     return RunLine(
         run_id=run.id,
+        name=run.name,
         owner=run.owner if run.owner != caller().owner else None,
         state=run.state,
         algorithm=run.algorithm,
@@ -177,6 +208,9 @@ def _line(store: Store, run: Run) -> RunLine:
         step=run.step,
         steps=run.steps,
         reward=rounded(mean_of(newest, "reward/mean"), 3),
+        success=rounded(success, 3),
+        verdict=view.verdict.outcome if view.verdict else None,
+        parent=adapter_name(run.init_adapter),
         created=utc(run.created),
         error=run.error["code"] if run.error and run.state == "failed" else None,
     )

@@ -30,6 +30,7 @@ from flash_mcp.protocol.records import EnvironmentVersion, GateVerdict, Json, Ru
 from flash_mcp.protocol.spec import RECIPES, ResolvedSpec, RunSpec, default_of
 from flash_mcp.state import queue, references
 from flash_mcp.state.datasets import Dataset
+from flash_mcp.state.queue import Label
 from flash_mcp.state.references import Subject
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.shared import resume as resumption
@@ -37,7 +38,13 @@ from flash_mcp.tools.shared.disk_need import DiskNeed, disk_need
 from flash_mcp.tools.shared.fitting import to_text, without_empty
 from flash_mcp.tools.shared.frame import Part, Result, report, unwrapped
 from flash_mcp.tools.shared.held_out import read_held_out
-from flash_mcp.tools.shared.loading import check_machine, contamination_note, loaded
+from flash_mcp.tools.shared.loading import (
+    RunName,
+    RunNote,
+    check_machine,
+    contamination_note,
+    loaded,
+)
 from flash_mcp.tools.shared.next_steps import after_sample, after_train
 from flash_mcp.tools.shared.preflight import (
     GROUP_SIZE,
@@ -166,6 +173,8 @@ async def train(
     validate_only: bool = False,
     sample: bool = False,
     price_per_hour: Annotated[float | None, Field(ge=0)] = None,
+    name: RunName = None,
+    note: RunNote = None,
     idempotency_key: Annotated[str | None, Field(min_length=1, max_length=200)] = None,
     accept_failed_gate: bool = False,
     **fields: Any,
@@ -181,8 +190,7 @@ async def train(
     Args:
         resume: A run that has ended, to continue as it was from its newest checkpoint; only steps,
             which counts from its start, may be given with it. A repeat changes nothing.
-        fresh_optimizer: With resume: go on even if the optimizer's state was deleted. Default
-            false.
+        fresh_optimizer: With resume: go on even if the optimizer's state was deleted.
         config: TOML file on the server with any of the fields above; arguments override it.
         validate_only: Check, resolve and estimate; start nothing. Default false.
         sample: With validate_only: let the model try a few train tasks, and report whether there is
@@ -192,11 +200,12 @@ async def train(
         accept_failed_gate: Train although env_test found the environment faulty; the run's lineage
             keeps that. Default false.
     """
-    given = {name: value for name, value in fields.items() if value is not None}
+    given = {field: value for field, value in fields.items() if value is not None}
+    label = Label(name, note)
     if resume is not None:
         others = {"config": config, "validate_only": validate_only, "sample": sample}
-        given |= {name: value for name, value in others.items() if value}
-        return await _resumed(resume, given, fresh_optimizer=fresh_optimizer)
+        given |= {field: value for field, value in others.items() if value}
+        return await _resumed(resume, given, label, fresh_optimizer=fresh_optimizer)
     if (sample or price_per_hour is not None) and not (validate_only and sample):
         what = "sample and price_per_hour need validate_only=true"
         fix = "pass validate_only=true and sample=true together; then train without them"
@@ -204,9 +213,8 @@ async def train(
     started = time.monotonic()
     plan = await _plan(given, config, idempotency_key, sample=sample)
     if sample:
-        sampled = await _sampled(plan, price_per_hour, started + SAMPLE_LIMIT_S)
-        following = after_sample(sampled)
-        return plan.result(state="validated", created=False, sample=sampled, next=following)
+        tried = await _sampled(plan, price_per_hour, started + SAMPLE_LIMIT_S)
+        return plan.result(state="validated", created=False, sample=tried, next=after_sample(tried))
     if validate_only:
         next_step = "call train again without validate_only to start it"
         if plan.spec.algorithm == "grpo":
@@ -214,7 +222,7 @@ async def train(
         return plan.result(state="validated", created=False, next=next_step)
     if not accept_failed_gate:
         plan.check_gate()
-    run, created = await run_sync(_enqueue, plan, idempotency_key)
+    run, created = await run_sync(_enqueue, plan, idempotency_key, label)
     next_step = await _followed(plan.store, run, is_own=created)
     return plan.result(run_id=run.id, state=run.state, created=created, next=next_step)
 
@@ -231,7 +239,7 @@ async def _followed(store: Store, run: Run, *, is_own: bool) -> str:
     return after_train(run, report.next_step, created=is_own)
 
 
-async def _resumed(run_id: str, given: Json, *, fresh_optimizer: bool) -> Train:
+async def _resumed(run_id: str, given: Json, label: Label, *, fresh_optimizer: bool) -> Train:
     """Continue a run."""
     if others := [name for name in given if name != "steps"]:
         what = f"resume goes on with the run's own values, so {', '.join(others)} cannot be given"
@@ -241,7 +249,7 @@ async def _resumed(run_id: str, given: Json, *, fresh_optimizer: bool) -> Train:
     store = open_store()
     again = functools.partial(resumption.resume, fresh_optimizer=fresh_optimizer)
     found = await run_sync(again, store, run_id, given.get("steps"))
-    run = found.run
+    run = await run_sync(queue.label, store, found.run, label)
     next_step = await _followed(store, run, is_own=True)
     return Train(
         run_id=run.id,
@@ -375,7 +383,7 @@ async def _sampled(plan: _Plan, price_per_hour: float | None, deadline: float) -
     return sampled
 
 
-def _enqueue(plan: _Plan, idempotency_key: str | None) -> tuple[Run, bool]:
+def _enqueue(plan: _Plan, idempotency_key: str | None, label: Label) -> tuple[Run, bool]:
     shared = plan.probe.shared
     lineage: Json = {"gate": str(plan.gate)}
     if shared.shared:
@@ -384,15 +392,17 @@ def _enqueue(plan: _Plan, idempotency_key: str | None) -> tuple[Run, bool]:
             "eval_tasks": shared.eval_tasks,
             "evidence": str(shared),
         }
-    return queue.enqueue(
-        plan.store,
-        plan.resolved,
-        plan.environment,
-        plan.adapter,
-        idempotency_key,
-        plan.dataset.pinned() if plan.dataset else None,
-        lineage,
-    )
+    with plan.store.transaction():
+        run, created = queue.enqueue(
+            plan.store,
+            plan.resolved,
+            plan.environment,
+            plan.adapter,
+            idempotency_key,
+            plan.dataset.pinned() if plan.dataset else None,
+            lineage,
+        )
+        return queue.label(plan.store, run, label), created
 
 
 async def _probe(spec: RunSpec, environment: EnvironmentVersion, dataset: Dataset | None) -> _Probe:

@@ -156,6 +156,14 @@ def test_the_page_has_the_figures_of_status(tmp_path: Path):
     assert len(drawn) >= 6
 
 
+def test_the_owners_name_and_note_are_text_on_the_page(tmp_path: Path):
+    run = finished_run(tmp_path, solved=90)
+    queue.label(open_store(), run, queue.Label("<i>mine</i>", "<script>1</script>"))
+    page = Tags(html(open_store(), run.id))
+    assert f"{run.id}: <i>mine</i>" in page.text and "<script>1</script>" in page.text
+    assert not {"i", "script"} & {tag for tag, _ in page.found}
+
+
 def test_flags_and_failure_modes_stand_on_the_page_with_evidence_and_remedy(tmp_path: Path):
     run, writer = started_run(tmp_path)
     learn(writer, range(1, 12), **{"rollouts/truncated_share": 0.6})

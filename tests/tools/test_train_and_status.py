@@ -50,9 +50,9 @@ def no_supervisor(flash_home: Path):
         yield
 
 
-async def call(name: str, **arguments: Any) -> dict[str, Any]:
+async def call(tool: str, /, **arguments: Any) -> dict[str, Any]:
     """A tool's result as it is sent."""
-    function = TOOLS[name].function
+    function = TOOLS[tool].function
     result = function(**arguments)
     body = (await result if hasattr(result, "__await__") else result).model_dump(mode="json")
     assert len(to_text(body)) <= RESULT_CHARACTERS
@@ -164,6 +164,29 @@ async def test_one_key_starts_one_run(tmp_path: Path):
         await refused("train", environment="echo", steps=4, idempotency_key="k")
     ).code == "idempotency_conflict"
     assert len(open_store().runs()) == 1
+
+
+async def test_a_run_has_its_owners_name_and_note_and_a_repeat_changes_them(tmp_path: Path):
+    push_echo(tmp_path)
+    asked: dict[str, Any] = {"environment": "echo", "steps": 3, "idempotency_key": "k"}
+    run_id = (await call("train", **asked, name="first\n try", note="<b>\x1b[2J"))["run_id"]
+    view = (await call("status", run_id=run_id))["run"]
+    assert (view["name"], view["note"]) == ("first try", "<b>␛[2J")
+    assert queue.job(open_store().run(run_id))["lineage"]["name"] == "first try"
+    again = await call("train", **asked, name="second")
+    assert again["created"] is False
+    assert (await call("status"))["runs"][0]["name"] == "second"
+    assert (await call("train", resume=run_id, note=""))["run_id"] == run_id
+    view = (await call("status", run_id=run_id))["run"]
+    assert view["name"] == "second" and "note" not in view
+
+
+async def test_an_evaluation_that_was_measured_before_takes_the_name(tmp_path: Path):
+    push_echo(tmp_path)
+    first = await call("evaluate", environment="echo", name="base", wait_s=0)
+    again = await call("evaluate", environment="echo", name="base model", wait_s=0)
+    assert (again["run_id"], again["created"]) == (first["run_id"], False)
+    assert [line["name"] for line in (await call("status"))["runs"]] == ["base model"]
 
 
 async def test_a_call_that_is_repeated_after_another_push_tells_of_the_version_that_its_run_has(
@@ -537,6 +560,26 @@ async def test_a_full_page_of_runs_fits(tmp_path: Path):
     for _ in range(40):
         queued_run(tmp_path)
     assert len((await call("status", limit=40))["runs"]) == 40
+
+
+async def test_a_list_of_long_lines_goes_on_on_the_next_page(tmp_path: Path):
+    for _ in range(40):
+        queue.label(open_store(), queued_run(tmp_path), queue.Label("n" * 60))
+    first = await call("status", limit=40)
+    assert first["has_more"] and "cut" not in first
+    second = await call("status", limit=40, cursor=first["cursor"])
+    lines = [*first["runs"], *second["runs"]]
+    assert len({line["run_id"] for line in lines}) == len(lines) == 40
+
+
+async def test_the_list_shows_held_out_success_verdict_and_parent(tmp_path: Path):
+    parent = finished_run(tmp_path, solved=90)
+    child = await call(
+        "train", environment="echo", steps=3, init_from_adapter=parent.id, model=parent.model
+    )
+    newest, first = (await call("status"))["runs"]
+    assert (first["success"], first["verdict"]) == (0.9, "improved") and "parent" not in first
+    assert (newest["run_id"], newest["parent"]) == (child["run_id"], f"{parent.id}@20")
 
 
 async def test_the_detailed_form_adds_every_value_and_the_log(tmp_path: Path):

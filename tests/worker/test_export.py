@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flash_mcp.cli import main
 from flash_mcp.protocol.records import Run
+from flash_mcp.state import queue
 from flash_mcp.state.store import open_store
 from tests.samples import end, evaluate, learn, read_in, save_adapter, started_run
 from tests.tiny import CHATML
@@ -63,6 +64,7 @@ def test_the_merged_model_is_the_one_that_was_trained(
 def test_the_model_card_has_lineage_and_held_out_figures_with_intervals(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
+    queue.label(open_store(), run, queue.Label("a | name", "# no heading\n\n<b>"))
     written = export(capsys, f"{run.id}@20", "--format", "adapter", "--to", tmp_path / "adapter")
     page = (tmp_path / "adapter" / "README.md").read_text()
     assert "| 0 (before training) | 100 | 0.200 | 0.133 to 0.289 |" in page
@@ -70,6 +72,7 @@ def test_the_model_card_has_lineage_and_held_out_figures_with_intervals(
     assert run.environment_reference in page
     assert open_store().checkpoint(run.id).digest in page
     assert written["base_digest"] in page
+    assert "\n    a | name\n    # no heading\n\n    <b>\n" in page
 
 
 @pytest.mark.parametrize(

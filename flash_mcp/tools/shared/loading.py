@@ -40,6 +40,10 @@ Secrets = Annotated[
 Arguments = Annotated[
     dict[str, Any] | None, Field(description="Keyword arguments of load_environment.")
 ]
+RunName = Annotated[
+    str | None, Field(max_length=60, description="Your name for the run, new or found.")
+]
+RunNote = Annotated[str | None, Field(max_length=500, description="Your note on it.")]
 
 
 def check_machine() -> None:

@@ -113,6 +113,10 @@ class RunView(Part):
     """One run."""
 
     run_id: str
+    name: str | None = None
+    """What its owner calls it."""
+    note: str | None = None
+    """What its owner noted of it."""
     state: RunState
     algorithm: str
     model: str
@@ -273,6 +277,8 @@ def _view(found: RunHistory, judged: Judgement, held_up: Sequence[str]) -> RunVi
     warnings = [shorten(warning, 300) for warning in (*held_up, *found.warnings)]
     view = RunView(
         run_id=run.id,
+        name=run.name,
+        note=run.note,
         state=run.state,
         algorithm=run.algorithm,
         model=run.model,

@@ -53,11 +53,12 @@ async def submit(
     *,
     again: bool = False,
     any_name: bool = False,
+    label: queue.Label = queue.NO_LABEL,
 ) -> tuple[Run, bool, FlashError | None]:
     """Queue an evaluation and make sure that a supervisor runs; last, why none does.
 
     Unless `again`, one that measures the same and has not failed is returned instead; with
-    `any_name` also one of the same files under another name.
+    `any_name` also one of the same files under another name. Either gets the label.
     """
 
     def find_or_enqueue() -> tuple[Run, bool]:
@@ -68,8 +69,9 @@ async def submit(
                 same = (run for run in found if any_name or run.environment == environment.name)
                 known = next(same, None)
             if known is not None:
-                return known, False
-            return queue.enqueue(store, resolved, environment, subject.adapter, key)
+                return queue.label(store, known, label), False
+            run, created = queue.enqueue(store, resolved, environment, subject.adapter, key)
+            return queue.label(store, run, label), created
 
     run, created = await run_sync(find_or_enqueue)
     return run, created, await look_after(store, run)
