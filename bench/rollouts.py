@@ -28,7 +28,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from environments.process.host import Opening, Score, Step
+from environments.process.host import Ended, Opening, Score, Step
 from flash_mcp.protocol.errors import FlashError
 from worker.engine.vllm import VllmEngine
 from worker.event_loop import AsyncRunner
@@ -138,6 +138,8 @@ class MeteredEngine(VllmEngine):
 class Host:
     """The environment behind the worker's Host protocol, in process."""
 
+    scores_groups = False
+
     def __init__(self, work: Workload) -> None:
         self._latency_s, self._left = work.latency_s, list(work.turns)
         self._slots = asyncio.Semaphore(ENV_SLOTS)
@@ -154,6 +156,9 @@ class Host:
 
     async def score(self, episode: int, *, latency_ms: int, total_tokens: int) -> Score:
         return Score(0.0, False, {}, None, None)
+
+    async def score_group(self, ended: Sequence[Ended]) -> list[Score]:
+        raise NotImplementedError
 
     async def close(self, episode: int) -> None:
         pass

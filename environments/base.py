@@ -13,6 +13,9 @@ One rollout of a multi-turn environment:
             result = episode.step_episode(example, messages + [answer], answer_text)
     until result.done or the model has answered episode.max_episode_turns(example) times
     reward = episode.score_episode(example, EnvironmentEpisode(...)); episode.close_episode()
+
+An environment that defines `score_group` has the rollouts of a task scored together, when the last
+of them has ended: rewards = environment.score_group(example, [EnvironmentEpisode(...), ...])
 """
 
 from __future__ import annotations
@@ -128,7 +131,7 @@ class Environment(ABC):
     eval_dataset: Sequence[TaskExample] = ()
     """The held-out split. It is never trained on."""
     max_score_concurrency: int = 32
-    """How many `score_episode` calls may run at once. Set 1 if the scorer is not thread-safe."""
+    """How many scoring calls may run at once. Set 1 if the scorer is not thread-safe."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -139,13 +142,29 @@ class Environment(ABC):
                     break
                 if many in vars(kind):
                     what = f"{cls.__name__}.{many} would never be called"
-                    raise TypeError(f"{what}: each episode is scored as it ends, by {one}")
+                    why = f"each episode is scored as it ends, by {one}"
+                    raise TypeError(f"{what}: {why}; score_group scores those of a task together")
 
     def new_episode(self, example: TaskExample) -> Environment:
         """The object that serves one rollout. By default a shallow copy of this environment, so
         attributes that one rollout sets stay its own.
         """
         return copy.copy(self)
+
+    def score_group(
+        self, example: TaskExample, episodes: Sequence[EnvironmentEpisode]
+    ) -> Sequence[RewardResult]:
+        """The rewards of the finished conversations of one task, in the order of `episodes`.
+
+        Optional, for rewards that compare the rollouts of a group, such as their ranks. If a class
+        defines it, it scores the rollouts of each task of a training step, and the attempts of each
+        task of an evaluation, when the last of them has ended. Rollouts that failed are left out.
+        It gets at least two: `score_episode` scores a conversation that is alone, as in `env_test`
+        and in the held-out evaluations of a run. It is called on the object that load_environment
+        returned, so it finds what an episode kept only in `episode.metadata`, which the `metadata`
+        of each EnvironmentStepResult is added to. It must not raise: no rollout of the group would
+        have a reward."""
+        raise NotImplementedError
 
     def close_episode(self) -> None:  # noqa: B027
         """Free the episode's resources. Called once, also after an error or a timeout."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from environments.process.host import EnvironmentFault, Opening, Score, Step
+from environments.process.host import Ended, EnvironmentFault, Opening, Score, Step
 from worker.rollouts.turns import Completion, Sampling
 
 T = TypeVar("T")
@@ -107,6 +107,7 @@ class FakeHost:
     max_turns: int = 6
     opened: dict[int, list[str]] = field(default_factory=dict)
     closed: set[int] = field(default_factory=set)
+    scores_groups: bool = False
 
     async def open(self, split: str, index: int) -> Opening:
         await self._serve("open", index)
@@ -131,6 +132,15 @@ class FakeHost:
         assert episode not in self.closed
         self.closed.add(episode)
         return Score(float(len(self.opened[episode])), True, {}, None, None)
+
+    async def score_group(self, ended: Sequence[Ended]) -> list[Score]:
+        """The reward is the number of the group's turns; a fault is that of the first episode."""
+        numbers = [each.episode for each in ended]
+        await self._serve("score", int(self.opened[numbers[0]][0]))
+        assert self.closed.isdisjoint(numbers)
+        self.closed |= set(numbers)
+        turns = sum(len(self.opened[number]) - 1 for number in numbers)
+        return [Score(float(turns), True, {}, None, None) for _ in numbers]
 
     async def close(self, episode: int) -> None:
         await asyncio.sleep(self.latency_s())

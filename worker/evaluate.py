@@ -55,6 +55,10 @@ def evaluate(job: Json, spec: EvalSpec, writer: RunWriter, pulse: Pulse, scratch
         with Session[EvalSpec].opened(
             job, spec, writer, pulse, at_once=at_once, trains=False
         ) as session:
+            if session.host.scores_groups:
+                # An attempt that is scored with the others of its task is made again with them.
+                unfinished = {task.group for task in missing}
+                missing = [task for task in tasks if task.group in unfinished]
             session.sync(spec.step)
             pulse.enter("eval")
             done = len(recorder.rows)

@@ -265,9 +265,17 @@ class Session(Generic[S]):
     def collect_blocks(
         self, tasks: list[Task], limits: Limits, on_done: Callable[[Rollout], None]
     ) -> None:
-        """`collect`, BLOCK tasks at a time, without keeping the rollouts."""
-        for start in range(0, len(tasks), BLOCK):
-            self.collect(tasks[start : start + BLOCK], limits, on_done)
+        """`collect`, BLOCK tasks at a time or a few more, so that no group is split, without
+        keeping the rollouts.
+        """
+        block: list[Task] = []
+        for group in scheduler.grouped(tasks):
+            block += group
+            if len(block) >= BLOCK:
+                self.collect(block, limits, on_done)
+                block = []
+        if block:
+            self.collect(block, limits, on_done)
 
     def constant_level(self, split: str, tasks: Sequence[int]) -> dict[str, float]:
         """What the best constant answer reaches on these tasks, for the summary of an evaluation:

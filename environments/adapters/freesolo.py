@@ -2,9 +2,9 @@
 
 As in the SDK's own runtime, the rows of datasets/train.jsonl have precedence over the object's own,
 TRAINING_CONTRACT.md is the system prompt, `load_environment` gets the paths of both if it has
-parameters for them, scorers get text and never None, one object serves all episodes at once, and a
-step without messages ends its episode. Content may be a list of text parts. The eval split is
-datasets/eval.jsonl or `eval_dataset`, if there is one."""
+parameters for them, scorers get text and never None, one object serves all episodes at once,
+`score_episodes` gets the group, and a step without messages ends its episode. Content may be a list
+of text parts. The eval split is datasets/eval.jsonl or `eval_dataset`, if there is one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import hashlib
 import importlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
@@ -50,7 +50,8 @@ def load(folder: Path, load_environment: Callable[..., Any], args: Mapping[str, 
     held_out = _first_file(folder, EVAL_FILES) or _own_rows(loaded, "eval_dataset")
     contract = Path(str(args.get("contract_path") or contract))
     prompt_text = contract.read_text(errors="replace") if contract.is_file() else ""
-    return SdkEnvironment(loaded, _tasks(source), _tasks(held_out), prompt_text)
+    kind = GroupSdkEnvironment if _scores_groups(loaded) else SdkEnvironment
+    return kind(loaded, _tasks(source), _tasks(held_out), prompt_text)
 
 
 def is_sdk_object(value: Any) -> bool:
@@ -85,7 +86,7 @@ class SdkEnvironment(Environment):
         self, example: TaskExample, messages: list[ChatMessage], assistant_response: str
     ) -> EnvironmentStepResult:
         if not self._is_multi_turn:
-            return EnvironmentStepResult(done=True)  # score_responses normalizes the text
+            return EnvironmentStepResult(done=True)  # score_episodes normalizes the text
         text = assistant_response or ""
         messages = [*messages[:-1], {**messages[-1], "content": text}]
         result = self._sdk.step_episode(_to_sdk(example), messages, text)
@@ -93,29 +94,55 @@ class SdkEnvironment(Environment):
             self._steps.append(result.metadata)
         messages = list(map(_with_text, result.messages))
         is_done = bool(result.done) or not messages
-        return EnvironmentStepResult(is_done, messages, result.final_response_text)
+        metadata = {"steps": list(self._steps)} if self._steps else {}
+        return EnvironmentStepResult(is_done, messages, result.final_response_text, metadata)
 
     def score_episode(self, example: TaskExample, episode: EnvironmentEpisode) -> RewardResult:
-        text = episode.response_text or ""
-        if not self._is_multi_turn:
-            return _reward(self._sdk.score_responses(_to_sdk(example), [text]))
+        return self._rewards(example, [episode])[0]
+
+    def _rewards(
+        self, example: TaskExample, episodes: Sequence[EnvironmentEpisode]
+    ) -> list[RewardResult]:
+        finished = list(map(self._to_sdk_episode, episodes))
+        results = self._sdk.score_episodes(_to_sdk(example), finished)
+        if len(results) != len(finished):
+            what = f"{len(results)} rewards for {len(finished)} answers"
+            raise ValueError(f"the SDK environment returned {what}")
+        return list(map(_reward, results))
+
+    def _to_sdk_episode(self, episode: EnvironmentEpisode) -> Any:
         make_turn = self._types.EnvironmentTurn
         turns = (make_turn(role=turn.role, content=turn.content or "") for turn in episode.turns)
-        finished = self._types.EnvironmentEpisode(
+        return self._types.EnvironmentEpisode(
             messages=tuple(map(_with_text, episode.messages)),
-            response_text=text,
+            response_text=episode.response_text or "",
             turns=tuple(turns),
-            metadata={"steps": self._steps} if self._steps else {},
+            metadata=episode.metadata,
             latency_ms=episode.latency_ms,
             total_tokens=episode.total_tokens,
         )
-        return _reward(self._sdk.score_episodes(_to_sdk(example), [finished]))
 
     def sft_completion(self, example: TaskExample) -> list[ChatMessage]:
         if example.output is None:
             # The default raises ValueError. The SDK would make an empty answer of it.
             return super().sft_completion(example)
         return list(map(_with_text, self._sdk.sft_completion(_to_sdk(example))))
+
+
+class GroupSdkEnvironment(SdkEnvironment):
+    """One that scores several answers together, in a way of its own."""
+
+    def score_group(
+        self, example: TaskExample, episodes: Sequence[EnvironmentEpisode]
+    ) -> list[RewardResult]:
+        return self._rewards(example, episodes)
+
+
+def _scores_groups(sdk: Any) -> bool:
+    base = importlib.import_module("freesolo.environments").EnvironmentSingleTurn
+    scorers = ("score_episodes", "score_responses")
+    kind = sdk.__class__
+    return any(getattr(kind, name) is not getattr(base, name) for name in scorers)
 
 
 def _first_file(folder: Path, names: Iterable[str]) -> Path | None:
@@ -159,10 +186,8 @@ def _to_sdk(example: TaskExample) -> Any:
     )
 
 
-def _reward(results: list[Any]) -> RewardResult:
-    if len(results) != 1:
-        raise ValueError(f"the SDK environment returned {len(results)} rewards for one answer")
-    values = {each.name: getattr(results[0], each.name) for each in fields(RewardResult)}
+def _reward(result: Any) -> RewardResult:
+    values = {each.name: getattr(result, each.name) for each in fields(RewardResult)}
     return RewardResult(**values)
 
 

@@ -10,7 +10,7 @@ descriptor REQUESTS and writes each reply to REPLIES as soon as it is ready:
 
 What user code prints goes to stderr. Coroutine methods run in the event loop, all others in
 threads, as many at once as the client sends. The main thread, the only one that may use signals,
-runs load_environment and, with max_score_concurrency = 1, score_episode."""
+runs load_environment and, with max_score_concurrency = 1, score_episode and score_group."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ import threading
 import traceback
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
@@ -184,6 +184,7 @@ class Child:
         return {
             "splits": {name: len(examples) for name, examples in self._splits.items()},
             "max_score_concurrency": score_concurrency,
+            "scores_groups": type(environment).score_group is not Environment.score_group,
         }
 
     def _import_and_load(self, args: dict[str, Any]) -> Any:
@@ -273,19 +274,48 @@ class Child:
     ) -> dict[str, Any]:
         state = self._episode(episode)
         try:
-            finished = EnvironmentEpisode(
-                messages=tuple(state.messages),
-                response_text=await self._response_text(state),
-                turns=tuple(EnvironmentTurn(turn["role"], turn["content"]) for turn in state.turns),
-                metadata=state.metadata,
-                latency_ms=latency_ms,
-                total_tokens=total_tokens,
-            )
+            finished = await self._finished(state, latency_ms, total_tokens)
             score = state.environment.score_episode
             result = await self._call(score, state.example, finished, pool=self._score_pool)
-            return _score(result)
+            return _score(result, "score_episode must return a RewardResult")
         finally:
             await self.op_close_episode(episode)
+
+    async def op_score_group(self, episodes: list[tuple[int, int, int]]) -> list[dict[str, Any]]:
+        """The scores of these episodes of one task: (episode, latency_ms, total_tokens) each."""
+        finished: list[EnvironmentEpisode] = []
+        async with AsyncExitStack() as closing:
+            for number, *_ in episodes:
+                closing.push_async_callback(self.op_close_episode, number)
+            example = self._episode(episodes[0][0]).example
+            for number, latency_ms, total_tokens in episodes:
+                state = self._episode(number)
+                if state.example is not example:
+                    raise _error("the episodes of a group must belong to one task")
+                finished.append(await self._finished(state, latency_ms, total_tokens))
+            # What the scorer draws does not depend on what the episodes drew.
+            Generators(f"group {_task_id(example)}").use()
+            score = self._loaded.score_group
+            results = await self._call(score, example, finished, pool=self._score_pool)
+            must = f"score_group must return a list of {len(finished)} RewardResults"
+            if isinstance(results, (str, bytes)) or not isinstance(results, Sequence):
+                raise _error(f"{must}, one for each episode, got {_kind(results)}")
+            rewards = cast("Sequence[Any]", results)
+            if len(rewards) != len(finished):
+                raise _error(f"{must}, one for each episode, got {len(rewards)}")
+            return [_score(result, must) for result in rewards]
+
+    async def _finished(
+        self, state: Episode, latency_ms: int, total_tokens: int
+    ) -> EnvironmentEpisode:
+        return EnvironmentEpisode(
+            messages=tuple(state.messages),
+            response_text=await self._response_text(state),
+            turns=tuple(EnvironmentTurn(turn["role"], turn["content"]) for turn in state.turns),
+            metadata=state.metadata,
+            latency_ms=latency_ms,
+            total_tokens=total_tokens,
+        )
 
     async def _response_text(self, state: Episode) -> Any:
         """The final answer. Only the gate answers None, and a scorer has to cope with that."""
@@ -493,9 +523,8 @@ def _text(value: Any, what: str) -> str:
     return value if value.isascii() else value.encode(errors="replace").decode()
 
 
-def _score(result: Any) -> dict[str, Any]:
+def _score(result: Any, must: str) -> dict[str, Any]:
     if not isinstance(result, RewardResult):
-        must = "score_episode must return a RewardResult"
         raise _error(f"{must}, got {_kind(result)}; write RewardResult(score=...)")
     reward = _finite(result.score)
     if reward is None:

@@ -126,9 +126,9 @@ def remedy(fault: EnvironmentFault) -> str | None:
     It names a secret only if environment.toml declares it: any code can raise a KeyError with the
     name of a variable that it wants to see."""
     if called := OFF_MAIN_THREAD.match(fault.what):
-        if called[1] == "score_episode":
+        if called[1] in ("score_episode", "score_group"):
             what = "set max_score_concurrency = 1 on the environment"
-            return f"{what}: score_episode then runs on the main thread, one call at a time"
+            return f"{what}: {called[1]} then runs on the main thread, one call at a time"
         what = "only load_environment and, with max_score_concurrency = 1, score_episode run on it"
         return f"do this in score_episode, or turn off the time limit of that library: {what}"
     if (module := MISSING_MODULE.search(fault.what)) and fault.code in IMPORT_CODES:

@@ -78,6 +78,15 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Ended:
+    """An episode that waits for its score, and the time and the tokens that it took."""
+
+    episode: int
+    latency_ms: int = 0
+    total_tokens: int = 0
+
+
+@dataclass(frozen=True)
 class Score:
     """The reward of a finished episode. It and the `metrics` are finite numbers."""
 
@@ -100,9 +109,9 @@ class EnvironmentHost:
     EnvironmentFault.
 
     Call `open`, then `step` for every model turn (also for the last one), then `score`, which
-    closes the episode. After a fault call `close`. At most `concurrency` calls run at once; waiting
-    for a free place does not count towards `timeout_s`. Start the host in a thread that outlives
-    it: the child dies with the thread that made it."""
+    closes the episode, or `score_group` for several. After a fault call `close`. At most
+    `concurrency` calls run at once; waiting for a free place does not count towards `timeout_s`.
+    Start the host in a thread that outlives it: the child dies with the thread that made it."""
 
     def __init__(
         self,
@@ -120,6 +129,8 @@ class EnvironmentHost:
         """The number of tasks of each split. It is 0 for eval if there is no eval split."""
         self.sandbox: dict[str, str] = {}
         """{protection: "" if it works, else why it does not}, as the warden found them."""
+        self.scores_groups = False
+        """Whether the environment defines `score_group`."""
         self._known_as = known_as
         self._args = dict(args)
         self._secrets = dict(secrets)
@@ -214,6 +225,27 @@ class EnvironmentHost:
         finally:
             self._forget(episode)
 
+    async def score_group(self, ended: Sequence[Ended]) -> list[Score]:
+        """Score these conversations of one task together, in their order, and close them, also if
+        scoring fails.
+        """
+        numbers = [each.episode for each in ended]
+        child = self._home(numbers[0])
+        if any(self._home(number) is not child for number in numbers):
+            what = "a call that did not end made the environment start again"
+            why = "score_group needs all episodes of the group in one process"
+            raise EnvironmentFault("environment_error", f"{what}, and {why}")
+        facts = [(each.episode, each.latency_ms, each.total_tokens) for each in ended]
+        try:
+            async with self._score_places, self._places:
+                values = await self._call(child, "score_group", episodes=facts)
+        finally:
+            for number in numbers:
+                self._forget(number)
+        if len(values) != len(ended):
+            raise child.end_as_forger()
+        return [Score(**value) for value in values]
+
     async def close(self, episode: int) -> None:
         """Abandon an episode. Does nothing if it is closed or its process is gone."""
         child = self._homes.get(episode)
@@ -279,6 +311,7 @@ class EnvironmentHost:
             most = min(self._limits.concurrency, loaded["max_score_concurrency"])
             self._score_places = asyncio.Semaphore(most)
         self.splits = loaded["splits"]
+        self.scores_groups = loaded["scores_groups"]
         self.sandbox = child.sandbox
         return child
 

@@ -44,6 +44,7 @@ METHODS = (
     "step_episode",
     "normalize_response_text",
     "score_episode",
+    "score_group",
     "close_episode",
     "sft_completion",
 )
@@ -104,7 +105,9 @@ class Reader:
     # -- one method for each op --------------------------------------------------------------------
 
     def _load(self, value: Any) -> dict[str, Any]:
-        splits, concurrency = _fields(value, "splits", "max_score_concurrency")
+        splits, concurrency, scores_groups = _fields(
+            value, "splits", "max_score_concurrency", "scores_groups"
+        )
         train, held_out = _fields(splits, "train", "eval")
         return {
             "splits": {
@@ -112,6 +115,7 @@ class Reader:
                 "eval": _whole(held_out, 0, MAX_TASKS),
             },
             "max_score_concurrency": _whole(concurrency, 1),
+            "scores_groups": _truth(scores_groups),
         }
 
     def _list_tasks(self, value: Any) -> list[tuple[str, str]]:
@@ -149,6 +153,9 @@ class Reader:
             "reason": None if reason is None else self._text(reason),
             "error": None if error is None else self._text(error),
         }
+
+    def _score_group(self, value: Any) -> list[dict[str, Any]]:
+        return [self._score_episode(score) for score in _items(value)]
 
     def _close_episode(self, value: Any) -> None:
         if value is not None:

@@ -24,7 +24,7 @@ from environments.base import EnvironmentEpisode
 from environments.checks import gate
 from environments.process import requirements
 from environments.process.faults import EnvironmentFault, remedy
-from environments.process.host import EnvironmentHost
+from environments.process.host import Ended, EnvironmentHost
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.server.mcp_server import server
 from flash_mcp.state import references
@@ -135,6 +135,56 @@ async def test_parts_tool_calls_repeated_rows_and_answers_without_messages_of_th
         assert (gold["content"], gold["tool_calls"][0]["function"]["name"]) == ("", "look")
         (first, _), (second, _) = await host.tasks("train")
         assert second == f"{first}-2"
+
+
+SDK_GROUP = """
+    from freesolo.environments import EnvironmentMultiTurn, EnvironmentStepResult, RewardResult
+
+
+    class Ranked(EnvironmentMultiTurn):
+        dataset = [{"input": "Say much.", "output": "much"}]
+
+        def start_episode(self, example, prompt_text):
+            return [{"role": "user", "content": example.input}]
+
+        def max_episode_turns(self, example):
+            return 2
+
+        def step_episode(self, example, messages, assistant_response):
+            more = () if len(messages) > 2 else [{"role": "user", "content": "More?"}]
+            return EnvironmentStepResult(
+                done=not more, messages=more, metadata={"said": len(assistant_response)}
+            )
+
+        def score_episode(self, example, episode):
+            return self.score_episodes(example, [episode])[0]
+
+        def score_episodes(self, example, episodes):
+            said = [sum(step["said"] for step in each.metadata["steps"]) for each in episodes]
+            return [RewardResult(score=sorted(said).index(one) / len(said)) for one in said]
+
+
+    def load_environment():
+        return Ranked()
+"""
+
+
+async def test_a_score_episodes_of_the_sdk_gets_the_group(tmp_path: Path) -> None:
+    async with await EnvironmentHost.start(FOLDERS / "freesolo_multi") as host:
+        assert not host.scores_groups  # the SDK's own, which scores each alone
+    async with await EnvironmentHost.start(written(tmp_path, environment_py=SDK_GROUP)) as host:
+        assert host.scores_groups
+        ended: list[Ended] = []
+        for texts in (["aaa", "aa"], ["a", "a"], ["a", "aaa"]):
+            opening = await host.open("train", 0)
+            for text in texts:
+                await host.step(opening.episode, text)
+            ended.append(Ended(opening.episode))
+        scores = await host.score_group(ended)
+        assert [score.reward for score in scores] == [2 / 3, 0.0, 1 / 3]
+        alone = await host.open("train", 0)
+        await host.step(alone.episode, "aaa")
+        assert (await host.score(alone.episode)).reward == 0.0
 
 
 # -- reasoning-gym ---------------------------------------------------------------------------------

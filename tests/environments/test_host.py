@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from environments.process.faults import remedy
-from environments.process.host import EnvironmentFault, EnvironmentHost
+from environments.process.host import Ended, EnvironmentFault, EnvironmentHost
 from tests.folders import environment_folder
 from tests.watch import is_running, outer_pid
 
@@ -69,6 +69,86 @@ async def test_an_episode_is_opened_stepped_and_scored(tmp_path: Path) -> None:
         assert score.metrics == {"turns": 4.0, "told": 1.0}
         assert score.reason == "['user', 'assistant', 'user', 'assistant', 'user'] six 12 34"
         assert (await fault_of(host.step(opening.episode, "late"))).what.endswith("is not open")
+
+
+GROUPED = """
+    class Sample(Echo):
+        closed = []
+        async def step_episode(self, example, messages, assistant_response):
+            return EnvironmentStepResult(metadata={{"seen": assistant_response}})
+        def close_episode(self): Sample.closed.append(1)
+        def score_group(self, example, episodes):
+            {statement}
+"""
+
+
+async def test_the_episodes_of_a_task_are_scored_together_and_closed(tmp_path: Path) -> None:
+    source = GROUPED.format(
+        statement="""
+            said = sorted((episode.response_text for episode in episodes), key=len)
+            seen = [episode.metadata["seen"] for episode in episodes]
+            facts = [(episode.latency_ms, episode.total_tokens) for episode in episodes]
+            drawn = random.random()
+            return [RewardResult(score=said.index(text) / 2, reason=f"{facts} {drawn}") for text in seen]
+    """
+    )
+    async with await EnvironmentHost.start(environment_folder(tmp_path, source)) as host:
+        assert host.scores_groups
+        drawn: set[str | None] = set()
+        for _ in range(2):
+            openings = [await host.open("train", 3) for _ in range(3)]
+            for opening, text in zip(openings, ["bb", "ccc", "a"], strict=True):
+                assert (await host.step(opening.episode, text)).done
+            ended = [Ended(opening.episode, at, 10 * at) for at, opening in enumerate(openings)]
+            scores = await host.score_group(ended)
+            assert [score.reward for score in scores] == [0.5, 1.0, 0.0]
+            assert [score.success for score in scores] == [True, True, False]
+            drawn.update(score.reason for score in scores)
+        (reason,) = drawn  # what a scorer draws depends on the task alone
+        assert str(reason).startswith("[(0, 0), (1, 10), (2, 20)] 0.")
+        assert "is not open" in (await fault_of(host.step(openings[0].episode, "late"))).what
+
+
+@pytest.mark.parametrize(
+    ("statement", "expected"),
+    [
+        ("return [RewardResult(1.0)]", "a list of 2 RewardResults, one for each episode, got 1"),
+        ("return [RewardResult(1.0)] * 3", "one for each episode, got 3"),
+        ("return RewardResult(1.0)", "one for each episode, got RewardResult"),
+        ("return None", "one for each episode, got None"),
+        ("return [RewardResult(1.0), 0.5]", "a list of 2 RewardResults, got float 0.5"),
+        ("return [RewardResult(1.0), RewardResult(None)]", "must be a finite number, got None"),
+        ("raise KeyError('rank')", "score_group raised KeyError: 'rank'"),
+        ("time.sleep(60)", "score_group took longer than 2 s"),
+    ],
+)
+async def test_a_group_that_is_scored_wrongly_is_refused_with_a_word(
+    tmp_path: Path, statement: str, expected: str
+) -> None:
+    folder = environment_folder(tmp_path, GROUPED.format(statement=statement))
+    async with await EnvironmentHost.start(folder, timeout_s=2) as host:
+        openings = [await host.open("train", 0) for _ in range(2)]
+        ended = [Ended(opening.episode) for opening in openings]
+        fault = await fault_of(host.score_group(ended))
+        code = "environment_timeout" if "took longer" in expected else "environment_error"
+        assert (fault.code, expected in fault.what) == (code, True), fault.what
+        for opening in openings:
+            assert "is not open" in (await fault_of(host.step(opening.episode, "late"))).what
+
+
+async def test_a_group_has_one_task_and_one_process(tmp_path: Path) -> None:
+    statement = "return [RewardResult(1.0) for _ in episodes]"
+    folder = environment_folder(tmp_path, GROUPED.format(statement=statement))
+    async with await EnvironmentHost.start(folder) as host:
+        mixed = [Ended((await host.open("train", index)).episode) for index in (0, 1)]
+        fault = await fault_of(host.score_group(mixed))
+        assert "must belong to one task" in fault.what
+        first = await host.open("train", 0)
+        host._children[-1].retiring = True  # as after a call that did not end
+        second = await host.open("train", 0)
+        fault = await fault_of(host.score_group([Ended(first.episode), Ended(second.episode)]))
+        assert fault.code == "environment_error" and "in one process" in fault.what
+        assert (await host.score(second.episode)).reward == 0.5  # it is still open
 
 
 async def test_more_tasks_are_listed_than_fit_into_one_reply(tmp_path: Path) -> None:

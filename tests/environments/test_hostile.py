@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from environments.process.host import FORGED, EnvironmentFault, EnvironmentHost
+from environments.process.host import FORGED, Ended, EnvironmentFault, EnvironmentHost
 from tests.folders import environment_folder
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -48,6 +48,9 @@ class Sample(Echo):
     def score_episode(self, example, episode):
         forge("score")
         return super().score_episode(example, episode)
+    def score_group(self, example, episodes):
+        forge("group")
+        return [RewardResult(0.5) for _ in episodes]
     def sft_completion(self, example):
         forge("gold")
         return super().sft_completion(example)
@@ -61,7 +64,7 @@ def forger(args):
 """
 
 USER = {"role": "user", "content": "x"}
-LOADED = {"splits": {"train": 6, "eval": 0}, "max_score_concurrency": 1}
+LOADED = {"splits": {"train": 6, "eval": 0}, "max_score_concurrency": 1, "scores_groups": False}
 OPENED = {"task_id": "t0", "messages": [USER], "max_turns": 1}
 STEPPED = {"done": False, "messages": [USER]}
 SCORED = {"reward": 1, "success": True, "metrics": {}, "reason": None, "error": None}
@@ -139,6 +142,10 @@ FORGED_REPLIES = {
     "metrics as a list": ("score", reply(SCORED | {"metrics": []})),
     "a reason that is an object": ("score", reply(SCORED | {"reason": {}})),
     "a score without an error": ("score", reply({"reward": 1, "success": True, "metrics": {}})),
+    "a group's scores that are one score": ("group", reply(SCORED)),
+    "a score for a group of two": ("group", reply([SCORED])),
+    "three scores for a group of two": ("group", reply([SCORED] * 3)),
+    "a group with a score that is null": ("group", reply([SCORED, None])),
     "an id that is a number": ("start", reply(OPENED | {"task_id": 1})),
     "an id of 10,000 characters": ("start", reply(OPENED | {"task_id": "x" * 10_000})),
     "an opening without messages": ("start", reply(OPENED | {"messages": []})),
@@ -159,6 +166,7 @@ FORGED_REPLIES = {
     "another split": ("load", reply(LOADED | {"splits": {"train": 1, "eval": 0, "test": 1}})),
     "splits as a list": ("load", reply(LOADED | {"splits": [6, 0]})),
     "no scorer at once": ("load", reply(LOADED | {"max_score_concurrency": 0})),
+    "groups as a number": ("load", reply(LOADED | {"scores_groups": 1})),
     "protections of its own choice": ("load", reply(LOADED | {"sandbox": {"files": ""}})),
 }
 
@@ -172,6 +180,9 @@ async def use(host: EnvironmentHost, op: str) -> object:
         return await host.step(opening.episode, "x")
     if op == "score":
         return await host.score(opening.episode)
+    if op == "group":
+        other = await host.open("train", 0)
+        return await host.score_group([Ended(opening.episode), Ended(other.episode)])
     if op == "tasks":
         return await host.tasks("train")
     return await host.close(opening.episode)

@@ -161,6 +161,35 @@ def test_an_evaluation_killed_in_mid_way_repeats_no_attempt_that_was_recorded(
     assert any(f"{len(recorded)} of 60" in event["message"] for event in said)
 
 
+GROUPED = """
+    def score_group(self, example, episodes):
+        metrics = [RewardMetric("of", score=len(episodes))]
+        return [RewardResult(at, metrics=metrics) for at, _ in enumerate(episodes)]
+
+    def score_episode("""
+
+
+def test_the_attempts_of_a_task_are_scored_together_also_those_of_a_resumed_evaluation(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    environment = tmp_path / "grouped"
+    environment.mkdir()
+    source = (VOWELS / "environment.py").read_text()
+    grouped = source.replace("    def score_episode(", GROUPED)
+    (environment / "environment.py").write_text(grouped)
+    run = make_evaluation(
+        tmp_path / "run", tiny_model, environment=environment, tasks=[2, 0], attempts=3
+    )
+    writer = run.claim(1)
+    task = Task("eval", 2, 0, 1, seed=0, attempt=1)
+    writer.attempts(0, [Rollout(task, "v2", reward=9.0).record(0).fields()])
+    with Attempt(run, 2) as attempt:
+        rows = finish(run, attempt)["rollouts"]
+    # The attempt that was recorded before the interruption is made again with the two others.
+    assert [row["reward"] for row in rows] == [0, 1, 2, 0, 1, 2]
+    assert [row["metrics"] for row in rows] == [{"of": 3}] * 6
+
+
 def test_attempts_end_while_a_shard_of_them_is_being_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

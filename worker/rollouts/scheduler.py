@@ -7,6 +7,9 @@ iterations.
 
     conversation --generate--> Generator --submit/step--> engine
          '-------step/score--> EnvironmentHost --pipe--> the environment's process
+
+Only an environment that scores groups makes conversations wait: those of a task that have ended
+stay open until the last of them has ended, and are scored together.
 """
 
 from __future__ import annotations
@@ -19,8 +22,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from environments.checks.playing import together
 from environments.process.foreign import plain_name
-from environments.process.host import EnvironmentFault, Opening, Score, Step
+from environments.process.host import Ended, EnvironmentFault, Opening, Score, Step
 from flash_mcp.protocol import records
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
@@ -35,9 +39,12 @@ log = logging.getLogger(__name__)
 class Host(Protocol):
     """The part of environments.process.host.EnvironmentHost that a conversation needs."""
 
+    scores_groups: bool
+
     async def open(self, split: str, index: int) -> Opening: ...
     async def step(self, episode: int, assistant_text: str) -> Step: ...
     async def score(self, episode: int, *, latency_ms: int, total_tokens: int) -> Score: ...
+    async def score_group(self, ended: Sequence[Ended]) -> list[Score]: ...
     async def close(self, episode: int) -> None: ...
 
 
@@ -72,6 +79,11 @@ def task_groups(
     return tasks
 
 
+def grouped(tasks: Sequence[Task]) -> list[list[Task]]:
+    """The tasks of each group. Those of a group must be next to each other."""
+    return [list(group) for _, group in itertools.groupby(tasks, lambda task: task.group)]
+
+
 def mixed_seed(seed: int, major: int, minor: int) -> int:
     return (seed * 1_000_003 + major) * 65_537 + minor
 
@@ -90,7 +102,7 @@ class Limits:
 @dataclass
 class Rollout:
     """A conversation while it is made. `transcript` is None if the environment failed at its
-    start."""
+    start. `seconds` is the time that it took, without a wait for the others of its group."""
 
     task: Task
     task_id: str
@@ -230,61 +242,135 @@ async def collect(
     *,
     on_done: Callable[[Rollout], None] = lambda rollout: None,
 ) -> list[Rollout]:
-    """One rollout per task, in the order of `tasks`. If the environment fails, the rollout has an
-    error.
+    """One rollout per task, in the order of `tasks`; those of a group are next to each other. If
+    the environment fails, the rollout has an error.
 
-    `on_done` is called with each rollout as soon as it has ended.
+    `on_done` is called with each rollout as soon as it is scored or has failed.
     """
 
-    async def one(task: Task) -> Rollout:
-        rollout = await _converse(task, host, generator, template, limits)
-        on_done(rollout)
-        return rollout
+    async def finish(talks: Sequence[_Conversation]) -> None:
+        await _play(talks, host)
+        for talk in talks:
+            on_done(talk.rollout)
 
+    units = grouped(tasks) if host.scores_groups else [[task] for task in tasks]
+    conversations = [
+        [_Conversation(task, host, generator, template, limits) for task in unit] for unit in units
+    ]
     async with asyncio.TaskGroup() as group:
-        running = [group.create_task(one(task)) for task in tasks]
-    return [conversation.result() for conversation in running]
+        for talks in conversations:
+            group.create_task(finish(talks))
+    return [talk.rollout for talk in itertools.chain.from_iterable(conversations)]
 
 
-async def _converse(
-    task: Task, host: Host, generator: Generator, template: ChatTemplate, limits: Limits
-) -> Rollout:
+async def _play(conversations: Sequence[_Conversation], host: Host) -> None:
+    """Make these conversations, and score those that have ended, together if they are several."""
+    try:
+        await together(talk.converse() for talk in conversations)
+        ended = [talk for talk in conversations if talk.episode is not None]
+        if ended:
+            await _score(ended, host)
+    finally:
+        open_ones = [talk for talk in conversations if talk.episode is not None]
+        if open_ones:
+            await asyncio.shield(asyncio.gather(*(talk.close() for talk in open_ones)))
+
+
+async def _score(ended: Sequence[_Conversation], host: Host) -> None:
     clock = asyncio.get_running_loop().time
     started = clock()
-    rollout = Rollout(task, task_id=f"{task.split}/{task.example}")
-    episode = None
+    facts = [talk.ended() for talk in ended]
     try:
-        opening = await host.open(task.split, task.example)
-        episode = opening.episode
-        rollout.task_id = opening.task_id
-        rollout.transcript = Transcript(template, opening.messages)
-        rollout.finish = await _take_turns(rollout, opening, host, generator, limits)
-        score = await host.score(
-            episode,
-            latency_ms=round(1000 * (clock() - started)),
-            total_tokens=len(rollout.transcript),
+        if len(facts) == 1:
+            (one,) = facts
+            latency_ms = one.latency_ms
+            total_tokens = one.total_tokens
+            scores = [
+                await host.score(one.episode, latency_ms=latency_ms, total_tokens=total_tokens)
+            ]
+        else:
+            scores = await host.score_group(facts)
+    except EnvironmentFault as fault:
+        for talk in ended:
+            talk.fail(fault)
+    else:
+        for talk, score in zip(ended, scores, strict=True):
+            talk.take(score)
+    for talk in ended:
+        talk.rollout.seconds += clock() - started
+
+
+class _Conversation:
+    """A rollout in the making. `episode` is its open episode."""
+
+    def __init__(
+        self, task: Task, host: Host, generator: Generator, template: ChatTemplate, limits: Limits
+    ) -> None:
+        self.rollout = Rollout(task, task_id=f"{task.split}/{task.example}")
+        self.episode: int | None = None
+        self._host = host
+        self._generator = generator
+        self._template = template
+        self._limits = limits
+
+    async def converse(self) -> None:
+        """Open the episode and take all turns. The episode stays open unless this fails."""
+        rollout = self.rollout
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        try:
+            opening = await self._host.open(rollout.task.split, rollout.task.example)
+            self.episode = opening.episode
+            rollout.task_id = opening.task_id
+            rollout.transcript = Transcript(self._template, opening.messages)
+            rollout.finish = await _take_turns(
+                rollout, opening, self._host, self._generator, self._limits
+            )
+        except (EnvironmentFault, FlashError) as fault:
+            if isinstance(fault, FlashError) and fault.code != "template_unsupported":
+                raise
+            self.fail(fault)
+            await asyncio.shield(self.close())
+        rollout.seconds = clock() - started
+
+    def ended(self) -> Ended:
+        assert self.episode is not None
+        assert self.rollout.transcript is not None
+        return Ended(
+            self.episode,
+            latency_ms=round(1000 * self.rollout.seconds),
+            total_tokens=len(self.rollout.transcript),
         )
-        episode = None
+
+    def take(self, score: Score) -> None:
+        """The episode is scored, and so it is closed."""
+        self.episode = None
+        rollout = self.rollout
         rollout.reward = score.reward
         rollout.success = score.success
         rollout.metrics = score.metrics
         rollout.reason = score.reason
         if score.error:
             rollout.error = {"code": "environment_error", "what": score.error}
-    except (EnvironmentFault, FlashError) as fault:
-        if isinstance(fault, FlashError) and fault.code != "template_unsupported":
-            raise
+
+    def fail(self, fault: EnvironmentFault | FlashError) -> None:
+        rollout = self.rollout
         rollout.finish = "error"
         said = fault.account if isinstance(fault, FlashError) else fault.what
         rollout.error = {"code": fault.code, "what": said}
-        name = f"rollout {task.index} of task {plain_name(rollout.task_id)}"
+        name = f"rollout {rollout.task.index} of task {plain_name(rollout.task_id)}"
         shown = fault.account if isinstance(fault, FlashError) else fault.shown
         log.warning("%s: [%s] %s", name, fault.code, shown)
-    finally:
-        if episode is not None:
-            await asyncio.shield(_close(host, episode))
-    rollout.seconds = clock() - started
-    return rollout
+
+    async def close(self) -> None:
+        if self.episode is None:
+            return
+        episode = self.episode
+        self.episode = None
+        try:
+            await self._host.close(episode)
+        except EnvironmentFault as fault:
+            log.warning("closing an episode: [%s] %s", fault.code, fault.shown)
 
 
 async def _take_turns(
@@ -311,10 +397,3 @@ async def _take_turns(
         if rollout.turns >= opening.max_turns:
             return "max_turns"
         transcript.add_environment(step.messages)
-
-
-async def _close(host: Host, episode: int) -> None:
-    try:
-        await host.close(episode)
-    except EnvironmentFault as fault:
-        log.warning("closing an episode: [%s] %s", fault.code, fault.shown)

@@ -1,0 +1,94 @@
+"""Rollouts of a task that are scored together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from environments.process.host import EnvironmentHost
+from tests.folders import environment_folder
+from tests.tiny import make_tokenizer
+from tests.virtual import FakeEngine, FakeHost, run_virtually
+from worker.rollouts.scheduler import Generator, Limits, Rollout, Task, collect, task_groups
+from worker.rollouts.transcript import ChatTemplate
+
+TEMPLATE = ChatTemplate(make_tokenizer())
+LIMITS = Limits(max_tokens=12, max_length=400)
+RANKED = """
+    class Sample(Addition):
+        def step_episode(self, example, messages, assistant_response):
+            if example.id == "t1" and len(assistant_response) % 2:
+                raise ValueError("an odd answer")
+            return super().step_episode(example, messages, assistant_response)
+        def score_group(self, example, episodes):
+            if example.id == "t2":
+                return []
+            texts = sorted(episode.response_text for episode in episodes)
+            shares = [texts.index(episode.response_text) / len(texts) for episode in episodes]
+            return [RewardResult(share, metrics=[RewardMetric("of", len(texts))]) for share in shares]
+"""
+
+
+async def rolled(tasks: list[Task], host: FakeHost | EnvironmentHost) -> list[Rollout]:
+    told: list[Rollout] = []
+    engine = FakeEngine()
+    generator = Generator(engine, run_step=engine.run_step)
+    try:
+        rollouts = await collect(tasks, host, generator, TEMPLATE, LIMITS, on_done=told.append)
+    finally:
+        await generator.aclose()
+    assert {r.task.index for r in told} == {task.index for task in tasks}
+    return rollouts
+
+
+def said(rollout: Rollout) -> str:
+    assert rollout.transcript
+    return rollout.transcript.messages[-1]["content"]
+
+
+@pytest.mark.anyio
+@pytest.mark.slow
+async def test_a_scorer_ranks_the_rollouts_of_a_group(tmp_path: Path) -> None:
+    tasks = task_groups("train", [0, 1, 2, 0], 6, lambda example, index, attempt: index)
+    async with await EnvironmentHost.start(environment_folder(tmp_path, RANKED)) as host:
+        rollouts = await rolled(tasks, host)
+        alone = await rolled([Task("train", 0, 0, 0, seed=5)], host)
+    groups = [rollouts[at : at + 6] for at in range(0, 24, 6)]
+    # The two groups of one task are two groups; the second one has rollouts that failed.
+    for group, failed in zip(groups, (False, True, True, False), strict=True):
+        good = [rollout for rollout in group if not rollout.error]
+        assert (len(good) < 6) == failed
+        texts = sorted(map(said, good))
+        assert [r.reward for r in good] == [texts.index(said(r)) / len(texts) for r in good]
+        assert all(r.metrics == {"of": len(texts)} for r in good)
+        assert failed or len({r.reward for r in good}) > 2
+    second = [rollout.error["what"] for rollout in groups[1] if rollout.error]
+    assert 0 < len(second) < 5 and all("an odd answer" in what for what in second)
+    for rollout in groups[2]:
+        assert (rollout.finish, rollout.reward) == ("error", 0.0) and rollout.error
+        assert rollout.error["code"] == "environment_error"
+        assert "score_group must return a list of 6 RewardResults" in rollout.error["what"]
+    assert (alone[0].reward, alone[0].metrics) == (0.0, {})  # by score_episode
+
+
+def test_a_group_waits_for_its_last_and_for_no_other_group() -> None:
+    """Examples 1 to 3 end after two to four turns. In group 1 every third rollout is of example
+    3, and the others have to wait for it; group 0 has none.
+    """
+
+    def fault(call: str, example: int) -> str | None:
+        return "environment_error" if (call, example) == ("step", 9) else None
+
+    examples = [(1, 0), (1, 0), (1, 1), (3, 1), (9, 1), (1, 1), (9, 2), (1, 2)]
+    tasks = [
+        Task("train", example, group, index, seed=index)
+        for index, (example, group) in enumerate(examples)
+    ]
+    host = FakeHost(lambda: 0.1, fault, scores_groups=True)
+    rollouts, _ = run_virtually(rolled(tasks, host))
+    # The number of turns of all that were scored together; one that is alone gets `score`.
+    assert [r.reward for r in rollouts] == [4, 4, 8, 8, 0, 8, 0, 3]
+    assert [bool(r.error) for r in rollouts] == [False] * 4 + [True, False, True, False]
+    assert host.closed == set(host.opened)
+    assert rollouts[2].seconds < rollouts[3].seconds  # its own time, not the wait
