@@ -115,6 +115,16 @@ class ServingSettings:
 
 
 @dataclass(frozen=True)
+class CostSettings:
+    """What the work of runs costs."""
+
+    price_per_hour: float = 0.0
+    """Price of an hour in which a run works; by default none is shown."""
+    currency: str = ""
+    """What stands after a price, such as EUR."""
+
+
+@dataclass(frozen=True)
 class Settings:
     """The whole file. A section or value that is left out has its default."""
 
@@ -122,6 +132,7 @@ class Settings:
     disk: DiskSettings = DiskSettings()
     server: ServerSettings = ServerSettings()
     serving: ServingSettings = ServingSettings()
+    cost: CostSettings = CostSettings()
 
 
 def _machine_gib() -> float:
@@ -141,8 +152,8 @@ def load_settings(home: Path | None = None) -> Settings:
 
 
 def read_toml(kind: type[T], path: Path) -> T:
-    """A dataclass of tables, lists of texts, numbers and switches from a TOML file; its defaults if
-    there is no such file. ValueError names what is wrong in a file that cannot be used.
+    """A dataclass of tables, texts, lists of texts, numbers and switches from a TOML file; its
+    defaults if there is no such file. ValueError names what is wrong in a file that cannot be used.
     """
     try:
         document = tomllib.loads(read_small(path).decode())
@@ -188,6 +199,10 @@ def _checked(value: object, default: Any, where: str) -> Any:
         if isinstance(value, list) and all(isinstance(text, str) for text in texts):
             return tuple(texts)
         what = "a list of texts"
+    elif isinstance(default, str):
+        if isinstance(value, str):
+            return value
+        what = "a text"
     elif isinstance(default, bool):
         if isinstance(value, bool):
             return value

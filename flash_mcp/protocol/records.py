@@ -84,6 +84,10 @@ class Run(Record):
     updated: float
     files_removed: float | None = None
     """When the operator's limits removed its files."""
+    used_s: float = 0.0
+    """Seconds of work of all attempts, up to the last heartbeat of each."""
+    used_before_s: float = 0.0
+    """`used_s` when the run was resumed: a budget counts from there."""
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Self:

@@ -122,6 +122,10 @@ class RunSpec(BaseModel):
     """Attempts before a run whose worker died or stalled is given up."""
     stall_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 900.0
     """Seconds without progress before an attempt is restarted."""
+    max_hours: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None
+    """Hours of work after which it saves and ends as cancelled."""
+    max_cost: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None
+    """The same by cost."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> RunSpec:

@@ -35,7 +35,7 @@ from flash_mcp.state.store import Store
 EndState = Literal["succeeded", "failed", "cancelled"]
 MAX_DELAY_S = 60.0
 """The longest that `requeue` lets a run wait."""
-NEWER_FIELDS = ("keep_checkpoints",)
+NEWER_FIELDS = ("keep_checkpoints", "max_hours", "max_cost")
 """Fields that did not exist when the first keys were used: with its default, such a field does not
 change what was asked for."""
 ROOT = Path(__file__).parents[2]
@@ -211,20 +211,22 @@ def queued_ahead(store: Store, run: Run) -> int | None:
 
 
 def mark_running(store: Store, run_id: str, attempt: int) -> bool:
-    """Record the attempt's first heartbeat."""
-    return _update(store, "state = 'running'", [], run_id, attempt, ("starting",))
+    """Record the attempt's first heartbeat. The time since the claim counts as work."""
+    assignments = "state = 'running', used_s = used_s + max(0, ? - updated)"
+    return _update(store, assignments, [time.time()], run_id, attempt, ("starting",))
 
 
 def record_beat(store: Store, run_id: str, attempt: int, beat: Beat, *, progressed: bool) -> bool:
     """Store the attempt's heartbeat; `progressed` says whether its step or phase changed.
 
     Step 0 means that the attempt has not reached its first step. The run keeps the step of the
-    attempt before."""
+    attempt before. The time since the attempt's last heartbeat counts as work."""
     now = time.time()
-    assignments = """step = coalesce(nullif(?, 0), step), steps = coalesce(steps, ?),
+    assignments = """used_s = used_s + max(0, ? - coalesce(beat, ?)),
+        step = coalesce(nullif(?, 0), step), steps = coalesce(steps, ?),
         phase = ?, beat = ?,
         progress = CASE WHEN ? THEN ? ELSE progress END"""
-    values = [beat["step"], beat.get("steps"), beat["phase"], now, progressed, now]
+    values = [now, now, beat["step"], beat.get("steps"), beat["phase"], now, progressed, now]
     return _update(store, assignments, values, run_id, attempt, ("starting", "running"))
 
 
@@ -274,8 +276,8 @@ def finish(
 
 
 def resume(store: Store, run: Run, folder: RunFolder, steps: int | None) -> Run:
-    """Queue an ended run again, to go on to `steps` from its newest checkpoint. The caller is in a
-    transaction and has read the run in it.
+    """Queue an ended run again, to go on to `steps` from its newest checkpoint, with its budget
+    anew. The caller is in a transaction and has read the run in it.
 
     FlashError(quota_exceeded) if too many of the caller's runs are queued.
     """
@@ -287,7 +289,7 @@ def resume(store: Store, run: Run, folder: RunFolder, steps: int | None) -> Run:
     sql = """UPDATE main.runs SET state = 'queued', attempt = ?, max_attempts = ?, spec = ?,
              steps = ?, phase = NULL, beat = NULL, progress = NULL, error = NULL, not_before = 0,
              cancel_requested = NULL, cancel_reason = NULL, started = NULL, ended = NULL,
-             updated = ? WHERE id = ? AND ended IS NOT NULL"""
+             used_before_s = used_s, updated = ? WHERE id = ? AND ended IS NOT NULL"""
     most = attempt + run.spec.max_attempts
     values = [attempt, most, json.dumps(spec), steps, time.time(), run.id]
     store.execute(sql, values)

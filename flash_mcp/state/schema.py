@@ -141,6 +141,12 @@ def _gates(db: Database) -> None:  # pyright: ignore[reportUnusedFunction]
     )
 
 
+@migrations(name="used_s")
+def _used_s(db: Database) -> None:  # pyright: ignore[reportUnusedFunction]
+    execute(db, "ALTER TABLE runs ADD COLUMN used_s REAL NOT NULL DEFAULT 0")
+    execute(db, "ALTER TABLE runs ADD COLUMN used_before_s REAL NOT NULL DEFAULT 0")
+
+
 @cache
 def schema() -> int:
     """The number of migrations that this code knows."""

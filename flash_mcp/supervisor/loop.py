@@ -25,7 +25,7 @@ from flash_mcp.protocol.paths import home
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Json, Run
 from flash_mcp.protocol.run_files import Beat, FinalResult
 from flash_mcp.protocol.run_folder import RunFolder
-from flash_mcp.state import queue
+from flash_mcp.state import costs, queue
 from flash_mcp.state.disk import LEAST_FREE_BYTES, has_space
 from flash_mcp.state.retention import prune_checkpoints
 from flash_mcp.state.store import Store
@@ -303,6 +303,9 @@ class Supervisor:
         attempt.look(self.patience.max_gap_s)
         if not has_space([self.base], LEAST_FREE_BYTES):
             attempt.is_short_of_space = True
+        spent = None if run.cancel_requested else costs.used_up(run, self.base)
+        if spent and not final_result(attempt.folder):
+            run = queue.request_cancel(self.store, run.id, spent)
         if run.cancel_requested:
             if attempt.cancelled_at is None:
                 attempt.cancelled_at = attempt.watched_s

@@ -31,6 +31,7 @@ LOST = (
     "idempotency keys: a repeated call starts another run",
     "what env_push recorded about environments",
     "runs that were queued and never started",
+    "the hours that runs have worked",
 )
 
 

@@ -28,7 +28,7 @@ from flash_mcp.protocol.base_models import ModelCard
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import EnvironmentVersion, GateVerdict, Json, Run
 from flash_mcp.protocol.spec import RECIPES, ResolvedSpec, RunSpec, default_of
-from flash_mcp.state import queue, references
+from flash_mcp.state import costs, queue, references
 from flash_mcp.state.datasets import Dataset
 from flash_mcp.state.queue import Label
 from flash_mcp.state.references import Subject
@@ -329,6 +329,7 @@ async def _plan(
     store = open_store()
     resolved, card, dataset = await run_sync(resolved_spec, store, given, config)
     spec = resolved.spec
+    costs.check(spec, store.base)
     if sample and spec.algorithm != "grpo":
         what = "sample works with algorithm=grpo only"
         fix = "leave sample out; evaluate measures what the model does now"

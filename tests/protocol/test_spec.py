@@ -68,7 +68,7 @@ def test_a_stored_spec_lacks_fields_that_are_newer_and_has_some_that_exist_no_mo
 def test_a_recipe_fills_every_field_but_those_that_the_model_or_the_task_decide(algorithm: str):
     spec = resolve(validate({"environment": "calculator", "algorithm": algorithm})).spec
     empty = {name for name, value in spec.model_dump().items() if value is None}
-    assert empty == {"max_length", "init_from_adapter", "dataset"} | (
+    assert empty == {"max_length", "init_from_adapter", "dataset", "max_hours", "max_cost"} | (
         {"epochs"} if algorithm == "grpo" else {"steps", "group_size"}
     )
 

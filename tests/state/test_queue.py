@@ -8,6 +8,7 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -16,9 +17,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import EnvironmentVersion, Run
+from flash_mcp.protocol.run_files import Beat
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import RunSpec, resolve
-from flash_mcp.state import queue
+from flash_mcp.state import costs, queue
 from flash_mcp.state.owners import Caller, Limits, acting_as
 from flash_mcp.state.store import Store
 
@@ -111,6 +113,36 @@ def test_one_key_used_by_eight_threads_at_once_makes_one_run(store: Store) -> No
         runs = list(pool.map(lambda _: enqueue(store, key="k"), range(16)))
     assert len({run.id for run, _ in runs}) == 1
     assert sum(created for _, created in runs) == 1
+
+
+def test_the_work_of_all_attempts_counts_and_not_the_time_between(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=1000.0, time=lambda: clock.now)
+    monkeypatch.setattr(queue, "time", clock)
+
+    def work(run: Run, seconds: float) -> None:
+        """Half until the first heartbeat, half until the second."""
+        for step in (0, 1):
+            clock.now += seconds / 2
+            queue.mark_running(store, run.id, run.attempt)
+            beat: Beat = {"epoch": run.attempt, "step": step, "phase": "train"}
+            queue.record_beat(store, run.id, run.attempt, beat, progressed=True)
+
+    run, _ = enqueue(store, max_hours=0.05)
+    clock.now += 500  # in the queue
+    work(claim(store), 100)
+    queue.requeue(store, run.id, 1, LOST, delay_s=50)
+    clock.now += 50
+    work(claim(store), 100)
+    assert store.run(run.id).used_s == 200
+    assert costs.used_up(store.run(run.id), store.base) == "max_hours=0.05 is used up"
+    queue.request_cancel(store, run.id)
+    queue.finish(store, run.id, 2, "cancelled")
+    ended = store.run(run.id)
+    RunFolder(run.folder).create(queue.job(ended))
+    resumed = queue.resume(store, ended, RunFolder(run.folder), None)
+    assert (resumed.used_s, costs.used_up(resumed, store.base)) == (200, None)
 
 
 def test_the_oldest_run_is_claimed_first_and_once(store: Store) -> None:

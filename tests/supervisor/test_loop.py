@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -478,6 +479,26 @@ def test_a_running_run_saves_and_ends_as_cancelled(bench: Bench) -> None:
     assert (ended.state, ended.step, ended.error) == ("cancelled", 2, None)
     assert bench.store.checkpoint(run.id).step == 2
     assert not is_running(bench.pid(run))
+
+
+@pytest.mark.parametrize("budget", ["max_hours", "max_cost"])
+def test_a_run_that_has_used_up_its_budget_saves_and_ends(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, budget: str
+) -> None:
+    (bench.base / "settings.toml").write_text("[cost]\nprice_per_hour = 1.0\n")
+    clock = SimpleNamespace(time=lambda: time.time() + clock.ahead, ahead=0.0)
+    monkeypatch.setattr(queue, "time", clock)
+    supervisor = bench.new_supervisor(cancel_grace_s=30.0)
+    run = bench.train({"1": {"at": 2, "do": "hold"}}, **{budget: 1.5})
+    bench.until(lambda: bench.step(run) == 2, supervisor=supervisor)
+    clock.ahead = 3600.0
+    bench.until(lambda: bench.store.run(run.id).used_s >= 3600, supervisor=supervisor)
+    assert bench.store.run(run.id).cancel_requested is None
+    clock.ahead = 7200.0
+    ended = bench.finish(run, supervisor=supervisor)
+    assert (ended.state, ended.step, ended.error) == ("cancelled", 2, None)
+    assert (ended.cancel_reason or "").startswith(f"{budget}=1.5 is used up")
+    assert bench.store.checkpoint(run.id).step == 2
 
 
 def test_a_run_that_was_cancelled_goes_on_when_it_is_resumed(bench: Bench) -> None:

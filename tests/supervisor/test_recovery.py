@@ -23,7 +23,7 @@ from tests.samples import reported
 REPORTED = [table for table in OF_A_RUN if table != "deployments"]
 """What a worker wrote."""
 NOT_RECOVERED = ("request_digest", "idempotency_key", "updated", "ended", "started", "beat")
-NOT_RECOVERED += ("progress", "cancel_requested")
+NOT_RECOVERED += ("progress", "cancel_requested", "used_s", "used_before_s")
 
 
 def made(

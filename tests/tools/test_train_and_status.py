@@ -582,6 +582,23 @@ async def test_the_list_shows_held_out_success_verdict_and_parent(tmp_path: Path
     assert (newest["run_id"], newest["parent"]) == (child["run_id"], f"{parent.id}@20")
 
 
+async def test_a_cost_is_shown_and_limited_only_where_there_is_a_price(
+    tmp_path: Path, flash_home: Path
+):
+    run, _ = started_run(tmp_path)
+    open_store().execute("UPDATE main.runs SET used_s = 5400")
+    view = (await call("status", run_id=run.id))["run"]
+    assert view["hours"] == 1.5 and "cost" not in view
+    error = await refused("train", environment="echo", max_cost=3)
+    assert error.code == "invalid_argument" and "max_hours" in error.fix
+    settings = '[cost]\nprice_per_hour = 0.5\ncurrency = "EUR"\n'
+    (flash_home / "settings.toml").write_text(settings)
+    assert (await call("status", run_id=run.id))["run"]["cost"] == "0.75 EUR"
+    assert "1.5 hours of work, 0.75 EUR" in html(open_store(), run.id)
+    planned = await call("train", environment="echo", max_cost=3, validate_only=True)
+    assert planned["values"]["max_cost"] == 3
+
+
 async def test_the_detailed_form_adds_every_value_and_the_log(tmp_path: Path):
     run, _ = started_run(tmp_path)
     write_log(run, "loading the model\n")

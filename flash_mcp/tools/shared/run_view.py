@@ -23,7 +23,7 @@ from flash_mcp.protocol.records import (
     StepMetrics,
 )
 from flash_mcp.protocol.run_folder import RunFolder
-from flash_mcp.state import queue
+from flash_mcp.state import costs, queue
 from flash_mcp.state.history import NEWEST_STEPS, RunHistory
 from flash_mcp.state.references import split_size
 from flash_mcp.state.store import Store
@@ -126,6 +126,8 @@ class RunView(Part):
     """Optimizer steps done."""
     steps: int | None = None
     """Steps in all; absent until the worker has counted those of epochs."""
+    cancel_reason: str | None = None
+    """Why it was cancelled: a budget that is used up, or what the caller of cancel gave."""
     queued_ahead: int | None = None
     """Queued runs, of all owners, that start before it."""
     phase: str | None = None
@@ -134,6 +136,10 @@ class RunView(Part):
     """Attempt and how many are allowed, from the second on."""
     elapsed_s: int | None = None
     """Seconds since it started."""
+    hours: float | None = None
+    """Hours of work so far, of all attempts."""
+    cost: str | None = None
+    """What these hours cost, where the operator has set a price."""
     eta_s: int | None = None
     """Seconds left at the recent speed, evaluations not counted."""
     step_s: float | None = None
@@ -199,6 +205,8 @@ def report_on(store: Store, run_id: str, *, detailed: bool = False) -> Report:
     found = store.load(run_id)
     judged = _judge(found)
     view = _view(found, judged, held_up)
+    if found.run.used_s:
+        view.cost = costs.cost(found.run, store.base)
     if found.run.state == "queued":
         view.queued_ahead = queue.queued_ahead(store, found.run)
     if detailed:
@@ -285,6 +293,7 @@ def _view(found: RunHistory, judged: Judgement, held_up: Sequence[str]) -> RunVi
         environment=run.environment_reference,
         step=step,
         steps=run.steps,
+        cancel_reason=run.cancel_reason or None,
         phase=run.phase,
         attempt=f"{run.attempt} of {run.max_attempts}" if run.attempt > 1 else None,
         step_s=rounded(step_s, 2),
@@ -312,6 +321,7 @@ def _view(found: RunHistory, judged: Judgement, held_up: Sequence[str]) -> RunVi
 
 
 def _add_times(view: RunView, run: Run, step_s: float | None) -> None:
+    view.hours = round(run.used_s / 3600, 2) or None
     if run.started:
         view.elapsed_s = round((run.ended or time.time()) - run.started)
     if run.steps and run.state in ACTIVE and step_s:

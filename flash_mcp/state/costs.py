@@ -1,0 +1,49 @@
+"""What a run has cost, and the budget that it may use: hours of work, and a price of an hour."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from environments.settings import CostSettings, load_settings
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.records import Run
+from flash_mcp.protocol.spec import RunSpec
+
+
+def _price(home: Path) -> CostSettings:
+    """The operator's price; none if settings.toml cannot be used, which doctor reports."""
+    try:
+        return load_settings(home).cost
+    except ValueError:
+        return CostSettings()
+
+
+def cost(run: Run, home: Path) -> str | None:
+    """What the run has cost so far, such as "1.20 EUR"; None without a price."""
+    price = _price(home)
+    if not price.price_per_hour:
+        return None
+    return f"{run.used_s / 3600 * price.price_per_hour:.2f} {price.currency}".strip()
+
+
+def check(spec: RunSpec, home: Path) -> None:
+    """FlashError(invalid_argument) for max_cost on a machine without a price."""
+    if spec.max_cost is not None and not _price(home).price_per_hour:
+        what = "max_cost needs the price of an hour, which this server does not know"
+        fix = "use max_hours; the operator sets price_per_hour under [cost] in settings.toml"
+        raise FlashError("invalid_argument", what, max_cost=spec.max_cost, fix=fix)
+
+
+def used_up(run: Run, home: Path) -> str | None:
+    """The budget that the run has used up since it was started or resumed, in words."""
+    if not isinstance(run.spec, RunSpec):
+        return None
+    hours = (run.used_s - run.used_before_s) / 3600
+    if run.spec.max_hours is not None and hours >= run.spec.max_hours:
+        return f"max_hours={run.spec.max_hours:g} is used up"
+    if run.spec.max_cost is None:
+        return None
+    price = _price(home)
+    if not price.price_per_hour or hours * price.price_per_hour < run.spec.max_cost:
+        return None
+    return f"max_cost={run.spec.max_cost:g} is used up, at {price.price_per_hour:g} an hour"
