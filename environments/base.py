@@ -159,8 +159,8 @@ class Environment(ABC):
         Optional, for rewards that compare the rollouts of a group, such as their ranks. If a class
         defines it, it scores the rollouts of each task of a training step, and the attempts of each
         task of an evaluation, when the last of them has ended. Rollouts that failed are left out.
-        It gets at least two: `score_episode` scores a conversation that is alone, as in `env_test`
-        and in the held-out evaluations of a run. It is called on the object that load_environment
+        It gets at least two: `score_episode` scores a conversation that is alone, as in the
+        held-out evaluations of a run. It is called on the object that load_environment
         returned, so it finds what an episode kept only in `episode.metadata`, which the `metadata`
         of each EnvironmentStepResult is added to. It must not raise: no rollout of the group would
         have a reward."""

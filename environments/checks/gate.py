@@ -10,6 +10,7 @@ kinds of wrong scorers that were seen before."""
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -23,7 +24,15 @@ from typing import Any
 from environments.base import ChatMessage
 from environments.checks.answers import FRESH, JUNK, NO_DATE, NONSENSE, STATED, nearly, parts
 from environments.checks.constants import best_constant
-from environments.checks.playing import Answers, Played, Task, gold_turns, interleave, play
+from environments.checks.playing import (
+    Answers,
+    Played,
+    Task,
+    gold_turns,
+    interleave,
+    play,
+    play_group,
+)
 from environments.checks.report import (
     Probe,
     Report,
@@ -158,6 +167,8 @@ class _Gate:
             await self._probe("nonsense", self._check_nonsense, host)
             await self._probe("order", self._check_order, host)
             await self._probe("constants", self._check_constants, host)
+            if host.scores_groups:
+                await self._probe("groups", self._check_groups, host)
             await self._probe("isolation", self._check_isolation, host)
             await self._probe("determinism", self._check_determinism)
             self._add_times()
@@ -405,6 +416,27 @@ class _Gate:
         """Whether this beginning of the gold answer ends within the first word of it."""
         rest = self._golds[task][-1][len(beginning) :]
         return beginning.isalnum() and rest[:1].isalnum()
+
+    async def _check_groups(self, host: EnvironmentHost) -> str:
+        """`score_group` on the gold answer and worthless ones, in two orders."""
+        for task in self._tasks:
+            group: list[Answers] = [[JUNK[0]], [""]]
+            if task in self._golds:
+                group.append(self._golds[task])
+            scores = await play_group(host, task, group)
+            turned = await play_group(host, task, group[::-1])
+            rewards = [score.reward for score in scores]
+            other = [score.reward for score in reversed(turned)]
+            # A mean may differ in its last digit.
+            if not all(map(partial(math.isclose, abs_tol=1e-6), rewards, other)):
+                what = f"{task}: rewards {rewards}, and {other} with the same group turned around"
+                fix = "make score_group independent of the order of its episodes"
+                raise _FailedError(what, fix)
+            if task in self._golds and rewards[-1] <= max(rewards[:-1]):
+                what = f"{task}: in a group, the gold answer earned {rewards[-1]:g}"
+                what += f", junk and an empty answer {rewards[:-1]}"
+                raise _FailedError(what, "make score_group pay more for better answers")
+        return f"{len(self._tasks)} groups of {shown([JUNK[0]])}, nothing and gold, in two orders"
 
     async def _check_isolation(self, host: EnvironmentHost) -> str:
         wrong = [(task, [FRESH]) for task in self._tasks]

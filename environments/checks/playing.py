@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from environments.base import ChatMessage
 from environments.process.faults import EnvironmentFault
-from environments.process.host import EnvironmentHost, Opening, Score
+from environments.process.host import Ended, EnvironmentHost, Opening, Score
 
 T = TypeVar("T")
 
@@ -72,6 +72,10 @@ class Conversation:
         self._replies: list[ChatMessage] = []
 
     @property
+    def episode(self) -> int:
+        return self._opening.episode
+
+    @property
     def is_over(self) -> bool:
         return self._taken >= self._turns
 
@@ -112,6 +116,19 @@ async def play(
 
 async def interleave(host: EnvironmentHost, plans: Sequence[tuple[Task, Answers]]) -> list[Played]:
     """Play these conversations turn by turn: all open, all take their first turn, and so on."""
+    conversations = await _interleaved(host, plans)
+    return await together(each.score() for each in conversations)
+
+
+async def play_group(host: EnvironmentHost, task: Task, group: Sequence[Answers]) -> list[Score]:
+    """Play a conversation with each of these answers, and score them together."""
+    conversations = await _interleaved(host, [(task, answers) for answers in group])
+    return await host.score_group([Ended(each.episode) for each in conversations])
+
+
+async def _interleaved(
+    host: EnvironmentHost, plans: Sequence[tuple[Task, Answers]]
+) -> list[Conversation]:
     openings = await together(host.open(task.split, task.index) for task, _ in plans)
     conversations = [
         Conversation(host, opening, answers)
@@ -120,7 +137,7 @@ async def interleave(host: EnvironmentHost, plans: Sequence[tuple[Task, Answers]
     active = conversations
     while active := [each for each in active if not each.is_over]:
         await together(each.take_turn() for each in active)
-    return await together(each.score() for each in conversations)
+    return conversations
 
 
 async def together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

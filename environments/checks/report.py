@@ -116,7 +116,7 @@ def _fix_of_raised(name: str, method: str, error: str, what: str) -> str:
     if error == "ModuleNotFoundError":
         return f"name its package in {requirements.FILE}, or correct the import"
     is_about_answer = name != "gold" and error not in ("NameError", "ImportError")
-    if is_about_answer and method in ("score_episode", "normalize_response_text"):
+    if is_about_answer and method in ("score_episode", "score_group", "normalize_response_text"):
         return "return a low score instead of raising, whatever the model wrote"
     if is_about_answer and method == "step_episode":
         return "answer with a message or done=True instead of raising, whatever the model wrote"

@@ -277,6 +277,34 @@ async def test_state_that_episodes_share_is_found(tmp_path: Path) -> None:
     assert "went differently while other episodes ran than alone" in failed["isolation"].evidence
 
 
+RANKING = """
+    class Sample(Addition):
+        def score_group(self, example, episodes):
+            right = [episode.response_text == example.output for episode in episodes]
+            return [RewardResult({reward}) for place, one in enumerate(right)]
+"""
+
+
+@pytest.mark.parametrize(
+    ("reward", "evidence"),
+    [
+        ("one + 1e-9 * place", ""),
+        ("float(one) + place", "with the same group turned around"),
+        ("float(not one)", "the gold answer earned 0, junk and an empty answer [1.0, 1.0]"),
+        ("1 / (place - 1)", "score_group raised ZeroDivisionError"),
+    ],
+)
+async def test_a_group_is_scored_whatever_its_order_and_gold_above_junk(
+    tmp_path: Path, reward: str, evidence: str
+) -> None:
+    source = RANKING.format(reward=reward)
+    report = await check(environment_folder(tmp_path, source))
+    assert "groups" in [probe.name for probe in report.probes]
+    failed = failures(report)
+    assert set(failed) == ({"groups"} if evidence else set())
+    assert not evidence or evidence in failed["groups"].evidence
+
+
 async def test_a_scorer_that_hangs_on_junk_is_found_within_its_deadline(tmp_path: Path) -> None:
     source = """
     class Sample(Addition):
