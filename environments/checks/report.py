@@ -113,8 +113,6 @@ def _fix_of_raised(name: str, method: str, error: str, what: str) -> str:
         if callable(contract):
             parameters = ", ".join(inspect.signature(contract).parameters)
             return f"define it as the contract does: {called[1]}({parameters})"
-    if error == "ModuleNotFoundError":
-        return f"name its package in {requirements.FILE}, or correct the import"
     is_about_answer = name != "gold" and error not in ("NameError", "ImportError")
     if is_about_answer and method in ("score_episode", "score_group", "normalize_response_text"):
         return "return a low score instead of raising, whatever the model wrote"

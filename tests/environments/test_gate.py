@@ -199,7 +199,7 @@ LOAD_FIXES = {
     "package": (
         "__import__('no_such_package')",
         {},
-        "name its package in requirements.txt, or correct the import",
+        "add the package of that module to requirements.txt next to environment.py",
     ),
     "exit": ("os._exit(3)", {}, "raise or return instead of ending the process"),
     "none": ("None", {}, "correct environment.py"),
