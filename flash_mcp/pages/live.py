@@ -107,7 +107,7 @@ class Choice:
     page: int = 0
 
 
-def transcripts(store: Store, live: str, run_id: str, choice: Choice) -> str:
+def transcripts(store: Store, run_id: str, choice: Choice) -> str:
     """Transcripts of a run, some of them side by side. FlashError(unknown_run)."""
     run = store.run(run_id)
     split = "eval" if run.algorithm == "eval" else choice.split
@@ -119,7 +119,7 @@ def transcripts(store: Store, live: str, run_id: str, choice: Choice) -> str:
     total = store.rollout_count(*only, contains)
     return render(
         "transcripts.html.j2",
-        live=live,
+        live="",
         run=run,
         choice=choice,
         split=split,

@@ -93,16 +93,14 @@ def _transcripts(request: Request) -> str:
     order = asked.get("order", "worst")
     if order not in ("worst", "best", "random", "index"):
         raise FlashError("invalid_argument", "there is no such order", order=order, fix="use worst")
-    step = _number(asked.get("step", ""))
     choice = live.Choice(
         split="eval" if asked.get("split") == "eval" else "train",
-        step=step,
+        step=_number(asked.get("step", "")),
         order=order,
         contains=asked.get("contains", "")[:200],
         page=_number(asked.get("page", "")) or 0,
     )
-    run_id = request.path_params["run_id"]
-    return live.transcripts(open_store(), "", run_id, choice)
+    return live.transcripts(open_store(), request.path_params["run_id"], choice)
 
 
 def _changes(request: Request) -> str:
