@@ -25,7 +25,7 @@ from flash_mcp.tools.shared.news import (
 )
 from flash_mcp.tools.shared.next_steps import waiting_for
 from flash_mcp.tools.shared.resolve import adapter_name
-from flash_mcp.tools.shared.run_view import SPEED_STEPS, RunView, mean_of, report_on
+from flash_mcp.tools.shared.run_view import RunView, mean_of, report_on
 from flash_mcp.tools.shared.waiting import MAX_WAIT_S, wait_for_change
 
 LINES_CHARACTERS = 7_500
@@ -192,11 +192,11 @@ def _lines(store: Store, rows: Sequence[Run]) -> list[RunLine]:
 
 
 def _line(store: Store, run: Run) -> RunLine:
-    view = report_on(store, run.id).view
+    report = report_on(store, run.id)
+    view = report.view
     success = view.scores.success if view.scores else None
     if view.held_out:
         success = view.held_out[-1].success
-    newest = store.metrics(run.id, limit=SPEED_STEPS)
     return RunLine(
         run_id=run.id,
         name=run.name,
@@ -207,7 +207,7 @@ def _line(store: Store, run: Run) -> RunLine:
         environment=run.environment,
         step=run.step,
         steps=run.steps,
-        reward=rounded(mean_of(newest, "reward/mean"), 3),
+        reward=rounded(mean_of(report.found.recent, "reward/mean"), 3),
         success=rounded(success, 3),
         verdict=view.verdict.outcome if view.verdict else None,
         parent=adapter_name(run.init_adapter),

@@ -24,7 +24,7 @@ from flash_mcp.protocol.records import (
 )
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state import costs, queue
-from flash_mcp.state.history import NEWEST_STEPS, RunHistory
+from flash_mcp.state.history import RunHistory
 from flash_mcp.state.references import split_size
 from flash_mcp.state.store import Store
 from flash_mcp.tools.shared.fitting import shorten, without_empty
@@ -33,7 +33,6 @@ from flash_mcp.tools.shared.resolve import adapter_name
 from flash_mcp.tools.shared.scores import Scores, scores_of
 from flash_mcp.tools.shared.waiting import obstacles
 
-SPEED_STEPS = NEWEST_STEPS
 NEWEST = (
     "reward/std",
     "groups/uniform_share",
