@@ -102,7 +102,7 @@ def _flag(name: str) -> str:
 
 
 def _add_argument(parser: Parser, parameter: inspect.Parameter, positional: bool) -> None:
-    text = _description(parameter.annotation).replace("%", "%%")
+    text = _description(parameter).replace("%", "%%")
     kind = _bare(parameter.annotation)
     flag = _flag(parameter.name)
     if kind is bool:
@@ -126,13 +126,19 @@ def _add_argument(parser: Parser, parameter: inspect.Parameter, positional: bool
     parser.add_argument(flag, dest=parameter.name, default=hidden, help=hidden, type=reader)
 
 
-def _description(annotation: Any) -> str:
-    fields = [item for item in get_args(annotation)[1:] if getattr(item, "description", None)]
-    if not fields:
+def _description(parameter: inspect.Parameter) -> str:
+    """The argument's text, with the default that its schema has."""
+    about = get_args(parameter.annotation)[1:]
+    described = [item for item in about if getattr(item, "description", None)]
+    if not described:
         return ""
-    text = str(fields[0].description)
-    shown: Any = fields[0].json_schema_extra  # of an argument that itself has no default
-    return f"{text} Default: {json.dumps(shown['default'])}." if shown else text
+    text = str(described[0].description)
+    default = parameter.default
+    if extra := described[0].json_schema_extra:  # of a field of RunSpec, whose own default is None
+        default = extra["default"]
+    if default in (None, "", parameter.empty):
+        return text
+    return f"{text} Default: {json.dumps(default)}."
 
 
 def _metavar(kind: Any) -> str:

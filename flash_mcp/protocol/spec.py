@@ -41,7 +41,7 @@ class RunSpec(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     environment: Annotated[str, Field(min_length=1)]
-    """Environment: NAME (pinned to its newest version) or NAME@DIGEST, as returned by env_push; or
+    """NAME (pinned to its newest version) or NAME@DIGEST, as returned by env_push; or
     reasoning-gym:DATASET."""
     model: Annotated[str, Field(min_length=1)] = DEFAULT_MODEL
     """Base model: a catalog name, a hub id (NAME@COMMIT pins its files) or a local folder."""
@@ -49,8 +49,7 @@ class RunSpec(BaseModel):
     """grpo: reinforcement learning from the environment's reward. sft: fine-tuning on its gold
     answers, or on a dataset."""
     dataset: Annotated[str | None, Field(min_length=1)] = None
-    """Conversations to learn from, as returned by curate (NAME@DIGEST), sft only; else gold
-    answers."""
+    """Conversations to learn from (NAME@DIGEST of curate), sft only; else gold answers."""
 
     steps: Annotated[int | None, Field(ge=1, le=100_000, default_factory=_of_recipe("steps"))]
     """Optimizer steps; with sft, overrides epochs."""
@@ -85,7 +84,7 @@ class RunSpec(BaseModel):
     loss_type: LossType = "dr_grpo"
     """Normalisation of the GRPO loss."""
     importance_sampling: ImportanceSampling = "token_truncate"
-    """Correction of the mismatch between the engine's and the trainer's log-probabilities."""
+    """Correction of the mismatch of engine and trainer log-probabilities."""
     importance_sampling_clip: Annotated[float, Field(gt=1, le=100)] = 2.0
     """Upper bound of the correction ratio."""
     max_grad_norm: Annotated[float, Field(gt=0, le=1000)] = 1.0
@@ -105,21 +104,21 @@ class RunSpec(BaseModel):
     eval_examples: Annotated[int, Field(ge=1, le=100_000)] = 200
     """Rows of the eval split used, from the start."""
     init_from_adapter: str | None = None
-    """Warm start: RUN_ID, RUN_ID@STEP or a folder with a plain PEFT LoRA of every linear layer and
-    of the same base model. Gives lora_rank and lora_alpha."""
+    """Warm start: RUN_ID, RUN_ID@STEP or a folder with a plain PEFT LoRA of every linear layer of
+    the same base model. Its rank and alpha apply."""
     environment_args: dict[str, Any] = {}
-    """Keyword arguments of the environment's load_environment."""
+    """Keyword arguments of load_environment."""
     secrets: Annotated[list[str], Field(max_length=64)] = []
-    """Server variables that the environment may see. Values are never stored."""
+    """Server variables that the environment may read. Values are never stored."""
     env_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
-    """Deadline of one call into environment code, in seconds."""
+    """Seconds that one call into environment code may take."""
     env_concurrency: Annotated[int, Field(ge=1, le=4096)] = 32
     """Concurrent environment calls."""
     max_error_share: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Share of a step's rollouts, and of the tasks read before it, that may fail in environment
     code; of gold answers at most 0.05."""
     max_attempts: Annotated[int, Field(ge=1, le=100)] = 3
-    """Attempts before a run whose worker died or stalled is given up."""
+    """Attempts before a run whose worker dies or stalls is given up."""
     stall_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 900.0
     """Seconds without progress before an attempt is restarted."""
     max_hours: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None

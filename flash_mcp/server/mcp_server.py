@@ -228,6 +228,8 @@ def plain(schema: Any, definitions: dict[str, Any] | None = None) -> Any:
         del fields["title"]
     if "default" in fields and fields["default"] is None:
         del fields["default"]
+    if fields.get("additionalProperties") is True:  # which is JSON Schema's default
+        del fields["additionalProperties"]
     if isinstance(description := fields.get("description"), str):
         fields["description"] = unwrapped(description)
     return {name: plain(value, definitions) for name, value in fields.items()}

@@ -134,9 +134,9 @@ def catalog(
     For runs call status, for a run's saved adapters checkpoints.
 
     Args:
-        kind: Only this kind. Default: all five.
+        kind: Only this kind; default: all.
         contains: Only names that contain this text.
-        limit: Entries per kind, 1 to 30; default 12.
+        limit: Entries per kind.
         cursor: With kind: `cursor` of the previous page.
     """
     store = open_store()

@@ -81,8 +81,8 @@ async def cancel(
     run_finished; a second call changes nothing. To end a deployment, call undeploy.
 
     Args:
-        reason: Text that is kept with the run; default empty.
-        wait_s: Seconds to wait for its end, 0 to 45; default 10.
+        reason: Text that is kept with the run.
+        wait_s: Seconds to wait for its end.
     """
     store = open_store()
     run = await run_sync(queue.request_cancel, store, run_id, reason)
@@ -120,7 +120,7 @@ def checkpoints(
     a shell, `flash-mcp export RUN_ID@STEP` writes one as merged safetensors or GGUF.
 
     Args:
-        limit: Checkpoints per page, 1 to 30; default 10.
+        limit: Checkpoints per page.
         cursor: `cursor` of the previous page.
     """
     store = open_store()

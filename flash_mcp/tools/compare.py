@@ -116,9 +116,9 @@ def compare(
         base: An evaluation; a training run, for its newest evaluation; or RUN@STEP. Alone: a
             training run, whose first and newest evaluations are compared.
         other: The same kinds; is it better than base?
-        metric: What the verdict is on; both are shown. Default success.
-        min_change: The smallest change that matters to you; default 0.05.
-        flips: Tasks of each kind to show that came out differently; default 2.
+        metric: What the verdict is on; both are shown.
+        min_change: The smallest change that matters to you.
+        flips: Tasks to show of each kind that came out differently.
     """
     store = open_store()
     pair = _pair(store, base, other)

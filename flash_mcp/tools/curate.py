@@ -92,23 +92,21 @@ async def curate(
     dataset. Reading transcripts: rollouts.
 
     Args:
-        runs: Ids of training runs and evaluations to take attempts from.
+        runs: Training runs and evaluations to take attempts from.
         name: Name to keep the dataset under; only dry_run goes without.
-        filter: Which tasks, by their attempts: comparisons of avg, best, worst (rewards), n,
+        filter: Which tasks, default every: comparisons of avg, best, worst (rewards), n,
             n_correct and pass@k, and `solved`, with and, or, not: 'pass@4 >= 0.2 and avg < 0.9'.
-            Default: every task.
-        select: Which attempts of a task: correct (default); of the correct, best (one), best-n (the
+        select: Which attempts of a task: correct; of the correct, best (one), best-n (the
             max_per_task best) or shortest; or all, right or wrong.
         max_per_task: Attempts of a task at most; default: no bound, shortest: 1.
         success_threshold: Reward from which an attempt is correct, in filter and select; default:
             its own `success`.
         source: Only training rollouts or only evaluations; default: both.
-        since_step: Only attempts of this step and later ones; default 0.
-        holdout: Share of tasks held back to measure the loss on, by a hash of the id; default 0.
-        deduplicate: Keep one of several attempts with the very same words; default true.
-        allow_eval_tasks: Learn tasks of the eval split too, which spoils it for judging; default
-            false.
-        dry_run: Show counts and examples and write nothing; default false.
+        since_step: Only attempts of this step and later ones.
+        holdout: Share of tasks held back to measure the loss on, by a hash of the id.
+        deduplicate: Keep one of several attempts with the same words.
+        allow_eval_tasks: Learn eval tasks too, which spoils the split for judging.
+        dry_run: Show counts and examples and write nothing.
     """
     plan = Plan(
         source=source,

@@ -89,10 +89,8 @@ class Chat(Result):
     """The untrained model's, with side_by_side."""
 
 
-Wait = Annotated[
-    float, Field(ge=0, le=45, description="Seconds to wait for it, 0 to 45; default 40.")
-]
-_REFERENCE = "Deployment id or name, as returned by deploy. Default: the only one."
+Wait = Annotated[float, Field(ge=0, le=45, description="Seconds to wait for it.")]
+_REFERENCE = "Deployment id or name; default: the only one."
 Reference = Annotated[str | None, Field(min_length=1, description=_REFERENCE)]
 
 
@@ -112,12 +110,12 @@ async def deploy(
     with its last deployment. To end one, call undeploy.
 
     Args:
-        run_id: Run whose adapter to serve, as returned by train.
+        run_id: Run whose adapter to serve.
         step: Step of the checkpoint; default: the newest with intact files.
         name: Your name for it; default RUN_ID-STEP.
         port: Port on loopback; default: a free one.
-        idle_minutes: End it after so many minutes without a request to its server; 0: never;
-            default: as the operator set it, else 60.
+        idle_minutes: End it after so many minutes without a request; 0: never; default: the
+            operator's setting, else 60.
     """
     store, deadline = open_store(), deadline_after(wait_s)
     if port is not None:
@@ -155,7 +153,7 @@ async def undeploy(
     A deployment that already ended is returned as it is. To end a run, call cancel.
 
     Args:
-        wait_s: Seconds to wait for its end; default 20.
+        wait_s: Seconds to wait for its end.
     """
     store, deadline = open_store(), deadline_after(wait_s)
     row = await run_sync(find_deployment, store, deployment)
@@ -185,10 +183,10 @@ async def chat(
     Args:
         message: The user's message; or pass messages.
         messages: A whole conversation that ends before the model's turn.
-        side_by_side: Ask the base model too; default false.
-        max_tokens: Tokens of an answer; default 256.
-        temperature: 0 (default) takes the likeliest token each time.
-        top_p: Nucleus sampling mass; default 1.
+        side_by_side: Ask the base model too.
+        max_tokens: Tokens of an answer.
+        temperature: 0 takes the likeliest token each time.
+        top_p: Nucleus sampling mass.
         stop: Texts that end an answer.
         seed: Makes sampling repeatable.
     """

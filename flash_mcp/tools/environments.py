@@ -160,8 +160,7 @@ def env_setup(
     task. Then check them with env_test and publish them with env_push.
 
     Args:
-        folder: Folder on the server to write to; created if missing. From another machine leave it
-            out.
+        folder: Folder on the server to write to; created if missing. A remote caller leaves it out.
         template: calculator: several turns with a tool that the environment answers for.
             sort_words: one prompt, one answer.
     """
@@ -267,12 +266,11 @@ async def env_push(
 
     Args:
         folder: Folder on the server with environment.py at its top, or reasoning-gym:DATASET.
-            Caches and .git are left out. If it has a requirements.txt, or else a pyproject.toml,
-            these packages are installed once, and the environment sees no others.
+            Packages of its requirements.txt, or else pyproject.toml, are installed once, and the
+            environment sees no others.
         files: Instead of folder: {relative path: text}, for a server that does not see your files.
-        load: Load the environment and open one episode first, and refuse one that fails; default
-            true. False publishes it without loading, for example if it loads only on the machine
-            that trains.
+        load: Load the environment and open one episode first, and refuse one that fails. false: for
+            one that loads only on the machine that trains.
     """
     check_name(name)
     values = secret_values(secrets)
@@ -390,13 +388,13 @@ async def env_test(
     Args:
         environment: A published environment, NAME or NAME@DIGEST; or reasoning-gym:DATASET.
         folder: Instead of environment: a folder on the server, published or not.
-        call_timeout_s: Seconds that one call into environment code may take; default 5.
+        call_timeout_s: Seconds that one call into environment code may take.
         model: If all checks pass, let this base model generate a few groups on train tasks, and
-            report whether training could teach it anything. Default: no model.
+            report whether training could teach it anything.
         max_tokens: With model: tokens per turn; default 512.
         hunt: Also search up to 40 s for a cheap answer that pays: junk, magic words, length,
             repetition, empty forms, all answers at once, parts of the prompt; with model, its best
-            of n by reward. Default false.
+            of n by reward.
     """
     if (environment is None) == (folder is None):
         fix = "pass environment='NAME' for a published one, or folder='/path/of/it'"

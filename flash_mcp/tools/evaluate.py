@@ -110,11 +110,11 @@ async def evaluate(
     Args:
         environment: NAME, NAME@DIGEST or reasoning-gym:DATASET; default: the run's, for a run.
         model: A base model; a run's checkpoint as RUN@STEP (@0: before training) or, its newest, as
-            RUN; or a deployment, for the base model and adapter that it serves.
-        split: Default eval.
+            RUN; or a deployment.
+        split: Split of the tasks.
         task_ids: Only these tasks of the split.
-        limit: Only so many tasks, from the start of the split; default all.
-        attempts: Attempts at each task, for pass@k; default 1.
+        limit: Only so many tasks, from the split's start.
+        attempts: Attempts at each task, for pass@k.
         temperature: Default 0 (greedy) for one attempt, 1 for several.
         top_p: Nucleus sampling mass; default 1.
         max_tokens: Tokens of one turn; default the run's, else 512.
@@ -122,9 +122,9 @@ async def evaluate(
         stop_sequences: Strings that end a turn.
         thinking: Chat template with thinking; default the run's.
         seed: Seed of sampling; default 0.
-        again: Measure even what was measured alike before. Default false: that is returned.
-        idempotency_key: A second call with the same key returns the same evaluation.
-        wait_s: Seconds to wait for the scores; default 35.
+        again: Measure anew what was measured alike before, instead of returning that.
+        idempotency_key: A second call with the same key returns the first evaluation.
+        wait_s: Seconds to wait for the scores.
     """
     given: Json = {
         "temperature": temperature,

@@ -130,15 +130,15 @@ def rollouts(
 
     Args:
         step: Step to show; -1: all steps. Default: the newest; with contains: all steps.
-        which: Order: lowest reward first, highest first, shuffled, or as generated. Default worst.
-        split: Training rollouts or evaluations. Default train; eval for a run made by evaluate.
+        which: Order: lowest reward first, highest first, shuffled, or as generated.
+        split: Training rollouts or evaluations. Default train; eval for a run of evaluate.
         contains: Only transcripts with this text in a message.
         success: Only successes (true) or failures (false).
         index: One transcript by its number within the step, with all the space.
-        from_message: With index: skip this many messages, to page through a long transcript.
-        limit: Transcripts per page, 1 to 10; default 3.
-        max_characters: Characters of transcript text in all, 500 to 7000; default 5000.
-        cursor: `cursor` of the previous page, other arguments unchanged.
+        from_message: With index: messages of a long transcript to skip.
+        limit: Transcripts per page.
+        max_characters: Characters of transcript text in all.
+        cursor: `cursor` of the previous page, all else unchanged.
     """
     store = open_store()
     run = store.run(run_id)

@@ -107,12 +107,12 @@ async def status(
         until: With run_id: wait up to 43 s. news: for a flag, evaluation, checkpoint, lost attempt
             or the end, never a mere step; end: for the end or a problem.
         since: `since` of the last result: tells only what is new; until is then news.
-        wait_s: Seconds to wait, 0 to 45, at most for until; without until, for any change.
-        detail: detailed adds all metrics, failure modes, lineage, every value of the run with its
-            source, and the end of its log. Default concise.
-        curve: With run_id: add the reward curve as a picture. Default false.
+        wait_s: Seconds to wait, at most, for until; without it, for any change.
+        detail: detailed adds all metrics, failure modes, lineage, every value with its source, and
+            the end of the log.
+        curve: With run_id: add the curve as a picture.
         state: Without run_id: only runs in this state.
-        limit: Without run_id: runs per page, 1 to 40; default 15.
+        limit: Without run_id: runs per page.
         cursor: Without run_id: `cursor` of the previous page.
     """
     store = open_store()

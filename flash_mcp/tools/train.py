@@ -188,17 +188,17 @@ async def train(
     env_push.
 
     Args:
-        resume: A run that has ended, to continue as it was from its newest checkpoint; only steps,
-            which counts from its start, may be given with it. A repeat changes nothing.
+        resume: An ended run, to continue from its newest checkpoint; only steps, counted from its
+            start, may be given with it.
         fresh_optimizer: With resume: go on even if the optimizer's state was deleted.
         config: TOML file on the server with any of the fields above; arguments override it.
-        validate_only: Check, resolve and estimate; start nothing. Default false.
+        validate_only: Check, resolve and estimate; start nothing.
         sample: With validate_only: let the model try a few train tasks, and report whether there is
-            anything to learn and how long the run takes. Default false.
+            anything to learn and how long the run takes.
         price_per_hour: With sample: price of an hour, to estimate the cost.
-        idempotency_key: Any text. A second call with the same key and fields returns the first run.
-        accept_failed_gate: Train although env_test found the environment faulty; the run's lineage
-            keeps that. Default false.
+        idempotency_key: A second call with the same key and fields returns the first run.
+        accept_failed_gate: Train although env_test found the environment faulty; the lineage keeps
+            that.
     """
     given = {field: value for field, value in fields.items() if value is not None}
     label = Label(name, note)

@@ -17,9 +17,11 @@ import pytest
 from mcp import Client, StdioServerParameters
 from mcp.shared.exceptions import MCPError
 from mcp_types import CallToolResult
+from tokenizers import Tokenizer
 
 from flash_mcp.protocol.errors import CODES, FlashError
-from flash_mcp.protocol.paths import home
+from flash_mcp.protocol.paths import home, models_dir
+from flash_mcp.protocol.spec import DEFAULT_MODEL
 from flash_mcp.server import mcp_server as server_module
 from flash_mcp.server.mcp_server import FlashServer, plain, server
 from flash_mcp.state import tokens
@@ -109,6 +111,13 @@ async def test_the_whole_list_of_tools_stays_small(client: Client):
         for tool in (await client.list_tools()).tools
     ]
     assert len(to_text(shown)) < 30_000
+
+
+async def test_the_input_schemas_of_all_tools_take_at_most_6200_tokens(client: Client):
+    """Counted as the default model counts."""
+    tokenizer = Tokenizer.from_file(str(models_dir() / DEFAULT_MODEL / "tokenizer.json"))
+    schemas = [to_text(tool.input_schema) for tool in (await client.list_tools()).tools]
+    assert sum(len(tokenizer.encode(schema).ids) for schema in schemas) <= 6200
 
 
 def test_a_schema_keeps_properties_that_are_called_title_or_default():

@@ -169,7 +169,7 @@ def illustrations() -> list[Curve]:
     return kept
 
 
-RunId = Annotated[str, Field(min_length=1, description="Run id, as returned by train.")]
+RunId = Annotated[str, Field(min_length=1, description="Run id.")]
 
 
 def page_offset(cursor: str | None, tool: str) -> int:

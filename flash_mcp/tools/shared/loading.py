@@ -33,8 +33,7 @@ Secrets = Annotated[
     list[str] | None,
     Field(
         max_length=64,
-        description="Names of the server's environment variables that the environment may read. "
-        "Values are never stored.",
+        description="Server variables that the environment may read. Values are never stored.",
     ),
 ]
 Arguments = Annotated[
