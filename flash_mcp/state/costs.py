@@ -10,7 +10,7 @@ from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.spec import RunSpec
 
 
-def _price(home: Path) -> CostSettings:
+def price_of_hour(home: Path) -> CostSettings:
     """The operator's price; none if settings.toml cannot be used, which doctor reports."""
     try:
         return load_settings(home).cost
@@ -20,7 +20,7 @@ def _price(home: Path) -> CostSettings:
 
 def cost(run: Run, home: Path) -> str | None:
     """What the run has cost so far, such as "1.20 EUR"; None without a price."""
-    price = _price(home)
+    price = price_of_hour(home)
     if not price.price_per_hour:
         return None
     return f"{run.used_s / 3600 * price.price_per_hour:.2f} {price.currency}".strip()
@@ -28,7 +28,7 @@ def cost(run: Run, home: Path) -> str | None:
 
 def check(spec: RunSpec, home: Path) -> None:
     """FlashError(invalid_argument) for max_cost on a machine without a price."""
-    if spec.max_cost is not None and not _price(home).price_per_hour:
+    if spec.max_cost is not None and not price_of_hour(home).price_per_hour:
         what = "max_cost needs the price of an hour, which this server does not know"
         fix = "use max_hours; the operator sets price_per_hour under [cost] in settings.toml"
         raise FlashError("invalid_argument", what, max_cost=spec.max_cost, fix=fix)
@@ -43,7 +43,7 @@ def used_up(run: Run, home: Path) -> str | None:
         return f"max_hours={run.spec.max_hours:g} is used up"
     if run.spec.max_cost is None:
         return None
-    price = _price(home)
+    price = price_of_hour(home)
     if not price.price_per_hour or hours * price.price_per_hour < run.spec.max_cost:
         return None
     return f"max_cost={run.spec.max_cost:g} is used up, at {price.price_per_hour:g} an hour"

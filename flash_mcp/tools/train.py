@@ -33,6 +33,7 @@ from flash_mcp.state.datasets import Dataset
 from flash_mcp.state.queue import Label
 from flash_mcp.state.references import Subject
 from flash_mcp.state.store import Store, open_store
+from flash_mcp.supervisor.launch.devices import gpus, processor
 from flash_mcp.tools.shared import resume as resumption
 from flash_mcp.tools.shared.disk_need import DiskNeed, disk_need
 from flash_mcp.tools.shared.fitting import to_text, without_empty
@@ -45,16 +46,22 @@ from flash_mcp.tools.shared.loading import (
     contamination_note,
     loaded,
 )
+from flash_mcp.tools.shared.memory_need import MemoryNeed, memory_need
 from flash_mcp.tools.shared.next_steps import after_sample, after_train
 from flash_mcp.tools.shared.preflight import (
     GROUP_SIZE,
     SAMPLE_LIMIT_S,
-    RunTime,
     Sample,
-    run_time,
     sample_groups,
 )
 from flash_mcp.tools.shared.resolve import adapter_name, init_adapter, resolved_spec
+from flash_mcp.tools.shared.run_time import (
+    RunTime,
+    Work,
+    expected_time,
+    time_by_evaluation,
+    work_of,
+)
 from flash_mcp.tools.shared.run_view import RunView, by_source, report_on
 from flash_mcp.tools.shared.waiting import look_after, tried_again
 
@@ -85,15 +92,13 @@ class Estimate(Part):
     prompt_tokens_about: int
     """First prompt of a few tasks, estimated from its characters; 0 if none opened in time."""
     tokens_at_most: int | None = None
-    """Tokens generated if every rollout had one full turn."""
-    seconds_about: int | None = None
-    """From the speed of `seconds_from`."""
-    seconds_from: str | None = None
-    """The run whose speed was used."""
+    """Tokens generated if every rollout had one turn as long as max_tokens and max_length let
+    it be."""
     disk: str | None = None
     """What checkpoints take, and what is free."""
     time: RunTime | None = None
-    """From the sample's tokens and speed, with its error band."""
+    """From the sample's tokens and speed, else from earlier runs of the model on this machine;
+    absent if there are none."""
 
 
 class Train(Result):
@@ -291,6 +296,8 @@ class _Plan:
     probe: _Probe
     estimate: Estimate
     need: DiskNeed | None
+    memory: MemoryNeed | None
+    work: Work
     gate: GateVerdict
     is_repeated: bool
     """An earlier call with the same idempotency_key made this run."""
@@ -342,10 +349,16 @@ async def _plan(
         environment = await run_sync(references.environment, store, spec.environment)
         adapter = await run_sync(init_adapter, store, spec, card)
     check_machine()
+    memory = await run_sync(_memory_need, spec, card)
+    if memory and not first:
+        memory.check()
     await report("loading the environment in a child process")
     probe = await _probe(spec, environment, dataset)
     _check_lengths(spec, card, probe.prompt_tokens)
-    estimate = await run_sync(_estimate, store, spec, environment, probe, dataset)
+    estimate = _estimate(spec, probe, dataset)
+    work = work_of(spec, environment.name, estimate.steps, estimate.eval_tasks)
+    if time := await run_sync(expected_time, store, work):
+        estimate.time = time.priced(store, None)
     need = await run_sync(disk_need, store, spec, card, estimate.steps)
     if need:
         need.check()
@@ -361,6 +374,8 @@ async def _plan(
         probe=probe,
         estimate=estimate,
         need=need,
+        memory=memory,
+        work=work,
         gate=gate,
         is_repeated=first is not None,
     )
@@ -378,10 +393,18 @@ async def _sampled(plan: _Plan, price_per_hour: float | None, deadline: float) -
         given=spec.model_dump(),
         deadline=deadline,
     )
-    eval_tasks = plan.estimate.eval_tasks
-    expected = functools.partial(run_time, eval_tasks=eval_tasks, price_per_hour=price_per_hour)
-    plan.estimate.time = await run_sync(expected, plan.store, spec, sampled)
+    plan.estimate.time = await run_sync(_time_by_sample, plan, sampled, price_per_hour)
     return sampled
+
+
+def _time_by_sample(plan: _Plan, sampled: Sample, price_per_hour: float | None) -> RunTime | None:
+    """The time from the sample; while that is not ready, from earlier runs."""
+    estimate = plan.estimate
+    time = estimate.time
+    if sampled.scores:
+        run = plan.store.run(sampled.run_id)
+        time = time_by_evaluation(plan.store, plan.work, run) or time
+    return time and time.priced(plan.store, price_per_hour)
 
 
 def _enqueue(plan: _Plan, idempotency_key: str | None, label: Label) -> tuple[Run, bool]:
@@ -520,9 +543,8 @@ def _notes(plan: _Plan) -> list[str]:
 
 
 def _more_notes(plan: _Plan) -> list[str]:
-    notes: list[str] = []
-    if shortage := plan.need.warning() if plan.need else None:
-        notes.append(shortage)
+    needs = [need for need in (plan.memory, plan.need) if need]
+    notes = [shortage for need in needs if (shortage := need.warning())]
     tested = f"env_test(environment={plan.environment.reference!r})"
     if plan.gate.time is None:
         notes.append(f"{tested} was never run: a reward that pays for the wrong thing wastes a run")
@@ -532,6 +554,13 @@ def _more_notes(plan: _Plan) -> list[str]:
             "or accept_failed_gate=true"
         )
     return notes
+
+
+def _memory_need(spec: RunSpec, card: ModelCard) -> MemoryNeed | None:
+    """On the largest GPU; on a machine without one, of its memory."""
+    device = max(gpus(), key=lambda gpu: gpu.memory_gib, default=processor())
+    evaluates = spec.eval_before or spec.eval_after or spec.eval_every > 0
+    return memory_need(card, device, has_engine=spec.algorithm == "grpo" or evaluates)
 
 
 def _check_lengths(spec: RunSpec, card: ModelCard, prompt_tokens: int) -> None:
@@ -547,18 +576,11 @@ def _check_lengths(spec: RunSpec, card: ModelCard, prompt_tokens: int) -> None:
         raise FlashError("prompt_too_long", what, fix=fix)
 
 
-def _estimate(
-    store: Store,
-    spec: RunSpec,
-    environment: EnvironmentVersion,
-    probe: _Probe,
-    dataset: Dataset | None,
-) -> Estimate:
+def _estimate(spec: RunSpec, probe: _Probe, dataset: Dataset | None) -> Estimate:
     dataset_rows = len(dataset.rows()) if dataset else None
     tasks = dataset_rows or probe.splits["train"]
     batch = spec.batch_size or 1
     steps = spec.steps or math.ceil(tasks * (spec.epochs or 1.0) / batch)
-    seconds, basis = _speed(store, spec, environment)
     estimate = Estimate(
         steps=steps,
         train_tasks=probe.splits["train"],
@@ -566,29 +588,11 @@ def _estimate(
         dataset_rows=dataset_rows,
         passes=round(steps * batch / tasks, 2),
         prompt_tokens_about=probe.prompt_tokens,
-        seconds_about=round(seconds * steps) if seconds else None,
-        seconds_from=basis,
     )
     if spec.algorithm == "grpo":
         estimate.rollouts = steps * batch * (spec.group_size or 1)
-        estimate.tokens_at_most = estimate.rollouts * spec.max_tokens
+        room = (spec.max_length or DEFAULT_MAX_LENGTH) - probe.prompt_tokens
+        estimate.tokens_at_most = estimate.rollouts * max(1, min(spec.max_tokens, room))
     else:
         estimate.examples = steps * batch
     return estimate
-
-
-def _speed(
-    store: Store, spec: RunSpec, environment: EnvironmentVersion
-) -> tuple[float | None, str | None]:
-    """The expected seconds of a step, from the newest run of the same kind, scaled by the rollouts
-    of a step; and that run's id.
-    """
-    same = (spec.model, spec.algorithm, environment.name)
-    for run in store.runs(limit=50):
-        if (run.model, run.algorithm, run.environment) != same:
-            continue
-        if points := store.series(run.id, "time/step_s", points=1):
-            earlier = run.training.batch_size * (run.training.group_size or 1)
-            rollouts = (spec.batch_size or 1) * (spec.group_size or 1)
-            return points[0][1] * rollouts / earlier, run.id
-    return None, None

@@ -24,7 +24,7 @@ from flash_mcp.state.store import open_store
 from flash_mcp.supervisor import keeper
 from flash_mcp.supervisor.launch.local import LocalLauncher
 from flash_mcp.supervisor.loop import Patience, Supervisor
-from flash_mcp.tools.shared import preflight
+from flash_mcp.tools.shared import run_time
 from flash_mcp.tools.shared.fitting import RESULT_CHARACTERS, to_text
 from tests.calls import refusal
 from tests.folders import environment_folder
@@ -593,7 +593,7 @@ async def test_a_sample_says_whether_there_is_something_to_learn_and_what_it_tak
     assert (sample["groups"], sample["group_size"], sample["scores"]["n"]) == (8, 8, 64)
     assert (sample["scores"]["success"], sample["scores"]["uniform_share"]) == (0.5, 0.0)
     # 320 rollouts of 20 tokens at 100 tokens/s, training as long again, and 120 held-out attempts.
-    assert expected["seconds"] == 320 * 20 / 100 * (1 + preflight.TRAINING_SHARE) + 120 * 20 / 100
+    assert expected["seconds"] == 320 * 20 / 100 * (1 + run_time.TRAINING_SHARE) + 120 * 20 / 100
     assert expected["low_s"] < expected["seconds"] < expected["high_s"]
     assert expected["cost"] == pytest.approx(expected["seconds"] / 1800, abs=1e-3)
     assert "guess" in expected["basis"]
@@ -700,7 +700,7 @@ def test_as_many_evaluations_are_reckoned_with_as_a_run_makes(
 ):
     spec = resolve(validate({"environment": "e", "steps": 20, "eval_before": True, "eval_after": after,
                              **({"eval_every": every} if every else {})})).spec  # fmt: skip
-    assert preflight._evaluations(spec) == count
+    assert run_time._evaluations(spec, spec.steps_of(rows=0)) == count
 
 
 # -- measured before -------------------------------------------------------------------------------

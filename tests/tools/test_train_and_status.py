@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 
 from flash_mcp.pages.report import html
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.paths import home
 from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state import queue
 from flash_mcp.state.references import find_subject
 from flash_mcp.state.serving import request
 from flash_mcp.state.store import open_store
+from flash_mcp.supervisor.launch.devices import Device
 from flash_mcp.tools import train
 from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.rollouts import LEAST_PER_MESSAGE, share_out
@@ -403,15 +405,68 @@ async def test_a_warm_start_without_a_checkpoint_is_refused(tmp_path: Path):
     ).code == "unknown_checkpoint"
 
 
-async def test_the_estimate_takes_its_speed_from_an_earlier_run_of_the_kind(tmp_path: Path):
+async def expected(**fields: Any) -> dict[str, Any]:
+    wanted = {"environment": "echo", "steps": 10, "batch_size": 8, "validate_only": True}
+    return (await call("train", **{**wanted, **fields}))["estimate"]["time"]
+
+
+async def test_the_time_is_that_of_an_earlier_run_of_the_kind(tmp_path: Path):
     earlier = finished_run(tmp_path)
-    estimate = (
-        await call("train", environment="echo", steps=10, batch_size=8, validate_only=True)
-    )["estimate"]
-    assert (estimate["seconds_about"], estimate["seconds_from"]) == (
-        40,
-        earlier.id,
-    )  # 2 s a step, twice the prompts
+    time = await expected()
+    assert time["seconds"] == 40  # 2 s a step, twice the prompts
+    assert time["low_s"] < 40 < time["high_s"]
+    assert earlier.id in time["basis"] and "another environment" not in time["basis"]
+
+
+async def test_the_time_of_a_run_in_another_environment_has_a_wider_band(tmp_path: Path):
+    finished_run(tmp_path)
+    same = await expected()
+    push_echo(tmp_path / "other", name="other")
+    other = await expected(environment="other")
+    assert other["seconds"] == same["seconds"]
+    assert other["high_s"] > same["high_s"]
+    assert "another environment (echo)" in other["basis"]
+
+
+async def test_the_time_has_a_cost_where_the_operator_set_a_price(tmp_path: Path):
+    finished_run(tmp_path)
+    (home() / "settings.toml").write_text("[cost]\nprice_per_hour = 90.0\n")
+    assert (await expected())["cost"] == 1.0
+
+
+def machine_of(gib: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device("cpu", "a processor", gib, gib / 2, cores=2)
+    monkeypatch.setattr("flash_mcp.tools.train.processor", lambda: device)
+    monkeypatch.setattr("flash_mcp.tools.train.gpus", list[Device])
+
+
+async def test_a_model_that_cannot_fit_the_machine_is_refused_with_the_estimate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    push_echo(tmp_path)
+    machine_of(15.0, monkeypatch)
+    wanted = {"environment": "echo", "validate_only": True}
+    error = await refused("train", **wanted, model="Qwen/Qwen2.5-32B-Instruct")
+    assert error.code == "out_of_memory"
+    assert "32 billion parameters, by its name, need 178.8 GiB" in error.what
+    assert "15 GiB of a processor" in error.what and "catalog" in error.fix
+    assert (await refused("train", **wanted, model="qwen2.5-7b-instruct")).code == "out_of_memory"
+    notes = (await call("train", **wanted, model="qwen2.5-1.5b-instruct"))["notes"]
+    assert any("memory may run out" in note for note in notes)
+    notes = (await call("train", **wanted))["notes"]
+    assert not any("memory" in note for note in notes)
+
+
+async def test_the_bound_of_tokens_honours_the_length_of_a_conversation(tmp_path: Path):
+    push_echo(tmp_path)
+    wanted = {"environment": "echo", "steps": 1, "validate_only": True}
+    checked = await call("train", **wanted, max_length=100)
+    room = 100 - checked["estimate"]["prompt_tokens_about"]
+    assert checked["estimate"]["tokens_at_most"] == 32 * room
+    error = await refused("train", **wanted, max_tokens=6000)
+    assert "max_length=4096" in error.what and "8192" in error.fix
+    checked = await call("train", **wanted, max_tokens=6000, max_length=8000)
+    assert checked["estimate"]["tokens_at_most"] == 32 * 6000
 
 
 # -- status ----------------------------------------------------------------------------------------

@@ -134,10 +134,23 @@ def resolved_spec(
         file_fields=frozenset(from_file) - frozenset(given),
         adapter_fields=frozenset(shape),
     )
-    if resolved.spec.max_length is None and card.context:
-        room = {"max_length": min(card.context, DEFAULT_MAX_LENGTH)}
-        resolved = resolved.model_copy(update={"spec": resolved.spec.model_copy(update=room)})
-    return resolved, card, dataset
+    return _bounded(resolved, card), card, dataset
+
+
+def _bounded(resolved: ResolvedSpec, card: ModelCard) -> ResolvedSpec:
+    """With max_length from the model's context, and max_tokens within it.
+    FlashError(invalid_argument) if a given max_tokens does not fit.
+    """
+    spec = resolved.spec
+    if spec.max_length is not None or not card.context:
+        return resolved
+    room = min(card.context, DEFAULT_MAX_LENGTH)
+    if spec.max_tokens > room and resolved.sources["max_tokens"] != "recipe":
+        what = f"max_tokens={spec.max_tokens} does not fit in the default max_length={room}"
+        fix = f"lower max_tokens, or give max_length, at most the model's context of {card.context}"
+        raise FlashError("invalid_argument", what, fix=fix)
+    bounds = {"max_length": room, "max_tokens": min(spec.max_tokens, room)}
+    return resolved.model_copy(update={"spec": spec.model_copy(update=bounds)})
 
 
 def init_adapter(store: Store, spec: RunSpec, card: ModelCard) -> Json | None:

@@ -1,0 +1,95 @@
+"""Whether a base model fits the memory of this machine, before it is fetched."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from flash_mcp.protocol.base_models import ModelCard
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.supervisor.launch.devices import Device
+
+GIB = 2**30
+WEIGHT_BYTES = 2
+"""Of a parameter, as it is trained and served."""
+COPIES = {"cpu": 3, "gpu": 2}
+"""Of the base weights: one in the trainer and, with an engine, the others there. vLLM on a CPU
+keeps packed weights in addition to those that it loaded.
+"""
+SIZE_IN_NAME = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)([bm])(?![a-z0-9])", re.IGNORECASE)
+QUANTIZED = re.compile(r"awq|gptq|bnb|fp8|int[48]|[48]-?bit", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """What a run's weights alone take of a device. The worker adds all else before it loads."""
+
+    parameters: float
+    is_known: bool
+    """False if only the model's name says how many."""
+    least_gib: float
+    """One copy of the weights."""
+    all_gib: float
+    """Every copy."""
+    device: Device
+
+    def __str__(self) -> str:
+        source = "" if self.is_known else ", by its name,"
+        where = f"{self.device.memory_gib:g} GiB of {self.device.name}"
+        copies = f"{self.all_gib:.1f} GiB for its weights in trainer and engine"
+        if self.all_gib == self.least_gib:
+            copies = f"{self.all_gib:.1f} GiB for its weights"
+        size = f"{self.parameters / 1e9:.3g} billion parameters"
+        return f"{size}{source} need {copies}, of {where}, {self.device.free_gib:g} free"
+
+    @property
+    def fits(self) -> bool:
+        return self.all_gib <= self.device.memory_gib
+
+    def check(self) -> None:
+        """FlashError(out_of_memory) for a model that cannot fit; one whose size only its name
+        gives must exceed the memory twice.
+        """
+        limit = self.device.memory_gib
+        if not self.is_known:
+            limit *= 2
+        if self.all_gib <= limit:
+            return
+        fix = "use a smaller model: catalog(kind='models') has sizes; or a machine with more memory"
+        if not self.is_known:
+            fix += "; if the name misleads, fetch it yourself and pass its folder"
+        raise FlashError(
+            "out_of_memory",
+            f"the model cannot fit: {self}",
+            needed_gib=round(self.all_gib, 1),
+            available_gib=self.device.memory_gib,
+            fix=fix,
+        )
+
+    def warning(self) -> str | None:
+        """What to consider if it may not fit."""
+        if not self.fits:
+            return f"the model cannot fit this machine: {self}; use a smaller one"
+        if self.all_gib > self.device.free_gib:
+            return f"memory may run out: {self}; end what else runs, or use a smaller model"
+        return None
+
+
+def memory_need(card: ModelCard, device: Device, *, has_engine: bool) -> MemoryNeed | None:
+    """None if neither the card nor the model's name says how large it is. `has_engine`: the run
+    generates.
+    """
+    parameters = card.parameters or _named_size(card.name)
+    if not parameters:
+        return None
+    one = parameters * WEIGHT_BYTES / GIB
+    copies = COPIES[device.kind] if has_engine else 1
+    return MemoryNeed(parameters, card.parameters is not None, one, copies * one, device)
+
+
+def _named_size(name: str) -> float | None:
+    """The parameters that a name like owner/model-32B gives; None for quantized weights."""
+    found = SIZE_IN_NAME.search(name.rpartition("/")[2])
+    if found is None or QUANTIZED.search(name):
+        return None
+    return float(found[1]) * {"b": 1e9, "m": 1e6}[found[2].lower()]
