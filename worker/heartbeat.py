@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.run_folder import RunWriter
@@ -28,11 +29,28 @@ class Pulse(threading.Thread):
         """The number of steps of the run, once it is known."""
         self.phase = "start"
         self.progress = 0
+        self._of = 0
+        self._entered = (time.monotonic(), 0)
         self.cancelled = threading.Event()
         self._stopped = threading.Event()
 
-    def enter(self, phase: str, step: int | None = None) -> None:
-        """Note what happens now; raises Cancelled after a cancel."""
+    @property
+    def shown(self) -> str:
+        """The phase; with its share and the time left at its pace if its work is counted."""
+        if not self._of:
+            return self.phase
+        began, before = self._entered
+        done = min(self.progress - before, self._of)
+        text = f"{self.phase} {done}/{self._of}"
+        if not done:
+            return text
+        left_s = (time.monotonic() - began) * (self._of - done) / done
+        return f"{text}, {left_s:.0f} s left"
+
+    def enter(self, phase: str, step: int | None = None, *, of: int = 0) -> None:
+        """Note what happens now; raises Cancelled after a cancel. `of` is how often the phase will
+        call `advance`, if that is known.
+        """
         if self.cancelled.is_set():
             raise Cancelled
         if step is None:
@@ -41,6 +59,8 @@ class Pulse(threading.Thread):
             log.info("step %s: %s", step, phase)
         self.phase = phase
         self.step = step
+        self._of = of
+        self._entered = (time.monotonic(), self.progress)
 
     def advance(self) -> None:
         """Count progress within a step, so that a long step is not taken for a stall."""
@@ -49,7 +69,7 @@ class Pulse(threading.Thread):
     def run(self) -> None:
         while not self._stopped.wait(BEAT_EVERY_S):
             try:
-                self.writer.beat(self.step, self.phase, self.progress, self.steps)
+                self.writer.beat(self.step, self.shown, self.progress, self.steps)
                 if self.writer.folder.is_cancelled():
                     self.cancelled.set()
             except FlashError as error:

@@ -379,7 +379,6 @@ class TrainingSession(Session[RunSpec]):
         examples = examples_of(step, spec.batch_size, self.host.splits["train"], spec.seed)
         self.pulse.enter("sync", step - 1)
         sync_s = self.sync(step - 1)
-        self.pulse.enter("rollout")
         size = spec.rollouts_per_prompt
         tasks = task_groups(
             "train",
@@ -387,6 +386,7 @@ class TrainingSession(Session[RunSpec]):
             size,
             lambda example, index, attempt: mixed_seed(spec.seed, step, index),
         )
+        self.pulse.enter("rollout", of=len(tasks))
         started = time.monotonic()
         rollouts = self.collect(tasks, self.limits)
         rollout_s = time.monotonic() - started
@@ -419,7 +419,7 @@ class TrainingSession(Session[RunSpec]):
         if step <= self.resumed_at and self.writer.folder.evaluation(step):
             return
         self.sync(step)
-        self.pulse.enter("eval", step)
+        self.pulse.enter("eval", step, of=total)
         ours = self.limits
         limits = Limits(ours.max_tokens, ours.max_length, temperature=0.0, stop=ours.stop)
         started = time.monotonic()

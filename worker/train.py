@@ -100,6 +100,7 @@ def _gold_rows(session: TrainingSession) -> dict[str, list[Row]]:
     host = session.host
     rows: dict[str, list[Row]] = {}
     for name, split in GOLD_SPLITS.items():
+        session.pulse.enter("dataset", of=host.splits.get(split, 0))
         rows[name] = session.wait(gold_rows(host, session.model.template, split, **watched))
         if missing := host.splits.get(split, 0) - len(rows[name]):
             what = f"{missing} {split} tasks failed in environment code and were left out"

@@ -108,11 +108,15 @@ def progress_line(view: dict[str, Any]) -> str:
     """State, step, trends and the time left, of a run as status reports it."""
     steps = f"/{view['steps']}" if view.get("steps") else ""
     parts = [view["state"], f"step {view['step']}{steps}"]
-    if not view["step"] and view.get("phase"):
-        parts.append(view["phase"])
-    for name in ("reward", "success", "loss"):
+    phase = view.get("phase") or ""
+    if not view["step"] or phase.startswith("eval "):
+        parts.append(phase)
+    for name in ("reward", "success", "loss", "held_out_loss"):
         if name in view:
-            parts.append(f"{name} {view[name]['last']:.3f} {view[name]['spark']}")
+            label = name.replace("held_out_", "held-out ")
+            parts.append(f"{label} {view[name]['last']:.3f} {view[name]['spark']}")
+    if held_out := view.get("held_out"):
+        parts.append(f"held-out success {held_out[-1]['success']:.3f}")
     if "eta_s" in view:
         parts.append(f"{view['eta_s'] // 60} min {view['eta_s'] % 60:02} s left")
-    return "  ".join(parts)
+    return "  ".join(filter(None, parts))

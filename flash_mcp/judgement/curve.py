@@ -40,6 +40,11 @@ class Curve:
     """Means over the rollouts of a training step, or the losses of sft."""
     held_out: list[Point]
 
+    @property
+    def has_losses(self) -> bool:
+        """Whether success needs an axis of its own."""
+        return "loss" in self.lines
+
 
 def drawn(run: Run, lines: Mapping[str, Line], evaluations: Sequence[Evaluation]) -> Curve:
     """The curve of a run, from its metrics by name and its evaluations."""
@@ -63,16 +68,32 @@ def terminal(curve: Curve, width: int = 90, height: int = 18) -> str:
     plot.plot_size(width, height)
     plot.title(curve.title)
     plot.xlabel("step")
+    plot.xticks(_whole_ticks(curve))
     for (name, line), marker in zip(curve.lines.items(), ("braille", "dot"), strict=False):
         plot.plot(*zip(*line, strict=True), label=name, marker=marker)
     if curve.held_out:
+        side = "left"
+        if curve.has_losses:
+            side = "right"
+            plot.ylim(0, 1, yside="right")
+            plot.ylabel("loss")
+            plot.ylabel("success", yside="right")
         plot.scatter(
             [point.step for point in curve.held_out],
             [point.success for point in curve.held_out],
             label="held-out success",
             marker="x",
+            yside=side,
         )
     return str(plot.uncolorize(plot.build())).rstrip()
+
+
+def _whole_ticks(curve: Curve) -> list[int]:
+    """At most five steps from the first to the last."""
+    steps = [step for line in curve.lines.values() for step, _ in line]
+    steps += [point.step for point in curve.held_out]
+    first = min(steps)
+    return sorted({first + (max(steps) - first) * part // 4 for part in range(5)})
 
 
 def png(curve: Curve) -> bytes:
@@ -85,8 +106,14 @@ def png(curve: Curve) -> bytes:
     axes: Any = figure.add_subplot()
     for (name, line), colour in zip(curve.lines.items(), ("tab:blue", "tab:green"), strict=False):
         axes.plot(*zip(*line, strict=True), label=name, color=colour, linewidth=1.8)
+    axes.set(title=curve.title, xlabel="step", ylabel="loss" if curve.has_losses else "mean")
+    axes.grid(alpha=0.25)
     if curve.held_out:
-        axes.errorbar(
+        right: Any = axes
+        if curve.has_losses:
+            right = axes.twinx()
+            right.set(ylabel="success", ylim=(0, 1))
+        right.errorbar(
             [point.step for point in curve.held_out],
             [point.success for point in curve.held_out],
             yerr=[
@@ -99,10 +126,8 @@ def png(curve: Curve) -> bytes:
             capsize=4,
             linestyle="none",
         )
-    axes.set(title=curve.title, xlabel="step", ylabel="mean")
-    axes.grid(alpha=0.25)
     if curve.lines or curve.held_out:
-        axes.legend(loc="best")
+        cast(Any, figure).legend(loc="outside lower center", ncols=3)
     buffer = io.BytesIO()
     cast(Any, figure).savefig(buffer, format="png")
     return buffer.getvalue()

@@ -97,15 +97,19 @@ def charts_of(store: Store, view: RunView) -> list[Chart]:
     held_out = view.held_out or []
     points = [(point.step, point.success) for point in held_out]
     intervals = [Interval(point.low, point.high) for point in held_out]
-    given = {
-        "Reward and success": [
+    given: dict[str, list[Series]] = {}
+    if view.algorithm == "grpo":
+        given["Reward and success"] = [
             series("reward/mean", "reward, training"),
             series("success/rate", "success, training"),
             Series("success, held out (95 %)", points, intervals),
         ]
-    }
     for title, names in CHARTS.items():
         given[title] = [series(name, label) for name, label in names.items()]
+    if view.algorithm == "sft":
+        loss = given.pop("Loss")
+        success = [Series("held out (95 %)", points, intervals)]
+        given = {"Loss": loss, "Success": success, **given}
     others = [name for name in view.metrics or {} if name.startswith("reward/")]
     parts = [name for name in others if name not in ("reward/mean", "reward/std")]
     given["Parts of the reward"] = [

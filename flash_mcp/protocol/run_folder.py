@@ -449,7 +449,8 @@ class RunWriter:
             raise FlashError("fenced", what, epoch=self.epoch, newest=newest)
 
     def beat(self, step: int, phase: str, progress: int = 0, steps: int | None = None) -> None:
-        """Write the heartbeat.
+        """Write the heartbeat. `phase` is a word, after which a share may stand: "eval 40/200, 90 s
+        left".
 
         `progress` counts finished work: while it or `step` changes, the run is not stalled. `steps`
         is the total, if only the worker knows it. The memory that the process holds, and the free

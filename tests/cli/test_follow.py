@@ -14,10 +14,21 @@ from pathlib import Path
 import pytest
 
 from flash_mcp.cli import follow, main
+from flash_mcp.pages.report import html
+from flash_mcp.protocol.run_files import Beat
 from flash_mcp.state import queue
 from flash_mcp.state.store import open_store
+from flash_mcp.tools.shared.run_view import report_on
 from tests.places import ROOT
-from tests.samples import finished_run, learn, queued_run, read_in, started_run, supervised
+from tests.samples import (
+    evaluate,
+    finished_run,
+    learn,
+    queued_run,
+    read_in,
+    started_run,
+    supervised,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -70,6 +81,26 @@ def test_wait_returns_when_the_run_ends(tmp_path: Path):
                 waiting.wait(2)
             queue.finish(open_store(), run.id, run.attempt, "succeeded")
             assert waiting.wait(20) == 0
+
+
+def test_a_fine_tuning_run_is_followed_by_its_losses_and_its_held_out_success(tmp_path: Path):
+    with supervised():
+        run, writer = started_run(tmp_path, algorithm="sft")
+        writer.metrics(5, {"loss": 0.5, "eval_loss": 0.75})
+        evaluate(writer, 5, 40)
+        read_in(open_store(), run.id)
+        beat: Beat = {"epoch": 1, "step": 5, "phase": "eval 40/200, 90 s left"}
+        queue.record_beat(open_store(), run.id, 1, beat, progressed=True)
+        view = report_on(open_store(), run.id).view.model_dump(mode="json")
+        line = follow.progress_line(view)
+        for part in (
+            "loss 0.500",
+            "held-out loss 0.750",
+            "held-out success 0.400",
+            "eval 40/200, 90 s left",
+        ):
+            assert part in line
+        assert "Success: held out" in html(open_store(), run.id)
 
 
 def test_errors_are_json_where_results_are(capsys: pytest.CaptureFixture[str]):

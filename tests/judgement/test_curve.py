@@ -36,6 +36,21 @@ def test_a_fine_tuning_run_has_a_curve_of_its_losses(tmp_path: Path):
     assert "loss" in text and "held-out loss" in text and curve.png(found).startswith(b"\x89PNG")
 
 
+def test_the_success_of_a_fine_tuning_run_has_an_axis_of_its_own(tmp_path: Path):
+    points = [
+        curve.Point(0, 0.0, statistics.wilson(0, 9)),
+        curve.Point(8, 0.5, statistics.wilson(4, 8)),
+    ]
+    found = curve.Curve("sft", {"loss": [(1, 40.0), (8, 20.0)]}, points)
+    text = curve.terminal(found, width=80, height=16)
+    assert (
+        "├1.00" in text
+        and "40.0" in text
+        and text.splitlines()[-1].split() == ["loss", "step", "success"]
+    )
+    assert curve.png(found).startswith(b"\x89PNG")
+
+
 def test_a_run_without_steps_has_a_curve_that_says_so(tmp_path: Path):
     empty = open_store().curve(queued_run(tmp_path).id)
     assert "no steps yet" in curve.terminal(empty)

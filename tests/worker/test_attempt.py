@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shutil
 import signal
 import statistics
@@ -72,9 +73,13 @@ def test_an_evaluation_within_a_run_opens_a_block_of_episodes_at_a_time(tmp_path
     run = make_run(tmp_path / "run", tmp_path, steps=1, eval_examples=2 * BLOCK + 3)
     blocks: list[int] = []
 
+    shown: list[str] = []
+
     def collect(tasks: list[Task], limits: Limits, on_done: Any) -> None:
+        shown.append(pulse.shown.partition(",")[0])
         blocks.append(len(tasks))
         for task in reversed(tasks):
+            pulse.advance()
             on_done(Rollout(task, f"v{task.index}"))
 
     pulse, host = Pulse(run.claim(1)), SimpleNamespace(splits={"eval": 5000})
@@ -86,6 +91,11 @@ def test_an_evaluation_within_a_run_opens_a_block_of_episodes_at_a_time(tmp_path
     session.constant_level = lambda split, tasks: {}  # it would ask the environment
     session.evaluate(0)
     assert blocks == [BLOCK, BLOCK, 3]
+    of = 2 * BLOCK + 3
+    assert shown == [f"eval 0/{of}", f"eval {BLOCK}/{of}", f"eval {2 * BLOCK}/{of}"]
+    assert re.fullmatch(rf"eval {of}/{of}, 0 s left", pulse.shown)
+    pulse.enter("train")
+    assert pulse.shown == "train"
     assert [row["index"] for row in run.evaluation(0)["rollouts"]] == list(range(2 * BLOCK + 3))
 
 

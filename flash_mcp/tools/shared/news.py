@@ -15,7 +15,7 @@ from flash_mcp.protocol.parts import Part
 from flash_mcp.protocol.records import Run, RunState
 from flash_mcp.state.store import Store
 from flash_mcp.tools.shared.next_steps import next_of, waiting_for
-from flash_mcp.tools.shared.run_view import Failure, HeldOut, Report, report_on
+from flash_mcp.tools.shared.run_view import Failure, HeldOut, Report, RunView, report_on
 from flash_mcp.tools.shared.scores import Scores
 from flash_mcp.tools.shared.waiting import (
     deadline_after,
@@ -195,7 +195,8 @@ def one_line(report: Report) -> str:
     """Where an active run is."""
     view = report.view
     parts = [f"step {view.step}" + (f"/{view.steps}" if view.steps else "")]
-    if not view.step:
+    is_counted = view.phase is not None and view.phase.startswith("eval ")
+    if not view.step or is_counted:
         parts.insert(0, view.phase or view.state)
     if view.success:
         parts.append(f"success {view.success.last:.0%}")
@@ -225,14 +226,24 @@ def news_of(report: Report, told: Told) -> News:
     if is_over or new_flags:
         news.outlook = view.outlook
     if is_over:
-        trends = {"reward": view.reward, "success": view.success, "loss": view.loss}
-        news.trends = {name: trend for name, trend in trends.items() if trend} or None
+        news.trends = _trends(view)
         news.scores = view.scores
     if is_over or report.held_up:
         news.warnings = view.warnings
     if is_over or is_lost:
         news.error = view.error
     return news
+
+
+def _trends(view: RunView) -> dict[str, Trend] | None:
+    """The view's trends, told once more at the end."""
+    given = {
+        "reward": view.reward,
+        "success": view.success,
+        "loss": view.loss,
+        "held_out_loss": view.held_out_loss,
+    }
+    return {name: trend for name, trend in given.items() if trend} or None
 
 
 def next_call(report: Report, told: Told, until: Until, since: str) -> str:

@@ -41,7 +41,6 @@ NEWEST = (
     "rollouts/turns_mean",
     "tokens/completion_mean",
     "loss",
-    "eval_loss",
     "entropy",
     "kl",
     "grad_norm",
@@ -130,7 +129,7 @@ class RunView(Part):
     queued_ahead: int | None = None
     """Queued runs, of all owners, that start before it."""
     phase: str | None = None
-    """What the worker does now."""
+    """What the worker does now; with its share and the time left where its work is counted."""
     attempt: str | None = None
     """Attempt and how many are allowed, from the second on."""
     elapsed_s: int | None = None
@@ -151,6 +150,8 @@ class RunView(Part):
     """Success share of the training rollouts."""
     loss: Trend | None = None
     """Loss (sft); `best` is the lowest."""
+    held_out_loss: Trend | None = None
+    """Loss on gold answers of eval tasks, or on the dataset's held-out rows (sft)."""
     held_out: list[HeldOut] | None = None
     """Evaluations; the first, and the newest few."""
     verdict: Verdict | None = None
@@ -309,8 +310,9 @@ def _view(found: RunHistory, judged: Judgement, held_up: Sequence[str]) -> RunVi
     if run.algorithm == "grpo":
         view.reward = health.trend(found.values["reward/mean"])
         view.success = health.trend(found.values["success/rate"])
-    else:
+    elif run.algorithm == "sft":
         view.loss = health.trend(found.values["loss"], lower_is_better=True)
+        view.held_out_loss = health.trend(found.values["eval_loss"], lower_is_better=True)
     if judged.history:
         outcome = judged.change.outcome if judged.change else None
         view.outlook = health.outlook(judged.history, judged.flags, outcome)

@@ -186,8 +186,8 @@ def progress_of(
 
 
 def fingerprint(store: Store, run: Run) -> tuple[str, int, int, int, int, str | None]:
-    """What counts as a change. The phase counts only before the first step: later it changes all
-    the time.
+    """What counts as a change. The phase counts, without its share, only before the first step:
+    later it changes all the time.
 
     An evaluation counts attempts instead of steps, many a second: a tenth of them is a change.
     """
@@ -195,7 +195,9 @@ def fingerprint(store: Store, run: Run) -> tuple[str, int, int, int, int, str | 
     step = newest.step if newest else 0
     if run.algorithm == "eval" and run.steps:
         step = run.step - run.step % max(1, run.steps // 10)
-    phase = run.phase if not step else None
+    phase = run.phase and run.phase.partition(" ")[0]
+    if step:
+        phase = None
     evaluations = len(store.evals(run.id))
     return run.state, step, run.attempt, evaluations, len(store.checkpoints(run.id)), phase
 
