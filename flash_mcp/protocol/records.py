@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 
 from environments.process.foreign import is_plain, plain_name
 from environments.settings import identity
-from flash_mcp.protocol.spec import EvalSpec, RunSpec, stored_spec
+from flash_mcp.protocol.spec import LOCAL_TARGET, EvalSpec, RunSpec, stored_spec
 
 Json = dict[str, Any]
 RunState = Literal["queued", "starting", "running", "succeeded", "failed", "cancelled"]
@@ -88,6 +88,14 @@ class Run(Record):
     """Seconds of work of all attempts, up to the last heartbeat of each."""
     used_before_s: float = 0.0
     """`used_s` when the run was resumed: a budget counts from there."""
+    target: str = LOCAL_TARGET
+    """Where its attempts run: a name of targets.toml, or the server's own machine."""
+    handle: str | None = None
+    """What the target's engine calls the newest attempt, once it was submitted."""
+    waits_for: str | None = None
+    """Why the newest attempt has not started, in the engine's own words; None once it has."""
+    preemptions: int = 0
+    """Attempts that the engine ended for its own reasons. They do not count as attempts."""
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Self:

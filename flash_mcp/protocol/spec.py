@@ -23,6 +23,8 @@ ImportanceSampling = Literal[
 Source = Literal["argument", "file", "adapter", "run", "recipe", "default"]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+LOCAL_TARGET = "local"
+"""The target that is the server's own machine."""
 RECIPES: dict[str, dict[str, Any]] = {
     "grpo": {"steps": 150, "batch_size": 4, "group_size": 8, "learning_rate": 1e-5},
     "sft": {"epochs": 2.0, "batch_size": 8, "learning_rate": 1e-4},

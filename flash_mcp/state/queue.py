@@ -28,14 +28,18 @@ from flash_mcp.protocol.paths import runs_dir
 from flash_mcp.protocol.records import ACTIVE, EnvironmentVersion, Json, Run
 from flash_mcp.protocol.run_files import Beat
 from flash_mcp.protocol.run_folder import RunFolder
-from flash_mcp.protocol.spec import ResolvedEval, ResolvedSpec, default_of
+from flash_mcp.protocol.spec import LOCAL_TARGET, ResolvedEval, ResolvedSpec, default_of
 from flash_mcp.state.owners import caller
 from flash_mcp.state.store import Store
 
 EndState = Literal["succeeded", "failed", "cancelled"]
+Loss = Literal["attempt", "preemption", "nothing"]
+"""What a lost attempt counts as."""
+MAX_PREEMPTIONS = 50
+"""A run that its engine has ended more often fails."""
 MAX_DELAY_S = 60.0
 """The longest that `requeue` lets a run wait."""
-NEWER_FIELDS = ("keep_checkpoints", "max_hours", "max_cost")
+NEWER_FIELDS = ("keep_checkpoints", "max_hours", "max_cost", "target")
 """Fields that did not exist when the first keys were used: with its default, such a field does not
 change what was asked for."""
 ROOT = Path(__file__).parents[2]
@@ -62,6 +66,8 @@ def enqueue(
     idempotency_key: str | None = None,
     dataset: Json | None = None,
     lineage: Json | None = None,
+    *,
+    target: str = LOCAL_TARGET,
 ) -> tuple[Run, bool]:
     """Add a run of the caller and return (run, True). If the same spec used the idempotency key
     before, return (that run, False).
@@ -103,6 +109,7 @@ def enqueue(
                 "idempotency_key": idempotency_key,
                 "request_digest": request_digest(resolved),
                 "folder": str(runs_dir(store.base) / run_id),
+                "target": target,
                 "max_attempts": spec["max_attempts"],
                 "steps": spec["steps"],
                 "created": now,
@@ -181,39 +188,55 @@ time, ?2 how far back use counts. A single owner's share is not looked up: it de
 LATELY_S = 86_400.0
 
 
-def claim(store: Store, waiting: Collection[str] = ()) -> Run | None:
-    """Take the next run that may start, in FAIR_ORDER: it is now `starting`, with the next attempt.
-    None where there is none.
+def claim(store: Store, waiting: Collection[str] = (), target: str = LOCAL_TARGET) -> Run | None:
+    """Take the target's next run that may start, in FAIR_ORDER: it is now `starting`, with the next
+    attempt. None where there is none.
 
     `waiting` are ids of runs that cannot start yet.
     """
     now = time.time()
     # A delay above the maximum means that the clock was set back.
-    may_start = """(not_before <= ?1 OR not_before > ?3)
+    may_start = """target = ?5 AND (not_before <= ?1 OR not_before > ?3)
         AND id NOT IN (SELECT value FROM json_each(?4))"""
     with store.transaction():
         rows = store.query(
             f"""UPDATE runs SET state = 'starting', attempt = attempt + 1,
-               started = coalesce(started, ?1), updated = ?1
+               started = coalesce(started, ?1), updated = ?1, handle = NULL, waits_for = NULL
                WHERE state = 'queued'
                AND id = ({FAIR_ORDER.format(condition=may_start)} LIMIT 1)
                RETURNING *""",
-            [now, LATELY_S, now + MAX_DELAY_S, json.dumps(list(waiting))],
+            [now, LATELY_S, now + MAX_DELAY_S, json.dumps(list(waiting)), target],
         )
     return Run.of(rows[0]) if rows else None
 
 
 def queued_ahead(store: Store, run: Run) -> int | None:
-    """How many queued runs, of all owners, are to start before it; None if it is not queued."""
-    order = store.query(FAIR_ORDER.format(condition="true"), [time.time(), LATELY_S])
+    """How many queued runs of its target, of all owners, are to start before it; None if it is not
+    queued.
+    """
+    values = [time.time(), LATELY_S, run.target]
+    order = store.query(FAIR_ORDER.format(condition="target = ?3"), values)
     ids = [row["id"] for row in order]
     return ids.index(run.id) if run.id in ids else None
 
 
 def mark_running(store: Store, run_id: str, attempt: int) -> bool:
-    """Record the attempt's first heartbeat. The time since the claim counts as work."""
-    assignments = "state = 'running', used_s = used_s + max(0, ? - updated)"
+    """Record the attempt's first heartbeat. The time since the claim counts as work, or since the
+    attempt stopped to wait for a machine.
+    """
+    assignments = """state = 'running', waits_for = NULL,
+        used_s = used_s + CASE WHEN waits_for IS NULL THEN max(0, ? - updated) ELSE 0 END"""
     return _update(store, assignments, [time.time()], run_id, attempt, ("starting",))
+
+
+def record_handle(store: Store, run_id: str, attempt: int, handle: str) -> bool:
+    """Keep what the engine calls the attempt: engines forget attempts that have ended."""
+    return _update(store, "handle = ?", [handle], run_id, attempt, ("starting", "running"))
+
+
+def record_wait(store: Store, run_id: str, attempt: int, reason: str | None) -> bool:
+    """Store why the attempt waits for a machine; None once it has one."""
+    return _update(store, "waits_for = ?", [reason], run_id, attempt, ("starting",))
 
 
 def record_beat(store: Store, run_id: str, attempt: int, beat: Beat, *, progressed: bool) -> bool:
@@ -237,23 +260,28 @@ def requeue(
     error: FlashError,
     *,
     delay_s: float = 0.0,
-    is_counted: bool = True,
+    counts_as: Loss = "attempt",
 ) -> bool:
     """Queue the run again after a lost attempt; it waits for `delay_s`, at most MAX_DELAY_S.
 
-    False if no attempt is left or a cancel was requested. An attempt that is not counted leaves as
-    many as there were before it.
+    False if no attempt is left, a cancel was requested, or it was preempted too often. A loss that
+    does not count as an attempt leaves as many as there were before it.
     """
-    more = 0 if is_counted else 1
+    more = int(counts_as != "attempt")
+    preempted = int(counts_as == "preemption")
+    assignments = """state = 'queued', phase = NULL, beat = NULL, waits_for = NULL, error = ?,
+        not_before = ?, max_attempts = max_attempts + ?, preemptions = preemptions + ?"""
+    not_before = time.time() + min(delay_s, MAX_DELAY_S)
+    encoded = json.dumps(error.to_dict(), default=str)
     return _update(
         store,
-        "state = 'queued', phase = NULL, beat = NULL, error = ?, not_before = ?,"
-        " max_attempts = max_attempts + ?",
-        [json.dumps(error.to_dict(), default=str), time.time() + min(delay_s, MAX_DELAY_S), more],
+        assignments,
+        [encoded, not_before, more, preempted],
         run_id,
         attempt,
         ("starting", "running"),
-        f"AND attempt < max_attempts + {more} AND cancel_requested IS NULL",
+        f"""AND attempt < max_attempts + {more} AND cancel_requested IS NULL
+        AND preemptions + {preempted} <= {MAX_PREEMPTIONS}""",
     )
 
 
@@ -269,7 +297,7 @@ def finish(
     """End the run. If a cancel was requested, it ends as cancelled whatever `state` is."""
     assignments = """state = CASE WHEN cancel_requested IS NULL THEN ? ELSE 'cancelled' END,
         error = CASE WHEN cancel_requested IS NULL THEN ? END,
-        step = max(step, ?), phase = NULL, ended = ?"""
+        step = max(step, ?), phase = NULL, waits_for = NULL, ended = ?"""
     encoded = None if error is None else json.dumps(error, default=str)
     values = [state, encoded, step, time.time()]
     return _update(store, assignments, values, run_id, attempt, ACTIVE)
@@ -289,7 +317,8 @@ def resume(store: Store, run: Run, folder: RunFolder, steps: int | None) -> Run:
     sql = """UPDATE main.runs SET state = 'queued', attempt = ?, max_attempts = ?, spec = ?,
              steps = ?, phase = NULL, beat = NULL, progress = NULL, error = NULL, not_before = 0,
              cancel_requested = NULL, cancel_reason = NULL, started = NULL, ended = NULL,
-             used_before_s = used_s, updated = ? WHERE id = ? AND ended IS NOT NULL"""
+             preemptions = 0, used_before_s = used_s, updated = ?
+             WHERE id = ? AND ended IS NOT NULL"""
     most = attempt + run.spec.max_attempts
     values = [attempt, most, json.dumps(spec), steps, time.time(), run.id]
     store.execute(sql, values)
@@ -324,7 +353,8 @@ def request_cancel(store: Store, run_id: str, reason: str = "") -> Run:
             ("queued",),
         ):
             _update(store, wanted, [now, reason], run_id, None, ("starting", "running"))
-    if run.state != "cancelled" and run.attempt:
+    # A folder elsewhere may not answer: there only the supervisor asks.
+    if run.state != "cancelled" and run.attempt and run.target == LOCAL_TARGET:
         with suppress(OSError, FlashError):  # the supervisor asks as well, until it succeeds
             RunFolder(run.folder).request_cancel(reason)
     return store.run(run_id)

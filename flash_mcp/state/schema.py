@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any, Literal, cast
 
 from flash_mcp.protocol.records import Json
+from flash_mcp.protocol.spec import LOCAL_TARGET
 from flash_mcp.state.home_paths import make_relative
 from flash_mcp.state.owners import LOCAL_OWNER
 from flash_mcp.state.sqlite import Database, Migrations
@@ -145,6 +146,15 @@ def _gates(db: Database) -> None:  # pyright: ignore[reportUnusedFunction]
 def _used_s(db: Database) -> None:  # pyright: ignore[reportUnusedFunction]
     execute(db, "ALTER TABLE runs ADD COLUMN used_s REAL NOT NULL DEFAULT 0")
     execute(db, "ALTER TABLE runs ADD COLUMN used_before_s REAL NOT NULL DEFAULT 0")
+
+
+@migrations(name="targets")
+def _targets(db: Database) -> None:  # pyright: ignore[reportUnusedFunction]
+    """Where a run's attempts run, and what the engine there calls the newest one."""
+    execute(db, f"ALTER TABLE runs ADD COLUMN target TEXT NOT NULL DEFAULT '{LOCAL_TARGET}'")
+    execute(db, "ALTER TABLE runs ADD COLUMN handle TEXT")
+    execute(db, "ALTER TABLE runs ADD COLUMN waits_for TEXT")
+    execute(db, "ALTER TABLE runs ADD COLUMN preemptions INTEGER NOT NULL DEFAULT 0")
 
 
 @cache

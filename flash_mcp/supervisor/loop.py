@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -25,15 +24,18 @@ from flash_mcp.protocol.paths import home
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Json, Run
 from flash_mcp.protocol.run_files import Beat, FinalResult
 from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.spec import LOCAL_TARGET
 from flash_mcp.state import costs, queue
 from flash_mcp.state.disk import LEAST_FREE_BYTES, has_space
 from flash_mcp.state.retention import prune_checkpoints
 from flash_mcp.state.store import Store
 from flash_mcp.supervisor.ingest import Reader
-from flash_mcp.supervisor.launch.base import Handle, Hint, Launch, Launcher
+from flash_mcp.supervisor.launch.base import Handle, Hint, Launcher, Target
 from flash_mcp.supervisor.launch.local import LocalLauncher
 from flash_mcp.supervisor.process import PYTHON, Holder, Ticker, take_lock, wait_for
+from flash_mcp.supervisor.remote import RemoteTargets
 from flash_mcp.supervisor.secrets import Vault
+from flash_mcp.supervisor.targets import LocalTarget, open_target
 from flash_mcp.supervisor.upkeep import Upkeep
 
 if TYPE_CHECKING:
@@ -68,10 +70,23 @@ class Patience:
     """A longer time between two looks at an attempt counts as so long."""
     trouble_s: float = 60.0
     """Trouble with an attempt that lasts so long ends it."""
+    pending_s: float = 7 * 86_400.0
+    """An attempt that waited so long for a machine is submitted anew."""
+    remote_poll_s: float = 2.0
+    """Between two looks at a target that is not this machine."""
 
 
-OF_THE_MACHINE = ("disk_full", "not_ready", "state_busy", "state_corrupt", "store_unreachable")
+OF_THE_MACHINE = (
+    "disk_full",
+    "not_ready",
+    "state_busy",
+    "state_corrupt",
+    "store_unreachable",
+    "target_unreachable",
+)
 """Errors that another attempt would meet as well: a run waits until they pass."""
+COUNTS_AS: dict[str, queue.Loss] = {"disk_full": "nothing", "preempted": "preemption"}
+"""What a lost attempt counts as, by the code of its error. All others count as attempts."""
 MAX_DAMAGED = 10
 """Damaged files of a run that are reported."""
 
@@ -99,6 +114,8 @@ class Attempt:
     """Damaged files that were reported."""
     is_short_of_space: bool = False
     """The disk was full since the last beat."""
+    pending_at: float | None = None
+    """Since when it waits for a machine."""
     cancelled_at: float | None = None
     result_at: float | None = None
 
@@ -109,6 +126,10 @@ class Attempt:
         now = time.monotonic()
         self.watched_s += min(now - self.looked_at, max_gap_s)
         self.looked_at = now
+
+    def hold_clocks(self) -> None:
+        """It waits for a machine: that is neither silence nor a stall."""
+        self.beat_at = self.progress_at = self.watched_s
 
     def observe(self, beat: Beat | None) -> tuple[bool, bool]:
         """Take in beat.json as it is now: (it is a new one of this attempt, something moved)."""
@@ -132,63 +153,30 @@ class Trouble:
     last: str = ""
 
 
-class Supervisor:
-    """`tick` does whatever is due and returns; `run` ticks until nothing is left to do."""
+class Attendant:
+    """Looks after the runs of one target: starts, reads, replaces and ends their attempts."""
 
     def __init__(
         self,
-        base: Path,
-        *,
-        launcher: Launcher | None = None,
-        worker: Sequence[str] = WORKER,
-        patience: Patience | None = None,
+        store: Store,
+        target: Target,
+        vault: Vault,
+        patience: Patience,
+        alive: Callable[[], None] = lambda: None,
     ) -> None:
-        self.base, self.worker = base, tuple(worker)
-        self.patience = patience or Patience()
-        self.store = Store(base)
-        self.launcher = launcher or LocalLauncher(base / "attempts")
-        self.vault = Vault(base)
-        self.upkeep = Upkeep(self.store, lambda: self.alive())
-        self.alive: Callable[[], None] = lambda: None
+        self.base = store.base
+        self.store = store
+        self.target = target
+        self.launcher = target.launcher
+        self.vault = vault
+        self.patience = patience
+        self.alive = alive
         """Called again and again while it works."""
         self._attempts: dict[str, Attempt] = {}
         self._troubles: dict[tuple[str, str], Trouble] = {}
-        self._serving: Deployments | None = None
-        self._is_prepared = False
 
-    def run(self) -> None:
-        """Tick until there was nothing to do for `idle_exit_s`."""
-        busy_at = time.monotonic()
-        while True:
-            self.alive()
-            is_busy = self._tick_unless_held_up()
-            if self.upkeep.step() or is_busy:
-                busy_at = time.monotonic()
-            elif time.monotonic() - busy_at >= self.patience.idle_exit_s:
-                return
-            time.sleep(self.patience.poll_s)
-
-    def _tick_unless_held_up(self) -> bool:
-        """As `tick`. A database that another program locks, or a full disk, is waited out: the
-        folders keep all.
-        """
-        try:
-            if not self._is_prepared:
-                self.store.make_paths_relative()
-                self._is_prepared = True
-            return self.tick()
-        except FlashError as error:
-            if error.code not in ("state_busy", "disk_full"):
-                raise
-            log.warning("%s", error)
-            return True
-
-    def tick(self) -> bool:
-        """Whether there is anything to look after."""
-        known = self.vault.run_ids()  # first: a run has its row before its secrets are given
-        active = self.store.active_runs()
-        for ended in known - {run.id for run in active}:
-            self.vault.forget(ended)
+    def attend(self, active: Sequence[Run]) -> None:
+        """Do whatever is due for the target's active runs."""
         taken = [run for run in active if run.state != "queued"]
         for run in taken:
             self._guarded("attach", run, self._attach)
@@ -201,14 +189,13 @@ class Supervisor:
             if claimed is None:
                 break
             self._guarded("attach", claimed, self._attach)
-        return self._serve() or bool(active)
 
     def _claim(self) -> Run | None:
         """The oldest run that does not have to wait."""
         with self.store.transaction():  # a run that is enqueued after the look cannot be claimed
             runs = self.store.active_runs()
             waiting = [run.id for run in runs if self._has_to_wait(run)]
-            return queue.claim(self.store, waiting)
+            return queue.claim(self.store, waiting, self.target.name)
 
     def _has_to_wait(self, run: Run) -> bool:
         """Whether it lacks secrets, or the space for the checkpoint that did not fit."""
@@ -243,6 +230,9 @@ class Supervisor:
                 message = f"{where}, and tried again: {error!r}"
                 with suppress(FlashError):  # a full disk, which others may not mind
                     self._note(run, "trouble", message, kind="warning")
+            if is_new and isinstance(error, FlashError):
+                with suppress(FlashError):
+                    queue.record_wait(self.store, run.id, run.attempt, str(error))
             if now - trouble.since > self.patience.trouble_s:
                 self._give_up(run, error)
         else:
@@ -252,8 +242,8 @@ class Supervisor:
         """End the attempt after trouble that did not pass."""
         attempt = self._attempts.get(run.id)
         if attempt is None or attempt.number != run.attempt:
-            folder = RunFolder(run.folder)
-            handle = Handle(f"{run.id}-{run.attempt}", "")
+            folder = self._folder(run)
+            handle = Handle(f"{run.id}-{run.attempt}", run.handle or "")
             reader = Reader(self.store, run.id, folder)
             attempt = Attempt(run.id, run.attempt, folder, handle, reader)
         cause = f"{type(error).__name__}: {error}"
@@ -268,30 +258,28 @@ class Supervisor:
         known = self._attempts.get(run.id)
         if known and known.number == run.attempt:
             return
-        folder, key = RunFolder(run.folder), f"{run.id}-{run.attempt}"
+        folder = self._folder(run)
+        # An engine forgets attempts that have ended: what it took is not submitted again.
+        handle = Handle(f"{run.id}-{run.attempt}", run.handle or "")
         # Without its secrets an attempt cannot be started: one that an earlier supervisor started
         # is found, another is gone, and the run waits in the queue.
         may_start = not self.vault.lacking(run.id, run.spec.secrets) and not final_result(folder)
-        handle = self._submit(run, folder) if may_start else Handle(key, "")
+        if may_start and not run.handle:
+            handle = self._submit(run, folder)
         reader = known.reader if known else Reader(self.store, run.id, folder, self.alive)
         self._attempts[run.id] = Attempt(run.id, run.attempt, folder, handle, reader)
 
     def _submit(self, run: Run, folder: RunFolder) -> Handle:
-        folder.create(queue.job(run))
-        launch = Launch(
-            run.id,
-            run.attempt,
-            [*self.worker, run.folder, "--attempt", str(run.attempt)],
-            {
-                **os.environ,
-                **self.vault.values(run.id, run.spec.secrets),
-                "FLASH_HOME": str(self.base),
-            },
-            Path(run.folder) / f"log.{run.attempt}",
-        )
-        handle = self.launcher.submit(launch)
+        folder.create(self.target.job(run))
+        secrets = self.vault.values(run.id, run.spec.secrets)
+        handle = self.launcher.submit(self.target.launch(run, secrets))
+        if handle.id:
+            queue.record_handle(self.store, run.id, run.attempt, handle.id)
         self._note(run, "launched", f"attempt {run.attempt} of {run.max_attempts} started")
         return handle
+
+    def _folder(self, run: Run) -> RunFolder:
+        return RunFolder(run.folder, patience_s=self.target.patience_s)
 
     def _advance(self, run: Run, hints: dict[str, Hint]) -> None:
         """Resolve the run's state from its folder. The hints are older: who was gone has written
@@ -319,10 +307,26 @@ class Supervisor:
             prune_checkpoints(self.store, run)
         self._note_damage(run, attempt)
         hint = hints.get(attempt.handle.key, Hint("unknown"))
+        self._note_wait(run, attempt, hint)
         if result := final_result(attempt.folder):
             self._settle(run, attempt, result, hint)
         elif error := self._retryable_error(run, attempt) or self._diagnose(run, attempt, hint):
             self._replace(run, attempt, error)
+
+    def _note_wait(self, run: Run, attempt: Attempt, hint: Hint) -> None:
+        """Store what the attempt waits for, and hold its clocks meanwhile."""
+        if hint.state == "unknown":
+            return
+        is_pending = hint.state == "pending" and attempt.beat is None
+        reason = (hint.detail or "a machine") if is_pending else None
+        if reason != run.waits_for:
+            queue.record_wait(self.store, run.id, attempt.number, reason)
+        if not is_pending:
+            attempt.pending_at = None
+            return
+        attempt.hold_clocks()
+        if attempt.pending_at is None:
+            attempt.pending_at = attempt.watched_s
 
     def _record_beat(self, attempt: Attempt, beat: Beat, moved: bool) -> None:
         queue.mark_running(self.store, attempt.run_id, attempt.number)
@@ -356,6 +360,8 @@ class Supervisor:
         ):
             how = f" ({hint.detail})" if hint.detail else ""
             what = f"attempt {attempt.number} ended without a result{how}"
+            if hint.is_preempted:
+                return self._error("preempted", what, run, attempt)
             if shortage := _memory_shortage(attempt.beat):
                 return self._error("out_of_memory", f"{what}; {shortage}", run, attempt)
             return self._error("worker_failed", what, run, attempt)
@@ -365,6 +371,12 @@ class Supervisor:
         ):
             what = f"attempt {attempt.number} did not end when asked to"
             return self._error("stalled", what, run, attempt)
+        if attempt.pending_at is not None:
+            waited_s = now - attempt.pending_at
+            if not run.cancel_requested and waited_s <= patience.pending_s:
+                return None
+            what = f"attempt {attempt.number} waited {waited_s:.0f} s for {hint.detail}"
+            return self._error("preempted", what, run, attempt)
         # On a full disk it can write no beat.
         if hint.state != "alive" or not has_space([self.base], LEAST_FREE_BYTES):
             return None
@@ -408,9 +420,9 @@ class Supervisor:
         self._note(run, "lost", error.what, error=error.to_dict())
         log.warning("%s: %s", run.id, error.what)
         delay_s = self.patience.retry_delay_s * 2 ** (attempt.number - 1)
-        is_counted = error.code != "disk_full"
+        counts_as = COUNTS_AS.get(error.code, "attempt")
         if queue.requeue(
-            self.store, run.id, attempt.number, error, delay_s=delay_s, is_counted=is_counted
+            self.store, run.id, attempt.number, error, delay_s=delay_s, counts_as=counts_as
         ):
             return
         # Asked anew: a cancel may have come since the row was read.
@@ -450,7 +462,10 @@ class Supervisor:
             attempt.result_at = attempt.watched_s
         if hint.state == "alive" and attempt.watched_s - attempt.result_at < self.patience.leave_s:
             return
-        self.launcher.cancel(attempt.handle)
+        try:
+            self.launcher.cancel(attempt.handle)
+        except FlashError as error:  # the engine does not answer: the result counts all the same
+            log.warning("%s: attempt %s was not cancelled: %s", run.id, attempt.number, error)
         if attempt.reader.read(now=True):
             prune_checkpoints(self.store, run)
         self._finish(run, result["state"], result["step"], result["error"])
@@ -468,7 +483,7 @@ class Supervisor:
         write any more.
         """
         with self._despite_trouble(run):
-            folder.create(queue.job(run))
+            folder.create(self.target.job(run))
             writer = folder.claim(folder.newest_epoch() + 1)
             cause = FlashError.from_dict(error) if error else None
             writer.commit_result(state, step, cause, retryable=False)
@@ -487,6 +502,77 @@ class Supervisor:
         row: Json = {"time": time.time(), "epoch": run.attempt, "kind": "attempt"}
         row |= {"message": message, **values}
         self.store.put_event(run.id, f"{run.attempt:04d}-{what}", row)
+
+
+class Supervisor(Attendant):
+    """Looks after all of a state directory: itself after the runs of this machine, and after those
+    of each other target on a thread. `tick` does whatever is due and returns; `run` ticks until
+    nothing is left to do.
+    """
+
+    def __init__(
+        self,
+        base: Path,
+        *,
+        launcher: Launcher | None = None,
+        worker: Sequence[str] = WORKER,
+        patience: Patience | None = None,
+        open_target: Callable[[Path, str], Target] = open_target,
+    ) -> None:
+        store = Store(base)
+        target = LocalTarget(base, launcher or LocalLauncher(base / "attempts"), worker)
+        super().__init__(store, target, Vault(base), patience or Patience())
+        self.upkeep = Upkeep(self.store, lambda: self.alive())
+        self._open_target = open_target
+        poll_s = self.patience.remote_poll_s
+        self._remote = RemoteTargets(self.store, self._attendant_of, poll_s)
+        self._serving: Deployments | None = None
+        self._is_prepared = False
+
+    def run(self) -> None:
+        """Tick until there was nothing to do for `idle_exit_s`."""
+        busy_at = time.monotonic()
+        while True:
+            self.alive()
+            is_busy = self._tick_unless_held_up()
+            if self.upkeep.step() or is_busy:
+                busy_at = time.monotonic()
+            elif time.monotonic() - busy_at >= self.patience.idle_exit_s:
+                return
+            time.sleep(self.patience.poll_s)
+
+    def _tick_unless_held_up(self) -> bool:
+        """As `tick`. A database that another program locks, or a full disk, is waited out: the
+        folders keep all.
+        """
+        try:
+            if not self._is_prepared:
+                self.store.make_paths_relative()
+                self._is_prepared = True
+            return self.tick()
+        except FlashError as error:
+            if error.code not in ("state_busy", "disk_full"):
+                raise
+            log.warning("%s", error)
+            return True
+
+    def tick(self) -> bool:
+        """Whether there is anything to look after."""
+        known = self.vault.run_ids()  # first: a run has its row before its secrets are given
+        active = self.store.active_runs()
+        for ended in known - {run.id for run in active}:
+            self.vault.forget(ended)
+        self.attend([run for run in active if run.target == LOCAL_TARGET])
+        self._tend_elsewhere({run.target for run in active} - {LOCAL_TARGET})
+        return self._serve() or bool(active)
+
+    def _tend_elsewhere(self, targets: set[str]) -> None:
+        """Keep a thread for each of these targets: one that does not answer delays no other."""
+        self._remote.tend(targets)
+
+    def _attendant_of(self, name: str) -> Attendant:
+        target = self._open_target(self.base, name)
+        return Attendant(self.store, target, self.vault, self.patience)
 
     def _serve(self) -> bool:
         """Look after deployments; whether there are any."""

@@ -413,7 +413,7 @@ def test_the_doctor_names_what_holds_runs_up_and_their_damaged_files(run: Run, t
     claimed = queue.claim(open_store())
     assert claimed
     full = FlashError("disk_full", "the disk is full", needed_bytes=10**15)
-    assert queue.requeue(open_store(), waiting.id, 1, full, is_counted=False)
+    assert queue.requeue(open_store(), waiting.id, 1, full, counts_as="nothing")
     message = "beat.json is damaged and counts as absent: it is no regular file"
     row = {"time": time.time(), "epoch": 1, "kind": "warning", "message": message}
     open_store().put_event(waiting.id, "damaged-1", row)

@@ -199,7 +199,7 @@ def test_a_run_that_waits_for_space_can_be_cancelled(bench: Bench, disk: Path) -
     claimed = queue.claim(bench.store)
     assert claimed
     full = FlashError("disk_full", "it is full", needed_bytes=10**15)
-    assert queue.requeue(bench.store, run.id, 1, full, is_counted=False)
+    assert queue.requeue(bench.store, run.id, 1, full, counts_as="nothing")
     ticks(bench, 3)
     assert bench.store.run(run.id).attempt == 1  # nobody has a petabyte
     assert queue.request_cancel(bench.store, run.id).state == "cancelled"
@@ -240,7 +240,7 @@ def test_the_real_worker_ends_on_a_full_disk_so_that_another_attempt_follows(
     (package / "__init__.py").write_text(f"__path__.append({str(ROOT / 'worker')!r})")
     (package / "train.py").write_text(TRAIN.format(size=size_bytes))
     monkeypatch.setenv("PYTHONPATH", f"{package.parent}{os.pathsep}{ROOT}")
-    bench.supervisor.worker = (sys.executable, "-P", "-m", "worker.main")
+    bench.supervisor.target.worker = (sys.executable, "-P", "-m", "worker.main")
     run = bench.train(max_attempts=1)
     run_until(bench.supervisor, lambda: bench.store.checkpoints(run.id))
     (Path(run.folder) / "almost").touch()
@@ -262,7 +262,7 @@ def test_what_a_worker_says_of_space_holds_nobody_up(
     claimed = queue.claim(bench.store)
     assert claimed
     full = FlashError("disk_full", "it is full", **values)
-    assert queue.requeue(bench.store, run.id, 1, full, is_counted=False)
+    assert queue.requeue(bench.store, run.id, 1, full, counts_as="nothing")
     assert finish(bench, run).state == "succeeded"
 
 
@@ -272,7 +272,7 @@ def test_a_disk_of_temporary_files_that_is_full_is_waited_for(bench: Bench, disk
     supervisor = bench.supervisor
     supervisor.base = disk.parent  # a disk with space
     claimed = queue.claim(bench.store)
-    assert claimed and queue.requeue(bench.store, run.id, 1, other, is_counted=False)
+    assert claimed and queue.requeue(bench.store, run.id, 1, other, counts_as="nothing")
     fill(disk, leave=LEAST_FREE_BYTES - MIB)
     ticks(bench, 3)
     assert bench.store.run(run.id).attempt == 1
@@ -285,7 +285,7 @@ def test_attempts_that_a_full_disk_ended_are_not_counted(bench: Bench) -> None:
     full = FlashError("disk_full", "it is full")
     for attempt in (1, 2, 3):
         assert (claimed := queue.claim(bench.store)) and claimed.attempt == attempt
-        assert queue.requeue(bench.store, run.id, attempt, full, is_counted=False)
+        assert queue.requeue(bench.store, run.id, attempt, full, counts_as="nothing")
     assert queue.claim(bench.store)
     assert not queue.requeue(bench.store, run.id, 4, FlashError("worker_failed", "lost"))
 

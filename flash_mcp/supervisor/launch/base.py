@@ -1,4 +1,5 @@
-"""The launcher seam: three methods, and an in-memory twin that documents them."""
+"""The launcher seam: three methods, and an in-memory twin that documents them. A target is a
+launcher, and what an attempt needs to run there."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
+
+from flash_mcp.protocol.records import Json, Run
 
 
 @dataclass(frozen=True)
@@ -36,12 +39,16 @@ class Handle:
 
 @dataclass(frozen=True)
 class Hint:
-    """The state that the engine reports. It may be wrong; the run folder decides. `detail` says how
-    an attempt ended.
+    """The state that the engine reports. It may be wrong; the run folder decides.
+
+    A pending attempt was submitted and waits for a machine. `detail` says what it waits for, or how
+    it ended, in the engine's own words.
     """
 
-    state: Literal["alive", "gone", "unknown"]
+    state: Literal["pending", "alive", "gone", "unknown"]
     detail: str = ""
+    is_preempted: bool = False
+    """The engine ended it for its own reasons: that is no fault of the attempt."""
 
 
 class Launcher(ABC):
@@ -63,8 +70,29 @@ class Launcher(ABC):
 
     @abstractmethod
     def cancel(self, handle: Handle) -> None:
-        """End the attempt and all its processes at once, without asking it. Nothing happens where
-        it has ended.
+        """End the attempt and all its processes, without asking it: at once, or as soon as the
+        engine can. Nothing happens where it has ended.
+        """
+
+
+class Target(ABC):
+    """A place where attempts run. All that its methods and its launcher do may take long, or fail,
+    where the place does not answer.
+    """
+
+    name: str
+    launcher: Launcher
+    patience_s: float
+    """How long the supervisor retries while the place of the run folders does not answer."""
+
+    @abstractmethod
+    def job(self, run: Run) -> Json:
+        """The contents of the run's job.json, once all that it names is there."""
+
+    @abstractmethod
+    def launch(self, run: Run, secrets: Mapping[str, str]) -> Launch:
+        """How the run's attempt is started. Its environment holds what the place gives, and the
+        run's secrets as far as they can travel.
         """
 
 

@@ -1,0 +1,80 @@
+"""Targets beyond this machine, each looked after on a thread of its own.
+
+Their engines and stores may not answer for minutes. Then only the runs of that target wait."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
+
+from flash_mcp.protocol.records import Run
+from flash_mcp.state.store import Store
+
+log = logging.getLogger(__name__)
+
+
+class Attends(Protocol):
+    """Looks after the runs of one target."""
+
+    def attend(self, active: Sequence[Run]) -> None: ...
+
+
+class RemoteTargets:
+    """The threads. `attendant_of` makes a target's attendant."""
+
+    def __init__(self, store: Store, attendant_of: Callable[[str], Attends], poll_s: float) -> None:
+        self.store = store
+        self.attendant_of = attendant_of
+        self.poll_s = poll_s
+        self._threads: dict[str, TargetThread] = {}
+
+    def tend(self, names: Collection[str]) -> None:
+        """See that a thread looks after each of these targets."""
+        for name in names:
+            thread = self._threads.get(name)
+            if thread is None or not thread.is_alive():
+                self._threads[name] = TargetThread(self, name)
+                self._threads[name].start()
+
+    def stop(self) -> None:
+        """Let the threads end. None is waited for: it may wait for what does not answer."""
+        for thread in self._threads.values():
+            thread.stopped.set()
+
+
+class TargetThread(threading.Thread):
+    """Looks after a target's runs until none is active."""
+
+    def __init__(self, targets: RemoteTargets, name: str) -> None:
+        super().__init__(name=f"target {name}", daemon=True)
+        self.targets = targets
+        self.target = name
+        self.stopped = threading.Event()
+        self._attendant: Attends | None = None
+        self._trouble = ""
+
+    def run(self) -> None:
+        store = self.targets.store
+        try:
+            while not self.stopped.is_set():
+                try:
+                    if not self._attend(store):
+                        return
+                    self._trouble = ""
+                except Exception as error:  # an engine that does not answer, a locked database
+                    if repr(error) != self._trouble:
+                        log.warning("target %s: %r", self.target, error)
+                    self._trouble = repr(error)
+                self.stopped.wait(self.targets.poll_s)
+        finally:
+            store.close()
+
+    def _attend(self, store: Store) -> bool:
+        """Whether the target has active runs."""
+        active = [run for run in store.active_runs() if run.target == self.target]
+        if active:
+            self._attendant = self._attendant or self.targets.attendant_of(self.target)
+            self._attendant.attend(active)
+        return bool(active)

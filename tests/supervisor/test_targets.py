@@ -1,0 +1,252 @@
+"""Runs on targets that are not this machine: what waits, what is preempted, and what freezes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.records import Json, Run
+from flash_mcp.protocol.run_folder import RunFolder, RunWriter
+from flash_mcp.protocol.spec import RunSpec, resolve
+from flash_mcp.state import queue
+from flash_mcp.state.store import Store
+from flash_mcp.supervisor.launch.base import Handle, Hint, Launch, MemoryLauncher, Target
+from flash_mcp.supervisor.loop import Attendant, Patience, Supervisor
+from flash_mcp.supervisor.secrets import Vault
+
+HASTE = Patience(poll_s=0.01, remote_poll_s=0.01, beat_stale_s=0.05, retry_delay_s=0.0)
+TIMEOUT_S = 30.0
+
+
+class Engine(MemoryLauncher):
+    """An engine that a test leads, with a queue: what is submitted waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.submitted: list[str] = []
+        self.answers = threading.Event()
+        self.answers.set()
+
+    def submit(self, launch: Launch) -> Handle:
+        self.submitted.append(launch.key)
+        self.hints.setdefault(launch.key, Hint("pending", "Resources"))
+        return Handle(launch.key, f"job {len(self.submitted)}")
+
+    def poll(self, handles: Sequence[Handle]) -> dict[str, Hint]:
+        self.answers.wait()
+        return super().poll(handles)
+
+
+class Lab(Target):
+    name = "lab"
+    patience_s = 1.0
+
+    def __init__(self) -> None:
+        self.launcher = self.engine = Engine()
+
+    def job(self, run: Run) -> Json:
+        return queue.job(run)
+
+    def launch(self, run: Run, secrets: Mapping[str, str]) -> Launch:
+        return Launch(run.id, run.attempt, ["true"], {}, Path("unused"))
+
+
+class Bench:
+    """A state directory and the attendant of a target, whose attempts the test plays."""
+
+    def __init__(self, base: Path) -> None:
+        self.store = Store(base)
+        self.lab = Lab()
+        self.attendant = self.new_attendant()
+
+    def new_attendant(self) -> Attendant:
+        return Attendant(self.store, self.lab, Vault(self.store.base), HASTE)
+
+    def train(self, target: str = "lab", **fields: object) -> Run:
+        environment = self.store.add_environment(
+            name="calc", digest="abcdef123456", path="/e", size_bytes=1
+        )
+        spec = RunSpec.model_validate({"environment": "calc", **fields})
+        run, _ = queue.enqueue(self.store, resolve(spec), environment, target=target)
+        return run
+
+    def until(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not condition():
+            assert time.monotonic() < deadline, [vars(run) for run in self.store.runs()]
+            self.tick()
+
+    def tick(self) -> None:
+        runs = self.store.active_runs()
+        self.attendant.attend([run for run in runs if run.target == "lab"])
+
+    def now(self, run: Run) -> Run:
+        return self.store.run(run.id)
+
+    def start(self, run: Run) -> RunWriter:
+        """The engine gives the newest attempt a machine, and it beats."""
+        attempt = self.now(run).attempt
+        self.lab.engine.hints[f"{run.id}-{attempt}"] = Hint("alive")
+        writer = RunFolder(run.folder).claim(attempt)
+        writer.beat(1, "train")
+        self.until(lambda: self.now(run).state == "running")
+        return writer
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path)
+    yield made
+    made.store.close()
+
+
+def test_a_run_that_waits_for_a_machine_burns_no_attempt_and_says_what_it_waits_for(
+    bench: Bench,
+) -> None:
+    run = bench.train(stall_timeout_s=0.02, max_attempts=1)
+    bench.until(lambda: bench.now(run).waits_for)
+    waiting = bench.now(run)
+    assert (waiting.state, waiting.waits_for) == ("starting", "Resources")
+    attempt = bench.attendant._attempts[run.id]
+    bench.until(lambda: attempt.watched_s > 10 * 0.02)
+    assert bench.now(run).attempt == 1
+    bench.lab.engine.hints[f"{run.id}-1"] = Hint("pending", "Priority")
+    bench.until(lambda: bench.now(run).waits_for == "Priority")
+    waited_s = time.time() - waiting.created
+    writer = bench.start(run)
+    started = bench.now(run)
+    assert started.waits_for is None
+    assert started.used_s < waited_s  # the time in the engine's queue is no work
+    writer.commit_result("succeeded", 1)
+    bench.until(lambda: bench.now(run).ended)
+    assert bench.now(run).state == "succeeded"
+
+
+def test_an_attempt_that_waits_too_long_is_submitted_anew_and_no_attempt_is_counted(
+    bench: Bench,
+) -> None:
+    run = bench.train(max_attempts=1)
+    bench.until(lambda: bench.now(run).waits_for)
+    attempt = bench.attendant._attempts[run.id]
+    assert attempt.pending_at is not None
+    attempt.pending_at -= HASTE.pending_s
+    bench.until(lambda: bench.now(run).attempt == 2)
+    error = bench.now(run).error
+    assert error and error["code"] == "preempted" and "Resources" in error["what"]
+
+
+def test_a_run_that_waits_is_cancelled_without_the_time_that_a_worker_has_to_save(
+    bench: Bench,
+) -> None:
+    run = bench.train()
+    bench.until(lambda: bench.now(run).waits_for)
+    queue.request_cancel(bench.store, run.id, "not needed")
+    bench.until(lambda: bench.now(run).ended)
+    assert (bench.now(run).state, bench.now(run).waits_for) == ("cancelled", None)
+    assert bench.lab.engine.hints[f"{run.id}-1"].state == "gone"
+
+
+def test_preempted_attempts_do_not_count_and_crashes_do(bench: Bench) -> None:
+    run = bench.train(max_attempts=2)
+    for attempt in (1, 2, 3):
+        bench.until(lambda attempt=attempt: bench.now(run).attempt == attempt)
+        bench.until(lambda: bench.now(run).handle)
+        bench.start(run)
+        gone = Hint("gone", "NODE_FAIL", is_preempted=True)
+        bench.lab.engine.hints[f"{run.id}-{attempt}"] = gone
+    bench.until(lambda: bench.now(run).attempt == 4)
+    assert bench.now(run).preemptions == 3
+    for attempt in (4, 5):
+        bench.until(lambda attempt=attempt: bench.now(run).attempt == attempt)
+        bench.until(lambda: bench.now(run).handle)
+        bench.lab.engine.hints[f"{run.id}-{attempt}"] = Hint("gone", "exit code 1")
+    bench.until(lambda: bench.now(run).ended)
+    error = bench.now(run).error
+    assert (bench.now(run).state, bench.now(run).attempt) == ("failed", 5)
+    assert error and error["code"] == "worker_failed"
+
+
+def test_a_run_that_is_preempted_without_end_fails(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flash_mcp.state.queue.MAX_PREEMPTIONS", 2)
+    run = bench.train()
+    gone = Hint("gone", "PREEMPTED", is_preempted=True)
+    bench.lab.engine.hints |= {f"{run.id}-{attempt}": gone for attempt in (1, 2, 3)}
+    bench.until(lambda: bench.now(run).ended)
+    assert (bench.now(run).state, bench.now(run).attempt) == ("failed", 3)
+
+
+def test_what_an_engine_took_is_not_submitted_again_by_the_next_supervisor(bench: Bench) -> None:
+    run = bench.train()
+    bench.until(lambda: bench.now(run).handle)
+    assert bench.now(run).handle == "job 1"
+    bench.attendant = bench.new_attendant()
+    bench.until(lambda: bench.attendant._attempts.get(run.id))
+    assert bench.attendant._attempts[run.id].handle == Handle(f"{run.id}-1", "job 1")
+    assert bench.lab.engine.submitted == [f"{run.id}-1"]
+
+
+def test_an_engine_that_does_not_answer_is_what_the_run_waits_for(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: Launch) -> Handle:
+        raise FlashError("target_unreachable", "squeue does not answer")
+
+    run = bench.train()
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.lab.engine, "submit", refuse)
+        bench.until(lambda: bench.now(run).waits_for)
+    assert "squeue does not answer" in str(bench.now(run).waits_for)
+    bench.until(lambda: bench.now(run).waits_for == "Resources")
+    assert bench.now(run).attempt == 1
+
+
+def test_each_target_has_slots_and_a_queue_of_its_own(bench: Bench) -> None:
+    here = bench.train("local")
+    first, second = bench.train(), bench.train()
+    bench.until(lambda: bench.now(first).handle)
+    bench.tick()
+    assert [bench.now(run).state for run in (here, first, second)] == [
+        "queued", "starting", "queued"
+    ]  # fmt: skip
+    assert queue.queued_ahead(bench.store, bench.now(second)) == 0
+    assert queue.queued_ahead(bench.store, bench.now(here)) == 0
+
+
+def test_a_target_that_does_not_answer_delays_no_other(bench: Bench) -> None:
+    near = Lab()
+    near.name = "near"
+    targets = {"lab": bench.lab, "near": near}
+    local = Lab()
+    local.name = "local"
+    supervisor = Supervisor(
+        bench.store.base,
+        launcher=local.launcher,
+        patience=HASTE,
+        open_target=lambda _, name: targets[name],
+    )
+    runs = {name: bench.train(name) for name in ("lab", "near", "local")}
+
+    def until(condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not condition():
+            assert time.monotonic() < deadline
+            supervisor.tick()
+
+    try:
+        until(lambda: all(bench.now(run).waits_for for run in runs.values()))
+        bench.lab.engine.answers.clear()
+        for name in ("near", "local"):
+            RunFolder(runs[name].folder).claim(1).commit_result("succeeded", 1)
+        until(lambda: bench.now(runs["near"]).ended and bench.now(runs["local"]).ended)
+        assert bench.now(runs["lab"]).state == "starting"
+    finally:
+        bench.lab.engine.answers.set()
+    RunFolder(runs["lab"].folder).claim(1).commit_result("succeeded", 1)
+    until(lambda: bench.now(runs["lab"]).ended)
