@@ -24,24 +24,25 @@ if TYPE_CHECKING:
 
     from flash_mcp.tools.shared.frame import Tool
 
-POSITIONAL = {
-    "chat": "message",
-    "env_push": "folder",
-    "env_setup": "folder",
-    "env_test": "folder",
-    "evaluate": "environment",
-    "status": "run_id",
-    "train": "config",
-    "undeploy": "deployment",
+POSITIONAL: dict[str, tuple[str, ...]] = {
+    "chat": ("message",),
+    "compare": ("base", "other"),
+    "env_push": ("folder",),
+    "env_setup": ("folder",),
+    "env_test": ("folder",),
+    "evaluate": ("environment",),
+    "status": ("run_id",),
+    "train": ("config",),
+    "undeploy": ("deployment",),
 }
-"""The argument that reads better without its name; for other tools it is the required one."""
+"""The arguments that read better without their names; for other tools the required one."""
 
 EXAMPLES = {
     "cancel": "cancel run-2f9k1c8d --reason 'wrong data'",
     "catalog": "catalog --kind models",
     "chat": "chat 'What is 12 * 7?' --side-by-side",
     "checkpoints": "checkpoints run-2f9k1c8d",
-    "compare": "compare run-2f9k1c8d --flips 3",
+    "compare": "compare run-2f9k1c8d@0 run-2f9k1c8d --more run-8d1c9k2f",
     "curate": "curate run-2f9k1c8d,run-8d1c9k2f --name solved --filter 'avg < 0.9'",
     "deploy": "deploy run-2f9k1c8d --step 100",
     "env_push": "env-push ./calculator --name calculator",
@@ -67,7 +68,7 @@ def add_tool(commands: Any, tool: Tool) -> None:
     parser = add_command(commands, name, tool.description, ending, run, aliases=aliases)
     parameters = tool.signature.parameters.values()
     required = [each.name for each in parameters if each.default is each.empty]
-    words = [POSITIONAL[tool.name]] if tool.name in POSITIONAL else required
+    words = [*POSITIONAL.get(tool.name, required)]
     for parameter in parameters:
         _add_argument(parser, parameter, parameter.name in words)
     parser.add_argument(

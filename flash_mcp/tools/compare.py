@@ -1,4 +1,4 @@
-"""compare: whether two evaluations differ."""
+"""compare: whether two evaluations differ, or which of several is best."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ from flash_mcp.tools.shared.frame import Result
 from flash_mcp.tools.shared.next_steps import Compared, after_comparison, repeated
 
 FLIP_CHARACTERS = 4200
-"""All transcripts in one comparison have at most so many."""
+"""All transcripts in one comparison have at most so many; half of them beside a table."""
+
+
+Judged = Outcome | Literal["contaminated", "confounded"]
 
 
 class Side(Part):
@@ -72,10 +75,33 @@ class Flip(Part):
     other_text: str
 
 
-class Compare(Result):
-    """A comparison of two evaluations."""
+class Line(Part):
+    """One of several evaluations, compared with base."""
 
-    verdict: Outcome | Literal["contaminated", "confounded"]
+    run_id: str
+    step: int
+    of: str
+    """The model, in words."""
+    tasks: int
+    success: Rounded
+    low: Rounded
+    """Wilson 95 % interval of success."""
+    high: Rounded
+    """Its upper end."""
+    reward: Rounded
+    verdict: Judged | None = None
+    """Against base; absent for base itself."""
+    change: Rounded | None = None
+    """Of `metric`, against base."""
+    change_low: Rounded | None = None
+    """95 % interval of the change."""
+    change_high: Rounded | None = None
+
+
+class Compare(Result):
+    """A comparison of two evaluations, or of several with the first."""
+
+    verdict: Judged
     """Of `metric`; contaminated: eval tasks were trained on; confounded: model and settings both
     differ."""
     metric: str
@@ -91,6 +117,10 @@ class Compare(Result):
     """Paired tasks with more successes than before."""
     no_longer: int
     """Paired tasks with fewer."""
+    table: list[Line] | None = None
+    """With more: all of them, base first."""
+    best: str | None = None
+    """With more: which is best on `metric`, and whether it differs from the next."""
     flips: list[Flip] | None = None
     """Some of both kinds, the largest changes first."""
     notes: list[str] | None = None
@@ -100,6 +130,7 @@ class Compare(Result):
 def compare(
     base: Annotated[str, Field(min_length=1)],
     other: Annotated[str | None, Field(min_length=1)] = None,
+    more: Annotated[list[str] | None, Field(min_length=1, max_length=8)] = None,
     metric: Metric = "success",
     min_change: Annotated[float, Field(gt=0, le=1)] = 0.05,
     flips: Annotated[int, Field(ge=0, le=5)] = 2,
@@ -116,12 +147,16 @@ def compare(
         base: An evaluation; a training run, for its newest evaluation; or RUN@STEP. Alone: a
             training run, whose first and newest evaluations are compared.
         other: The same kinds; is it better than base?
+        more: Further ones, each also compared with base.
         metric: What the verdict is on; both are shown.
         min_change: The smallest change that matters to you.
         flips: Tasks to show of each kind that came out differently.
     """
     store = open_store()
+    if more and other is None:
+        other, *more = more
     pair = _pair(store, base, other)
+    further = [_pair(store, base, each) for each in more or ()]
     memory = _memory(store, pair)
     changes = {name: pair.change(name, min_change) for name in ("success", "reward")}
     moved = pair.moved()
@@ -130,13 +165,9 @@ def compare(
     shown = [*better[:flips], *worse[:flips]]
     notes = [f"CONTAMINATED: {memory.evidence}"] if memory else []
     notes += _limits(pair)
-    verdict: Outcome | Literal["contaminated", "confounded"] = changes[metric].outcome
-    if pair.is_confounded:
-        verdict = "confounded"
-    if memory:
-        verdict = "contaminated"
-    return Compare(
-        verdict=verdict,
+    room = FLIP_CHARACTERS // (2 if further else 1)
+    result = Compare(
+        verdict=_judged(pair, changes[metric], memory),
         metric=metric,
         base=_side(pair.base),
         other=_side(pair.other),
@@ -146,10 +177,57 @@ def compare(
         reward=changes["reward"],
         newly_solved=len(better),
         no_longer=len(worse),
-        flips=[_flip(store, task, pair, len(shown)) for task in shown] or None,
+        flips=[_flip(store, task, pair, room // len(shown)) for task in shown] or None,
         notes=notes or None,
         next=memory.remedy if memory else _next_step(store, pair, changes[metric], bool(shown)),
     )
+    if further:
+        pairs = [pair, *further]
+        result.table = _table(store, pairs, metric, min_change)
+        result.best = _best([pair.base, *(each.other for each in pairs)], metric, min_change)
+    return result
+
+
+def _table(store: Store, pairs: Sequence[Pair], metric: Metric, effect: float) -> list[Line]:
+    lines = [_line(pairs[0].base)]
+    for each in pairs:
+        change = each.change(metric, effect)
+        lines.append(_line(each.other, _judged(each, change, _memory(store, each)), change))
+    return lines
+
+
+def _judged(pair: Pair, change: Change, memory: Flag | None) -> Judged:
+    if memory:
+        return "contaminated"
+    return "confounded" if pair.is_confounded else change.outcome
+
+
+def _line(side: Evaluated, verdict: Judged | None = None, change: Change | None = None) -> Line:
+    shown = _side(side)
+    common = Line.model_fields.keys() & Side.model_fields.keys()
+    line = Line(**shown.model_dump(include=common), verdict=verdict)
+    if change:
+        line.change = change.change
+        line.change_low = change.low
+        line.change_high = change.high
+    return line
+
+
+def _best(sides: Sequence[Evaluated], metric: Metric, effect: float) -> str:
+    """Which side has the highest mean, and how it compares with the next."""
+
+    def mean(side: Evaluated) -> float:
+        return fmean(side.means(metric).values())
+
+    first, second = sorted(sides, key=mean, reverse=True)[:2]
+    pair = Pair(second, first)
+    change = pair.change(metric, effect)
+    against = f"against the next, {_named_side(second)}: {change.explanation}"
+    return f"{_named_side(first)}, {metric} {mean(first):.3f}; {against}"
+
+
+def _named_side(side: Evaluated) -> str:
+    return f"{side.run.id}@{side.row.step}"
 
 
 # -- the two evaluations ---------------------------------------------------------------------------
@@ -342,15 +420,14 @@ class Shown:
     text: str
 
 
-def _flip(store: Store, task: str, pair: Pair, count: int) -> Flip:
-    """A task that moved, as one of `count`, with a typical attempt of each side: a failure where it
-    failed more, a success otherwise.
+def _flip(store: Store, task: str, pair: Pair, characters: int) -> Flip:
+    """A task that moved, with a typical attempt of each side in so many characters: a failure where
+    it failed more, a success otherwise.
     """
     base = pair.base.means("success")[task]
     other = pair.other.means("success")[task]
     ours = _shown(store, pair.base, task, base > other)
     theirs = _shown(store, pair.other, task, other > base)
-    characters = FLIP_CHARACTERS // count
     return Flip(
         task_id=task,
         base=base,

@@ -26,7 +26,7 @@ _TOOLS = (
     Tool(status, title="Status of runs", read_only=True),
     Tool(rollouts, title="Read transcripts", read_only=True),
     Tool(evaluate, title="Evaluate a model", open_world=True),
-    Tool(compare, title="Compare two evaluations", read_only=True),
+    Tool(compare, title="Compare evaluations", read_only=True),
     Tool(curate, title="Make a dataset from attempts", idempotent=True),
     Tool(deploy, title="Serve a checkpoint", idempotent=True),
     Tool(undeploy, title="Stop serving", destructive=True, idempotent=True),

@@ -570,6 +570,26 @@ async def test_long_transcripts_and_many_flips_fit_into_one_result(client: Clien
     assert len(body["flips"]) == 5
 
 
+@pytest.mark.slow
+async def test_several_evaluations_are_compared_with_the_first_at_once(client: Client):
+    made = [(await evaluated(client, solved=count))["run_id"] for count in (5, 40, 38)]
+    base, best, near = made
+    body = await call(client, "compare", base=base, more=[near, best])
+    assert [line["run_id"] for line in body["table"]] == [base, near, best]
+    assert "verdict" not in body["table"][0]
+    assert [line["verdict"] for line in body["table"][1:]] == ["improved", "improved"]
+    first = body["table"][1]
+    assert (first["change"], first["change_low"]) == (
+        body["success"]["change"],
+        body["success"]["low"],
+    )
+    assert body["other"]["run_id"] == near
+    assert body["best"].startswith(f"{best}@0, success 0.667; against the next, {near}@0: ")
+    assert "best" not in await call(client, "compare", base=base, other=near)
+    error = await refusal(client, "compare", base=base, more=[near, base])
+    assert "the same evaluation" in error
+
+
 # -- the sample before training --------------------------------------------------------------------
 
 
