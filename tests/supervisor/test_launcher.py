@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,8 @@ import pytest
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.supervisor.launch.base import Handle, Hint, Launch, Launcher, MemoryLauncher
 from flash_mcp.supervisor.launch.local import REGISTER_AND_EXEC, LocalLauncher, Record
+from flash_mcp.supervisor.launch.slurm import SlurmLauncher
+from tests import slurm
 from tests.places import ROOT
 from tests.refuse import refusing
 from tests.watch import is_running
@@ -49,10 +53,18 @@ class Harness:
     reopen: Callable[[], Launcher]
     end: Callable[[Handle], None]
     logs: Path
+    run_id: str = "run-1"
+    """Engines find attempts by their keys: each test has keys of its own."""
+    submitted: list[Handle] = field(default_factory=list[Handle])
 
     def launch(self, attempt: int = 1, command: list[str] | None = None) -> Launch:
         log = self.logs / f"log.{attempt}"
-        return Launch("run-1", attempt, command or SLEEPER, {"PATH": os.environ["PATH"]}, log)
+        return Launch(self.run_id, attempt, command or SLEEPER, {"PATH": os.environ["PATH"]}, log)
+
+    def submit(self, launcher: Launcher, attempt: int = 1) -> Handle:
+        handle = launcher.submit(self.launch(attempt))
+        self.submitted.append(handle)
+        return handle
 
 
 def memory(tmp_path: Path) -> Harness:
@@ -72,71 +84,179 @@ def local(tmp_path: Path) -> Harness:
     )
 
 
-@pytest.fixture(params=[memory, local], ids=["memory", "local"])
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """A real Slurm of two nodes."""
+    if reason := slurm.missing():
+        pytest.skip(reason)
+    with slurm.running():
+        yield
+
+
+def on_slurm(tmp_path: Path) -> Harness:
+    def end(handle: Handle) -> None:
+        subprocess.run(["scancel", "--full", "--signal=KILL", handle.id], check=True)
+
+    return Harness(lambda: SlurmLauncher(2), end, tmp_path / "run")
+
+
+SLURM = pytest.param(on_slurm, marks=pytest.mark.slow)
+
+
+@pytest.fixture(params=[memory, local, SLURM], ids=["memory", "local", "slurm"])
 def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]:
+    if request.param is on_slurm:
+        request.getfixturevalue("cluster")
     made: Harness = request.param(tmp_path)
+    made.run_id = f"run-{tmp_path.name}"
     yield made
     launcher = made.reopen()
-    for attempt in (1, 2, 3):
-        launcher.cancel(Handle(f"run-1-{attempt}", ""))
+    for handle in made.submitted:
+        launcher.cancel(handle)
 
 
 def state(launcher: Launcher, handle: Handle) -> str:
     return launcher.poll([handle])[handle.key].state
 
 
-def test_a_submitted_attempt_is_alive_under_its_key(harness: Harness) -> None:
+def is_gone(launcher: Launcher, handle: Handle) -> bool:
+    return state(launcher, handle) == "gone"
+
+
+def test_a_submitted_attempt_comes_alive_under_its_key(harness: Harness) -> None:
     launcher = harness.reopen()
-    handle = launcher.submit(harness.launch())
-    assert handle.key == "run-1-1"
-    assert state(launcher, handle) == "alive"
+    handle = harness.submit(launcher)
+    assert handle.key == f"{harness.run_id}-1"
+    assert state(launcher, handle) in ("pending", "alive")
+    until(lambda: state(launcher, handle) == "alive")
 
 
 def test_a_key_submitted_again_is_the_same_attempt(harness: Harness) -> None:
     launcher = harness.reopen()
-    first = launcher.submit(harness.launch())
-    assert launcher.submit(harness.launch()) == first
-    assert launcher.submit(harness.launch(2)) != first
+    first = harness.submit(launcher)
+    assert harness.submit(launcher) == first
+    assert harness.submit(launcher, 2) != first
 
 
 def test_another_launcher_finds_the_attempt(harness: Harness) -> None:
-    first = harness.reopen().submit(harness.launch())
+    first = harness.submit(harness.reopen())
     later = harness.reopen()
-    assert later.submit(harness.launch()) == first
-    assert state(later, first) == "alive"
+    assert harness.submit(later) == first
+    until(lambda: state(later, first) == "alive")
 
 
 def test_an_attempt_that_ended_stays_ended_when_its_key_is_submitted_again(
     harness: Harness,
 ) -> None:
     launcher = harness.reopen()
-    handle = launcher.submit(harness.launch())
+    handle = harness.submit(launcher)
+    until(lambda: state(launcher, handle) == "alive")
     harness.end(handle)
-    until(lambda: state(launcher, handle) == "gone")
+    until(lambda: is_gone(launcher, handle))
     assert launcher.poll([handle])[handle.key].detail
     for again in (launcher, harness.reopen()):
-        assert again.submit(harness.launch()).key == handle.key
-        assert state(again, handle) == "gone"
+        assert harness.submit(again).key == handle.key
+        assert is_gone(again, handle)
 
 
 def test_a_cancelled_attempt_is_gone_and_cancelling_it_again_is_harmless(harness: Harness) -> None:
-    handle = harness.reopen().submit(harness.launch())
+    handle = harness.submit(harness.reopen())
     later = harness.reopen()
     later.cancel(handle)
-    assert state(later, handle) == "gone"
+    until(lambda: is_gone(later, handle))
     later.cancel(handle)
-    assert state(later, handle) == "gone"
+    assert is_gone(later, handle)
 
 
 def test_an_attempt_that_nobody_submitted_is_gone(harness: Harness) -> None:
     launcher = harness.reopen()
-    handle = Handle("run-1-3", "999999")
-    assert state(launcher, handle) == "gone"
+    handle = Handle(f"{harness.run_id}-3", "999999")
+    assert is_gone(launcher, handle)
     launcher.cancel(handle)
 
 
 def test_polling_nothing_is_nothing(harness: Harness) -> None:
     assert harness.reopen().poll([]) == {}
+
+
+# -- Slurm -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def there(cluster: None, tmp_path: Path) -> Iterator[Harness]:
+    made = on_slurm(tmp_path)
+    made.run_id = f"run-{tmp_path.name}"
+    yield made
+    for handle in made.submitted:
+        made.reopen().cancel(handle)
+
+
+@pytest.mark.slow
+def test_what_waits_for_a_node_of_slurm_is_pending_with_slurms_reason(there: Harness) -> None:
+    launcher = there.reopen()
+    first, second, third = (there.submit(launcher, attempt) for attempt in (1, 2, 3))
+    until(lambda: launcher.poll([third])[third.key].detail == "Slurm: Resources")
+    assert state(launcher, third) == "pending"
+    launcher.cancel(first)
+    until(lambda: state(launcher, third) == "alive")
+    assert state(launcher, second) == "alive"
+
+
+@pytest.mark.slow
+def test_a_job_of_slurm_gets_its_own_environment_and_nothing_of_this_process(
+    there: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLANTED_KEY", "nobody must see this")
+    launcher = there.reopen()
+    launch = there.launch(command=["/usr/bin/env"])
+    handle = launcher.submit(replace(launch, environment={"GIVEN": 'it\'s "quoted" $HOME'}))
+    until(lambda: is_gone(launcher, handle))
+    until(lambda: launch.log and launch.log.exists())
+    printed = (there.logs / "log.1").read_text()
+    assert 'GIVEN=it\'s "quoted" $HOME\n' in printed
+    assert "PLANTED_KEY" not in printed
+
+
+@pytest.mark.slow
+def test_a_job_that_somebody_else_cancels_was_preempted_and_one_that_fails_was_not(
+    there: Harness,
+) -> None:
+    launcher = there.reopen()
+    handle = there.submit(launcher)
+    until(lambda: state(launcher, handle) == "alive")
+    subprocess.run(["scancel", handle.id], check=True)
+    until(lambda: is_gone(launcher, handle))
+    assert launcher.poll([handle])[handle.key].is_preempted
+    failed = launcher.submit(there.launch(2, ["/bin/false"]))
+    until(lambda: is_gone(launcher, failed))
+    hint = launcher.poll([failed])[failed.key]
+    assert (hint.is_preempted, hint.detail) == (False, f"Slurm job {failed.id}: FAILED")
+
+
+@pytest.mark.slow
+def test_options_that_slurm_refuses_are_an_error_with_its_words(cluster: None) -> None:
+    launcher = SlurmLauncher(options=["--partition=nowhere"])
+    with pytest.raises(FlashError, match="invalid partition specified: nowhere") as caught:
+        launcher.submit(Launch("run-refused", 1, SLEEPER, {}, None))
+    assert caught.value.code == "target_refused"
+
+
+@pytest.mark.slow
+def test_a_controller_that_does_not_answer_is_an_unknown_state_within_a_bound(
+    cluster: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent_port = f"SlurmctldPort={silent.getsockname()[1]}"
+        config = Path(os.environ["SLURM_CONF"]).read_text()
+        other = tmp_path / "slurm.conf"
+        other.write_text(re.sub(r"SlurmctldPort=\d+", silent_port, config))
+        monkeypatch.setenv("SLURM_CONF", str(other))
+        monkeypatch.setattr("flash_mcp.supervisor.launch.slurm.TIMEOUT_S", 0.5)
+        handle = Handle("run-x-1", "1")
+        assert SlurmLauncher().poll([handle])[handle.key].state == "unknown"
+        with pytest.raises(FlashError) as caught:
+            SlurmLauncher().submit(Launch("run-x", 1, SLEEPER, {}, None))
+        assert caught.value.code == "target_unreachable"
 
 
 # -- the local launcher ----------------------------------------------------------------------------

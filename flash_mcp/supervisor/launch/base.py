@@ -14,15 +14,15 @@ from flash_mcp.protocol.records import Json, Run
 
 @dataclass(frozen=True)
 class Launch:
-    """One attempt of one run: what to execute, with which environment variables, and where its
-    output goes.
+    """One attempt of one run: what to execute, with which environment variables, and the file that
+    gets its output; None if the attempt stores its output itself.
     """
 
     run_id: str
     attempt: int
     command: Sequence[str]
     environment: Mapping[str, str]
-    log: Path
+    log: Path | None
 
     @property
     def key(self) -> str:

@@ -178,12 +178,13 @@ class LocalLauncher(Launcher):
             self._start_in(slot, held, launch, path)
 
     def _start_in(self, slot: int, held: Sequence[int], launch: Launch, path: Path) -> None:
-        launch.log.parent.mkdir(parents=True, exist_ok=True)
+        path_of_log = launch.log or Path(os.devnull)
+        path_of_log.parent.mkdir(parents=True, exist_ok=True)
         device = {"CUDA_VISIBLE_DEVICES": self.gpus[slot]} if self.gpus else {}
         # Without CUDA_VISIBLE_DEVICES, ids are in the order of nvidia-smi, which is not CUDA's.
         if device and "CUDA_VISIBLE_DEVICES" not in os.environ:
             device["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-        with launch.log.open("ab") as log:
+        with path_of_log.open("ab") as log:
             child = subprocess.Popen(
                 ["/bin/sh", "-c", REGISTER_AND_EXEC, str(path), str(slot), *launch.command],
                 stdin=subprocess.DEVNULL,

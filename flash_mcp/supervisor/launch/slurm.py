@@ -1,0 +1,139 @@
+"""Attempts as jobs of Slurm, through sbatch, squeue and scancel: on this machine, or over ssh.
+
+An attempt's key is its job's name, by which it is found again for as long as Slurm lists it: 300 s
+after its end by default. Jobs get nothing of this process's environment."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.supervisor.launch.base import Handle, Hint, Launch, Launcher
+
+TIMEOUT_S = 10.0
+CANCEL_S = 15.0
+"""How long a cancelled job may take to leave its node. Fencing covers what takes longer."""
+PENDING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD")
+ALIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
+PREEMPTED = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "CANCELLED", "TIMEOUT", "DEADLINE", "REVOKED")
+"""Ends that are no fault of the attempt."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A line of squeue."""
+
+    id: str
+    name: str
+    state: str
+    reason: str
+
+    def hint(self) -> Hint:
+        if self.state in PENDING:
+            return Hint("pending", f"Slurm: {self.reason}")
+        if self.state in ALIVE:
+            return Hint("alive")
+        detail = f"Slurm job {self.id}: {self.state}"
+        return Hint("gone", detail, is_preempted=self.state in PREEMPTED)
+
+
+class SlurmLauncher(Launcher):
+    """`options` are arguments of sbatch, such as --partition=gpu; `ssh` names a host that has
+    sbatch, squeue and scancel.
+    """
+
+    def __init__(self, capacity: int = 1, options: Sequence[str] = (), ssh: str = "") -> None:
+        self.capacity = capacity
+        self.options = tuple(options)
+        self.ssh = ssh
+
+    def submit(self, launch: Launch) -> Handle:
+        for job in self._jobs():
+            if job.name == launch.key:
+                return Handle(launch.key, job.id)
+        output = str(launch.log or os.devnull)
+        if launch.log:
+            launch.log.parent.mkdir(parents=True, exist_ok=True)
+        # A requeued job would be a second process of one attempt.
+        own = ["--parsable", "--no-requeue", "--export=NIL", "--chdir=/", "--open-mode=append"]
+        options = [*self.options, *own, f"--job-name={launch.key}", f"--output={output}"]
+        printed = self._run(["sbatch", *options], script(launch))
+        return Handle(launch.key, printed.strip().split(";")[0])
+
+    def poll(self, handles: Sequence[Handle]) -> dict[str, Hint]:
+        try:
+            jobs = {job.id: job for job in self._jobs()} if handles else {}
+        except FlashError as error:
+            return {handle.key: Hint("unknown", error.what) for handle in handles}
+        forgotten = Hint("gone", "Slurm does not list its job")
+        found = {handle.key: jobs.get(handle.id) for handle in handles}
+        return {key: job.hint() if job else forgotten for key, job in found.items()}
+
+    def cancel(self, handle: Handle) -> None:
+        if not handle.id:
+            return
+        # The first ends its processes at once, the second one that is pending.
+        self._run(["scancel", "--quiet", "--full", "--signal=KILL", handle.id])
+        self._run(["scancel", "--quiet", handle.id])
+        deadline = time.monotonic() + CANCEL_S
+        while self.poll([handle])[handle.key].state != "gone" and time.monotonic() < deadline:
+            time.sleep(0.1)
+
+    def _jobs(self) -> list[Job]:
+        """This user's jobs, and those that ended lately."""
+        listed = self._run(["squeue", "--me", "--states=all", "--noheader", "--format=%i|%j|%T|%r"])
+        return [Job(*line.split("|", 3)) for line in listed.splitlines() if line.count("|") >= 3]
+
+    def _run(self, command: list[str], stdin: str = "") -> str:
+        """What the command prints. FlashError(target_unreachable | target_refused)."""
+        name = command[0]
+        if self.ssh:
+            options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={TIMEOUT_S / 2:.0f}"]
+            command = ["ssh", *options, self.ssh, shlex.join(command)]
+        try:
+            done = subprocess.run(
+                command, input=stdin, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+            )
+        except FileNotFoundError as error:
+            fix = "install Slurm's client commands, or name a host that has them: ssh in the target"
+            raise FlashError("target_refused", f"there is no {command[0]} here", fix=fix) from error
+        except subprocess.TimeoutExpired as error:
+            what = f"{name} did not answer within {TIMEOUT_S:.0f} s"
+            raise FlashError("target_unreachable", what, fix=UNREACHABLE) from error
+        if done.returncode == 0:
+            return done.stdout
+        said = " ".join(done.stderr.split())[-500:]
+        if any(words in said for words in ABSENT):
+            what = f"{name}: {said}"
+            raise FlashError("target_unreachable", what, fix=UNREACHABLE)
+        if name == "scancel":  # of a job that Slurm has forgotten
+            return ""
+        fix = "correct the target's options in targets.toml"
+        raise FlashError("target_refused", f"{name} refused: {said}", fix=fix)
+
+
+UNREACHABLE = "check that Slurm's controller runs and can be reached from here; the run waits"
+ABSENT = (
+    "Unable to contact",
+    "Connection refused",
+    "Connection timed out",
+    "Communication connection failure",
+    "Socket timed out",
+    "Could not resolve hostname",
+    "closed by remote host",
+    "No route to host",
+    "munge",
+)
+"""What Slurm and ssh say when the controller cannot be reached."""
+
+
+def script(launch: Launch) -> str:
+    """The job: the attempt's environment, and its command in place of the shell."""
+    variables = [f"export {name}={shlex.quote(v)}" for name, v in launch.environment.items()]
+    lines = ["#!/bin/sh", *variables, f"exec {shlex.join(launch.command)}"]
+    return "\n".join(lines) + "\n"

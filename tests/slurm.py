@@ -1,0 +1,181 @@
+"""A real Slurm of two nodes on this machine, for tests and scripts/scale.
+
+python -m tests.slurm FOLDER COMMAND ...      # runs COMMAND with SLURM_CONF set
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scancel", "sinfo")
+NODES = ("n1", "n2")
+READY_S = 60.0
+CONFIG = """
+ClusterName=rehearsal
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={folder}/munge.socket
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+ReturnToService=2
+SchedulerParameters=sched_interval=1,batch_sched_delay=0,sched_min_interval=0
+SlurmdTimeout=10
+KillWait=5
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=1 State=UNKNOWN
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=1 State=UNKNOWN
+PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def missing() -> str:
+    """Why there can be no Slurm here; empty if there can."""
+    absent = [name for name in PROGRAMS if not find(name)]
+    if absent:
+        return f"not installed: {', '.join(absent)} (apt-get install slurm-wlm munge)"
+    return "" if os.getuid() == 0 else "slurmd needs root"
+
+
+def find(program: str) -> str | None:
+    return shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin")
+
+
+class Cluster:
+    """Its daemons are children in sessions of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.conf = folder / "slurm.conf"
+        self.daemons: dict[str, subprocess.Popen[bytes]] = {}
+        for name in ("state", *NODES):
+            (folder / name).mkdir(parents=True)
+        folder.chmod(0o755)
+        key = folder / "munge.key"
+        key.write_bytes(os.urandom(64))
+        key.chmod(0o600)
+        host = socket.gethostname().split(".")[0]
+        text = CONFIG.format(host=host, ports=free_ports(3), user="root", folder=folder)
+        self.conf.write_text(text)
+
+    def start(self) -> None:
+        munge = [f"--{name}={self.folder}/munge.{name}" for name in ("socket", "key-file")]
+        munge[1] = f"--key-file={self.folder}/munge.key"
+        logs = [f"--log-file={self.folder}/munged.log", f"--seed-file={self.folder}/munge.seed"]
+        pid = f"--pid-file={self.folder}/munged.pid"
+        self._start("munged", "--foreground", "--force", *munge, *logs, pid)
+        wait_for(lambda: (self.folder / "munge.socket").exists())
+        self.start_daemon("slurmctld")
+        for node in NODES:
+            self.start_daemon(node)
+        wait_for(lambda: self.idle_nodes() == len(NODES))
+
+    def start_daemon(self, name: str) -> None:
+        """slurmctld, or the slurmd of a node."""
+        if name == "slurmctld":
+            self._start(name, "-D", "-i")
+        else:
+            self._start("slurmd", "-D", "-N", name, known_as=name)
+
+    def _start(self, program: str, *arguments: str, known_as: str = "") -> None:
+        command = [find(program) or program, *arguments]
+        with (self.folder / "daemons.log").open("ab") as log:
+            self.daemons[known_as or program] = subprocess.Popen(
+                command,
+                env={**os.environ, "SLURM_CONF": str(self.conf)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def kill(self, name: str) -> None:
+        self.daemons[name].kill()
+        self.daemons[name].wait()
+
+    def pause(self, name: str) -> None:
+        self.daemons[name].send_signal(signal.SIGSTOP)
+
+    def resume(self, name: str) -> None:
+        self.daemons[name].send_signal(signal.SIGCONT)
+
+    def idle_nodes(self) -> int:
+        environment = {**os.environ, "SLURM_CONF": str(self.conf)}
+        command = ["sinfo", "--noheader", "--Node", "--format=%T"]
+        listed = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False, timeout=30
+        )
+        return listed.stdout.split().count("idle")
+
+    def stop(self) -> None:
+        for daemon in reversed(self.daemons.values()):
+            with suppress(ProcessLookupError):
+                daemon.send_signal(signal.SIGCONT)
+                daemon.kill()
+            daemon.wait()
+        for stepd in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if f"SLURM_CONF={self.conf}".encode() in (stepd / "environ").read_bytes():
+                    os.kill(int(stepd.name), signal.SIGKILL)
+
+
+@contextmanager
+def running(folder: Path | None = None) -> Generator[Cluster]:
+    """A cluster that is ready, with SLURM_CONF set within."""
+    made = folder or Path(tempfile.mkdtemp(prefix="slurm-"))
+    cluster = Cluster(made)
+    before = os.environ.get("SLURM_CONF")
+    try:
+        cluster.start()
+        os.environ["SLURM_CONF"] = str(cluster.conf)
+        yield cluster
+    finally:
+        os.environ.pop("SLURM_CONF", None)
+        if before is not None:
+            os.environ["SLURM_CONF"] = before
+        cluster.stop()
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def free_ports(count: int) -> list[int]:
+    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in held]
+    for each in held:
+        each.close()
+    return ports
+
+
+def wait_for(condition: object) -> None:
+    assert callable(condition)
+    deadline = time.monotonic() + READY_S
+    while not condition():
+        assert time.monotonic() < deadline, "Slurm was not ready in time"
+        time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    with running(Path(sys.argv[1])):
+        sys.exit(subprocess.run(sys.argv[2:], check=False).returncode)
