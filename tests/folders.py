@@ -67,3 +67,47 @@ def environment_folder(folder: Path, source: str, *, returns: str = "Sample()") 
     loader = f"\n\ndef load_environment(**args):\n    return {returns}\n"
     (folder / "environment.py").write_text(ADDITION + textwrap.dedent(source) + loader)
     return folder
+
+
+GENERATOR = '''
+"""Stands in for the package: every load makes other items."""
+import os
+from fractions import Fraction
+
+
+class Numbers:
+    def __getitem__(self, index):
+        number = str(int.from_bytes(os.urandom(4), "big"))
+        metadata = {"keys": {1: number, (2, None): [0.5]}, "share": Fraction(1, 3)}
+        return {"question": f"Write {number}.", "answer": number, "metadata": metadata}
+
+    def score_answer(self, answer, entry):
+        assert entry["metadata"]["keys"] == {1: entry["answer"], (2, None): [0.5]}
+        return float(answer == entry["answer"])
+
+
+def create_dataset(name, seed, size, **config):
+    return Numbers()
+'''
+
+
+def generated_files(size: int = 6, source: str = "") -> dict[str, str]:
+    """An environment whose tasks are other ones at every load, through reasoning-gym's adapter.
+    `source` may change the loaded `environment`.
+    """
+    environment = f"""
+from environments import RewardResult
+from environments.adapters import reasoning_gym
+
+
+def load_environment(**kwargs):
+    sizes = {{"train_size": {size}, "eval_size": 2}}
+    environment = reasoning_gym.load("numbers", **(sizes | kwargs))
+{textwrap.indent(textwrap.dedent(source), "    ")}
+    return environment
+"""
+    return {
+        "environment.py": environment,
+        "reasoning_gym/__init__.py": GENERATOR,
+        "reasoning_gym/factory.py": 'DATASETS = {"numbers": None}\n',
+    }

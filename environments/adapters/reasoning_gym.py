@@ -27,8 +27,11 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from fractions import Fraction
+from numbers import Integral, Real
+from typing import Any, cast
 
+from environments import kept
 from environments.base import (
     ArgumentsError,
     ChatMessage,
@@ -91,9 +94,11 @@ def load(
         raise DatasetError(f"reasoning-gym has no dataset {dataset!r}; try one of: {near}")
     if not 0.0 <= tag_reward <= 0.5:
         raise ArgumentsError(f"tag_reward is {tag_reward}; it must lie between 0 and 0.5")
-    sizes = SIZES_OF_SLOW.get(dataset, SIZES)
-    train_size = sizes[0] if train_size is None else train_size
-    eval_size = sizes[1] if eval_size is None else eval_size
+    sizes = list(SIZES_OF_SLOW.get(dataset, SIZES))
+    if train_size is not None:
+        sizes[0] = train_size
+    if eval_size is not None:
+        sizes[1] = eval_size
 
     def make(first_seed: int, size: int) -> Any:
         try:
@@ -103,13 +108,22 @@ def load(
                 f"{dataset} does not accept its options {config}: {error}"
             ) from error
 
-    deadline = time.thread_time() + GENERATION_LIMIT_S
-    held_out = list(_tasks(make, seed + EVAL_SEED_OFFSET, eval_size, set(), deadline))
-    train = list(_tasks(make, seed, train_size, {task.input for task in held_out}, deadline))
-    if not train:
+    def generate() -> list[tuple[str, Any]]:
+        deadline = time.thread_time() + GENERATION_LIMIT_S
+        seen: set[str] = set()
+        held_out = list(_entries(make, seed + EVAL_SEED_OFFSET, sizes[1], seen, deadline))
+        train = list(_entries(make, seed, sizes[0], seen, deadline))
+        return [("train", each) for each in train] + [("eval", each) for each in held_out]
+
+    tasks: dict[str, list[TaskExample]] = {"train": [], "eval": []}
+    name = kept.name_of(dataset, train_size, eval_size, seed, sorted(config.items()))
+    for split, entry in kept.rows(name, generate):
+        task = TaskExample(record=entry, input=entry["question"], output=entry["answer"])
+        tasks[split].append(task)
+    if not tasks["train"]:
         what = "every question that was drawn is in the eval split"
         raise ArgumentsError(f"{dataset}: {what}; choose options with more different questions")
-    return ReasoningGym(make(seed, 1), tag_reward, instruction, train, held_out)
+    return ReasoningGym(make(seed, 1), tag_reward, instruction, tasks["train"], tasks["eval"])
 
 
 @dataclass(eq=False)
@@ -174,10 +188,12 @@ class ReasoningGym(EnvironmentSingleTurn):
         return min(max(paid, 0.0), 1.0) if math.isfinite(paid) else 0.0
 
 
-def _tasks(
+def _entries(
     make: Any, first_seed: int, count: int, seen: set[str], deadline: float
-) -> Iterator[TaskExample]:
-    """Up to `count` tasks whose questions are not in `seen`; fewer if the dataset has no more."""
+) -> Iterator[Any]:
+    """Up to `count` items whose questions are not in `seen`, which gets them; fewer if the dataset
+    has no more.
+    """
     dataset = make(first_seed, max(1, count * DRAWS_PER_TASK))
     found = 0
     for index in range(count * DRAWS_PER_TASK):
@@ -192,7 +208,30 @@ def _tasks(
         if entry["question"] not in seen:
             seen.add(entry["question"])
             found += 1
-            yield TaskExample(record=entry, input=entry["question"], output=entry["answer"])
+            yield _plain(entry)
+
+
+def _plain(value: Any) -> Any:
+    """The value with the numbers and texts of numpy as Python's own, which can be kept. Fractions
+    become texts: they are in metadata that no scorer reads.
+    """
+    match value:
+        case dict():
+            items = cast("dict[Any, Any]", value).items()
+            return {_plain(key): _plain(item) for key, item in items}
+        case list() | tuple():
+            made = [_plain(item) for item in cast("list[Any]", value)]
+            return made if isinstance(value, list) else tuple(made)
+        case bool():
+            return value
+        case str() | Fraction():
+            return str(value)
+        case Integral():
+            return int(value)
+        case Real():
+            return float(value)
+        case _:
+            return value
 
 
 def _seed_global_generators(seed: int) -> None:

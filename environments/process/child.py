@@ -37,6 +37,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Never, cast
 
+from environments import kept
 from environments.adapters import freesolo
 from environments.base import (
     ArgumentsError,
@@ -141,6 +142,7 @@ class Child:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._methods: dict[asyncio.Task[Any], str] = {}
         self._threads: dict[asyncio.Task[Any], int] = {}
+        self._generated: dict[str, str] = {}
 
     def receive(self, request: dict[str, Any]) -> None:
         number = request.pop("number")
@@ -185,11 +187,13 @@ class Child:
             "splits": {name: len(examples) for name, examples in self._splits.items()},
             "max_score_concurrency": score_concurrency,
             "scores_groups": type(environment).score_group is not Environment.score_group,
+            "generated": kept.names(),
         }
 
     def _import_and_load(self, args: dict[str, Any]) -> Any:
         if not (self.folder / "environment.py").is_file():
             raise _invalid(f"there is no environment.py in {self.folder}")
+        kept.use(self.folder)
         module = importlib.import_module("environment")
         if not callable(getattr(module, "load_environment", None)):
             what = (
@@ -225,6 +229,12 @@ class Child:
             page.append(row)
             length += sum(map(len, row))
         return page
+
+    async def op_generated(self, name: str, first: int) -> str:
+        """A page of the text of generated rows from `first` on; "" after the last one."""
+        if name not in self._generated:
+            self._generated[name] = await asyncio.to_thread(kept.made, name)
+        return self._generated[name][first : first + PAGE_CHARACTERS]
 
     async def op_start_episode(self, episode: int, split: str, index: int) -> dict[str, Any]:
         example = self._example(split, index)

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, cast
 
+from environments import kept
 from environments.base import ChatMessage
 from environments.process import requirements, scratch
 from environments.process.faults import EnvironmentFault
@@ -131,6 +132,7 @@ class EnvironmentHost:
         """{protection: "" if it works, else why it does not}, as the warden found them."""
         self.scores_groups = False
         """Whether the environment defines `score_group`."""
+        self._generated: list[str] = []
         self._known_as = known_as
         self._args = dict(args)
         self._secrets = dict(secrets)
@@ -272,6 +274,22 @@ class EnvironmentHost:
                 raise child.end_as_forger()
         return tasks
 
+    async def generated(self) -> dict[str, str]:
+        """What loading generated that the version does not keep, by name, for `kept.keep`. Rows
+        that hold a secret are left out.
+        """
+        child = await self._live_child()
+        found: dict[str, str] = {}
+        for name in self._generated:
+            text = ""
+            while page := await self._call(child, "generated", name=name, first=len(text)):
+                text += page
+                if len(text) > kept.MAX_BYTES:
+                    raise child.end_as_forger()
+            if text and self._redactor.text(text) == text:
+                found[name] = text
+        return found
+
     async def stop(self) -> None:
         """End every child and what it started. Pending calls fail."""
         self._stopped = True
@@ -312,6 +330,7 @@ class EnvironmentHost:
             self._score_places = asyncio.Semaphore(most)
         self.splits = loaded["splits"]
         self.scores_groups = loaded["scores_groups"]
+        self._generated = loaded["generated"]
         self.sandbox = child.sandbox
         return child
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, cast
 
+from environments import kept
 from environments.base import ChatMessage
 from environments.process.redaction import Redactor
 
@@ -105,9 +106,12 @@ class Reader:
     # -- one method for each op --------------------------------------------------------------------
 
     def _load(self, value: Any) -> dict[str, Any]:
-        splits, concurrency, scores_groups = _fields(
-            value, "splits", "max_score_concurrency", "scores_groups"
+        splits, concurrency, scores_groups, generated = _fields(
+            value, "splits", "max_score_concurrency", "scores_groups", "generated"
         )
+        names = [_string(name) for name in _items(generated)]
+        if len(names) > kept.MAX_NAMES or not all(map(kept.is_name, names)):
+            raise ForgedError
         train, held_out = _fields(splits, "train", "eval")
         return {
             "splits": {
@@ -116,7 +120,14 @@ class Reader:
             },
             "max_score_concurrency": _whole(concurrency, 1),
             "scores_groups": _truth(scores_groups),
+            "generated": names,
         }
+
+    def _generated(self, value: Any) -> str:
+        page = _string(value, kept.MAX_BYTES)
+        if not page.isascii():
+            raise ForgedError
+        return page
 
     def _list_tasks(self, value: Any) -> list[tuple[str, str]]:
         page: list[tuple[str, str]] = []

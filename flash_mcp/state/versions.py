@@ -23,6 +23,7 @@ from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from environments import kept
 from flash_mcp.protocol.errors import FlashError, disk_error
 from flash_mcp.protocol.paths import environments_dir
 from flash_mcp.state.owners import caller
@@ -39,7 +40,7 @@ MAX_FILE_BYTES = 64 << 20
 MAX_TOTAL_BYTES = 256 << 20
 MAX_PATH_BYTES = 240
 IGNORED_FOLDERS = re.compile(
-    r"__pycache__|\.git|\.hg|\.svn|\.?venv|node_modules|\.(mypy|pytest|ruff|hypothesis|ipynb)_?(cache|checkpoints)?|"
+    r"__pycache__|\.kept|\.git|\.hg|\.svn|\.?venv|node_modules|\.(mypy|pytest|ruff|hypothesis|ipynb)_?(cache|checkpoints)?|"
     r"\.(idea|vscode|tox|nox)|.+\.egg-info"
 )
 IGNORED_FILES = re.compile(r".+\.py[co]|\.DS_Store|Thumbs\.db|.+~|\..+\.swp")
@@ -161,8 +162,22 @@ def owner_dir(root: Path) -> Path:
 
 def digest_of(folder: Path) -> str:
     """The digest of a folder's files: sha256 over their sorted paths and contents, shortened."""
-    found = (path for path in folder.rglob("*") if path.is_file())
-    return digest_of_files({path.relative_to(folder).as_posix(): path for path in found})
+    files: dict[str, Path] = {}
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and not name.startswith(f"{kept.FOLDER}/"):
+            files[name] = path
+    return digest_of_files(files)
+
+
+def keep_generated(folder: Path, texts: Mapping[str, str]) -> None:
+    """Keep generated tasks with the version in `folder` (environments.kept).
+    FlashError(disk_full).
+    """
+    try:
+        kept.keep(folder, texts)
+    except OSError as error:
+        raise disk_error(error, folder) from error
 
 
 def digest_of_files(files: Files) -> str:
@@ -262,6 +277,8 @@ def check_path(path: str) -> None:
             " bytes"
         )
         raise refusal(path, what, "rename it")
+    if parts[0] == kept.FOLDER:
+        raise refusal(path, "is where generated tasks are kept", "leave this folder out")
     if path.startswith("/") or any(part in ("", ".", "..") for part in parts):
         raise refusal(
             path,

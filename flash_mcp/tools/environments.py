@@ -40,6 +40,7 @@ from flash_mcp.state.versions import (
     digest_of_files,
     folder_files,
     inline_files,
+    keep_generated,
     staged,
 )
 from flash_mcp.tools.shared import playbook
@@ -289,13 +290,15 @@ async def publish(
     """`env_push`, wherever the files come from; `values` are those of the secrets."""
     splits: dict[str, int] = {}
     shared = None
+    generated: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
         stage = await run_sync(stack.enter_context, staged(name, source))
         asks = _asks(stage.folder)
         if load:
-            splits, shared = await _splits(stage, environment_args, dict(values or {}))
+            splits, shared, generated = await _splits(stage, environment_args, dict(values or {}))
         data = {"tasks": splits} if splits else {}
         _, version = await run_sync(open_store().publish, stage, data)
+        await run_sync(keep_generated, version.path, generated)
     gate_verdict = await run_sync(open_store().gate, version.digest, environment_args)
     if gate_verdict.failed:
         next_step = "do what the failed checks of env_test say, then env_test and env_push again"
@@ -332,9 +335,9 @@ def _source(folder: str | None, files: dict[str, str] | None) -> Files:
 
 async def _splits(
     stage: Stage, args: dict[str, Any] | None, secrets: dict[str, str]
-) -> tuple[dict[str, int], Overlap]:
-    """Load the staged environment and open one episode: {"train": tasks, "eval": tasks}, and what
-    the splits share.
+) -> tuple[dict[str, int], Overlap, dict[str, str]]:
+    """Load the staged environment and open one episode: {"train": tasks, "eval": tasks}, what the
+    splits share, and the tasks that it generated (`EnvironmentHost.generated`).
     """
     await report("loading the environment in a child process")
     async with hosted(
@@ -349,7 +352,7 @@ async def _splits(
     ) as host:
         opening = await host.open("train", 0)
         await host.close(opening.episode)
-        return host.splits, await overlap(host)
+        return host.splits, await overlap(host), await host.generated()
 
 
 def _asks(folder: Path) -> dict[str, Any]:

@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 FORGER = """
 import gc, json
+from environments import kept
 
 def forge(op):
     if ARGS["op"] == op:
@@ -57,14 +58,25 @@ class Sample(Echo):
     def close_episode(self):
         forge("close")
 
+class Generated(list):
+    def __iter__(self):
+        forge("generated")
+        return super().__iter__()
+
 def forger(args):
     global ARGS
     ARGS = args
+    kept.rows("0" * 16, Generated)
     return Sample()
 """
 
 USER = {"role": "user", "content": "x"}
-LOADED = {"splits": {"train": 6, "eval": 0}, "max_score_concurrency": 1, "scores_groups": False}
+LOADED = {
+    "splits": {"train": 6, "eval": 0},
+    "max_score_concurrency": 1,
+    "scores_groups": False,
+    "generated": [],
+}
 OPENED = {"task_id": "t0", "messages": [USER], "max_turns": 1}
 STEPPED = {"done": False, "messages": [USER]}
 SCORED = {"reward": 1, "success": True, "metrics": {}, "reason": None, "error": None}
@@ -167,6 +179,16 @@ FORGED_REPLIES = {
     "splits as a list": ("load", reply(LOADED | {"splits": [6, 0]})),
     "no scorer at once": ("load", reply(LOADED | {"max_score_concurrency": 0})),
     "groups as a number": ("load", reply(LOADED | {"scores_groups": 1})),
+    "generated tasks under a path": (
+        "load",
+        reply(LOADED | {"generated": ["../../settings.toml"]}),
+    ),
+    "generated tasks under too many names": (
+        "load",
+        reply(LOADED | {"generated": ["0" * 16] * 99}),
+    ),
+    "generated tasks that are a list": ("generated", reply([1])),
+    "generated tasks in other letters": ("generated", reply("\u0661")),
     "protections of its own choice": ("load", reply(LOADED | {"sandbox": {"files": ""}})),
 }
 
@@ -185,6 +207,8 @@ async def use(host: EnvironmentHost, op: str) -> object:
         return await host.score_group([Ended(opening.episode), Ended(other.episode)])
     if op == "tasks":
         return await host.tasks("train")
+    if op == "generated":
+        return await host.generated()
     return await host.close(opening.episode)
 
 

@@ -4,6 +4,7 @@ signals.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import re
@@ -26,7 +27,10 @@ from environments.process.host import EnvironmentHost
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import RunSpec
+from flash_mcp.state.store import open_store
+from flash_mcp.tools.environments import env_push
 from tests.attempts import VOWELS, Attempt, make_run
+from tests.folders import generated_files
 from tests.tiny import make_tokenizer
 from tests.watch import is_running, listening_ports
 from worker.heartbeat import Pulse
@@ -248,6 +252,44 @@ def test_a_cancelled_run_that_is_resumed_to_more_steps_ends_where_an_undisturbed
     assert curve(run) == curve(exact_run)
     trained = "adapter_model.safetensors"
     assert run.manifest(5)["files"][trained] == exact_run.manifest(5)["files"][trained]
+
+
+RANKED = """
+def score_group(self, example, episodes):
+    counts = [sum(each in "aeiou" for each in episode.response_text) for episode in episodes]
+    return [RewardResult(sorted(counts).index(count) / len(counts)) for count in counts]
+
+reasoning_gym.ReasoningGym.score_group = score_group
+"""
+
+
+def test_a_scorer_of_groups_trains_and_a_second_attempt_has_the_generated_tasks_of_the_first(
+    tiny_model: Path, tmp_path: Path, flash_home: Path
+) -> None:
+    pushed = asyncio.run(env_push("numbers", files=generated_files(4, RANKED)))
+    environment = Path(open_store().environment(pushed.environment).path)
+    run = make_run(tmp_path / "run", tiny_model, environment=environment, steps=3)
+    with Attempt(run) as first:
+        assert first.wait() == 0, first.log_path.read_text()
+    second_number = run.reopen() + 1
+    make_run(tmp_path / "run", tiny_model, environment=environment, steps=5)
+    with Attempt(run, second_number) as second:
+        assert second.wait() == 0, second.log_path.read_text()
+    rows = {step: run.rollouts(step) for step in run.rollout_steps()}
+    tasks = {step: {row["task_id"] for row in rows[step]} for step in rows}
+    assert list(rows) == [1, 2, 3, 4, 5] and len(tasks[1]) == 4
+    assert all(tasks[step] == tasks[1] for step in rows), "the environment makes others each time"
+
+    def vowels(row: Any) -> int:
+        return sum(each in "aeiou" for each in row["messages"][-1]["content"])
+
+    for step in rows:
+        for number in range(4):
+            group = [row for row in rows[step] if row["group"] == number]
+            counts = sorted(map(vowels, group))
+            assert [row["reward"] for row in group] == [counts.index(vowels(r)) / 8 for r in group]
+    assert all(run.metrics(step)["metrics"]["grad_norm"] > 0 for step in rows)
+    assert sum(map(vowels, rows[5])) > sum(map(vowels, rows[1])), "it learned what ranks high"
 
 
 def test_an_attempt_that_finds_every_step_made_makes_no_other(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
+from anyio.to_thread import run_sync
 from pydantic import Field
 
 from environments.checks.splits import Overlap
@@ -18,6 +19,7 @@ from environments.process.host import EnvironmentFault, EnvironmentHost
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import EnvironmentVersion
 from flash_mcp.state.owners import caller
+from flash_mcp.state.versions import keep_generated
 from flash_mcp.tools.shared.frame import report
 
 INSTALL_TIMEOUT_S = 15.0
@@ -104,18 +106,23 @@ async def hosted(
         raise as_flash_error(fault, name, fix) from fault
 
 
-def loaded(
+@asynccontextmanager
+async def loaded(
     environment: EnvironmentVersion, *, secrets: Sequence[str] | None, **options: Any
-) -> AbstractAsyncContextManager[EnvironmentHost]:
-    """A published environment, `hosted` with these options; `secrets` are names."""
+) -> AsyncGenerator[EnvironmentHost]:
+    """A published environment, `hosted` with these options; `secrets` are names. Tasks that it
+    generates are kept with the version: a run that starts later has the same.
+    """
     path = Path(environment.path)
-    return hosted(
+    async with hosted(
         path,
         environment.reference,
         known_as=environment.identity,
         secrets=secret_values(secrets),
         **options,
-    )
+    ) as host:
+        await run_sync(keep_generated, path, await host.generated())
+        yield host
 
 
 def contamination_note(shared: Overlap) -> str | None:
