@@ -4,17 +4,21 @@
     generators = Generators(task_id)     # a new episode; equal seeds draw equal numbers
     generators.use()                     # what runs in this context draws from them
 
-Games draw from the global generators of `random` and `numpy.random`, and many episodes run in one
-process. With a shared generator an episode's game would depend on what the others draw, so the
-rollouts of a group would play different games. Code that runs outside of every episode, such as
-load_environment and threads that the code itself starts, draws from the process's generators.
-Generators that code makes itself are its own. PyTorch's global generator is shared: it has no
-switch. The gate's isolation check finds code that depends on it."""
+Games draw from the global generators of `random`, `numpy.random` and torch (on the CPU), and many
+episodes run in one process. With a shared generator an episode's game would depend on what the
+others draw, so the rollouts of a group would play different games. Code that runs outside of every
+episode, such as load_environment and threads that the code itself starts, draws from the process's
+generators.
+Generators that code makes itself are its own. torch's generator has no switch: each function that
+draws from it gets the episode's state first. The gate's isolation check finds code that draws in
+another way."""
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from importlib.abc import MetaPathFinder
@@ -23,6 +27,16 @@ from types import ModuleType
 from typing import Any
 
 _process_generator: random.Random = random._inst  # type: ignore[attr-defined]
+TORCH_SEEDS = ("seed", "manual_seed", "initial_seed", "get_rng_state", "set_rng_state")
+TORCH_FUNCTIONS = """
+bernoulli binomial dropout multinomial normal poisson rand rand_like randint randint_like randn
+randn_like randperm _sample_dirichlet _standard_gamma
+""".split()  # noqa: SIM905
+TORCH_METHODS = """
+bernoulli bernoulli_ cauchy_ exponential_ geometric_ log_normal_ multinomial normal_ random_
+uniform_
+""".split()  # noqa: SIM905
+_torch_lock = threading.RLock()
 
 
 class Generators:
@@ -32,6 +46,7 @@ class Generators:
         self._seed = seed.encode(errors="backslashreplace")  # a task's id may have no UTF-8 form
         self.python = random.Random(self._seed)
         self._numpy: Any = None
+        self._torch: Any = None
 
     def use(self) -> None:
         """Make what runs from here on in this context draw from these generators."""
@@ -43,17 +58,31 @@ class Generators:
             self._numpy = make(random.Random(self._seed).getrandbits(32))
         return self._numpy
 
+    def draw_torch(self, shared: Any, function: Callable[[], Any]) -> Any:
+        """Call `function` while `shared`, torch's global generator, is in this episode's state."""
+        with _torch_lock:
+            before = shared.get_state()
+            if self._torch is None:
+                shared.manual_seed(random.Random(self._seed).getrandbits(32))
+            else:
+                shared.set_state(self._torch)
+            try:
+                return function()
+            finally:
+                self._torch = shared.get_state()
+                shared.set_state(before)
+
 
 _current: ContextVar[Generators | None] = ContextVar("generators", default=None)
 
 
 def switch_global_generators() -> None:
-    """Replace the functions of `random` and, when it is imported, of `numpy.random`."""
+    """Replace the functions of `random` and, once they are imported, of numpy.random and torch."""
     switch = _Switch()
     for name in random.__all__:
         if getattr(getattr(random, name), "__self__", None) is _process_generator:
             setattr(random, name, getattr(switch, name))
-    sys.meta_path.insert(0, _NumpyFinder())
+    sys.meta_path.insert(0, _Finder())
 
 
 def _python() -> random.Random:
@@ -84,13 +113,14 @@ class _Switch(random.Random):
         return _python().gauss(mu, sigma)
 
 
-class _NumpyFinder(MetaPathFinder):
-    """Switches numpy.random when it is imported."""
+class _Finder(MetaPathFinder):
+    """Switches numpy.random and torch when they are imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != "numpy.random":
+        switch = {"numpy.random": _switch_numpy, "torch": _switch_torch}.get(fullname)
+        if switch is None:
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
@@ -98,7 +128,7 @@ class _NumpyFinder(MetaPathFinder):
 
             def execute_and_switch(module: ModuleType) -> None:
                 execute(module)
-                _switch_numpy(module)
+                switch(module)
 
             spec.loader.exec_module = execute_and_switch
         return spec
@@ -124,4 +154,29 @@ def _drawn_by_episode(method: str, shared: Any, make: Callable[[int], Any]) -> C
 
     draw.__name__ = method
     draw.__doc__ = getattr(shared, method).__doc__
+    return draw
+
+
+def _switch_torch(module: Any) -> None:
+    """Replace the functions and methods that draw from torch's generator for the CPU."""
+    owners = (
+        (module, (*TORCH_FUNCTIONS, *TORCH_SEEDS)),
+        (module.random, TORCH_SEEDS),
+        (module.nn.functional, ("dropout",)),
+        (module.Tensor, TORCH_METHODS),
+    )
+    for owner, names in owners:
+        for name in names:
+            setattr(owner, name, _drawn_in_turn(getattr(owner, name), module.default_generator))
+
+
+def _drawn_in_turn(function: Callable[..., Any], shared: Any) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def draw(*args: Any, **kwargs: Any) -> Any:
+        current = _current.get()
+        if current is None:
+            with _torch_lock:
+                return function(*args, **kwargs)
+        return current.draw_torch(shared, functools.partial(function, *args, **kwargs))
+
     return draw

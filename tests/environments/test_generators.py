@@ -19,6 +19,7 @@ DRAWS = {
     "random, seeded by each episode": "random.seed(example.id) or random.random()",
     "numpy": "numpy.random.randint(10**9), numpy.random.shuffle(list(range(9)))",
     "a name imported from numpy": "permutation(99)",
+    "torch": "torch.rand(2), torch.empty(2).normal_(), torch.randperm(9), torch.initial_seed()",
 }
 
 
@@ -33,13 +34,16 @@ async def play(host: EnvironmentHost, index: int) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"])
-@pytest.mark.parametrize("drawn", DRAWS)
+@pytest.mark.parametrize(
+    "drawn", [pytest.param(name, marks=[pytest.mark.slow] * (name == "torch")) for name in DRAWS]
+)
 async def test_episodes_at_once_draw_what_they_draw_one_by_one(
     tmp_path: Path, drawn: str, kind: str
 ) -> None:
     pytest.importorskip("numpy")
     source = f"""
     import numpy
+    {"import torch" if drawn == "torch" else ""}
     from random import choice
     from numpy.random import permutation
     class Sample(Echo):

@@ -35,6 +35,7 @@ async def tasks_of(folder: Path, **args: Any) -> list[tuple[str, str]]:
         return [*await host.tasks("train"), *await host.tasks("eval")]
 
 
+@pytest.mark.slow
 async def test_a_pushed_version_has_the_same_tasks_at_every_load() -> None:
     files = generated_files()
     folder = await push(files)
@@ -47,6 +48,7 @@ async def test_a_pushed_version_has_the_same_tasks_at_every_load() -> None:
     assert set(folder_files(folder)) == set(files)
 
 
+@pytest.mark.slow
 async def test_other_arguments_mean_other_tasks_which_the_next_load_keeps() -> None:
     folder = await push(generated_files(), load=False)
     one, other = await tasks_of(folder, seed=1), await tasks_of(folder, seed=1)
