@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 import environments
-from environments.checks.gate import check
+from environments.checks import gate
 from environments.checks.report import Probe, Report
 from tests.folders import environment_folder
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+check = partial(gate.check, timeout_s=60, deadline_s=600)
+"""However busy the machine is, no limit decides what is found."""
 EXAMPLES = Path(environments.__file__).parent / "examples"
 PROBES = [
     "loads",
@@ -46,7 +49,6 @@ async def test_the_examples_pass_every_check(name: str) -> None:
     ]
     assert report.passed
     assert report.splits == {"train": 500, "eval": 200}
-    assert report.seconds < 60
 
 
 FAULTS = {
@@ -162,7 +164,7 @@ FIXES = {
         "correct score_episode at the line named"),
     "junk": ("def score_response(self, example, text): return RewardResult(float(int(text) == 1))", "junk",
         "return a low score instead of raising, whatever the model wrote"),
-    "exit": ("def score_response(self, example, text): os._exit(3)", "junk",
+    "exit": ("def score_response(self, example, text): return text[:4] == 'asdf' and os._exit(3)", "junk",
         "raise or return instead of ending the process: look for exit calls, signals and crashes of native code"),
 }  # fmt: skip
 
@@ -305,25 +307,24 @@ async def test_a_group_is_scored_whatever_its_order_and_gold_above_junk(
     assert not evidence or evidence in failed["groups"].evidence
 
 
-async def test_a_scorer_that_hangs_on_junk_is_found_within_its_deadline(tmp_path: Path) -> None:
+async def test_a_scorer_that_hangs_on_an_answer_is_found_and_the_other_checks_are_made(
+    tmp_path: Path,
+) -> None:
     source = """
     class Sample(Addition):
         def score_response(self, example, response_text):
-            while response_text != example.output: time.sleep(0.01)
-            return RewardResult(1.0)
+            while response_text == "asdf qwer zxcv": time.sleep(0.01)
+            return super().score_response(example, response_text)
     """
-    report = await check(environment_folder(tmp_path, source), timeout_s=2)
+    report = await check(environment_folder(tmp_path, source), timeout_s=5)
     failed = failures(report)
-    assert {
-        *("junk", "empty", "none", "truncated", "prompt_echo", "near_gold"),
-        *("nonsense", "order", "time"),
-    } == set(failed)
+    assert set(failed) == {"junk", "time"}
+    assert [probe.name for probe in report.probes] == PROBES
     assert (
         "[environment_timeout] train[0] with the answer 'asdf qwer zxcv'" in failed["junk"].evidence
     )
-    assert "while response_text != example.output" in failed["junk"].evidence
-    assert "score_episode must answer within 2 s" in failed["time"].fix
-    assert report.seconds < 60
+    assert "while response_text == " in failed["junk"].evidence
+    assert "score_episode must answer within 5 s" in failed["time"].fix
 
 
 async def test_a_gold_answer_whose_first_half_says_all_is_no_fault(tmp_path: Path) -> None:
@@ -387,4 +388,4 @@ async def test_all_of_it_ends_at_its_deadline(tmp_path: Path) -> None:
     unfinished = [probe for probe in report.probes if probe.passed is None]
     assert unfinished
     assert all("the time for all checks was used up" in probe.evidence for probe in unfinished)
-    assert report.seconds < 25
+    assert report.seconds < 90, "all plays would take over 100 s"
