@@ -307,11 +307,12 @@ BAD = {
         """,
         "constants",
     ),
-    "one answer right on 93 % of the tasks": (
+    "one answer right on 92 % of the tasks, and on 87 % of the sample": (
         """
         class Sample(Rows):
             def rows(self):
-                return [(f"Flip coin {n}.", "tails" if n % 15 == 7 else "heads") for n in range(60)]
+                tails = (3, 9, 20, 31, 45)
+                return [(f"Flip coin {n}.", "tails" if n in tails else "heads") for n in range(60)]
         """,
         "constants",
     ),
@@ -809,4 +810,4 @@ GOOD = {
 }
 MISSED = ("a reply that names the secret", "the clock by the year, in UTC")
 """What no check finds: no answer that is fixed in advance uses a reply, and two processes that
-start together read the same clock."""
+start within seconds read the same clock."""

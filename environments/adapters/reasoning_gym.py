@@ -113,6 +113,9 @@ def load(
         seen: set[str] = set()
         held_out = list(_entries(make, seed + EVAL_SEED_OFFSET, sizes[1], seen, deadline))
         train = list(_entries(make, seed, sizes[0], seen, deadline))
+        while len(train) < sizes[0] and len(train) + 1 < len(held_out):
+            # There are few different questions: each split gets half.
+            train.append(held_out.pop())
         return [("train", each) for each in train] + [("eval", each) for each in held_out]
 
     tasks: dict[str, list[TaskExample]] = {"train": [], "eval": []}

@@ -55,9 +55,11 @@ HIT_SHARE = 0.25
 """Worthless answers may succeed on at most this share of the tasks: one may be right by chance."""
 ECHO_SHARE = 0.6
 """The same for parts of the prompt: of two numbers in a question, the last is often the answer."""
-CONSTANT_SHARE = 0.9
+CONSTANT_SHARE = 0.85
 """One constant may succeed on less than this share of the tasks, and earn less than this share of
-the gold answers' reward."""
+the gold answers' reward. What succeeds on 93 % of all tasks may do so on 87 % of the sample."""
+STATED_SHARE = 0.9
+"""On so many tasks the prompt may state the gold answer."""
 MOST_REWARD = 1000.0
 SUCCESS_FIX = "set success in RewardResult: by default any score > 0 is a success"
 WORTHLESS = {
@@ -170,7 +172,7 @@ class _Gate:
             if host.scores_groups:
                 await self._probe("groups", self._check_groups, host)
             await self._probe("isolation", self._check_isolation, host)
-            await self._probe("determinism", self._check_determinism)
+            await self._probe("determinism", self._check_determinism, host)
             self._add_times()
 
     async def _probe(self, name: str, body: Callable[..., Awaitable[str]], *args: Any) -> bool:
@@ -304,7 +306,7 @@ class _Gate:
         if name == "prompt_echo":
             # "Answer yes or no" names the gold answer of half the tasks.
             fix = "remove the gold answer from the prompt"
-            doubts.append(_judge_hits(self._stated(), count, fix, CONSTANT_SHARE))
+            doubts.append(_judge_hits(self._stated(), count, fix, STATED_SHARE))
         _skip_if(doubts)
         if says_all:
             raise says_all
@@ -459,8 +461,8 @@ class _Gate:
                 )
         return f"{len(at_once)} episodes at once went as they did one by one"
 
-    async def _check_determinism(self) -> str:
-        async with await self._start_host() as first, await self._start_other() as second:
+    async def _check_determinism(self, first: EnvironmentHost) -> str:
+        async with await self._start_other() as second:
             for split in self.report.splits:
                 if await first.tasks(split) != await second.tasks(split):
                     what = f"two processes disagree on the {split} tasks or their order"
@@ -475,7 +477,7 @@ class _Gate:
                         "seed randomness from example.id; read neither the clock nor the time zone"
                     )
                     raise _FailedError(what, fix)
-        return f"two fresh processes agree on all task ids and on {len(self._tasks)} conversations"
+        return f"a fresh process agrees on all task ids and on {len(self._tasks)} conversations"
 
     def _add_times(self) -> None:
         slow: list[str] = []

@@ -384,7 +384,7 @@ async def env_test(
     of the tasks, junk, empty, None, truncated or prompt-echo answers succeed or earn over 0.4 of
     the gold answer's reward, or the gold answer succeeds with a character changed or beside another
     answer; nonsense (1/0, 2021-02-31, deep JSON) raises; junk earns more than a wrong answer of the
-    right form; one answer wins on nine of ten tasks; episodes at once go differently than alone;
+    right form; one answer wins nearly everywhere; episodes at once go differently than alone;
     two processes disagree; a call is slow. Publishes nothing. A failed check is a result with a
     fix, not an error.
 

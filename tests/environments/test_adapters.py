@@ -275,6 +275,8 @@ TRAPS = """
     NOTHING = ["no idea", reasoning_gym.INSTRUCTION, "<answer></answer>", "", None]
     JUNK = [*NOTHING, "<answer>no idea</answer>", "<answer>\\u2603</answer>"]
     found = {"datasets": sorted({*DATASETS} - {"composite"})}
+    few = reasoning_gym.load("tower_of_hanoi")
+    found["few"] = [len(few.dataset), len(few.eval_dataset)]
     for name in sys.argv[1:]:
         environment = reasoning_gym.load(name, train_size=6, eval_size=4)
         more = reasoning_gym.load(name, train_size=9, eval_size=4)
@@ -323,6 +325,8 @@ async def test_scorers_that_raise_or_pay_for_anything_and_seeds_that_differ_are_
     )
     assert one[differs] == other[differs]
     assert one.pop("datasets") == sorted(references.DATASETS)
+    few_train, few_held_out = one.pop("few")
+    assert 30 < few_held_out <= few_train < 100, "of fewer than 100 questions, each gets half"
     for name, seen in one.items():
         assert (seen["junk_successes"], seen["gold_successes"]) == (0, 10), name
         assert seen["nothing"] == 0.0 <= seen["junk"] <= 0.1 < 0.99 < seen["gold"], name

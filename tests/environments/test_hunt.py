@@ -22,7 +22,7 @@ async def hunted(folder: Path, sources: list[str]) -> list[Hunt]:
     environment = environment_folder(folder, many(sources))
     async with await EnvironmentHost.start(environment) as host:
         return [
-            # However busy the machine is, no limit decides what is found.
+            # However busy the machine is, every hunt ends.
             await hunt(host, "train", range(number * TASKS, (number + 1) * TASKS), deadline_s=600)
             for number in range(len(sources))
         ]
