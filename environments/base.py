@@ -24,7 +24,7 @@ import copy
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -32,6 +32,8 @@ from typing import Any, Literal, cast
 ChatMessage = dict[str, Any]
 """{"role": "system" | "user" | "assistant" | "tool", "content": str, ...}"""
 
+Tool = Mapping[str, Any] | Callable[..., Any]
+"""An OpenAI function schema, or a typed Python function (see environments/tools.py)."""
 Split = Literal["train", "eval"]
 
 
@@ -132,6 +134,8 @@ class Environment(ABC):
     """The held-out split. It is never trained on."""
     max_score_concurrency: int = 32
     """How many scoring calls may run at once. Set 1 if the scorer is not thread-safe."""
+    tools: Sequence[Tool] = ()
+    """What the model may call, in every task."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -166,6 +170,10 @@ class Environment(ABC):
         have a reward."""
         raise NotImplementedError
 
+    def episode_tools(self, example: TaskExample) -> Sequence[Tool]:
+        """What the model may call in this task. By default `tools`."""
+        return self.tools
+
     def close_episode(self) -> None:  # noqa: B027
         """Free the episode's resources. Called once, also after an error or a timeout."""
 
@@ -197,7 +205,10 @@ class Environment(ABC):
     def step_episode(
         self, example: TaskExample, messages: list[ChatMessage], assistant_response: str
     ) -> EnvironmentStepResult:
-        """Reply to one model turn: `messages[-1]`, whose text is `assistant_response`."""
+        """Reply to one model turn: `messages[-1]`, whose text is `assistant_response`.
+
+        If the task has tools, messages[-1].get("tool_calls") has the calls, and a message with role
+        "tool" answers each (environments/tools.py). A call that does not parse is text."""
 
     @abstractmethod
     def score_episode(self, example: TaskExample, episode: EnvironmentEpisode) -> RewardResult:

@@ -5,4 +5,5 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 CALCULATOR = ROOT / "environments" / "examples" / "calculator"
+TOOL_CALCULATOR = ROOT / "environments" / "examples" / "tool_calculator"
 VOWELS = TESTS / "fixture_environments" / "vowels"

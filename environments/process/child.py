@@ -63,6 +63,7 @@ from environments.process.replies import (
     MAX_TURNS,
     OPENING_ROLES,
 )
+from environments.tools import tool_calls_of, tool_schemas
 
 MAX_THREADS = 4096
 MAX_REPLY_BYTES = 8 << 20
@@ -249,6 +250,7 @@ class Child:
             opened.messages = _messages(prompt, "start_episode", OPENING_ROLES)
             if not opened.messages:
                 raise _error("start_episode returned no messages")
+            tools = _tools(await self._call(environment.episode_tools, example))
             opened.prompt_length = len(opened.messages)
             turns = await self._call(environment.max_episode_turns, example)
             if not isinstance(turns, int) or not 1 <= turns <= MAX_TURNS:
@@ -257,11 +259,21 @@ class Child:
         except BaseException:
             await self.op_close_episode(episode)
             raise
-        return {"task_id": _task_id(example), "messages": opened.messages, "max_turns": int(turns)}
+        return {
+            "task_id": _task_id(example),
+            "messages": opened.messages,
+            "max_turns": int(turns),
+            "tools": tools,
+        }
 
-    async def op_step_episode(self, episode: int, text: str | None) -> dict[str, Any]:
+    async def op_step_episode(
+        self, episode: int, text: str | None, tool_calls: list[dict[str, Any]]
+    ) -> dict[str, Any]:
         state = self._episode(episode)
-        state.messages.append({"role": "assistant", "content": text})
+        turn: ChatMessage = {"role": "assistant", "content": text}
+        if tool_calls:
+            turn["tool_calls"] = tool_calls
+        state.messages.append(turn)
         step = state.environment.step_episode
         result = await self._call(step, state.example, list(state.messages), text)
         if not isinstance(result, EnvironmentStepResult):
@@ -321,7 +333,7 @@ class Child:
         return EnvironmentEpisode(
             messages=tuple(state.messages),
             response_text=await self._response_text(state),
-            turns=tuple(EnvironmentTurn(turn["role"], turn["content"]) for turn in state.turns),
+            turns=tuple(map(_turn, state.turns)),
             metadata=state.metadata,
             latency_ms=latency_ms,
             total_tokens=total_tokens,
@@ -507,6 +519,21 @@ def _check_tasks(attribute: str, examples: Sequence[Any]) -> None:
         raise _bad_dataset(f"len({attribute}) is {count:,}, but it has {more} tasks")
 
 
+def _turn(message: ChatMessage) -> EnvironmentTurn:
+    calls = message.get("tool_calls")
+    metadata = {"tool_calls": calls} if calls else {}
+    return EnvironmentTurn(message["role"], message["content"], message.get("name"), metadata)
+
+
+def _tools(value: Any) -> list[dict[str, Any]]:
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Sequence):
+        raise _error(f"tools must be a list of functions or schemas, got {_kind(value)}")
+    try:
+        return tool_schemas(cast("Sequence[Any]", value))
+    except (TypeError, ValueError, NameError) as error:
+        raise _error(f"tools: {_cut(_message(error), 300)}") from error
+
+
 def _messages(value: Any, method: str, roles: Sequence[str]) -> list[ChatMessage]:
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Sequence):
         raise _error(f"{method} must return a list of messages, got {_kind(value)}")
@@ -522,7 +549,16 @@ def _chat_message(message: Any, method: str, roles: Sequence[str]) -> ChatMessag
         what = f"a message of {method} has role {_shown(role)}"
         raise _error(f"{what}; expected one of: {', '.join(roles)}")
     what = f"the content of a {role} message of {method}"
-    fields["content"] = _text(fields.get("content"), what)
+    content = fields.get("content")
+    if fields.get("tool_calls"):
+        try:
+            fields["tool_calls"] = tool_calls_of(fields["tool_calls"])
+        except ValueError as error:
+            raise _error(f"a {role} message of {method}: {_cut(_message(error), 300)}") from error
+        content = content or ""
+    else:
+        fields.pop("tool_calls", None)
+    fields["content"] = _text(content, what)
     return fields
 
 

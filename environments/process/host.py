@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -68,6 +68,8 @@ class Opening:
     task_id: str
     messages: list[ChatMessage]
     max_turns: int
+    tools: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    """OpenAI function schemas of what the model may call."""
 
 
 @dataclass(frozen=True)
@@ -212,10 +214,18 @@ class EnvironmentHost:
                 raise
         return Opening(episode, **value)
 
-    async def step(self, episode: int, assistant_text: str | None) -> Step:
-        """Give the episode one model turn. Only the gate passes None; models write text."""
+    async def step(
+        self,
+        episode: int,
+        assistant_text: str | None,
+        tool_calls: Sequence[dict[str, Any]] = (),
+    ) -> Step:
+        """Give the episode one model turn. Only the gate passes None; models write text.
+        `tool_calls` are in OpenAI's form.
+        """
         async with self._places:
-            turn = {"episode": episode, "text": assistant_text}
+            calls = list(tool_calls)
+            turn = {"episode": episode, "text": assistant_text, "tool_calls": calls}
             return Step(**await self._call(self._home(episode), "step_episode", **turn))
 
     async def score(self, episode: int, *, latency_ms: int = 0, total_tokens: int = 0) -> Score:

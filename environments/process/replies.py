@@ -14,6 +14,7 @@ from typing import Any, cast
 from environments import kept
 from environments.base import ChatMessage
 from environments.process.redaction import Redactor
+from environments.tools import NAME
 
 OPENING_ROLES = ("system", "user", "assistant", "tool")
 ANSWER_ROLES = ("user", "tool", "system")
@@ -41,6 +42,7 @@ METHODS = (
     "read_splits",
     "new_episode",
     "start_episode",
+    "episode_tools",
     "max_episode_turns",
     "step_episode",
     "normalize_response_text",
@@ -137,12 +139,19 @@ class Reader:
         return page
 
     def _start_episode(self, value: Any) -> dict[str, Any]:
-        task_id, messages, turns = _fields(value, "task_id", "messages", "max_turns")
+        task_id, messages, turns, tools = _fields(
+            value, "task_id", "messages", "max_turns", "tools"
+        )
         opening = self._messages(messages, OPENING_ROLES)
         if not opening:
             raise ForgedError
         most = _whole(turns, 1, MAX_TURNS)
-        return {"task_id": self._id(task_id), "messages": opening, "max_turns": most}
+        return {
+            "task_id": self._id(task_id),
+            "messages": opening,
+            "max_turns": most,
+            "tools": [self._tool(tool) for tool in _items(tools)],
+        }
 
     def _step_episode(self, value: Any) -> dict[str, Any]:
         done, messages = _fields(value, "done", "messages")
@@ -197,7 +206,30 @@ class Reader:
         if known["role"] not in roles:
             raise ForgedError
         known["content"] = self._text(known["content"])
+        if "tool_calls" in message:
+            known["tool_calls"] = [self._call(call) for call in _items(message.pop("tool_calls"))]
         return known | self._redactor.value(message)
+
+    def _tool(self, value: Any) -> dict[str, Any]:
+        kind, function = _fields(value, "type", "function")
+        body = _mapping(function)
+        name = _string(body.pop("name", None), 64)
+        _mapping(body.get("parameters"))
+        # The names of fields are the API's: a secret that is "type" is not there.
+        if kind != "function" or not NAME.fullmatch(name):
+            raise ForgedError
+        return {"type": "function", "function": {"name": self._text(name), **self._values(body)}}
+
+    def _values(self, fields: dict[str, Any]) -> dict[str, Any]:
+        return {name: self._redactor.value(item) for name, item in fields.items()}
+
+    def _call(self, value: Any) -> dict[str, Any]:
+        identity, kind, function = _fields(value, "id", "type", "function")
+        name, arguments = _fields(function, "name", "arguments")
+        if kind != "function":
+            raise ForgedError
+        body = {"name": self._text(name), "arguments": self._text(arguments)}
+        return {"id": self._text(identity), "type": "function", "function": body}
 
     def _id(self, value: Any) -> str:
         return self._text(_string(value, MAX_ID_CHARACTERS))

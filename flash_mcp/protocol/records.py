@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 
 from environments.process.foreign import is_plain, plain_name
 from environments.settings import identity
+from environments.tools import text_of
 from flash_mcp.protocol.spec import LOCAL_TARGET, EvalSpec, RunSpec, stored_spec
 
 Json = dict[str, Any]
@@ -156,6 +157,8 @@ class Rollout(Record):
     split: str = "train"
     attempt: int = 0
     messages: list[Json] = field(default_factory=list[Json])
+    tools: list[Json] = field(default_factory=list[Json])
+    """OpenAI function schemas of what the model could call."""
     reward: float = 0.0
     success: bool = False
     advantage: float | None = None
@@ -184,9 +187,15 @@ class Rollout(Record):
 
     @property
     def answers(self) -> list[str]:
-        """What the model wrote, turn by turn."""
+        """What the model wrote, turn by turn, its tool calls included."""
         made = self.messages[self.prompt_messages :] if self.turns else []
-        return [str(each.get("content") or "") for each in made if each["role"] == "assistant"]
+        return [text_of(each) for each in made if each["role"] == "assistant"]
+
+    @property
+    def bad_tool_call(self) -> str | None:
+        """Why the first call that no tool could run was none; None if there was no such call."""
+        found = (message.get("bad_tool_call") for message in self.messages)
+        return next(filter(None, found), None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,7 +77,9 @@ LOADED = {
     "scores_groups": False,
     "generated": [],
 }
-OPENED = {"task_id": "t0", "messages": [USER], "max_turns": 1}
+OPENED = {"task_id": "t0", "messages": [USER], "max_turns": 1, "tools": []}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 STEPPED = {"done": False, "messages": [USER]}
 SCORED = {"reward": 1, "success": True, "metrics": {}, "reason": None, "error": None}
 
@@ -165,6 +167,21 @@ FORGED_REPLIES = {
     "turns without end": ("start", reply(OPENED | {"max_turns": 10**300})),
     "turns that are true": ("start", reply(OPENED | {"max_turns": True})),
     "an episode of its own choice": ("start", reply(OPENED | {"episode": 1})),
+    "tools that are an object": ("start", reply(OPENED | {"tools": {}})),
+    "a tool without a frame": ("start", reply(OPENED | {"tools": [TOOL["function"]]})),
+    "a tool with a name of two words": (
+        "start",
+        reply(OPENED | {"tools": [TOOL | {"function": {"name": "a b", "parameters": {}}}]}),
+    ),
+    "a tool whose parameters are a list": (
+        "start",
+        reply(OPENED | {"tools": [TOOL | {"function": {"name": "a", "parameters": []}}]}),
+    ),
+    "a tool call that is a text": ("gold", reply([USER | {"tool_calls": ["f()"]}])),
+    "a tool call with arguments as an object": (
+        "gold",
+        reply([USER | {"tool_calls": [CALL | {"function": {"name": "f", "arguments": {}}}]}]),
+    ),
     "a gold answer that is null": ("gold", reply(None)),
     "a gold answer that is a message": ("gold", reply(USER)),
     "a word at closing": ("close", reply("closed")),

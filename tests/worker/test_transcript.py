@@ -44,7 +44,7 @@ def test_a_conversation_built_from_pieces_reads_as_the_template_renders_it(
     template = ChatTemplate(tokenizer())
     transcript = Transcript(template, [{"role": "user", "content": question}])
     for text, ended, reply in turns:
-        assert transcript.add_answer(answer(template, text, ended=ended)) == text
+        assert transcript.add_answer(answer(template, text, ended=ended)).content == text
         transcript.add_environment([{"role": "user", "content": reply}])
     whole = template.tokenizer.apply_chat_template(
         transcript.messages, tokenize=False, add_generation_prompt=True

@@ -42,7 +42,9 @@ class Host(Protocol):
     scores_groups: bool
 
     async def open(self, split: str, index: int) -> Opening: ...
-    async def step(self, episode: int, assistant_text: str) -> Step: ...
+    async def step(
+        self, episode: int, assistant_text: str, tool_calls: Sequence[Json] = ()
+    ) -> Step: ...
     async def score(self, episode: int, *, latency_ms: int, total_tokens: int) -> Score: ...
     async def score_group(self, ended: Sequence[Ended]) -> list[Score]: ...
     async def close(self, episode: int) -> None: ...
@@ -122,6 +124,7 @@ class Rollout:
         if transcript := self.transcript:
             written = {
                 "messages": transcript.messages,
+                "tools": transcript.template.tools,
                 "prompt_tokens": len(transcript.prompt_ids),
                 "completion_tokens": transcript.model_tokens,
                 "env_tokens": len(transcript.completion_ids) - transcript.model_tokens,
@@ -322,7 +325,7 @@ class _Conversation:
             opening = await self._host.open(rollout.task.split, rollout.task.example)
             self.episode = opening.episode
             rollout.task_id = opening.task_id
-            rollout.transcript = Transcript(self._template, opening.messages)
+            rollout.transcript = Transcript(self._template, opening.messages, opening.tools)
             rollout.finish = await _take_turns(
                 rollout, opening, self._host, self._generator, self._limits
             )
@@ -389,9 +392,9 @@ async def _take_turns(
             return "length"
         seed = zlib.crc32(f"{rollout.task.seed}/{rollout.turns}".encode()) & 0x7FFFFFFF
         sampling = Sampling(budget, limits.temperature, limits.top_p, limits.stop, seed)
-        text = transcript.add_answer(await generator.generate(transcript.ids, sampling))
+        turn = transcript.add_answer(await generator.generate(transcript.ids, sampling))
         rollout.turns += 1
-        step = await host.step(opening.episode, text)
+        step = await host.step(opening.episode, turn.content, turn.tool_calls)
         if step.done:
             return "done"
         if rollout.turns >= opening.max_turns:

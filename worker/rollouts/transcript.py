@@ -6,17 +6,25 @@ uses the tokens that were sampled."""
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from contextlib import suppress
+from dataclasses import InitVar, dataclass, field
+from typing import Any, Self
 
+from flash_mcp.protocol.chat_templates import tool_form, with_tools
 from flash_mcp.protocol.errors import FlashError
 from worker.rollouts.rendering import RENDER_LIMIT_S, TooLongError, time_limit
+from worker.rollouts.tool_calls import CallReader, Turn
 from worker.rollouts.turns import Completion
 
+Json = dict[str, Any]
 ChatMessage = dict[str, Any]
+MOST_TOOL_SETS = 64
+"""Sets of tools whose templates are kept: each task may have its own."""
 MEMORABLE_TOKENS = 256
+EMPTY_THINK = "<think>\n\n</think>\n\n"
 _SENTINEL = "\u2063answer\u2063"  # invisible separators: no template or task contains them
 
 
@@ -26,6 +34,9 @@ class ChatTemplate:
 
     `end_ids` are tokens that end a generation, in addition to the tokenizer's own. The constructor
     raises FlashError(template_unsupported) if the template does not show the glue.
+
+    `for_tools` is the template of conversations with tools. One without tools gets ours
+    (flash_mcp/protocol/chat_templates.py).
     """
 
     def __init__(
@@ -37,8 +48,34 @@ class ChatTemplate:
             fix = "use an instruct model, or add chat_template.jinja to the model folder"
             raise _unsupported("the model's tokenizer has no chat template", fix)
         self.end_ids = _end_ids(tokenizer).union(end_ids)
+        self.tools: list[Json] = []
         self._glue: dict[str, list[int]] = {}
-        self._check()
+        self._reader: CallReader | None = None
+        self._with_tools: dict[str, Self] = {}
+        self._check([{"role": "assistant", "content": "4"}, {"role": "user", "content": "Sure?"}])
+
+    def for_tools(self, tools: Sequence[Json]) -> Self:
+        """This template for conversations that may call these tools (OpenAI function schemas).
+
+        FlashError(template_unsupported) if it cannot show them, or its calls cannot be read."""
+        if not tools:
+            return self
+        key = json.dumps(tools, sort_keys=True)
+        if key not in self._with_tools:
+            if len(self._with_tools) >= MOST_TOOL_SETS:
+                self._with_tools.pop(next(iter(self._with_tools)))
+            self._with_tools[key] = self._made_for(list(tools))
+        return self._with_tools[key]
+
+    def _made_for(self, tools: list[Json]) -> Self:
+        made = copy.copy(self)
+        made.tools = tools
+        made._glue = {}
+        function = {"name": tools[0]["function"]["name"], "arguments": "{}"}
+        call = {"id": "call00000", "type": "function", "function": function}
+        answer = {"role": "tool", "tool_call_id": "call00000", "content": "4"}
+        made._check([{"role": "assistant", "content": "", "tool_calls": [call]}, answer])
+        return made
 
     def prompt_ids(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Ids of a conversation's start, the generation prompt included."""
@@ -72,11 +109,56 @@ class ChatTemplate:
                 self._glue.pop(next(iter(self._glue)))
         return ids[self._end_of_turn(ids) + 1 :] if ended else ids
 
-    def answer(self, text: str) -> Completion:
+    def answer(self, text: str, tool_calls: Sequence[Json] = ()) -> Completion:
         """A gold answer as the model would have sampled it, with log-probability 0."""
-        glue = self.glue_ids([{"role": "user", "content": ""}], ended=False)
-        ids = self._encode(text) + glue[: self._end_of_turn(glue) + 1]
+        if tool_calls:
+            ids = self._encode(self._call_text(text, tool_calls))
+            ids = ids[: self._end_of_turn(ids) + 1]
+        else:
+            glue = self.glue_ids([{"role": "user", "content": ""}], ended=False)
+            ids = self._encode(text) + glue[: self._end_of_turn(glue) + 1]
         return Completion(ids, [0.0] * len(ids), "stop")
+
+    def _call_text(self, text: str, tool_calls: Sequence[Json]) -> str:
+        """A turn with calls as the template shows it, from the generation prompt on."""
+        question = {"role": "user", "content": "?"}
+        turn = {"role": "assistant", "content": text, "tool_calls": list(tool_calls)}
+        prompt = self._render([question])
+        shown = self._render([question, turn], prompts=False)
+        # History may leave out an empty think block of the prompt, or have one of its own (Qwen3).
+        for header in (prompt, prompt.removesuffix(EMPTY_THINK)):
+            if shown.startswith(header):
+                return shown.removeprefix(header).removeprefix(EMPTY_THINK)
+        what = "the chat template does not show a tool call after its generation prompt"
+        raise _unsupported(what, "use a model whose template shows tool calls in their turn")
+
+    def read(self, token_ids: Sequence[int], calls_before: int = 0) -> Turn:
+        """What the model wrote in one turn; its calls are numbered on from `calls_before`."""
+        text = self.text(token_ids)
+        if not self.tools:
+            return Turn(text)
+        if self._reader is None:
+            self._reader = self._make_reader()
+        return self._reader.read(self._written(token_ids), text, calls_before)
+
+    def _make_reader(self) -> CallReader:
+        """A reader that reads back what the template writes."""
+        form = tool_form(with_tools(self.tokenizer.chat_template))
+        fix = "use a model whose format of tool calls is known, such as Qwen's or Hermes's"
+        if form is None:
+            raise _unsupported("the chat template's format of tool calls is not known", fix)
+        reader = CallReader(self.tokenizer, form, self.tools)
+        function = {"name": self.tools[0]["function"]["name"], "arguments": '{"a": ["x y", 1]}'}
+        call = {"id": "call00000", "type": "function", "function": function}
+        gold = self.answer("", [call])
+        if reader.read(self._written(gold.token_ids), "").tool_calls != [call]:
+            what = f"vLLM's parser {form.parser} does not read the chat template's tool calls"
+            raise _unsupported(what, fix)
+        return reader
+
+    def _written(self, token_ids: Sequence[int]) -> str:
+        """The text of a turn with special tokens, which some formats of calls have."""
+        return self.tokenizer.decode([each for each in token_ids if each not in self.end_ids])
 
     def text(self, token_ids: Sequence[int]) -> str:
         """What the model wrote, without the special tokens that end a turn."""
@@ -89,14 +171,20 @@ class ChatTemplate:
         what = "the chat template does not end a turn with a token that ends generation"
         raise _unsupported(what, "use a model whose template marks the end of a turn")
 
-    def _render(self, messages: Sequence[ChatMessage]) -> str:
+    def _render(self, messages: Sequence[ChatMessage], *, prompts: bool = True) -> str:
+        """The conversation as text, with the next generation prompt if `prompts`."""
+        options: Json = {}
+        if self.tools:
+            template = with_tools(self.tokenizer.chat_template)
+            options = {"tools": self.tools, "chat_template": template}
         try:
             with time_limit(RENDER_LIMIT_S):
                 return self.tokenizer.apply_chat_template(
-                    list(messages),
+                    [_for_template(message) for message in messages],
                     tokenize=False,
-                    add_generation_prompt=True,
+                    add_generation_prompt=prompts,
                     enable_thinking=self.thinking,
+                    **options,
                 )
         except TooLongError as error:
             what = f"the chat template took longer than {RENDER_LIMIT_S:g} s for one conversation"
@@ -110,13 +198,20 @@ class ChatTemplate:
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    def _check(self) -> None:
-        """Two turns put together from pieces must read as the template renders them whole."""
+    def _check(self, turns: list[ChatMessage]) -> None:
+        """An answer and a reply put together from pieces must read as the template renders them
+        whole.
+        """
         start = [{"role": "user", "content": "2 + 2?"}]
-        reply = [{"role": "user", "content": "Are you sure?"}]
-        pieces = self.prompt_ids(start) + self._encode("4") + self.glue_ids(reply, ended=False)
-        whole = self._render([*start, {"role": "assistant", "content": "4"}, *reply])
-        self.glue_ids(reply, ended=True)
+        answer, reply = turns
+        whole = self._render([*start, *turns])
+        calls = answer.get("tool_calls") or ()
+        if calls and calls[0]["function"]["name"] not in self._render(start):
+            what = "the chat template shows no tools to the model"
+            raise _unsupported(what, "use a model whose template knows tools, or is ChatML")
+        pieces = self.prompt_ids(start) + self.answer(answer["content"], calls).token_ids
+        pieces += self.glue_ids([reply], ended=True)
+        self.glue_ids([reply], ended=False)
         got = self.tokenizer.decode(pieces)
         expected = self.tokenizer.decode(self._encode(whole))
         # Templates that drop an empty or opened think block from history (Qwen3) may differ in it:
@@ -136,14 +231,17 @@ class Transcript:
 
     template: ChatTemplate
     messages: list[ChatMessage]
+    tools: InitVar[Sequence[Json]] = ()
     prompt_ids: list[int] = field(init=False)
     completion_ids: list[int] = field(default_factory=list[int])
     mask: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     truncated: bool = False
     _ended: bool = False
+    _calls: int = 0
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, tools: Sequence[Json]) -> None:
+        self.template = self.template.for_tools(tools)
         self.messages = [dict(message) for message in self.messages]
         self.prompt_ids = self.template.prompt_ids(self.messages)
 
@@ -158,17 +256,27 @@ class Transcript:
     def model_tokens(self) -> int:
         return sum(self.mask)
 
-    def add_answer(self, completion: Completion) -> str:
-        """Append what the model sampled; its text."""
+    def add_answer(self, completion: Completion) -> Turn:
+        """Append what the model sampled, and read it."""
+        self._append(completion)
+        turn = self.template.read(completion.token_ids, self._calls)
+        self._calls += len(turn.tool_calls)
+        self.messages.append(turn.message())
+        return turn
+
+    def add_gold(self, message: ChatMessage) -> None:
+        """Append a gold answer as if the model had sampled it."""
+        calls = message.get("tool_calls") or ()
+        self._append(self.template.answer(message["content"], calls))
+        self.messages.append(dict(message))
+
+    def _append(self, completion: Completion) -> None:
         self.completion_ids += completion.token_ids
         self.mask += [1] * len(completion.token_ids)
         self.logprobs += completion.logprobs
         self.truncated |= completion.finish_reason == "length"
         last = completion.token_ids[-1:]
         self._ended = bool(last) and last[0] in self.template.end_ids
-        text = self.template.text(completion.token_ids)
-        self.messages.append({"role": "assistant", "content": text})
-        return text
 
     def add_environment(self, messages: Sequence[ChatMessage]) -> None:
         """Append the environment's turn and the next generation prompt."""
@@ -200,5 +308,19 @@ def _end_ids(tokenizer: Any) -> frozenset[int]:
     return frozenset(token for token in tokens if token is not None)
 
 
+def _for_template(message: ChatMessage) -> ChatMessage:
+    """The message as chat templates take it: a call's arguments are an object, not JSON text."""
+    if not message.get("tool_calls"):
+        return message
+    calls: list[Json] = []
+    for call in message["tool_calls"]:
+        arguments = call["function"]["arguments"]
+        if isinstance(arguments, str):
+            with suppress(ValueError):  # text that is no JSON is shown as it is
+                arguments = json.loads(arguments)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return {**message, "tool_calls": calls}
+
+
 def _without_think(text: str) -> str:
-    return text.replace("<think>\n\n</think>\n\n", "").replace("<think>\n", "")
+    return text.replace(EMPTY_THINK, "").replace("<think>\n", "")

@@ -48,7 +48,7 @@ async def gold_rows(
     async def one(index: int) -> Row:
         opening = await host.open(split, index)
         await host.close(opening.episode)
-        transcript = Transcript(template, opening.messages)
+        transcript = Transcript(template, opening.messages, opening.tools)
         return _row(f"{split} task {opening.task_id}", transcript, await host.gold(split, index))
 
     return await survey(split, host.splits.get(split, 0), one, **watched)
@@ -72,7 +72,8 @@ def dataset_rows(dataset: Json, template: ChatTemplate) -> dict[str, list[Row]]:
         rows[path.stem] = []
         for number, line in enumerate(lines, start=1):
             count = line["prompt_messages"]
-            transcript = Transcript(template, line["messages"][:count])
+            prompt = line["messages"][:count]
+            transcript = Transcript(template, prompt, line.get("tools", ()))
             row = _row(f"{file} line {number}", transcript, line["messages"][count:])
             rows[path.stem].append(row)
     return rows
@@ -200,13 +201,14 @@ def _row(name: str, transcript: Transcript, gold: list[ChatMessage]) -> Row:
         if message["role"] != "assistant":
             between.append(message)
             continue
-        if wrong := _wrong(message, [] if answered else between):
-            fix = "begin with an answer, and let every answer be plain text"
+        before = [] if answered else between
+        if wrong := _wrong(message, before, calls=bool(transcript.template.tools)):
+            fix = "begin with an answer, and let every answer be text or calls of declared tools"
             raise FlashError("dataset_invalid", f"{name}: {wrong}", fix=fix)
         if answered:
             # Even if nothing was said in between: each answer of a rollout has its own turn.
             transcript.add_environment(between)
-        transcript.add_answer(transcript.template.answer(message["content"]))
+        transcript.add_gold(message)
         between = []
         answered = True
     labels = [IGNORED] * len(transcript.prompt_ids)
@@ -215,14 +217,14 @@ def _row(name: str, transcript: Transcript, gold: list[ChatMessage]) -> Row:
     return {"input_ids": transcript.ids, "labels": labels}
 
 
-def _wrong(answer: ChatMessage, before: list[Json]) -> str | None:
+def _wrong(answer: ChatMessage, before: list[Json], *, calls: bool) -> str | None:
     """Why no rollout could hold this gold answer; `before` are the gold's messages before its first
-    answer.
+    answer. `calls`: the task has tools.
     """
     if before:
         return f"the gold begins with a {before[0]['role']} message"
-    if answer.get("tool_calls"):
-        return "an answer has tool_calls, which are not text"
+    if answer.get("tool_calls") and not calls:
+        return "an answer has tool_calls, but the task has no tools"
     content = answer.get("content")
     if not isinstance(content, str):
         return f"an answer's content is {content!r:.50}, no string"

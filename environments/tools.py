@@ -1,0 +1,278 @@
+"""Tools that a model calls.
+
+An environment names them in `tools`, or in `episode_tools` if they differ between tasks: OpenAI
+function schemas, or typed Python functions, from which `schema_of` makes the schemas. A model's
+call arrives as OpenAI's API has it, in `messages[-1]["tool_calls"]`:
+
+    {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+
+The answer to it is a message {"role": "tool", "tool_call_id": "call00000", "content": "..."}.
+EnvironmentToolUse does all of this for an environment whose tools are Python functions.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+
+from environments.base import (
+    ChatMessage,
+    Environment,
+    EnvironmentMultiTurn,
+    EnvironmentStepResult,
+    TaskExample,
+    Tool,
+)
+
+Json = dict[str, Any]
+MAX_TOOLS = 128
+NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+JSON_TYPES: dict[Any, str] = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    list: "array",
+    dict: "object",
+    type(None): "null",
+}
+
+
+class EnvironmentToolUse(EnvironmentMultiTurn):
+    """A conversation in which the model calls Python functions. Implement `start_episode` and
+    `score_episode`, and set `tools` or override `episode_tools`.
+
+    The episode ends at the first turn without a call. What a tool returns is shown to the model:
+    a string as it is, anything else as JSON. What it raises is shown as an error, and so are calls
+    of unknown tools or with wrong arguments. To keep state, return methods from `episode_tools`:
+    they belong to the object that serves the episode."""
+
+    max_turns: int = 8
+    """The episode ends after this many model turns."""
+
+    def max_episode_turns(self, example: TaskExample) -> int:
+        return self.max_turns
+
+    def step_episode(
+        self, example: TaskExample, messages: list[ChatMessage], assistant_response: str
+    ) -> EnvironmentStepResult:
+        calls = messages[-1].get("tool_calls")
+        if not calls:
+            return EnvironmentStepResult(done=True)
+        functions: dict[str, Callable[..., Any]] = {}
+        for tool in self.episode_tools(example):
+            if not callable(tool):
+                what = "a tool of EnvironmentToolUse must be a function"
+                raise TypeError(f"{what}; override step_episode to answer calls of other tools")
+            functions[tool.__name__] = self._own(tool)
+        return EnvironmentStepResult(False, [_answer(call, functions) for call in calls])
+
+    def _own(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function; for a method of the loaded object, that of this episode's copy."""
+        owner = getattr(function, "__self__", None)
+        return getattr(self, function.__name__) if isinstance(owner, Environment) else function
+
+
+def _answer(call: Json, functions: Mapping[str, Callable[..., Any]]) -> ChatMessage:
+    schemas = [schema_of(function) for function in functions.values()]
+    name = call["function"]["name"]
+    if problem := problem_of(call, schemas):
+        content = f"Error: {problem}"
+    else:
+        try:
+            result = functions[name](**json.loads(call["function"]["arguments"]))
+            content = result if isinstance(result, str) else json.dumps(result, default=str)
+        except Exception as error:  # the model may call again, in another way
+            content = f"Error: {error or type(error).__name__}"
+    return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
+
+
+# -- schemas ---------------------------------------------------------------------------------------
+
+
+def tool_schemas(tools: Sequence[Tool]) -> list[Json]:
+    """OpenAI function schemas of these tools. Raises TypeError or ValueError with the reason."""
+    if len(tools) > MAX_TOOLS:
+        raise ValueError(f"there are {len(tools)} tools; the most are {MAX_TOOLS}")
+    schemas = [schema_of(tool) if callable(tool) else _checked(tool) for tool in tools]
+    names = [schema["function"]["name"] for schema in schemas]
+    if len({*names}) < len(names):
+        raise ValueError(f"two tools have the same name: {', '.join(names)}")
+    return schemas
+
+
+def schema_of(function: Callable[..., Any]) -> Json:
+    """The OpenAI function schema of a typed Python function; its docstring's first paragraph is the
+    description. Raises TypeError if a parameter has no type that JSON can represent.
+    """
+    name = function.__name__
+    hints = get_type_hints(function)
+    properties: Json = {}
+    required: list[str] = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise TypeError(f"the tool {name} takes *{parameter.name}; name its parameters")
+        if parameter.name not in hints:
+            raise TypeError(f"the parameter {parameter.name} of the tool {name} has no type")
+        properties[parameter.name] = _schema_of_type(hints[parameter.name], name)
+        if parameter.default is parameter.empty:
+            required.append(parameter.name)
+    description = " ".join((inspect.getdoc(function) or "").partition("\n\n")[0].split())
+    parameters = {"type": "object", "properties": properties, "required": required}
+    body = {"name": name, "description": description, "parameters": parameters}
+    return _checked({"type": "function", "function": body})
+
+
+def _schema_of_type(hint: Any, name: str) -> Json:
+    if hint is Any:
+        return {}
+    if hint in JSON_TYPES:
+        return {"type": JSON_TYPES[hint]}
+    origin = get_origin(hint)
+    inner = get_args(hint)
+    if origin is Literal:
+        return {"enum": list(inner)}
+    if origin in (Union, types.UnionType):
+        return {"anyOf": [_schema_of_type(each, name) for each in inner]}
+    if origin in (list, Sequence):
+        return {"type": "array", "items": _schema_of_type(inner[0], name)}
+    if origin in (dict, Mapping):
+        return {"type": "object", "additionalProperties": _schema_of_type(inner[1], name)}
+    raise TypeError(f"the tool {name} has a parameter of type {hint}, which JSON cannot represent")
+
+
+def _checked(tool: Any) -> Json:
+    """A copy of the schema with the fields that templates read."""
+    if not isinstance(tool, Mapping):
+        raise TypeError(f"a tool must be a function or a schema, got {type(tool).__name__}")
+    schema = cast("Mapping[str, Any]", tool)
+    # Some write the function without its frame.
+    body: Any = schema.get("function", schema if "name" in schema else None)
+    if not isinstance(body, Mapping):
+        raise ValueError(
+            f"a tool must be {{'type': 'function', 'function': ...}}, got {tool!r:.100}"
+        )
+    function = dict(cast("Mapping[str, Any]", body))
+    name = function.get("name")
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise ValueError(
+            f"a tool's name must be 1 to 64 letters, digits, _ - or ., got {name!r:.80}"
+        )
+    function.setdefault("parameters", {"type": "object", "properties": {}})
+    if not isinstance(function["parameters"], Mapping):
+        raise ValueError(f"the parameters of the tool {name} must be a JSON schema")
+    return {"type": "function", "function": function}
+
+
+# -- calls -----------------------------------------------------------------------------------------
+
+
+def tool_calls_of(value: Any) -> list[Json]:
+    """The calls of a message in OpenAI's form: arguments given as an object become JSON text, and
+    missing ids are numbered. Raises ValueError for anything else.
+    """
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        raise ValueError(f"tool_calls must be a list, got {value!r:.80}")
+    calls: list[Json] = []
+    for number, call in enumerate(cast("Sequence[Any]", value)):
+        given = _object(call)
+        function = _object(given.get("function")) or given
+        name = function.get("name")
+        if not isinstance(name, str):
+            raise ValueError(f"a tool call must name its function, got {call!r:.80}")
+        arguments = function.get("arguments", {})
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        identity = str(given.get("id") or f"call{number:05}")
+        body = {"name": name, "arguments": arguments}
+        calls.append({"id": identity, "type": "function", "function": body})
+    return calls
+
+
+def problem_of(call: Json, schemas: Sequence[Json]) -> str | None:
+    """Why no tool can run this call: an unknown name, or arguments that do not fit; else None."""
+    name = call["function"]["name"]
+    known = {schema["function"]["name"]: schema["function"] for schema in schemas}
+    if name not in known:
+        return f"there is no tool {name!r}; the tools are {', '.join(known)}"
+    try:
+        arguments: Any = json.loads(call["function"]["arguments"])
+    except ValueError:
+        return f"the arguments of {name} are not JSON"
+    if not isinstance(arguments, dict):
+        return f"the arguments of {name} must be an object"
+    return _misfit(arguments, known[name].get("parameters"), f"{name}'s arguments")
+
+
+def _misfit(value: Any, schema: Any, what: str) -> str | None:
+    """Why the value does not fit the JSON schema, as far as its types, its enums and the names of
+    its properties tell. A schema that is none fits all.
+    """
+    rules = _object(schema)
+    options = rules.get("anyOf")
+    if isinstance(options, list):
+        fits = [_misfit(value, option, what) for option in cast("list[Any]", options)]
+        return None if None in fits else next(iter(fits), None)
+    allowed = rules.get("enum")
+    if isinstance(allowed, list) and value not in allowed:
+        return f"{what}: expected one of {allowed}, got {value!r:.60}"
+    kinds = rules.get("type")
+    kinds = cast("list[Any]", kinds) if isinstance(kinds, list) else [kinds]
+    if kinds[0] is not None and not any(_is_a(value, kind) for kind in kinds):
+        return f"{what}: expected {' or '.join(map(str, kinds))}, got {value!r:.60}"
+    inner: list[str | None] = []
+    if isinstance(value, dict):
+        inner = _misfits_of_object(cast("Json", value), rules, what)
+    if isinstance(value, list):
+        items = enumerate(cast("list[Any]", value))
+        inner = [_misfit(item, rules.get("items"), f"{what}[{place}]") for place, item in items]
+    return next(filter(None, inner), None)
+
+
+def _misfits_of_object(value: Json, rules: Json, what: str) -> list[str | None]:
+    properties = _object(rules.get("properties"))
+    required = rules.get("required")
+    found: list[str | None] = []
+    for name in cast("list[Any]", required) if isinstance(required, list) else []:
+        if name not in value:
+            found.append(f"{what}: {name!r} is missing")
+    for name, item in value.items():
+        if name in properties:
+            found.append(_misfit(item, properties[name], f"{what}: {name}"))
+        elif properties and not rules.get("additionalProperties"):
+            found.append(f"{what}: there is no {name!r}; expected {', '.join(properties)}")
+    return found
+
+
+def _object(value: Any) -> Json:
+    return cast("Json", value) if isinstance(value, dict) else {}
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    """Whether the JSON value has this type of JSON schema; any value has an unknown one."""
+    if isinstance(value, bool):  # an int to Python
+        return kind not in ("integer", "number", "string", "array", "object", "null")
+    if kind == "number":
+        return isinstance(value, (int, float))
+    if kind == "integer":
+        return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    wanted = [python for python, name in JSON_TYPES.items() if name == kind]
+    return not wanted or isinstance(value, wanted[0])
+
+
+def text_of(message: ChatMessage) -> str:
+    """What a message says, its tool calls included, as people and agents read it."""
+    content = message.get("content")
+    if content is None:
+        content = ""
+    text = content if isinstance(content, str) else json.dumps(content)
+    lines = [text] if text else []
+    calls: Sequence[Json] = message.get("tool_calls") or ()
+    for call in calls:
+        function = call["function"]
+        lines.append(f"{function['name']}({function['arguments']})")
+    return "\n".join(lines)

@@ -1,0 +1,77 @@
+"""Tool calls in a model's own format: which format a chat template has, and what a turn calls.
+
+    form = form_of(with_tools(template))          # the vLLM parser that reads this template's calls
+    turn = CallReader(tokenizer, form, schemas).read(ids, text)
+    turn.content, turn.tool_calls, turn.bad_tool_call
+
+The parsers are those of vLLM, so a deployed model's calls are read as they were in training."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from environments.tools import problem_of
+from flash_mcp.protocol.chat_templates import ToolForm
+
+Json = dict[str, Any]
+ChatMessage = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the model wrote in one turn: its text, and the calls in it in OpenAI's form.
+
+    `bad_tool_call` says why a call cannot be run: it does not parse (then it is text), or names an
+    unknown tool, or its arguments do not fit the schema."""
+
+    content: str
+    tool_calls: list[Json] = field(default_factory=list[Json])
+    bad_tool_call: str | None = None
+
+    def message(self) -> ChatMessage:
+        """The turn as a message of the conversation."""
+        said: ChatMessage = {"role": "assistant", "content": self.content}
+        if self.tool_calls:
+            said["tool_calls"] = self.tool_calls
+        if self.bad_tool_call:
+            said["bad_tool_call"] = self.bad_tool_call
+        return said
+
+
+class CallReader:
+    """Reads the calls of turns that may call `schemas`."""
+
+    def __init__(self, tokenizer: Any, form: ToolForm, schemas: Sequence[Json]) -> None:
+        # Imported here: vLLM reads the environment when it is imported, and SFT does without it.
+        from vllm.entrypoints.openai.chat_completion.protocol import (  # noqa: PLC0415
+            ChatCompletionRequest,
+        )
+        from vllm.tool_parsers import ToolParserManager  # noqa: PLC0415
+
+        # A call that does not parse is counted by us. vLLM writes a traceback for each.
+        logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
+        request: Any = ChatCompletionRequest
+        manager: Any = ToolParserManager
+        self._form = form
+        self._schemas = schemas
+        self._request = request(messages=[], model="", tools=list(schemas))
+        self._parser = manager.get_tool_parser(form.parser)(tokenizer, self._request.tools)
+
+    def read(self, written: str, text: str, first: int = 0) -> Turn:
+        """The turn whose tokens read as `written` with special tokens but for those that end a
+        turn, and as `text` without any. Its calls are numbered from `first` on.
+        """
+        found = self._parser.extract_tool_calls(written, self._request)
+        if not found.tool_calls:
+            is_bad = self._form.begins is not None and self._form.begins in written
+            return Turn(text, bad_tool_call="the call does not parse" if is_bad else None)
+        calls: list[Json] = []
+        for number, call in enumerate(found.tool_calls, start=first):
+            function = {"name": call.function.name, "arguments": call.function.arguments}
+            # Nine letters and digits: some templates refuse other ids.
+            calls.append({"id": f"call{number:05}", "type": "function", "function": function})
+        problems = filter(None, (problem_of(call, self._schemas) for call in calls))
+        return Turn(found.content or "", calls, next(problems, None))
