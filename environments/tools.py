@@ -271,8 +271,8 @@ def text_of(message: ChatMessage) -> str:
         content = ""
     text = content if isinstance(content, str) else json.dumps(content)
     lines = [text] if text else []
-    calls: Sequence[Json] = message.get("tool_calls") or ()
-    for call in calls:
-        function = call["function"]
-        lines.append(f"{function['name']}({function['arguments']})")
+    calls = message.get("tool_calls")
+    for call in cast("list[Any]", calls) if isinstance(calls, list) else []:
+        function = _object(_object(call).get("function"))
+        lines.append(f"{function.get('name')}({function.get('arguments')})")
     return "\n".join(lines)

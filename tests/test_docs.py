@@ -11,7 +11,7 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
-import environments.base
+import environments
 from environments.adapters.gym import GymEnvironment
 from environments.process.host import EnvironmentHost
 from flash_mcp.judgement import health
@@ -60,10 +60,20 @@ def known_names() -> set[str]:
         names |= {*tool.signature.parameters, *fields_of(tool.signature.return_annotation)}
         for parameter in tool.signature.parameters.values():
             names |= literals(parameter.annotation)
-    for kind in (environments.base.EnvironmentMultiTurn, environments.base.EnvironmentSingleTurn):
+    for kind in (environments.EnvironmentToolUse, environments.EnvironmentSingleTurn):
         names |= set(dir(kind))
     names |= set(inspect.signature(GymEnvironment).parameters)
-    return names | {"load_environment", "self", "id", "score", "format", "parsed", "valid"}
+    return names | {
+        "load_environment",
+        "self",
+        "id",
+        "score",
+        "format",
+        "parsed",
+        "valid",
+        "tool",
+        "tool_calls",
+    }
 
 
 @pytest.mark.parametrize(

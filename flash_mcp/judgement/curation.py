@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from environments.tools import text_of
 from flash_mcp.judgement.task_filter import TaskFilter, TaskScores
 from flash_mcp.protocol.records import Json
 
@@ -47,6 +48,8 @@ class Attempt:
     success: bool
     messages: list[Json] = field(hash=False)
     prompt_messages: int
+    tools: list[Json] = field(default_factory=list[Json], hash=False)
+    """OpenAI function schemas of what the model could call."""
     truncated: bool = False
     failed: bool = False
     """Environment code or its process failed: it says nothing about the model."""
@@ -64,7 +67,7 @@ class Attempt:
     def answers(self) -> list[str]:
         """What the model wrote."""
         said = self.messages[self.prompt_messages :]
-        return [str(message["content"]) for message in said if message["role"] == "assistant"]
+        return [text_of(message) for message in said if message["role"] == "assistant"]
 
     @property
     def is_learnable(self) -> bool:
@@ -76,8 +79,10 @@ class Attempt:
         messages = self.messages
         while messages[-1]["role"] != "assistant":
             messages = messages[:-1]
+        tools = {"tools": self.tools} if self.tools else {}
         return {
             "messages": messages,
+            **tools,
             "prompt_messages": self.prompt_messages,
             "provenance": {name: getattr(self, name) for name in PROVENANCE},
         }
@@ -322,7 +327,7 @@ class HeldOut:
 
 def prompt_digest(messages: Iterable[Json]) -> str:
     """The digest of what a task shows the model, whatever its spacing and case."""
-    text = "\n".join(str(message.get("content")) for message in messages)
+    text = "\n".join(map(text_of, messages))
     return hashlib.sha256(" ".join(text.casefold().split()).encode(errors="replace")).hexdigest()
 
 

@@ -4,6 +4,7 @@
     empty      the model wrote nothing
     looping    it said the same again and again
     truncated  it was cut off at max_tokens or max_length
+    bad_tool_call  a tool call did not parse, named no tool, or its arguments did not fit
     wrapped    the answer is in a code fence, \\boxed{}, quotes or bold, unlike each success
     unparsed   the scorer's reason, or a part of the reward named like a format, says that it found
                no answer
@@ -21,7 +22,9 @@ from typing import Literal
 
 from flash_mcp.protocol.records import Rollout
 
-FailureMode = Literal["error", "empty", "looping", "truncated", "wrapped", "unparsed", "wrong"]
+FailureMode = Literal[
+    "error", "empty", "looping", "truncated", "bad_tool_call", "wrapped", "unparsed", "wrong"
+]
 
 SAMPLE_ROLLOUTS = 256
 """At most so many rollouts of a step are looked at, drawn at random."""
@@ -77,6 +80,8 @@ def _mode(row: Rollout, accepted: set[str]) -> FailureMode | None:
         return "looping"
     if row.truncated or row.finish == "length":
         return "truncated"
+    if row.bad_tool_call:
+        return "bad_tool_call"
     parsed = _is_parsed(row)
     if not parsed and _wrappers(turns[-1]) - accepted:
         return "wrapped"

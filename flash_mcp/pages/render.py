@@ -19,6 +19,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from environments.process.foreign import visible
+from environments.tools import text_of
 from flash_mcp.pages.charts import Axis
 from flash_mcp.tools.shared.fitting import shorten, utc
 
@@ -53,6 +54,7 @@ def _environment() -> Environment:
         clock=_clock,
         policy=_policy,
         shorten=_shorten,
+        text_of=text_of,
         utc=utc,
         most_messages=MESSAGES,
     )

@@ -188,14 +188,18 @@ class Rollout(Record):
     @property
     def answers(self) -> list[str]:
         """What the model wrote, turn by turn, its tool calls included."""
-        made = self.messages[self.prompt_messages :] if self.turns else []
-        return [text_of(each) for each in made if each["role"] == "assistant"]
+        return list(map(text_of, self._turns))
 
     @property
     def bad_tool_call(self) -> str | None:
-        """Why the first call that no tool could run was none; None if there was no such call."""
-        found = (message.get("bad_tool_call") for message in self.messages)
-        return next(filter(None, found), None)
+        """Why a tool call of the model could not be run: the first such reason."""
+        return next((why for turn in self._turns if (why := turn.get("bad_tool_call"))), None)
+
+    @property
+    def _turns(self) -> list[Json]:
+        """The model's messages."""
+        made = self.messages[self.prompt_messages :] if self.turns else []
+        return [message for message in made if message["role"] == "assistant"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from environments.tools import text_of
 from flash_mcp.judgement import attempts, comparison, health, statistics
 from flash_mcp.judgement.attempts import Metric
 from flash_mcp.judgement.comparison import Change, Outcome
@@ -445,7 +446,7 @@ def _shown(store: Store, side: Evaluated, task: str, success: bool) -> Shown:
     row = store.transcript(side.run.id, side.row.step, index)
     start = row.prompt_messages
     prompt = row.messages[:start]
-    last = str(prompt[-1].get("content")) if prompt else ""
+    last = text_of(prompt[-1]) if prompt else ""
     return Shown(index, last, _conversation(row.messages[start:]))
 
 
@@ -453,7 +454,7 @@ def _conversation(messages: Sequence[Json]) -> str:
     """The model's turns as they are, what answered them in brackets."""
     turns: list[str] = []
     for message in messages:
-        text = str(message.get("content"))
+        text = text_of(message)
         turns.append(text if message["role"] == "assistant" else f"[{text}]")
     return "\n".join(turns)
 

@@ -9,6 +9,7 @@ from typing import Annotated, Literal, cast
 from anyio.to_thread import run_sync
 from pydantic import Field
 
+from environments.tools import text_of
 from flash_mcp.judgement import curation
 from flash_mcp.judgement.curation import Attempt, Counts, Curated, HeldOut, Plan, Select, Source
 from flash_mcp.judgement.task_filter import compile_filter
@@ -251,6 +252,7 @@ def _attempt(run_id: str, source: Source, step: int, row: Rollout) -> Attempt:
         success=row.success,
         messages=row.messages,
         prompt_messages=row.prompt_messages,
+        tools=row.tools,
         truncated=row.truncated,
         failed=bool(row.error),
     )
@@ -313,7 +315,7 @@ def _examples(curated: Curated) -> list[Example]:
 
 
 def _example(part: Literal["train", "holdout"], attempt: Attempt) -> Example:
-    asked = str(attempt.messages[attempt.prompt_messages - 1]["content"])
+    asked = text_of(attempt.messages[attempt.prompt_messages - 1])
     return Example(
         part=part,
         task_id=attempt.task_id,

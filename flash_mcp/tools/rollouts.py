@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
+from environments.tools import text_of
 from flash_mcp.judgement.failures import SAMPLE_ROLLOUTS, FailureMode, failure_counts, failure_modes
 from flash_mcp.protocol.parts import rounded
 from flash_mcp.protocol.records import ACTIVE, Json, Rollout, Run
@@ -88,7 +89,7 @@ class _Shown:
 
     @property
     def texts(self) -> list[str]:
-        return [_text(message.get("content")) for message in self.messages]
+        return list(map(text_of, self.messages))
 
 
 class Rollouts(Result):
@@ -214,7 +215,7 @@ def _opening(rows: list[Rollout]) -> list[Message]:
         lambda column: all(each == column[0] for each in column), zip(*prompts, strict=False)
     )
     shared: list[Json] = [column[0] for column in columns]
-    texts = [_text(message.get("content")) for message in shared]
+    texts = list(map(text_of, shared))
     allowed = share_out(OPENING_CHARACTERS, [json_characters(text) for text in texts])
     return [
         Message(role=message["role"], content=_excerpt(text, limit, ""))
@@ -311,10 +312,6 @@ def share_out(total: int, wanted: list[int]) -> list[int]:
         shares[place] = min(wanted[place], fair)
         left -= shares[place]
     return shares
-
-
-def _text(content: Any) -> str:
-    return content if isinstance(content, str) else to_text(content)
 
 
 def _frame_size(row: Rollout) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import math
 import time
 from collections.abc import Awaitable, Callable
@@ -21,6 +22,7 @@ from environments.process import sandbox
 from environments.process.foreign import plain_name
 from environments.process.host import EnvironmentFault, EnvironmentHost
 from environments.process.sandbox import Needs
+from environments.tools import text_of
 from flash_mcp.judgement import statistics
 from flash_mcp.judgement.attempts import DEFAULT_MAX_LENGTH
 from flash_mcp.judgement.curation import prompt_digest
@@ -465,7 +467,8 @@ async def _longest_prompt(host: EnvironmentHost, *, gold: bool) -> int:
         for index in range(tasks):
             try:
                 opening = await host.open("train", index)
-                length = sum(len(str(message.get("content"))) for message in opening.messages)
+                length = sum(len(text_of(message)) for message in opening.messages)
+                length += len(json.dumps(opening.tools)) if opening.tools else 0
                 longest = max(longest, length)
                 await host.close(opening.episode)
                 if gold:

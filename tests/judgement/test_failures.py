@@ -53,6 +53,14 @@ def row(*turns: str, success: bool = False, **values: Any) -> Rollout:
         (row("so " * 200, truncated=True), "looping"),
         (row("Let me count the ways in which this may be done", truncated=True), "truncated"),
         (row("Let me count", finish="length"), "truncated"),
+        (
+            row("5", messages=[*MESSAGES, {**MESSAGES[1], "bad_tool_call": "it does not parse"}]),
+            "bad_tool_call",
+        ),
+        (
+            row("5", messages=[{**MESSAGES[1], "bad_tool_call": "an example"}, *MESSAGES]),
+            "wrong",
+        ),
         (row("```\n4\n```"), "wrapped"),
         (row("\\boxed{4}", reason="no answer found"), "wrapped"),
         (row("The answer is **4**", metrics={"format": 0.0}), "wrapped"),
@@ -70,7 +78,7 @@ def row(*turns: str, success: bool = False, **values: Any) -> Rollout:
         (row("5, and that is 5 because 5 is 5"), "wrong"),
     ],
 )
-def test_a_rollout_fails_in_one_of_seven_ways(rollout: Rollout, mode: str | None):
+def test_a_rollout_fails_in_one_of_eight_ways(rollout: Rollout, mode: str | None):
     assert failure_modes([rollout]) == [mode]
 
 

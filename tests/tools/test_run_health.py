@@ -17,6 +17,7 @@ from flash_mcp.state import queue
 from flash_mcp.state.queue import code_version
 from flash_mcp.state.serving import request
 from flash_mcp.state.store import open_store
+from flash_mcp.tools.curate import read_attempts
 from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.shared.fitting import RESULT_CHARACTERS, to_text
 from tests.places import ROOT
@@ -195,6 +196,33 @@ async def test_failure_modes_are_counted_by_status_and_named_by_rollouts(tmp_pat
         None,
     ]
     assert "failures" not in everywhere
+
+
+async def test_tool_calls_are_shown_with_their_results_and_curated_with_their_tools(tmp_path: Path):
+    run, writer = started_run(tmp_path)
+    function = {"name": "add", "arguments": '{"a": 3}'}
+    calls = [{"id": "call00000", "type": "function", "function": function}]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    rows = [sample_rollout(1, index, float(index)) for index in range(2)]
+    rows[1] |= {"turns": 2, "tools": tools}
+    rows[1]["messages"] = [
+        {"role": "user", "content": "3 and 3?"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "call00000", "content": "6"},
+        {"role": "assistant", "content": "6"},
+    ]
+    rows[0] |= {"turns": 1, "tools": tools}
+    rows[0]["messages"][-1] |= {"content": "<tool_call>", "bad_tool_call": "it does not parse"}
+    writer.rollouts(1, rows)
+    read_in(open_store(), run.id)
+    page = await call("rollouts", run_id=run.id, which="best", limit=2)
+    assert page["failures"] == {"bad_tool_call": 1}
+    shown = [(each["role"], each["content"]) for each in page["rollouts"][0]["messages"]]
+    assert shown[-3:] == [("assistant", 'add({"a": 3})'), ("tool", "6"), ("assistant", "6")]
+    (attempt,) = [each for each in read_attempts(open_store().run(run.id)) if each.success]
+    assert attempt.row()["tools"] == tools
+    assert attempt.row()["messages"] == rows[1]["messages"]
+    assert attempt.answers == ['add({"a": 3})', "6"]
 
 
 async def test_the_detailed_form_has_every_metric_and_where_the_run_comes_from(tmp_path: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,10 +19,11 @@ from flash_mcp.protocol.errors import FlashError
 from tests.places import TOOL_CALCULATOR
 from tests.tiny import CHATML, make_tokenizer
 from tests.virtual import FakeEngine
+from worker.rollouts.metrics import summarize
 from worker.rollouts.scheduler import Generator, Limits, Rollout, Task, collect
 from worker.rollouts.transcript import ChatTemplate, Transcript
 from worker.rollouts.turns import Completion, Sampling
-from worker.training.sft import IGNORED, gold_rows
+from worker.training.sft import IGNORED, dataset_rows, gold_rows
 
 QUESTION = [{"role": "user", "content": "What is 12 * 7?"}]
 PARAMETERS = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
@@ -192,11 +194,29 @@ async def test_a_rollout_calls_a_tool_reads_its_result_and_is_rewarded() -> None
 
 
 @pytest.mark.anyio
+async def test_sft_on_a_curated_rollout_learns_the_tokens_that_were_sampled(tmp_path: Path) -> None:
+    rollout = await roll(CALL, "-22")
+    record = rollout.record(0)
+    row = {"messages": record.messages, "tools": record.tools, "prompt_messages": 6}
+    assert record.prompt_messages == 6
+    (tmp_path / "train.jsonl").write_text(json.dumps(row))
+    files = {"train.jsonl": hashlib.sha256((tmp_path / "train.jsonl").read_bytes()).hexdigest()}
+    (learnt,) = dataset_rows({"path": str(tmp_path), "files": files}, template())["train"]
+    transcript = rollout.transcript
+    assert transcript is not None
+    assert learnt["input_ids"] == transcript.ids
+    mask = [0] * len(transcript.prompt_ids) + transcript.mask
+    assert [label != IGNORED for label in learnt["labels"]] == list(map(bool, mask))
+
+
+@pytest.mark.anyio
 async def test_a_call_that_does_not_parse_is_text_and_noted() -> None:
-    record = (await roll("<tool_call>calculate(31 - 53)")).record(0)
+    rollout = await roll("<tool_call>calculate(31 - 53)")
+    record = rollout.record(0)
     assert (record.reward, record.turns, record.error) == (0.0, 1, None)
     assert record.bad_tool_call == "the call does not parse"
     assert record.messages[-1]["content"] == "<tool_call>calculate(31 - 53)"
+    assert summarize([[rollout]])["rollouts/bad_tool_call_share"] == 1.0
 
 
 @pytest.mark.anyio

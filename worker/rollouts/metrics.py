@@ -13,6 +13,7 @@ from typing import Any
 from environments.checks.answers import commonest
 from flash_mcp.protocol import records
 from worker.rollouts.scheduler import Rollout
+from worker.rollouts.transcript import Transcript
 
 LEAST_FREEDOM = 6
 """The fewest degrees of freedom (numbers minus subtracted means) for a correlation."""
@@ -41,8 +42,18 @@ def summarize(groups: Sequence[Sequence[Rollout]]) -> dict[str, Any]:
         "tokens/completion_mean": mean(transcript.model_tokens for transcript in transcripts),
         "tokens/prompt_mean": mean(len(transcript.prompt_ids) for transcript in transcripts),
         "tokens/reward_correlation": length_correlation(scored),
+        **_tool_shares(transcripts),
         **_common_answer([rollout.record(0) for rollout in valid]),
     }
+
+
+def _tool_shares(transcripts: Sequence[Transcript]) -> dict[str, float | None]:
+    """The share of the rollouts with tools that had a call which could not be run."""
+    with_tools = [each.messages for each in transcripts if each.template.tools]
+    if not with_tools:
+        return {}
+    is_bad = [any("bad_tool_call" in message for message in messages) for messages in with_tools]
+    return {"rollouts/bad_tool_call_share": mean(is_bad)}
 
 
 def _reward_parts(rollouts: Sequence[Rollout]) -> dict[str, Any]:
