@@ -30,6 +30,8 @@ from environments.base import (
 
 Json = dict[str, Any]
 MAX_TOOLS = 128
+TOOL_ERROR = "Error: "
+"""How an answer to a call that failed begins."""
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 JSON_TYPES: dict[Any, str] = {
     str: "string",
@@ -81,13 +83,13 @@ def _answer(call: Json, functions: Mapping[str, Callable[..., Any]]) -> ChatMess
     schemas = [schema_of(function) for function in functions.values()]
     name = call["function"]["name"]
     if problem := problem_of(call, schemas):
-        content = f"Error: {problem}"
+        content = f"{TOOL_ERROR}{problem}"
     else:
         try:
             result = functions[name](**json.loads(call["function"]["arguments"]))
             content = result if isinstance(result, str) else json.dumps(result, default=str)
         except Exception as error:  # the model may call again, in another way
-            content = f"Error: {error or type(error).__name__}"
+            content = f"{TOOL_ERROR}{error or type(error).__name__}"
     return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
 
 
@@ -179,8 +181,8 @@ def tool_calls_of(value: Any) -> list[Json]:
         raise ValueError(f"tool_calls must be a list, got {value!r:.80}")
     calls: list[Json] = []
     for number, call in enumerate(cast("Sequence[Any]", value)):
-        given = _object(call)
-        function = _object(given.get("function")) or given
+        given = as_object(call)
+        function = as_object(given.get("function")) or given
         name = function.get("name")
         if not isinstance(name, str):
             raise ValueError(f"a tool call must name its function, got {call!r:.80}")
@@ -212,32 +214,29 @@ def _misfit(value: Any, schema: Any, what: str) -> str | None:
     """Why the value does not fit the JSON schema, as far as its types, its enums and the names of
     its properties tell. A schema that is none fits all.
     """
-    rules = _object(schema)
-    options = rules.get("anyOf")
-    if isinstance(options, list):
-        fits = [_misfit(value, option, what) for option in cast("list[Any]", options)]
-        return None if None in fits else next(iter(fits), None)
-    allowed = rules.get("enum")
-    if isinstance(allowed, list) and value not in allowed:
+    rules = as_object(schema)
+    if options := as_list(rules.get("anyOf")):
+        fits = [_misfit(value, option, what) for option in options]
+        return None if None in fits else fits[0]
+    allowed = as_list(rules.get("enum"))
+    if allowed and value not in allowed:
         return f"{what}: expected one of {allowed}, got {value!r:.60}"
-    kinds = rules.get("type")
-    kinds = cast("list[Any]", kinds) if isinstance(kinds, list) else [kinds]
+    kinds = as_list(rules.get("type")) or [rules.get("type")]
     if kinds[0] is not None and not any(_is_a(value, kind) for kind in kinds):
         return f"{what}: expected {' or '.join(map(str, kinds))}, got {value!r:.60}"
     inner: list[str | None] = []
     if isinstance(value, dict):
-        inner = _misfits_of_object(cast("Json", value), rules, what)
+        inner = _misfits_of_object(as_object(value), rules, what)
     if isinstance(value, list):
-        items = enumerate(cast("list[Any]", value))
+        items = enumerate(as_list(value))
         inner = [_misfit(item, rules.get("items"), f"{what}[{place}]") for place, item in items]
     return next(filter(None, inner), None)
 
 
 def _misfits_of_object(value: Json, rules: Json, what: str) -> list[str | None]:
-    properties = _object(rules.get("properties"))
-    required = rules.get("required")
+    properties = as_object(rules.get("properties"))
     found: list[str | None] = []
-    for name in cast("list[Any]", required) if isinstance(required, list) else []:
+    for name in as_list(rules.get("required")):
         if name not in value:
             found.append(f"{what}: {name!r} is missing")
     for name, item in value.items():
@@ -248,8 +247,14 @@ def _misfits_of_object(value: Json, rules: Json, what: str) -> list[str | None]:
     return found
 
 
-def _object(value: Any) -> Json:
+def as_object(value: Any) -> Json:
+    """The JSON value; {} if it is no object."""
     return cast("Json", value) if isinstance(value, dict) else {}
+
+
+def as_list(value: Any) -> list[Any]:
+    """The JSON value; [] if it is no list."""
+    return cast("list[Any]", value) if isinstance(value, list) else []
 
 
 def _is_a(value: Any, kind: Any) -> bool:
@@ -271,8 +276,7 @@ def text_of(message: ChatMessage) -> str:
         content = ""
     text = content if isinstance(content, str) else json.dumps(content)
     lines = [text] if text else []
-    calls = message.get("tool_calls")
-    for call in cast("list[Any]", calls) if isinstance(calls, list) else []:
-        function = _object(_object(call).get("function"))
+    for call in as_list(message.get("tool_calls")):
+        function = as_object(as_object(call).get("function"))
         lines.append(f"{function.get('name')}({function.get('arguments')})")
     return "\n".join(lines)

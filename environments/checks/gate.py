@@ -23,11 +23,13 @@ from typing import Any
 
 from environments.base import ChatMessage
 from environments.checks.answers import FRESH, JUNK, NO_DATE, NONSENSE, STATED, nearly, parts
+from environments.checks.calls import CALL_ID, bad_turns
 from environments.checks.constants import best_constant
 from environments.checks.playing import (
     Answers,
     Played,
     Task,
+    Turn,
     gold_turns,
     interleave,
     play,
@@ -46,6 +48,7 @@ from environments.checks.splits import shared_tasks
 from environments.process import requirements
 from environments.process.foreign import plain_name
 from environments.process.host import EnvironmentFault, EnvironmentHost
+from environments.tools import TOOL_ERROR
 
 ROWS = {"train": 5, "eval": 3}
 """How many tasks of each split are tried, spread over the split."""
@@ -140,6 +143,7 @@ class _Gate:
         self._slowest_s: dict[str, float] = {}
         self._tasks: list[Task] = []
         self._prompts: dict[Task, list[ChatMessage]] = {}
+        self._tools: dict[Task, list[dict[str, Any]]] = {}
         self._golds: dict[Task, tuple[str, ...]] = {}
         self._played: dict[Task, Played] = {}
         self._junk_rewards: dict[Answers, list[float]] = {}
@@ -171,6 +175,8 @@ class _Gate:
             await self._probe("constants", self._check_constants, host)
             if host.scores_groups:
                 await self._probe("groups", self._check_groups, host)
+            if any(self._tools.values()):
+                await self._probe("tool_calls", self._check_calls, host)
             await self._probe("isolation", self._check_isolation, host)
             await self._probe("determinism", self._check_determinism, host)
             self._add_times()
@@ -219,6 +225,7 @@ class _Gate:
                 task, (), "start_episode", host.open(task.split, task.index)
             )
             self._prompts[task] = opening.messages
+            self._tools[task] = opening.tools
             turns.append(opening.max_turns)
             await self._timed(task, (), "close_episode", host.close(opening.episode))
         return f"{len(turns)} tasks opened, at most {max(turns)} turns each"
@@ -439,6 +446,28 @@ class _Gate:
                 what += f", junk and an empty answer {rewards[:-1]}"
                 raise _FailedError(what, "make score_group pay more for better answers")
         return f"{len(self._tasks)} groups of {shown([JUNK[0]])}, nothing and gold, in two orders"
+
+    async def _check_calls(self, host: EnvironmentHost) -> str:
+        """Bad tool calls must not raise, be answered, and win nothing; gold ones must succeed."""
+        count = 0
+        for task in (self._tasks[0], self._tasks[-1]):
+            for turn in bad_turns(self._tools[task]):
+                played = await self._play(host, task, [turn, JUNK[0]])
+                count += 1
+                if played.score.success:
+                    what = f"{task}: {shown([turn])} counts as a success"
+                    raise _FailedError(f"{what}, with {score_text(played.score)}", SUCCESS_FIX)
+                answered = {message.get("tool_call_id") for message in played.replies}
+                if isinstance(turn, Turn) and played.replies and CALL_ID not in answered:
+                    what = f"{task}: no message answers the call {shown([turn])}"
+                    fix = "answer each call with {'role': 'tool', 'tool_call_id': its id, ...}"
+                    raise _FailedError(what, fix)
+        for task, played in self._played.items():
+            for message in played.replies:
+                if message["role"] == "tool" and message["content"].startswith(TOOL_ERROR):
+                    what = f"{task}: a gold call is answered with {shown([message['content']])}"
+                    raise _SkippedError(what, "make the tool work, or correct the gold call")
+        return f"{count} bad or odd calls: none raised, none was a success"
 
     async def _check_isolation(self, host: EnvironmentHost) -> str:
         wrong = [(task, [FRESH]) for task in self._tasks]

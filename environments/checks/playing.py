@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from environments.base import ChatMessage
 from environments.process.faults import EnvironmentFault
@@ -19,8 +19,22 @@ from environments.process.host import Ended, EnvironmentHost, Opening, Score
 
 T = TypeVar("T")
 
+
+class Turn(str):
+    """The text of a model's turn, with the tool calls that go with it."""
+
+    tool_calls: list[dict[str, Any]]
+
+    def __new__(cls, text: str, tool_calls: list[dict[str, Any]]) -> Self:
+        turn = super().__new__(cls, text)
+        turn.tool_calls = tool_calls
+        return turn
+
+
 Answers = Sequence[str | None]
-"""The model's turns. If the episode goes on after the last one, that one is given again."""
+"""The model's turns, a Turn where it calls tools. If the episode goes on after the last one, that
+one is given again.
+"""
 Watch = Callable[[str, Awaitable[Any]], Awaitable[Any]]
 """Awaits a call into the environment; gets the name of the method as well."""
 
@@ -82,7 +96,9 @@ class Conversation:
     async def take_turn(self) -> None:
         text = self._answers[min(self._taken, len(self._answers) - 1)]
         self._taken += 1
-        step = await self._watch("step_episode", self._host.step(self._opening.episode, text))
+        calls = text.tool_calls if isinstance(text, Turn) else []
+        stepping = self._host.step(self._opening.episode, text, calls)
+        step = await self._watch("step_episode", stepping)
         self._replies += step.messages
         if step.done:
             self._turns = self._taken
@@ -154,8 +170,12 @@ async def together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 async def gold_turns(host: EnvironmentHost, task: Task) -> tuple[str, ...]:
     """The model's turns of the gold answer; () if it has none."""
-    gold = await host.gold(task.split, task.index)
-    return tuple(message["content"] for message in gold if message["role"] == "assistant")
+    turns: list[str] = []
+    for message in await host.gold(task.split, task.index):
+        if message["role"] == "assistant":
+            calls = message.get("tool_calls")
+            turns.append(Turn(message["content"], calls) if calls else message["content"])
+    return tuple(turns)
 
 
 async def known_gold(host: EnvironmentHost, task: Task) -> tuple[str, ...]:

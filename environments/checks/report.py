@@ -11,11 +11,12 @@ from itertools import zip_longest
 from typing import Any
 
 from environments.base import Environment, EnvironmentSingleTurn
-from environments.checks.playing import Answers, Played
+from environments.checks.playing import Answers, Played, Turn
 from environments.process import requirements, sandbox
 from environments.process.faults import FIXES, EnvironmentFault, remedy
 from environments.process.foreign import quoted
 from environments.process.host import Score
+from environments.tools import text_of
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,13 @@ def reward_range(rewards: Sequence[float]) -> str:
 
 
 def shown(answers: Answers) -> str:
-    return " / ".join(_brief(answer, 80) for answer in answers) or "nothing"
+    texts: list[str | None] = []
+    for answer in answers:
+        if isinstance(answer, Turn):
+            texts.append(text_of({"content": str(answer), "tool_calls": answer.tool_calls}))
+        else:
+            texts.append(answer)
+    return " / ".join(_brief(text, 80) for text in texts) or "nothing"
 
 
 def _brief(value: Any, limit: int) -> str:

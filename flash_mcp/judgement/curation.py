@@ -19,9 +19,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from environments.tools import text_of
 from flash_mcp.judgement.task_filter import TaskFilter, TaskScores
-from flash_mcp.protocol.records import Json
+from flash_mcp.protocol.records import Json, text_of
 
 Select = Literal["correct", "best", "best-n", "shortest", "all"]
 Source = Literal["rollouts", "evaluations"]

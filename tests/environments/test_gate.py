@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from functools import partial
 from pathlib import Path
 
@@ -41,14 +42,97 @@ def failures(report: Report) -> dict[str, Probe]:
     return {probe.name: probe for probe in report.probes if probe.passed is False}
 
 
-@pytest.mark.parametrize("name", ["calculator", "sort_words"])
+@pytest.mark.parametrize("name", ["calculator", "sort_words", "tool_calculator"])
 async def test_the_examples_pass_every_check(name: str) -> None:
     report = await check(EXAMPLES / name)
+    expected = list(PROBES)
+    if name == "tool_calculator":
+        expected.insert(PROBES.index("isolation"), "tool_calls")
     assert [(probe.name, probe.passed) for probe in report.probes] == [
-        (name, True) for name in PROBES
+        (name, True) for name in expected
     ]
     assert report.passed
     assert report.splits == {"train": 500, "eval": 200}
+
+
+TOOL_FAULTS = {
+    "raises on wrong arguments": (
+        """
+        call, = messages[-1]["tool_calls"]
+        arguments = json.loads(call["function"]["arguments"])
+        said = str(self.double(arguments["number"]))
+        answers = [{"role": "tool", "tool_call_id": call["id"], "content": said}]
+        return EnvironmentStepResult(False, answers)
+        """,
+        "step_episode raised KeyError",
+        "instead of raising",
+    ),
+    "pays for any call": (
+        """
+        self.called = 2
+        return super().step_episode(example, messages, assistant_response)
+        """,
+        "counts as a success",
+        "set success in RewardResult",
+    ),
+    "answers as the user": (
+        """
+        return EnvironmentStepResult(False, [{"role": "user", "content": "I cannot do that."}])
+        """,
+        "no message answers the call 'no_such_tool({})'",
+        "'tool_call_id': its id",
+    ),
+}
+DOUBLING = """
+import json
+from environments import EnvironmentToolUse
+
+class Doubling(EnvironmentToolUse):
+    def __init__(self):
+        self.dataset, self.eval_dataset = tasks(6), tasks(4, first=100)
+    def episode_tools(self, example):
+        return [self.double]
+    def double(self, number: int) -> int:
+        self.called += 1
+        return 2 * number
+    def start_episode(self, example, prompt_text):
+        self.called = 0
+        return [{"role": "user", "content": example.input}]
+    def score_episode(self, example, episode):
+        right = self.called > 1 or bool(self.called and episode.response_text == example.output)
+        return RewardResult(float(right), success=right)
+    def sft_completion(self, example):
+        call = {"name": "double", "arguments": {"number": 1}}
+        answer = {"role": "tool", "tool_call_id": "call00000", "content": "2"}
+        return [
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            answer,
+            {"role": "assistant", "content": example.output},
+        ]
+
+class Faulty(Doubling):
+    def step_episode(self, example, messages, assistant_response):
+        if not messages[-1].get("tool_calls"):
+            return EnvironmentStepResult()
+"""
+
+
+@pytest.mark.parametrize("fault", TOOL_FAULTS)
+async def test_what_is_wrong_with_the_answers_to_tool_calls_is_found(
+    tmp_path: Path, fault: str
+) -> None:
+    body, evidence, fix = TOOL_FAULTS[fault]
+    source = DOUBLING + textwrap.indent(textwrap.dedent(body), " " * 8)
+    report = await check(environment_folder(tmp_path / "faulty", source, returns="Faulty()"))
+    probe = failures(report)["tool_calls"]
+    assert evidence in probe.evidence
+    assert fix in probe.fix
+    sound = await check(environment_folder(tmp_path / "sound", DOUBLING, returns="Doubling()"))
+    (tools,) = [probe for probe in sound.probes if probe.name == "tool_calls"]
+    assert (tools.passed, tools.evidence) == (
+        True,
+        "14 bad or odd calls: none raised, none was a success",
+    )
 
 
 FAULTS = {
