@@ -97,8 +97,8 @@ def compare_paired(
 
 
 def compare_unpaired(base: Sequence[float], other: Sequence[float], *, effect: float) -> Change:
-    """Compare different tasks by the noise band of each side: 1.96 sqrt(p (1 - p) / N) for shares
-    of successes.
+    """Compare different tasks by the 95 % interval of the difference of their means; for shares of
+    successes it is Agresti and Caffo's, which has a width at 0 and 1 too.
 
     ValueError for no tasks on a side.
     """
