@@ -486,7 +486,7 @@ class _Gate:
                     f"{difference(one, other)}",
                     "set an episode's state as attributes in start_episode (each episode has a "
                     "copy of the object); never change a list or dict that the copies share; "
-                    "draw from random or numpy.random, not from a generator that they share",
+                    "draw from random, numpy.random or torch, not from a generator of their own",
                 )
         return f"{len(at_once)} episodes at once went as they did one by one"
 

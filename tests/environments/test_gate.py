@@ -352,7 +352,6 @@ async def test_state_that_episodes_share_is_found(tmp_path: Path) -> None:
             self.said.clear()
             return [{"role": "user", "content": "go on"}]
         def step_episode(self, example, messages, assistant_response):
-            time.sleep(0.01)
             self.said.append(1)
             return EnvironmentStepResult(done=False, messages=[{"role": "user", "content": str(len(self.said))}])
         def score_episode(self, example, episode):
