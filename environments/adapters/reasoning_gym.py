@@ -53,7 +53,7 @@ SIZES_OF_SLOW = {
     "countdown": (150, 50),
     "futoshiki": (20, 10),
     "intermediate_integration": (100, 30),
-    "knight_swap": (15, 10),
+    "knight_swap": (10, 6),
     "number_sequence": (120, 40),
     "polynomial_equations": (250, 60),
     "puzzle24": (80, 30),
