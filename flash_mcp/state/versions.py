@@ -233,6 +233,8 @@ def _walk(folder: Path) -> Iterator[Path]:
 def _check(files: Files) -> None:
     for path in files:
         check_path(path)
+        if path.startswith(f"{kept.FOLDER}/"):
+            raise refusal(path, "is where generated tasks are kept", "leave this folder out")
         _check_no_secret(path)
     if ENTRY_POINT not in files:
         shown = ", ".join(sorted(files)[:8]) or "nothing"
@@ -277,8 +279,6 @@ def check_path(path: str) -> None:
             " bytes"
         )
         raise refusal(path, what, "rename it")
-    if parts[0] == kept.FOLDER:
-        raise refusal(path, "is where generated tasks are kept", "leave this folder out")
     if path.startswith("/") or any(part in ("", ".", "..") for part in parts):
         raise refusal(
             path,
