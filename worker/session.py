@@ -42,6 +42,7 @@ from worker.training.checkpoints import Reporter
 from worker.training.grpo import group_advantages, scales_advantages
 from worker.training.policy import load_policy
 from worker.training.sft import Row
+from worker.training.trackers import eval_metrics
 
 log = logging.getLogger("worker")
 CONSTANT_TASKS = 10
@@ -430,6 +431,7 @@ class TrainingSession(Session[RunSpec]):
         summary = summarize_evaluation(rows, seconds=time.monotonic() - started)
         summary |= self.constant_level("eval", range(total))
         self.writer.evaluation(step, summary, [row.fields() for row in rows])
+        self.reporter.tell(step, eval_metrics(summary))
         log.info("step %s: eval %s", step, summary)
 
     def _before_step(self, step: int, steps: int) -> None:

@@ -18,6 +18,7 @@ from worker.training.checkpoints import Finished
 from worker.training.grpo import Trainer
 from worker.training.packing import can_pack
 from worker.training.sft import GOLD_SPLITS, Row, Tuner, dataset_rows, gold_rows, make_sft_trainer
+from worker.training.trackers import Trackers
 
 log = logging.getLogger("worker")
 GOLD_ERROR_SHARE = 0.05
@@ -109,6 +110,15 @@ def _gold_rows(session: TrainingSession) -> dict[str, list[Row]]:
 
 
 def _optimize(trainer: Any, session: TrainingSession, resume_from: tuple[int, Path] | None) -> int:
+    trackers = Trackers(session.spec, session.writer, trainer.args)
+    session.reporter.tell = trackers.tell
+    try:
+        return _steps(trainer, session, resume_from)
+    finally:
+        trackers.close()
+
+
+def _steps(trainer: Any, session: TrainingSession, resume_from: tuple[int, Path] | None) -> int:
     """Evaluate, train (`TrainingSession` evaluates between steps), evaluate. After a cancel, save
     the step.
     """

@@ -20,6 +20,7 @@ LossType = Literal["dr_grpo", "grpo", "bnpo", "dapo"]
 ImportanceSampling = Literal[
     "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "none"
 ]
+Tracker = Literal["trackio", "wandb", "tensorboard", "mlflow"]
 Source = Literal["argument", "file", "adapter", "run", "recipe", "default"]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -127,6 +128,8 @@ class RunSpec(BaseModel):
     """Hours of work after which it saves and ends as cancelled."""
     max_cost: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None
     """The same by cost."""
+    report_to: Annotated[list[Tracker], Field(max_length=4)] = []
+    """Trackers, installed beside the worker, that get the metrics too."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> RunSpec:

@@ -7,8 +7,9 @@ import inspect
 import json
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -548,6 +549,8 @@ def _notes(plan: _Plan) -> list[str]:
 def _more_notes(plan: _Plan) -> list[str]:
     needs = [need for need in (plan.memory, plan.need) if need]
     notes = [shortage for need in needs if (shortage := need.warning())]
+    if missing := _missing(plan.spec.report_to):
+        notes.append(f"not installed here, so it gets no metrics: {', '.join(missing)}")
     tested = f"env_test(environment={plan.environment.reference!r})"
     if plan.gate.time is None:
         notes.append(f"{tested} was never run: a reward that pays for the wrong thing wastes a run")
@@ -557,6 +560,12 @@ def _more_notes(plan: _Plan) -> list[str]:
             "or accept_failed_gate=true"
         )
     return notes
+
+
+def _missing(report_to: Sequence[str]) -> list[str]:
+    """The trackers whose packages are not installed beside this server."""
+    packages = {"tensorboard": ("tensorboard", "tensorboardX")}
+    return [name for name in report_to if not any(map(find_spec, packages.get(name, (name,))))]
 
 
 def _memory_need(spec: RunSpec, card: ModelCard) -> MemoryNeed | None:

@@ -457,6 +457,15 @@ async def test_a_model_that_cannot_fit_the_machine_is_refused_with_the_estimate(
     assert not any("memory" in note for note in notes)
 
 
+async def test_a_tracker_that_is_not_installed_is_named_before_the_run(tmp_path: Path):
+    push_echo(tmp_path)
+    wanted = {"environment": "echo", "validate_only": True}
+    checked = await call("train", **wanted, report_to=["tensorboard", "mlflow"])
+    named = [note for note in checked["notes"] if "metrics" in note]
+    assert named == ["not installed here, so it gets no metrics: mlflow"]
+    assert (await refused("train", **wanted, report_to=["visdom"])).code == "invalid_argument"
+
+
 async def test_the_bound_of_tokens_honours_the_length_of_a_conversation(tmp_path: Path):
     push_echo(tmp_path)
     wanted = {"environment": "echo", "steps": 1, "validate_only": True}

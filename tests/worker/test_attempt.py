@@ -11,10 +11,11 @@ import re
 import shutil
 import signal
 import statistics
+import struct
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -22,6 +23,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from tensorboardX.proto.event_pb2 import Event
 
 from environments.process.host import EnvironmentHost
 from flash_mcp.protocol.errors import FlashError
@@ -54,7 +56,11 @@ def finished(run: Any, state: str = "succeeded") -> dict[str, Any]:
 def whole_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A run of five steps that nothing disturbed."""
     run = make_run(
-        tmp_path_factory.mktemp("whole") / "run", tiny_model, eval_before=True, eval_after=True
+        tmp_path_factory.mktemp("whole") / "run",
+        tiny_model,
+        eval_before=True,
+        eval_after=True,
+        report_to=["mlflow", "tensorboard"],
     )
     with Attempt(run) as attempt:
         assert attempt.wait() == 0, attempt.log_path.read_text()
@@ -131,6 +137,37 @@ def test_a_run_reports_every_step_and_leaves_an_adapter(whole_run: Any) -> None:
         "success/rate",
     ):
         assert all(step[name] is not None for step in metrics), name
+
+
+def test_a_tracker_gets_every_metric_and_one_that_is_not_installed_is_an_event(
+    whole_run: Any,
+) -> None:
+    (path,) = Path(whole_run.root, "tensorboard").iterdir()
+    sent = scalars(path)
+    for step in range(1, 6):
+        metrics = whole_run.metrics(step)["metrics"]
+        assert sent[step, "train/reward/mean"] == pytest.approx(metrics["reward/mean"])
+        assert sent[step, "train/loss"] == pytest.approx(metrics["loss"], abs=1e-6)
+    assert sent[5, "eval/success"] == pytest.approx(whole_run.evaluation(5)["summary"]["success"])
+    events = [whole_run.event(name) for name in whole_run.event_names()]
+    warnings = [event["message"] for event in events if event["kind"] == "warning"]
+    assert [text.partition(":")[0] for text in warnings] == ["mlflow gets no more metrics"]
+
+
+def scalars(path: Path) -> dict[tuple[int, str], float]:
+    """{(step, tag): value} of a file that tensorboard reads: records of length, check sums and an
+    Event.
+    """
+    found: dict[tuple[int, str], float] = {}
+    data = path.read_bytes()
+    while data:
+        (length,) = struct.unpack("<Q", data[:8])
+        event: Any = cast(Any, Event)()
+        event.ParseFromString(data[12 : 12 + length])
+        data = data[12 + length + 4 :]
+        for value in event.summary.value:
+            found[event.step, value.tag] = value.simple_value
+    return found
 
 
 def test_the_engine_samples_from_the_policy_that_is_trained(whole_run: Any) -> None:

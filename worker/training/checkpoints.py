@@ -96,6 +96,8 @@ class Reporter(TrainerCallback):
         self.advance = advance
         self.pending: Json = {}
         self.held_out: Callable[[], Json] = dict
+        self.tell: Callable[[int, Json], None] = lambda step, metrics: None
+        """Gets the metrics of every step and of every evaluation."""
         self.step_started = time.monotonic()
         self.saved_step = -1
         self._last: Json = {}
@@ -154,6 +156,7 @@ class Reporter(TrainerCallback):
         self._last = clean({**self.pending, **reported, **times})
         self.pending = {}
         self.writer.metrics(state.global_step, self._last)
+        self.tell(state.global_step, self._last)
         shown = ("reward/mean", "success/rate", "loss", "time/step_s")
         known = [name for name in shown if self._last.get(name) is not None]
         values = "  ".join(f"{name} {self._last[name]:.3g}" for name in known)
