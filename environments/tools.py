@@ -158,16 +158,21 @@ def _checked(tool: Any) -> Json:
         raise ValueError(
             f"a tool must be {{'type': 'function', 'function': ...}}, got {tool!r:.100}"
         )
-    function = dict(cast("Mapping[str, Any]", body))
+    function = cast("Mapping[str, Any]", body)
     name = function.get("name")
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ValueError(
             f"a tool's name must be 1 to 64 letters, digits, _ - or ., got {name!r:.80}"
         )
-    function.setdefault("parameters", {"type": "object", "properties": {}})
-    if not isinstance(function["parameters"], Mapping):
+    # The order of vLLM's server: a template shows the JSON, in training as in a deployment.
+    shown: Json = {
+        "name": name,
+        "description": str(function.get("description") or ""),
+        "parameters": function.get("parameters") or {"type": "object", "properties": {}},
+    }
+    if not isinstance(shown["parameters"], Mapping):
         raise ValueError(f"the parameters of the tool {name} must be a JSON schema")
-    return {"type": "function", "function": function}
+    return {"type": "function", "function": shown}
 
 
 # -- calls -----------------------------------------------------------------------------------------

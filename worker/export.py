@@ -21,6 +21,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
+from flash_mcp.protocol.chat_templates import with_tools
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.exports import Agreement, Exported, ExportJob
 from worker import gguf_file
@@ -51,6 +52,7 @@ def export(job: ExportJob) -> Exported:
     if job.kind == "merged":
         say("writing safetensors", 0.4)
         model.save_pretrained(job.folder)
+        tokenizer.chat_template = with_tools(tokenizer.chat_template)
         tokenizer.save_pretrained(job.folder)
         written = library.from_pretrained(job.folder, dtype="auto")
     else:

@@ -13,9 +13,12 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
+from flash_mcp.protocol.chat_templates import tool_form, with_tools
 from flash_mcp.protocol.errors import FlashError, did_you_mean
+
+ToolTemplate = Literal["own", "ours"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,8 @@ class ModelCard:
     context: int | None = None
     chat_template: str | None = None
     thinking: bool = False
+    tools: ToolTemplate | None = None
+    """Whose chat template shows tools: its own, or ours for one that knows none."""
     licence: str | None = None
     notes: str = ""
     commit: str | None = None
@@ -60,10 +65,20 @@ def _card(
     notes: str = "",
     twin: str | None = None,
 ) -> ModelCard:
-    """A model of the catalog: all of them are Apache-2.0 and use the ChatML template."""
-    licence = "Apache-2.0"
+    """A model of the catalog: all of them are Apache-2.0 and use the ChatML template. Only
+    SmolLM2's knows no tools.
+    """
     return ModelCard(
-        name, source, parameters, context, "chatml", thinking, licence, notes, twin=twin
+        name,
+        source,
+        parameters,
+        context,
+        chat_template="chatml",
+        thinking=thinking,
+        tools="ours" if name.startswith("smollm2") else "own",
+        licence="Apache-2.0",
+        notes=notes,
+        twin=twin,
     )
 
 
@@ -153,12 +168,11 @@ def folder_card(folder: Path) -> ModelCard:
     if not folder.is_dir():
         raise _unusable(folder, "there is no such folder")
     config = _read_json(folder / "config.json")
-    tokenizer = _read_json(folder / "tokenizer_config.json")
+    _read_json(folder / "tokenizer_config.json")
     vocabularies = ("tokenizer.json", "tokenizer.model", "vocab.json")
     if not any((folder / name).is_file() for name in vocabularies):
         raise _unusable(folder, "it has no tokenizer (tokenizer.json)")
-    template = "\n".join(path.read_text() for path in folder.glob("**/*.jinja"))
-    template = template or str(tokenizer.get("chat_template", ""))
+    template = chat_template_of(folder)
     if not template:
         why = "its tokenizer has no chat template: it is a base model without chat training"
         raise _unusable(folder, why)
@@ -170,7 +184,26 @@ def folder_card(folder: Path) -> ModelCard:
         context=text_config.get("max_position_embeddings"),
         chat_template="chatml" if "<|im_start|>" in template else "its own",
         thinking="enable_thinking" in template,
+        tools=_tool_template(template),
     )
+
+
+def chat_template_of(folder: Path) -> str:
+    """The chat template of a transformers folder; empty if it has none."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text()
+    template: Any = _read_json(folder / "tokenizer_config.json").get("chat_template")
+    if isinstance(template, list):  # several with names
+        named = cast("list[dict[str, str]]", template)
+        template = {each["name"]: each["template"] for each in named}.get("default")
+    return template or ""
+
+
+def _tool_template(template: str) -> ToolTemplate | None:
+    if tool_form(template):
+        return "own"
+    return "ours" if tool_form(with_tools(template)) else None
 
 
 def _looks_like_path(name: str) -> bool:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from flash_mcp.protocol.base_models import MODELS
+from flash_mcp.protocol.base_models import MODELS, ToolTemplate
 from flash_mcp.protocol.paths import models_dir
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, EnvironmentVersion
 from flash_mcp.protocol.spec import DEFAULT_MODEL
@@ -34,6 +34,9 @@ class Model(Part):
     """Tokens."""
     thinking: bool | None = None
     """Whether it can reason before it answers."""
+    tools: ToolTemplate | None = None
+    """Which chat template shows tools: its own; or ours, in the Hermes form, as its own knows
+    none."""
     licence: str | None = None
     source: str
     """Where it comes from."""
@@ -179,6 +182,7 @@ def _models(_: Store) -> list[Model]:
             parameters=card.parameters,
             context=card.context,
             thinking=card.thinking or None,
+            tools=card.tools,
             licence=card.licence,
             source=card.source,
             ready=(models_dir() / card.name / "config.json").is_file() or None,

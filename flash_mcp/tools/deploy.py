@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import time
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import anyio
@@ -13,7 +14,7 @@ from anyio.to_thread import run_sync
 from pydantic import BaseModel, ConfigDict, Field
 
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.records import Deployment, Json
+from flash_mcp.protocol.records import Deployment, Json, text_of
 from flash_mcp.state.owners import caller
 from flash_mcp.state.serving import ended_idle, find_deployment, request, request_stop
 from flash_mcp.state.store import Store, open_store
@@ -22,7 +23,7 @@ from flash_mcp.supervisor.model_servers import Server, check_port, error_message
 from flash_mcp.supervisor.model_servers import idle_minutes as idle_limit
 from flash_mcp.tools.shared.fitting import shorten, to_text
 from flash_mcp.tools.shared.frame import Part, Result, report
-from flash_mcp.tools.shared.snippets import snippets
+from flash_mcp.tools.shared.snippets import snippets, tools_of
 from flash_mcp.tools.shared.waiting import deadline_after, wait_until
 
 CHAT_LIMIT_S = 40.0
@@ -60,18 +61,23 @@ class Deployed(Result):
 
 
 class Message(BaseModel):
-    """One message of a conversation."""
+    """One message of a conversation, as OpenAI's API has it."""
 
     model_config = ConfigDict(extra="forbid")
 
-    role: Literal["system", "user", "assistant"]
+    role: Literal["system", "user", "assistant", "tool"]
     content: str
+    tool_calls: list[Json] | None = None
+    tool_call_id: str | None = None
 
 
 class Answer(Part):
     """A model's answer."""
 
     text: str
+    """With its tool calls as name(arguments)."""
+    tool_calls: list[Json] | None = None
+    """The same as OpenAI's API has them."""
     finish: str
     """stop; length: max_tokens reached; timeout: cut off after 40 s."""
     prompt_tokens: int | None = None
@@ -177,8 +183,9 @@ async def chat(
     """Talk to a deployed adapter, and with side_by_side to its base model too.
 
     Calls share no memory: pass the conversation so far as messages. An answer that is not complete
-    after 40 s is returned as far as it got. No environment takes part; for scored conversations,
-    call rollouts.
+    after 40 s is returned as far as it got. The model sees the tools of its run; to answer a call,
+    pass its tool_calls and the result as messages. No environment takes part; for scored
+    conversations, call rollouts.
 
     Args:
         message: The user's message; or pass messages.
@@ -203,6 +210,8 @@ async def chat(
         "seed": seed,
         "chat_template_kwargs": {"enable_thinking": row.data.get("thinking", False)},
     }
+    if tools := await run_sync(tools_of, store, row):
+        body["tools"] = tools
     names = [row.id, row.model] if side_by_side else [row.id]
     answers = await _answers(server, body, names)
     adapter = answers[row.id]
@@ -240,7 +249,7 @@ def _conversation(message: str | None, messages: list[Message] | None) -> list[J
         fix = "end messages with the user's turn"
         what = "the conversation ends with the assistant's turn"
         raise FlashError("invalid_argument", what, fix=fix)
-    return [turn.model_dump() for turn in conversation]
+    return [turn.model_dump(exclude_none=True) for turn in conversation]
 
 
 def _ready_server(store: Store, row: Deployment) -> Server:
@@ -280,6 +289,7 @@ def _silent() -> FlashError:
 async def _answer(server: Server, body: Json) -> Answer:
     """Stream one answer, so that what was said by the deadline is not lost."""
     started, text, finish, usage = time.monotonic(), "", "", dict[str, Any]()
+    calls: dict[int, Json] = {}
     request_body = {**body, "stream": True, "stream_options": {"include_usage": True}}
     with anyio.move_on_after(CHAT_LIMIT_S) as limit:
         try:
@@ -298,6 +308,7 @@ async def _answer(server: Server, body: Json) -> Answer:
                     usage = chunk.get("usage") or usage
                     for choice in chunk.get("choices", []):
                         text += choice["delta"].get("content") or ""
+                        _add_calls(calls, choice["delta"].get("tool_calls") or ())
                         finish = choice.get("finish_reason") or finish
                     if len(text) and len(text) % 400 < 4:
                         await report(f"{len(text)} characters")
@@ -307,13 +318,27 @@ async def _answer(server: Server, body: Json) -> Answer:
         raise _broken("it ended before the answer did")
     if not finish and not text:
         raise _silent()
+    tool_calls = [calls[index] for index in sorted(calls)]
+    said = text_of({"content": text, "tool_calls": tool_calls})
     return Answer(
-        text=shorten(text, ANSWER_CHARACTERS),
+        text=shorten(said, ANSWER_CHARACTERS),
+        tool_calls=tool_calls or None,
         finish=finish or "timeout",
         prompt_tokens=usage.get("prompt_tokens"),
         completion_tokens=usage.get("completion_tokens"),
         seconds=round(time.monotonic() - started, 2),
     )
+
+
+def _add_calls(calls: dict[int, Json], parts: Sequence[Json]) -> None:
+    """Add parts of streamed tool calls to the calls by their index."""
+    for part in parts:
+        empty = {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
+        call = calls.setdefault(part["index"], empty)
+        call["id"] = part.get("id") or call["id"]
+        function: Json = part.get("function") or {}
+        for name, more in function.items():
+            call["function"][name] += more or ""
 
 
 def _chunk(line: str) -> Json:

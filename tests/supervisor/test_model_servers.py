@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -23,6 +24,7 @@ import httpx
 import psutil
 import pytest
 from anyio.to_thread import run_sync
+from transformers import AutoTokenizer
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Deployment
@@ -40,6 +42,7 @@ from flash_mcp.tools.shared.snippets import snippets
 from tests.places import TESTS
 from tests.samples import sample_rollout
 from tests.watch import is_running, listening_ports
+from worker.rollouts.transcript import ChatTemplate
 
 pytestmark = pytest.mark.slow
 
@@ -453,27 +456,52 @@ def test_a_server_that_cannot_even_be_prepared_fails_its_deployments(
 def test_an_answer_that_is_broken_off_is_no_long_one(
     chunks: list[Any], said: str, tmp_path: Path
 ) -> None:
-    class Broken(BaseHTTPRequestHandler):
+    begun = {"choices": [{"index": 0, "delta": {"content": "Hel"}}]}
+    with streaming([begun, *chunks], tmp_path) as server, pytest.raises(FlashError) as caught:
+        anyio.run(_answer, server, {"model": "toy", "messages": []})
+    assert said in caught.value.account
+    assert "EngineCore" not in caught.value.what
+
+
+def test_streamed_tool_calls_are_put_together_and_shown(tmp_path: Path) -> None:
+    def part(index: int, arguments: str, **more: Any) -> dict[str, Any]:
+        return {"index": index, "function": {"arguments": arguments, **more}}
+
+    parts = [
+        [{**part(0, "", name="add"), "id": "a"}],
+        [part(0, '{"x": '), {**part(1, "{}", name="stop"), "id": "b"}],
+        [part(0, "1}")],
+    ]
+    chunks: list[Any] = [{"choices": [{"delta": {"tool_calls": each}}]} for each in parts]
+    chunks.append({"choices": [{"delta": {}, "finish_reason": "tool_calls"}]})
+    with streaming(chunks, tmp_path) as server:
+        answer = anyio.run(_answer, server, {"model": "toy", "messages": []})
+    assert answer.text == 'add({"x": 1})\nstop({})'
+    assert answer.tool_calls == [
+        {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}},
+        {"id": "b", "type": "function", "function": {"name": "stop", "arguments": "{}"}},
+    ]
+
+
+@contextmanager
+def streaming(chunks: list[Any], folder: Path) -> Generator[Server]:
+    """A server that answers with these events."""
+
+    class Streaming(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
             self.send_response(200)
             self.end_headers()
-            for chunk in [{"choices": [{"index": 0, "delta": {"content": "Hel"}}]}, *chunks]:
+            for chunk in chunks:
                 self.wfile.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
             self.wfile.write(b"data: [DONE]\n\n")
 
         def log_message(self, format: str, *args: Any) -> None: ...
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Broken) as listening:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Streaming) as listening:
         threading.Thread(target=listening.serve_forever, daemon=True).start()
-        server = Server(
-            str(tmp_path), "toy", listening.server_port, 8, str(tmp_path / "log"), "key"
-        )
-        with pytest.raises(FlashError) as caught:
-            anyio.run(_answer, server, {"model": "toy", "messages": []})
+        yield Server(str(folder), "toy", listening.server_port, 8, str(folder / "log"), "key")
         listening.shutdown()
-    assert said in caught.value.account
-    assert "EngineCore" not in caught.value.what
 
 
 def test_a_run_without_a_checkpoint_or_with_a_damaged_one_is_refused(
@@ -775,6 +803,7 @@ async def test_a_checkpoint_is_deployed_talked_to_and_undeployed(
         await chat(message="loop")
     assert "the chat template took longer than 5 s" in caught.value.wrote
     assert (await chat(message="hello", max_tokens=4)).adapter.text
+    await talk_with_tools(vllm_store, run_id, first.deployment, tiny_model)
 
     # The endpoint is anybody's who has the key, and nobody's else.
     server = Server.find(vllm_store.base, str(tiny_model))
@@ -818,6 +847,25 @@ async def test_a_checkpoint_is_deployed_talked_to_and_undeployed(
     with pytest.raises(FlashError) as caught:
         await chat(first.deployment, message="hello")
     assert caught.value.code == "unknown_deployment"
+
+
+async def talk_with_tools(store: Store, run_id: str, deployment: str, model: Path) -> None:
+    """A run's tools are shown to the model as in training, token for token."""
+    parameters = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+    tool = {"name": "add", "description": "", "parameters": parameters}
+    tools = [{"type": "function", "function": tool}]
+    store.put_rollouts(run_id, "train", 6, [{**sample_rollout(6, 0, 1.0), "tools": tools}])
+    function = {"name": "add", "arguments": '{"x": 1}'}
+    calls = [{"id": "call00000", "type": "function", "function": function}]
+    talk = [
+        Message(role="user", content="add 1"),
+        Message(role="assistant", content="", tool_calls=calls),
+        Message(role="tool", content="2", tool_call_id="call00000"),
+    ]
+    answer = (await chat(deployment, messages=talk, max_tokens=4)).adapter
+    template = ChatTemplate(AutoTokenizer.from_pretrained(model)).for_tools(tools)
+    ids = template.prompt_ids([message.model_dump(exclude_none=True) for message in talk])
+    assert answer.prompt_tokens == len(ids)
 
 
 OPEN_IN_VLLM = (

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from flash_mcp.protocol.base_models import MODELS, find
+from flash_mcp.protocol.chat_templates import with_tools
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.spec import DEFAULT_MODEL
 
@@ -121,3 +122,20 @@ def test_a_template_within_the_tokenizer_s_config_counts(tiny_model: Path, tmp_p
         )
     )
     assert find(str(folder)).thinking
+
+
+def test_a_card_says_whose_template_shows_tools(tiny_model: Path, tmp_path: Path) -> None:
+    assert find("smollm2-135m-instruct").tools == find(str(tiny_model)).tools == "ours"
+    assert find("qwen3-0.6b").tools == "own"
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    template = folder / "chat_template.jinja"
+    template.write_text(with_tools(template.read_text()))
+    assert find(str(folder)).tools == "own"
+    template.write_text("{{ messages }}")
+    assert find(str(folder)).tools is None
+    without_template(folder)
+    path = folder / "tokenizer_config.json"
+    named = [{"name": "other", "template": ""}, {"name": "default", "template": "<|im_start|>"}]
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": named}))
+    assert find(str(folder)).tools == "ours"

@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from flash_mcp.protocol.chat_templates import with_tools
+from tests.tiny import CHATML
 from worker.engine.vllm import LORA_RANKS, Sync, VllmEngine, room_for_rank
 from worker.rollouts.turns import Completion, Sampling
 from worker.training import packing
@@ -482,6 +484,8 @@ def test_a_server_on_the_cpu_uses_the_same_worker(
     assert command[command.index("--worker-cls") + 1] == "worker.engine.lora_cpu.LoraWorker"
     assert command[command.index("--max-lora-rank") + 1] == "16"
     assert command[command.index("--generation-config") + 1] == "vllm"  # as the engine of training
+    assert command[command.index("--tool-call-parser") + 1] == "hermes"
+    assert command[command.index("--chat-template") + 1] == with_tools(CHATML)
 
 
 def test_a_server_takes_the_card_with_the_most_free_memory(

@@ -23,7 +23,8 @@ import psutil
 
 from environments.settings import state_directory
 from flash_mcp.protocol import device_locks
-from flash_mcp.protocol.base_models import find, folder_card
+from flash_mcp.protocol.base_models import chat_template_of, find, folder_card
+from flash_mcp.protocol.chat_templates import tool_form, with_tools
 from flash_mcp.protocol.errors import FlashError
 from worker.engine.fetch import ensure
 
@@ -87,6 +88,13 @@ def server_command(name: str, model: Path, port: int, lora_rank: int) -> list[st
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         cores = psutil.cpu_count(logical=False) or 2
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // 2)))
+    template = chat_template_of(model)
+    if form := tool_form(with_tools(template)):
+        # Calls are read as in training. Without tools in a request, nothing is parsed.
+        flags.append("--enable-auto-tool-choice")
+        options["tool-call-parser"] = form.parser
+    if with_tools(template) != template:
+        options["chat-template"] = with_tools(template)
     # A bounded cache: a run may train on the same card, now or later.
     options["kv-cache-memory-bytes"] = engine_cache_bytes(model, length, SEQUENCES)
     command = ["-m", "vllm.entrypoints.openai.api_server", *flags]

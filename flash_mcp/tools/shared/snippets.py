@@ -16,6 +16,7 @@ from flash_mcp.supervisor.model_servers import Server
 PROMPT_CHARACTERS = 1500
 """A longer prompt is cut down to its system message and a question, or left out."""
 QUESTION = "hello"
+MESSAGE_FIELDS = ("role", "content", "tool_calls", "tool_call_id")
 READ_KEY = "import json, sys; print(json.load(open(sys.argv[1]))['api_key'])"
 
 
@@ -31,7 +32,9 @@ def snippets(store: Store, row: Deployment, server: Server) -> Snippets:
     prompt = _prompt(store, row)
     messages = prompt or [{"role": "user", "content": QUESTION}]
     extra = {"chat_template_kwargs": {"enable_thinking": bool(row.data.get("thinking"))}}
-    body = {"model": row.id, "messages": messages, **extra}
+    tools = tools_of(store, row)
+    options = {"tools": tools} if tools else {}
+    body = {"model": row.id, "messages": messages, **options, **extra}
     read_key = f"python3 -c {shlex.quote(READ_KEY)} {shlex.quote(server.file)}"
     curl = (
         f'curl -s {server.url}/chat/completions -H "Authorization: Bearer $({read_key})" '
@@ -46,9 +49,10 @@ def snippets(store: Store, row: Deployment, server: Server) -> Snippets:
             "answer = client.chat.completions.create(",
             f"    model={row.id!r},",
             f"    messages={messages!r},",
+            *([f"    tools={tools!r},"] if tools else []),
             f"    extra_body={extra!r},",
             ")",
-            "print(answer.choices[0].message.content)",
+            f"print(answer.choices[0].message{'' if tools else '.content'})",
         ]
     )
     return Snippets(curl, python, bool(prompt))
@@ -62,14 +66,20 @@ def _prompt(store: Store, row: Deployment) -> list[Json] | None:
     if rollout is None:
         return None
     first = rollout.messages[: rollout.prompt_messages]
-    messages = [{"role": each["role"], "content": each.get("content")} for each in first]
+    messages = [{name: each[name] for name in MESSAGE_FIELDS if name in each} for each in first]
     system = [each for each in messages if each["role"] == "system"]
     shorter = [*system, {"role": "user", "content": QUESTION}]
     for candidate in (messages, shorter if system else []):
-        is_plain = all(isinstance(each["content"], str) for each in candidate)
+        is_plain = all(isinstance(each.get("content"), str) for each in candidate)
         if candidate and is_plain and len(json.dumps(candidate)) <= PROMPT_CHARACTERS:
             return candidate
     return None
+
+
+def tools_of(store: Store, row: Deployment) -> list[Json]:
+    """OpenAI function schemas of what the model could call in training."""
+    rollout = _newest_rollout(store, row.run_id) if row.run_id else None
+    return rollout.tools if rollout else []
 
 
 def _newest_rollout(store: Store, run_id: str) -> Rollout | None:
