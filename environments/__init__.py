@@ -11,4 +11,5 @@ from environments.base import RewardMetric as RewardMetric
 from environments.base import RewardResult as RewardResult
 from environments.base import TaskExample as TaskExample
 from environments.base import load_dataset as load_dataset
+from environments.judge import JudgeRubric as JudgeRubric
 from environments.tools import EnvironmentToolUse as EnvironmentToolUse

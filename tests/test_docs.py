@@ -60,7 +60,12 @@ def known_names() -> set[str]:
         names |= {*tool.signature.parameters, *fields_of(tool.signature.return_annotation)}
         for parameter in tool.signature.parameters.values():
             names |= literals(parameter.annotation)
-    for kind in (environments.EnvironmentToolUse, environments.EnvironmentSingleTurn):
+    kinds = (
+        environments.EnvironmentToolUse,
+        environments.EnvironmentSingleTurn,
+        environments.JudgeRubric,
+    )
+    for kind in kinds:
         names |= set(dir(kind))
     names |= set(inspect.signature(GymEnvironment).parameters)
     return names | {

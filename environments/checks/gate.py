@@ -16,7 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import chain
+from itertools import chain, combinations
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -64,6 +64,9 @@ the gold answers' reward. What succeeds on 93 % of all tasks may do so on 87 % o
 STATED_SHARE = 0.9
 """On so many tasks the prompt may state the gold answer."""
 MOST_REWARD = 1000.0
+JUDGED_TASKS = 3
+JUDGE_SHARE = 0.75
+"""Of pairs of answers, a judge must rank at least this share alike when it is asked again."""
 SUCCESS_FIX = "set success in RewardResult: by default any score > 0 is a success"
 WORTHLESS = {
     "junk": SUCCESS_FIX,
@@ -175,6 +178,7 @@ class _Gate:
             await self._probe("constants", self._check_constants, host)
             if host.scores_groups:
                 await self._probe("groups", self._check_groups, host)
+                await self._probe_judge(host)
             if any(self._tools.values()):
                 await self._probe("tool_calls", self._check_calls, host)
             await self._probe("isolation", self._check_isolation, host)
@@ -447,6 +451,42 @@ class _Gate:
                 raise _FailedError(what, "make score_group pay more for better answers")
         return f"{len(self._tasks)} groups of {shown([JUNK[0]])}, nothing and gold, in two orders"
 
+    async def _probe_judge(self, host: EnvironmentHost) -> None:
+        """Add the probe if the environment has a judge."""
+        has_judge = True
+        with suppress(EnvironmentFault):
+            has_judge = await host.judge("train", 0, JUNK[:1]) is not None
+        if has_judge:
+            await self._probe("judge", self._check_judge, host)
+
+    async def _check_judge(self, host: EnvironmentHost) -> str:
+        """A judge ranks the same answers alike when asked again and in the opposite order, and gold
+        above junk.
+        """
+        again: list[bool] = []
+        turned: list[bool] = []
+        is_gold_first: list[bool] = []
+        for task in list(self._golds)[:JUDGED_TASKS]:
+            answers = [self._golds[task][-1], self._other_gold(task), *JUNK[:2]]
+            orders = (answers, answers, answers[::-1])
+            one, two, back = [await self._ranks(host, task, order) for order in orders]
+            again += _agreements(one, two)
+            turned += _agreements(one, back[::-1])
+            is_gold_first += [one[0] < one[2], back[-1] < back[1]]
+        if not again:
+            raise _SkippedError("there is no gold answer to judge", "")
+        text = f"of {len(again)} pairs of answers, {fmean(again):.0%} were ranked alike when asked "
+        text += f"again, {fmean(turned):.0%} in the opposite order"
+        text += f"; gold came before junk in {fmean(is_gold_first):.0%}"
+        if min(fmean(again), fmean(turned), fmean(is_gold_first)) < JUDGE_SHARE:
+            fix = "name the criteria more plainly, or use a larger judge"
+            raise _FailedError(text, fix)
+        return text
+
+    async def _ranks(self, host: EnvironmentHost, task: Task, answers: Sequence[str]) -> list[int]:
+        asking = host.judge(task.split, task.index, answers)
+        return await self._timed(task, (), "judge", asking)
+
     async def _check_calls(self, host: EnvironmentHost) -> str:
         """Bad tool calls must not raise, be answered, and win nothing; gold ones must succeed."""
         count = 0
@@ -552,6 +592,12 @@ class _Gate:
         finally:
             seconds = time.monotonic() - begun
             self._slowest_s[method] = max(self._slowest_s.get(method, 0.0), seconds)
+
+
+def _agreements(one: Sequence[int], other: Sequence[int]) -> list[bool]:
+    """For each pair of answers, whether both rank them alike."""
+    pairs = combinations(range(len(one)), 2)
+    return [(one[left] < one[right]) == (other[left] < other[right]) for left, right in pairs]
 
 
 def _judge_hits(hits: Mapping[Task, str], tasks: int, fix: str, share: float = HIT_SHARE) -> str:

@@ -51,6 +51,7 @@ from environments.base import (
     RewardResult,
     TaskExample,
 )
+from environments.judge import JudgeRubric
 from environments.process import sandbox
 from environments.process.faults import EnvironmentFault
 from environments.process.generators import Generators, switch_global_generators
@@ -326,6 +327,15 @@ class Child:
             if len(rewards) != len(finished):
                 raise _error(f"{must}, one for each episode, got {len(rewards)}")
             return [_score(result, must) for result in rewards]
+
+    async def op_judge(self, split: str, index: int, answers: list[str]) -> list[int] | None:
+        """How the environment's judge ranks these answers; None without a judge."""
+        values: list[Any] = list(vars(self._loaded).values())
+        judges = [value for value in values if isinstance(value, JudgeRubric)]
+        if not judges:
+            return None
+        question = self._example(split, index).input
+        return await self._call(judges[0].ask, question, answers)
 
     async def _finished(
         self, state: Episode, latency_ms: int, total_tokens: int

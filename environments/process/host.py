@@ -258,6 +258,18 @@ class EnvironmentHost:
             raise child.end_as_forger()
         return [Score(**value) for value in values]
 
+    async def judge(self, split: str, index: int, answers: Sequence[str]) -> list[int] | None:
+        """The rank of each answer to a task, 0 for the best, when the environment's judge sees them
+        in this order. None if it has no judge.
+        """
+        async with self._places:
+            child = await self._live_child()
+            asked = {"split": split, "index": index, "answers": list(answers)}
+            ranks = await self._call(child, "judge", **asked)
+        if ranks is not None and len(ranks) != len(answers):
+            raise child.end_as_forger()
+        return ranks
+
     async def close(self, episode: int) -> None:
         """Abandon an episode. Does nothing if it is closed or its process is gone."""
         child = self._homes.get(episode)

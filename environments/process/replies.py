@@ -177,6 +177,14 @@ class Reader:
     def _score_group(self, value: Any) -> list[dict[str, Any]]:
         return [self._score_episode(score) for score in _items(value)]
 
+    def _judge(self, value: Any) -> list[int] | None:
+        if value is None:
+            return None
+        ranks = [_whole(rank) for rank in _items(value)]
+        if sorted(ranks) != list(range(len(ranks))):
+            raise ForgedError
+        return ranks
+
     def _close_episode(self, value: Any) -> None:
         if value is not None:
             raise ForgedError

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 FORGER = """
 import gc, json
-from environments import kept
+from environments import JudgeRubric, kept
 
 def forge(op):
     if ARGS["op"] == op:
@@ -33,9 +33,14 @@ class Tasks(list):
         if self.loaded: forge("tasks")
         return super().__getitem__(index)
 
+class Judge(JudgeRubric):
+    def ask(self, question, answers):
+        forge("judge")
+
 class Sample(Echo):
     def __init__(self):
         self.dataset = Tasks(tasks())
+        self.judge = Judge("", "", "")
         forge("load")
     def new_episode(self, example):
         Tasks.loaded = True
@@ -184,6 +189,10 @@ FORGED_REPLIES = {
     ),
     "a gold answer that is null": ("gold", reply(None)),
     "a gold answer that is a message": ("gold", reply(USER)),
+    "ranks that are one number": ("judge", reply(0)),
+    "ranks of fractions": ("judge", reply([0.0, 1.0])),
+    "ranks of a third answer": ("judge", reply([0, 2])),
+    "ranks for three": ("judge", reply([0, 1, 2])),
     "a word at closing": ("close", reply("closed")),
     "a page that is null": ("tasks", reply(None)),
     "a page that is empty": ("tasks", reply([])),
@@ -224,6 +233,8 @@ async def use(host: EnvironmentHost, op: str) -> object:
         return await host.score_group([Ended(opening.episode), Ended(other.episode)])
     if op == "tasks":
         return await host.tasks("train")
+    if op == "judge":
+        return await host.judge("train", 0, ["x", "y"])
     if op == "generated":
         return await host.generated()
     return await host.close(opening.episode)
