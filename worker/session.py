@@ -91,16 +91,6 @@ def load_model(
     # bf16, unless the model's own files are fp32 on purpose, as the tiny models of tests are.
     dtype = torch.float32 if config.dtype == torch.float32 else torch.bfloat16
     adapter = Path(job["init_adapter"]["path"]) if job.get("init_adapter") else None
-    policy = adapter
-    if trains or (adapter and default_sync(dtype) == "merged"):
-        policy = load_policy(
-            path,
-            rank=spec.lora_rank,
-            alpha=spec.lora_alpha,
-            seed=spec.seed,
-            dtype=dtype,
-            adapter_path=adapter,
-        )
     context: int = config.get_text_config().max_position_embeddings
     if spec.max_length and spec.max_length > context:
         raise FlashError(
@@ -111,7 +101,26 @@ def load_model(
             fix=f"set max_length to at most {context}",
         )
     max_length = spec.max_length or min(context, MAX_LENGTH)
+    policy = adapter
+    if trains or (adapter and default_sync(dtype) == "merged"):
+        smallest = memory.Workload(0, 1, 1, max_length, 1, int(_samples(spec)), spec.lora_rank)
+        memory.check_model(path, smallest, dtype)
+        policy = load_policy(
+            path,
+            rank=spec.lora_rank,
+            alpha=spec.lora_alpha,
+            seed=spec.seed,
+            dtype=dtype,
+            adapter_path=adapter,
+        )
     return Model(path, template, dtype, max_length, policy)
+
+
+def _samples(spec: RunSpec | EvalSpec) -> bool:
+    """Whether the attempt needs an engine."""
+    if isinstance(spec, RunSpec) and spec.algorithm == "sft":
+        return bool(spec.eval_before or spec.eval_every or spec.eval_after)
+    return True
 
 
 def _pinned_commit(folder: RunFolder) -> str | None:
@@ -323,7 +332,7 @@ class TrainingSession(Session[RunSpec]):
 
     def check_memory(self, prompt: int, turns: int, *, packed: bool) -> float:
         """Report the memory that GRPO needs if the longest prompt has `prompt` tokens. Returns the
-        tokens of a group above which its activations must be recomputed.
+        tokens of a pass above which its activations must be recomputed.
 
         FlashError(out_of_memory) if the run cannot fit.
         """
@@ -344,14 +353,13 @@ class TrainingSession(Session[RunSpec]):
         spec = self.spec
         length = self.limits.max_length
         longest = max((len(row["input_ids"]) for row in rows), default=1)
-        evaluates = spec.eval_before or spec.eval_every or spec.eval_after
         work = memory.Workload(
             prompt=0,
             max_tokens=min(longest, length),
             turns=1,
             max_length=length,
             group_size=spec.batch_size,
-            sequences=self._sequences if evaluates else 0,
+            sequences=self._sequences if _samples(spec) else 0,
             lora_rank=spec.lora_rank,
             packed=packed,
         )
@@ -362,8 +370,8 @@ class TrainingSession(Session[RunSpec]):
         message = f"at most {needs}"
         if keep_tokens is not None:
             message += (
-                f"; groups of more than {keep_tokens} tokens take longer: activations are "
-                "computed twice"
+                f"; packs of more than {keep_tokens} tokens are split, or take longer: activations "
+                "are computed twice"
             )
         log.info("memory: %s", message)
         self.writer.event("memory", message, **asdict(needs))

@@ -28,7 +28,7 @@ from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import RunSpec, resolve
 from worker.rollouts.scheduler import Rollout, Task
 from worker.rollouts.transcript import ChatTemplate, Transcript
-from worker.training import packing
+from worker.training import attention, packing
 from worker.training.checkpoints import Reporter
 from worker.training.grpo import Trainer, group_advantages
 from worker.training.policy import load_policy
@@ -79,6 +79,7 @@ def our_gradients(
     rollouts: list[Rollout],
     out: Path,
     keep_tokens: float = math.inf,
+    metrics: dict[str, list[float]] | None = None,
 ) -> dict[str, Tensor]:
     trainer = Trainer(
         policy, tokenizer, spec, rollouts_of=lambda step: rollouts,
@@ -88,8 +89,10 @@ def our_gradients(
     trainer.current_gradient_accumulation_steps = GROUPS
     policy.train()
     for _ in range(GROUPS):
-        trainer._compute_loss(policy, trainer._prepare_inputs([])).backward()
+        trainer.accelerator.backward(trainer._compute_loss(policy, trainer._prepare_inputs([])))
         trainer._step += 1
+    if metrics is not None:
+        metrics.update(trainer._metrics["train"])
     return gradients(policy)
 
 
@@ -173,6 +176,40 @@ def test_gradients_equal_trls_in_fp32(
     ours, theirs = both(fp32_model, tmp_path, rollouts, torch.float32, **fields)
     mine, expected = flat(ours), flat(theirs)
     assert (mine - expected).norm() < 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("fields", CASES, ids=str)
+def test_packs_whose_backward_passes_follow_each_other_give_the_gradients_of_one_pack(
+    fp32_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    tokenizer, spec = AutoTokenizer.from_pretrained(fp32_model), settings_of(**fields)
+    passes: list[str] = []
+    compute = packing.Pack.logps
+
+    def logps(pack: packing.Pack, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        values, entropies = compute(pack, *args, **options)
+        if values.requires_grad:
+            passes.append("forward")
+            values.register_hook(lambda gradient: passes.append("backward"))
+        return values, entropies
+
+    def step(pack_tokens: int) -> tuple[Tensor, dict[str, list[float]]]:
+        monkeypatch.setattr(packing, "PACK_TOKENS", pack_tokens)
+        metrics: dict[str, list[float]] = {}
+        found = our_gradients(
+            make_policy(fp32_model), tokenizer, spec, make_rollouts(tokenizer), tmp_path,
+            metrics=metrics,
+        )  # fmt: skip
+        return flat(found), metrics
+
+    (whole, expected), (split, metrics) = step(4096), step(48)
+    assert (split - whole).norm() < 1e-6 * whole.norm()
+    assert metrics.keys() == expected.keys()
+    for name, values in metrics.items():
+        assert values == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+    monkeypatch.setattr(packing.Pack, "logps", logps)
+    step(48)
+    assert len(passes) > 4 * GROUPS and passes == ["forward", "backward"] * (len(passes) // 2)
 
 
 @pytest.mark.parametrize("fields", CASES, ids=str)
@@ -331,7 +368,7 @@ def test_a_model_that_the_packed_pass_would_compute_wrongly_is_left_to_trl(
 ) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
-        config, dtype=dtype, attn_implementation=packing.attention_of(config)
+        config, dtype=dtype, attn_implementation=attention.attention_of(config)
     )
     for weight in model.parameters():
         if weight.ndim > 1:
@@ -488,7 +525,7 @@ def test_a_pack_is_the_same_computed_as_one_block(
 
     def states() -> Tensor:
         lengths = [len(t.completion_ids) for t in transcripts]
-        layout = packing.Layout(
+        layout = attention.Layout(
             len(transcripts[0].prompt_ids), lengths, policy.dtype, policy.device
         )
         blocks.append(len(layout.mask.blocks))
@@ -496,7 +533,7 @@ def test_a_pack_is_the_same_computed_as_one_block(
 
     blocks: list[int] = []
     expected = states()
-    monkeypatch.setattr(packing, "BLOCK", 512)
+    monkeypatch.setattr(attention, "BLOCK", 512)
     torch.testing.assert_close(states(), expected, rtol=1e-5, atol=1e-5)
     assert blocks[0] > 1 == blocks[1]
 

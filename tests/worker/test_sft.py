@@ -22,6 +22,7 @@ from tests.tiny import make_tokenizer
 from worker.heartbeat import Pulse
 from worker.rollouts.transcript import ChatTemplate
 from worker.train import _optimize, _resume_point
+from worker.training import packing
 from worker.training.checkpoints import Reporter
 from worker.training.policy import load_policy
 from worker.training.sft import IGNORED, Tuner, dataset_rows, gold_rows, make_sft_trainer
@@ -98,10 +99,12 @@ def test_two_answers_in_a_row_are_two_turns_as_in_a_rollout(tmp_path: Path) -> N
     assert template.tokenizer.decode(learnt) == "a<|im_end|>b<|im_end|>"
 
 
+@pytest.mark.parametrize("pack_tokens", [packing.PACK_TOKENS, 64])
 def test_the_packed_pass_gives_the_loss_and_the_gradients_of_trls_own(
-    fp32_model: Path, tmp_path: Path
+    fp32_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack_tokens: int
 ) -> None:
     """Rows of one token to 60; some learn nothing at the end, one is cut within its answer."""
+    monkeypatch.setattr(packing, "PACK_TOKENS", pack_tokens)
     rng = random.Random(0)
     rows = []
     for length in (60, 8, 33, 2, 47):

@@ -55,7 +55,7 @@ def server_command(name: str, model: Path, port: int, lora_rank: int) -> list[st
     """The arguments of the interpreter. Sets the environment variables that vLLM reads."""
     import torch  # noqa: PLC0415  after the check that the packages are installed
 
-    from worker.engine.vllm import CPU_LORA_WORKER, free_share, room_for_rank  # noqa: PLC0415
+    from worker.engine.vllm import CPU_LORA_WORKER, UTILIZATION, room_for_rank  # noqa: PLC0415
     from worker.training.memory import KV_BLOCK_TOKENS, engine_cache_bytes  # noqa: PLC0415
 
     length = min(folder_card(model).context or MAX_LENGTH, MAX_LENGTH)
@@ -79,7 +79,7 @@ def server_command(name: str, model: Path, port: int, lora_rank: int) -> list[st
     flags = ["--enable-lora", "--disable-uvicorn-access-log", "--disable-fastapi-docs"]
     if torch.cuda.is_available():
         _use_the_emptiest_card(state_directory())
-        options["gpu-memory-utilization"] = free_share()
+        options["gpu-memory-utilization"] = UTILIZATION
     else:
         flags.append("--enforce-eager")
         options["worker-cls"] = CPU_LORA_WORKER

@@ -5,7 +5,6 @@ tests/worker/test_engine.py is their contract test."""
 
 from __future__ import annotations
 
-import gc
 import itertools
 import tempfile
 from collections.abc import Sequence
@@ -29,6 +28,10 @@ Sync = Literal["merged", "adapter"]
 CPU_LORA_WORKER = "worker.engine.lora_cpu.LoraWorker"
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks that vLLM supports; an adapter of a rank in between uses the next larger one."""
+
+UTILIZATION = 0.01
+"""vLLM ignores this share of a GPU's memory beside `kv_cache_memory_bytes`, except that it does not
+start if less is free."""
 
 
 class VllmEngine:
@@ -87,7 +90,7 @@ class VllmEngine:
             # A group's first prompt should be cached after one step: until then its siblings
             # compute it again.
             "max_num_batched_tokens": 8192 if on_gpu else None,
-            "gpu_memory_utilization": free_share() if on_gpu else 1.0,
+            "gpu_memory_utilization": UTILIZATION if on_gpu else 1.0,
         }
         others = listening()
         self._engine: LLMEngine = LLMEngine.from_engine_args(EngineArgs(**arguments))
@@ -209,11 +212,3 @@ def room_for_rank(rank: int) -> int:
 def default_sync(dtype: torch.dtype) -> Sync:
     """vLLM's GPU kernels for adapters support half precision only."""
     return "adapter" if torch.cuda.is_available() and dtype != torch.float32 else "merged"
-
-
-def free_share() -> float:
-    """The share of the card's memory that is free now: vLLM refuses to start with less."""
-    gc.collect()
-    torch.cuda.empty_cache()  # PyTorch keeps what a trainer has freed
-    free, total = torch.cuda.mem_get_info()
-    return 0.95 * free / total

@@ -17,6 +17,7 @@ Axes: G rollouts of a group, P prompt tokens, C completion tokens, T = P + C."""
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -32,7 +33,7 @@ from trl.trainer.utils import pad, use_adapter
 from flash_mcp.protocol.spec import RunSpec
 from worker.rollouts.scheduler import Rollout
 from worker.training.checkpoints import trainer_arguments
-from worker.training.packing import check_trl_head, group_logps, recompute
+from worker.training.packing import Pack, check_trl_head, group_logps, packs_of, recompute
 
 RolloutsOf = Callable[[int], list[Rollout]]
 """Step, from 1 -> its rollouts, those of a group next to each other."""
@@ -42,8 +43,8 @@ class Trainer(GRPOTrainer):
     """GRPOTrainer on the finished rollouts of `rollouts_of`. `packed` is the result of
     worker.training.packing.can_pack.
 
-    Activations of a group that takes more than `keep_tokens` tokens to compute are recomputed in
-    the backward pass."""
+    Activations of a pass over more than `keep_tokens` tokens are recomputed in the backward
+    pass."""
 
     def __init__(
         self,
@@ -102,9 +103,9 @@ class Trainer(GRPOTrainer):
             check_trl_head(model.get_base_model(), self.temperature)
         # One dict per group of the step; TRL clears it on resume.
         self._buffered_inputs: Any = None
-        # The current group's inputs, which TRL's signature of the forward pass lacks. The forward
-        # pass leaves importance_sampling_ratio there for TRL's loss.
+        # The current group's inputs, which TRL's signature of the forward pass lacks.
         self._inputs: dict[str, Any] = {}
+        self._pack: Pack | None = None  # the one computed now; None for all at once
 
     # -- rollouts ----------------------------------------------------------------------------------
 
@@ -179,7 +180,40 @@ class Trainer(GRPOTrainer):
             trained = [p.sum() for p in model.parameters() if p.requires_grad]
             return torch.stack(trained).sum() * 0.0
         self._inputs = inputs
-        return cast(Any, super())._compute_loss(model, inputs)
+        if not self._packed:
+            return cast(Any, super())._compute_loss(model, inputs)
+        return self._loss_by_pack(model, inputs)
+
+    def _loss_by_pack(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        """The loss of a group after the backward pass of every pack but the last: only one pack's
+        activations are alive.
+
+        TRL computes the group's loss once for each pack, in which that pack's log-probabilities
+        have a gradient. The gradients add up to the whole one, since no row's loss depends on
+        another row. The last time all values are known, so only its metrics count.
+        """
+        known: Any = cast(Any, self)._metrics
+        metrics = known["train"]
+        *earlier, last = self._packs(inputs)
+        mask_GC = inputs["tool_mask"]
+        inputs["known_logps"] = inputs["sampling_per_token_logps"] * mask_GC
+        inputs["known_entropies"] = torch.zeros_like(inputs["known_logps"])
+        try:
+            for self._pack in earlier:
+                known["train"] = defaultdict(list)
+                loss = cast(Any, super())._compute_loss(model, inputs)
+                cast(Any, self.accelerator).backward(loss)
+            known["train"] = metrics
+            self._pack = last
+            return cast(Any, super())._compute_loss(model, inputs)
+        finally:
+            known["train"] = metrics
+            self._pack = None
+
+    def _packs(self, inputs: dict[str, Any]) -> list[Pack]:
+        ids_GT = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        seen_GT = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        return packs_of(ids_GT, seen_GT, inputs["tool_mask"], self._keep_tokens)
 
     def _get_per_token_logps_and_entropies(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -194,14 +228,16 @@ class Trainer(GRPOTrainer):
         causal_lm = self._unwrapped(model).get_base_model()
         if self._packed:
             with self.accelerator.autocast():
-                logps_GC, entropies_GC = group_logps(
-                    causal_lm,
-                    input_ids,
-                    attention_mask,
-                    inputs["tool_mask"],
-                    self.temperature,
-                    keep_tokens=self._keep_tokens,
-                )
+                if self._pack is None:
+                    logps_GC, entropies_GC = group_logps(
+                        causal_lm,
+                        input_ids,
+                        attention_mask,
+                        inputs["tool_mask"],
+                        self.temperature,
+                    )
+                else:
+                    logps_GC, entropies_GC = self._pack_logps(causal_lm, self._pack)
             outputs = logps_GC, entropies_GC, None
         else:
             recompute(causal_lm, input_ids.numel() > self._keep_tokens)
@@ -214,6 +250,19 @@ class Trainer(GRPOTrainer):
             trainer_GC = outputs[0].detach()
             inputs["importance_sampling_ratio"] = self._importance_ratio(trainer_GC, inputs)
         return outputs
+
+    def _pack_logps(self, causal_lm: Any, pack: Pack) -> tuple[Tensor, Tensor]:
+        """(logps, entropies), each (G, C): a pack's own with a gradient, and those that are known.
+
+        Until a row's pack is computed, the engine's log-probabilities stand for it."""
+        inputs = self._inputs
+        values_N, entropies_N = pack.logps(
+            causal_lm, self.temperature, keep_tokens=self._keep_tokens
+        )
+        logps_GC = pack.put(inputs["known_logps"], values_N)
+        inputs["known_logps"] = logps_GC.detach()
+        inputs["known_entropies"] = pack.put(inputs["known_entropies"], entropies_N)
+        return logps_GC, inputs["known_entropies"]
 
     def _importance_ratio(self, logps_GC: Tensor, inputs: dict[str, Any]) -> Tensor:
         """exp(trainer - engine), (G, C) or (G, 1), truncated or masked as the mode says.

@@ -7,9 +7,10 @@ tests/worker/test_memory.py compares the estimate with measured peaks."""
 
 from __future__ import annotations
 
+import gc
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -34,10 +35,12 @@ GPU_PROCESS_BYTES = 2 * GIB
 """CUDA's context, and the engine's graphs and workspace. This is a guess."""
 ENGINE_COPIES = 2
 """On the CPU vLLM holds packed weights in addition to those that it loaded."""
-HEAP_OVERHEAD = 1.5
-"""Size of glibc's heap relative to the live data in it: groups differ in length, so a freed block
+HEAP_OVERHEAD = 0.5
+"""Free memory in glibc's heap, relative to the live data: groups differ in length, so a freed block
 seldom fits the next tensor.
 """
+GPU_HEAP_OVERHEAD = 0.1
+"""The same of PyTorch's allocator on a GPU. This is a guess."""
 KV_BLOCK_TOKENS = 32
 """Block size of the CPU's cache: the smallest that vLLM takes. Prefixes are found by whole blocks;
 with vLLM's default of 128, shorter chat prompts would never be found.
@@ -92,9 +95,11 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Tokens computed for a group: its prompt once for each pack, or for each completion."""
-        prompts = math.ceil(self.group_size / self.rows) if self.packed else self.group_size
-        return prompts * self.prompt + self.group_size * self.completion
+        """Tokens of one forward and backward pass: of a pack, or of TRL's group, with the prompt
+        once for each completion.
+        """
+        prompts = 1 if self.packed else self.group_size
+        return prompts * self.prompt + self.rows * self.completion
 
     @property
     def knobs(self) -> dict[str, tuple[str, int]]:
@@ -107,8 +112,8 @@ class Workload:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Peak bytes of an attempt by purpose. `activations` and `logits` are those of one group's
-    training pass.
+    """Peak bytes of an attempt by purpose. `activations` and `logits` are those of one training
+    pass: of a pack, or of a whole group by TRL. `fragmentation` is what the allocator wastes.
     """
 
     process: int
@@ -118,6 +123,7 @@ class Estimate:
     adapter: int
     activations: int
     logits: int
+    fragmentation: int
 
     @property
     def total(self) -> int:
@@ -136,18 +142,27 @@ class Estimate:
 
 def estimate(model_path: Path, work: Workload, dtype: torch.dtype, capacity: int) -> Estimate:
     """The memory that an attempt needs if `capacity` bytes are available; on a GPU, of the card."""
+    base = estimate_model(model_path, work, dtype, capacity)
+    held, passing = _training_pass(model_path, dtype, work)
+    overhead = GPU_HEAP_OVERHEAD if torch.cuda.is_available() else HEAP_OVERHEAD
+    return replace(base, activations=held, logits=passing, fragmentation=round(overhead * held))
+
+
+def estimate_model(model_path: Path, work: Workload, dtype: torch.dtype, capacity: int) -> Estimate:
+    """`estimate` without the training pass."""
     model = _without_storage(model_path, dtype, work.lora_rank)
     weights = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     process = PROCESS_BYTES
     copies = ENGINE_COPIES
-    heap = HEAP_OVERHEAD
+    adapter = 4 * trained  # with gradients and Adam's two moments
     free = capacity
     if torch.cuda.is_available():
         process = GPU_PROCESS_BYTES
         copies = 1
-        heap = 1.0
         free -= weights
+        if work.sequences:
+            adapter += trained  # the engine's copy, of a larger rank but in half precision
     kv_cache = engine_weights = 0
     if work.sequences:
         engine_weights = copies * weights
@@ -155,22 +170,26 @@ def estimate(model_path: Path, work: Workload, dtype: torch.dtype, capacity: int
         kv_cache = kv_cache_bytes(
             model.config, work.max_length, work.sequences, room, itemsize=dtype.itemsize
         )
-    held, passing = _training_pass(model_path, dtype, work)
-    return Estimate(
-        process=process,
-        weights=weights,
-        engine_weights=engine_weights,
-        kv_cache=kv_cache,
-        adapter=4 * trained,  # with gradients and Adam's two moments
-        activations=round(heap * held),
-        logits=passing,
-    )
+    return Estimate(process, weights, engine_weights, kv_cache, adapter, 0, 0, 0)
+
+
+def check_model(model_path: Path, work: Workload, dtype: torch.dtype) -> None:
+    """FlashError(out_of_memory) if not even the model, its adapter and an engine with a cache for
+    one conversation fit. It is called before the model is loaded.
+    """
+    capacity = capacity_bytes()
+    work = replace(work, sequences=min(1, work.sequences))
+    least = estimate_model(model_path, work, dtype, capacity)
+    if least.total > capacity:
+        raise _does_not_fit(
+            least, capacity, _knob(estimate_model, model_path, work, dtype, capacity)
+        )
 
 
 def check(
     model_path: Path, work: Workload, dtype: torch.dtype
 ) -> tuple[Estimate, int | None, str | None]:
-    """(estimate, tokens of a group above which its activations must be recomputed, warning).
+    """(estimate, tokens of a pass above which its activations must be recomputed, warning).
 
     The tokens are None if nothing must be recomputed. There is a warning if even then the longest
     conversations would not fit. FlashError(out_of_memory) if not even the shortest fit: such a run
@@ -183,27 +202,32 @@ def check(
     shortest = replace(recomputed, max_tokens=1, turns=1)
     least = estimate(model_path, shortest, dtype, capacity)
     if least.total > capacity:
-        raise FlashError(
-            "out_of_memory",
-            f"the run needs at least {least}, and {capacity / GIB:.2f} GiB are available; "
-            f"{least.largest} needs most",
-            needed_gib=round(least.total / GIB, 2),
-            available_gib=round(capacity / GIB, 2),
-            largest=least.largest,
-            fix=_knob(model_path, shortest, dtype, capacity),
-        )
+        raise _does_not_fit(least, capacity, _knob(estimate, model_path, shortest, dtype, capacity))
     # Activations grow with the tokens.
-    room = max(0, capacity - needs.total + needs.activations)
-    kept = work.tokens * room // needs.activations
+    passing = needs.activations + needs.fragmentation
+    room = max(0, capacity - needs.total + passing)
+    kept = work.tokens * room // passing
     needs = estimate(model_path, recomputed, dtype, capacity)
     if needs.total <= capacity:
         return needs, kept, None
-    knob = _knob(model_path, recomputed, dtype, capacity)
+    knob = _knob(estimate, model_path, recomputed, dtype, capacity)
     longest = "conversations get as long as they may"
     if not work.prompt:
         longest = "a batch is of the longest rows"
     available = f"{needs} of {capacity / GIB:.2f} GiB available"
     return needs, kept, f"memory runs out if {longest}: {available}; {knob}"
+
+
+def _does_not_fit(least: Estimate, capacity: int, fix: str) -> FlashError:
+    return FlashError(
+        "out_of_memory",
+        f"the run needs at least {least}, and {capacity / GIB:.2f} GiB are available; "
+        f"{least.largest} needs most",
+        needed_gib=round(least.total / GIB, 2),
+        available_gib=round(capacity / GIB, 2),
+        largest=least.largest,
+        fix=fix,
+    )
 
 
 def kv_cache_bytes(
@@ -227,9 +251,16 @@ def kv_cache_bytes(
 def engine_cache_bytes(
     model_path: Path, max_length: int, sequences: int, *, itemsize: int = 2
 ) -> int:
-    """`kv_cache_bytes` with the memory that is free on this machine now."""
+    """`kv_cache_bytes` with the memory that is free on this machine now, after PyTorch's allocator
+    has returned what it keeps of freed tensors.
+    """
     weights = sum(path.stat().st_size for path in model_path.glob("*.safetensors"))
-    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else capacity_bytes()
+    if torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info()[0]
+    else:
+        free = capacity_bytes()
     room = _cache_room(free, weights)
     return kv_cache_bytes(config_of(model_path), max_length, sequences, room, itemsize=itemsize)
 
@@ -323,7 +354,7 @@ def _without_storage(
     from peft import get_peft_model  # noqa: PLC0415  not for a server of models
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
-    from worker.training.packing import attention_of  # noqa: PLC0415
+    from worker.training.attention import attention_of  # noqa: PLC0415
     from worker.training.policy import lora_config  # noqa: PLC0415
 
     config = config_of(model_path)
@@ -340,8 +371,8 @@ def _without_storage(
 
 
 def _training_pass(model_path: Path, dtype: torch.dtype, work: Workload) -> tuple[int, int]:
-    """(held, passing) bytes of one group's pass: those kept for the backward pass, and those that
-    come and go.
+    """(held, passing) bytes of one pass: those kept for the backward pass, and those that come and
+    go.
     """
     text = config_of(model_path).get_text_config()
     layers: int = text.num_hidden_layers
@@ -363,17 +394,18 @@ def _training_pass(model_path: Path, dtype: torch.dtype, work: Workload) -> tupl
 def _traced_pass(model: Any, work: Workload) -> tuple[int, int]:
     """`_training_pass` through every layer of `model`.
 
-    It runs like worker.training.packing.group_logps, or like TRL's trainer, with every completion
+    It runs like worker.training.packing.Pack.logps, or like TRL's trainer, with every completion
     at full length."""
     from trl.trainer.utils import add_fused_lm_head  # noqa: PLC0415
 
-    from worker.training import kernels, packing  # noqa: PLC0415
+    from worker.training import attention, kernels, packing  # noqa: PLC0415
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows = work.rows
-    packs = work.group_size / rows
     completions = rows * work.completion
-    layout = packing.Layout(work.prompt, [work.completion] * rows, model.dtype, device)
+    flash = attention.can_flash(model.config, model.dtype, device)
+    lengths = [work.completion] * rows
+    layout = attention.Layout(work.prompt, lengths, model.dtype, device, flash=flash)
 
     def ids(length: int) -> Tensor:
         return torch.zeros(length, dtype=torch.long, device=device)
@@ -406,20 +438,28 @@ def _traced_pass(model: Any, work: Workload) -> tuple[int, int]:
             logits = held - before_head
             outcome[0].sum().backward()
             peak = alive.peak
-    return round(packs * (held - logits)), round((packs - 1) * logits) + peak - held + logits
+    return held - logits, peak - held + logits
 
 
 # -- what to do about it ---------------------------------------------------------------------------
 
 
-def _knob(model_path: Path, work: Workload, dtype: torch.dtype, capacity: int) -> str:
+def _knob(
+    estimated: Callable[[Path, Workload, torch.dtype, int], Estimate],
+    model_path: Path,
+    work: Workload,
+    dtype: torch.dtype,
+    capacity: int,
+) -> str:
     """The first field that makes the run fit when it is lowered by halves."""
     for knob, (name, least) in work.knobs.items():
         now: int = getattr(work, name)
         value = now // 2
         while value >= least:
             lowered = replace(work, **{name: value})
-            if estimate(model_path, lowered, dtype, capacity).total <= capacity:
+            if estimated(model_path, lowered, dtype, capacity).total <= capacity:
                 return f"set {knob}={value} (it is {now}), free memory, or use a smaller model"
             value //= 2
+    if torch.cuda.is_available():
+        return "use a smaller model, a card with more memory, or end what else uses this card"
     return "use a smaller model, or a machine with more memory"

@@ -1,12 +1,11 @@
 """Log-probabilities of a group's completions, its prompt computed once.
 
 The rollouts of a group share their prompt. They are laid out as one sequence, the prompt and then
-the completions, with padding only at the end. A mask lets each completion see the prompt and
-itself, and its positions continue from the prompt's end. The language-model head runs only on the
-positions that predict trained tokens.
+the completions, with padding only at the end (worker/training/attention.py). The language-model
+head runs only on the positions that predict trained tokens.
 
 Axes: B rows of a batch, P prompt tokens, C completion tokens, T = P + C; L tokens of a packed
-sequence, H hidden size, V vocabulary, N predicted tokens; D size of an attention head."""
+sequence, H hidden size, V vocabulary, N predicted tokens."""
 
 from __future__ import annotations
 
@@ -14,36 +13,24 @@ import logging
 import math
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AttentionMaskInterface
-from transformers import masking_utils as masks
-from transformers.integrations import sdpa_attention as sdpa
+from torch.nn.functional import pad
 
 from flash_mcp.protocol.errors import FlashError
+from worker.training.attention import Layout, can_flash
 from worker.training.kernels import token_logps
 
 log = logging.getLogger("worker")
 PACK_TOKENS = 4096
 """A longer sequence is split: its mask grows with the square, and one more prompt is cheaper."""
-BLOCK = 64
+PROMPT_SHARE = 4
+"""A pack is split for lack of memory if its prompt takes at most 1/PROMPT_SHARE of it."""
 HEAD_STEP = 16
-"""Sequences, and rows of the head, are padded to multiples of these. On the CPU PyTorch compiles
-kernels for each new length and keeps them, which takes megabytes for each length.
-"""
-ATTENTION = "packed"
-"""The name under which transformers knows `_attend`."""
-
-
-def attention_of(config: Any) -> str | None:
-    """The attention to load a model with: `_attend`, or None, its own, if its layers look up none
-    (Falcon).
-    """
-    kind = cast(Any, MODEL_FOR_CAUSAL_LM_MAPPING).get(type(config), None)
-    return ATTENTION if getattr(kind, "_supports_attention_backend", False) else None
+"""Rows of the head are padded to a multiple, like sequences to one of attention.BLOCK."""
 
 
 def group_logps(
@@ -52,50 +39,92 @@ def group_logps(
     seen_BT: Tensor,  # the attention mask
     trained_BC: Tensor,  # 1 where a log-probability is wanted
     temperature: float,
-    *,
-    keep_tokens: float = math.inf,
 ) -> tuple[Tensor, Tensor]:
     """(log-probabilities, entropies), both (B, C) in fp32, zero where `trained_BC` is 0. Entropies
     carry no gradient.
 
-    `causal_lm` is a transformers decoder with a `model` and an `lm_head`. If its sequences have
-    more than `keep_tokens` tokens together, activations are recomputed in the backward pass."""
-    length = trained_BC.size(1)
-    starts = ids_BT.size(1) - length
-    packs = list(_packs(ids_BT, seen_BT, starts))
-    if torch.is_grad_enabled():
-        tokens = sum(len(prompt) for prompt, _ in packs) + int(seen_BT[:, starts:].sum())
-        recompute(causal_lm, tokens > keep_tokens)
+    `causal_lm` is a transformers decoder with a `model` and an `lm_head`."""
     logps_BC = ids_BT.new_zeros(trained_BC.shape, dtype=torch.float32)
     entropies_BC = torch.zeros_like(logps_BC)
-    for prompt, rows in packs:
-        completions = [ids_BT[row, starts:][seen_BT[row, starts:].bool()] for row in rows]
-        lengths = [len(part) for part in completions]
-        layout = Layout(len(prompt), lengths, causal_lm.dtype, prompt.device)
-        hidden_LH = hidden_states(causal_lm, torch.cat([prompt, *completions]), layout)
+    for pack in packs_of(ids_BT, seen_BT, trained_BC):
+        values_N, entropies_N = pack.logps(causal_lm, temperature)
+        logps_BC = pack.put(logps_BC, values_N)
+        entropies_BC = pack.put(entropies_BC, entropies_N)
+    return logps_BC, entropies_BC
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Completions of one prompt that are computed together. A batch needs the activations of one
+    pack at a time if the backward pass of each pack runs before the next pack is computed."""
+
+    prompt: Tensor
+    """(P,) token ids."""
+    completions: list[Tensor]
+    """Token ids of each completion."""
+    trained: list[Tensor]
+    """For each completion, the positions in it of the tokens that are trained."""
+    places_N: Tensor
+    """Where the trained tokens are in the batch, flattened from (B, C)."""
+
+    @property
+    def tokens(self) -> int:
+        return len(self.prompt) + sum(map(len, self.completions))
+
+    def logps(
+        self, causal_lm: Any, temperature: float, *, keep_tokens: float = math.inf
+    ) -> tuple[Tensor, Tensor]:
+        """(log-probabilities, entropies), both (N,) in fp32, of the trained tokens. Entropies carry
+        no gradient.
+
+        Above `keep_tokens` tokens, activations are recomputed in the backward pass."""
+        if torch.is_grad_enabled():
+            recompute(causal_lm, self.tokens > keep_tokens)
+        prompt = self.prompt
+        lengths = [len(part) for part in self.completions]
+        layout = _layout(causal_lm, len(prompt), lengths)
+        hidden_LH = hidden_states(causal_lm, torch.cat([prompt, *self.completions]), layout)
         predictors: list[Tensor] = []
         targets: list[Tensor] = []
-        places: list[Tensor] = []
         offset = len(prompt)
-        for row, completion in zip(rows, completions, strict=True):
-            at = trained_BC[row, : len(completion)].nonzero().squeeze(1)
+        for completion, at in zip(self.completions, self.trained, strict=True):
             # Token t is predicted at t-1; a completion's first token at the prompt's end.
             predictors.append(torch.where(at == 0, len(prompt) - 1, offset + at - 1))
             targets.append(completion[at])
-            places.append(row * length + at)
             offset += len(completion)
-        where_N = torch.cat(places)
-        filler = -len(where_N) % HEAD_STEP
+        count = len(self.places_N)
+        filler = -count % HEAD_STEP
         values, entropies = token_logps(
             causal_lm.lm_head,
             pad(hidden_LH[torch.cat(predictors)], (0, 0, 0, filler)),
             pad(torch.cat(targets), (0, filler)),
             temperature,
         )
-        values_N = values[: len(where_N)]
-        logps_BC = logps_BC.view(-1).index_put((where_N,), values_N).view_as(logps_BC)
-        entropies_BC.view(-1)[where_N] = entropies[: len(where_N)]
-    return logps_BC, entropies_BC
+        return values[:count], entropies[:count]
+
+    def put(self, values_BC: Tensor, values_N: Tensor) -> Tensor:
+        """A copy of `values_BC` with `values_N` at the trained tokens of this pack."""
+        return values_BC.view(-1).index_put((self.places_N,), values_N).view_as(values_BC)
+
+
+def packs_of(
+    ids_BT: Tensor, seen_BT: Tensor, trained_BC: Tensor, keep_tokens: float = math.inf
+) -> list[Pack]:
+    """The packs of a batch (arguments as of `group_logps`): of at most PACK_TOKENS tokens or a
+    single completion, and of at most `keep_tokens` where the repeated prompts cost little."""
+    width = trained_BC.size(1)
+    starts = ids_BT.size(1) - width
+    packs: list[Pack] = []
+    for prompt, rows in _rows_of_packs(ids_BT, seen_BT, starts, keep_tokens):
+        completions = [ids_BT[row, starts:][seen_BT[row, starts:].bool()] for row in rows]
+        trained: list[Tensor] = []
+        places: list[Tensor] = []
+        for row, completion in zip(rows, completions, strict=True):
+            at = trained_BC[row, : len(completion)].nonzero().squeeze(1)
+            trained.append(at)
+            places.append(row * width + at)
+        packs.append(Pack(prompt, completions, trained, torch.cat(places)))
+    return packs
 
 
 def recompute(causal_lm: Any, on: bool) -> None:
@@ -109,8 +138,10 @@ def recompute(causal_lm: Any, on: bool) -> None:
         causal_lm.gradient_checkpointing_disable()
 
 
-def _packs(ids_BT: Tensor, seen_BT: Tensor, starts: int) -> Iterator[tuple[Tensor, list[int]]]:
-    """(prompt, rows) of sequences of at most PACK_TOKENS, or of a single row."""
+def _rows_of_packs(
+    ids_BT: Tensor, seen_BT: Tensor, starts: int, keep_tokens: float
+) -> Iterator[tuple[Tensor, list[int]]]:
+    """(prompt, rows) of each pack."""
     by_prompt: dict[tuple[int, ...], list[int]] = {}
     for row in range(ids_BT.size(0)):
         prompt: Any = ids_BT[row, :starts][seen_BT[row, :starts].bool()]
@@ -118,10 +149,11 @@ def _packs(ids_BT: Tensor, seen_BT: Tensor, starts: int) -> Iterator[tuple[Tenso
     lengths: list[int] = cast(Any, seen_BT[:, starts:].sum(1)).tolist()
     for key, rows in by_prompt.items():
         prompt = ids_BT.new_tensor(key)
+        limit = pack_limit(len(prompt), keep_tokens)
         pack: list[int] = []
         size = len(prompt)
         for row in rows:
-            if pack and size + lengths[row] > PACK_TOKENS:
+            if pack and size + lengths[row] > limit:
                 yield prompt, pack
                 pack = []
                 size = len(prompt)
@@ -130,26 +162,19 @@ def _packs(ids_BT: Tensor, seen_BT: Tensor, starts: int) -> Iterator[tuple[Tenso
         yield prompt, pack
 
 
-class Layout:
-    """Positions and mask of a prompt and its completions in one sequence, by their lengths in
-    tokens.
+def pack_limit(prompt: int, keep_tokens: float) -> float:
+    """The most tokens of a pack of several completions. If only `keep_tokens` fit into memory, a
+    pack is split where one more prompt costs less time than computing activations twice."""
+    if prompt * PROMPT_SHARE <= keep_tokens < PACK_TOKENS:
+        return keep_tokens
+    return PACK_TOKENS
 
-    `filler` tokens, which no other token sees, fill the last block.
-    """
 
-    def __init__(
-        self, prompt: int, completions: list[int], dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.filler = -(prompt + sum(completions)) % BLOCK
-        lengths = torch.tensor([prompt, *completions, self.filler], device=device)
-        owner = torch.arange(len(lengths), device=device).repeat_interleave(lengths)  # (L,)
-        at = torch.arange(len(owner), device=device)
-        starts = lengths.cumsum(0) - lengths
-        self.positions = torch.where(owner == 0, at, prompt + at - starts[owner])  # (L,)
-        visible = ((owner[:, None] == owner) | (owner == 0)) & (at[:, None] >= at)  # (L, L)
-        # transformers passes a 4-D mask through unchanged, with the attribute that `_attend` reads.
-        self.mask: Any = visible[None, None]
-        self.mask.blocks = list(_blocks(visible, dtype))
+def _layout(causal_lm: Any, prompt: int, completions: list[int]) -> Layout:
+    dtype: torch.dtype = causal_lm.dtype
+    device: torch.device = causal_lm.device
+    flash = can_flash(causal_lm.config, dtype, device)
+    return Layout(prompt, completions, dtype, device, flash=flash)
 
 
 def hidden_states(causal_lm: Any, ids: Tensor, layout: Layout) -> Tensor:
@@ -162,63 +187,6 @@ def hidden_states(causal_lm: Any, ids: Tensor, layout: Layout) -> Tensor:
         use_cache=False,
     )
     return output.last_hidden_state[0]
-
-
-def _blocks(visible_LL: Tensor, dtype: torch.dtype) -> Iterator[tuple[list[int], Tensor]]:
-    """For each block of queries: the blocks of keys that it sees any of, and the mask to add to
-    their scores.
-
-    On a GPU everything is one block: starting many small kernels costs more there than computing
-    the masked part."""
-    size = BLOCK if visible_LL.device.type == "cpu" else len(visible_LL)
-    for rows in torch.split(visible_LL, size):  # (size, L)
-        tiles = rows.view(size, -1, size)
-        seen = tiles.any(2).any(0).nonzero().flatten()
-        columns = tiles[:, seen].flatten(1)
-        mask = torch.zeros_like(columns, dtype=dtype).masked_fill_(~columns, -torch.inf)
-        yield cast(Any, seen).tolist(), mask
-
-
-def _attend(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
-) -> tuple[Tensor, None]:
-    """Attention with transformers' signature: (1, heads, L, D) each to (1, L, heads, D).
-
-    A completion sees the prompt and itself, so most of a pack's mask is empty. Nothing is computed
-    there."""
-    blocks: list[tuple[list[int], Tensor]] | None = getattr(attention_mask, "blocks", None)
-    if blocks is None:
-        plain = cast(Any, sdpa).sdpa_attention_forward
-        return plain(module, query, key, value, attention_mask, **options)
-    heads = query.size(1)
-    size = query.size(2) // len(blocks)
-    keys = torch.split(sdpa.repeat_kv(key, heads // key.size(1)), size, dim=2)
-    values = torch.split(sdpa.repeat_kv(value, heads // value.size(1)), size, dim=2)
-    queries = torch.split(query, size, dim=2)
-    parts: list[Tensor] = []
-    gathered: list[int] = []
-    some_keys = some_values = query
-    # From the end: the keys of a block are the first keys of the next block, so a completion needs
-    # only one copy.
-    for part, (seen, mask) in zip(reversed(queries), reversed(blocks), strict=True):
-        if gathered[: len(seen)] != seen:
-            gathered = seen
-            some_keys = torch.cat([keys[at] for at in seen], dim=2)
-            some_values = torch.cat([values[at] for at in seen], dim=2)
-        width = mask.size(1)
-        attended = scaled_dot_product_attention(
-            part,
-            some_keys[:, :, :width],
-            some_values[:, :, :width],
-            attn_mask=mask,
-            scale=options.get("scaling"),
-        )
-        parts.append(attended.transpose(1, 2))
-    return torch.cat(parts[::-1], dim=1), None
-
-
-cast(Any, AttentionInterface).register(ATTENTION, _attend)
-cast(Any, AttentionMaskInterface).register(ATTENTION, cast(Any, masks).sdpa_mask)
 
 
 # -- whether a model is computed correctly ---------------------------------------------------------
@@ -253,7 +221,7 @@ def _is_exact(causal_lm: Any) -> bool:
     inputs = {"input_ids": ids_BT, "attention_mask": seen_BT, "use_cache": False}
     hidden_BTH = causal_lm.model(**inputs).last_hidden_state
     logits_BTV = causal_lm(**inputs).logits
-    layout = Layout(PROBE_PROMPT, PROBE, causal_lm.dtype, ids_BT.device)
+    layout = _layout(causal_lm, PROBE_PROMPT, PROBE)
     ends = [PROBE_PROMPT + length for length in PROBE]
     tokens = [row[PROBE_PROMPT:end] for row, end in zip(ids_BT, ends, strict=True)]
     completions = [row[PROBE_PROMPT:end] for row, end in zip(hidden_BTH, ends, strict=True)]

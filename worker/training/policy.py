@@ -18,7 +18,7 @@ from flash_mcp.protocol.adapters import read_adapter_config
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.spec import check_adapter
 from worker.engine.fetch import config_of
-from worker.training import packing
+from worker.training.attention import attention_of
 from worker.training.kernels import LoraLinear
 
 ADAPTER = "default"
@@ -39,10 +39,12 @@ def load_policy(
     The base keeps `dtype`; the adapter's weights are fp32. Raises FlashError(adapter_mismatch).
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    attention = packing.attention_of(config_of(model_path))
+    attention = attention_of(config_of(model_path))
     base = cast(Any, AutoModelForCausalLM).from_pretrained(
         model_path, dtype=dtype, attn_implementation=attention
     )
+    # cuDNN's attention builds a plan for each length, and hardly two batches have the same.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     cast(Any, torch).manual_seed(seed)
     model = get_peft_model(base.to(device), lora_config(rank, alpha))
     if adapter_path is not None:

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from datasets import Dataset  # pyright: ignore[reportMissingTypeStubs]
 from peft import PeftModel
 from transformers import PrinterCallback, TrainerCallback
@@ -32,7 +33,7 @@ from flash_mcp.protocol.spec import RunSpec
 from worker.rollouts.transcript import ChatTemplate, Transcript
 from worker.survey import survey
 from worker.training.checkpoints import trainer_arguments
-from worker.training.packing import check_trl_head, group_logps, recompute
+from worker.training.packing import check_trl_head, packs_of, recompute
 
 Row = dict[str, list[int]]
 IGNORED = -100
@@ -105,16 +106,22 @@ class Tuner(SFTTrainer):
             return trl.compute_loss(model, inputs, return_outputs, num_items_in_batch)
         trained_BT = (inputs["labels"] != IGNORED).long()
         trained_BT[:, 0] = 0  # nothing predicts a row's first token
-        seen_BT = inputs["attention_mask"]
-        keep = self.keep_tokens
-        with self.accelerator.autocast():
-            logps_BT, entropies_BT = group_logps(
-                causal_lm, ids_BT, seen_BT, trained_BT, 1.0, keep_tokens=keep
-            )
+        packs = packs_of(ids_BT, inputs["attention_mask"], trained_BT, self.keep_tokens)
         count = trained_BT.sum().clamp(min=1)
+        scale = count if num_items_in_batch is None else num_items_in_batch
+        total = torch.zeros((), device=ids_BT.device)
+        entropy = torch.zeros_like(total)
+        for pack in packs:
+            if total.requires_grad:  # only one pack's activations are alive
+                cast(Any, self.accelerator).backward(total)
+                total = total.detach()
+            with self.accelerator.autocast():
+                values_N, entropies_N = pack.logps(causal_lm, 1.0, keep_tokens=self.keep_tokens)
+            total = total - values_N.sum() / scale
+            entropy = entropy + entropies_N.sum() / count
         metrics = cast(Any, self)._metrics["train" if model.training else "eval"]
-        metrics["entropy"].append((entropies_BT.sum() / count).item())
-        return -logps_BT.sum() / (count if num_items_in_batch is None else num_items_in_batch)
+        metrics["entropy"].append(entropy.item())
+        return total
 
     def held_out(self) -> Json:
         """{"eval_loss", "time/held_out_s"}; {} without held-out rows."""
@@ -141,7 +148,7 @@ def make_sft_trainer(
     """A trainer on rows["train"], with rows["holdout"] held out. `packed` is the result of
     worker.training.packing.can_pack.
 
-    Activations of a batch of more than `keep_tokens` tokens are recomputed in the backward pass.
+    Activations of a pass over more than `keep_tokens` tokens are recomputed in the backward pass.
     Rows are cut at `max_length` tokens; an event says how many. FlashError(dataset_invalid) if no
     row has anything to learn."""
     total = len(rows["train"])

@@ -1,0 +1,143 @@
+"""The GPU's attention of a pack, with PyTorch's flash kernels replaced by the same mathematics."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from worker.training import attention
+from worker.training.attention import Layout
+from worker.training.packing import hidden_states
+from worker.training.policy import load_policy
+
+LENGTHS = [
+    (5, [3, 7, 1]),
+    (9, [12]),
+    (0, [4, 6]),
+    (70, [30, 58]),
+]
+
+
+def segments_of(ends: Tensor) -> list[slice]:
+    marks = ends.tolist()
+    return [slice(start, end) for start, end in itertools.pairwise(marks)]
+
+
+def scores_of(query: Tensor, key: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """(scores, their log-sum-exp) per head of (L, heads, D), each query head with its key head."""
+    keys = key.repeat_interleave(query.size(1) // key.size(1), dim=1)
+    scores = torch.einsum("qhd,khd->hqk", query, keys) * scale
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores[0]).triu(1).bool(), -torch.inf)
+    return scores, scores.logsumexp(-1)
+
+
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, query_ends: Tensor, key_ends: Tensor,
+    most_queries: int, most_keys: int, dropout: float, causal: bool, debug: bool, *, scale: float,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """aten::_flash_attention_forward, written out."""
+    out, lse = torch.empty_like(query), query.new_empty(query.size(1), len(query)).float()
+    for rows, columns in zip(segments_of(query_ends), segments_of(key_ends), strict=True):
+        assert rows.stop - rows.start <= most_queries and columns.stop - columns.start <= most_keys
+        scores, lse[:, rows] = scores_of(query[rows], key[columns], causal, scale)
+        values = value[columns].repeat_interleave(query.size(1) // value.size(1), dim=1)
+        out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+    nothing = torch.empty(0)
+    return out, lse, nothing, nothing, nothing
+
+
+def backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor,
+    query_ends: Tensor, key_ends: Tensor, most_queries: int, most_keys: int, dropout: float,
+    causal: bool, *random: Tensor, scale: float,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """aten::_flash_attention_backward: probabilities from the log-sum-exp that it is given."""
+    heads = query.size(1) // key.size(1)
+    grads = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    for rows, columns in zip(segments_of(query_ends), segments_of(key_ends), strict=True):
+        scores, _ = scores_of(query[rows], key[columns], causal, scale)
+        shares = (scores - lse[:, rows, None]).exp()
+        keys, values = (part[columns].repeat_interleave(heads, dim=1) for part in (key, value))
+        of_shares = torch.einsum("qhd,khd->hqk", grad[rows], values)
+        mean = (grad[rows] * out[rows]).sum(-1).t()[..., None]
+        of_scores = shares * (of_shares - mean) * scale
+        grads[0][rows] = torch.einsum("hqk,khd->qhd", of_scores, keys)
+        of_keys = torch.einsum("hqk,qhd->khd", of_scores, query[rows])
+        of_values = torch.einsum("hqk,qhd->khd", shares, grad[rows])
+        grads[1][columns] = of_keys.unflatten(1, (-1, heads)).sum(2)
+        grads[2][columns] = of_values.unflatten(1, (-1, heads)).sum(2)
+    return grads
+
+
+@pytest.fixture
+def flash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "FLASH_FORWARD", forward)
+    monkeypatch.setattr(attention, "FLASH_BACKWARD", backward)
+
+
+@pytest.mark.parametrize(("prompt", "completions"), LENGTHS, ids=str)
+def test_flash_attention_in_two_parts_has_the_outputs_and_gradients_of_the_masked_one(
+    flash: None, prompt: int, completions: list[int]
+) -> None:
+    total = prompt + sum(completions)
+    cpu = torch.device("cpu")
+    generator = torch.Generator().manual_seed(0)
+    found: list[list[Tensor]] = []
+    layouts = [Layout(prompt, completions, torch.float32, cpu, flash=on) for on in (False, True)]
+    length = total + layouts[0].filler
+
+    def rows(heads: int) -> Tensor:
+        return torch.randn(1, heads, length, 8, generator=generator)
+
+    inputs, weight = [rows(4), rows(2), rows(2)], torch.randn(total, 4, 8, generator=generator)
+    for layout in layouts:
+        leaves = [part.clone().requires_grad_() for part in inputs]
+        out, _ = attention._attend(None, *leaves, layout.mask, scaling=0.3)
+        (out[0, :total] * weight).sum().backward()
+        found.append([out[0, :total], *(leaf.grad for leaf in leaves if leaf.grad is not None)])
+    assert torch.equal(layouts[0].positions, layouts[1].positions)
+    for masked, in_parts in zip(*found, strict=True):
+        assert (in_parts - masked).norm() < 1e-5 * masked.norm()
+
+
+def test_the_kernels_give_the_shapes_that_the_stand_ins_give() -> None:
+    """By PyTorch's own rules for CUDA, which need no GPU."""
+
+    def shapes(
+        run: Any, back: Any, device: str, dtype: torch.dtype, ends: Tensor
+    ) -> list[torch.Size]:
+        query = torch.zeros(20, 4, 8, dtype=dtype, device=device)
+        key = torch.zeros(20, 2, 8, dtype=dtype, device=device)
+        span = (ends, ends, 15, 15, 0.0, True)
+        out, lse, *random = run(query, key, key, *span, False, scale=1.0)
+        grads = back(query, query, key, key, out, lse, *span, *random[:2], scale=1.0)
+        return [tensor.shape for tensor in (out, lse, *grads)]
+
+    mine = shapes(
+        forward, backward, "cpu", torch.float32, torch.tensor([0, 5, 20], dtype=torch.int32)
+    )
+    with FakeTensorMode():
+        kernels = attention.FLASH_FORWARD, attention.FLASH_BACKWARD
+        ends = torch.empty(3, dtype=torch.int32, device="cuda")
+        assert shapes(*kernels, "cuda", torch.bfloat16, ends) == mine
+
+
+def test_a_model_computes_the_same_by_flash_attention(flash: None, fp32_model: Path) -> None:
+    policy = load_policy(fp32_model, rank=8, alpha=16, seed=0, dtype=torch.float32)
+    ids = torch.arange(40, 90)
+    masked, in_parts = (
+        hidden_states(
+            policy.get_base_model(),
+            ids,
+            Layout(20, [18, 12], torch.float32, policy.device, flash=on),
+        )
+        for on in (False, True)
+    )
+    torch.testing.assert_close(in_parts[:50], masked[:50], rtol=1e-5, atol=1e-5)
