@@ -6,6 +6,7 @@ python -m tests.slurm FOLDER COMMAND ...      # runs COMMAND with SLURM_CONF set
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -65,10 +66,13 @@ def find(program: str) -> str | None:
 
 
 class Cluster:
-    """Its daemons are children in sessions of their own."""
+    """Its daemons are children in sessions of their own. On its nodes the folders `hidden` are
+    empty, as on a machine that is not this one.
+    """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, hidden: Sequence[Path] = ()) -> None:
         self.folder = folder
+        self.hidden = hidden
         self.conf = folder / "slurm.conf"
         self.daemons: dict[str, subprocess.Popen[bytes]] = {}
         for name in ("state", *NODES):
@@ -102,6 +106,9 @@ class Cluster:
 
     def _start(self, program: str, *arguments: str, known_as: str = "") -> None:
         command = [find(program) or program, *arguments]
+        if program == "slurmd" and self.hidden:
+            mounts = "".join(f"mount -t tmpfs none {shlex.quote(str(p))} && " for p in self.hidden)
+            command = ["unshare", "--mount", "sh", "-c", f'{mounts}exec "$@"', "sh", *command]
         with (self.folder / "daemons.log").open("ab") as log:
             self.daemons[known_as or program] = subprocess.Popen(
                 command,
@@ -143,10 +150,10 @@ class Cluster:
 
 
 @contextmanager
-def running(folder: Path | None = None) -> Generator[Cluster]:
+def running(folder: Path | None = None, hidden: Sequence[Path] = ()) -> Generator[Cluster]:
     """A cluster that is ready, with SLURM_CONF set within."""
     made = folder or Path(tempfile.mkdtemp(prefix="slurm-"))
-    cluster = Cluster(made)
+    cluster = Cluster(made, hidden)
     before = os.environ.get("SLURM_CONF")
     try:
         cluster.start()

@@ -32,6 +32,9 @@ class Pulse(threading.Thread):
         self._of = 0
         self._entered = (time.monotonic(), 0)
         self.cancelled = threading.Event()
+        """The worker is to save and end."""
+        self.is_preempted = False
+        """It is to end because its machine is taken away: another attempt goes on."""
         self._stopped = threading.Event()
 
     @property
@@ -61,6 +64,11 @@ class Pulse(threading.Thread):
         self.step = step
         self._of = of
         self._entered = (time.monotonic(), self.progress)
+
+    def preempt(self) -> None:
+        """Let the worker save and end, for another attempt to go on."""
+        self.is_preempted = True
+        self.cancelled.set()
 
     def advance(self) -> None:
         """Count progress within a step, so that a long step is not taken for a stall."""

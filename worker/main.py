@@ -14,25 +14,30 @@ import logging
 import os
 import resource
 import shutil
+import signal
 import sys
 import tempfile
 import time
 import traceback
 import warnings
 from pathlib import Path
+from types import FrameType
 from typing import cast
 
 import psutil
 
 from environments.process.host import EnvironmentFault
+from flash_mcp.protocol.artifacts import Artifacts, placed, trim
 from flash_mcp.protocol.errors import FlashError, disk_error
-from flash_mcp.protocol.paths import scratch_prefix
+from flash_mcp.protocol.paths import home, scratch_prefix
 from flash_mcp.protocol.records import Json
-from flash_mcp.protocol.run_folder import RunFolder, RunWriter
+from flash_mcp.protocol.run_folder import PATIENCE_S, RunFolder, RunWriter
 from flash_mcp.protocol.spec import EvalSpec, stored_spec
 from worker.heartbeat import Cancelled, Pulse
 
 log = logging.getLogger("worker")
+ANOTHER_MAY_CURE = ("disk_full", "preempted")
+"""Errors after which another attempt of the run may succeed."""
 PROCESS_SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # vLLM would pin the trainer's threads too
@@ -67,6 +72,11 @@ def main() -> int:
         return 3
     writer.beat(0, "start")
     pulse = Pulse(writer)
+
+    def on_term(_: int, __: FrameType | None) -> None:
+        pulse.preempt()
+
+    signal.signal(signal.SIGTERM, on_term)
     pulse.start()
     started = time.monotonic()
     error = None
@@ -82,8 +92,10 @@ def main() -> int:
         if error.code == "fenced":
             return 3
     pulse.stop()
+    if state == "cancelled" and pulse.is_preempted and not folder.is_cancelled():
+        state, error = "failed", _preempted(step)
     seconds = round(time.monotonic() - started, 1)
-    retryable = error is not None and (_was_killed(error) or error.code == "disk_full")
+    retryable = error is not None and (_was_killed(error) or error.code in ANOTHER_MAY_CURE)
     try:
         if error:
             writer.event("error", str(error))
@@ -94,9 +106,20 @@ def main() -> int:
     return 0
 
 
+def _preempted(step: int) -> FlashError:
+    what = "the attempt was told to end: its machine is taken away"
+    return FlashError("preempted", what, step=step, fix="nothing: the run goes on by itself")
+
+
 def _work(job: Json, writer: RunWriter, pulse: Pulse) -> int:
     """Train or evaluate; the last step."""
     prepare_process()
+    if storage := job.get("storage"):
+        pulse.enter("artifacts")
+        cache = home() / "artifacts"
+        artifacts = Artifacts(storage["url"], patience_s=PATIENCE_S)
+        job = placed(job, artifacts, cache)
+        trim(cache, storage["cache_bytes"])
     spec = stored_spec(job["spec"])
     # These imports come after prepare_process: torch and vLLM read the environment on import.
     with tempfile.TemporaryDirectory(prefix=_sweep_scratch(writer.folder.url)) as scratch:

@@ -304,6 +304,36 @@ def remove(arguments: Arguments) -> None:
     remove_all(arguments)
 
 
+def _targets() -> Any:
+    """Imported when needed: it talks to engines."""
+    from flash_mcp.cli import targets  # noqa: PLC0415
+
+    return targets
+
+
+def add_target(arguments: Arguments) -> None:
+    """Add a place beyond this machine where runs may train, and prove it with a job of a second.
+
+    The job starts on a node, claims a folder of the storage, and reports its version of flash-mcp,
+    its devices and missing packages. If it fails, nothing is added."""
+    _targets().add(arguments)
+
+
+def list_targets(arguments: Arguments) -> None:
+    """List the targets of targets.toml."""
+    _targets().show(arguments)
+
+
+def check_target(arguments: Arguments) -> None:
+    """Prove a target with a job of a second, as `target add` does."""
+    _targets().check(arguments)
+
+
+def remove_target(arguments: Arguments) -> None:
+    """Remove a target. Its active runs wait until it is added again, or they are cancelled."""
+    _targets().remove(arguments)
+
+
 # -- runs ------------------------------------------------------------------------------------------
 
 
@@ -414,6 +444,9 @@ JSON = _flag("--json", "print the result as JSON")
 REFERENCES = (
     "RUN_ID, or NAME@DIGEST of an environment or dataset; another owner's is OWNER/NAME@DIGEST"
 )
+ENGINES = ("slurm",)
+TARGET = _option("name", "name of the target, as train's target", "NAME")
+WAIT = _option("--wait-s", "seconds for the job (default 120)", "S", type=float, default=120.0)
 RUN_ID = _option("run_id", "run id, as returned by train", "RUN_ID")
 
 COMMANDS: dict[str, Command | Group] = {
@@ -469,6 +502,38 @@ COMMANDS: dict[str, Command | Group] = {
                 ("flash-mcp token revoke alice",),
                 (_option("reference", "id of a token, or name of an owner", "ID_OR_NAME"), JSON),
             ),
+        },
+    ),
+    "target": Group(
+        "Add, list, check and remove places beyond this machine where runs may train.",
+        ("flash-mcp target add lab --engine slurm --storage s3://bucket/flash",),
+        {
+            "add": Command(
+                add_target,
+                (
+                    "flash-mcp target add lab --engine slurm --storage /shared/flash "
+                    "--python /opt/flash/bin/python --option=--gres=gpu:1",
+                ),
+                (
+                    TARGET,
+                    _option("--engine", "slurm", choices=ENGINES, required=True),
+                    _option("--storage", "URL, or a folder that all nodes share", required=True),
+                    _option("--python", "interpreter on the nodes that has flash-mcp", "PATH"),
+                    _option("--home", "FLASH_HOME on the nodes (default: of each its own)", "DIR"),
+                    _option("--ssh", "host that has the engine's commands", "HOST"),
+                    _repeated("--option", "argument of sbatch, such as --gres=gpu:1", "ARGUMENT"),
+                    _repeated("--env", "variable of the attempts", "NAME=VALUE"),
+                    _option("--env-file", "shell file on the nodes that sets others", "PATH"),
+                    _option("--slots", "attempts submitted at once (default 8)", "N", type=int),
+                    _option("--price-per-hour", "price of an attempt's hour", "P", type=float),
+                    _flag("--unproved", "add it without the job"),
+                    WAIT,
+                    JSON,
+                ),
+            ),
+            "list": Command(list_targets, ("flash-mcp target list",), (JSON,)),
+            "check": Command(check_target, ("flash-mcp target check lab",), (TARGET, WAIT, JSON)),
+            "remove": Command(remove_target, ("flash-mcp target remove lab",), (TARGET, JSON)),
         },
     ),
     "supervise": Command(

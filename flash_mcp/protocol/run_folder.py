@@ -64,6 +64,7 @@ from flash_mcp.protocol.run_files import (
     Damaged,
     EvaluationFile,
     EventFile,
+    FinalResult,
     Manifest,
     ManifestFile,
     Metrics,
@@ -87,6 +88,23 @@ MADE = re.compile(r"(?P<step>\d+)(\.(?P<epoch>\d+))?(?P<suffix>\.[a-z]+)")
 """STEP.N.json or STEP.N.jsonl: what attempt N made of a step. Without N by an earlier version."""
 
 
+def connect(url: str, patience_s: float) -> tuple[Any, str, bool]:
+    """(the file system of a path or an fsspec URL, the path there, whether it is this machine's).
+
+    FlashError(engine_missing) if packages for the URL are missing."""
+    try:
+        core: Any = fsspec.core  # untyped
+        # Listings are never cached: other machines write there too.
+        filesystem, root = core.url_to_fs(url, use_listings_cache=False)
+    except ImportError as error:
+        fix = "install flash-mcp with the extra s3, or the fsspec package for that store"
+        raise FlashError("engine_missing", f"{error}", folder=url, fix=fix) from error
+    protocols: str | tuple[str, ...] = filesystem.protocol
+    is_local = "file" in ((protocols,) if isinstance(protocols, str) else protocols)
+    patient = filesystem if is_local else _Patient(filesystem, patience_s)
+    return patient, root.rstrip("/"), is_local
+
+
 class RunFolder:
     """All reads, and the few writes of the server. `url` is a local path or any fsspec URL.
 
@@ -96,17 +114,7 @@ class RunFolder:
 
     def __init__(self, url: str | Path, *, patience_s: float = PATIENCE_S) -> None:
         self.url = str(url)
-        try:
-            core: Any = fsspec.core  # untyped
-            # Listings are never cached: other machines write there too.
-            filesystem, root = core.url_to_fs(self.url, use_listings_cache=False)
-        except ImportError as error:
-            fix = "install flash-mcp with the extra s3, or the fsspec package for that store"
-            raise FlashError("engine_missing", f"{error}", folder=self.url, fix=fix) from error
-        self.root = root.rstrip("/")
-        protocols: str | tuple[str, ...] = filesystem.protocol
-        self.is_local = "file" in ((protocols,) if isinstance(protocols, str) else protocols)
-        self._fs: Any = filesystem if self.is_local else _Patient(filesystem, patience_s)
+        self._fs, self.root, self.is_local = connect(self.url, patience_s)
         self.damaged: dict[str, str] = {}
         """Files that were found damaged when they were last read, and what is wrong with them."""
         self._files: dict[tuple[str, int], str] = {}
@@ -185,6 +193,18 @@ class RunFolder:
             if result and result["epoch"] == newest:
                 return result
         return None
+
+    def put_probe(self, found: Json) -> None:
+        """Write what a node says of itself: `flash-mcp target check` waits for it."""
+        self._write("probe.json", _dump(found))
+
+    def remove(self) -> None:
+        """Delete the folder with all that it holds."""
+        self._remove()
+
+    def put_log(self, epoch: int, tail: bytes) -> None:
+        """Replace the output of attempt `epoch`."""
+        self._write(f"log.{epoch}", tail)
 
     def is_cancelled(self) -> bool:
         return self._fs.exists(self.path("cancel"))
@@ -429,6 +449,14 @@ class RunFolder:
             raise disk_error(error, target) from error
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def final_result(folder: RunFolder) -> FinalResult | None:
+    """What ends the run, if it is there: not an error that another attempt may cure."""
+    result = folder.result()
+    if result is None or result.get("retryable") or result["state"] == "lost":
+        return None
+    return cast(FinalResult, result)
 
 
 class RunWriter:

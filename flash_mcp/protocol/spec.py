@@ -120,6 +120,8 @@ class RunSpec(BaseModel):
     max_error_share: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Share of a step's rollouts, and of the tasks read before it, that may fail in environment
     code; of gold answers at most 0.05."""
+    target: Annotated[str, Field(min_length=1)] = LOCAL_TARGET
+    """Where it runs, as listed by catalog."""
     max_attempts: Annotated[int, Field(ge=1, le=100)] = 3
     """Attempts before a run whose worker dies or stalls is given up."""
     stall_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 900.0
@@ -208,6 +210,7 @@ class EvalSpec(BaseModel):
     max_error_share: float
     max_attempts: int
     stall_timeout_s: float
+    target: str = LOCAL_TARGET
 
 
 class ResolvedEval(BaseModel):

@@ -43,9 +43,9 @@ from flash_mcp import __version__
 from flash_mcp.judgement.curve import Curve, png
 from flash_mcp.protocol.errors import FlashError, as_flash_error, did_you_mean
 from flash_mcp.protocol.records import Json
-from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import explain
 from flash_mcp.server.tasks import Deployments, Jobs, Runs, Tasks
+from flash_mcp.state.history import read_log
 from flash_mcp.state.owners import (
     SENT_INSTEAD,
     acting_as,
@@ -53,6 +53,7 @@ from flash_mcp.state.owners import (
     refuse_reader,
     refuse_server_side,
 )
+from flash_mcp.state.runs import folder_of
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.shared import playbook
@@ -301,20 +302,20 @@ def run_metrics(run_id: str) -> str:
 
 def run_log(run_id: str) -> str:
     """The end of the log of the run's newest attempt."""
-    run = open_store().run(run_id)
-    return RunFolder(run.folder).log_tail(run.attempt, 200_000)
+    store = open_store()
+    return read_log(store, store.run(run_id), 200_000)
 
 
 def run_rollouts(run_id: str, step: int) -> str:
     """Every whole training transcript of one step, one per line."""
     run = open_store().run(run_id)
-    return _lines(RunFolder(run.folder).rollouts(step), run_id, step)
+    return _lines(folder_of(run).rollouts(step), run_id, step)
 
 
 def run_evaluation(run_id: str, step: int) -> str:
     """Every whole transcript of the evaluation at one step, one per line."""
     run = open_store().run(run_id)
-    found = RunFolder(run.folder).evaluation(step)
+    found = folder_of(run).evaluation(step)
     return _lines(found["rollouts"] if found else [], run_id, step)
 
 

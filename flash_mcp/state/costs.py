@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from environments.settings import CostSettings, load_settings
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Run
-from flash_mcp.protocol.spec import RunSpec
+from flash_mcp.protocol.spec import LOCAL_TARGET, RunSpec
+from flash_mcp.state.targets import FILE, find_target
 
 
-def price_of_hour(home: Path) -> CostSettings:
-    """The operator's price; none if settings.toml cannot be used, which doctor reports."""
+def price_of_hour(home: Path, target: str = LOCAL_TARGET) -> CostSettings:
+    """The operator's price on that target; none if settings.toml or targets.toml cannot be used,
+    which doctor and `flash-mcp target list` report.
+    """
     try:
-        return load_settings(home).cost
-    except ValueError:
+        here = load_settings(home).cost
+        if target == LOCAL_TARGET:
+            return here
+        return replace(here, price_per_hour=find_target(home, target).price_per_hour or 0.0)
+    except (ValueError, FlashError):
         return CostSettings()
 
 
 def cost(run: Run, home: Path) -> str | None:
     """What the run has cost so far, such as "1.20 EUR"; None without a price."""
-    price = price_of_hour(home)
+    price = price_of_hour(home, run.target)
     if not price.price_per_hour:
         return None
     return f"{run.used_s / 3600 * price.price_per_hour:.2f} {price.currency}".strip()
@@ -28,9 +35,12 @@ def cost(run: Run, home: Path) -> str | None:
 
 def check(spec: RunSpec, home: Path) -> None:
     """FlashError(invalid_argument) for max_cost on a machine without a price."""
-    if spec.max_cost is not None and not price_of_hour(home).price_per_hour:
+    if spec.max_cost is not None and not price_of_hour(home, spec.target).price_per_hour:
         what = "max_cost needs the price of an hour, which this server does not know"
-        fix = "use max_hours; the operator sets price_per_hour under [cost] in settings.toml"
+        where = "under [cost] in settings.toml"
+        if spec.target != LOCAL_TARGET:
+            where = f"of {spec.target} in {FILE}"
+        fix = f"use max_hours; the operator sets price_per_hour {where}"
         raise FlashError("invalid_argument", what, max_cost=spec.max_cost, fix=fix)
 
 
@@ -43,7 +53,7 @@ def used_up(run: Run, home: Path) -> str | None:
         return f"max_hours={run.spec.max_hours:g} is used up"
     if run.spec.max_cost is None:
         return None
-    price = price_of_hour(home)
+    price = price_of_hour(home, run.target)
     if not price.price_per_hour or hours * price.price_per_hour < run.spec.max_cost:
         return None
     return f"max_cost={run.spec.max_cost:g} is used up, at {price.price_per_hour:g} an hour"

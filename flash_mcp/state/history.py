@@ -20,8 +20,9 @@ from flash_mcp.protocol.records import (
     StepMetrics,
     Try,
 )
+from flash_mcp.protocol.spec import LOCAL_TARGET
 from flash_mcp.state.database import marks, pick
-from flash_mcp.state.runs import RunTable
+from flash_mcp.state.runs import RunTable, folder_of
 from flash_mcp.state.schema import RolloutOrder
 
 NEWEST_STEPS = WINDOW
@@ -261,6 +262,16 @@ class HistoryTables(RunTable):
             "events", {"run_id": run_id, "name": name, **known, "data": data}, "INSERT OR IGNORE"
         )
 
+    def put_log(self, run_id: str, attempt: int, tail: str) -> None:
+        """Keep the end of what the newest attempt printed."""
+        row = {"run_id": run_id, "attempt": attempt, "tail": tail}
+        self._put("logs", row, "INSERT OR REPLACE")
+
+    def log(self, run_id: str) -> str:
+        """What `put_log` kept; empty if there is nothing."""
+        rows = self.query("SELECT tail FROM logs WHERE run_id = ?", [run_id])
+        return rows[0]["tail"] if rows else ""
+
     def put_checkpoint(self, run_id: str, manifest: Mapping[str, Any], path: str) -> None:
         if self._is_stale("checkpoints", run_id, manifest):
             return
@@ -382,3 +393,12 @@ def _rollout_filter(
                         WHERE instr(lower(json_extract(value, '$.content')), lower(?)))""")
         values.append(contains)
     return " AND ".join(where), values
+
+
+def read_log(store: HistoryTables, run: Run, size_bytes: int = 8192) -> str:
+    """The end of what the newest attempt printed. That of a run elsewhere comes from the database:
+    its store may not answer.
+    """
+    if run.target == LOCAL_TARGET:
+        return folder_of(run).log_tail(run.attempt, size_bytes)
+    return store.log(run.id)

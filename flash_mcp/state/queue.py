@@ -31,6 +31,7 @@ from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import LOCAL_TARGET, ResolvedEval, ResolvedSpec, default_of
 from flash_mcp.state.owners import caller
 from flash_mcp.state.store import Store
+from flash_mcp.state.targets import find_target
 
 EndState = Literal["succeeded", "failed", "cancelled"]
 Loss = Literal["attempt", "preemption", "nothing"]
@@ -66,8 +67,6 @@ def enqueue(
     idempotency_key: str | None = None,
     dataset: Json | None = None,
     lineage: Json | None = None,
-    *,
-    target: str = LOCAL_TARGET,
 ) -> tuple[Run, bool]:
     """Add a run of the caller and return (run, True). If the same spec used the idempotency key
     before, return (that run, False).
@@ -76,8 +75,9 @@ def enqueue(
     version of the code. Only the row is made; the supervisor writes the run folder.
 
     Raises FlashError(idempotency_conflict) if another spec used the key, FlashError(quota_exceeded)
-    if too many of the caller's runs are queued, and FlashError(unknown_environment |
-    unknown_checkpoint | unknown_dataset) if one of these was removed meanwhile."""
+    if too many of the caller's runs are queued, FlashError(unknown_target | targets_invalid), and
+    FlashError(unknown_environment | unknown_checkpoint | unknown_dataset) if one of these was
+    removed meanwhile."""
     spec = resolved.spec.model_dump()
     with store.transaction():
         if first := asked_before(store, resolved, idempotency_key):
@@ -108,8 +108,8 @@ def enqueue(
                 "lineage": lineage,
                 "idempotency_key": idempotency_key,
                 "request_digest": request_digest(resolved),
-                "folder": str(runs_dir(store.base) / run_id),
-                "target": target,
+                "folder": _folder(store, resolved.spec.target, run_id),
+                "target": resolved.spec.target,
                 "max_attempts": spec["max_attempts"],
                 "steps": spec["steps"],
                 "created": now,
@@ -117,6 +117,13 @@ def enqueue(
             },
         )
     return store.run(run_id), True
+
+
+def _folder(store: Store, target: str, run_id: str) -> str:
+    """Where the run's folder lies. FlashError(unknown_target | targets_invalid)."""
+    if target == LOCAL_TARGET:
+        return str(runs_dir(store.base) / run_id)
+    return find_target(store.base, target).folder_of(run_id)
 
 
 def label(store: Store, run: Run, words: Label) -> Run:

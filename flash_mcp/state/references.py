@@ -14,8 +14,8 @@ from flash_mcp.protocol import base_models
 from flash_mcp.protocol.base_models import ModelCard
 from flash_mcp.protocol.errors import FlashError, nearest
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, EnvironmentVersion, Json, Run
-from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state.owners import refuse_server_side
+from flash_mcp.state.runs import folder_of
 from flash_mcp.state.serving import find_deployment
 from flash_mcp.state.store import Store
 from flash_mcp.state.versions import Files, inline_files, staged
@@ -165,7 +165,7 @@ def _checkpoint(store: Store, run_id: str, step: int | None) -> Subject:
     if step == 0:
         return Subject(card.name, card.context, 0, run, run.init_adapter)
     found = store.checkpoint(run_id, step)
-    folder = RunFolder(run.folder)
+    folder = folder_of(run)
     path = folder.fetch_checkpoint(found.step, store.base / "adapters" / f"{run_id}-{found.step}")
     adapter = {
         "path": str(path),

@@ -26,7 +26,7 @@ from flash_mcp.state.disk import size_of
 from flash_mcp.state.owners import LOCAL_OWNER
 from flash_mcp.state.store import Store
 
-OF_A_RUN = ("metrics", "rollouts", "evals", "events", "checkpoints", "deployments")
+OF_A_RUN = ("metrics", "rollouts", "evals", "events", "checkpoints", "deployments", "logs")
 """Tables whose rows name their run in run_id."""
 
 

@@ -6,7 +6,19 @@ from typing import Any
 
 from flash_mcp.protocol.errors import FlashError, did_you_mean
 from flash_mcp.protocol.records import ACTIVE, Json, Run
+from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.spec import LOCAL_TARGET
 from flash_mcp.state.database import Connection, marks
+
+REMOTE_PATIENCE_S = 5.0
+"""How long the control plane retries while a store elsewhere does not answer."""
+
+
+def folder_of(run: Run) -> RunFolder:
+    """The run's folder, for the control plane: it waits for no store for long."""
+    if run.target == LOCAL_TARGET:
+        return RunFolder(run.folder)
+    return RunFolder(run.folder, patience_s=REMOTE_PATIENCE_S)
 
 
 class RunTable(Connection):
@@ -62,6 +74,12 @@ class RunTable(Connection):
                  AND json_extract(lineage, '$.overlap') IS NOT NULL ORDER BY created DESC LIMIT 1"""
         rows = self.query(sql, [run.environment, run.environment_digest])
         return rows[0]["lineage"]["overlap"] if rows else None
+
+    def counts_by_target(self) -> dict[tuple[str, str], int]:
+        """{(target, state): number of runs}, of active runs of all owners."""
+        sql = f"""SELECT target, state, count(*) AS n FROM main.runs
+                  WHERE state IN ({marks(ACTIVE)}) GROUP BY target, state"""
+        return {(row["target"], row["state"]): row["n"] for row in self.query(sql, ACTIVE)}
 
     def run_counts(self) -> dict[str, int]:
         """{state: number of runs}"""

@@ -157,6 +157,16 @@ def _targets(db: Database) -> None:  # pyright: ignore[reportUnusedFunction]
     execute(db, "ALTER TABLE runs ADD COLUMN preemptions INTEGER NOT NULL DEFAULT 0")
 
 
+@migrations(name="logs")
+def _logs(db: Database) -> None:  # pyright: ignore[reportUnusedFunction]
+    """The end of what the newest attempt printed, of runs whose folders lie elsewhere."""
+    execute(
+        db,
+        """CREATE TABLE logs (
+        run_id TEXT PRIMARY KEY, attempt INTEGER NOT NULL, tail TEXT NOT NULL)""",
+    )
+
+
 @cache
 def schema() -> int:
     """The number of migrations that this code knows."""

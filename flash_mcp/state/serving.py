@@ -12,6 +12,7 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Deployment, Json, Run
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state.owners import caller
+from flash_mcp.state.runs import folder_of
 from flash_mcp.state.store import Store
 
 _BASE32 = "0123456789abcdefghjkmnpqrstvwxyz"
@@ -32,7 +33,7 @@ def request(
     FlashError(unknown_run | unknown_checkpoint | checkpoint_corrupt | invalid_argument |
     port_taken)."""
     run = store.run(run_id)
-    folder = RunFolder(run.folder)
+    folder = folder_of(run)
     step = _good_step(folder, run_id, step)
     if name and is_named(name):
         what = f"{name!r} is a base model's name"

@@ -17,13 +17,13 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from flash_mcp.protocol.errors import FULL, FlashError
 from flash_mcp.protocol.paths import home
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Json, Run
 from flash_mcp.protocol.run_files import Beat, FinalResult
-from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.run_folder import RunFolder, final_result
 from flash_mcp.protocol.spec import LOCAL_TARGET
 from flash_mcp.state import costs, queue
 from flash_mcp.state.disk import LEAST_FREE_BYTES, has_space
@@ -46,6 +46,8 @@ log = logging.getLogger(__name__)
 WORKER = (*PYTHON, "worker.main")
 PROBE_TIMEOUT_S = 1.0
 LOG_TAIL_BYTES = 4000
+LOG_EVERY_S = 10.0
+"""Between two looks at the output of an attempt whose folder lies elsewhere."""
 SHORT_OF_MEMORY = 0.05
 """If less than this share of memory was free at the last heartbeat, report `out_of_memory`."""
 
@@ -116,6 +118,8 @@ class Attempt:
     """The disk was full since the last beat."""
     pending_at: float | None = None
     """Since when it waits for a machine."""
+    log_at: float = 0.0
+    """When its output was last stored."""
     cancelled_at: float | None = None
     result_at: float | None = None
 
@@ -308,10 +312,20 @@ class Attendant:
         self._note_damage(run, attempt)
         hint = hints.get(attempt.handle.key, Hint("unknown"))
         self._note_wait(run, attempt, hint)
+        self._store_log(attempt)
         if result := final_result(attempt.folder):
             self._settle(run, attempt, result, hint)
         elif error := self._retryable_error(run, attempt) or self._diagnose(run, attempt, hint):
             self._replace(run, attempt, error)
+
+    def _store_log(self, attempt: Attempt, *, now: bool = False) -> None:
+        """Keep the end of its output, if nobody else reads the folder."""
+        is_due = now or attempt.watched_s - attempt.log_at >= LOG_EVERY_S
+        if self.target.name == LOCAL_TARGET or not is_due:
+            return
+        attempt.log_at = attempt.watched_s
+        if tail := attempt.folder.log_tail(attempt.number, LOG_TAIL_BYTES):
+            self.store.put_log(attempt.run_id, attempt.number, tail)
 
     def _note_wait(self, run: Run, attempt: Attempt, hint: Hint) -> None:
         """Store what the attempt waits for, and hold its clocks meanwhile."""
@@ -412,6 +426,7 @@ class Attendant:
         self.launcher.cancel(attempt.handle)
         with self._despite_trouble(run):
             attempt.reader.read(now=True)
+            self._store_log(attempt, now=True)
             if result := final_result(attempt.folder):
                 self._finish(run, result["state"], result["step"], result["error"])
                 return
@@ -468,6 +483,7 @@ class Attendant:
             log.warning("%s: attempt %s was not cancelled: %s", run.id, attempt.number, error)
         if attempt.reader.read(now=True):
             prune_checkpoints(self.store, run)
+        self._store_log(attempt, now=True)
         self._finish(run, result["state"], result["step"], result["error"])
 
     def _end(
@@ -596,14 +612,6 @@ def is_of_the_machine(error: Exception) -> bool:
     if isinstance(error, FlashError):
         return error.code in OF_THE_MACHINE
     return isinstance(error, OSError) and error.errno in FULL
-
-
-def final_result(folder: RunFolder) -> FinalResult | None:
-    """What ends the run, if it is there: not an error that another attempt may cure."""
-    result = folder.result()
-    if result is None or result.get("retryable") or result["state"] == "lost":
-        return None
-    return cast(FinalResult, result)
 
 
 def _memory_shortage(beat: Beat | None) -> str | None:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from flash_mcp.protocol.artifacts import Artifacts, packed
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json, Run
 from flash_mcp.protocol.run_folder import PATIENCE_S
 from flash_mcp.protocol.spec import LOCAL_TARGET
 from flash_mcp.state import queue
+from flash_mcp.state.runs import REMOTE_PATIENCE_S
+from flash_mcp.state.targets import TargetSettings, find_target
 from flash_mcp.supervisor.launch.base import Launch, Launcher, Target
-
-
-def open_target(base: Path, name: str) -> Target:
-    """The target of that name. FlashError(unknown_target)."""
-    raise FlashError("unknown_target", f"there is no target {name!r}", target=name)
+from flash_mcp.supervisor.launch.slurm import SlurmLauncher
 
 
 class LocalTarget(Target):
@@ -41,3 +41,58 @@ class LocalTarget(Target):
             {**os.environ, **secrets, "FLASH_HOME": str(self.base)},
             Path(run.folder) / f"log.{run.attempt}",
         )
+
+
+class RemoteTarget(Target):
+    """Machines that see nothing of this one: what a run needs travels through the storage."""
+
+    patience_s = REMOTE_PATIENCE_S
+
+    def __init__(self, name: str, settings: TargetSettings, launcher: Launcher) -> None:
+        self.name = name
+        self.settings = settings
+        self.launcher = launcher
+        self.artifacts = Artifacts(settings.storage, patience_s=REMOTE_PATIENCE_S)
+
+    def job(self, run: Run) -> Json:
+        cache_bytes = int(self.settings.cache_gib * 2**30)
+        storage = {"url": self.settings.storage, "cache_bytes": cache_bytes}
+        return {**packed(queue.job(run), self.artifacts), "storage": storage}
+
+    def launch(self, run: Run, secrets: Mapping[str, str]) -> Launch:
+        if secrets:
+            what = f"secrets cannot travel to target {self.name!r}"
+            fix = "train with target='local', or without secrets"
+            raise FlashError("invalid_argument", what, secrets=list(secrets), fix=fix)
+        return Launch(
+            run.id,
+            run.attempt,
+            on_node(self.settings, ["worker.node", run.folder, "--attempt", str(run.attempt)]),
+            node_environment(self.settings),
+            None,
+        )
+
+
+def on_node(settings: TargetSettings, module: Sequence[str]) -> list[str]:
+    """The command that runs a module of ours on a node."""
+    command = [settings.python, "-P", "-m", *module]
+    if settings.env_file is None:
+        return command
+    sourced = f'set -a; . {shlex.quote(settings.env_file)}; set +a; exec "$@"'
+    return ["/bin/sh", "-c", sourced, "sh", *command]
+
+
+def node_environment(settings: TargetSettings) -> dict[str, str]:
+    """What the target gives an attempt: nothing of this process's environment."""
+    home = {} if settings.home is None else {"FLASH_HOME": settings.home}
+    return {**home, **settings.env}
+
+
+def launcher_of(settings: TargetSettings) -> Launcher:
+    return SlurmLauncher(settings.slots, settings.options, settings.ssh)
+
+
+def open_target(base: Path, name: str) -> Target:
+    """The target of that name. FlashError(unknown_target | targets_invalid)."""
+    settings = find_target(base, name)
+    return RemoteTarget(name, settings, launcher_of(settings))

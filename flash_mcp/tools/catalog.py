@@ -1,4 +1,4 @@
-"""catalog: models, environments, datasets, devices and deployments."""
+"""catalog: models, environments, datasets, devices, targets and deployments."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from flash_mcp.state import datasets
 from flash_mcp.state.disk import in_words
 from flash_mcp.state.owners import caller
 from flash_mcp.state.store import Store, open_store
+from flash_mcp.state.targets import targets
 from flash_mcp.supervisor.launch import devices as machine
 from flash_mcp.supervisor.model_servers import idle_minutes
 from flash_mcp.tools.shared.fitting import utc
 from flash_mcp.tools.shared.frame import Part, Result
 
-Kind = Literal["models", "environments", "datasets", "devices", "deployments"]
+Kind = Literal["models", "environments", "datasets", "devices", "targets", "deployments"]
 
 
 class Model(Part):
@@ -88,6 +89,21 @@ class Device(Part):
     cores: int | None = None
 
 
+class Target(Part):
+    """A place beyond the server's machine where runs may train."""
+
+    name: str
+    """Pass as `target` of train and evaluate."""
+    engine: str
+    """What gives its runs a machine."""
+    slots: int
+    """Runs that are submitted at once."""
+    running: int
+    waiting: int
+    """Runs that wait for a slot or for a machine."""
+    price_per_hour: float | None = None
+
+
 class Deployment(Part):
     """A model that is being served."""
 
@@ -105,17 +121,18 @@ class Deployment(Part):
     """It ends after so many minutes in which nobody used its server; 0: never."""
 
 
-Entry = Model | Environment | Dataset | Device | Deployment
+Entry = Model | Environment | Dataset | Device | Target | Deployment
 
 
 class Catalog(Result):
-    """Models, environments, datasets, devices and deployments."""
+    """Models, environments, datasets, devices, targets and deployments."""
 
     models: list[Model] | None = None
     default_model: str | None = None
     environments: list[Environment] | None = None
     datasets: list[Dataset] | None = None
     devices: list[Device] | None = None
+    targets: list[Target] | None = None
     deployments: list[Deployment] | None = None
     disk: str | None = None
     """What is taken and free."""
@@ -131,8 +148,8 @@ def catalog(
     limit: Annotated[int, Field(ge=1, le=30)] = 12,
     cursor: str | None = None,
 ) -> Catalog:
-    """List base models, published environments, curated datasets, this machine's devices and
-    running deployments.
+    """List base models, published environments, curated datasets, this machine's devices,
+    targets elsewhere and running deployments.
 
     For runs call status, for a run's saved adapters checkpoints.
 
@@ -148,6 +165,7 @@ def catalog(
         "environments": _environments,
         "datasets": _datasets,
         "devices": _devices,
+        "targets": _targets,
         "deployments": _deployments,
     }
     wanted = (contains or "").lower()
@@ -194,6 +212,21 @@ def _models(_: Store) -> list[Model]:
 
 def _devices(_: Store) -> list[Device]:
     return [Device(**vars(device)) for device in machine.devices()]
+
+
+def _targets(store: Store) -> list[Target]:
+    counts = store.counts_by_target()
+    return [
+        Target(
+            name=name,
+            engine=settings.engine,
+            slots=settings.slots,
+            running=counts.get((name, "running"), 0),
+            waiting=counts.get((name, "queued"), 0) + counts.get((name, "starting"), 0),
+            price_per_hour=settings.price_per_hour,
+        )
+        for name, settings in targets(store.base).items()
+    ]
 
 
 def _disk(store: Store) -> str:

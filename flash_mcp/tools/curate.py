@@ -16,8 +16,8 @@ from flash_mcp.judgement.task_filter import compile_filter
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.parts import Part, Rounded
 from flash_mcp.protocol.records import Json, Rollout, Run
-from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state import datasets
+from flash_mcp.state.runs import folder_of
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.shared.fitting import shorten
 from flash_mcp.tools.shared.frame import Result, report
@@ -229,7 +229,7 @@ def _select(rows: Sequence[Run], plan: Plan, held_out: HeldOut) -> Curated:
 
 def read_attempts(run: Run, source: Source | None = None) -> Iterator[Attempt]:
     """Every attempt that a run has left in its folder so far."""
-    folder = RunFolder(run.folder)
+    folder = folder_of(run)
     if source != "evaluations":
         for step in folder.rollout_steps():
             for row in folder.rollouts(step):

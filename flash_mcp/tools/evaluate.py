@@ -15,7 +15,7 @@ from environments.process.foreign import plain_name
 from flash_mcp.judgement import health
 from flash_mcp.protocol.errors import FlashError, nearest
 from flash_mcp.protocol.records import EnvironmentVersion, Json, Run
-from flash_mcp.protocol.spec import DEFAULT_MODEL
+from flash_mcp.protocol.spec import DEFAULT_MODEL, LOCAL_TARGET
 from flash_mcp.state import references
 from flash_mcp.state.queue import Label
 from flash_mcp.state.references import Subject
@@ -28,7 +28,7 @@ from flash_mcp.tools.shared.loading import (
     RunName,
     RunNote,
     Secrets,
-    check_machine,
+    check_target,
     loaded,
 )
 from flash_mcp.tools.shared.next_steps import Situation, next_of
@@ -95,6 +95,7 @@ async def evaluate(
     seed: Annotated[int | None, Field(ge=0, le=2**31 - 1)] = None,
     environment_args: Arguments = None,
     secrets: Secrets = None,
+    target: Annotated[str | None, Field(min_length=1)] = None,
     again: bool = False,
     name: RunName = None,
     note: RunNote = None,
@@ -121,22 +122,15 @@ async def evaluate(
         max_length: Tokens of a conversation; default the run's, else at most 4096.
         stop_sequences: Strings that end a turn.
         thinking: Chat template with thinking; default the run's.
+        target: Where it runs, as listed by catalog; default local.
         seed: Seed of sampling; default 0.
         again: Measure anew what was measured alike before, instead of returning that.
         idempotency_key: A second call with the same key returns the first evaluation.
         wait_s: Seconds to wait for the scores.
     """
-    given: Json = {
-        "temperature": temperature,
-        "top_p": top_p,
-        "max_tokens": max_tokens,
-        "max_length": max_length,
-        "stop_sequences": stop_sequences,
-        "thinking": thinking,
-        "seed": seed,
-        "environment_args": environment_args,
-        "secrets": secrets,
-    }
+    given: Json = {"temperature": temperature, "top_p": top_p, "seed": seed, "thinking": thinking}
+    given |= {"max_tokens": max_tokens, "max_length": max_length, "stop_sequences": stop_sequences}
+    given |= {"environment_args": environment_args, "secrets": secrets, "target": target}
     asked = Asked(split, task_ids, limit, attempts, again, Label(name, note))
     return await _measure(environment, model, asked, given, idempotency_key, wait_s)
 
@@ -167,7 +161,7 @@ async def _measure(
     subject = await run_sync(references.find_subject, store, model)
     reference = _environment_of(environment, subject)
     row = await run_sync(references.environment, store, reference)
-    check_machine()
+    check_target(store, given.get("target") or LOCAL_TARGET, given.get("secrets"))
     resolved = functools.partial(
         resolve.resolve_eval,
         subject,

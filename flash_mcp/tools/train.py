@@ -30,7 +30,7 @@ from flash_mcp.judgement.curation import prompt_digest
 from flash_mcp.protocol.base_models import ModelCard
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import EnvironmentVersion, GateVerdict, Json, Run
-from flash_mcp.protocol.spec import RECIPES, ResolvedSpec, RunSpec, default_of
+from flash_mcp.protocol.spec import LOCAL_TARGET, RECIPES, ResolvedSpec, RunSpec, default_of
 from flash_mcp.state import costs, queue, references
 from flash_mcp.state.datasets import Dataset
 from flash_mcp.state.queue import Label
@@ -46,6 +46,7 @@ from flash_mcp.tools.shared.loading import (
     RunName,
     RunNote,
     check_machine,
+    check_target,
     contamination_note,
     loaded,
 )
@@ -253,8 +254,9 @@ async def _resumed(run_id: str, given: Json, label: Label, *, fresh_optimizer: b
         what = f"resume goes on with the run's own values, so {', '.join(others)} cannot be given"
         fix = f"leave them out, or start another run: train(init_from_adapter={run_id!r}, ...)"
         raise FlashError("invalid_argument", what, resume=run_id, fix=fix)
-    check_machine()
     store = open_store()
+    target = store.run(run_id).target
+    check_target(store, target, None)
     again = functools.partial(resumption.resume, fresh_optimizer=fresh_optimizer)
     found = await run_sync(again, store, run_id, given.get("steps"))
     run = await run_sync(queue.label, store, found.run, label)
@@ -351,8 +353,11 @@ async def _plan(
     else:
         environment = await run_sync(references.environment, store, spec.environment)
         adapter = await run_sync(init_adapter, store, spec, card)
-    check_machine()
-    memory = await run_sync(_memory_need, spec, card)
+    is_here = spec.target == LOCAL_TARGET
+    if sample:
+        check_machine()
+    check_target(store, spec.target, spec.secrets)
+    memory = await run_sync(_memory_need, spec, card) if is_here else None
     if memory and not first:
         memory.check()
     await report("loading the environment in a child process")
@@ -362,7 +367,7 @@ async def _plan(
     work = work_of(spec, environment.name, estimate.steps, estimate.eval_tasks)
     if time := await run_sync(expected_time, store, work):
         estimate.time = time.priced(store, None)
-    need = await run_sync(disk_need, store, spec, card, estimate.steps)
+    need = await run_sync(disk_need, store, spec, card, estimate.steps) if is_here else None
     if need:
         need.check()
         estimate.disk = str(need)

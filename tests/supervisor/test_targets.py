@@ -15,6 +15,7 @@ from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state import queue
 from flash_mcp.state.store import Store
+from flash_mcp.state.targets import add_target
 from flash_mcp.supervisor.launch.base import Handle, Hint, Launch, MemoryLauncher, Target
 from flash_mcp.supervisor.loop import Attendant, Patience, Supervisor
 from flash_mcp.supervisor.secrets import Vault
@@ -61,6 +62,8 @@ class Bench:
 
     def __init__(self, base: Path) -> None:
         self.store = Store(base)
+        for name in ("lab", "near"):
+            add_target(base, name, {"engine": "slurm", "storage": f"{base}/storage"})
         self.lab = Lab()
         self.attendant = self.new_attendant()
 
@@ -71,8 +74,8 @@ class Bench:
         environment = self.store.add_environment(
             name="calc", digest="abcdef123456", path="/e", size_bytes=1
         )
-        spec = RunSpec.model_validate({"environment": "calc", **fields})
-        run, _ = queue.enqueue(self.store, resolve(spec), environment, target=target)
+        spec = RunSpec.model_validate({"environment": "calc", "target": target, **fields})
+        run, _ = queue.enqueue(self.store, resolve(spec), environment)
         return run
 
     def until(self, condition: Callable[[], object]) -> None:

@@ -18,7 +18,10 @@ from environments.process.faults import remedy
 from environments.process.host import EnvironmentFault, EnvironmentHost
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import EnvironmentVersion
+from flash_mcp.protocol.spec import LOCAL_TARGET
 from flash_mcp.state.owners import caller
+from flash_mcp.state.store import Store
+from flash_mcp.state.targets import find_target
 from flash_mcp.state.versions import keep_generated
 from flash_mcp.tools.shared.frame import report
 
@@ -45,6 +48,21 @@ RunName = Annotated[
     str | None, Field(max_length=60, description="Your name for the run, new or found.")
 ]
 RunNote = Annotated[str | None, Field(max_length=500, description="Your note on it.")]
+
+
+def check_target(store: Store, target: str, secrets: Sequence[str] | None) -> None:
+    """FlashError(unknown_target | targets_invalid), FlashError(engine_missing) if the target is
+    this machine and lacks packages for sampling or training, or FlashError(invalid_argument) for
+    secrets that cannot travel.
+    """
+    if target == LOCAL_TARGET:
+        check_machine()
+        return
+    find_target(store.base, target)
+    if secrets:
+        what = f"secrets cannot travel to target {target!r} yet"
+        fix = f"leave secrets out, or use target={LOCAL_TARGET!r}"
+        raise FlashError("invalid_argument", what, secrets=list(secrets), fix=fix)
 
 
 def check_machine() -> None:

@@ -13,7 +13,6 @@ from flash_mcp.protocol.adapters import read_adapter_config
 from flash_mcp.protocol.base_models import ModelCard, unpinned
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import EnvironmentVersion, Json
-from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import (
     EvalSpec,
     ResolvedEval,
@@ -30,6 +29,7 @@ from flash_mcp.state import datasets
 from flash_mcp.state.datasets import Dataset
 from flash_mcp.state.owners import caller
 from flash_mcp.state.references import Subject, base_model
+from flash_mcp.state.runs import folder_of
 from flash_mcp.state.serving import served_model
 from flash_mcp.state.store import Store
 
@@ -202,7 +202,7 @@ def _start(store: Store, reference: str) -> _Start:
         raise FlashError("invalid_argument", what, init_from_adapter=reference, fix=fix)
     checkpoint = store.checkpoint(run_id, int(at) if at else None)
     run = store.run(run_id)
-    files = RunFolder(run.folder)
+    files = folder_of(run)
     if not at and (whole := files.newest_good_checkpoint()) is not None:
         checkpoint = store.checkpoint(run_id, whole)
     step = checkpoint.step

@@ -22,10 +22,11 @@ from flash_mcp.protocol.records import (
     RunState,
     StepMetrics,
 )
-from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.spec import LOCAL_TARGET
 from flash_mcp.state import costs, queue
-from flash_mcp.state.history import RunHistory
+from flash_mcp.state.history import RunHistory, read_log
 from flash_mcp.state.references import split_size
+from flash_mcp.state.runs import folder_of
 from flash_mcp.state.store import Store
 from flash_mcp.tools.shared.fitting import shorten, without_empty
 from flash_mcp.tools.shared.next_steps import Situation, next_of
@@ -126,6 +127,10 @@ class RunView(Part):
     """Steps in all; absent until the worker has counted those of epochs."""
     cancel_reason: str | None = None
     """Why it was cancelled: a budget that is used up, or what the caller of cancel gave."""
+    target: str | None = None
+    """Where it runs, unless on the server's machine."""
+    waits_for: str | None = None
+    """Why it has not started, in the words of the target's engine."""
     queued_ahead: int | None = None
     """Queued runs, of all owners, that start before it."""
     phase: str | None = None
@@ -204,13 +209,13 @@ def report_on(store: Store, run_id: str, *, detailed: bool = False) -> Report:
     held_up = obstacles(store, store.run(run_id))
     found = store.load(run_id)
     judged = _judge(found)
-    view = _view(found, judged, held_up)
+    view = _view(store, found, judged, held_up)
     if found.run.used_s:
         view.cost = costs.cost(found.run, store.base)
     if found.run.state == "queued":
         view.queued_ahead = queue.queued_ahead(store, found.run)
     if detailed:
-        _add_details(view, found, judged, failure_counts(_newest_rollouts(store, run_id)))
+        _add_details(store, view, found, judged)
     situation = _situation(store, found, judged, is_held_up=bool(held_up))
     return Report(found=found, judged=judged, held_up=held_up, view=view, situation=situation)
 
@@ -256,9 +261,10 @@ def _situation(
 ) -> Situation:
     evaluations = _held_out(found)
     checkpoint = found.checkpoints[-1].step if found.checkpoints else None
-    has_optimizer = True
-    if checkpoint is not None and found.run.state in ("failed", "cancelled"):
-        has_optimizer = RunFolder(found.run.folder).has_optimizer(checkpoint)
+    has_optimizer = True  # also where the folder is elsewhere: its store may not answer
+    is_here = found.run.target == LOCAL_TARGET
+    if checkpoint is not None and is_here and found.run.state in ("failed", "cancelled"):
+        has_optimizer = folder_of(found.run).has_optimizer(checkpoint)
     return Situation(
         run=found.run,
         flags=judged.flags,
@@ -275,7 +281,7 @@ def _situation(
 # -- the view --------------------------------------------------------------------------------------
 
 
-def _view(found: RunHistory, judged: Judgement, held_up: Sequence[str]) -> RunView:
+def _view(store: Store, found: RunHistory, judged: Judgement, held_up: Sequence[str]) -> RunView:
     run = found.run
     newest = found.recent[-1] if found.recent else None
     step = max(run.step, newest.step if newest else 0)
@@ -304,8 +310,9 @@ def _view(found: RunHistory, judged: Judgement, held_up: Sequence[str]) -> RunVi
         checkpoint=found.checkpoints[-1].step if found.checkpoints else None,
         flags=judged.flags or None,
         warnings=warnings or None,
-        error=_failure(run),
+        error=_failure(store, run),
     )
+    _add_place(view, run)
     _add_times(view, run, step_s)
     if run.algorithm == "grpo":
         view.reward = health.trend(found.values["reward/mean"])
@@ -319,6 +326,13 @@ def _view(found: RunHistory, judged: Judgement, held_up: Sequence[str]) -> RunVi
     if run.algorithm == "eval" and found.evaluations:
         view.scores = scores_of(found.evaluations[-1], found.tries)
     return view
+
+
+def _add_place(view: RunView, run: Run) -> None:
+    if run.target != LOCAL_TARGET:
+        view.target = run.target
+    if run.waits_for:
+        view.waits_for = shorten(run.waits_for, 300)
 
 
 def _add_times(view: RunView, run: Run, step_s: float | None) -> None:
@@ -365,12 +379,12 @@ def _newest_values(row: StepMetrics) -> dict[str, float] | None:
     return shown or None
 
 
-def _failure(run: Run) -> Failure | None:
+def _failure(store: Store, run: Run) -> Failure | None:
     error = run.error
     if not error:
         return None
     values = cast("dict[str, Any]", error.get("values") or {})
-    log = str(values.get("log") or "").strip()[-1500:] or _log_tail(run, 1500)
+    log = str(values.get("log") or "").strip()[-1500:] or _log_tail(store, run, 1500)
     return Failure(
         code=error["code"],
         what=shorten(error["what"], 2000) + quoted(shorten(error.get("wrote", ""), 2000)),
@@ -379,24 +393,22 @@ def _failure(run: Run) -> Failure | None:
     )
 
 
-def _log_tail(run: Run, characters: int) -> str:
-    text = RunFolder(run.folder).log_tail(run.attempt).strip()
+def _log_tail(store: Store, run: Run, characters: int) -> str:
+    text = read_log(store, run).strip()
     return text if len(text) <= characters else f"…{text[-characters:]}"
 
 
 # -- the detailed form -----------------------------------------------------------------------------
 
 
-def _add_details(
-    view: RunView, found: RunHistory, judged: Judgement, failures: dict[str, int]
-) -> None:
+def _add_details(store: Store, view: RunView, found: RunHistory, judged: Judgement) -> None:
     run = found.run
-    view.failures = failures or None
+    view.failures = failure_counts(_newest_rollouts(store, run.id)) or None
     view.metrics = _metrics(judged.history) or None
     view.lineage = _lineage(run, found)
     view.values = without_empty(run.spec.model_dump())
     view.sources = by_source(run.sources)
-    view.log_tail = _log_tail(run, 2500) or None
+    view.log_tail = _log_tail(store, run, 2500) or None
 
 
 def _newest_rollouts(store: Store, run_id: str) -> list[Rollout]:

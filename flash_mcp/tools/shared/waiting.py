@@ -14,11 +14,12 @@ from anyio.to_thread import run_sync
 from flash_mcp.protocol import base_models
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import ACTIVE, EnvironmentVersion, Json, Run
-from flash_mcp.protocol.spec import EvalSpec, ResolvedEval
+from flash_mcp.protocol.spec import LOCAL_TARGET, EvalSpec, ResolvedEval
 from flash_mcp.state import queue
 from flash_mcp.state.disk import LEAST_FREE_BYTES
 from flash_mcp.state.references import Subject
 from flash_mcp.state.store import Store
+from flash_mcp.state.targets import find_target
 from flash_mcp.supervisor import keeper, secrets
 from flash_mcp.supervisor.launch.local import devices_in_use
 from flash_mcp.supervisor.process import LOG, is_supervised, unfit
@@ -33,6 +34,7 @@ INDECISIVE = {
     "max_error_share",
     "max_attempts",
     "stall_timeout_s",
+    "target",
 }
 """Fields of an evaluation that do not decide what it finds: the digest stands for the
 environment.
@@ -230,8 +232,19 @@ def obstacles(store: Store, run: Run) -> list[str]:
         return []
     if run.error and run.error["code"] == "disk_full":
         return [str(FlashError.from_dict(run.error))]
+    if run.target != LOCAL_TARGET:
+        return _target_trouble(store, run)
     if run.state == "queued" and (users := devices_in_use(store.base)):
         what = f"every GPU is used by {', '.join(users)}"
         return [str(FlashError("not_ready", what, fix="wait until one is free"))]
     absent = secrets.lacking(store.base, run.id, run.spec.secrets)
     return [str(secrets.missing(run.id, absent))] if absent else []
+
+
+def _target_trouble(store: Store, run: Run) -> list[str]:
+    """What is wrong with the entry of the run's target."""
+    try:
+        find_target(store.base, run.target)
+    except FlashError as error:
+        return [f"{error} Until then the run waits."]
+    return []

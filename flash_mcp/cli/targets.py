@@ -1,0 +1,71 @@
+"""`flash-mcp target`: places beyond this machine where runs may train, written and proved."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from typing import Any
+
+from flash_mcp.cli.output import answer, render
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.paths import home
+from flash_mcp.state.targets import (
+    FILE,
+    add_target,
+    find_target,
+    remove_target,
+    targets,
+)
+from flash_mcp.supervisor.probe import Probed, probe
+
+SIMPLE = ("engine", "storage", "python", "home", "env_file", "ssh", "slots", "price_per_hour")
+"""Options of `add` that are fields of a target as they are."""
+
+
+def add(arguments: argparse.Namespace) -> None:
+    """As `flash-mcp target add`."""
+    fields: dict[str, Any] = {name: getattr(arguments, name) for name in SIMPLE}
+    fields["options"] = shlex.split(" ".join(arguments.option))
+    fields["env"] = dict(_pair(text) for text in arguments.env)
+    given = {name: value for name, value in fields.items() if value not in (None, [], {})}
+    settings = add_target(home(), arguments.name, given)
+    try:
+        found = None if arguments.unproved else probe(arguments.name, settings, arguments.wait_s)
+    except BaseException:
+        remove_target(home(), arguments.name)
+        raise
+    body = {"target": arguments.name, "file": str(home() / FILE), **_probed(found)}
+    answer(arguments, body, "\n".join(render(body)))
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Prove a target with a job of a second, as `target add` does."""
+    settings = find_target(home(), arguments.name)
+    body = {"target": arguments.name, **_probed(probe(arguments.name, settings, arguments.wait_s))}
+    answer(arguments, body, "\n".join(render(body)))
+
+
+def show(arguments: argparse.Namespace) -> None:
+    """List the targets."""
+    found = {name: each.model_dump(exclude_defaults=True) for name, each in targets(home()).items()}
+    lines = [f"{name}  {each['engine']}  {each['storage']}" for name, each in found.items()]
+    nothing = "no targets: `flash-mcp target add` makes one; runs train on this machine"
+    answer(arguments, found, "\n".join(lines) or nothing)
+
+
+def remove(arguments: argparse.Namespace) -> None:
+    """Remove a target. Runs that are under way there are no longer looked after."""
+    remove_target(home(), arguments.name)
+    answer(arguments, {"removed": arguments.name}, f"removed {arguments.name}")
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, sign, value = text.partition("=")
+    if not sign:
+        what = f"--env takes NAME=VALUE, not {text!r}"
+        raise FlashError("invalid_argument", what, fix="write it as --env NAME=VALUE")
+    return name, value
+
+
+def _probed(found: Probed | None) -> dict[str, Any]:
+    return {} if found is None else vars(found)

@@ -1,0 +1,189 @@
+"""Folders that a run needs on a node: its environment, dataset, adapter and model.
+
+    STORAGE/artifacts/DIGEST.tar     each once, named by the sha256 of the archive
+
+The control plane stores them before it submits an attempt. The attempt fetches what its node does
+not have into CACHE/DIGEST. A folder in the cache is whole, and is not removed while a process of
+that node uses it.
+
+job.json names them as `artifact:DIGEST` where a run on the server's machine has a path."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, cast
+from uuid import uuid4
+
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.records import Json
+from flash_mcp.protocol.run_folder import connect
+
+MARK = "artifact:"
+CHUNK_BYTES = 4 << 20
+_IN_USE: dict[Path, IO[str]] = {}
+"""Open lock files: the kernel lets go of them when the process ends."""
+
+
+class Artifacts:
+    """The artifacts of a storage; `patience_s` as of RunFolder."""
+
+    def __init__(self, storage: str, *, patience_s: float) -> None:
+        self.url = f"{storage}/artifacts"
+        self._fs, self._root, self._is_local = connect(self.url, patience_s)
+        self._known: dict[Path, tuple[str, str]] = {}
+        """(fingerprint, digest) of folders that were stored."""
+
+    def put(self, folder: Path) -> str:
+        """Store a folder unless it is there; its digest."""
+        fingerprint = _fingerprint(folder)
+        known = self._known.get(folder)
+        if known and known[0] == fingerprint and self._fs.exists(self._path(known[1])):
+            return known[1]
+        with tempfile.TemporaryDirectory(prefix="flash-artifact-") as scratch:
+            archive = Path(scratch, "archive.tar")
+            pack(folder, archive)
+            digest = _sha256(archive)
+            if not self._fs.exists(self._path(digest)):
+                self._upload(archive, self._path(digest))
+        self._known[folder] = (fingerprint, digest)
+        return digest
+
+    def _upload(self, archive: Path, path: str) -> None:
+        """Whole or not at all: object stores replace whole objects, disks rename."""
+        if not self._is_local:
+            self._fs.put_file(str(archive), path)
+            return
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = target.with_name(f".{target.name}.{uuid4().hex}")
+        try:
+            shutil.copyfile(archive, part)
+            part.replace(target)
+        finally:
+            part.unlink(missing_ok=True)
+
+    def fetch(self, digest: str, cache: Path) -> Path:
+        """The folder, in the cache; it stays there until this process ends.
+
+        FlashError(artifact_damaged) if what is stored is missing or does not match its digest."""
+        target = cache / digest
+        cache.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = _IN_USE.get(target) or target.with_suffix(".lock").open("a")
+        _IN_USE[target] = lock
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.is_dir():
+            with tempfile.TemporaryDirectory(prefix=".part-", dir=cache) as scratch:
+                self._download(digest, Path(scratch)).rename(target)
+        os.utime(target)
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        return target
+
+    def _download(self, digest: str, scratch: Path) -> Path:
+        archive = scratch / "archive.tar"
+        fix = "start the run again: its files are stored anew; the storage may lose files"
+        try:
+            self._fs.get_file(self._path(digest), str(archive))
+        except FileNotFoundError as error:
+            what = f"the storage has no artifact {digest}"
+            raise FlashError("artifact_damaged", what, storage=self.url, fix=fix) from error
+        if _sha256(archive) != digest:
+            what = f"artifact {digest} does not match its checksum"
+            raise FlashError("artifact_damaged", what, storage=self.url, fix=fix)
+        folder = scratch / "folder"
+        with tarfile.open(archive) as tar:
+            tar.extractall(folder, filter="data")
+        archive.unlink()
+        return folder
+
+    def _path(self, digest: str) -> str:
+        return f"{self._root}/{digest}.tar"
+
+
+def pack(folder: Path, archive: Path) -> None:
+    """Write a folder as an archive whose bytes depend on its files' names, content and execute
+    permission alone. Links are followed.
+    """
+    with tarfile.open(archive, "w", dereference=True, format=tarfile.PAX_FORMAT) as tar:
+        for path in sorted(_files(folder)):
+            info = tar.gettarinfo(str(path), str(path.relative_to(folder)))
+            info.mtime = info.uid = info.gid = 0
+            info.uname = info.gname = ""
+            info.mode = 0o755 if info.mode & 0o100 else 0o644
+            info.type, info.linkname = tarfile.REGTYPE, ""  # not a second name of a file before
+            info.size = path.stat().st_size
+            with path.open("rb") as stream:
+                tar.addfile(info, stream)
+
+
+def trim(cache: Path, limit_bytes: float) -> None:
+    """Remove the folders that were used least lately until the others fit, but none in use."""
+    folders = [path for path in cache.glob("*") if path.is_dir() and path.name[0] != "."]
+    sizes = {path: sum(file.stat().st_size for file in _files(path)) for path in folders}
+    total = sum(sizes.values())
+    for folder in sorted(folders, key=lambda path: path.stat().st_mtime):
+        if total <= limit_bytes:
+            return
+        with folder.with_suffix(".lock").open("a") as lock, suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder)
+            total -= sizes[folder]
+
+
+PLACES = (("environment", "path"), ("init_adapter", "path"), ("dataset", "path"))
+"""Where a job names a folder. `model` names one too, if it is a path."""
+
+
+def packed(job: Json, artifacts: Artifacts) -> Json:
+    """The job with every folder of this machine stored and named by its digest."""
+
+    def stored(path: str) -> str:
+        return MARK + artifacts.put(Path(path))
+
+    return _replaced(job, lambda text: text.startswith("/"), stored)
+
+
+def placed(job: Json, artifacts: Artifacts, cache: Path) -> Json:
+    """The inverse on a node: every artifact fetched, and named by its folder there."""
+
+    def fetched(name: str) -> str:
+        return str(artifacts.fetch(name.removeprefix(MARK), cache))
+
+    return _replaced(job, lambda text: text.startswith(MARK), fetched)
+
+
+def _replaced(job: Json, applies: Callable[[str], bool], act: Callable[[str], str]) -> Json:
+    changed = dict(job)
+    for part, name in PLACES:
+        body = cast("Json | None", job.get(part))
+        if body and applies(body[name]):
+            changed[part] = {**body, name: act(body[name])}
+    if applies(job["model"]):
+        model = act(job["model"])
+        changed |= {"model": model, "spec": {**job["spec"], "model": model}}
+    return changed
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.rglob("*") if path.is_file())
+
+
+def _fingerprint(folder: Path) -> str:
+    """Changes when a file of the folder does."""
+    found: list[Any] = []
+    for path in sorted(_files(folder)):
+        status = path.stat()
+        found.append((str(path), status.st_size, status.st_mtime_ns, status.st_ino))
+    return hashlib.sha256(repr(found).encode()).hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

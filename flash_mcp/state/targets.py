@@ -1,0 +1,161 @@
+"""targets.toml in FLASH_HOME: the places beyond this machine where runs may train.
+
+    [lab]                              # train(target="lab")
+    engine = "slurm"
+    storage = "s3://bucket/flash"      # any fsspec store, or a folder that all nodes share
+    python = "/opt/flash/bin/python"   # on the nodes, with this version of flash-mcp
+    options = ["--partition=gpu", "--gres=gpu:1"]
+    price_per_hour = 1.9
+
+`flash-mcp target` writes it. It is read anew whenever a target is needed. Values in it are seen by
+engines and their users: keys of a store belong into `env_file` on the nodes."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from environments.settings import read_small
+from flash_mcp.protocol.errors import FlashError, did_you_mean
+from flash_mcp.protocol.paths import write_private
+from flash_mcp.protocol.spec import LOCAL_TARGET, explain
+
+FILE = "targets.toml"
+NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
+AUTO = "auto"
+RESERVED = (LOCAL_TARGET, AUTO)
+
+
+class TargetSettings(BaseModel):
+    """One table of targets.toml."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    engine: Literal["slurm"]
+    """Who gives attempts a machine."""
+    storage: str
+    """Where run folders and artifacts lie: a URL of a store, or the absolute path of a folder that
+    the server and all nodes share."""
+    python: str = "python3"
+    """Interpreter on the nodes that has flash-mcp and its worker's packages."""
+    home: str | None = None
+    """FLASH_HOME on the nodes; by default a folder of each node's own. It holds caches."""
+    env: dict[str, str] = {}
+    """Variables of the attempts. Other users of the engine may see them."""
+    env_file: str | None = None
+    """A shell file on the nodes that sets others, such as the keys of the store."""
+    ssh: str = ""
+    """Host that has the engine's commands; by default this machine."""
+    options: list[str] = []
+    """Arguments of sbatch."""
+    slots: Annotated[int, Field(ge=1, le=10_000)] = 8
+    """Attempts that are submitted at once."""
+    cache_gib: Annotated[float, Field(gt=0)] = 50.0
+    """GiB of artifacts that a node keeps."""
+    price_per_hour: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None
+    """Price of an hour of one attempt."""
+
+    @field_validator("storage")
+    @classmethod
+    def _is_place(cls, storage: str) -> str:
+        if not storage.startswith("/") and "://" not in storage:
+            raise ValueError("name a URL such as s3://BUCKET/PREFIX, or an absolute path")
+        if storage.startswith("file://"):
+            return storage.removeprefix("file://").rstrip("/")
+        return storage.rstrip("/")
+
+    @field_validator("env")
+    @classmethod
+    def _are_names(cls, env: dict[str, str]) -> dict[str, str]:
+        if wrong := [name for name in env if not re.fullmatch(r"[A-Za-z_]\w*", name)]:
+            raise ValueError(f"{wrong[0]!r} is no name of a variable")
+        return env
+
+    def folder_of(self, run_id: str) -> str:
+        """Where the run's folder lies."""
+        return f"{self.storage}/runs/{run_id}"
+
+
+def targets(base: Path) -> dict[str, TargetSettings]:
+    """All targets by name. FlashError(targets_invalid)."""
+    path = base / FILE
+    fix = f"correct {path}; docs/targets.md has its fields"
+    try:
+        document = tomllib.loads(read_small(path).decode())
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        what = f"{FILE} cannot be read: {error}"
+        raise FlashError("targets_invalid", what, path=path, fix=fix) from error
+    return {name: _settings(name, body, fix) for name, body in document.items()}
+
+
+def find_target(base: Path, name: str) -> TargetSettings:
+    """FlashError(unknown_target | targets_invalid)."""
+    known = targets(base)
+    if name in known:
+        return known[name]
+    what = f"there is no target {name!r}{did_you_mean(name, [*known, LOCAL_TARGET])}"
+    names = ", ".join([LOCAL_TARGET, *known])
+    fix = f"use one of: {names}; `flash-mcp target add` makes others"
+    raise FlashError("unknown_target", what, target=name, fix=fix)
+
+
+def add_target(base: Path, name: str, fields: dict[str, Any]) -> TargetSettings:
+    """Write a target. FlashError(targets_invalid | invalid_argument)."""
+    fix = "correct the option; see flash-mcp target add --help"
+    settings = _settings(name, fields, fix)
+    if name in targets(base):
+        what = f"there is a target {name!r} already"
+        fix = f"choose another name, or `flash-mcp target remove {name}` first"
+        raise FlashError("invalid_argument", what, fix=fix)
+    path = base / FILE
+    before = f"{path.read_text().rstrip()}\n\n" if path.exists() else ""
+    write_private(path, before + _table(name, settings))
+    return settings
+
+
+def remove_target(base: Path, name: str) -> None:
+    """Delete a target's table. FlashError(unknown_target | targets_invalid)."""
+    find_target(base, name)
+    path = base / FILE
+    kept: list[str] = []
+    is_kept = True
+    for line in path.read_text().splitlines(keepends=True):
+        if header := re.match(r"\s*\[\s*([^].\s]+)", line):
+            is_kept = header[1].strip("\"'") != name
+        if is_kept:
+            kept.append(line)
+    write_private(path, "".join(kept))
+
+
+def _settings(name: str, body: Any, fix: str) -> TargetSettings:
+    if not NAME.fullmatch(name) or name in RESERVED:
+        what = f"{name!r} cannot be a target's name"
+        fix = f"use small letters, digits and hyphens; {' and '.join(RESERVED)} are taken"
+        raise FlashError("targets_invalid", what, target=name, fix=fix)
+    if not isinstance(body, dict):
+        what = f"{name} is no table"
+        raise FlashError("targets_invalid", what, fix=f"write [{name}] above its values")
+    try:
+        return TargetSettings(**cast("dict[str, Any]", body))
+    except ValidationError as error:
+        raise FlashError("targets_invalid", f"{name}: {explain(error)}", fix=fix) from error
+
+
+def _table(name: str, settings: TargetSettings) -> str:
+    """TOML's texts, lists and numbers are written as in JSON."""
+    lines = [f"[{name}]"]
+    for field, value in settings.model_dump(exclude_defaults=True).items():
+        if isinstance(value, dict):
+            table = cast("dict[str, str]", value)
+            pairs = ", ".join(f"{key} = {json.dumps(each)}" for key, each in table.items())
+            lines.append(f"{field} = {{ {pairs} }}")
+        else:
+            lines.append(f"{field} = {json.dumps(value)}")
+    return "\n".join(lines) + "\n"

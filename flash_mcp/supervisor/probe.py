@@ -1,0 +1,94 @@
+"""The job that proves a target: it starts on a node, uses the storage, and says what is there."""
+
+from __future__ import annotations
+
+import secrets
+import shlex
+import time
+from dataclasses import dataclass, fields
+
+from flash_mcp import __version__
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.records import Json
+from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.state.runs import REMOTE_PATIENCE_S
+from flash_mcp.state.targets import TargetSettings
+from flash_mcp.supervisor.launch.base import Handle, Launch, Launcher
+from flash_mcp.supervisor.targets import launcher_of, node_environment, on_node
+
+PROBE_S = 120.0
+POLL_S = 0.5
+GONE_S = 10.0
+"""A file may become visible so long after the job that wrote it has ended."""
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What a node said of itself."""
+
+    host: str
+    version: str
+    """Of flash-mcp."""
+    devices: list[str]
+    missing: list[str]
+    """Packages of the worker that are not installed."""
+    clock_s: float
+    """How much later it was there when the job started than here when it was submitted."""
+
+
+def probe(name: str, settings: TargetSettings, wait_s: float = PROBE_S) -> Probed:
+    """Run the job. FlashError(target_unreachable | target_refused | store_unreachable)."""
+    key = f"probe-{secrets.token_hex(4)}"
+    folder = RunFolder(settings.folder_of(key), patience_s=REMOTE_PATIENCE_S)
+    command = on_node(settings, ["worker.node", folder.url, "--probe"])
+    launcher = launcher_of(settings)
+    handle: Handle | None = None
+    try:
+        folder.create({"time": time.time()})
+        handle = launcher.submit(Launch(key, 1, command, node_environment(settings), None))
+        return _checked(name, _answer(name, folder, launcher, handle, command, wait_s))
+    finally:
+        if handle:
+            launcher.cancel(handle)
+        folder.remove()
+
+
+def _answer(
+    name: str,
+    folder: RunFolder,
+    launcher: Launcher,
+    handle: Handle,
+    command: list[str],
+    wait_s: float,
+) -> Json:
+    """What the job wrote."""
+    deadline = time.monotonic() + wait_s
+    gone_at: float | None = None
+    while True:
+        if found := folder.read_json("probe.json"):
+            return found
+        hint = launcher.poll([handle])[handle.key]
+        if hint.state == "gone" and gone_at is None:
+            gone_at = time.monotonic()
+        if gone_at is not None and time.monotonic() - gone_at > GONE_S:
+            what = f"the probe of {name} ended without a word ({hint.detail})"
+            needs = "python must exist there, with flash-mcp, and reach the storage with its keys"
+            fix = f"run this on a node: {shlex.join(command)}; {needs}"
+            raise FlashError("target_refused", what, fix=fix)
+        if time.monotonic() > deadline:
+            what = f"the probe of {name} did not answer within {wait_s:.0f} s"
+            where = hint.detail or hint.state
+            fix = f"the engine says: {where}; wait longer with --wait-s, or correct the target"
+            raise FlashError("target_unreachable", what, fix=fix)
+        time.sleep(POLL_S)
+
+
+def _checked(name: str, found: Json) -> Probed:
+    probed = Probed(**{each.name: found[each.name] for each in fields(Probed)})
+    if probed.version != __version__:
+        what = f"the nodes of {name} have flash-mcp {probed.version}; this is {__version__}"
+        raise FlashError("target_refused", what, fix="install this version there")
+    if probed.missing:
+        what = f"the nodes of {name} lack {', '.join(probed.missing)}"
+        raise FlashError("target_refused", what, fix="install flash-mcp[cpu] or [gpu] there")
+    return probed

@@ -1,0 +1,128 @@
+"""Artifacts: folders that travel to nodes through a storage."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from flash_mcp.protocol.artifacts import Artifacts, packed, placed, trim
+from flash_mcp.protocol.errors import FlashError
+
+
+@pytest.fixture(params=["file", "memory"])
+def artifacts(request: pytest.FixtureRequest, tmp_path: Path) -> Artifacts:
+    where = str(tmp_path / "storage") if request.param == "file" else f"memory://{uuid4().hex}"
+    return Artifacts(where, patience_s=1)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "folder"
+    (made / "inner").mkdir(parents=True)
+    (made / "a.txt").write_text("a")
+    (made / "inner" / "run.sh").write_text("#!/bin/sh\n")
+    (made / "inner" / "run.sh").chmod(0o755)
+    (made / "link").symlink_to(made / "a.txt")
+    return made
+
+
+def test_a_folder_arrives_as_it_was_with_links_followed(
+    artifacts: Artifacts, folder: Path, tmp_path: Path
+) -> None:
+    digest = artifacts.put(folder)
+    found = artifacts.fetch(digest, tmp_path / "cache")
+    assert found == tmp_path / "cache" / digest
+    assert (found / "a.txt").read_text() == (found / "link").read_text() == "a"
+    assert not (found / "link").is_symlink()
+    assert os.access(found / "inner" / "run.sh", os.X_OK)
+    assert not os.access(found / "a.txt", os.X_OK)
+
+
+def test_the_digest_depends_on_content_alone(
+    artifacts: Artifacts, folder: Path, tmp_path: Path
+) -> None:
+    digest = artifacts.put(folder)
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    os.utime(copy / "a.txt", (1, 1))
+    assert artifacts.put(copy) == digest
+    (copy / "a.txt").write_text("b")
+    assert artifacts.put(copy) != digest
+    (copy / "a.txt").write_text("a")
+    assert artifacts.put(copy) == digest
+
+
+def test_what_the_storage_lost_is_stored_again(artifacts: Artifacts, folder: Path) -> None:
+    digest = artifacts.put(folder)
+    artifacts._fs.rm(artifacts._path(digest))
+    assert artifacts.put(folder) == digest
+    assert artifacts._fs.exists(artifacts._path(digest))
+
+
+def test_a_missing_or_changed_artifact_is_refused_and_leaves_nothing(
+    artifacts: Artifacts, folder: Path, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    digest = artifacts.put(folder)
+    artifacts._fs.pipe_file(artifacts._path(digest), b"not what it was")
+    for wanted, says in ((digest, "does not match its checksum"), ("0" * 64, "has no artifact")):
+        with pytest.raises(FlashError, match=says) as caught:
+            artifacts.fetch(wanted, cache)
+        assert caught.value.code == "artifact_damaged"
+    assert [path.suffix for path in cache.iterdir()] == [".lock", ".lock"]
+
+
+def test_what_is_used_least_lately_goes_first_and_what_is_in_use_stays(
+    folder: Path, tmp_path: Path
+) -> None:
+    artifacts = Artifacts(str(tmp_path / "storage"), patience_s=1)
+    cache = tmp_path / "cache"
+    digests: list[str] = []
+    for number in range(3):
+        (folder / "a.txt").write_text(str(number) * 1000)
+        digests.append(artifacts.put(folder))
+    code = """
+import sys
+from pathlib import Path
+from flash_mcp.protocol.artifacts import Artifacts, trim
+storage, cache, limit, *digests = sys.argv[1:]
+for digest in digests:
+    Artifacts(storage, patience_s=1).fetch(digest, Path(cache))
+trim(Path(cache), float(limit))
+"""
+    storage = [str(tmp_path / "storage"), str(cache)]
+    # Another process has fetched all three and ended; this one uses the first.
+    subprocess.run([sys.executable, "-c", code, *storage, "inf", *digests], check=True)
+    artifacts.fetch(digests[0], cache)
+    os.utime(cache / digests[0], (1, 1))
+    os.utime(cache / digests[1], (2, 2))
+    trim(cache, 4500)
+    left = {path.name for path in cache.iterdir() if path.is_dir()}
+    assert left == {digests[0], digests[2]}
+
+
+def test_a_job_names_no_path_of_this_machine_and_finds_its_folders_on_a_node(
+    folder: Path, tmp_path: Path
+) -> None:
+    artifacts = Artifacts(str(tmp_path / "storage"), patience_s=1)
+    job = {
+        "environment": {"name": "e", "path": str(folder)},
+        "init_adapter": None,
+        "dataset": {"name": "d", "path": str(folder)},
+        "model": str(folder),
+        "spec": {"model": str(folder), "steps": 3},
+    }
+    sent = packed(job, artifacts)
+    assert str(tmp_path) not in str(sent)
+    found = placed(sent, artifacts, tmp_path / "cache")
+    for path in (found["environment"]["path"], found["dataset"]["path"], found["spec"]["model"]):
+        assert Path(path).is_relative_to(tmp_path / "cache") and Path(path, "a.txt").is_file()
+    assert (found["model"], found["spec"]["steps"]) == (found["spec"]["model"], 3)
+    named = {**job, "model": "smollm2-135m-instruct", "spec": {"model": "smollm2-135m-instruct"}}
+    assert packed(named, artifacts)["model"] == "smollm2-135m-instruct"

@@ -1,0 +1,103 @@
+"""targets.toml, and the commands that write it."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flash_mcp.cli.main import main
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.state.targets import (
+    FILE,
+    TargetSettings,
+    add_target,
+    find_target,
+    remove_target,
+    targets,
+)
+
+SLURM: dict[str, Any] = {"engine": "slurm", "storage": "/shared/flash"}
+
+
+def test_without_a_file_there_are_no_targets(tmp_path: Path) -> None:
+    assert targets(tmp_path) == {}
+    with pytest.raises(FlashError, match="no target 'lab'") as caught:
+        find_target(tmp_path, "lab")
+    assert caught.value.code == "unknown_target"
+
+
+def test_what_was_added_is_read_back_and_what_is_removed_leaves_the_rest(tmp_path: Path) -> None:
+    values = {
+        **SLURM,
+        "options": ["--gres=gpu:1", '--comment="two words"'],
+        "env": {"A": "x y", "B": "="},
+        "slots": 3,
+        "price_per_hour": 1.5,
+    }
+    first = add_target(tmp_path, "lab", values)
+    add_target(tmp_path, "other", {**SLURM, "storage": "s3://bucket/flash/"})
+    (tmp_path / FILE).write_text(f"# by hand\n{(tmp_path / FILE).read_text()}")
+    assert find_target(tmp_path, "lab") == first == TargetSettings(**values)
+    assert find_target(tmp_path, "other").folder_of("run-1") == "s3://bucket/flash/runs/run-1"
+    remove_target(tmp_path, "lab")
+    assert list(targets(tmp_path)) == ["other"]
+    assert (tmp_path / FILE).read_text().startswith("# by hand\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[lab]\nengine = 'pbs'\nstorage = '/s'", "engine: Input should be 'slurm'"),
+        ("[lab]\nengine = 'slurm'\nstorage = 'here'", "storage: name a URL"),
+        ("[lab]\nengine = 'slurm'", "storage: Field required"),
+        ("[lab]\nengine = 'slurm'\nstorage = '/s'\ncolour = 1", "colour: Extra inputs"),
+        ("[local]\nengine = 'slurm'\nstorage = '/s'", "'local' cannot be a target's name"),
+        ("[lab]\nengine = 'slurm'\nstorage = '/s'\nenv = {'a b' = '1'}", "'a b' is no name"),
+        ("lab = 1", "lab is no table"),
+        ("[lab", "cannot be read"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_what_is_wrong_in_it(
+    tmp_path: Path, text: str, says: str
+) -> None:
+    (tmp_path / FILE).write_text(text)
+    with pytest.raises(FlashError) as caught:
+        targets(tmp_path)
+    assert caught.value.code == "targets_invalid"
+    assert says in str(caught.value)
+
+
+def test_the_commands_add_list_and_remove(
+    flash_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add = ["target", "add", "lab", "--engine", "slurm", "--storage", "/shared/flash"]
+    more = ["--option=--gres=gpu:1", "--option", "-p gpu", "--env", "A=b", "--unproved"]
+    assert main([*add, *more]) == 0
+    written = tomllib.loads((flash_home / FILE).read_text())
+    assert written == {
+        "lab": {**SLURM, "options": ["--gres=gpu:1", "-p", "gpu"], "env": {"A": "b"}}
+    }
+    capsys.readouterr()
+    assert main([*add, "--unproved"]) != 0
+    assert "there is a target 'lab' already" in capsys.readouterr().err
+    assert main(["target", "list"]) == 0
+    assert capsys.readouterr().out == "lab  slurm  /shared/flash\n"
+    assert main(["target", "remove", "lab"]) == 0
+    assert targets(flash_home) == {}
+
+
+def test_a_target_that_fails_its_proof_is_not_added(
+    flash_home: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # there is no sbatch
+    storage = str(tmp_path / "storage")
+    assert main(["target", "add", "lab", "--engine", "slurm", "--storage", storage]) != 0
+    assert "there is no squeue here" in capsys.readouterr().err
+    assert targets(flash_home) == {}
+    assert not list((tmp_path / "storage" / "runs").iterdir())

@@ -1,0 +1,205 @@
+"""Real training through a real Slurm, on nodes that see nothing of FLASH_HOME."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from flash_mcp import __version__
+from flash_mcp.protocol.records import Run
+from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.spec import RunSpec, resolve
+from flash_mcp.state import queue
+from flash_mcp.state.store import Store
+from flash_mcp.state.targets import add_target, find_target, remove_target
+from flash_mcp.state.versions import digest_of
+from flash_mcp.supervisor.loop import Patience, Supervisor
+from tests import slurm
+from tests.places import ROOT, VOWELS
+from tests.supervisor.test_loop import wait_for
+
+pytestmark = pytest.mark.slow
+
+TIMEOUT_S = 400.0
+QUICK = {"steps": 3, "batch_size": 2, "group_size": 4, "max_tokens": 8, "max_length": 256, "lora_rank": 4,
+         "lora_alpha": 8, "learning_rate": 0.01, "save_every": 1}  # fmt: skip
+
+
+class Lab:
+    """A state directory, a cluster whose nodes do not see it, and a folder that both share."""
+
+    def __init__(self, home: Path, shared: Path, model: Path) -> None:
+        self.home = home
+        self.store = Store(home)
+        self.shared = shared
+        self.model = shutil.copytree(model, home / "my-model")
+        source = home / "environments" / "vowels" / digest_of(VOWELS)
+        shutil.copytree(VOWELS, source)
+        self.environment = self.store.add_environment(
+            name="vowels", digest=source.name, path=str(source), size_bytes=1
+        )
+        variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        fields = {"engine": "slurm", "storage": str(shared), "python": sys.executable}
+        add_target(home, "lab", {**fields, "env": variables, "home": str(shared.parent / "node")})
+        self.supervisor = Supervisor(home, patience=Patience(remote_poll_s=0.2))
+
+    def train(self, **fields: object) -> Run:
+        spec = {"environment": "vowels", "model": str(self.model), "target": "lab"}
+        resolved = resolve(RunSpec.model_validate({**QUICK, **spec, **fields}))
+        return queue.enqueue(self.store, resolved, self.environment)[0]
+
+    def now(self, run: Run) -> Run:
+        return self.store.run(run.id)
+
+    def until(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not condition():
+            assert time.monotonic() < deadline, self.trouble()
+            self.supervisor.tick()
+            time.sleep(0.05)
+
+    def trouble(self) -> list[object]:
+        runs = self.store.runs()
+        for run in runs:
+            print(run.id, run.state, run.attempt, run.error, self.store.log(run.id))  # noqa: T201
+        return [(vars(run), self.store.log(run.id), self.store.events(run.id)) for run in runs]
+
+    def finish(self, run: Run) -> Run:
+        self.until(lambda: self.now(run).ended)
+        return self.now(run)
+
+
+@pytest.fixture(scope="module")
+def hidden(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The parent of state directories. It is empty on the nodes of a cluster that runs."""
+    if reason := slurm.missing():
+        pytest.skip(reason)
+    folder = tmp_path_factory.mktemp("hidden")
+    with slurm.running(hidden=[folder]):
+        yield folder
+
+
+@pytest.fixture
+def lab(hidden: Path, tmp_path: Path, tiny_model: Path) -> Lab:
+    return Lab(hidden / tmp_path.name, tmp_path / "shared", tiny_model)
+
+
+def worker_of(run: Run) -> psutil.Process:
+    """The process of the attempt, which is `python -m worker.main`."""
+    for process in psutil.process_iter(["cmdline"]):
+        command = process.info["cmdline"] or []
+        if "worker.main" in command and run.folder in command:
+            return process
+    raise AssertionError("no worker runs")
+
+
+def test_a_run_trains_on_a_node_that_sees_nothing_of_the_state_directory(lab: Lab) -> None:
+    run = lab.train(eval_before=True)
+    ended = lab.finish(run)
+    assert (ended.state, ended.step, ended.attempt) == ("succeeded", 3, 1), lab.trouble()
+    assert [row.step for row in lab.store.metrics(run.id)] == [1, 2, 3]
+    assert lab.store.evals(run.id)[0].step == 0
+    assert Path(lab.store.checkpoint(run.id).path, "adapter_model.safetensors").is_file()
+    assert "step 3/3" in lab.store.log(run.id)
+    job = (lab.shared / "runs" / run.id / "job.json").read_text()
+    assert str(lab.home) not in job
+    node = lab.shared.parent / "node" / "artifacts"
+    assert len([path for path in node.iterdir() if path.is_dir()]) == 2  # model and environment
+
+    # An adapter that was trained there is a start and is evaluated there.
+    checkpoint = lab.store.checkpoint(run.id)
+    adapter = {"path": checkpoint.path, "run_id": run.id, "step": 3, "digest": checkpoint.digest}
+    spec = {**QUICK, "environment": "vowels", "model": str(lab.model), "target": "lab"}
+    resolved = resolve(RunSpec.model_validate({**spec, "steps": 1}))
+    later, _ = queue.enqueue(lab.store, resolved, lab.environment, adapter)
+    assert lab.finish(later).state == "succeeded", lab.trouble()
+
+
+def test_a_worker_that_is_told_to_end_saves_and_another_attempt_goes_on(lab: Lab) -> None:
+    run = lab.train(steps=400, max_attempts=1, save_every=200)
+    lab.until(lambda: lab.now(run).step >= 3)
+    worker = worker_of(run)
+    wrapper = worker.parent()
+    assert wrapper
+    wrapper.send_signal(signal.SIGTERM)
+    lab.until(lambda: lab.now(run).attempt == 2 and lab.now(run).state == "running")
+    assert lab.now(run).preemptions == 1
+    saved = RunFolder(run.folder).newest_good_checkpoint()
+    assert saved and saved >= 3
+    lab.until(lambda: lab.now(run).step > saved)
+
+    # A wrapper that is killed takes its worker with it.
+    worker = worker_of(run)
+    wrapper = worker.parent()
+    assert wrapper
+    wrapper.kill()
+    assert worker.wait(30) is None
+    queue.request_cancel(lab.store, run.id)
+    assert lab.finish(run).state == "cancelled"
+
+
+def test_a_job_that_is_cancelled_behind_our_back_goes_on(lab: Lab) -> None:
+    run = lab.train(max_attempts=1, steps=6)
+    lab.until(lambda: lab.now(run).step >= 1)
+    assert os.system(f"scancel {lab.now(run).handle}") == 0
+    ended = lab.finish(run)
+    assert (ended.state, ended.step) == ("succeeded", 6), lab.trouble()
+    assert [row.step for row in lab.store.metrics(run.id)] == [1, 2, 3, 4, 5, 6]
+
+
+def commands_of(page: Path) -> list[list[str]]:
+    """The commands in the first block of shell code."""
+    block = page.read_text().split("```sh\n")[1].split("```")[0]
+    return [shlex.split(line) for line in block.splitlines()]
+
+
+def test_the_commands_of_the_page_work_as_written(
+    hidden: Path, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the example's paths, its model and its environment."""
+    home = hidden / "page"
+    lab = Lab(home, tmp_path / "unused", tiny_model)
+    remove_target(home, "lab")
+    python = tmp_path / "python"  # as an installed one: it finds flash-mcp wherever it starts
+    python.write_text(
+        f'#!/bin/sh\nPYTHONPATH={ROOT} OMP_NUM_THREADS=1 exec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    monkeypatch.setenv("FLASH_HOME", str(home))
+    real = {
+        "/shared/flash": str(tmp_path / "shared"),
+        "/opt/flash/bin/python": str(python),
+        "calculator": "vowels",
+    }
+    printed: dict[str, str] = {}
+    for program, *arguments in commands_of(ROOT / "docs" / "targets.md"):
+        assert program == "flash-mcp"
+        command = [real.get(word, word) for word in arguments]
+        if command[0] in ("train", "evaluate"):
+            command += ["--model", str(lab.model), "--max-tokens", "8", "--max-length", "256"]
+        if command[0] == "train":
+            command += ["--steps", "1", "--batch-size", "2", "--group-size", "2"]
+        done = subprocess.run(
+            [sys.executable, "-m", "flash_mcp.cli", *command, "--json"],
+            cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, (command, done.stdout, done.stderr)
+        printed[" ".join(command[:2])] = done.stdout
+    checked = json.loads(printed["target check"])
+    assert (checked["version"], checked["missing"]) == (__version__, [])
+    assert abs(checked["clock_s"]) < 120
+    assert "CPUs" in checked["devices"][-1]
+    assert find_target(home, "lab").storage == real["/shared/flash"]
+    assert [run.target for run in lab.store.runs()] == ["lab", "lab"]
+    wait_for(lambda: all(run.state == "succeeded" for run in lab.store.runs()))

@@ -1,0 +1,158 @@
+"""The wrapper around an attempt on a machine that is not the supervisor's.
+
+    python -m worker.node RUN_FOLDER --attempt N
+
+Runs `worker.main` as a child and stores the end of its output in the run folder, for nobody reads
+this machine's files. SIGTERM, with which engines announce the end, goes to the child, which saves
+and leaves. If the run has its result already, nothing is run: engines start finished jobs again."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from environments.process.kernel import die_with_parent
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.records import Json
+from flash_mcp.protocol.run_folder import RunFolder, final_result
+
+log = logging.getLogger("node")
+NEEDED = ("torch", "vllm", "trl", "peft")
+"""Packages of a worker."""
+SHIP_EVERY_S = 2.0
+TAIL_BYTES = 64 << 10
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", help="the run folder: a path or any fsspec URL")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--attempt", type=int, help="number of this attempt")
+    what.add_argument("--probe", action="store_true", help="only say what is here")
+    args = parser.parse_args()
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
+    use_own_home()
+    folder = RunFolder(args.folder)
+    if args.probe:
+        probe(folder)
+        return 0
+    if final_result(folder):
+        log.info("the run has its result")
+        return 0
+    with tempfile.TemporaryFile() as output:
+        command = [sys.executable, "-P", "-m", "worker.main", args.folder]
+        code = attend([*command, "--attempt", str(args.attempt)], output, folder, args.attempt)
+    return code if code >= 0 else 128 - code
+
+
+def probe(folder: RunFolder) -> None:
+    """Write probe.json: what this node is, for the one who adds a target. Claiming the folder shows
+    that the storage lets one attempt own a run.
+    """
+    asked_at = folder.job()["time"]
+    folder.claim(1)
+    try:
+        folder.claim(1)
+    except FlashError as error:
+        assert error.code == "fenced"
+    else:
+        raise SystemExit("two attempts could claim one run: the storage has no exclusive create")
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    found: Json = {
+        "host": socket.gethostname(),
+        "version": metadata.version("flash-mcp"),
+        "devices": _devices(),
+        "missing": missing,
+        "clock_s": round(time.time() - asked_at, 1),
+    }
+    folder.put_probe(found)
+
+
+def _devices() -> list[str]:
+    """GPUs as nvidia-smi names them, and the processors."""
+    found = [f"{len(os.sched_getaffinity(0))} CPUs"]
+    if shutil.which("nvidia-smi"):
+        command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
+        told = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        found = [*told.stdout.splitlines(), *found]
+    return found
+
+
+def use_own_home() -> None:
+    """FLASH_HOME of this node, unless the target gives one. A home that nodes share is no place for
+    caches.
+    """
+    if "FLASH_HOME" not in os.environ:
+        home = Path(tempfile.gettempdir(), f"flash-mcp-{os.getuid()}")
+        home.mkdir(mode=0o700, exist_ok=True)
+        if home.stat().st_uid != os.getuid():
+            sys.exit(f"{home} belongs to somebody else: give the target a home")
+        os.environ["FLASH_HOME"] = str(home)
+
+
+def attend(command: list[str], output: IO[bytes], folder: RunFolder, attempt: int) -> int:
+    """Run the command until it ends; its exit code."""
+    parent = os.getpid()
+    child = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        preexec_fn=lambda: die_with_parent(parent),
+    )
+
+    def forward(number: int, _: FrameType | None) -> None:
+        child.send_signal(number)
+
+    signal.signal(signal.SIGTERM, forward)
+    shipped = 0
+    while True:
+        ended_before = child.poll() is not None
+        size = os.fstat(output.fileno()).st_size
+        if size != shipped and ship(output, size, folder, attempt):
+            shipped = size
+        if ended_before:
+            break
+        _wait(child, SHIP_EVERY_S)
+    code = child.returncode
+    if code < 0:
+        line = f"the worker was killed by signal {signal.Signals(-code).name}\n"
+        os.pwrite(output.fileno(), line.encode(), size)
+        ship(output, size + len(line), folder, attempt)
+    return code
+
+
+def ship(output: IO[bytes], size: int, folder: RunFolder, attempt: int) -> bool:
+    """Store the end of the output; whether that worked."""
+    start = max(0, size - TAIL_BYTES)
+    try:
+        folder.put_log(attempt, os.pread(output.fileno(), size - start, start))
+    except (FlashError, OSError) as error:
+        log.warning("the log cannot be stored: %s", error)
+        return False
+    return True
+
+
+def _wait(child: subprocess.Popen[bytes], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while child.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
