@@ -21,7 +21,8 @@ FORMS = (
     ("<tool_call>", ToolForm("hermes", "<tool_call>")),
     ("[TOOL_CALLS]", ToolForm("mistral", "[TOOL_CALLS]")),
     ("<|python_tag|>", ToolForm("llama3_json", None)),
-    ('{"name": <function-name>', ToolForm("llama3_json", None)),
+    ('"parameters": dictionary of argument name', ToolForm("llama3_json", None)),
+    ("<|tool_call_start|>", ToolForm("lfm2", "<|tool_call_start|>")),
 )
 """What a template of each form contains; the first that fits."""
 

@@ -73,6 +73,29 @@ def test_calls_are_read_as_the_template_writes_them_and_history_reads_as_it_rend
     assert chat.tokenizer.decode(transcript.ids).replace(empty, "") == whole.replace(empty, "")
 
 
+OWN_TOKENS = {
+    "qwen3_5_think": ["<tool_call>", "</tool_call>", "<think>", "</think>"],
+    "qwen3_8": ["<tool_call>", "</tool_call>", "<think>", "</think>"],
+    "nemotron_3_nano": ["<tool_call>", "</tool_call>", "<think>", "</think>"],
+    "lfm2_2_5": ["<|tool_call_start|>", "<|tool_call_end|>"],
+    "llama3_1": ["<|eot_id|>", "<|python_tag|>"],
+    "llama3_2": ["<|eot_id|>", "<|python_tag|>"],
+}
+
+
+@pytest.mark.parametrize("name", OWN_TOKENS)
+def test_a_call_is_read_in_the_format_of_other_models(name: str) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(OWN_TOKENS[name], special_tokens=name.startswith("l"))
+    tokenizer.chat_template = (TEMPLATES / f"{name}.jinja").read_text()
+    transcript = Transcript(ChatTemplate(tokenizer), QUESTION, TOOLS)
+    asked = call("calculate", {"text": "12 * 7"})
+    turn = transcript.add_answer(transcript.template.answer("", [asked]))
+    assert (turn.tool_calls, turn.bad_tool_call) == ([asked], None)
+    transcript.add_environment([RESULT])
+    assert "84" in tokenizer.decode(transcript.ids)
+
+
 @pytest.mark.parametrize(
     ("text", "calls", "problem"),
     [

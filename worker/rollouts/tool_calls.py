@@ -8,12 +8,13 @@ The parsers are those of vLLM, so a deployed model's calls are read as they were
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from environments.tools import problem_of
+from environments.tools import as_object, problem_of
 from flash_mcp.protocol.chat_templates import ToolForm
 
 Json = dict[str, Any]
@@ -39,6 +40,23 @@ class Turn:
         if self.bad_tool_call:
             said["bad_tool_call"] = self.bad_tool_call
         return said
+
+
+SAMPLES: dict[str, Any] = {"string": "x y", "integer": 3}
+
+
+def sample_call(tool: Json) -> Json:
+    """A call of this tool, to see whether a template and a parser agree. It gives the arguments of
+    plain types, as parsers read the text of an argument by its type.
+    """
+    function = tool["function"]
+    arguments: Json = {}
+    for name, schema in as_object(as_object(function.get("parameters")).get("properties")).items():
+        kind = as_object(schema).get("type")
+        if isinstance(kind, str) and kind in SAMPLES and "enum" not in schema:
+            arguments[name] = SAMPLES[kind]
+    called = {"name": function["name"], "arguments": json.dumps(arguments)}
+    return {"id": "call00000", "type": "function", "function": called}
 
 
 class CallReader:

@@ -16,7 +16,7 @@ from typing import Any, Self
 from flash_mcp.protocol.chat_templates import tool_form, with_tools
 from flash_mcp.protocol.errors import FlashError
 from worker.rollouts.rendering import RENDER_LIMIT_S, TooLongError, time_limit
-from worker.rollouts.tool_calls import CallReader, Turn
+from worker.rollouts.tool_calls import CallReader, Turn, sample_call
 from worker.rollouts.turns import Completion
 
 Json = dict[str, Any]
@@ -71,9 +71,8 @@ class ChatTemplate:
         made = copy.copy(self)
         made.tools = tools
         made._glue = {}
-        function = {"name": tools[0]["function"]["name"], "arguments": "{}"}
-        call = {"id": "call00000", "type": "function", "function": function}
-        answer = {"role": "tool", "tool_call_id": "call00000", "content": "4"}
+        call = sample_call(tools[0])
+        answer = {"role": "tool", "tool_call_id": call["id"], "content": "4"}
         made._check([{"role": "assistant", "content": "", "tool_calls": [call]}, answer])
         return made
 
@@ -148,8 +147,7 @@ class ChatTemplate:
         if form is None:
             raise _unsupported("the chat template's format of tool calls is not known", fix)
         reader = CallReader(self.tokenizer, form, self.tools)
-        function = {"name": self.tools[0]["function"]["name"], "arguments": '{"a": ["x y", 1]}'}
-        call = {"id": "call00000", "type": "function", "function": function}
+        call = sample_call(self.tools[0])
         gold = self.answer("", [call])
         if reader.read(self._written(gold.token_ids), "").tool_calls != [call]:
             what = f"vLLM's parser {form.parser} does not read the chat template's tool calls"
