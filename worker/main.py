@@ -41,6 +41,8 @@ ANOTHER_MAY_CURE = ("disk_full", "preempted")
 PROCESS_SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # vLLM would pin the trainer's threads too
+    # Per-request seeds and processed log-probabilities never use it.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "TRANSFORMERS_VERBOSITY": "error",
     "VLLM_NO_USAGE_STATS": "1",

@@ -66,32 +66,15 @@ class VllmEngine:
         from vllm import EngineArgs  # noqa: PLC0415
         from vllm.v1.engine.llm_engine import LLMEngine  # noqa: PLC0415
 
-        arguments: dict[str, Any] = {
-            "model": str(model_path),
-            "dtype": dtype,
-            "max_model_len": max_length,
-            "max_num_seqs": max_num_seqs,
-            "seed": seed,
-            "enforce_eager": not on_gpu,
-            "enable_prefix_caching": True,
-            "kv_cache_memory_bytes": engine_cache_bytes(
-                model_path, max_length, max_num_seqs, itemsize=numbers.itemsize
-            ),
-            # On the CPU vLLM rewinds the generator of a seeded request whose prompt is cut in
-            # chunks, and CPU generators cannot (`CPU Generator does not use offset`).
-            "enable_chunked_prefill": on_gpu,
-            "disable_log_stats": True,
-            "logprobs_mode": "processed_logprobs",
-            "enable_lora": by_adapter,
-            "max_lora_rank": room_for_rank(lora_rank or 8),
-            "worker_cls": CPU_LORA_WORKER if by_adapter and not on_gpu else "auto",
-            # The prefix cache holds whole blocks: with vLLM's 128, no shorter chat prompt is found.
-            "block_size": None if on_gpu else KV_BLOCK_TOKENS,
-            # A group's first prompt should be cached after one step: until then its siblings
-            # compute it again.
-            "max_num_batched_tokens": 8192 if on_gpu else None,
-            "gpu_memory_utilization": UTILIZATION if on_gpu else 1.0,
-        }
+        arguments = engine_arguments(
+            model_path,
+            max_length=max_length,
+            max_num_seqs=max_num_seqs,
+            seed=seed,
+            lora_rank=(lora_rank or 8) if by_adapter else None,
+            dtype=dtype,
+            on_gpu=on_gpu,
+        )
         others = listening()
         self._engine: LLMEngine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         close_listening(keep=others)
@@ -167,6 +150,63 @@ class VllmEngine:
     def _forget_prefixes(self) -> None:
         if not self._engine.reset_prefix_cache():
             raise RuntimeError("vLLM kept cache entries of the policy before")
+
+
+def engine_arguments(
+    model_path: Path,
+    *,
+    max_length: int,
+    max_num_seqs: int,
+    seed: int,
+    lora_rank: int | None,
+    dtype: str,
+    on_gpu: bool,
+) -> dict[str, Any]:
+    """Arguments of vllm.EngineArgs. With a `lora_rank`, the engine takes adapters."""
+    itemsize = getattr(torch, dtype).itemsize
+    common: dict[str, Any] = {
+        "model": str(model_path),
+        "dtype": dtype,
+        "max_model_len": max_length,
+        "max_num_seqs": max_num_seqs,
+        "seed": seed,
+        "enable_prefix_caching": True,
+        "kv_cache_memory_bytes": engine_cache_bytes(
+            model_path, max_length, max_num_seqs, itemsize=itemsize
+        ),
+        "disable_log_stats": True,
+        "logprobs_mode": "processed_logprobs",
+        "enable_lora": lora_rank is not None,
+        "max_lora_rank": room_for_rank(lora_rank or 8),
+    }
+    if on_gpu:
+        return common | {
+            "enable_chunked_prefill": True,
+            # A group's first prompt should be cached after one step: until then its siblings
+            # compute it again.
+            "max_num_batched_tokens": 8192,
+            "gpu_memory_utilization": UTILIZATION,
+            # Seconds of the start, for kernels that neither seeded requests nor processed
+            # log-probabilities use.
+            "enable_flashinfer_autotune": False,
+            "compilation_config": {
+                # A decoding step has a token for each sequence. Other steps prefill, where a graph
+                # gains little.
+                "max_cudagraph_capture_size": max_num_seqs,
+                # One set of graphs, with the adapter's kernels, also for the base model.
+                "cudagraph_specialize_lora": False,
+            },
+        }
+    return common | {
+        "enforce_eager": True,
+        # On the CPU vLLM rewinds the generator of a seeded request whose prompt is cut in chunks,
+        # and CPU generators cannot (`CPU Generator does not use offset`).
+        "enable_chunked_prefill": False,
+        "worker_cls": CPU_LORA_WORKER if lora_rank is not None else "auto",
+        # The prefix cache holds whole blocks: with vLLM's 128, no shorter chat prompt is found.
+        "block_size": KV_BLOCK_TOKENS,
+        "gpu_memory_utilization": 1.0,
+    }
 
 
 def _completion(output: Any) -> Completion:

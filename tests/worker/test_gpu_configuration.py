@@ -1,0 +1,33 @@
+"""The engine that a GPU would get, as far as vLLM configures it without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.places import ROOT, TESTS
+
+CARDS = ["NVIDIA H100:9.0:80", "NVIDIA A100:8.0:40", "NVIDIA RTX 4090:8.9:24"]
+
+
+def test_vllm_takes_the_arguments_for_a_card(tiny_model: Path) -> None:
+    command = [sys.executable, TESTS / "worker" / "gpu_configuration.py", tiny_model, *CARDS]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "VLLM_LOGGING_LEVEL": "ERROR"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    configurations = [json.loads(line) for line in done.stdout.splitlines()]
+    expected = {
+        "device": "cuda",
+        "dtype": "torch.bfloat16",
+        "largest_graph": 64,
+        "graphs": "FULL_AND_PIECEWISE",
+        "specialized": False,
+        "autotune": False,
+        "utilization": 0.01,
+        "rank": 16,
+        "eager": False,
+    }
+    assert configurations == [expected] * len(CARDS)
