@@ -52,6 +52,7 @@ CODES: dict[str, str] = {
     "adapter_mismatch": "the adapter does not match the run's model, rank or alpha, or is no LoRA",
     "prompt_too_long": "a prompt leaves no room for an answer in the context",
     "template_unsupported": "the tokenizer's chat template cannot be reproduced token by token",
+    "tools_unsupported": "the model's chat template shows no tools, or its calls cannot be read",
     "artifact_damaged": "a node found an artifact of a run missing or changed in the storage",
     "checkpoint_corrupt": "a checkpoint's files do not match their checksums",
     "device_unsupported": "the GPU cannot compute in the model's precision",

@@ -361,7 +361,7 @@ async def _plan(
     if memory and not first:
         memory.check()
     await report("loading the environment in a child process")
-    probe = await _probe(spec, environment, dataset)
+    probe = await _probe(spec, environment, dataset, card)
     _check_lengths(spec, card, probe.prompt_tokens)
     estimate = _estimate(spec, probe, dataset)
     work = work_of(spec, environment.name, estimate.steps, estimate.eval_tasks)
@@ -437,7 +437,9 @@ def _enqueue(plan: _Plan, idempotency_key: str | None, label: Label) -> tuple[Ru
         return queue.label(plan.store, run, label), created
 
 
-async def _probe(spec: RunSpec, environment: EnvironmentVersion, dataset: Dataset | None) -> _Probe:
+async def _probe(
+    spec: RunSpec, environment: EnvironmentVersion, dataset: Dataset | None, card: ModelCard
+) -> _Probe:
     """Load the environment as a run does."""
     async with loaded(
         environment,
@@ -447,7 +449,8 @@ async def _probe(spec: RunSpec, environment: EnvironmentVersion, dataset: Datase
         start_timeout_s=PROBE_TIMEOUT_S,
         fix="correct the folder, env_test it, env_push it, and train again",
     ) as host:
-        longest = await _longest_prompt(host, gold=spec.algorithm == "sft" and not dataset)
+        gold = spec.algorithm == "sft" and not dataset
+        longest = await _longest_prompt(host, card, gold=gold)
         if dataset:
             await _check_contamination(host, spec, environment, dataset)
         splits = dict(host.splits)
@@ -460,7 +463,7 @@ async def _probe(spec: RunSpec, environment: EnvironmentVersion, dataset: Datase
     return _Probe(splits, math.ceil(longest / CHARACTERS_PER_TOKEN), shared)
 
 
-async def _longest_prompt(host: EnvironmentHost, *, gold: bool) -> int:
+async def _longest_prompt(host: EnvironmentHost, card: ModelCard, *, gold: bool) -> int:
     """Characters of the longest first prompt among the train tasks that open within OPENINGS_S.
 
     With `gold`, also asks for their gold answers. Raises EnvironmentFault only if every task fails:
@@ -474,7 +477,9 @@ async def _longest_prompt(host: EnvironmentHost, *, gold: bool) -> int:
             try:
                 opening = await host.open("train", index)
                 length = sum(len(text_of(message)) for message in opening.messages)
-                length += len(json.dumps(opening.tools)) if opening.tools else 0
+                if opening.tools:
+                    _check_tools(card)
+                    length += len(json.dumps(opening.tools))
                 longest = max(longest, length)
                 await host.close(opening.episode)
                 if gold:
@@ -484,6 +489,14 @@ async def _longest_prompt(host: EnvironmentHost, *, gold: bool) -> int:
     if len(faults) == tasks:
         raise faults[0]
     return longest
+
+
+def _check_tools(card: ModelCard) -> None:
+    """FlashError(tools_unsupported) if the model is known to see no tools."""
+    if card.chat_template and card.tools is None:
+        what = "the tasks have tools, which the model's chat template cannot show"
+        fix = "use a model whose template knows tools, or a ChatML one, which gets ours"
+        raise FlashError("tools_unsupported", what, model=card.name, fix=fix)
 
 
 async def _check_contamination(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -27,6 +28,7 @@ from flash_mcp.tools.rollouts import LEAST_PER_MESSAGE, share_out
 from flash_mcp.tools.shared import waiting
 from flash_mcp.tools.shared.fitting import RESULT_CHARACTERS, to_text
 from tests.calls import named_calls
+from tests.places import TOOL_CALCULATOR
 from tests.samples import (
     ENVIRONMENT,
     EVAL_EXAMPLES,
@@ -1043,3 +1045,17 @@ async def test_a_long_run_is_judged_on_all_of_it(tmp_path: Path):
     view = (await call("status", run_id=run.id))["run"]
     assert "flags" not in view and view["outlook"].startswith("yes: reward went from 0.1")
     assert "over steps 1 to 1000" in view["outlook"]
+
+
+@pytest.mark.slow
+async def test_a_model_that_can_show_no_tools_is_refused_for_tasks_with_tools(
+    tmp_path: Path, tiny_model: Path
+):
+    await call("env_push", name="tooled", folder=str(TOOL_CALCULATOR))
+    given = {"environment": "tooled", "steps": 2, "validate_only": True}
+    assert await call("train", **given, model=str(tiny_model))
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    error = await refused("train", **given, model=str(folder))
+    assert (error.code, error.values["model"]) == ("tools_unsupported", str(folder))

@@ -138,11 +138,19 @@ def test_the_system_prompt_stays_before_the_tools() -> None:
     assert json.dumps(TOOLS[0]) in prompt
 
 
-def test_a_template_that_cannot_show_tools_is_refused() -> None:
-    plain = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}<|im_end|>{% endfor %}[assistant]"
-    assert tool_form(with_tools(plain)) is None
-    with pytest.raises(FlashError, match="template_unsupported"):
-        template(plain).for_tools(TOOLS)
+PLAIN = (
+    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}<|im_end|>{% endfor %}[assistant]"
+)
+
+
+@pytest.mark.anyio
+async def test_a_template_that_cannot_show_tools_ends_the_run_with_that_word() -> None:
+    assert tool_form(with_tools(PLAIN)) is None
+    with pytest.raises(FlashError, match="tools_unsupported"):
+        template(PLAIN).for_tools(TOOLS)
+    with pytest.raises(ExceptionGroup) as caught:
+        await roll("x", text=PLAIN)
+    assert caught.group_contains(FlashError, match="tools_unsupported.*shows no tools")
 
 
 def test_a_format_of_calls_that_is_not_known_is_refused_at_the_first_turn() -> None:
@@ -174,8 +182,8 @@ class Scripted(FakeEngine):
         self.wanted[request_id] = written(self.chat, text)
 
 
-async def roll(*turns: str) -> Rollout:
-    chat = template()
+async def roll(*turns: str, text: str = CHATML) -> Rollout:
+    chat = template(text)
     engine = Scripted(chat, turns)
 
     async def run_step() -> list[tuple[str, Completion]]:

@@ -57,7 +57,7 @@ class ChatTemplate:
     def for_tools(self, tools: Sequence[Json]) -> Self:
         """This template for conversations that may call these tools (OpenAI function schemas).
 
-        FlashError(template_unsupported) if it cannot show them, or its calls cannot be read."""
+        FlashError(tools_unsupported) if it cannot show them."""
         if not tools:
             return self
         key = json.dumps(tools, sort_keys=True)
@@ -73,7 +73,10 @@ class ChatTemplate:
         made._glue = {}
         call = sample_call(tools[0])
         answer = {"role": "tool", "tool_call_id": call["id"], "content": "4"}
-        made._check([{"role": "assistant", "content": "", "tool_calls": [call]}, answer])
+        try:
+            made._check([{"role": "assistant", "content": "", "tool_calls": [call]}, answer])
+        except FlashError as error:
+            raise _no_tools(f"{error.what}, in a conversation with tools") from error
         return made
 
     def prompt_ids(self, messages: Sequence[ChatMessage]) -> list[int]:
@@ -132,7 +135,9 @@ class ChatTemplate:
         raise _unsupported(what, "use a model whose template shows tool calls in their turn")
 
     def read(self, token_ids: Sequence[int], calls_before: int = 0) -> Turn:
-        """What the model wrote in one turn; its calls are numbered on from `calls_before`."""
+        """What the model wrote in one turn; its calls are numbered on from `calls_before`.
+
+        FlashError(tools_unsupported) if the calls of this template cannot be read."""
         text = self.text(token_ids)
         if not self.tools:
             return Turn(text)
@@ -143,15 +148,14 @@ class ChatTemplate:
     def _make_reader(self) -> CallReader:
         """A reader that reads back what the template writes."""
         form = tool_form(with_tools(self.tokenizer.chat_template))
-        fix = "use a model whose format of tool calls is known, such as Qwen's or Hermes's"
         if form is None:
-            raise _unsupported("the chat template's format of tool calls is not known", fix)
+            raise _no_tools("the chat template's format of tool calls is not known")
         reader = CallReader(self.tokenizer, form, self.tools)
         call = sample_call(self.tools[0])
         gold = self.answer("", [call])
         if reader.read(self._written(gold.token_ids), "").tool_calls != [call]:
-            what = f"vLLM's parser {form.parser} does not read the chat template's tool calls"
-            raise _unsupported(what, fix)
+            parser = f"vLLM's parser {form.parser}"
+            raise _no_tools(f"{parser} does not read the chat template's tool calls")
         return reader
 
     def _written(self, token_ids: Sequence[int]) -> str:
@@ -294,6 +298,11 @@ class Transcript:
 
 def _unsupported(what: str, fix: str, **values: Any) -> FlashError:
     return FlashError("template_unsupported", what, fix=fix, **values)
+
+
+def _no_tools(what: str) -> FlashError:
+    fix = "use a model whose template knows tools, or a ChatML one, which gets ours"
+    return FlashError("tools_unsupported", what, fix=fix)
 
 
 def _end_ids(tokenizer: Any) -> frozenset[int]:
