@@ -26,7 +26,7 @@ SHARED_MODELS = (
 
 NO_TORCH = Path(__file__).with_name("no_torch")
 """Modules named torch and vllm that refuse to be imported."""
-SLOW_FOLDERS = ("clients", "worker")
+SLOW_FOLDERS = ("clients", "gpu", "worker")
 SLOW_FIXTURES = {"tiny_model", "tiny_adapter", "fp32_model"}
 """A test in one of these folders, or with one of these fixtures, is slow without being marked."""
 

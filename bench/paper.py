@@ -1,0 +1,140 @@
+"""The training step of three models on an H200, computed: no GPU is needed, and none was used.
+
+    python -m bench.paper
+
+A pass of 8 x 8 rollouts (prompt 256, 3 x 512 tokens) runs on tensors without storage. Matrix
+products count by their floating-point operations, everything else by the bytes that it reads and
+writes, at the rates below, without overlap. "before" has the dense mask and keeps or recomputes the
+activations of a whole group; "after" has flash attention and keeps those of one pack."""
+
+from __future__ import annotations
+
+import math
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from transformers import Qwen3Config
+
+from worker.training import attention, kernels, memory, packing
+
+FLOPS = 600e12
+"""Dense bf16, of 989e12 in the data sheet."""
+BYTES = 4.0e12
+"""Copying, of 4.8e12 in the data sheet."""
+CARD_GIB = 131
+"""What an H200's driver leaves free."""
+GROUPS = 8
+WORK = memory.Workload(256, 512, 3, 2048, 8, 64, 32)
+SHAPES = {"0.6B": (1024, 3072, 28, 16), "1.7B": (2048, 6144, 28, 16), "8B": (4096, 12288, 36, 32)}
+"""Hidden size, intermediate size, layers and heads of Qwen3."""
+
+
+@dataclass
+class Cost:
+    flops: float = 0.0
+    moved: float = 0.0
+
+    def plus(self, other: Cost, times: float) -> Cost:
+        return Cost(self.flops + times * other.flops, self.moved + times * other.moved)
+
+    @property
+    def seconds(self) -> float:
+        return self.flops / FLOPS + self.moved / BYTES
+
+
+class _Moved(TorchDispatchMode):
+    """Counts the bytes that operations other than matrix products and attention read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        packet = func.overloadpacket
+        if packet not in flop_registry and not func.is_view:
+            for tensor in pytree.tree_leaves((args, kwargs, result)):
+                if isinstance(tensor, torch.Tensor):
+                    self.total += tensor.nbytes
+        return result
+
+
+def pass_cost(folder: Path, layers: int, *, flash: bool, recomputed: bool) -> Cost:
+    """One pack's forward and backward pass."""
+    model = memory._without_storage(folder, torch.bfloat16, WORK.lora_rank, layers)
+    device = torch.device("meta")  # tensors without storage, and PyTorch's rules for their shapes
+    lengths = [WORK.completion] * WORK.rows
+    layout = attention.Layout(
+        WORK.prompt, lengths, torch.bfloat16, torch.device("cpu"), flash=flash
+    )
+    total = len(layout.positions)
+    segments = getattr(layout.mask, "segments", None)
+    layout.positions = layout.positions.to(device)
+    layout.mask = torch.empty(1, 1, total, total, dtype=torch.bool, device=device)
+    if segments:
+        ends = ("ends", "completion_ends", "prompt_ends")
+        moved_ends = {name: getattr(segments, name).to(device) for name in ends}
+        layout.mask.segments = replace(segments, **moved_ends)
+    else:
+        dense = torch.empty(total, total, dtype=torch.bfloat16, device=device)
+        layout.mask.blocks = [([0], dense)]
+    causal_lm = model.get_base_model()
+    packing.recompute(causal_lm, recomputed)
+    ids = torch.zeros(WORK.prompt + sum(lengths), dtype=torch.long, device=device)
+    counted = torch.zeros(sum(lengths), dtype=torch.long, device=device)
+    with FlopCounterMode(display=False) as flops, _Moved() as moved:
+        hidden = packing.hidden_states(causal_lm, ids, layout)
+        logps, _ = kernels.token_logps(causal_lm.lm_head, hidden[counted], counted, 1.0)
+        logps.sum().backward()
+    return Cost(flops.get_total_flops(), moved.total)
+
+
+def step_cost(folder: Path, *, flash: bool, recomputed: bool) -> Cost:
+    """A whole step: layers are alike, so that two sizes tell what one adds."""
+    layers = memory.config_of(folder).num_hidden_layers
+    few = pass_cost(folder, 1, flash=flash, recomputed=recomputed)
+    more = pass_cost(folder, 2, flash=flash, recomputed=recomputed)
+    one = more.plus(few, -1)
+    packs = GROUPS * math.ceil(WORK.group_size / WORK.rows)
+    return Cost().plus(few.plus(one, layers - 1), packs)
+
+
+def main() -> None:
+    lines = [
+        "| model | activations of a group / a pack, GiB | before | after | of it matrix products |",
+        "|---|---|---|---|---|",
+    ]
+    for name, (hidden, inner, layers, heads) in SHAPES.items():
+        with tempfile.TemporaryDirectory() as place:
+            folder = Path(place)
+            Qwen3Config(
+                vocab_size=151936, hidden_size=hidden, intermediate_size=inner, head_dim=128,
+                num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=8,
+                tie_word_embeddings=hidden < 4096,
+            ).save_pretrained(folder)  # fmt: skip
+            held, _ = memory._training_pass(folder, torch.bfloat16, WORK)
+            model = memory._without_storage(folder, torch.bfloat16, WORK.lora_rank)
+            weights = sum(p.nbytes for p in model.parameters())
+            group = held * math.ceil(WORK.group_size / WORK.rows)
+            fits = 2 * weights + group < CARD_GIB * memory.GIB
+            before = step_cost(folder, flash=False, recomputed=not fits)
+            after = step_cost(folder, flash=True, recomputed=False)
+        again = "" if fits else ", recomputed"
+        lines.append(
+            f"| {name} | {group / memory.GIB:.1f} / {held / memory.GIB:.1f} "
+            f"| {before.seconds:.1f} s{again} | {after.seconds:.1f} s "
+            f"| {after.flops / FLOPS:.1f} s |"
+        )
+        sys.stdout.write("\n".join(lines) + "\n")
+        lines = []
+
+
+if __name__ == "__main__":
+    main()
