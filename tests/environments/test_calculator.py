@@ -200,7 +200,7 @@ def test_gold_conversations_of_the_calculator_are_right() -> None:
         )
 
 
-@pytest.mark.parametrize("example", ["calculator", "sort_words"])
+@pytest.mark.parametrize("example", ["calculator", "sort_words", "tool_calculator"])
 @pytest.mark.parametrize(("config", "algorithm"), [("rl", "grpo"), ("sft", "sft")])
 def test_configs_are_valid_runs_of_their_environment(
     example: str, config: str, algorithm: str
