@@ -162,7 +162,7 @@ def tune(folder: RunFolder, model: Path, scratch: Path, steps: int) -> None:
         AutoTokenizer.from_pretrained(model), spec, rows, writer, max_length=64,
         output_dir=str(scratch / "out"), callbacks=[reporter], packed=True,
     )  # fmt: skip
-    session: Any = SimpleNamespace(spec=spec, pulse=pulse, reporter=reporter)
+    session: Any = SimpleNamespace(spec=spec, writer=writer, pulse=pulse, reporter=reporter)
     assert _optimize(trainer, session, _resume_point(writer, scratch)) == steps
 
 
