@@ -110,6 +110,7 @@ class Results:
     """The figures of a stage, in a file that is whole after each of them."""
 
     def __init__(self, out: Path, stage: str) -> None:
+        self.out = out
         self._path = out / f"{stage}.json"
 
     def read(self) -> Json:

@@ -261,7 +261,14 @@ def _sample(place: Place, model: Path, policy: Any, sync: Any, most: int) -> Non
             answers += [completion for _, completion in made.step()]
         taken = time.perf_counter() - started
         tokens = sum(len(answer.token_ids) for answer in answers)
-        add(**{f"{sync}_tokens_per_s_at_{count}": tokens / taken})
+        rate = tokens / taken
+        add(**{f"{sync}_tokens_per_s_at_{count}": rate})
+        if copied := Results(place.results.out, "environment").read().get("copy_gb_per_s"):
+            # Each step of decoding reads every weight once; the cache is small beside them.
+            weights = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+            bound = count * copied * 1e9 / weights
+            add(**{f"bound_tokens_per_s_at_{count}": bound})
+            add(**{f"{sync}_share_of_bound_at_{count}": rate / bound})
     worst = max(_mismatch(policy, prompt, answer) for answer in answers[:8])
     add(**{f"{sync}_largest_mismatch_nats": worst})
 

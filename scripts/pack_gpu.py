@@ -37,6 +37,8 @@ UNUSED = (
 )  # fmt: skip
 """Beginnings of names: libraries that come with PyTorch, kernels of models and features that no
 check uses, and plots."""
+TESTS = {"pytest", "pytest-timeout", "hypothesis", "iniconfig", "pluggy", "sortedcontainers"}
+"""What tests/gpu needs, and the checks that run tests."""
 PINNED = {"xgrammar": "0.2.3"}
 """Later ones break with the tvm-ffi of a host with PyTorch 2.11."""
 WASTE = (
@@ -78,10 +80,11 @@ def requirements() -> list[str]:
         "--python-platform", "x86_64-manylinux_2_39", "-c", "constraints-gpu.txt",
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    chosen: list[str] = []
+    pins = (ROOT / "constraints-gpu.txt").read_text().splitlines()
+    chosen = [line for line in pins if line.partition("==")[0] in TESTS]
     for line in done.stdout.splitlines():
         name = line.partition("==")[0]
-        if name in HOST or name.startswith(UNUSED):
+        if name in HOST | TESTS or name.startswith(UNUSED):
             continue
         chosen.append(f"{name}=={PINNED[name]}" if name in PINNED else line)
     return chosen
