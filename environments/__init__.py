@@ -2,6 +2,7 @@
 
 from environments.base import DatasetError as DatasetError
 from environments.base import Environment as Environment
+from environments.base import EnvironmentAgent as EnvironmentAgent
 from environments.base import EnvironmentEpisode as EnvironmentEpisode
 from environments.base import EnvironmentMultiTurn as EnvironmentMultiTurn
 from environments.base import EnvironmentSingleTurn as EnvironmentSingleTurn

@@ -1,9 +1,9 @@
 """The environment contract.
 
 An environment is a folder with an `environment.py` that defines `load_environment(**kwargs)`. That
-function returns an object of a class that extends EnvironmentSingleTurn or EnvironmentMultiTurn.
-Any method may be `async def`. The names are those of the `freesolo` SDK, so a folder written for
-this contract also runs where that package is installed.
+function returns an object of a class that extends EnvironmentSingleTurn, EnvironmentMultiTurn or
+EnvironmentAgent. Any method may be `async def`. The names of the first two are those of the
+`freesolo` SDK, so a folder written for this contract also runs where that package is installed.
 
 One rollout of a multi-turn environment:
 
@@ -249,6 +249,37 @@ class EnvironmentMultiTurn(Environment):
     """A conversation. Implement the four methods `start_episode`, `max_episode_turns`,
     `step_episode` and `score_episode`.
     """
+
+
+class EnvironmentAgent(Environment):
+    """A program that asks a model through OpenAI's API and ends with a reward: implement `run`.
+
+    It needs `endpoint = true` in environment.toml. `tools` and `score_group` do not apply to it:
+    the agent sends its tools with its requests."""
+
+    max_calls: int = 32
+    """How many answers of the model one run may get."""
+
+    @abstractmethod
+    def run(self, example: TaskExample, base_url: str, api_key: str, model: str) -> RewardResult:
+        """Solve the task with the model at `base_url`, and return the reward.
+
+        The key is this rollout's own. Requests must form one conversation that only grows: each
+        has the messages of the one before, the answer to it, and at least one new message."""
+
+    def start_episode(self, example: TaskExample, prompt_text: str) -> list[ChatMessage]:
+        raise NotImplementedError("an agent's requests are its conversation")
+
+    def max_episode_turns(self, example: TaskExample) -> int:
+        return self.max_calls
+
+    def step_episode(
+        self, example: TaskExample, messages: list[ChatMessage], assistant_response: str
+    ) -> EnvironmentStepResult:
+        raise NotImplementedError("an agent's requests are its conversation")
+
+    def score_episode(self, example: TaskExample, episode: EnvironmentEpisode) -> RewardResult:
+        raise NotImplementedError("run returns the reward")
 
 
 class DatasetError(ValueError):

@@ -6,4 +6,5 @@ TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 CALCULATOR = ROOT / "environments" / "examples" / "calculator"
 TOOL_CALCULATOR = ROOT / "environments" / "examples" / "tool_calculator"
+AGENT_VOWELS = TESTS / "fixture_environments" / "agent_vowels"
 VOWELS = TESTS / "fixture_environments" / "vowels"

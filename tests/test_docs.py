@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 import environments
 from environments.adapters.gym import GymEnvironment
+from environments.process import endpoint
 from environments.process.host import EnvironmentHost
 from flash_mcp.judgement import health
 from flash_mcp.protocol.errors import CODES
@@ -61,6 +62,7 @@ def known_names() -> set[str]:
         for parameter in tool.signature.parameters.values():
             names |= literals(parameter.annotation)
     kinds = (
+        environments.EnvironmentAgent,
         environments.EnvironmentToolUse,
         environments.EnvironmentSingleTurn,
         environments.JudgeRubric,
@@ -68,6 +70,8 @@ def known_names() -> set[str]:
     for kind in kinds:
         names |= set(dir(kind))
     names |= set(inspect.signature(GymEnvironment).parameters)
+    names |= set(inspect.signature(environments.EnvironmentAgent.run).parameters)
+    names |= {*endpoint.DEFAULTS, *endpoint.ROLES, "auto", "context_length_exceeded"}
     return names | {
         "load_environment",
         "self",
@@ -197,7 +201,33 @@ async def test_the_playbooks_wrapped_objects_work(tmp_path: Path, imported: str)
 def test_every_example_in_python_runs_in_a_test():
     text = "".join(path.read_text() for path in (PLAYBOOK, *ROOT.glob("docs/*.md")))
     text += (ROOT / "README.md").read_text()
-    assert text.count("```python") == len(wrapped()) + 1 == len(STAND_INS) + 1
+    assert text.count("```python") == len(wrapped()) + 2 == len(STAND_INS) + 2
+
+
+AGENT = """
+from openai import OpenAI
+
+def solve(question, base_url, api_key, model):
+    with OpenAI(base_url=base_url, api_key=api_key) as client:
+        asked = [{"role": "user", "content": question}]
+        return client.chat.completions.create(model=model, messages=asked).choices[0].message.content
+"""
+
+
+@pytest.mark.anyio
+@pytest.mark.slow
+async def test_the_playbooks_agent_answers(tmp_path: Path):
+    (source,) = re.findall(
+        r"\*\*Agents\.\*\*.*?```python\n(.*?)```", PLAYBOOK.read_text(), re.DOTALL
+    )
+    example_files(tmp_path)
+    (tmp_path / "environment.toml").write_text("endpoint = true\n")
+    (tmp_path / "environment.py").write_text(source)
+    (tmp_path / "agent.py").write_text(AGENT)
+    async with await EnvironmentHost.start(tmp_path) as host:
+        opening = await host.open("train", 0)
+        assert (await host.step(opening.episode, "7")).done
+        assert (await host.score(opening.episode)).success
 
 
 def test_the_playbooks_example_config_is_complete(tmp_path: Path):

@@ -117,7 +117,9 @@ class FakeHost:
             episode, f"task-{index}", [{"role": "user", "content": f"q{index}"}], self.max_turns
         )
 
-    async def step(self, episode: int, assistant_text: str, tool_calls: Sequence[Any] = ()) -> Step:
+    async def step(
+        self, episode: int, assistant_text: str, tool_calls: Sequence[Any] = (), usage: Any = None
+    ) -> Step:
         said = self.opened[episode]
         await self._serve("step", int(said[0]))
         said.append(assistant_text)

@@ -35,7 +35,7 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Never, cast
+from typing import Any, Literal, Never, cast
 
 from environments import kept
 from environments.adapters import freesolo
@@ -44,6 +44,7 @@ from environments.base import (
     ChatMessage,
     DatasetError,
     Environment,
+    EnvironmentAgent,
     EnvironmentEpisode,
     EnvironmentStepResult,
     EnvironmentTurn,
@@ -63,6 +64,7 @@ from environments.process.replies import (
     MAX_TASKS,
     MAX_TURNS,
     OPENING_ROLES,
+    Usage,
 )
 from environments.tools import tool_calls_of, tool_schemas
 
@@ -139,6 +141,7 @@ class Child:
         self._pool = ThreadPoolExecutor(MAX_THREADS)
         self._score_pool: Executor = self._pool
         self._environment: Environment | None = None
+        self._is_agent = False
         self._splits: dict[str, Sequence[TaskExample]] = {}
         self._episodes: dict[int, Episode] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -177,9 +180,13 @@ class Child:
         if not isinstance(environment, Environment):
             raise _invalid(
                 f"load_environment returned {_kind(environment)}; it must return an object of a "
-                "class that extends EnvironmentSingleTurn or EnvironmentMultiTurn; "
+                "class that extends EnvironmentSingleTurn, EnvironmentMultiTurn or "
+                "EnvironmentAgent; "
                 "environments.adapters.gym.GymEnvironment wraps objects with reset and step"
             )
+        if isinstance(environment, EnvironmentAgent):
+            environment = _served(environment, self._call)
+            self._is_agent = True
         self._environment = environment
         self._splits = await load(self._read_splits, environment)
         score_concurrency = max(1, int(environment.max_score_concurrency))
@@ -268,9 +275,15 @@ class Child:
         }
 
     async def op_step_episode(
-        self, episode: int, text: str | None, tool_calls: list[dict[str, Any]]
+        self,
+        episode: int,
+        text: str | None,
+        tool_calls: list[dict[str, Any]],
+        usage: tuple[int, int, Literal["stop", "length"]],
     ) -> dict[str, Any]:
         state = self._episode(episode)
+        if self._is_agent:
+            cast("Any", state.environment).usage = Usage(*usage)
         turn: ChatMessage = {"role": "assistant", "content": text}
         if tool_calls:
             turn["tool_calls"] = tool_calls
@@ -527,6 +540,21 @@ def _check_tasks(attribute: str, examples: Sequence[Any]) -> None:
     if found != count:
         more = "more" if found > count else f"only {found:,}"
         raise _bad_dataset(f"len({attribute}) is {count:,}, but it has {more} tasks")
+
+
+def _served(agent: EnvironmentAgent, call: Callable[..., Coroutine[Any, Any, Any]]) -> Environment:
+    """The agent as an environment of many turns."""
+    if type(agent).score_group is not Environment.score_group:
+        raise _invalid("an EnvironmentAgent has no score_group: run returns the reward of each")
+    # Imported here: a web server takes time to import, and only agents need it.
+    from environments.process.endpoint import AgentEpisode, Endpoint  # noqa: PLC0415
+
+    try:
+        return AgentEpisode(agent, Endpoint(asyncio.get_running_loop()), call)
+    except OSError as error:
+        what = f"an EnvironmentAgent cannot be served here ({_message(error)})"
+        fix = f"it needs endpoint = true in its {sandbox.FILE}, on a machine that allows a network"
+        raise _invalid(f"{what}: {fix} namespace with loopback") from error
 
 
 def _turn(message: ChatMessage) -> EnvironmentTurn:

@@ -14,6 +14,7 @@ class EnvironmentFault(Exception):
     - environment_invalid: it does not load, or it breaks the contract
     - dataset_invalid
     - environment_error: a call failed
+    - forked_history: an agent changed what was said before, or asked twice at once
     - environment_timeout: a call passed its deadline
     - invalid_argument: settings.toml cannot be used, or the environment refused its arguments
     - network_not_granted: its environment.toml asks for it, settings.toml does not grant it

@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -33,7 +33,14 @@ from environments.process import requirements, scratch
 from environments.process.faults import EnvironmentFault
 from environments.process.foreign import marked
 from environments.process.redaction import Redactor
-from environments.process.replies import ForgedError, Reader, parse, protections
+from environments.process.replies import (
+    NO_USAGE,
+    ForgedError,
+    Reader,
+    Usage,
+    parse,
+    protections,
+)
 from environments.process.sandbox import FILE as NEEDS_FILE
 from environments.process.sandbox import READABLE_VARIABLE, Bounds, Needs
 from environments.process.warden import MEMORY_EXIT_CODE, SWEEP_TIMEOUT_S, UNPROTECTED_EXIT_CODE
@@ -49,6 +56,10 @@ ABANDON_TIMEOUT_S = 5.0
 """A child that does not confirm within this time that it dropped a call is frozen, and killed."""
 STDERR_TAIL_CHARACTERS = 4000
 PLACE_POLL_S = 0.1
+MOST_AGENTS = 128
+"""Agents that run at once in one environment."""
+THREADS_OF_AN_AGENT = 3
+"""Its own, one of its request, and one of its client."""
 MAX_LINE_BYTES = 16 << 20
 """Size of a reply. environments.process.child sends no longer ones; they could fill our memory."""
 MAX_PRINTED_LINE_CHARACTERS = 10_000
@@ -147,6 +158,8 @@ class EnvironmentHost:
         self._children: list[_Child] = []
         self._homes: dict[int, _Child] = {}
         self._numbers = itertools.count(1)
+        self._rooms = asyncio.Semaphore(sys.maxsize)
+        self._opened: set[int] = set()
         self._starting = asyncio.Lock()
         self._stopped = False
         self._scratch, self._scratch_lock = place
@@ -200,18 +213,22 @@ class EnvironmentHost:
     # -- episodes ----------------------------------------------------------------------------------
 
     async def open(self, split: str, index: int) -> Opening:
-        """Begin an episode of task `index` of `split`."""
-        async with self._places:
-            child = await self._live_child()
-            episode = next(self._numbers)
-            child.episodes.add(episode)
-            self._homes[episode] = child
-            try:
+        """Begin an episode of task `index` of `split`. While MOST_AGENTS agents run, another one
+        waits until an episode is closed.
+        """
+        await self._rooms.acquire()
+        episode = next(self._numbers)
+        self._opened.add(episode)
+        try:
+            async with self._places:
+                child = await self._live_child()
+                child.episodes.add(episode)
+                self._homes[episode] = child
                 task = {"episode": episode, "split": split, "index": index}
                 value = await self._call(child, "start_episode", **task)
-            except BaseException:
-                self._forget(episode)
-                raise
+        except BaseException:
+            self._forget(episode)
+            raise
         return Opening(episode, **value)
 
     async def step(
@@ -219,14 +236,16 @@ class EnvironmentHost:
         episode: int,
         assistant_text: str | None,
         tool_calls: Sequence[dict[str, Any]] = (),
+        usage: Usage = NO_USAGE,
     ) -> Step:
         """Give the episode one model turn. Only the gate passes None; models write text.
-        `tool_calls` are in OpenAI's form.
+        `tool_calls` are in OpenAI's form. An agent is told the `usage`.
         """
         async with self._places:
             calls = list(tool_calls)
             turn = {"episode": episode, "text": assistant_text, "tool_calls": calls}
-            return Step(**await self._call(self._home(episode), "step_episode", **turn))
+            facts = {**turn, "usage": astuple(usage)}
+            return Step(**await self._call(self._home(episode), "step_episode", **facts))
 
     async def score(self, episode: int, *, latency_ms: int = 0, total_tokens: int = 0) -> Score:
         """Score the conversation so far and close the episode, also if scoring fails."""
@@ -359,6 +378,11 @@ class EnvironmentHost:
     async def _start_process(self, interpreter: Path) -> _Child:
         """Start `interpreter` in the folder's sandbox. No user code has run when this returns."""
         needs, operator = _granted(self.folder, self._known_as)
+        threads = self._limits.concurrency
+        if needs.endpoint:
+            threads += THREADS_OF_AN_AGENT * MOST_AGENTS
+            if not self.splits:
+                self._rooms = asyncio.Semaphore(MOST_AGENTS)
         named = os.environ.get(READABLE_VARIABLE, "").split(os.pathsep)
         bounds = Bounds(
             folder=str(self.folder),
@@ -366,7 +390,7 @@ class EnvironmentHost:
             hidden=str(state_directory()),
             needs=needs.asked(),
             without_file_protection=operator.without_file_protection,
-            threads=self._limits.concurrency,
+            threads=threads,
             readable=(*filter(None, named), *requirements.prefix(interpreter)),
         )
         # With -P and PYTHONPATH `environments` is this package, whatever the folder holds.
@@ -448,6 +472,9 @@ class EnvironmentHost:
         return self._homes[episode]
 
     def _forget(self, episode: int) -> None:
+        if episode in self._opened:
+            self._opened.remove(episode)
+            self._rooms.release()
         child = self._homes.pop(episode, None)
         if child is not None:
             child.episodes.discard(episode)

@@ -11,11 +11,13 @@ with its first process, and shows its processes no others."""
 from __future__ import annotations
 
 import os
+import struct
 
 # The module socket takes 5 ms to import.
-from _socket import AF_UNIX, SOCK_DGRAM, socket
+from _socket import AF_INET, AF_UNIX, SOCK_DGRAM, SOCK_STREAM, socket
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from fcntl import ioctl
 from pathlib import Path
 
 from environments.process.kernel import (
@@ -40,6 +42,8 @@ CLONE_NEWNS = 0x00020000
 CLONE_NEWUSER = 0x10000000
 CLONE_NEWPID = 0x20000000
 CLONE_NEWNET = 0x40000000
+SIOCSIFFLAGS = 0x8914
+IFF_UP = 1
 MS_NOSUID = 0x2
 MS_NODEV = 0x4
 MS_NOEXEC = 0x8
@@ -64,6 +68,8 @@ class Own:
     """Whether it has a user namespace."""
     owns_files: bool = False
     """Whether the folders that it writes to belong to that user."""
+    loopback: bool = False
+    """Whether it has an empty network namespace whose loopback interface is up."""
     process_tree: str = "this system has no PID namespaces"
     """"" if it has a PID namespace, else why not."""
 
@@ -73,10 +79,10 @@ class Own:
         return not self.process_tree
 
 
-def enter_namespaces(user: int | None = None, *, network: bool) -> Own:
+def enter_namespaces(user: int | None = None, *, network: bool, loopback: bool = False) -> Own:
     """Give the processes that this one forks next a PID namespace, and a user of their own: `user`,
     if it is given. Without network they also get an empty network namespace, which shows no
-    connections of others.
+    connections of others, with a loopback interface of its own if `loopback`.
     """
     own = Own()
     if user is not None:
@@ -88,12 +94,26 @@ def enter_namespaces(user: int | None = None, *, network: bool) -> Own:
         _enter_user_namespace()
         own = Own(is_mapped=True)
     if not network:
-        libc.unshare(CLONE_NEWNET)  # seccomp refuses sockets also where this is refused
+        # Seccomp refuses sockets also where this is refused.
+        is_alone = libc.unshare(CLONE_NEWNET) == 0
+        own = replace(own, loopback=is_alone and loopback and _raise_loopback())
     try:
         checked(libc.unshare(CLONE_NEWPID))
     except OSError as error:
         return replace(own, process_tree=f"no PID namespace can be had: {error}")
     return replace(own, process_tree="")
+
+
+def _raise_loopback() -> bool:
+    """Whether the loopback interface of this network namespace could be brought up."""
+    any_socket = socket(AF_INET, SOCK_STREAM)
+    try:
+        ioctl(any_socket.fileno(), SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", IFF_UP))
+    except OSError:
+        return False
+    finally:
+        any_socket.close()
+    return True
 
 
 def _enter_user_namespace() -> None:

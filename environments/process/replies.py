@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, Literal, cast
 
 from environments import kept
 from environments.base import ChatMessage
@@ -29,6 +30,7 @@ EVIDENCE_CHARACTERS = 4000
 FAULT_CODES = (
     "environment_invalid",
     "environment_error",
+    "forked_history",
     "environment_memory",
     "environment_file_size",
     "environment_processes",
@@ -45,6 +47,7 @@ METHODS = (
     "episode_tools",
     "max_episode_turns",
     "step_episode",
+    "run",
     "normalize_response_text",
     "score_episode",
     "score_group",
@@ -52,6 +55,26 @@ METHODS = (
     "sft_completion",
 )
 """What user code is called through. Another name is not repeated."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """The tokens of one turn, and why it ended. The host sends it with the turn."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    ended: Literal["stop", "length"] = "stop"
+
+    def fields(self) -> dict[str, int]:
+        """As OpenAI's API writes it."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+        }
+
+
+NO_USAGE = Usage()
 
 
 class ForgedError(ValueError):

@@ -13,7 +13,8 @@ Linux, no helper program and no root.
   outside that temporary folder.
 - network (seccomp): it can make no socket except pairs of connected ones. With network, which
   environment.toml asks for and settings.toml grants, it makes IPv4 and IPv6 sockets too. Without,
-  it also gets an empty network namespace, if it may have namespaces.
+  it also gets an empty network namespace, if it may have namespaces. With an endpoint it makes TCP
+  sockets in that namespace, where only its own processes listen; without the namespace, none.
 - process_tree (a PID namespace): all that it starts ends with it, and it finds no other process.
 - proc: /proc shows its own processes only.
 - signals (a PID namespace or Landlock): it signals and traces no process outside the sandbox.
@@ -40,7 +41,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from environments.process.kernel import PR_SET_NO_NEW_PRIVS, checked, keep_capabilities, libc
 from environments.process.namespaces import Mounts, Own, become
@@ -64,6 +65,8 @@ class Needs:
     """What an environment asks for in environment.toml. The defaults suit most environments."""
 
     network: bool = False
+    endpoint: bool = False
+    """For an EnvironmentAgent: a loopback interface of its own, on which the model is served."""
     memory_gib: float = 8.0
     """For all its processes together."""
     processes: int = 512
@@ -130,6 +133,10 @@ class Bounds:
         return Needs(**self.needs).network
 
     @property
+    def has_endpoint(self) -> bool:
+        return Needs(**self.needs).endpoint
+
+    @property
     def memory_bytes(self) -> int:
         return int(Needs(**self.needs).memory_gib * 2**30)
 
@@ -181,7 +188,11 @@ def confine(bounds: Bounds, own: Own, mounts: Mounts) -> dict[str, str]:
     found["files"], found["signals"] = _restrict_files(bounds, mounts)
     if own.has_processes:
         found["signals"] = ""
-    found["network"] = filter_calls(allow_sockets=needs.network, has_processes=own.has_processes)
+    found["network"] = filter_calls(
+        allow_sockets=needs.network,
+        allow_tcp=own.loopback,
+        has_processes=own.has_processes,
+    )
     if needs.network and not found["network"]:
         found["network"] = f"open: {FILE} asks for it and {SETTINGS_FILE} grants it"
     return found
@@ -189,8 +200,23 @@ def confine(bounds: Bounds, own: Own, mounts: Mounts) -> dict[str, str]:
 
 def explain_refusals(bounds: Bounds) -> None:
     """Make this interpreter explain a refused network where the kernel would only refuse it."""
-    if not bounds.has_network:
+    if bounds.has_endpoint and not bounds.has_network:
+        sys.addaudithook(_explain_refusal_of_others)
+    elif not bounds.has_network:
         sys.addaudithook(_explain_refusal)
+
+
+def _explain_refusal_of_others(event: str, args: tuple[Any, ...]) -> None:
+    """The same for code that may reach its own loopback interface."""
+    if event in ("socket.getaddrinfo", "socket.gethostbyname"):
+        host = args[0]
+    elif event == "socket.connect" and isinstance(args[1], tuple):
+        host = cast("tuple[Any, ...]", args[1])[0]
+    else:
+        return
+    name = host.decode(errors="replace") if isinstance(host, bytes) else str(host or "localhost")
+    if name != "localhost" and not name.startswith("127."):
+        raise NetworkRefusedError
 
 
 def _explain_refusal(event: str, args: tuple[Any, ...]) -> None:

@@ -28,6 +28,7 @@ AF_INET = 2
 AF_INET6 = 10
 SOCKET_TYPES = 0xF
 SOCK_STREAM = 1
+IPPROTO_TCP = 6
 SOCK_SEQPACKET = 5
 PRIO_PROCESS = 0
 IOPRIO_WHO_PROCESS = 1
@@ -102,8 +103,8 @@ class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_char_p))
 
 
-def filter_calls(*, allow_sockets: bool, has_processes: bool) -> str:
-    """Why system calls cannot be refused; "" if they are.
+def filter_calls(*, allow_sockets: bool, allow_tcp: bool, has_processes: bool) -> str:
+    """Why system calls cannot be refused; "" if they are. `allow_tcp` allows TCP over IPv4 alone.
 
     `has_processes`: the code has a PID namespace, so that it finds no process of others."""
     machine = platform.machine()
@@ -125,7 +126,7 @@ def filter_calls(*, allow_sockets: bool, has_processes: bool) -> str:
     for number in (calls.clone, calls.unshare):
         steps += _for(number, _without(CLONE_NEWUSER))
     families = (AF_INET, AF_INET6) if allow_sockets else ()
-    steps += _for(calls.socket, _families(families))
+    steps += _for(calls.socket, _tcp_only() if allow_tcp else _families(families))
     steps += _for(calls.socketpair, _connected_pair())
     steps += _for(calls.prlimit, _limits_of_others())
     if not has_processes:
@@ -158,6 +159,22 @@ def _families(allowed: tuple[int, ...]) -> list[Step]:
     for family in allowed:
         steps += [(EQUAL, 0, 1, family), (RETURN, 0, 0, ALLOW)]
     return [*steps, _refuse(errno.EACCES)]
+
+
+def _tcp_only() -> list[Step]:
+    """TCP over IPv4: socket(AF_INET, SOCK_STREAM, 0 or IPPROTO_TCP)."""
+    return [
+        (LOAD, 0, 0, ARGUMENTS[0]),
+        (EQUAL, 0, 6, AF_INET),
+        (LOAD, 0, 0, ARGUMENTS[1]),
+        (AND, 0, 0, SOCKET_TYPES),
+        (EQUAL, 0, 3, SOCK_STREAM),
+        (LOAD, 0, 0, ARGUMENTS[2]),
+        (EQUAL, 2, 0, 0),
+        (EQUAL, 1, 0, IPPROTO_TCP),
+        _refuse(errno.EACCES),
+        (RETURN, 0, 0, ALLOW),
+    ]
 
 
 def _connected_pair() -> list[Step]:

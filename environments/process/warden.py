@@ -69,7 +69,7 @@ def enclose(bounds: Bounds) -> dict[str, str]:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # memory may hold secrets
     signal.pthread_sigmask(signal.SIG_BLOCK, HEEDED)
     group = cgroup.make(bounds.memory_bytes + KERNEL_BYTES)
-    own = enter_namespaces(bounds.user, network=bounds.has_network)
+    own = enter_namespaces(bounds.user, network=bounds.has_network, loopback=bounds.has_endpoint)
     warden = os.getpid()
     ended, ending = os.pipe()
     child = os.fork()

@@ -166,9 +166,7 @@ def _checkpoint(store: Store, run_id: str, step: int | None) -> Subject:
         return Subject(card.name, card.context, 0, run, run.init_adapter)
     found = store.checkpoint(run_id, step)
     folder = folder_of(run)
-    path = folder.fetch_checkpoint(
-        found.step, store.base / "adapters" / f"{run_id}-{found.step}", whole=False
-    )
+    path = folder.fetch_checkpoint(found.step, store.base / "adapters" / f"{run_id}-{found.step}")
     adapter = {
         "path": str(path),
         "run_id": run_id,

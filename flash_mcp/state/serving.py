@@ -49,9 +49,7 @@ def request(
             raise FlashError(
                 "invalid_argument", f"the name {name!r} is taken by {row.id}", name=name, fix=fix
             )
-    adapter = folder.fetch_checkpoint(
-        step, store.base / "adapters" / f"{run_id}-{step}", whole=False
-    )
+    adapter = folder.fetch_checkpoint(step, store.base / "adapters" / f"{run_id}-{step}")
     rank = read_adapter_config(adapter, "r")["r"]
     data: Json = {"rank": rank, "port": port, "thinking": bool(run.spec.thinking)}
     data["idle_minutes"] = idle_minutes

@@ -19,7 +19,6 @@ from flash_mcp.state.targets import add_target
 from flash_mcp.supervisor.launch.base import Handle, Hint, Launch, MemoryLauncher, Target
 from flash_mcp.supervisor.loop import Attendant, Patience, Supervisor
 from flash_mcp.supervisor.secrets import Vault
-from flash_mcp.tools.shared.run_view import report_on
 
 HASTE = Patience(poll_s=0.01, remote_poll_s=0.01, beat_stale_s=0.05, retry_delay_s=0.0)
 TIMEOUT_S = 30.0
@@ -64,7 +63,7 @@ class Bench:
     def __init__(self, base: Path) -> None:
         self.store = Store(base)
         for name in ("lab", "near"):
-            add_target(base, name, {"engine": "slurm", "storage": f"{base.parent}/shared"})
+            add_target(base, name, {"engine": "slurm", "storage": f"{base}/storage"})
         self.lab = Lab()
         self.attendant = self.new_attendant()
 
@@ -104,7 +103,7 @@ class Bench:
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
-    made = Bench(tmp_path / "home")
+    made = Bench(tmp_path)
     yield made
     made.store.close()
 
@@ -254,30 +253,3 @@ def test_a_target_that_does_not_answer_delays_no_other(bench: Bench) -> None:
         bench.lab.engine.answers.set()
     RunFolder(runs["lab"].folder).claim(1).commit_result("succeeded", 1)
     until(lambda: bench.now(runs["lab"]).ended)
-
-
-def test_a_state_directory_that_moved_takes_no_folder_elsewhere_for_its_own(bench: Bench) -> None:
-    run = bench.train()
-    folder = f"{bench.store.base.parent}/shared/run-folders/{run.id}"
-    assert run.folder == folder
-    bench.store.make_paths_relative()  # as each supervisor does when it starts
-    assert bench.now(run).folder == folder
-
-
-def test_status_its_log_and_cancel_ask_no_store_for_a_run_elsewhere(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The store may not answer; what they need is in the database."""
-    run, waiting = bench.train(), bench.train()
-    bench.until(lambda: bench.now(run).handle)
-    writer = bench.start(run)
-    writer.folder.put_log(1, b"step 1: train")
-    bench.attendant._attempts[run.id].log_at = -100.0
-    bench.until(lambda: bench.store.log(run.id))
-    refuse = "flash_mcp.protocol.run_folder.connect"
-    monkeypatch.setattr(refuse, lambda *_: pytest.fail("the store was asked"))
-    view = report_on(bench.store, run.id, detailed=True).view
-    assert (view.target, view.log_tail) == ("lab", "step 1: train")
-    assert report_on(bench.store, waiting.id).view.queued_ahead == 0
-    for each in (run, waiting):
-        assert queue.request_cancel(bench.store, each.id).cancel_requested

@@ -160,7 +160,9 @@ def test_a_cancel_at_any_moment_leaks_nothing_and_the_generator_goes_on(
 
 def test_each_rollout_is_scored_and_told_as_soon_as_its_conversation_ends() -> None:
     class Clocked(FakeHost):
-        async def step(self, episode: int, assistant_text: str, calls: Any = ()) -> Step:
+        async def step(
+            self, episode: int, assistant_text: str, calls: Any = (), usage: Any = None
+        ) -> Step:
             step = await super().step(episode, assistant_text, calls)
             if step.done:
                 done[episode] = asyncio.get_running_loop().time()
@@ -252,7 +254,9 @@ def test_a_prompt_without_room_for_an_answer_is_an_error_of_that_rollout() -> No
 
 def test_a_reply_that_leaves_no_room_is_not_trained_over() -> None:
     class Verbose(FakeHost):
-        async def step(self, episode: int, assistant_text: str, calls: Any = ()) -> Step:
+        async def step(
+            self, episode: int, assistant_text: str, calls: Any = (), usage: Any = None
+        ) -> Step:
             step = await super().step(episode, assistant_text, calls)
             return Step(
                 step.done, [{"role": "user", "content": "page " * 500} for _ in step.messages]
@@ -269,7 +273,9 @@ def test_a_reply_that_leaves_no_room_is_not_trained_over() -> None:
 
 def test_a_conversation_that_the_template_refuses_costs_no_other() -> None:
     class Twice(FakeHost):
-        async def step(self, episode: int, assistant_text: str, calls: Any = ()) -> Step:
+        async def step(
+            self, episode: int, assistant_text: str, calls: Any = (), usage: Any = None
+        ) -> Step:
             step = await super().step(episode, assistant_text, calls)
             return Step(step.done, step.messages * (2 if self.opened[episode][0] == "5" else 1))
 

@@ -25,6 +25,7 @@ from typing import Literal, Protocol
 from environments.checks.playing import together
 from environments.process.foreign import plain_name
 from environments.process.host import Ended, EnvironmentFault, Opening, Score, Step
+from environments.process.replies import Usage
 from flash_mcp.protocol import records
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
@@ -43,7 +44,11 @@ class Host(Protocol):
 
     async def open(self, split: str, index: int) -> Opening: ...
     async def step(
-        self, episode: int, assistant_text: str, tool_calls: Sequence[Json] = ()
+        self,
+        episode: int,
+        assistant_text: str,
+        tool_calls: Sequence[Json] = (),
+        usage: Usage = ...,
     ) -> Step: ...
     async def score(self, episode: int, *, latency_ms: int, total_tokens: int) -> Score: ...
     async def score_group(self, ended: Sequence[Ended]) -> list[Score]: ...
@@ -392,9 +397,12 @@ async def _take_turns(
             return "length"
         seed = zlib.crc32(f"{rollout.task.seed}/{rollout.turns}".encode()) & 0x7FFFFFFF
         sampling = Sampling(budget, limits.temperature, limits.top_p, limits.stop, seed)
-        turn = transcript.add_answer(await generator.generate(transcript.ids, sampling))
+        prompt = transcript.ids
+        completion = await generator.generate(prompt, sampling)
+        turn = transcript.add_answer(completion)
         rollout.turns += 1
-        step = await host.step(opening.episode, turn.content, turn.tool_calls)
+        usage = Usage(len(prompt), len(completion.token_ids), completion.finish_reason)
+        step = await host.step(opening.episode, turn.content, turn.tool_calls, usage)
         if step.done:
             return "done"
         if rollout.turns >= opening.max_turns:

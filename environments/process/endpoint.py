@@ -1,0 +1,550 @@
+"""The OpenAI API that an agent calls, served inside the sandbox of its environment.
+
+    endpoint = Endpoint(loop)                    # a server on 127.0.0.1 and a free port
+    episode = AgentEpisode(agent, endpoint, call)
+    messages = await episode.start_episode(example, "")     # what the agent asked first
+    reply = await episode.step_episode(example, [*messages, turn], turn["content"])
+
+An EnvironmentAgent runs as a conversation of many turns: each request of the agent is what the
+environment says next, and the model's turn is the answer to that request. So the model is reached
+through the pipe of the environment's process, as in every other environment, and the sandbox needs
+no way out: the server listens in a network namespace that holds nothing else.
+
+Only the standard library is used, because the interpreter may be the environment's own."""
+
+# Any method of an environment may be `async def`.
+# pyright: reportIncompatibleMethodOverride=false
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import secrets
+import socketserver
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import CancelledError
+from contextlib import suppress
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler
+from typing import Any
+
+from environments.base import (
+    ChatMessage,
+    EnvironmentAgent,
+    EnvironmentEpisode,
+    EnvironmentMultiTurn,
+    EnvironmentStepResult,
+    RewardResult,
+    TaskExample,
+)
+from environments.process.faults import EnvironmentFault
+from environments.process.replies import ANSWER_ROLES, NO_USAGE, Usage
+from environments.tools import as_list, as_object, tool_calls_of, tool_schemas
+
+Json = dict[str, Any]
+MODEL = "policy"
+"""The name of the model that is trained or evaluated."""
+MAX_BODY_BYTES = 4 << 20
+MOST_DISCARDED_BYTES = 64 << 20
+READ_TIMEOUT_S = 60.0
+"""A connection on which half a request arrived is closed after so long."""
+ROLES = {"developer": "system"} | {role: role for role in ("system", "user", "assistant", "tool")}
+DEFAULTS: Json = {
+    "n": 1,
+    "logprobs": False,
+    "stop": [],
+    "tool_choice": "auto",
+    "response_format": {"type": "text"},
+    "functions": [],
+    "modalities": ["text"],
+}
+"""Fields that would change the answer, with the only value that is served."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The model's turn, a message of role assistant, for one request."""
+
+    turn: ChatMessage
+    usage: Usage
+
+    @property
+    def finish_reason(self) -> str:
+        return "tool_calls" if self.turn.get("tool_calls") else self.usage.ended
+
+
+class ApiError(Exception):
+    """What the API answers instead of a turn."""
+
+    def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(
+            status, "invalid_request_error"
+        )
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+@dataclass
+class _Ask:
+    """A request that waits for the model's turn."""
+
+    messages: list[ChatMessage]
+    added: list[ChatMessage]
+    """Those of its messages that the conversation did not have."""
+    answer: asyncio.Future[Answer]
+
+
+class Session:
+    """One conversation between an agent and the model. Only the event loop calls it."""
+
+    def __init__(self) -> None:
+        self.key = f"sk-{secrets.token_hex(24)}"
+        self.tools: list[Json] = []
+        self.refusal: ApiError | None = None
+        """What every further request is answered with, once the rollout is at a limit."""
+        self.was_refused = False
+        self._asks: asyncio.Queue[_Ask | EnvironmentFault] = asyncio.Queue()
+        self._last: _Ask | None = None
+        self._known: list[ChatMessage] = []
+
+    async def ask(self, body: Json, *, is_retry: bool) -> Answer:
+        """The model's next turn. Raises ApiError."""
+        messages = _messages(body.get("messages"))
+        tools = _tools(body.get("tools"))
+        _check_options(body)
+        last = self._last
+        if is_retry and last is not None and _same(messages, last.messages):
+            return await asyncio.shield(last.answer)
+        if self.refusal is not None:
+            self.was_refused = True
+            raise self.refusal
+        if last is None:
+            self.tools = tools
+            added = messages
+        else:
+            added = self._added(last, messages, tools)
+        answer = asyncio.get_running_loop().create_future()
+        self._last = _Ask(messages, added, answer)
+        self._asks.put_nowait(self._last)
+        return await asyncio.shield(answer)
+
+    def _added(self, last: _Ask, messages: list[ChatMessage], tools: list[Json]) -> list[Json]:
+        """What the request adds to the conversation. A request that changes what was said before
+        ends the rollout: its tokens would not be those that the model saw.
+        """
+        start = len(self._known)
+        added = messages[start:]
+        why = ""
+        if not last.answer.done():
+            why = "asked again before it had the answer"
+        elif not _same(messages[:start], self._known):
+            why = "changed messages of before"
+        elif not added or any(message["role"] not in ANSWER_ROLES for message in added):
+            why = "added no message of role user, tool or system"
+        elif tools != self.tools:
+            why = "changed the tools"
+        if not why:
+            return added
+        what = f"the agent {why}; a conversation may only grow, and each run has one"
+        self._asks.put_nowait(EnvironmentFault("forked_history", what))
+        raise ApiError(400, "forked_history", what, "messages")
+
+    async def next_ask(self) -> _Ask:
+        """The next request. Raises EnvironmentFault if the conversation cannot go on."""
+        ask = await self._asks.get()
+        if isinstance(ask, EnvironmentFault):
+            raise ask
+        return ask
+
+    def answer(self, turn: ChatMessage, usage: Usage) -> None:
+        """Answer the request that waits."""
+        last = self._last
+        if last is None or last.answer.done():
+            return
+        self._known = [*last.messages, turn]
+        last.answer.set_result(Answer(turn, usage))
+
+    def refuse(self, error: ApiError) -> None:
+        """Answer the request that waits, and all later ones, with this error."""
+        self.refusal = error
+        if self._last is not None and not self._last.answer.done():
+            self.was_refused = True
+            self._last.answer.set_exception(error)
+            self._last.answer.exception()  # read, in case that nobody waits any more
+
+
+# -- one episode -----------------------------------------------------------------------------------
+
+Call = Callable[..., Coroutine[Any, Any, Any]]
+
+
+class AgentEpisode(EnvironmentMultiTurn):
+    """An EnvironmentAgent as an environment of many turns. Each rollout has a copy with a session.
+
+    `call` runs a method of the agent: coroutines in the event loop, others in a thread."""
+
+    def __init__(self, agent: EnvironmentAgent, endpoint: Endpoint, call: Call) -> None:
+        self.dataset = agent.dataset
+        self.eval_dataset = agent.eval_dataset
+        self.max_score_concurrency = agent.max_score_concurrency
+        self.usage = NO_USAGE
+        """Of the turn that `step_episode` gets next."""
+        self._agent = agent
+        self._endpoint = endpoint
+        self._call = call
+        self._session = Session()
+        self._running: asyncio.Task[Any] | None = None
+        self._turns = 0
+
+    async def new_episode(self, example: TaskExample) -> AgentEpisode:
+        agent = await self._begin(self._agent.new_episode, example)
+        if not isinstance(agent, EnvironmentAgent):
+            what = f"new_episode must return an EnvironmentAgent, got {type(agent).__name__}"
+            raise EnvironmentFault("environment_error", what)
+        return AgentEpisode(agent, self._endpoint, self._call)
+
+    async def start_episode(self, example: TaskExample, prompt_text: str) -> list[ChatMessage]:
+        session = self._session
+        self._endpoint.sessions[session.key] = session
+        run = self._agent.run
+        self._running = self._begin(run, example, self._endpoint.url, session.key, MODEL)
+        messages = await self._next_messages()
+        if not messages:
+            what = "run returned without asking the model: there is nothing to train or evaluate"
+            raise EnvironmentFault("environment_error", what)
+        return messages
+
+    def max_episode_turns(self, example: TaskExample) -> int:
+        return self._agent.max_calls
+
+    def episode_tools(self, example: TaskExample) -> Sequence[Json]:
+        return self._session.tools
+
+    async def step_episode(
+        self, example: TaskExample, messages: list[ChatMessage], assistant_response: str
+    ) -> EnvironmentStepResult:
+        self._turns += 1
+        turn = dict(messages[-1])
+        if turn["content"] is not None:
+            # The gate writes lone surrogates, which no API can send.
+            turn["content"] = turn["content"].encode(errors="replace").decode()
+        self._session.answer(turn, self.usage)
+        added = await self._next_messages()
+        return EnvironmentStepResult(done=not added, messages=added)
+
+    async def score_episode(self, example: TaskExample, episode: EnvironmentEpisode) -> Any:
+        """What `run` returns. If the conversation is at a limit, the agent learns it as from any
+        model's API; one that ends with an exception then has reward 0.
+        """
+        session = self._session
+        assert self._running is not None
+        if self._turns >= self._agent.max_calls:
+            what = f"this run may ask the model {self._agent.max_calls} times"
+            session.refuse(ApiError(429, "rate_limit_exceeded", what))
+        else:
+            what = "the conversation is longer than the model's context"
+            session.refuse(ApiError(400, "context_length_exceeded", what, "messages"))
+        try:
+            return await asyncio.shield(self._running)
+        except EnvironmentFault as fault:
+            if not session.was_refused:
+                raise
+            return RewardResult(0.0, success=False, reason=f"{what}, and {fault.what}")
+
+    async def close_episode(self) -> None:
+        """End the agent. A thread cannot be ended: this call then lasts until the host gives it up,
+        and starts another process for the episodes to come.
+        """
+        session = self._session
+        self._endpoint.sessions.pop(session.key, None)
+        session.refuse(ApiError(401, "invalid_api_key", "this rollout has ended"))
+        running = self._running
+        if running is None:
+            return
+        if inspect.iscoroutinefunction(self._agent.run):
+            running.cancel()
+        while not running.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait((running,))
+        if not running.cancelled():
+            running.exception()  # read, so that asyncio does not report it
+        await self._begin(self._agent.close_episode)
+
+    def _begin(self, method: Callable[..., Any], *args: Any) -> asyncio.Task[Any]:
+        """Call a method of the agent, in a task of its own: `call` knows one method of each."""
+        return asyncio.create_task(self._call(method, *args))
+
+    async def _next_messages(self) -> list[ChatMessage]:
+        """What the agent's next request adds; nothing once the agent has ended."""
+        assert self._running is not None
+        asking = asyncio.ensure_future(self._session.next_ask())
+        try:
+            await asyncio.wait((asking, self._running), return_when=asyncio.FIRST_COMPLETED)
+            # A request that changes history counts before the exception that it brings the agent.
+            if asking.done():
+                return asking.result().added
+            self._running.result()
+            return []
+        finally:
+            asking.cancel()
+
+
+# -- requests --------------------------------------------------------------------------------------
+
+
+def _messages(value: Any) -> list[ChatMessage]:
+    """The messages of a request with texts as strings. Raises ApiError."""
+    if not isinstance(value, list) or not value:
+        raise _invalid("messages must be a list of at least one message", "messages")
+    return [_message(as_object(message)) for message in as_list(value)]
+
+
+def _message(message: Json) -> ChatMessage:
+    role = ROLES.get(str(message.get("role")))
+    if role is None:
+        raise _invalid(f"unknown role {message.get('role')!r:.40}", "messages")
+    said: ChatMessage = {"role": role, "content": _text(message.get("content"))}
+    if role == "tool":
+        said["tool_call_id"] = str(message.get("tool_call_id", ""))
+    if role == "assistant" and message.get("tool_calls"):
+        try:
+            said["tool_calls"] = tool_calls_of(message["tool_calls"])
+        except ValueError as error:
+            raise _invalid(str(error), "messages") from error
+    return said
+
+
+def _text(content: Any) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    texts: list[str] = []
+    for part in as_list(content) or [None]:
+        text = as_object(part).get("text")
+        if as_object(part).get("type") != "text" or not isinstance(text, str):
+            raise _invalid("the content of a message must be text; this model reads no more")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _tools(value: Any) -> list[Json]:
+    try:
+        return tool_schemas(as_list(value))
+    except (TypeError, ValueError) as error:
+        raise _invalid(str(error), "tools") from error
+
+
+def _check_options(body: Json) -> None:
+    if body.get("model") != MODEL:
+        what = f"the model {body.get('model')!r:.80} does not exist; use {MODEL!r}"
+        raise ApiError(404, "model_not_found", what, "model")
+    for name, served in DEFAULTS.items():
+        given = body.get(name)
+        if given is not None and given not in (served, [served]):
+            what = f"{name}={given!r:.80} is not supported here: leave it out"
+            raise ApiError(400, "unsupported_value", what, name)
+
+
+def _same(ours: Sequence[ChatMessage], theirs: Sequence[ChatMessage]) -> bool:
+    return [*map(_essence, ours)] == [*map(_essence, theirs)]
+
+
+def _essence(message: ChatMessage) -> Any:
+    """What makes two messages the same. Clients strip answers and write arguments anew."""
+    text = message["content"] or ""
+    if message["role"] != "assistant":
+        return message["role"], text
+    return text.strip(), [_call_essence(call["function"]) for call in message.get("tool_calls", ())]
+
+
+def _call_essence(function: Json) -> tuple[str, Any]:
+    arguments = function["arguments"]
+    with suppress(ValueError):
+        arguments = json.loads(arguments)
+    return function["name"], arguments
+
+
+def _invalid(what: str, param: str | None = None) -> ApiError:
+    return ApiError(400, "invalid_value", what, param)
+
+
+# -- answers ---------------------------------------------------------------------------------------
+
+
+def _completion(answer: Answer, frame: Json) -> Json:
+    message = {**answer.turn, "content": answer.turn["content"] or None, "refusal": None}
+    if not answer.turn.get("tool_calls"):
+        message["content"] = answer.turn["content"]
+    choice = {
+        "index": 0,
+        "message": message,
+        "logprobs": None,
+        "finish_reason": answer.finish_reason,
+    }
+    return {
+        **frame,
+        "object": "chat.completion",
+        "choices": [choice],
+        "usage": answer.usage.fields(),
+    }
+
+
+def _chunks(answer: Answer, frame: Json, *, with_usage: bool) -> Iterator[Json]:
+    """The parts of a streamed answer, as the API sends them."""
+    frame = {**frame, "object": "chat.completion.chunk"}
+    if with_usage:
+        frame["usage"] = None
+    for delta in _deltas(answer.turn):
+        yield {**frame, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+    last: Json = {"index": 0, "delta": {}, "finish_reason": answer.finish_reason}
+    yield {**frame, "choices": [last]}
+    if with_usage:
+        yield {**frame, "choices": [], "usage": answer.usage.fields()}
+
+
+def _deltas(turn: ChatMessage) -> Iterator[Json]:
+    calls = turn.get("tool_calls", ())
+    yield {"role": "assistant", "content": None if calls else ""}
+    if turn["content"]:
+        yield {"content": turn["content"]}
+    for index, call in enumerate(calls):
+        opened = {**call["function"], "arguments": ""}
+        yield {"tool_calls": [{"index": index, **call, "function": opened}]}
+        arguments = {"arguments": call["function"]["arguments"]}
+        yield {"tool_calls": [{"index": index, "function": arguments}]}
+
+
+# -- HTTP ------------------------------------------------------------------------------------------
+
+
+class Endpoint:
+    """The server. `sessions` are those of open episodes by their keys."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Raises OSError if this process may not listen."""
+        self.sessions: dict[str, Session] = {}
+        self.loop = loop
+        self._server = _Server(("127.0.0.1", 0), _Handler)
+        self._server.endpoint = self
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/v1"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+    request_queue_size = 128
+    endpoint: Endpoint
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away is no error."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server  # pyright: ignore[reportIncompatibleVariableOverride]
+    protocol_version = "HTTP/1.1"
+    timeout = READ_TIMEOUT_S
+    disable_nagle_algorithm = True
+
+    def do_GET(self) -> None:
+        self._serve(self._models)
+
+    def do_POST(self) -> None:
+        self._serve(self._chat)
+
+    def _serve(self, serve: Callable[[bytes], None]) -> None:
+        # An agent that forgets its clients would keep a thread for each of their connections.
+        self.close_connection = True
+        try:
+            serve(self._body())
+        except ApiError as error:
+            self._send(error.status, error.body)
+
+    def _models(self, body: bytes) -> None:
+        self._session()
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "flash-mcp"}
+        if self.path == "/v1/models":
+            self._send(200, {"object": "list", "data": [model]})
+        elif self.path == f"/v1/models/{MODEL}":
+            self._send(200, model)
+        else:
+            raise self._unknown()
+
+    def _chat(self, body: bytes) -> None:
+        session = self._session()
+        if self.path != "/v1/chat/completions":
+            raise self._unknown()
+        try:
+            request: Any = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise _invalid("the body is not JSON") from error
+        fields = as_object(request)
+        is_retry = self.headers.get("x-stainless-retry-count", "0") != "0"
+        asking = session.ask(fields, is_retry=is_retry)
+        try:
+            answer = asyncio.run_coroutine_threadsafe(asking, self.server.endpoint.loop).result()
+        except CancelledError as error:
+            raise ApiError(401, "invalid_api_key", "this rollout has ended") from error
+        frame: Json = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time())}
+        frame["model"] = MODEL
+        if fields.get("stream"):
+            options = as_object(fields.get("stream_options"))
+            self._stream(_chunks(answer, frame, with_usage=bool(options.get("include_usage"))))
+        else:
+            self._send(200, _completion(answer, frame))
+
+    def _session(self) -> Session:
+        key = self.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        session = self.server.endpoint.sessions.get(key)
+        if session is None:
+            raise ApiError(401, "invalid_api_key", "incorrect API key, or its rollout has ended")
+        return session
+
+    def _unknown(self) -> ApiError:
+        what = f"there is no {self.command} {self.path[:80]}; this API has chat completions"
+        return ApiError(404, "unknown_url", what)
+
+    def _body(self) -> bytes:
+        given = self.headers.get("Content-Length", "0")
+        if "Transfer-Encoding" in self.headers or not given.isdecimal():
+            raise ApiError(411, "length_required", "send the body with a Content-Length")
+        if int(given) > MAX_BODY_BYTES:
+            self._discard(min(int(given), MOST_DISCARDED_BYTES))
+            what = f"the request has {given:.20} bytes; the most are {MAX_BODY_BYTES:,}"
+            raise ApiError(413, "request_too_large", what)
+        return self.rfile.read(int(given))
+
+    def _discard(self, size: int) -> None:
+        """Read so much: many clients read no answer before they have sent everything."""
+        while size > 0 and (read := self.rfile.read(min(size, 1 << 16))):
+            size -= len(read)
+
+    def _send(self, status: int, body: Json) -> None:
+        content = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        # To ask again would change nothing.
+        self.send_header("x-should-retry", "false")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(content)
+
+    def _stream(self, chunks: Iterator[Json]) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream; charset=utf-8")
+        self.send_header("Cache-Control", "no-cache")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        for data in (*map(json.dumps, chunks), "[DONE]"):
+            event = f"data: {data}\n\n".encode()
+            self.wfile.write(b"%x\r\n%b\r\n" % (len(event), event))
+        self.wfile.write(b"0\r\n\r\n")
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: what user code prints goes to the log."""

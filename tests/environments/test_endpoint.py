@@ -1,0 +1,474 @@
+"""Agents: programs that ask a model through OpenAI's API, in the sandbox of their environment."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from environments.checks.playing import Task, Turn, play
+from environments.process import host as host_module
+from environments.process.host import EnvironmentFault, EnvironmentHost
+from environments.process.replies import Usage
+from tests.folders import environment_folder
+from tests.places import ROOT
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.anyio,
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a namespace needs Linux"),
+]
+
+AGENT = """
+import http.client, json, socket, threading
+from urllib.parse import urlsplit
+from environments import EnvironmentAgent
+
+
+def post(base_url, key, body, path="/chat/completions", method="POST", **headers):
+    url = urlsplit(base_url)
+    connection = http.client.HTTPConnection(url.hostname, url.port)
+    headers = {"Authorization": f"Bearer {key}", **{k.replace("_", "-"): v for k, v in headers.items()}}
+    connection.request(method, url.path + path, json.dumps(body), headers)
+    response = connection.getresponse()
+    content = response.read().decode()
+    connection.close()
+    return response.status, content
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+class Sample(EnvironmentAgent):
+    max_calls = 4
+
+    def __init__(self, programs):
+        self.dataset = [TaskExample({}, each, id=f"t{n}") for n, each in enumerate(programs)]
+
+    def run(self, example, base_url, api_key, model):
+        told = []
+
+        def ask(messages, key=api_key, **more):
+            headers = more.pop("headers", {})
+            path = more.pop("path", "/chat/completions")
+            answer = post(base_url, key, {"model": model, "messages": messages, **more}, path, **headers)
+            return answer[0], json.loads(answer[1])
+
+        exec(example.input, globals() | locals())
+        return RewardResult(float(len(told)), success=True, reason=json.dumps(told))
+"""
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "description": "", "parameters": {"type": "object"}},
+}
+CALL = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+
+
+@asynccontextmanager
+async def agents(
+    folder: Path, *programs: str, source: str = "", **options: Any
+) -> AsyncGenerator[EnvironmentHost]:
+    """A host whose task number n runs program n. The program tells what is in its list `told`."""
+    returns = f"Sample({[textwrap.dedent(each) for each in programs]!r})"
+    environment_folder(folder, AGENT + textwrap.dedent(source), returns=returns)
+    (folder / "environment.toml").write_text("endpoint = true\n")
+    async with await EnvironmentHost.start(folder, **options) as host:
+        yield host
+
+
+async def told(host: EnvironmentHost, answers: Sequence[str], index: int = 0) -> Any:
+    """What the program of a task told when the model answered so."""
+    played = await play(host, Task("train", index), answers)
+    return json.loads(played.score.reason or "")
+
+
+async def test_requests_of_an_agent_are_the_turns_of_a_conversation(tmp_path: Path) -> None:
+    program = """
+        messages = [{"role": "developer", "content": "Be brief."}, user("2 + 2?")]
+        status, answer = ask(messages, tools=[TOOL], temperature=0.5)
+        told.append(answer)
+        message = json.loads(json.dumps(answer))["choices"][0]["message"]
+        call = message["tool_calls"][0]
+        # Clients write the arguments anew and strip the text.
+        call["function"]["arguments"] = json.dumps(json.loads(call["function"]["arguments"]), indent=1)
+        messages += [message, {"role": "tool", "tool_call_id": call["id"], "content": [{"type": "text", "text": "4"}]}]
+        told.append(ask(messages, tools=[TOOL])[1])
+    """
+    async with agents(tmp_path / "agent", program, source=f"TOOL = {TOOL}") as host:
+        opening = await host.open("train", 0)
+        assert opening.messages == [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "2 + 2?"},
+        ]
+        assert opening.tools == [TOOL] and opening.max_turns == 4
+        step = await host.step(opening.episode, "Let me add. ", [CALL], Usage(30, 5))
+        assert step.messages == [{"role": "tool", "tool_call_id": "call00000", "content": "4"}]
+        assert (await host.step(opening.episode, "It is", usage=Usage(50, 2, "length"))).done
+        score = await host.score(opening.episode)
+    assert score.reward == 2 and score.success
+    called, said = json.loads(score.reason or "")
+    choice = called["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == "Let me add. "
+    assert choice["message"]["tool_calls"] == [CALL]
+    assert called["object"] == "chat.completion" and called["model"] == "policy"
+    assert called["usage"] == {"prompt_tokens": 30, "completion_tokens": 5, "total_tokens": 35}
+    assert said["choices"][0]["finish_reason"] == "length"
+
+
+async def test_the_openai_package_streams_and_reads_whole_answers(tmp_path: Path) -> None:
+    source = f"""
+        import openai
+
+        class Sample(Sample):
+            async def run(self, example, base_url, api_key, model):
+                told = []
+                async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+                    told.append([each.id async for each in client.models.list()])
+                    messages = [user("Hello")]
+                    async with await client.chat.completions.create(
+                        model=model, messages=messages, tools=[{TOOL}], stream=True,
+                        stream_options={{"include_usage": True}},
+                    ) as stream:
+                        told.append([chunk.model_dump(exclude_unset=True) async for chunk in stream])
+                    messages += [
+                        {{"role": "assistant", "content": None, "tool_calls": [{CALL}]}},
+                        {{"role": "tool", "tool_call_id": "call00000", "content": "1"}},
+                    ]
+                    answer = await client.chat.completions.create(
+                        model=model, messages=messages, tools=[{TOOL}]
+                    )
+                    told.append(answer.choices[0].message.content)
+                    try:
+                        await client.chat.completions.create(model="gpt-5", messages=messages)
+                    except openai.NotFoundError as error:
+                        told.append(error.code)
+                return RewardResult(1.0, reason=json.dumps(told))
+    """
+    async with agents(tmp_path / "agent", "", source=source) as host:
+        models, chunks, text, error = await told(host, [Turn("", [CALL]), "Bye"])
+    assert (models, text, error) == (["policy"], "Bye", "model_not_found")
+    *parts, last = chunks
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    deltas = [part["choices"][0]["delta"] for part in parts]
+    assert deltas[0]["role"] == "assistant" and deltas[-1] == {}
+    assert [part["choices"][0]["finish_reason"] for part in parts] == [None] * 3 + ["tool_calls"]
+    pieces = [delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta]
+    assert pieces[0]["id"] == "call00000" and pieces[0]["function"]["name"] == "add"
+    assert "".join(piece["function"]["arguments"] for piece in pieces) == '{"a": 1}'
+    assert last["choices"] == [] and last["usage"]["total_tokens"] == 0
+    assert all(part["usage"] is None for part in parts)
+
+
+REFUSED = """
+    told.append(ask([user("x")], key="sk-wrong"))
+    told.append(ask([user("x")], path="/embeddings"))
+    told.append(ask([user("x")], n=8))
+    told.append(ask([user("x")], logprobs=True))
+    told.append(ask([user("x")], stop=["END"]))
+    told.append(ask([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]))
+    told.append(ask([]))
+    told.append(ask([user("x")], tools=[7]))
+    told.append(ask([user("x" * 10_000_000)]))
+    told.append(ask([user("x")], headers={"Transfer_Encoding": "chunked"}))
+    ask([user("x")])
+"""
+
+
+async def test_what_is_not_served_is_answered_as_an_api_does(tmp_path: Path) -> None:
+    async with agents(tmp_path / "agent", REFUSED) as host:
+        answers = await told(host, ["y"])
+    assert [(status, body["error"]["code"]) for status, body in answers] == [
+        (401, "invalid_api_key"),
+        (404, "unknown_url"),
+        (400, "unsupported_value"),
+        (400, "unsupported_value"),
+        (400, "unsupported_value"),
+        (400, "invalid_value"),
+        (400, "invalid_value"),
+        (400, "invalid_value"),
+        (413, "request_too_large"),
+        (411, "length_required"),
+    ]
+
+
+FORKS = {
+    "changed messages of before": 'ask([user("z"), answer, user("y")])',
+    "changed the tools": 'ask([user("x"), answer, user("y")], tools=[{"name": "f"}])',
+    "added no message": 'ask([user("x"), answer])',
+    # The model may have answered the first before the second is read.
+    "asked again before|changed messages": """
+        both = [threading.Thread(target=ask, args=([user("x"), answer, user(str(n))],)) for n in (1, 2)]
+        for each in both: each.start()
+        for each in both: each.join()
+    """,
+}
+
+
+@pytest.mark.parametrize("why", FORKS)
+async def test_a_conversation_that_does_not_only_grow_costs_its_rollout(
+    why: str, tmp_path: Path
+) -> None:
+    start = 'answer = ask([user("x")])[1]["choices"][0]["message"]\n'
+    program = start + textwrap.dedent(FORKS[why])
+    async with agents(tmp_path / "agent", program, 'ask([user("x")])') as host:
+        with pytest.raises(EnvironmentFault, match=why) as caught:
+            await told(host, ["y", "z"])
+        assert caught.value.code == "forked_history"
+        assert await told(host, ["y"], index=1) == [], "other rollouts go on"
+
+
+async def test_a_request_that_is_sent_again_gets_the_same_answer(tmp_path: Path) -> None:
+    program = """
+        told.append(ask([user("x")])[1]["choices"][0]["message"]["content"])
+        told.append(ask([user("x")], headers={"x_stainless_retry_count": "1"})[1]["choices"][0]["message"]["content"])
+    """
+    async with agents(tmp_path / "agent", program) as host:
+        assert await told(host, ["one", "two"]) == ["one", "one"]
+
+
+LIMITS = """
+messages = [user("x")]
+while True:
+    status, answer = ask(messages)
+    told.append(status)
+    if status != 200:
+        told.append(answer["error"]["code"])
+        break
+    messages += [answer["choices"][0]["message"], user("more")]
+"""
+
+
+async def test_an_agent_learns_of_its_limits_as_from_a_real_service(tmp_path: Path) -> None:
+    async with agents(tmp_path / "agent", LIMITS, LIMITS + "raise ValueError('no answer')") as host:
+        assert await told(host, ["y"]) == [200] * 4 + [429, "rate_limit_exceeded"]
+        played = await play(host, Task("train", 0), ["y"], repeat=False)
+        assert json.loads(played.score.reason or "")[1:] == [400, "context_length_exceeded"]
+        lost = (await play(host, Task("train", 1), ["y"])).score
+    assert lost.reward == 0 and not lost.success
+    assert "may ask the model 4 times" in (lost.reason or "") and "no answer" in (lost.reason or "")
+
+
+async def test_an_agent_that_fails_or_never_asks_fails_its_rollout_alone(tmp_path: Path) -> None:
+    programs = ("pass", "raise KeyError('early')", 'ask([user("x")]); 1 / 0', 'ask([user("x")])')
+    async with agents(tmp_path / "agent", *programs) as host:
+        for index, what in enumerate(["without asking the model", "early", "ZeroDivisionError"]):
+            with pytest.raises(EnvironmentFault, match=what) as caught:
+                await told(host, ["y"], index)
+            assert caught.value.code == "environment_error"
+        assert await told(host, ["y"], index=3) == []
+
+
+async def test_each_key_reaches_its_own_conversation_until_it_ends(tmp_path: Path) -> None:
+    program = """
+        KEYS.append(api_key)
+        first = ask([user(str(NUMBER))])[1]["choices"][0]["message"]
+        told.append(first["content"])
+        told.append([ask([user("x")], key=key)[0] for key in KEYS if key in CLOSED])
+        CLOSED.append(api_key)
+    """
+    source = "KEYS, CLOSED = [], []"
+    programs = [program.replace("NUMBER", str(number)) for number in range(8)]
+    async with agents(tmp_path / "agent", *programs, source=source) as host:
+        openings = await asyncio.gather(*(host.open("train", n) for n in range(8)))
+        for number in reversed(range(8)):
+            episode = openings[number].episode
+            assert openings[number].messages[0]["content"] == str(number)
+            assert (await host.step(episode, f"answer {number}")).done
+            score = await host.score(episode)
+            assert json.loads(score.reason or "") == [f"answer {number}", [401] * (7 - number)]
+
+
+async def test_as_many_agents_run_at_once_as_there_are_threads_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = 40
+    monkeypatch.setattr(host_module, "MOST_AGENTS", most)
+    async with agents(tmp_path / "agent", *['ask([user("x")])'] * 2) as host:
+        episodes = [(await host.open("train", 0)).episode for _ in range(most)]
+        waiting = asyncio.create_task(host.open("train", 1))
+        step = await host.step(episodes[0], "y")
+        assert step.done and not waiting.done(), "its request waits for no place"
+        await host.score(episodes[0])
+        await waiting
+        with pytest.raises(EnvironmentFault):
+            await asyncio.gather(
+                *(host.open("train", 5) for _ in range(2)), host.close(episodes[1])
+            )
+        await host.close(episodes[2])
+        await host.open("train", 0)
+
+
+async def test_a_program_that_the_agent_starts_reaches_the_model_too(tmp_path: Path) -> None:
+    program = """
+        import subprocess
+        asked = "{'model': 'policy', 'messages': [{'role': 'user', 'content': 'x'}]}"
+        code = f"import sys; from environment import post; print(post(*sys.argv[1:], {asked})[0])"
+        told.append(subprocess.check_output([sys.executable, "-c", code, base_url, api_key], text=True))
+    """
+    async with agents(tmp_path / "agent", program) as host:
+        assert await told(host, ["y"]) == ["200\n"]
+
+
+async def test_an_agent_that_goes_away_while_the_model_writes_costs_nothing_else(
+    tmp_path: Path,
+) -> None:
+    program = """
+        url = urlsplit(base_url)
+        body = json.dumps({"model": model, "messages": [user("x")], "stream": True})
+        head = f"POST {url.path}/chat/completions HTTP/1.1\\r\\nAuthorization: Bearer {api_key}\\r\\n"
+        with socket.create_connection((url.hostname, url.port)) as half:
+            half.sendall(f"{head}Content-Length: 1000\\r\\n\\r\\n{body[:9]}".encode())
+        with socket.create_connection((url.hostname, url.port)) as whole:
+            whole.sendall(f"{head}Content-Length: {len(body)}\\r\\n\\r\\n{body}".encode())
+            time.sleep(0.3)
+        told.append(ask([user("x")], headers={"x_stainless_retry_count": "1"})[0])
+    """
+    async with agents(tmp_path / "agent", program) as host:
+        assert await told(host, ["y"]) == [200]
+
+
+async def test_an_agent_that_does_not_end_is_left_behind(tmp_path: Path) -> None:
+    endless = 'ask([user("x")])\nwhile True: time.sleep(0.01)'
+    async with agents(tmp_path / "agent", endless, 'ask([user("x")])', timeout_s=1) as host:
+        with pytest.raises(EnvironmentFault) as caught:
+            await told(host, ["y"])
+        assert caught.value.code == "environment_timeout"
+        first = host._children[-1]
+        assert await told(host, ["y"], index=1) == []
+        assert host._children[-1] is not first and not first.alive
+
+
+# -- the sandbox -----------------------------------------------------------------------------------
+
+
+@pytest.mark.hostile("network")
+async def test_an_agent_reaches_its_model_and_no_other_server(tmp_path: Path) -> None:
+    with socket.create_server(("0.0.0.0", 0)) as ours:
+        own_address = next(
+            (each[4][0] for each in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)),
+            "127.0.0.1",
+        )
+        unix = tmp_path / "socket"
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(str(unix))
+            listening.listen()
+            attack = f"""
+                import _socket
+                def tried(act):
+                    try:
+                        act()
+                        told.append("done")
+                    except OSError as error:
+                        told.append(type(error).__name__)
+                def connect(address):
+                    # The module below socket: its calls reach the kernel unexplained.
+                    made = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
+                    made.settimeout(5)
+                    made.connect(address)
+                tried(lambda: connect(("127.0.0.1", {ours.getsockname()[1]})))
+                tried(lambda: connect(({own_address!r}, {ours.getsockname()[1]})))
+                tried(lambda: connect(("192.0.2.1", 80)))
+                tried(lambda: _socket.socket(_socket.AF_UNIX))
+                tried(lambda: _socket.socket(_socket.AF_INET6))
+                tried(lambda: _socket.socket(_socket.AF_INET, _socket.SOCK_DGRAM))
+                tried(lambda: _socket.socket(_socket.AF_INET, _socket.SOCK_RAW, 1))
+                tried(lambda: _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM, 262))
+                tried(lambda: _socket.socket(_socket.AF_NETLINK, _socket.SOCK_RAW))
+                ask([user("x")])
+            """
+            async with agents(tmp_path / "agent", attack) as host:
+                tries = await told(host, ["y"])
+    assert tries[0] == "ConnectionRefusedError", "its own loopback interface has no such port"
+    assert tries[1] in ("ConnectionRefusedError", "OSError", "NetworkRefusedError")
+    assert tries[2] in ("OSError", "NetworkRefusedError")
+    assert tries[3:] == ["PermissionError"] * 6
+
+
+@pytest.mark.hostile("network")
+async def test_only_what_asks_for_an_endpoint_gets_sockets(tmp_path: Path) -> None:
+    async with agents(tmp_path / "agent", 'ask([user("x")])') as host:
+        assert host.sandbox["network"] == ""
+    (tmp_path / "agent" / "environment.toml").write_text("")
+    with pytest.raises(EnvironmentFault, match="endpoint = true") as caught:
+        await EnvironmentHost.start(tmp_path / "agent")
+    assert caught.value.code == "environment_invalid"
+
+
+PLAY = """
+import asyncio, json, sys
+from pathlib import Path
+from environments.process.host import EnvironmentFault, EnvironmentHost
+
+async def main():
+    try:
+        async with await EnvironmentHost.start(Path(sys.argv[1])) as host:
+            episode = (await host.open("train", 0)).episode
+            await host.step(episode, "y")
+            print(json.dumps([host.sandbox["network"], (await host.score(episode)).reason]))
+    except EnvironmentFault as fault:
+        print(json.dumps([fault.code, fault.what]))
+
+asyncio.run(main())
+"""
+
+
+def played_as(place: Path, rights: Sequence[str], python: str) -> Any:
+    """What PLAY prints of an agent's environment in `place`, as a server with these rights."""
+    returns = """Sample(['told.append(ask([user("x")])[0])'])"""
+    folder = environment_folder(place / "folder", AGENT, returns=returns)
+    (folder / "environment.toml").write_text("endpoint = true\n")
+    environment = {"PYTHONPATH": str(place), "PATH": os.environ["PATH"], "HOME": f"{place}/home"}
+    done = subprocess.run(
+        [*rights, python, "-c", PLAY, folder],
+        capture_output=True, text=True, cwd=place, env=environment, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+needs_root = pytest.mark.skipif(
+    os.getuid() != 0 or not shutil.which("setpriv"), reason="only root can give powers up"
+)
+
+
+@needs_root
+@pytest.mark.hostile("network")
+@pytest.mark.parametrize("power", ["sys_admin", "net_admin"])
+def test_where_no_namespace_can_be_had_an_agent_gets_no_sockets(tmp_path: Path, power: str) -> None:
+    (tmp_path / "environments").symlink_to(ROOT / "environments")
+    rights = ["setpriv", "--bounding-set", f"-{power}", "--inh-caps", f"-{power}"]
+    code, what = played_as(tmp_path, rights, sys.executable)
+    assert code == "environment_invalid" and "a network namespace with loopback" in what
+
+
+@needs_root
+@pytest.mark.skipif(
+    os.system("/usr/bin/python3 -c 'import tomllib' 2>/dev/null") != 0,
+    reason="needs a Python from 3.11 on that every user may run",
+)
+def test_an_agent_works_for_a_server_without_rights() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        place.chmod(0o755)
+        shutil.copytree(ROOT / "environments", place / "environments")
+        (place / "home").mkdir()
+        os.chown(place / "home", 4242, 4242)
+        rights = ["setpriv", "--reuid", "4242", "--regid", "4242", "--clear-groups"]
+        network, told = played_as(place, rights, "/usr/bin/python3")
+    if "namespace" in told:
+        pytest.skip(f"a user can have no network namespace here: {told}")
+    assert (network, told) == ("", "[200]")
