@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,35 @@ class Written:
     """An export."""
 
     folder: Path
-    result: Exported
+    result: Exported | None
+    """None for files that were there before, and were only pushed."""
     warnings: list[str]
+    pushed: str | None = None
+    """Its address at the hub."""
+
+
+def pushed(written: Written, name: str) -> Written:
+    """Upload the files to the model `name` (OWNER/NAME) at the hub; private if it is new.
+
+    FlashError(hub_unreachable)."""
+    from httpx import HTTPError  # noqa: PLC0415
+    from huggingface_hub import HfApi  # noqa: PLC0415
+    from huggingface_hub.errors import HfHubHTTPError  # noqa: PLC0415
+
+    hub = HfApi()
+    try:
+        hub.create_repo(name, private=True, exist_ok=True)
+        hub.upload_folder(repo_id=name, folder_path=written.folder, commit_message="Add the model")
+    except (HfHubHTTPError, HTTPError, OSError, ValueError) as error:
+        what = f"{written.folder} is written, but the hub did not take it: {error!s:.300}"
+        fix = "set HF_TOKEN to a token that may write there, HF_ENDPOINT to your hub, and repeat"
+        raise FlashError("hub_unreachable", what, push_to=name, fix=fix) from error
+    return replace(written, pushed=f"{hub.endpoint}/{name}")
+
+
+def found(folder: Path) -> Written | None:
+    """What an earlier export wrote to the folder."""
+    return Written(folder, None, []) if (folder / "README.md").is_file() else None
 
 
 def export(store: Store, reference: str, kind: ExportKind, folder: Path | None) -> Written:

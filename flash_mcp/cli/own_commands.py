@@ -376,14 +376,21 @@ def export(arguments: Arguments) -> None:
     merged: safetensors with tokenizer and chat template. gguf-f16 and gguf-q8_0: one file for
     llama.cpp. adapter: PEFT, for the base model. All but the adapter are read back, and greedy
     answers are compared."""
-    from flash_mcp.cli.export import export as write  # noqa: PLC0415
+    from flash_mcp.cli import export as exports  # noqa: PLC0415
 
-    written = write(open_store(), arguments.reference, arguments.format, arguments.to)
-    body = {
-        "folder": str(written.folder),
-        **written.result.model_dump(),
-        "warnings": written.warnings,
-    }
+    written = None
+    if arguments.push_to and arguments.to:
+        written = exports.found(arguments.to.absolute())
+    if written is None:
+        written = exports.export(open_store(), arguments.reference, arguments.format, arguments.to)
+    if arguments.push_to:
+        written = exports.pushed(written, arguments.push_to)
+    body: dict[str, Any] = {"folder": str(written.folder)}
+    if written.result:
+        body |= written.result.model_dump()
+    if written.pushed:
+        body["pushed"] = written.pushed
+    body["warnings"] = written.warnings
     answer(arguments, body, "\n".join(render(body)))
 
 
@@ -578,6 +585,7 @@ COMMANDS: dict[str, Command | Group] = {
                 default="merged",
             ),
             _option("--to", "new folder (default ./RUN-STEP-FORMAT)", "FOLDER", type=Path),
+            _option("--push-to", "upload it to this private model at the hub", "OWNER/NAME"),
             JSON,
         ),
     ),

@@ -175,7 +175,7 @@ class FlashServer(MCPServer[Any]):
             what = f"there is no tool {name!r}{did_you_mean(name, self.known, count=1)}"
             raise FlashError("invalid_argument", what, tool=name, fix=fix)
         check_arguments(tool, arguments)
-        if not tool.read_only:
+        if not tool.is_reading(arguments):
             refuse_reader(name, tool=name)
         for argument, value in arguments.items():
             if value is not None and SERVER_SIDE.fullmatch(argument):

@@ -9,13 +9,20 @@ from typing import Annotated
 from anyio.to_thread import run_sync
 from pydantic import Field
 
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.exports import ExportKind
 from flash_mcp.protocol.parts import rounded
 from flash_mcp.protocol.records import Run
-from flash_mcp.state import queue
-from flash_mcp.state.store import open_store
+from flash_mcp.state import queue, references
+from flash_mcp.state.owners import refuse_server_side
+from flash_mcp.state.store import Store, open_store
+from flash_mcp.tools.shared.exporting import Export, Exporter
 from flash_mcp.tools.shared.frame import Part, Result, RunId, page_offset
 from flash_mcp.tools.shared.next_steps import Situation, going_on, next_of, waiting_for
 from flash_mcp.tools.shared.waiting import deadline_after, look_after, wait_until
+
+EXPORT_WAIT_S = 38.0
+"""How long a call waits for its export; the export itself goes on."""
 
 
 class Cancel(Result):
@@ -67,6 +74,8 @@ class Checkpoints(Result):
     """Whether older ones follow."""
     cursor: str | None = None
     """Pass as `cursor` for the next page."""
+    export: Export | None = None
+    """With export."""
 
 
 async def cancel(
@@ -110,20 +119,61 @@ def _after_cancel(run: Run, checkpoint: int | None) -> str:
     return f"it is saving; {waiting_for(run.id, 'end')} returns when it has ended"
 
 
-def checkpoints(
-    run_id: RunId, limit: Annotated[int, Field(ge=1, le=30)] = 10, cursor: str | None = None
+async def checkpoints(
+    run_id: RunId,
+    export: ExportKind | None = None,
+    push_to: str | None = None,
+    limit: Annotated[int, Field(ge=1, le=30)] = 10,
+    cursor: str | None = None,
 ) -> Checkpoints:
     """List a run's checkpoints, newest first: step, metrics, size, digest and folder. Each is a
-    PEFT adapter.
+    PEFT adapter. With export, write one as files for other programs.
 
-    To serve one, call deploy. To train from one, call train with init_from_adapter=RUN_ID@STEP. In
-    a shell, `flash-mcp export RUN_ID@STEP` writes one as merged safetensors or GGUF.
+    To serve one, call deploy. To train from one, call train with init_from_adapter=RUN_ID@STEP.
 
     Args:
+        run_id: Run id; with export also RUN@STEP.
+        export: Write the newest, or RUN@STEP, in this format.
+        push_to: With export: upload it to this private hub model, OWNER/NAME.
         limit: Checkpoints per page.
         cursor: `cursor` of the previous page.
     """
     store = open_store()
+    if export is None:
+        return await run_sync(_listed, store, run_id, limit, cursor)
+    if push_to is None:
+        fix = "give push_to=OWNER/NAME too, and take it from the hub"
+        refuse_server_side("an export's folder", fix, argument="export")
+    subject = await run_sync(references.find_subject, store, run_id)
+    if subject.run is None or subject.adapter is None:
+        fix = "name a run with a checkpoint, as RUN or RUN@STEP"
+        raise FlashError("invalid_argument", f"{run_id!r} has no adapter to export", fix=fix)
+    run, step = subject.run, subject.step
+    result = await run_sync(_listed, store, run.id, 1, str(step + 1))
+    result.has_more, result.cursor = False, None
+    result.export = await _exported(Exporter(store.base, f"{run.id}@{step}", export, push_to))
+    result.next = f"the same call again waits for {result.export.folder}"
+    if result.export.state == "ready":
+        result.next = f"take {result.export.folder}: README.md there is its model card"
+    return result
+
+
+async def _exported(exporter: Exporter) -> Export:
+    """The export, once it is there or after EXPORT_WAIT_S. The error of one that failed."""
+    if await run_sync(exporter.look) is None:
+        await run_sync(exporter.start)
+    found = await wait_until(
+        exporter.look,
+        lambda seen: seen is None or seen.state == "ready",
+        deadline_after(EXPORT_WAIT_S),
+        lambda _: (f"writing {exporter.folder.name}", None),
+    )
+    if found is None:
+        raise exporter.failure()
+    return found
+
+
+def _listed(store: Store, run_id: str, limit: int, cursor: str | None) -> Checkpoints:
     run = store.run(run_id)
     before = page_offset(cursor, "checkpoints")
     rows = list(reversed(store.checkpoints(run_id)))

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import anyio
 import gguf
 import pytest
 import torch
+from mcp import Client
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flash_mcp.cli import main
 from flash_mcp.protocol.records import Run
+from flash_mcp.server.mcp_server import server
 from flash_mcp.state import queue
 from flash_mcp.state.store import open_store
 from tests.samples import end, evaluate, learn, read_in, save_adapter, started_run
@@ -142,3 +149,107 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(
     assert not (tmp_path / "no").exists()
     assert not list(tmp_path.glob(".export-*"))
     shutil.rmtree(here)
+
+
+async def exported(run: Run, *, kind: str = "adapter", **arguments: Any) -> dict[str, Any]:
+    """The result of the tool, once the export is ready."""
+    with anyio.fail_after(120):
+        async with Client(server) as client:
+            while True:
+                given = {"run_id": run.id, "export": kind, **arguments}
+                result = await client.call_tool("checkpoints", given)
+                assert not result.is_error, result.content[0].text
+                if result.structured_content["export"]["state"] == "ready":
+                    return result.structured_content
+
+
+@pytest.mark.anyio
+async def test_a_tool_call_starts_an_export_and_the_same_call_finds_it(run: Run) -> None:
+    body = await exported(run)
+    written = contents(body)
+    assert {"README.md", "adapter_model.safetensors"} <= {*written}
+    assert [row["step"] for row in body["checkpoints"]] == [20]
+    assert (await exported(run))["export"] == body["export"]
+    assert contents(body) == written
+    error = await refused(run.id, export="gguf-f16", step=3)
+    assert "unknown_argument" in error
+    assert "[unknown_checkpoint" in await refused(f"{run.id}@3", export="merged")
+
+
+def contents(body: dict[str, Any]) -> dict[str, bytes]:
+    return {each.name: each.read_bytes() for each in Path(body["export"]["folder"]).iterdir()}
+
+
+async def refused(run_id: str, **arguments: Any) -> str:
+    async with Client(server) as client:
+        result = await client.call_tool("checkpoints", {"run_id": run_id, **arguments})
+        assert result.is_error
+        return result.content[0].text
+
+
+@pytest.mark.anyio
+async def test_an_export_is_pushed_to_a_private_model_at_the_hub(
+    run: Run, hub: dict[str, Any]
+) -> None:
+    body = await exported(run, push_to="me/dates")
+    assert body["export"]["pushed"] == f"{hub['address']}/me/dates"
+    made = hub["made"]
+    assert (made["organization"], made["name"]) == ("me", "dates")
+    assert made.get("private") is True or made.get("visibility") == "private"
+    assert hub["files"] == contents(body)
+    error = await refused(run.id, export="adapter", push_to="me/other")
+    assert error.startswith("[hub_unreachable") and "is written" in error and "HF_TOKEN" in error
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """The hub's side of an upload: what was made there, and the files of the commit."""
+    seen: dict[str, Any] = {"files": {}}
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            text = self.rfile.read(int(self.headers["Content-Length"]))
+            if b"other" in text or "other" in self.path:
+                self.send_error(403)
+            elif self.path == "/api/repos/create":
+                made = json.loads(text)
+                seen["made"] = made
+                self.answer({"url": f"{seen['address']}/me/dates"})
+            elif self.path == "/api/validate-yaml":
+                self.answer({"errors": [], "warnings": []})
+            elif "/preupload/" in self.path:
+                wanted = json.loads(text)["files"]
+                modes = [{"path": each["path"], "uploadMode": "regular"} for each in wanted]
+                self.answer({"files": [{**each, "shouldIgnore": False} for each in modes]})
+            elif "/commit/" in self.path:
+                for line in map(json.loads, text.splitlines()):
+                    if line["key"] == "file":
+                        content = base64.b64decode(line["value"]["content"])
+                        seen["files"][line["value"]["path"]] = content
+                self.answer({"commitUrl": f"{seen['address']}/me/dates/commit/1", "commitOid": "1"})
+            else:
+                self.send_error(404)
+
+        def do_GET(self) -> None:
+            self.answer({"id": "me/dates", "sha": "0", "siblings": []})
+
+        def answer(self, body: dict[str, Any]) -> None:
+            data = json.dumps(body).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Quiet."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as listening:
+        seen["address"] = f"http://127.0.0.1:{listening.server_port}"
+        monkeypatch.setenv("HF_ENDPOINT", seen["address"])
+        monkeypatch.setenv("HF_TOKEN", "hf_test")
+        thread = threading.Thread(target=listening.serve_forever)
+        thread.start()
+        yield seen
+        listening.shutdown()
+        thread.join()

@@ -68,7 +68,7 @@ class Tool:
 
     `read_only`: changes nothing. `destructive`: may undo or delete. `idempotent`: calling again
     changes nothing more. `open_world`: reaches beyond this machine's state, for example to a model
-    hub."""
+    hub. `changes_with`: the arguments without which it changes nothing."""
 
     function: Callable[..., Any]
     _: KW_ONLY
@@ -77,6 +77,13 @@ class Tool:
     destructive: bool = False
     idempotent: bool = False
     open_world: bool = False
+    changes_with: tuple[str, ...] = ()
+
+    def is_reading(self, given: dict[str, Any]) -> bool:
+        """Whether a call with these arguments changes nothing."""
+        if self.changes_with:
+            return not any(given.get(name) for name in self.changes_with)
+        return self.read_only
 
     @property
     def name(self) -> str:

@@ -1,0 +1,116 @@
+"""Exports that a tool call starts and later calls find: their process outlives the call."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.exports import Agreement, ExportKind
+from flash_mcp.protocol.parts import Part
+
+
+class Export(Part):
+    """A checkpoint as files for other programs."""
+
+    state: Literal["running", "ready"]
+    """ready: every file is there, and was read back."""
+    folder: str
+    """Folder on the server; a model card lies in it."""
+    pushed: str | None = None
+    """Its address at the hub."""
+    agreement: Agreement | None = None
+    """Greedy answers of the files, read back, against those of the trained model."""
+    warnings: list[str] | None = None
+
+
+@dataclass(frozen=True)
+class Exporter:
+    """One checkpoint in one format; `reference` is RUN@STEP, `push_to` a hub's OWNER/NAME."""
+
+    base: Path
+    reference: str
+    kind: ExportKind
+    push_to: str | None
+
+    @property
+    def folder(self) -> Path:
+        name = f"{self.reference}-{self.kind}".replace("@", "-")
+        return self.base / "exports" / name
+
+    @property
+    def _name(self) -> str:
+        pushed = f"-{self.push_to.replace('/', '-')}" if self.push_to else ""
+        return f"{self.folder}{pushed}"
+
+    def look(self) -> Export | None:
+        """The export as it is; None if it was never made or has failed: see `failure`."""
+        with self._lock() as lock:
+            if not _taken(lock):
+                return Export(state="running", folder=str(self.folder))
+        body = self._printed()
+        if not self.folder.is_dir() or "folder" not in body:
+            return None
+        return Export(
+            state="ready",
+            folder=body["folder"],
+            pushed=body.get("pushed"),
+            agreement=body.get("agreement"),
+            warnings=body.get("warnings") or None,
+        )
+
+    def start(self) -> None:
+        """Start it, unless it runs. It holds the lock while it runs."""
+        command = [sys.executable, "-P", "-m", "flash_mcp.cli", "export", self.reference]
+        command += ["--format", self.kind, "--to", str(self.folder), "--json"]
+        if self.push_to:
+            command += ["--push-to", self.push_to]
+        with self._lock() as lock:
+            if not _taken(lock):
+                return
+            with Path(f"{self._name}.json").open("wb") as printed:
+                # The shell ends at once, so that the export is no child of this process.
+                subprocess.run(
+                    ["/bin/sh", "-c", '"$@" &', "sh", *command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=printed,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, "FLASH_HOME": str(self.base)},
+                    pass_fds=[lock.fileno()],
+                    start_new_session=True,
+                    check=True,
+                )
+
+    def failure(self) -> FlashError:
+        """Why it has failed."""
+        body = self._printed()
+        if "error" in body:
+            return FlashError.from_dict(body["error"])
+        what = "the export ended without a result"
+        return FlashError("worker_failed", what, fix="call again; flash-mcp doctor finds causes")
+
+    def _printed(self) -> dict[str, Any]:
+        """The last line that the command printed, which is JSON unless it was killed."""
+        with suppress(OSError, ValueError, IndexError):
+            return json.loads(Path(f"{self._name}.json").read_text().splitlines()[-1])
+        return {}
+
+    def _lock(self) -> IO[bytes]:
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        return Path(f"{self._name}.lock").open("ab")
+
+
+def _taken(lock: IO[bytes]) -> bool:
+    """Whether this process could take the lock."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
