@@ -11,6 +11,8 @@ import anyio
 import pytest
 from rich.console import Console
 
+from bench import dates
+from bench.dates import Plan
 from bench.loop import Json, Task, markdown, play
 from flash_mcp.cli.demo import connected, outcome
 from flash_mcp.protocol.errors import FlashError
@@ -56,6 +58,33 @@ def test_the_loop_ends_with_what_each_round_was_worth(
     assert f"{found['curated']['train_rows']} conversations" in table
     assert all(row["verdict"] in table for row in found["comparisons"])
     assert "init_from_adapter" in said.getvalue() and "dataset" in said.getvalue()
+
+
+def test_an_agent_plays_the_loop_of_dates_within_its_calls_and_tokens(
+    tiny_model: Path, flash_home: Path
+) -> None:
+    plan = Plan(
+        {"max_tokens": 8, "eval_after": True, "eval_examples": 20},
+        {"steps": 3, "eval_before": True, **SHORT},
+        {"steps": 2, "group_size": 4, **SHORT},
+        export="merged",
+    )
+
+    async def loop() -> Json:
+        async with connected(Console(file=io.StringIO())) as session:
+            return await dates.play(session, plan, str(tiny_model))
+
+    found = anyio.run(loop)
+    assert found["calls"] <= dates.MOST_CALLS and found["tokens"] <= dates.MOST_TOKENS
+    base, sft, grpo = found["table"]
+    assert base["step"] == 0 and base["run_id"] == sft["run_id"] != grpo["run_id"]
+    assert all(row["verdict"] for row in (sft, grpo))
+    best = max((sft, grpo), key=lambda row: row["success"])
+    name = f"{best['run_id']}-{best['step']}-merged"
+    assert found["export"]["folder"] == f"{flash_home}/exports/{name}"
+    page = dates.markdown(found)
+    assert f"| all | {found['calls']} | {found['tokens']:,} |" in page
+    assert f"| grpo | {grpo['success']:.3f} |" in page
 
 
 def test_what_failed_is_shown_with_its_code() -> None:

@@ -49,6 +49,8 @@ class Session:
         self.console = console
         self.tools_called: list[str] = []
         self.seconds: dict[str, float] = {}
+        self.results: list[tuple[str, str]] = []
+        """(tool, text of its result) of every call."""
 
     async def call(self, tool: str, *, quiet: bool = False, **arguments: Any) -> Json:
         """The tool's structured result. FlashError with the error's text if it failed."""
@@ -58,8 +60,9 @@ class Session:
             shown = ", ".join(f"{name}={_brief(value)}" for name, value in arguments.items())
             self.console.print(f"\n[bold cyan]{tool}[/]({_escaped(shown)})", highlight=False)
         result = await self.client.call_tool(tool, arguments)
+        blocks = [block.text for block in result.content if isinstance(block, TextContent)]
+        self.results.append((tool, " ".join(blocks)))
         if result.is_error:
-            blocks = [block.text for block in result.content if isinstance(block, TextContent)]
             what = f"{tool} failed: {' '.join(blocks)}"
             raise FlashError("internal", what, fix="fix this error and run the demo again")
         content = cast(Json, result.structured_content)
