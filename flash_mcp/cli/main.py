@@ -17,6 +17,7 @@ from flash_mcp import __version__
 from flash_mcp.cli.output import VisibleFormatter, to_json, visible
 from flash_mcp.cli.own_commands import COMMANDS, add_own
 from flash_mcp.cli.parsing import Parser, check_known, example
+from flash_mcp.cli.shell import in_shell
 from flash_mcp.cli.tool_commands import add_tool
 from flash_mcp.protocol.errors import FlashError, as_flash_error, did_you_mean
 
@@ -80,6 +81,10 @@ def parser_for(given: Sequence[str]) -> Parser:
 
 def _report(error: FlashError, given: Sequence[str]) -> int:
     """Print the error and return the exit code."""
-    text = to_json({"error": error.to_dict()}, default=str) if "--json" in given else str(error)
+    if "--json" in given:
+        text = to_json({"error": error.to_dict()}, default=str)
+    else:
+        what, mark, fix = str(error).rpartition("Fix: ")
+        text = f"{what}{mark}{in_shell(fix)}"
     sys.stderr.write(f"{visible(text)}\n")
     return 2 if error.code in WRONG_USAGE else 1

@@ -11,6 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Any, cast
 
 from environments.process.foreign import visible
+from flash_mcp.cli.shell import in_shell
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -44,9 +45,14 @@ def answer(arguments: argparse.Namespace, body: Any, text: str, **options: Any) 
 
 
 def show(result: BaseModel, as_json: bool) -> None:
-    """Print a tool's result."""
+    """Print a tool's result; for people with `next` as a command."""
     body = result.model_dump(mode="json")
-    say(to_json(body, ensure_ascii=False) if as_json else "\n".join(render(body)))
+    if as_json:
+        say(to_json(body, ensure_ascii=False))
+        return
+    if "next" in body:
+        body["next"] = in_shell(body["next"])
+    say("\n".join(render(body)))
 
 
 def render(body: dict[str, Any], indent: str = "") -> list[str]:

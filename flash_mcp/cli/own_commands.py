@@ -17,9 +17,9 @@ from typing import Any, get_args
 from flash_mcp.cli.install import CLIENTS, check_name
 from flash_mcp.cli.install import install as install_server
 from flash_mcp.cli.output import answer, render, render_all, say, to_json
-from flash_mcp.cli.parsing import Parser, add_command, example
+from flash_mcp.cli.parsing import Parser, add_command, commands_of, example
 from flash_mcp.cli.service import LINGER, install_service, remove_service
-from flash_mcp.cli.tool_commands import stay
+from flash_mcp.cli.tool_commands import add_tool, stay
 from flash_mcp.judgement import curve as drawing
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.exports import ExportKind
@@ -205,6 +205,25 @@ def demo(arguments: Arguments) -> int:
     from flash_mcp.cli.demo import play  # noqa: PLC0415
 
     return play(arguments.json, arguments.curve, arguments.model, arguments.environment)
+
+
+def completion(arguments: Arguments) -> None:
+    """Print the script with which a shell completes commands and options."""
+    import shtab  # noqa: PLC0415
+
+    from flash_mcp.tools.registry import TOOLS  # noqa: PLC0415
+
+    parser = Parser(prog="flash-mcp")
+    commands = parser.add_subparsers()
+    for name, command in COMMANDS.items():
+        add_own(commands, name, command)
+    for tool in TOOLS.values():
+        add_tool(commands, tool)
+    for command in commands_of(parser):
+        for action in command._actions:
+            if action.choices is None and str(action.metavar).startswith("{"):
+                action.choices = str(action.metavar).strip("{}").split(",")
+    sys.stdout.write(shtab.complete(parser, arguments.shell))
 
 
 def doctor(arguments: Arguments) -> int:
@@ -557,6 +576,11 @@ COMMANDS: dict[str, Command | Group] = {
             _option("--model", "base model (default: the config's)"),
             _option("--environment", "a published environment (default: the calculator)"),
         ),
+    ),
+    "completion": Command(
+        completion,
+        ("flash-mcp completion bash > ~/.local/share/bash-completion/completions/flash-mcp",),
+        (_option("shell", "bash, zsh or tcsh", choices=("bash", "zsh", "tcsh")),),
     ),
     "doctor": Command(doctor, ("flash-mcp doctor",), (JSON,)),
     "curve": Command(

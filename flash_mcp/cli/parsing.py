@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import textwrap
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from flash_mcp.protocol.errors import FlashError, did_you_mean
 
@@ -48,6 +48,17 @@ def add_command(
 def example(*lines: str) -> str:
     """The end of a command's help: calls that work."""
     return "\n".join(["Example:", *(f"  {line}" for line in lines)])
+
+
+def commands_of(parser: Parser) -> list[Parser]:
+    """Every command of the parser, with those below it."""
+    found: list[Parser] = []
+    for action in parser._actions:
+        choices: Any = action.choices
+        if isinstance(choices, dict):  # of sub-commands
+            for command in cast("dict[str, Parser]", choices).values():
+                found += [command, *commands_of(command)]
+    return found
 
 
 def check_known(arguments: argparse.Namespace, rest: Sequence[str]) -> None:

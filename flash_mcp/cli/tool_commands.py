@@ -17,25 +17,13 @@ from typing import TYPE_CHECKING, Any, cast, get_args, get_origin
 from flash_mcp.cli import follow
 from flash_mcp.cli.output import say, show, visible
 from flash_mcp.cli.parsing import Parser, add_command, example
+from flash_mcp.cli.shell import POSITIONAL
 from flash_mcp.protocol.errors import FlashError
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from flash_mcp.tools.shared.frame import Tool
-
-POSITIONAL: dict[str, tuple[str, ...]] = {
-    "chat": ("message",),
-    "compare": ("base", "other"),
-    "env_push": ("folder",),
-    "env_setup": ("folder",),
-    "env_test": ("folder",),
-    "evaluate": ("environment",),
-    "status": ("run_id",),
-    "train": ("config",),
-    "undeploy": ("deployment",),
-}
-"""The arguments that read better without their names; for other tools the required one."""
 
 EXAMPLES = {
     "cancel": "cancel run-2f9k1c8d --reason 'wrong data'",
@@ -67,7 +55,7 @@ def add_tool(commands: Any, tool: Tool) -> None:
     run = functools.partial(_run_tool, tool)
     parser = add_command(commands, name, tool.description, ending, run, aliases=aliases)
     parameters = tool.signature.parameters.values()
-    required = [each.name for each in parameters if each.default is each.empty]
+    required = tool.required
     words = [*POSITIONAL.get(tool.name, required)]
     for parameter in parameters:
         _add_argument(parser, parameter, parameter.name in words)

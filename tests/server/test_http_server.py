@@ -422,7 +422,10 @@ async def test_a_read_only_token_can_call_what_changes_nothing_and_that_alone(
             required = [n for n, p in tool.signature.parameters.items() if p.default is p.empty]
             given |= {name: things["bob"].get(name, "none") for name in required}
             text = text_of(await bob.call_tool(tool.name, given))
-            assert (code_of(text) == "not_permitted") == (not tool.read_only), text
+            assert (code_of(text) == "not_permitted") == (not tool.is_reading(given)), text
+            for name in tool.changes_with:
+                text = text_of(await bob.call_tool(tool.name, given | {name: "merged"}))
+                assert code_of(text) == "not_permitted"
     assert everything() == before
     with team.http(team.token("bob", "read")) as http:
         answer = http.put("/environments/e", content=b"")

@@ -97,6 +97,12 @@ class Tool:
         """The docstring without its `Args:`."""
         return unwrapped((inspect.getdoc(self.function) or "").partition(ARGUMENTS)[0])
 
+    @property
+    def required(self) -> list[str]:
+        """The arguments without a default."""
+        parameters = self.signature.parameters.values()
+        return [each.name for each in parameters if each.default is each.empty]
+
     @cached_property
     def signature(self) -> inspect.Signature:
         return inspect.signature(self.function, eval_str=True)
