@@ -97,15 +97,17 @@ class Screen:
         points = open_store().curve(view["run_id"])
         height = max(8, min(rows - 4, 18))
         lines = curve.terminal(points, min(columns - 1, 100), height).splitlines()
-        lines.append(progress_line(view)[: columns - 1])
+        lines.append(progress_line(view, has_bars=False)[: columns - 1])
         up = f"\033[{self._height}F\033[J" if self._height else ""
         sys.stderr.write(up + visible("\n".join(lines)) + "\n")
         sys.stderr.flush()
         self._height = len(lines)
 
 
-def progress_line(view: dict[str, Any]) -> str:
-    """State, step, trends and the time left, of a run as status reports it."""
+def progress_line(view: dict[str, Any], *, has_bars: bool = True) -> str:
+    """State, step, trends and the time left, of a run as status reports it. `has_bars`: with all
+    steps of a trend as bars.
+    """
     steps = f"/{view['steps']}" if view.get("steps") else ""
     parts = [view["state"], f"step {view['step']}{steps}"]
     phase = view.get("phase") or ""
@@ -114,7 +116,8 @@ def progress_line(view: dict[str, Any]) -> str:
     for name in ("reward", "success", "loss", "held_out_loss"):
         if name in view:
             label = name.replace("held_out_", "held-out ")
-            parts.append(f"{label} {view[name]['last']:.3f} {view[name]['spark']}")
+            bars = f" {view[name]['spark']}" if has_bars else ""
+            parts.append(f"{label} {view[name]['last']:.3f}{bars}")
     if held_out := view.get("held_out"):
         parts.append(f"held-out success {held_out[-1]['success']:.3f}")
     if "eta_s" in view:

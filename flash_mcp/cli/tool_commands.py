@@ -134,8 +134,10 @@ def _metavar(kind: Any) -> str:
     """How --help names a value: its choices or its type."""
     if get_origin(kind) is typing.Literal:
         return f"{{{','.join(map(str, get_args(kind)))}}}"
-    if get_origin(kind) is list and _bare(get_args(kind)[0]) is str:
-        return "A,B"
+    if get_origin(kind) is list:
+        item = _bare(get_args(kind)[0])
+        if item is str or get_origin(item) is typing.Literal:
+            return "A,B"
     return METAVARS.get(kind, "JSON")
 
 

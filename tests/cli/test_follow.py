@@ -100,6 +100,8 @@ def test_a_fine_tuning_run_is_followed_by_its_losses_and_its_held_out_success(tm
             "eval 40/200, 90 s left",
         ):
             assert part in line
+        assert "\u2581" not in follow.progress_line(view, has_bars=False)
+        assert "\u2581" in line
         assert "Success: held out" in html(open_store(), run.id)
 
 

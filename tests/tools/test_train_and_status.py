@@ -32,6 +32,7 @@ from tests.places import TOOL_CALCULATOR
 from tests.samples import (
     ENVIRONMENT,
     EVAL_EXAMPLES,
+    end,
     evaluate,
     finished_run,
     learn,
@@ -478,6 +479,17 @@ async def test_the_bound_of_tokens_honours_the_length_of_a_conversation(tmp_path
     assert "max_length=4096" in error.what and "8192" in error.fix
     checked = await call("train", **wanted, max_tokens=6000, max_length=8000)
     assert checked["estimate"]["tokens_at_most"] == 32 * 6000
+
+
+async def test_a_run_that_was_measured_at_its_end_alone_is_compared_with_its_start(tmp_path: Path):
+    run, writer = started_run(tmp_path / "environment", eval_after=True)
+    learn(writer, range(1, 21))
+    save_adapter(writer, 20, tmp_path)
+    evaluate(writer, 20, 90)
+    end(writer, run.id, 20)
+    body = await call("status", run_id=run.id)
+    assert f"evaluate(model='{run.id}@0', limit=100) measures the start alike" in body["next"]
+    assert f"compare(base=its run_id, other='{run.id}')" in body["next"]
 
 
 # -- status ----------------------------------------------------------------------------------------

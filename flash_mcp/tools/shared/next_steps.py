@@ -187,6 +187,10 @@ def _unmeasured(found: Situation) -> str:
     run = found.run
     if found.measurement:
         return _against_the_start(found)
+    if found.measured and run.training.eval_after and found.checkpoint is not None:
+        start = f"evaluate(model='{run.id}@0', limit={found.measured})"
+        then = f"compare(base=its run_id, other={run.id!r})"
+        return f"it was measured at its end; {start} measures the start alike, then {then}"
     if found.split_size != 0 and found.checkpoint is not None:
         measured = f"evaluate(model={run.id!r}) measures it on held-out tasks"
         return f"{measured}, and compare sets it against the base model"
