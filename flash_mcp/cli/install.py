@@ -1,7 +1,8 @@
-"""Adds this server to the configuration of a coding agent.
+"""Adds this server to the configuration of a coding agent, by the agent's own command where it has
+one and can be found.
 
-Everything else in the file stays, comments included. The file is replaced atomically, and a copy of
-the old one is kept."""
+Else the file is edited: everything else in it stays, comments included. It is replaced atomically.
+Either way a copy of the old file is kept."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import os
 import re
 import secrets
 import shutil
+import subprocess
 import sys
 import time
 import tomllib
@@ -24,6 +26,8 @@ from flash_mcp.protocol.errors import FlashError
 Json = dict[str, Any]
 PASSED_ON = ("FLASH_HOME", "FLASH_MODELS", "FLASH_DEVICE_LOCKS")
 """Variables that the entry sets, because agents start the server with their own environment."""
+COMMAND_S = 30.0
+"""Time that an agent's own command has."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +56,30 @@ def install(client: str, *, name: str = "flash", write: bool = True) -> Installe
         what = f"the file cannot be read, and was left as it is: {error}"
         raise FlashError("invalid_argument", what, path=path, fix=fix) from error
     changed = new != old
-    backup = _replace(path, new) if write and changed else None
-    return Installed(client, path, changed, new, backup)
+    if not write or not changed:
+        return Installed(client, path, changed, new)
+    backup = _copied(path)
+    if not _added(agent, path, name):
+        _replace(path, new)
+    return Installed(client, path, changed, path.read_text(), backup)
+
+
+def _added(agent: Client, path: Path, name: str) -> bool:
+    """Whether the agent's own command has put the entry there. A server of the same name is left to
+    the file's editor: commands refuse it, or ask.
+    """
+    if agent.command is None:
+        return False
+    words = agent.command(name, agent.shape(entry()))
+    if shutil.which(words[0]) is None:
+        return False
+    with suppress(OSError, subprocess.SubprocessError, ValueError):
+        subprocess.run(
+            words, stdin=subprocess.DEVNULL, capture_output=True, timeout=COMMAND_S, check=True
+        )
+        text = path.read_text()
+        return agent.merged(text, name) == text
+    return False
 
 
 def check_name(name: str) -> None:
@@ -107,7 +133,7 @@ def _as_opencode(server: Json) -> Json:
     return found
 
 
-def _as_vscode(server: Json) -> Json:
+def _as_stdio(server: Json) -> Json:
     return {"type": "stdio", **server}
 
 
@@ -186,22 +212,36 @@ def _table(name: str, values: Json) -> str:
     return text + tables
 
 
-def _replace(path: Path, text: str) -> Path | None:
-    """Write `text` atomically, with the permissions of the old file; the copy of the old file."""
+def _copied(path: Path) -> Path | None:
+    """A copy of the file, if there is one."""
+    if not path.exists():
+        return None
+    backup = path.with_name(f"{path.name}.{time.strftime('%Y%m%d-%H%M%S')}.bak")
+    shutil.copy2(path, backup)
+    return backup
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write `text` atomically, with the permissions of the old file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     part.touch(mode=0o600)
     try:
         part.write_text(text)
-        backup = None
         if path.exists():
             shutil.copymode(path, part)
-            backup = path.with_name(f"{path.name}.{time.strftime('%Y%m%d-%H%M%S')}.bak")
-            shutil.copy2(path, backup)
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
-    return backup
+
+
+def _by_claude(name: str, server: Json) -> list[str]:
+    return ["claude", "mcp", "add-json", "--scope", "user", name, json.dumps(server)]
+
+
+def _by_codex(name: str, server: Json) -> list[str]:
+    variables = [f"--env={key}={value}" for key, value in server.get("env", {}).items()]
+    return ["codex", "mcp", "add", *variables, name, "--", server["command"], *server["args"]]
 
 
 @dataclass(frozen=True)
@@ -213,6 +253,8 @@ class Client:
     locate: Callable[[], Path]
     key: str = "mcpServers"
     shape: Callable[[Json], Json] = dict
+    command: Callable[[str, Json], list[str]] | None = None
+    """The agent's own command that adds a server of this name."""
 
     def merged(self, old: str, name: str) -> str:
         """`old` with this server. ValueError where that cannot be done safely."""
@@ -223,11 +265,11 @@ class Client:
 
 
 CLIENTS = {
-    "claude": Client(_claude),
+    "claude": Client(_claude, shape=_as_stdio, command=_by_claude),
     "cursor": Client(lambda: Path.home() / ".cursor" / "mcp.json"),
-    "codex": Client(_codex, "mcp_servers"),
+    "codex": Client(_codex, "mcp_servers", command=_by_codex),
     "opencode": Client(_opencode, "mcp", _as_opencode),
-    "vscode": Client(_vscode, "servers", _as_vscode),
+    "vscode": Client(_vscode, "servers", _as_stdio),
     "windsurf": Client(lambda: Path.home() / ".codeium" / "windsurf" / "mcp_config.json"),
     "zed": Client(lambda: _settings_home() / "zed" / "settings.json", "context_servers"),
     "gemini": Client(lambda: Path.home() / ".gemini" / "settings.json"),

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import stat
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -40,7 +41,40 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("CODEX_HOME", "CLAUDE_CONFIG_DIR", "XDG_CONFIG_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", os.defpath)  # without the agents' own commands
     return tmp_path
+
+
+CLAUDE = """#!{python}
+import json, pathlib, sys
+pathlib.Path({calls!r}).write_text(json.dumps(sys.argv[1:]))
+if {works}:
+    path = pathlib.Path.home() / ".claude.json"
+    found = json.loads(path.read_text())
+    found["mcpServers"] = {{sys.argv[-2]: json.loads(sys.argv[-1])}}
+    path.write_text(json.dumps(found))
+sys.exit(not {works})
+"""
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_the_agents_own_command_adds_the_server_and_the_file_is_edited_where_it_fails(
+    works: bool, own_home: Path, monkeypatch: pytest.MonkeyPatch
+):
+    calls, program = own_home / "calls", own_home / "bin" / "claude"
+    program.parent.mkdir()
+    program.write_text(CLAUDE.format(python=sys.executable, calls=str(calls), works=works))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.defpath}")
+    path = own_home / ".claude.json"
+    path.write_text('{"mine": 1}')
+    done = install("claude")
+    assert json.loads(calls.read_text())[:5] == ["mcp", "add-json", "--scope", "user", "flash"]
+    found = json.loads(path.read_text())
+    assert found["mine"] == 1 and found["mcpServers"]["flash"]["args"][-1] == "serve"
+    assert path.read_text() == done.text and ("\n" in done.text) == (not works)
+    assert done.backup and done.backup.read_text() == '{"mine": 1}'
+    assert not install("claude").changed
 
 
 ZED = """// Zed settings
