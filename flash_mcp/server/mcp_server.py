@@ -225,6 +225,8 @@ def plain(schema: Any, definitions: dict[str, Any] | None = None) -> Any:
     if len(kept) == 1 < len(options):
         del fields["anyOf"]
         return plain(kept[0] | fields, definitions)
+    if options:
+        fields["anyOf"] = kept
     if isinstance(fields.get("title"), str):
         del fields["title"]
     if "default" in fields and fields["default"] is None:
