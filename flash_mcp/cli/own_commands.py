@@ -208,7 +208,10 @@ def demo(arguments: Arguments) -> int:
 
 
 def completion(arguments: Arguments) -> None:
-    """Print the script with which a shell completes commands and options."""
+    """Print the script with which a shell completes commands and options.
+
+    For bash, write it to ~/.local/share/bash-completion/completions/flash-mcp; for zsh, to
+    _flash-mcp in a folder of $fpath."""
     import shtab  # noqa: PLC0415
 
     from flash_mcp.tools.registry import TOOLS  # noqa: PLC0415
@@ -579,7 +582,7 @@ COMMANDS: dict[str, Command | Group] = {
     ),
     "completion": Command(
         completion,
-        ("flash-mcp completion bash > ~/.local/share/bash-completion/completions/flash-mcp",),
+        ("flash-mcp completion bash",),
         (_option("shell", "bash, zsh or tcsh", choices=("bash", "zsh", "tcsh")),),
     ),
     "doctor": Command(doctor, ("flash-mcp doctor",), (JSON,)),
