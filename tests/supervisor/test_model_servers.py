@@ -24,7 +24,6 @@ import httpx
 import psutil
 import pytest
 from anyio.to_thread import run_sync
-from transformers import AutoTokenizer
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Deployment
@@ -851,6 +850,8 @@ async def test_a_checkpoint_is_deployed_talked_to_and_undeployed(
 
 async def talk_with_tools(store: Store, run_id: str, deployment: str, model: Path) -> None:
     """A run's tools are shown to the model as in training, token for token."""
+    from transformers import AutoTokenizer  # noqa: PLC0415  a test that is not slow cannot
+
     parameters = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
     tool = {"name": "add", "description": "", "parameters": parameters}
     tools = [{"type": "function", "function": tool}]
