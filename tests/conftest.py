@@ -30,7 +30,7 @@ SLOW_FOLDERS = ("clients", "gpu", "worker")
 SLOW_FIXTURES = {"tiny_model", "tiny_adapter", "fp32_model"}
 """A test in one of these folders, or with one of these fixtures, is slow without being marked."""
 
-# The tests' models are tiny, and two tests run at a time: a second thread would spin for a core.
+# The tests' models are tiny, and three tests run at a time: a second thread would spin for a core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
@@ -82,6 +82,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         slow = [item for item in items if item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    # Files with slow tests come first: at the end, short ones leave no process without work.
+    slow_files = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow_files)
 
 
 def pytest_collection_finish() -> None:
