@@ -35,6 +35,7 @@ its URL.
 from __future__ import annotations
 
 import errno
+import fcntl
 import functools
 import hashlib
 import json
@@ -44,6 +45,7 @@ import random
 import re
 import shutil
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -77,8 +79,12 @@ from flash_mcp.protocol.run_files import (
 
 log = logging.getLogger(__name__)
 PATIENCE_S = 600.0
+READ_S = 10.0
+"""A store that is reached answers within this time; uploads may be long."""
 RETRY_DELAY_S = (0.1, 15.0)
 READ_BYTES = 8 << 20
+ADAPTER = "adapter_"
+"""How the files of a checkpoint begin that serving and a warm start need."""
 OPTIMIZER = "optimizer.pt"
 """The optimizer's state, twice as large as the adapter. Only the newest good checkpoint keeps it.
 Without it a checkpoint is complete: whoever resumes from it starts with a fresh optimizer."""
@@ -95,7 +101,10 @@ def connect(url: str, patience_s: float) -> tuple[Any, str, bool]:
     try:
         core: Any = fsspec.core  # untyped
         # Listings are never cached: other machines write there too.
-        filesystem, root = core.url_to_fs(url, use_listings_cache=False)
+        limits = _limits(url, patience_s)
+        filesystem, root = core.url_to_fs(url, use_listings_cache=False, **limits)
+        if limits:
+            filesystem.retries = 1  # s3fs repeats calls too
     except ImportError as error:
         fix = "install flash-mcp with the extra s3, or the fsspec package for that store"
         raise FlashError("engine_missing", f"{error}", folder=url, fix=fix) from error
@@ -103,6 +112,16 @@ def connect(url: str, patience_s: float) -> tuple[Any, str, bool]:
     is_local = "file" in ((protocols,) if isinstance(protocols, str) else protocols)
     patient = filesystem if is_local else _Patient(filesystem, patience_s)
     return patient, root.rstrip("/"), is_local
+
+
+def _limits(url: str, patience_s: float) -> Json:
+    """Options of a file system whose calls end soon where the store says nothing, for those that
+    have little patience. Otherwise S3's client waits for minutes.
+    """
+    if patience_s >= PATIENCE_S or not url.startswith("s3://"):
+        return {}
+    times = {"connect_timeout": patience_s, "read_timeout": max(patience_s, READ_S)}
+    return {"config_kwargs": {**times, "retries": {"max_attempts": 0}}}
 
 
 class RunFolder:
@@ -274,7 +293,7 @@ class RunFolder:
         for name in (*sorted(names, key=_saved_by, reverse=True), "."):
             place = f"checkpoints/{step}/{name}".removesuffix("/.")
             if manifest := self._object(ManifestFile, f"{place}/MANIFEST.json", step=step):
-                return {**manifest, "path": self.path(place)}
+                return {**manifest, "path": self._address(place)}
         return None
 
     def verify_checkpoint(self, step: int) -> Manifest:
@@ -282,7 +301,8 @@ class RunFolder:
         FlashError(unknown_checkpoint).
         """
         manifest = self._manifest(step)
-        _check_files(manifest, lambda name: self._digest(f"{manifest['path']}/{name}"))
+        place = self._within(manifest)
+        _check_files(manifest, lambda name: self._digest(f"{place}/{name}"))
         return manifest
 
     def _manifest(self, step: int) -> Manifest:
@@ -308,22 +328,49 @@ class RunFolder:
     def has_optimizer(self, step: int) -> bool:
         """Whether that checkpoint has the optimizer's state."""
         manifest = self.manifest(step)
-        return bool(manifest and self._fs.exists(f"{manifest['path']}/{OPTIMIZER}"))
+        return bool(manifest and self._fs.exists(f"{self._within(manifest)}/{OPTIMIZER}"))
 
-    def fetch_checkpoint(self, step: int, into: Path) -> Path:
-        """The folder of a verified checkpoint: its own if it is local, else a copy at `into`."""
+    def fetch_checkpoint(self, step: int, into: Path, *, whole: bool = True) -> Path:
+        """The folder of a verified checkpoint: its own if it is local, else a copy beside `into`
+        that is made once. Without `whole`, the copy has the adapter only.
+        """
         if self.is_local:
             return Path(self.verify_checkpoint(step)["path"])
         manifest = self._manifest(step)
-        local = RunFolder(into)
+        if not whole:
+            files = manifest["files"].items()
+            adapter = {name: each for name, each in files if name.startswith(ADAPTER)}
+            manifest = cast("Manifest", {**manifest, "files": adapter})
+        target = into.with_name(f"{into.name}-{manifest['digest']}{'' if whole else '-adapter'}")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.with_name(f".{target.name}.lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not target.is_dir():
+                part = tempfile.mkdtemp(prefix=".part-", dir=target.parent)
+                try:
+                    self._copy(manifest, Path(part))
+                    Path(part).rename(target)
+                finally:
+                    shutil.rmtree(part, ignore_errors=True)
+        return target
+
+    def _copy(self, manifest: Manifest, into: Path) -> None:
+        """Copy a checkpoint's files and check them. The optimizer's state may be gone."""
+        place = self._within(manifest)
         for name in manifest["files"]:
             (into / name).parent.mkdir(parents=True, exist_ok=True)
-            try:
-                self._fs.get_file(f"{manifest['path']}/{name}", str(into / name))
-            except FileNotFoundError:
-                continue
+            with suppress(FileNotFoundError):
+                self._fs.get_file(f"{place}/{name}", str(into / name))
+        local = RunFolder(into)
         _check_files(manifest, lambda name: local._digest(str(into / name)))
-        return into
+
+    def _address(self, place: str) -> str:
+        """The path or URL of a place in the folder."""
+        return self.path(place) if self.is_local else f"{self.url.rstrip('/')}/{place}"
+
+    def _within(self, manifest: Manifest) -> str:
+        """Where the files of a checkpoint lie, as the file system takes it."""
+        return self.path(manifest["path"].removeprefix(self._address("")))
 
     def read_json(self, *parts: str) -> Json | None:
         return self._object(dict[str, Any], "/".join(parts))
@@ -552,7 +599,7 @@ class RunWriter:
         self._remove_unfinished(step)
         if self.folder.newest_good_checkpoint() == step:
             self._drop_older_optimizers(place)
-        return {**manifest, "path": self.folder.path(place)}
+        return {**manifest, "path": self.folder._address(place)}
 
     def _put_files(self, place: str, files: dict[str, Path]) -> None:
         target = self.folder.path(place)

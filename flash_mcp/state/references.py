@@ -166,7 +166,9 @@ def _checkpoint(store: Store, run_id: str, step: int | None) -> Subject:
         return Subject(card.name, card.context, 0, run, run.init_adapter)
     found = store.checkpoint(run_id, step)
     folder = folder_of(run)
-    path = folder.fetch_checkpoint(found.step, store.base / "adapters" / f"{run_id}-{found.step}")
+    path = folder.fetch_checkpoint(
+        found.step, store.base / "adapters" / f"{run_id}-{found.step}", whole=False
+    )
     adapter = {
         "path": str(path),
         "run_id": run_id,

@@ -20,10 +20,13 @@ from uuid import uuid4
 
 from flash_mcp.protocol.errors import FlashError, disk_error
 from flash_mcp.protocol.records import ACTIVE, ENDED, LIVE_DEPLOYMENT, Run
+from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.spec import LOCAL_TARGET
 from flash_mcp.state import datasets
 from flash_mcp.state.database import marks
 from flash_mcp.state.disk import size_of
 from flash_mcp.state.owners import LOCAL_OWNER
+from flash_mcp.state.runs import folder_of
 from flash_mcp.state.store import Store
 
 OF_A_RUN = ("metrics", "rollouts", "evals", "events", "checkpoints", "deployments", "logs")
@@ -53,6 +56,8 @@ class _Found:
     deletions: list[tuple[str, list[Any]]]
     used_by: list[str] = field(default_factory=list[str])
     elsewhere: str | None = None
+    stored: RunFolder | None = None
+    """The folder of a run in the storage of a target."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +80,13 @@ def remove(store: Store, reference: str, *, dry_run: bool = False) -> Removed:
     """Remove a run (RUN_ID), or a version of an environment or dataset; with `dry_run`, only look.
 
     A version is the local owner's as NAME@DIGEST, another's as OWNER/NAME@DIGEST; six characters of
-    the digest do. FlashError(in_use | unknown_run | unknown_environment | unknown_dataset |
-    disk_full)."""
+    the digest do. A run on a target is removed from its storage too; what it shares with other runs
+    stays there. FlashError(in_use | unknown_run | unknown_environment | unknown_dataset | disk_full
+    | store_unreachable)."""
     with store.transaction():
         found = _find(store, reference)
+        if found.stored and not dry_run:
+            found.stored.newest_epoch()  # a store that does not answer keeps the row
         freed = sum(size_of(folder) for folder in found.folders)
         if not dry_run:
             for sql, values in found.deletions:
@@ -86,6 +94,8 @@ def remove(store: Store, reference: str, *, dry_run: bool = False) -> Removed:
             move_away(store, found.folders)
     if not dry_run:
         empty_away(store)
+        if found.stored:
+            found.stored.remove()
     return Removed(found.kind, found.reference, found.owner, freed, found.used_by, found.elsewhere)
 
 
@@ -167,7 +177,10 @@ def _run(store: Store, run_id: str) -> _Found:
     used_by = [row["id"] for row in store.query(sql, [run_id])]
     deletions = [(f"DELETE FROM {table} WHERE run_id = ?", [run_id]) for table in OF_A_RUN]
     deletions.append(("DELETE FROM runs WHERE id = ?", [run_id]))
-    folders = run_folders(store, run)
+    folders = [*run_folders(store, run), *(store.base / "adapters").glob(f"{run_id}-*")]
+    if run.target != LOCAL_TARGET:
+        stored = folder_of(run)
+        return _Found("run", run_id, run.owner, folders, deletions, used_by, stored=stored)
     return _Found(
         "run", run_id, run.owner, folders, deletions, used_by, elsewhere(store, run.folder)
     )

@@ -49,7 +49,9 @@ def request(
             raise FlashError(
                 "invalid_argument", f"the name {name!r} is taken by {row.id}", name=name, fix=fix
             )
-    adapter = folder.fetch_checkpoint(step, store.base / "adapters" / f"{run_id}-{step}")
+    adapter = folder.fetch_checkpoint(
+        step, store.base / "adapters" / f"{run_id}-{step}", whole=False
+    )
     rank = read_adapter_config(adapter, "r")["r"]
     data: Json = {"rank": rank, "port": port, "thinking": bool(run.spec.thinking)}
     data["idle_minutes"] = idle_minutes

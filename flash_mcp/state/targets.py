@@ -7,7 +7,7 @@
     options = ["--partition=gpu", "--gres=gpu:1"]
     price_per_hour = 1.9
 
-`flash-mcp target` writes it. It is read anew whenever a target is needed. Values in it are seen by
+`flash-mcp target` writes it. The supervisor reads a target's table when its first run starts. Values in it are seen by
 engines and their users: keys of a store belong into `env_file` on the nodes."""
 
 from __future__ import annotations

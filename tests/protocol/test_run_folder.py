@@ -593,6 +593,19 @@ def test_a_store_that_stays_away_is_named(
     assert list(folder.metric_steps()) == [1]
 
 
+def test_a_store_that_says_nothing_is_given_up_in_the_time_that_the_control_plane_has(
+    far_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flash_mcp.protocol.run_folder.READ_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # it takes connections, and no more
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        began = time.monotonic()
+        with pytest.raises(FlashError, match="store_unreachable"):
+            RunFolder(far_url, patience_s=0.2).beat()
+    assert time.monotonic() - began < 30  # S3's client alone takes minutes
+
+
 def test_packages_that_a_store_needs_are_named() -> None:
     with pytest.raises(FlashError, match="engine_missing") as caught:
         RunFolder("gs://bucket/run")

@@ -234,8 +234,8 @@ def test_a_checkpoint_that_goes_while_it_is_to_be_served_is_refused(
     run, _ = saved(tmp_path, keep_checkpoints=2)
     fetch = RunFolder.fetch_checkpoint
 
-    def and_prune(self: RunFolder, step: int, into: Path) -> Path:
-        path = fetch(self, step, into)
+    def and_prune(self: RunFolder, step: int, into: Path, *, whole: bool) -> Path:
+        path = fetch(self, step, into, whole=whole)
         prune_checkpoints(store, store.run(run.id))
         return path
 

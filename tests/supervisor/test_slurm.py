@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import fsspec
 import psutil
 import pytest
 
@@ -20,14 +21,14 @@ from flash_mcp import __version__
 from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import RunSpec, resolve
-from flash_mcp.state import queue
+from flash_mcp.state import queue, references, removal
 from flash_mcp.state.store import Store
 from flash_mcp.state.targets import add_target, find_target, remove_target
 from flash_mcp.state.versions import digest_of
 from flash_mcp.supervisor.loop import Patience, Supervisor
 from tests import slurm
 from tests.places import ROOT, VOWELS
-from tests.supervisor.test_loop import wait_for
+from tests.protocol.test_run_folder import BUCKET, SECRET_KEY, ObjectStore
 
 pytestmark = pytest.mark.slow
 
@@ -39,10 +40,10 @@ QUICK = {"steps": 3, "batch_size": 2, "group_size": 4, "max_tokens": 8, "max_len
 class Lab:
     """A state directory, a cluster whose nodes do not see it, and a folder that both share."""
 
-    def __init__(self, home: Path, shared: Path, model: Path) -> None:
+    def __init__(self, home: Path, storage: str, node: Path, model: Path, **more: str) -> None:
         self.home = home
         self.store = Store(home)
-        self.shared = shared
+        self.storage = storage
         self.model = shutil.copytree(model, home / "my-model")
         source = home / "environments" / "vowels" / digest_of(VOWELS)
         shutil.copytree(VOWELS, source)
@@ -50,8 +51,8 @@ class Lab:
             name="vowels", digest=source.name, path=str(source), size_bytes=1
         )
         variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        fields = {"engine": "slurm", "storage": str(shared), "python": sys.executable}
-        add_target(home, "lab", {**fields, "env": variables, "home": str(shared.parent / "node")})
+        fields = {"engine": "slurm", "storage": storage, "python": sys.executable, **more}
+        add_target(home, "lab", {**fields, "env": variables, "home": str(node)})
         self.supervisor = Supervisor(home, patience=Patience(remote_poll_s=0.2))
 
     def train(self, **fields: object) -> Run:
@@ -92,7 +93,8 @@ def hidden(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def lab(hidden: Path, tmp_path: Path, tiny_model: Path) -> Lab:
-    return Lab(hidden / tmp_path.name, tmp_path / "shared", tiny_model)
+    storage = str(tmp_path / "shared")
+    return Lab(hidden / tmp_path.name, storage, tmp_path / "node", tiny_model)
 
 
 def worker_of(run: Run) -> psutil.Process:
@@ -104,7 +106,9 @@ def worker_of(run: Run) -> psutil.Process:
     raise AssertionError("no worker runs")
 
 
-def test_a_run_trains_on_a_node_that_sees_nothing_of_the_state_directory(lab: Lab) -> None:
+def test_a_run_trains_on_a_node_that_sees_nothing_of_the_state_directory(
+    lab: Lab, tmp_path: Path
+) -> None:
     run = lab.train(eval_before=True)
     ended = lab.finish(run)
     assert (ended.state, ended.step, ended.attempt) == ("succeeded", 3, 1), lab.trouble()
@@ -112,10 +116,9 @@ def test_a_run_trains_on_a_node_that_sees_nothing_of_the_state_directory(lab: La
     assert lab.store.evals(run.id)[0].step == 0
     assert Path(lab.store.checkpoint(run.id).path, "adapter_model.safetensors").is_file()
     assert "step 3/3" in lab.store.log(run.id)
-    job = (lab.shared / "runs" / run.id / "job.json").read_text()
-    assert str(lab.home) not in job
-    node = lab.shared.parent / "node" / "artifacts"
-    assert len([path for path in node.iterdir() if path.is_dir()]) == 2  # model and environment
+    assert str(lab.home) not in Path(run.folder, "job.json").read_text()
+    cached = (tmp_path / "node" / "artifacts").iterdir()
+    assert len([path for path in cached if path.is_dir()]) == 2  # model and environment
 
     # An adapter that was trained there is a start and is evaluated there.
     checkpoint = lab.store.checkpoint(run.id)
@@ -158,6 +161,53 @@ def test_a_job_that_is_cancelled_behind_our_back_goes_on(lab: Lab) -> None:
     assert [row.step for row in lab.store.metrics(run.id)] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.fixture
+def object_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
+    made = ObjectStore()
+    for name, value in made.environment.items():
+        monkeypatch.setenv(name, value)
+    fsspec.filesystem("s3", skip_instance_cache=True).mkdir(BUCKET)
+    yield made
+    made.end()
+
+
+def test_run_folders_in_an_object_store_are_read_served_and_removed_and_its_key_is_nowhere(
+    object_store: ObjectStore, hidden: Path, tmp_path: Path, tiny_model: Path
+) -> None:
+    keys = tmp_path / "keys.sh"
+    lines = [f"{name}={shlex.quote(each)}" for name, each in object_store.environment.items()]
+    keys.write_text("\n".join(lines))
+    storage = f"s3://{BUCKET}/flash"
+    lab = Lab(hidden / "s3", storage, tmp_path / "node", tiny_model, env_file=str(keys))
+    run = lab.train(steps=2)
+    ended = lab.finish(run)
+    assert (ended.state, ended.step) == ("succeeded", 2), lab.trouble()
+    assert "step 2/2" in lab.store.log(run.id)
+    assert lab.store.checkpoint(run.id).path.startswith(f"{storage}/runs/{run.id}/checkpoints/2/")
+
+    adapter = references.find_subject(lab.store, run.id).adapter
+    assert adapter
+    weights = Path(adapter["path"], "adapter_model.safetensors")
+    first = weights.stat().st_ino
+    assert not Path(adapter["path"], "optimizer.pt").exists()  # nobody needs it here
+    assert references.find_subject(lab.store, run.id).adapter == adapter
+    assert weights.stat().st_ino == first  # it was not fetched again
+
+    everything = fsspec.filesystem("s3", skip_instance_cache=True)
+    stored = everything.find(f"{BUCKET}/flash")
+    assert not [name for name in stored if SECRET_KEY.encode() in everything.cat_file(name)]
+    spool = Path(os.environ["SLURM_CONF"]).parent
+    files = [path for path in spool.rglob("*") if path.is_file()]
+    assert len(files) > 5
+    assert not [path for path in files if SECRET_KEY.encode() in path.read_bytes()]
+
+    removed = removal.remove(lab.store, run.id)
+    assert removed.elsewhere is None
+    assert not weights.exists()
+    left = everything.find(f"{BUCKET}/flash", refresh=True)
+    assert left and all("/flash/artifacts/" in name for name in left)
+
+
 def commands_of(page: Path) -> list[list[str]]:
     """The commands in the first block of shell code."""
     block = page.read_text().split("```sh\n")[1].split("```")[0]
@@ -169,7 +219,7 @@ def test_the_commands_of_the_page_work_as_written(
 ) -> None:
     """But for the example's paths, its model and its environment."""
     home = hidden / "page"
-    lab = Lab(home, tmp_path / "unused", tiny_model)
+    lab = Lab(home, str(tmp_path / "unused"), tmp_path / "node", tiny_model)
     remove_target(home, "lab")
     python = tmp_path / "python"  # as an installed one: it finds flash-mcp wherever it starts
     python.write_text(
@@ -202,4 +252,7 @@ def test_the_commands_of_the_page_work_as_written(
     assert "CPUs" in checked["devices"][-1]
     assert find_target(home, "lab").storage == real["/shared/flash"]
     assert [run.target for run in lab.store.runs()] == ["lab", "lab"]
-    wait_for(lambda: all(run.state == "succeeded" for run in lab.store.runs()))
+    deadline = time.monotonic() + TIMEOUT_S
+    while {run.state for run in lab.store.runs()} != {"succeeded"}:
+        assert time.monotonic() < deadline, lab.trouble()
+        time.sleep(0.2)

@@ -19,6 +19,7 @@ from flash_mcp.state.targets import add_target
 from flash_mcp.supervisor.launch.base import Handle, Hint, Launch, MemoryLauncher, Target
 from flash_mcp.supervisor.loop import Attendant, Patience, Supervisor
 from flash_mcp.supervisor.secrets import Vault
+from flash_mcp.tools.shared.run_view import report_on
 
 HASTE = Patience(poll_s=0.01, remote_poll_s=0.01, beat_stale_s=0.05, retry_delay_s=0.0)
 TIMEOUT_S = 30.0
@@ -253,3 +254,22 @@ def test_a_target_that_does_not_answer_delays_no_other(bench: Bench) -> None:
         bench.lab.engine.answers.set()
     RunFolder(runs["lab"].folder).claim(1).commit_result("succeeded", 1)
     until(lambda: bench.now(runs["lab"]).ended)
+
+
+def test_status_its_log_and_cancel_ask_no_store_for_a_run_elsewhere(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store may not answer; what they need is in the database."""
+    run, waiting = bench.train(), bench.train()
+    bench.until(lambda: bench.now(run).handle)
+    writer = bench.start(run)
+    writer.folder.put_log(1, b"step 1: train")
+    bench.attendant._attempts[run.id].log_at = -100.0
+    bench.until(lambda: bench.store.log(run.id))
+    refuse = "flash_mcp.protocol.run_folder.connect"
+    monkeypatch.setattr(refuse, lambda *_: pytest.fail("the store was asked"))
+    view = report_on(bench.store, run.id, detailed=True).view
+    assert (view.target, view.log_tail) == ("lab", "step 1: train")
+    assert report_on(bench.store, waiting.id).view.queued_ahead == 0
+    for each in (run, waiting):
+        assert queue.request_cancel(bench.store, each.id).cancel_requested

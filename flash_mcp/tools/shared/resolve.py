@@ -206,7 +206,7 @@ def _start(store: Store, reference: str) -> _Start:
     if not at and (whole := files.newest_good_checkpoint()) is not None:
         checkpoint = store.checkpoint(run_id, whole)
     step = checkpoint.step
-    folder = files.fetch_checkpoint(step, store.base / "adapters" / f"{run_id}-{step}")
+    folder = files.fetch_checkpoint(step, store.base / "adapters" / f"{run_id}-{step}", whole=False)
     return _Start(folder, run_id, step, checkpoint.digest, served_model(store, run))
 
 
