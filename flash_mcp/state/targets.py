@@ -7,8 +7,9 @@
     options = ["--partition=gpu", "--gres=gpu:1"]
     price_per_hour = 1.9
 
-`flash-mcp target` writes it. The supervisor reads a target's table when its first run starts. Values in it are seen by
-engines and their users: keys of a store belong into `env_file` on the nodes."""
+`flash-mcp target` writes it. The supervisor reads a target's table when its first run starts.
+Values in it are seen by engines and their users: keys of a store belong into `env_file` on the
+nodes."""
 
 from __future__ import annotations
 
@@ -77,8 +78,10 @@ class TargetSettings(BaseModel):
         return env
 
     def folder_of(self, run_id: str) -> str:
-        """Where the run's folder lies."""
-        return f"{self.storage}/runs/{run_id}"
+        """Where the run's folder lies. HOME/runs/ID is what a state directory's own folders are
+        called: their paths move with it, and these must not.
+        """
+        return f"{self.storage}/run-folders/{run_id}"
 
 
 def targets(base: Path) -> dict[str, TargetSettings]:

@@ -49,6 +49,7 @@ def made(
         store, resolve(RunSpec(environment="calc", steps=3)), environment, **pinned
     )
     reported(store, run, scratch)
+    store.put_log(run.id, 1, "step 3")
     values = {
         "id": f"dep-{run.id}",
         "owner": "local",

@@ -41,7 +41,9 @@ def test_what_was_added_is_read_back_and_what_is_removed_leaves_the_rest(tmp_pat
     add_target(tmp_path, "other", {**SLURM, "storage": "s3://bucket/flash/"})
     (tmp_path / FILE).write_text(f"# by hand\n{(tmp_path / FILE).read_text()}")
     assert find_target(tmp_path, "lab") == first == TargetSettings(**values)
-    assert find_target(tmp_path, "other").folder_of("run-1") == "s3://bucket/flash/runs/run-1"
+    assert (
+        find_target(tmp_path, "other").folder_of("run-1") == "s3://bucket/flash/run-folders/run-1"
+    )
     remove_target(tmp_path, "lab")
     assert list(targets(tmp_path)) == ["other"]
     assert (tmp_path / FILE).read_text().startswith("# by hand\n")
@@ -100,4 +102,4 @@ def test_a_target_that_fails_its_proof_is_not_added(
     assert main(["target", "add", "lab", "--engine", "slurm", "--storage", storage]) != 0
     assert "there is no squeue here" in capsys.readouterr().err
     assert targets(flash_home) == {}
-    assert not list((tmp_path / "storage" / "runs").iterdir())
+    assert not list((tmp_path / "storage" / "run-folders").iterdir())

@@ -183,7 +183,9 @@ def test_run_folders_in_an_object_store_are_read_served_and_removed_and_its_key_
     ended = lab.finish(run)
     assert (ended.state, ended.step) == ("succeeded", 2), lab.trouble()
     assert "step 2/2" in lab.store.log(run.id)
-    assert lab.store.checkpoint(run.id).path.startswith(f"{storage}/runs/{run.id}/checkpoints/2/")
+    assert lab.store.checkpoint(run.id).path.startswith(
+        f"{storage}/run-folders/{run.id}/checkpoints/2/"
+    )
 
     adapter = references.find_subject(lab.store, run.id).adapter
     assert adapter

@@ -64,7 +64,7 @@ class Bench:
     def __init__(self, base: Path) -> None:
         self.store = Store(base)
         for name in ("lab", "near"):
-            add_target(base, name, {"engine": "slurm", "storage": f"{base}/storage"})
+            add_target(base, name, {"engine": "slurm", "storage": f"{base.parent}/shared"})
         self.lab = Lab()
         self.attendant = self.new_attendant()
 
@@ -104,7 +104,7 @@ class Bench:
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
-    made = Bench(tmp_path)
+    made = Bench(tmp_path / "home")
     yield made
     made.store.close()
 
@@ -254,6 +254,14 @@ def test_a_target_that_does_not_answer_delays_no_other(bench: Bench) -> None:
         bench.lab.engine.answers.set()
     RunFolder(runs["lab"].folder).claim(1).commit_result("succeeded", 1)
     until(lambda: bench.now(runs["lab"]).ended)
+
+
+def test_a_state_directory_that_moved_takes_no_folder_elsewhere_for_its_own(bench: Bench) -> None:
+    run = bench.train()
+    folder = f"{bench.store.base.parent}/shared/run-folders/{run.id}"
+    assert run.folder == folder
+    bench.store.make_paths_relative()  # as each supervisor does when it starts
+    assert bench.now(run).folder == folder
 
 
 def test_status_its_log_and_cancel_ask_no_store_for_a_run_elsewhere(
