@@ -67,9 +67,11 @@ def test_many_processes_can_open_a_new_store_at_once(tmp_path: Path) -> None:
         {"name": "0003_lineage"},
         {"name": "files_removed"},
         {"name": "gates"},
+        {"name": "logs"},
         {"name": "owners"},
         {"name": "relative_paths"},
         {"name": "runs_by_end"},
+        {"name": "targets"},
         {"name": "used_s"},
     ]
 
