@@ -20,6 +20,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flash_mcp.cli import main
+from flash_mcp.protocol.chat_templates import with_tools
 from flash_mcp.protocol.records import Run
 from flash_mcp.server.mcp_server import server
 from flash_mcp.state import queue
@@ -65,7 +66,7 @@ def test_the_merged_model_is_the_one_that_was_trained(
         trained = PeftModel.from_pretrained(base, tiny_adapter)(ids).logits
         merged = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits
     assert (merged - trained).abs().max() < 0.1 * (trained - untrained).abs().max()
-    assert AutoTokenizer.from_pretrained(folder).chat_template == CHATML
+    assert AutoTokenizer.from_pretrained(folder).chat_template == with_tools(CHATML)
 
 
 def test_the_model_card_has_lineage_and_held_out_figures_with_intervals(
