@@ -54,14 +54,13 @@ class Pulse(threading.Thread):
         """Note what happens now; raises Cancelled after a cancel. `of` is how often the phase will
         call `advance`, if that is known.
         """
+        if step is not None:
+            self.step = step  # also if the run ends here: this step is made, and will be saved
         if self.cancelled.is_set():
             raise Cancelled
-        if step is None:
-            step = self.step
         if phase != self.phase:
-            log.info("step %s: %s", step, phase)
+            log.info("step %s: %s", self.step, phase)
         self.phase = phase
-        self.step = step
         self._of = of
         self._entered = (time.monotonic(), self.progress)
 

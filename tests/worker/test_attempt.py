@@ -35,7 +35,7 @@ from tests.attempts import VOWELS, Attempt, make_run
 from tests.folders import generated_files
 from tests.tiny import make_tokenizer
 from tests.watch import is_running, listening_ports
-from worker.heartbeat import Pulse
+from worker.heartbeat import Cancelled, Pulse
 from worker.rollouts.scheduler import Limits, Rollout, Task
 from worker.rollouts.transcript import ChatTemplate
 from worker.session import BLOCK, Model, TrainingSession, examples_of
@@ -399,6 +399,15 @@ def test_a_cancel_in_mid_rollout_saves_what_was_trained_and_ends_as_cancelled(
         assert attempt.wait() == 0, attempt.log_path.read_text()
     step = finished(run, "cancelled")["step"]
     assert step >= 2 and run.newest_good_checkpoint() == step
+
+
+def test_a_cancel_between_two_steps_counts_the_step_that_was_made() -> None:
+    pulse = Pulse(cast(Any, None))
+    pulse.step = 5
+    pulse.cancelled.set()
+    with pytest.raises(Cancelled):
+        pulse.enter("train", 6)
+    assert pulse.step == 6
 
 
 def test_a_warm_start_begins_with_the_other_runs_adapter(
