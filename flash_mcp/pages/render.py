@@ -19,8 +19,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from environments.process.foreign import visible
-from environments.tools import text_of
 from flash_mcp.pages.charts import Axis
+from flash_mcp.protocol.records import text_of
 from flash_mcp.tools.shared.fitting import shorten, utc
 
 TEMPLATES = Path(__file__).with_name("templates")

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 
 from environments.process.foreign import is_plain, plain_name
 from environments.settings import identity
-from environments.tools import text_of as text_of
+from environments.tools import text_of as text_of  # for all of flash_mcp: judgement sees records
 from flash_mcp.protocol.spec import LOCAL_TARGET, EvalSpec, RunSpec, stored_spec
 
 Json = dict[str, Any]

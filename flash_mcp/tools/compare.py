@@ -10,14 +10,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from environments.tools import text_of
 from flash_mcp.judgement import attempts, comparison, health, statistics
 from flash_mcp.judgement.attempts import Metric
 from flash_mcp.judgement.comparison import Change, Outcome
 from flash_mcp.judgement.health import Flag
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.parts import Part, Rounded
-from flash_mcp.protocol.records import Evaluation, Json, Run, Try
+from flash_mcp.protocol.records import Evaluation, Json, Run, Try, text_of
 from flash_mcp.protocol.spec import RunSpec
 from flash_mcp.state import references
 from flash_mcp.state.store import Store, open_store

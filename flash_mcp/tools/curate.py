@@ -9,13 +9,12 @@ from typing import Annotated, Literal, cast
 from anyio.to_thread import run_sync
 from pydantic import Field
 
-from environments.tools import text_of
 from flash_mcp.judgement import curation
 from flash_mcp.judgement.curation import Attempt, Counts, Curated, HeldOut, Plan, Select, Source
 from flash_mcp.judgement.task_filter import compile_filter
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.parts import Part, Rounded
-from flash_mcp.protocol.records import Json, Rollout, Run
+from flash_mcp.protocol.records import Json, Rollout, Run, text_of
 from flash_mcp.state import datasets
 from flash_mcp.state.runs import folder_of
 from flash_mcp.state.store import Store, open_store

@@ -8,10 +8,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from environments.tools import text_of
 from flash_mcp.judgement.failures import SAMPLE_ROLLOUTS, FailureMode, failure_counts, failure_modes
 from flash_mcp.protocol.parts import rounded
-from flash_mcp.protocol.records import ACTIVE, Json, Rollout, Run
+from flash_mcp.protocol.records import ACTIVE, Json, Rollout, Run, text_of
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.shared.fitting import (
     RESULT_CHARACTERS,

@@ -23,13 +23,12 @@ from environments.process import sandbox
 from environments.process.foreign import plain_name
 from environments.process.host import EnvironmentFault, EnvironmentHost
 from environments.process.sandbox import Needs
-from environments.tools import text_of
 from flash_mcp.judgement import statistics
 from flash_mcp.judgement.attempts import DEFAULT_MAX_LENGTH
 from flash_mcp.judgement.curation import prompt_digest
 from flash_mcp.protocol.base_models import ModelCard
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.records import EnvironmentVersion, GateVerdict, Json, Run
+from flash_mcp.protocol.records import EnvironmentVersion, GateVerdict, Json, Run, text_of
 from flash_mcp.protocol.spec import LOCAL_TARGET, RECIPES, ResolvedSpec, RunSpec, default_of
 from flash_mcp.state import costs, queue, references
 from flash_mcp.state.datasets import Dataset
