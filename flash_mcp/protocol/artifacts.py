@@ -24,7 +24,7 @@ from uuid import uuid4
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
-from flash_mcp.protocol.run_folder import connect
+from flash_mcp.protocol.run_folder import connect, sha256_of
 
 MARK = "artifact:"
 CHUNK_BYTES = 4 << 20
@@ -50,7 +50,7 @@ class Artifacts:
         with tempfile.TemporaryDirectory(prefix="flash-artifact-") as scratch:
             archive = Path(scratch, "archive.tar")
             pack(folder, archive)
-            digest = _sha256(archive)
+            digest = sha256_of(archive)
             if not self._fs.exists(self._path(digest)):
                 self._upload(archive, self._path(digest))
         self._known[folder] = (fingerprint, digest)
@@ -94,7 +94,7 @@ class Artifacts:
         except FileNotFoundError as error:
             what = f"the storage has no artifact {digest}"
             raise FlashError("artifact_damaged", what, storage=self.url, fix=fix) from error
-        if _sha256(archive) != digest:
+        if sha256_of(archive) != digest:
             what = f"artifact {digest} does not match its checksum"
             raise FlashError("artifact_damaged", what, storage=self.url, fix=fix)
         folder = scratch / "folder"
@@ -182,8 +182,3 @@ def _fingerprint(folder: Path) -> str:
         status = path.stat()
         found.append((str(path), status.st_size, status.st_mtime_ns, status.st_ino))
     return hashlib.sha256(repr(found).encode()).hexdigest()
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -574,7 +574,7 @@ class RunWriter:
         place = f"checkpoints/{step}/{self.epoch}-{self._saves}"
         paths = {str(path.relative_to(source)): path for path in sorted(source.rglob("*"))}
         files = {name: path for name, path in paths.items() if path.is_file()}
-        digests = {name: _sha256(path) for name, path in files.items()}
+        digests = {name: sha256_of(path) for name, path in files.items()}
         manifest: ManifestFile = {
             "step": step,
             "epoch": self.epoch,
@@ -711,7 +711,7 @@ def _saved_by(name: str) -> tuple[int, int]:
     return int(epoch), int(number)
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
