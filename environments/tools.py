@@ -194,10 +194,17 @@ def tool_calls_of(value: Any) -> list[Json]:
         arguments = function.get("arguments", {})
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
-        identity = str(given.get("id") or f"call{number:05}")
+        identity = str(given.get("id") or call_id(number))
         body = {"name": name, "arguments": arguments}
         calls.append({"id": identity, "type": "function", "function": body})
     return calls
+
+
+def call_id(number: int) -> str:
+    """The id of a conversation's call, counted from 0: nine letters and digits, as some templates
+    refuse other ids.
+    """
+    return f"call{number:05}"
 
 
 def problem_of(call: Json, schemas: Sequence[Json]) -> str | None:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from environments.checks.playing import Turn
-from environments.tools import as_list, as_object
+from environments.tools import as_list, as_object, call_id
 
 Json = dict[str, Any]
-CALL_ID = "call00000"
+CALL_ID = call_id(0)
 UNPARSED = '<tool_call>\n{"name": '
 """What is left of a call that does not parse: text."""
 UNKNOWN_TOOL = "no_such_tool"

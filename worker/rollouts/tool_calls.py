@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from environments.tools import as_object, problem_of
+from environments.tools import as_object, call_id, problem_of
 from flash_mcp.protocol.chat_templates import ToolForm
 
 Json = dict[str, Any]
@@ -56,7 +56,7 @@ def sample_call(tool: Json) -> Json:
         if isinstance(kind, str) and kind in SAMPLES and "enum" not in schema:
             arguments[name] = SAMPLES[kind]
     called = {"name": function["name"], "arguments": json.dumps(arguments)}
-    return {"id": "call00000", "type": "function", "function": called}
+    return {"id": call_id(0), "type": "function", "function": called}
 
 
 class CallReader:
@@ -89,7 +89,6 @@ class CallReader:
         calls: list[Json] = []
         for number, call in enumerate(found.tool_calls, start=first):
             function = {"name": call.function.name, "arguments": call.function.arguments}
-            # Nine letters and digits: some templates refuse other ids.
-            calls.append({"id": f"call{number:05}", "type": "function", "function": function})
+            calls.append({"id": call_id(number), "type": "function", "function": function})
         problems = filter(None, (problem_of(call, self._schemas) for call in calls))
         return Turn(found.content or "", calls, next(problems, None))
