@@ -377,9 +377,9 @@ def _invalid(what: str, param: str | None = None) -> ApiError:
 
 
 def _completion(answer: Answer, frame: Json) -> Json:
-    message = {**answer.turn, "content": answer.turn["content"] or None, "refusal": None}
-    if not answer.turn.get("tool_calls"):
-        message["content"] = answer.turn["content"]
+    message = {**answer.turn, "refusal": None}
+    if answer.turn.get("tool_calls"):
+        message["content"] = answer.turn["content"] or None
     choice = {
         "index": 0,
         "message": message,
