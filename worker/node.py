@@ -18,20 +18,19 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import IO
 
 from environments.process.kernel import die_with_parent
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.packages import missing_packages
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import RunFolder, final_result
 
 log = logging.getLogger("node")
-NEEDED = ("torch", "vllm", "trl", "peft")
-"""Packages of a worker."""
 SHIP_EVERY_S = 2.0
 TAIL_BYTES = 64 << 10
 
@@ -72,12 +71,11 @@ def probe(folder: RunFolder) -> None:
         assert error.code == "fenced"
     else:
         raise SystemExit("two attempts could claim one run: the storage has no exclusive create")
-    missing = [name for name in NEEDED if find_spec(name) is None]
     found: Json = {
         "host": socket.gethostname(),
         "version": metadata.version("flash-mcp"),
         "devices": _devices(),
-        "missing": missing,
+        "missing": missing_packages(),
         "clock_s": round(time.time() - asked_at, 1),
     }
     folder.put_probe(found)
@@ -128,7 +126,8 @@ def attend(command: list[str], output: IO[bytes], folder: RunFolder, attempt: in
             shipped = size
         if ended_before:
             break
-        _wait(child, SHIP_EVERY_S)
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(SHIP_EVERY_S)
     code = child.returncode
     if code < 0:
         line = f"the worker was killed by signal {signal.Signals(-code).name}\n"
@@ -146,12 +145,6 @@ def ship(output: IO[bytes], size: int, folder: RunFolder, attempt: int) -> bool:
         log.warning("the log cannot be stored: %s", error)
         return False
     return True
-
-
-def _wait(child: subprocess.Popen[bytes], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while child.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.1)
 
 
 if __name__ == "__main__":

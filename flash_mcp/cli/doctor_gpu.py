@@ -11,12 +11,13 @@ import sysconfig
 from pathlib import Path
 from typing import Literal
 
+from flash_mcp.protocol.packages import WORKER_PACKAGES
 from flash_mcp.supervisor.launch import devices
 
 Level = Literal["ok", "warning", "problem"]
 Outcome = tuple[Level, str, str]
 """Level, detail and fix."""
-PACKAGES = ("torch", "vllm", "trl", "peft", "transformers")
+PACKAGES = (*WORKER_PACKAGES, "transformers")
 DRIVER = 580
 """The first driver of CUDA 13, for which vLLM and PyTorch are built."""
 CAPABILITY = (8, 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -17,6 +16,7 @@ from environments.process import faults
 from environments.process.faults import remedy
 from environments.process.host import EnvironmentFault, EnvironmentHost
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.packages import missing_packages
 from flash_mcp.protocol.records import EnvironmentVersion
 from flash_mcp.protocol.spec import LOCAL_TARGET
 from flash_mcp.state.owners import caller
@@ -67,8 +67,7 @@ def check_target(store: Store, target: str, secrets: Sequence[str] | None) -> No
 
 def check_machine() -> None:
     """FlashError(engine_missing) if packages for sampling or training are missing."""
-    needed = ("torch", "vllm", "trl", "peft")
-    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
+    if missing := missing_packages():
         extra = "flash-mcp[cpu] or, with an NVIDIA GPU, flash-mcp[gpu]"
         fix = f"install {extra} where this server is installed, and call again"
         raise FlashError("engine_missing", f"not installed here: {', '.join(missing)}", fix=fix)
