@@ -104,7 +104,8 @@ def load_model(
     max_length = spec.max_length or min(context, MAX_LENGTH)
     policy = adapter
     if trains or (adapter and default_sync(dtype) == "merged"):
-        smallest = memory.Workload(0, 1, 1, max_length, 1, int(_samples(spec)), spec.lora_rank)
+        has_engine = isinstance(spec, EvalSpec) or spec.generates
+        smallest = memory.Workload(0, 1, 1, max_length, 1, int(has_engine), spec.lora_rank)
         memory.check_model(path, smallest, dtype)
         policy = load_policy(
             path,
@@ -131,13 +132,6 @@ def check_precision(dtype: torch.dtype) -> None:
             fix="use a card of compute capability 8.0 or more (A10, A100, RTX 30 and newer), or "
             "train on the CPU",
         )
-
-
-def _samples(spec: RunSpec | EvalSpec) -> bool:
-    """Whether the attempt needs an engine."""
-    if isinstance(spec, RunSpec) and spec.algorithm == "sft":
-        return bool(spec.eval_before or spec.eval_every or spec.eval_after)
-    return True
 
 
 def _pinned_commit(folder: RunFolder) -> str | None:
@@ -376,7 +370,7 @@ class TrainingSession(Session[RunSpec]):
             turns=1,
             max_length=length,
             group_size=spec.batch_size,
-            sequences=self._sequences if _samples(spec) else 0,
+            sequences=self._sequences if spec.generates else 0,
             lora_rank=spec.lora_rank,
             packed=packed,
         )

@@ -156,6 +156,16 @@ class RunSpec(BaseModel):
         """Rollouts of a grpo step, examples of an sft step."""
         return self.batch_size * self.rollouts_per_prompt
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether the run measures held-out success."""
+        return self.eval_before or self.eval_after or self.eval_every > 0
+
+    @property
+    def generates(self) -> bool:
+        """Whether the run needs an engine."""
+        return self.algorithm == "grpo" or self.evaluates
+
     def steps_of(self, rows: int) -> int:
         """Optimizer steps of the run, with `rows` rows to learn from."""
         if self.steps is not None:

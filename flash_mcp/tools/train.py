@@ -454,8 +454,7 @@ async def _probe(
             await _check_contamination(host, spec, environment, dataset)
         splits = dict(host.splits)
         shared = await overlap(host)
-    wants_eval = spec.eval_before or spec.eval_after or spec.eval_every
-    if wants_eval and not splits.get("eval"):
+    if spec.evaluates and not splits.get("eval"):
         what = "the environment has no eval split to evaluate on"
         fix = "add eval rows (env.eval_dataset, usually datasets/eval.jsonl), or leave eval_* out"
         raise FlashError("dataset_invalid", what, fix=fix)
@@ -588,8 +587,7 @@ def _missing(report_to: Sequence[str]) -> list[str]:
 def _memory_need(spec: RunSpec, card: ModelCard) -> MemoryNeed | None:
     """On the largest GPU; on a machine without one, of its memory."""
     device = max(gpus(), key=lambda gpu: gpu.memory_gib, default=processor())
-    evaluates = spec.eval_before or spec.eval_after or spec.eval_every > 0
-    return memory_need(card, device, has_engine=spec.algorithm == "grpo" or evaluates)
+    return memory_need(card, device, has_engine=spec.generates)
 
 
 def _check_lengths(spec: RunSpec, card: ModelCard, prompt_tokens: int) -> None:
