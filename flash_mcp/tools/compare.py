@@ -156,16 +156,16 @@ def compare(
     if more and other is None:
         other, *more = more
     pair = _pair(store, base, other)
-    further = [_pair(store, base, each) for each in more or ()]
+    further = [_comparable(Pair(pair.base, _find(store, each)), base, each) for each in more or ()]
     memory = _memory(store, pair)
     changes = {name: pair.change(name, min_change) for name in ("success", "reward")}
     moved = pair.moved()
     better = [task for task, change in moved.items() if change > 0]
     worse = [task for task, change in moved.items() if change < 0]
-    shown = [*better[:flips], *worse[:flips]]
-    notes = [f"CONTAMINATED: {memory.evidence}"] if memory else []
-    notes += _limits(pair)
-    room = FLIP_CHARACTERS // (2 if further else 1)
+    shown = better[:flips] + worse[:flips]
+    notes = _limits(pair)
+    if memory:
+        notes.insert(0, f"CONTAMINATED: {memory.evidence}")
     result = Compare(
         verdict=_judged(pair, changes[metric], memory),
         metric=metric,
@@ -177,19 +177,24 @@ def compare(
         reward=changes["reward"],
         newly_solved=len(better),
         no_longer=len(worse),
-        flips=[_flip(store, task, pair, room // len(shown)) for task in shown] or None,
+        flips=_flips(store, shown, pair, FLIP_CHARACTERS // (2 if further else 1)),
         notes=notes or None,
         next=memory.remedy if memory else _next_step(store, pair, changes[metric], bool(shown)),
     )
     if further:
-        pairs = [pair, *further]
-        result.table = _table(store, pairs, metric, min_change)
-        result.best = _best([pair.base, *(each.other for each in pairs)], metric, min_change)
+        result.table = [_line(pair.base), _line(pair.other, result.verdict, changes[metric])]
+        result.table += _lines(store, further, metric, min_change)
+        sides = [pair.base, *(each.other for each in (pair, *further))]
+        result.best = _best(sides, metric, min_change)
     return result
 
 
-def _table(store: Store, pairs: Sequence[Pair], metric: Metric, effect: float) -> list[Line]:
-    lines = [_line(pairs[0].base)]
+def _flips(store: Store, tasks: list[str], pair: Pair, room: int) -> list[Flip] | None:
+    return [_flip(store, task, pair, room // len(tasks)) for task in tasks] or None
+
+
+def _lines(store: Store, pairs: Sequence[Pair], metric: Metric, effect: float) -> list[Line]:
+    lines: list[Line] = []
     for each in pairs:
         change = each.change(metric, effect)
         lines.append(_line(each.other, _judged(each, change, _memory(store, each)), change))
@@ -315,9 +320,12 @@ def _pair(store: Store, base: str, other: str | None) -> Pair:
     if other is None:
         pair = _before_and_after(store, base)
     else:
-        pair = Pair(
-            _evaluated(store, *_named(store, base)), _evaluated(store, *_named(store, other))
-        )
+        pair = Pair(_find(store, base), _find(store, other))
+    return _comparable(pair, base, other)
+
+
+def _comparable(pair: Pair, base: str, other: str | None) -> Pair:
+    """The pair. FlashError(invalid_argument) if it cannot be compared."""
     ours = pair.base.run
     theirs = pair.other.run
     if (ours.id, pair.base.row.step) == (theirs.id, pair.other.row.step):
@@ -359,6 +367,10 @@ def _named(store: Store, text: str) -> tuple[Run, int | None]:
         made = "evaluate makes an evaluation of any model and returns its run_id"
         raise FlashError("invalid_argument", f"{text!r} is no run", fix=f"{forms}; {made}")
     return store.run(named["run"]), int(named["step"]) if named["step"] else None
+
+
+def _find(store: Store, text: str) -> Evaluated:
+    return _evaluated(store, *_named(store, text))
 
 
 def _evaluated(store: Store, run: Run, step: int | None) -> Evaluated:
