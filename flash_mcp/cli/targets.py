@@ -11,10 +11,11 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import home
 from flash_mcp.state.targets import (
     FILE,
-    add_target,
     find_target,
+    new_target,
     remove_target,
     targets,
+    write_target,
 )
 from flash_mcp.supervisor.probe import Probed, probe
 
@@ -28,12 +29,9 @@ def add(arguments: argparse.Namespace) -> None:
     fields["options"] = shlex.split(" ".join(arguments.option))
     fields["env"] = dict(_pair(text) for text in arguments.env)
     given = {name: value for name, value in fields.items() if value not in (None, [], {})}
-    settings = add_target(home(), arguments.name, given)
-    try:
-        found = None if arguments.unproved else probe(arguments.name, settings, arguments.wait_s)
-    except BaseException:
-        remove_target(home(), arguments.name)
-        raise
+    settings = new_target(home(), arguments.name, given)
+    found = None if arguments.unproved else probe(arguments.name, settings, arguments.wait_s)
+    write_target(home(), arguments.name, settings)
     body = {"target": arguments.name, "file": str(home() / FILE), **_probed(found)}
     answer(arguments, body, "\n".join(render(body)))
 

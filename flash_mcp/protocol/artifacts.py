@@ -17,7 +17,7 @@ import shutil
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Any, cast
 from uuid import uuid4
@@ -76,14 +76,17 @@ class Artifacts:
         FlashError(artifact_damaged) if what is stored is missing or does not match its digest."""
         target = cache / digest
         cache.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock = _IN_USE.get(target) or target.with_suffix(".lock").open("a")
+        with ExitStack() as opened:
+            lock = _IN_USE.get(target)
+            lock = lock or opened.enter_context(target.with_suffix(".lock").open("a"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not target.is_dir():
+                with tempfile.TemporaryDirectory(prefix=".part-", dir=cache) as scratch:
+                    self._download(digest, Path(scratch)).rename(target)
+            os.utime(target)
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            opened.pop_all()
         _IN_USE[target] = lock
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not target.is_dir():
-            with tempfile.TemporaryDirectory(prefix=".part-", dir=cache) as scratch:
-                self._download(digest, Path(scratch)).rename(target)
-        os.utime(target)
-        fcntl.flock(lock, fcntl.LOCK_SH)
         return target
 
     def _download(self, digest: str, scratch: Path) -> Path:

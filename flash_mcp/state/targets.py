@@ -109,18 +109,22 @@ def find_target(base: Path, name: str) -> TargetSettings:
     raise FlashError("unknown_target", what, target=name, fix=fix)
 
 
-def add_target(base: Path, name: str, fields: dict[str, Any]) -> TargetSettings:
-    """Write a target. FlashError(targets_invalid | invalid_argument)."""
+def new_target(base: Path, name: str, fields: dict[str, Any]) -> TargetSettings:
+    """A target that can be added. FlashError(targets_invalid | invalid_argument)."""
     fix = "correct the option; see flash-mcp target add --help"
     settings = _settings(name, fields, fix)
     if name in targets(base):
         what = f"there is a target {name!r} already"
         fix = f"choose another name, or `flash-mcp target remove {name}` first"
         raise FlashError("invalid_argument", what, fix=fix)
+    return settings
+
+
+def write_target(base: Path, name: str, settings: TargetSettings) -> None:
+    """Add a target that `new_target` checked."""
     path = base / FILE
     before = f"{path.read_text().rstrip()}\n\n" if path.exists() else ""
     write_private(path, before + _table(name, settings))
-    return settings
 
 
 def remove_target(base: Path, name: str) -> None:

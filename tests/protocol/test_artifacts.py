@@ -11,7 +11,7 @@ from uuid import uuid4
 
 import pytest
 
-from flash_mcp.protocol.artifacts import Artifacts, packed, placed, trim
+from flash_mcp.protocol.artifacts import _IN_USE, Artifacts, packed, placed, trim
 from flash_mcp.protocol.errors import FlashError
 
 
@@ -76,6 +76,7 @@ def test_a_missing_or_changed_artifact_is_refused_and_leaves_nothing(
             artifacts.fetch(wanted, cache)
         assert caught.value.code == "artifact_damaged"
     assert [path.suffix for path in cache.iterdir()] == [".lock", ".lock"]
+    assert not [target for target in _IN_USE if target.parent == cache]
 
 
 def test_what_is_used_least_lately_goes_first_and_what_is_in_use_stays(

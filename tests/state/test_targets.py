@@ -13,10 +13,11 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.state.targets import (
     FILE,
     TargetSettings,
-    add_target,
     find_target,
+    new_target,
     remove_target,
     targets,
+    write_target,
 )
 
 SLURM: dict[str, Any] = {"engine": "slurm", "storage": "/shared/flash"}
@@ -37,8 +38,11 @@ def test_what_was_added_is_read_back_and_what_is_removed_leaves_the_rest(tmp_pat
         "slots": 3,
         "price_per_hour": 1.5,
     }
-    first = add_target(tmp_path, "lab", values)
-    add_target(tmp_path, "other", {**SLURM, "storage": "s3://bucket/flash/"})
+    first = new_target(tmp_path, "lab", values)
+    assert targets(tmp_path) == {}
+    write_target(tmp_path, "lab", first)
+    elsewhere = {**SLURM, "storage": "s3://bucket/flash/"}
+    write_target(tmp_path, "other", new_target(tmp_path, "other", elsewhere))
     (tmp_path / FILE).write_text(f"# by hand\n{(tmp_path / FILE).read_text()}")
     assert find_target(tmp_path, "lab") == first == TargetSettings(**values)
     assert (

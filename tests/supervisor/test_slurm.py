@@ -23,7 +23,7 @@ from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state import queue, references, removal
 from flash_mcp.state.store import Store
-from flash_mcp.state.targets import add_target, find_target, remove_target
+from flash_mcp.state.targets import find_target, new_target, remove_target, write_target
 from flash_mcp.state.versions import digest_of
 from flash_mcp.supervisor.loop import Patience, Supervisor
 from tests import slurm
@@ -52,7 +52,8 @@ class Lab:
         )
         variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         fields = {"engine": "slurm", "storage": storage, "python": sys.executable, **more}
-        add_target(home, "lab", {**fields, "env": variables, "home": str(node)})
+        settings = new_target(home, "lab", {**fields, "env": variables, "home": str(node)})
+        write_target(home, "lab", settings)
         self.supervisor = Supervisor(home, patience=Patience(remote_poll_s=0.2))
 
     def train(self, **fields: object) -> Run:

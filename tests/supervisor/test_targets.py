@@ -15,7 +15,7 @@ from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state import queue
 from flash_mcp.state.store import Store
-from flash_mcp.state.targets import add_target
+from flash_mcp.state.targets import new_target, write_target
 from flash_mcp.supervisor.launch.base import Handle, Hint, Launch, MemoryLauncher, Target
 from flash_mcp.supervisor.loop import Attendant, Patience, Supervisor
 from flash_mcp.supervisor.secrets import Vault
@@ -64,7 +64,8 @@ class Bench:
     def __init__(self, base: Path) -> None:
         self.store = Store(base)
         for name in ("lab", "near"):
-            add_target(base, name, {"engine": "slurm", "storage": f"{base.parent}/shared"})
+            fields = {"engine": "slurm", "storage": f"{base.parent}/shared"}
+            write_target(base, name, new_target(base, name, fields))
         self.lab = Lab()
         self.attendant = self.new_attendant()
 
