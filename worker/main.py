@@ -36,7 +36,7 @@ from flash_mcp.protocol.spec import EvalSpec, stored_spec
 from worker.heartbeat import Cancelled, Pulse
 
 log = logging.getLogger("worker")
-ANOTHER_MAY_CURE = ("disk_full", "preempted")
+ANOTHER_MAY_CURE = ("artifact_damaged", "disk_full", "preempted")
 """Errors after which another attempt of the run may succeed."""
 PROCESS_SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

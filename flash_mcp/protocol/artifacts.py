@@ -1,6 +1,7 @@
 """Folders that a run needs on a node: its environment, dataset, adapter and model.
 
-    STORAGE/artifacts/DIGEST.tar     each once, named by the sha256 of the archive
+    STORAGE/artifacts/DIGEST.tar         each once, named by the sha256 of the archive
+    STORAGE/artifacts/users/DIGEST/RUN   an empty file: the run needs it
 
 The control plane stores them before it submits an attempt. The attempt fetches what its node does
 not have into CACHE/DIGEST. A folder in the cache is whole, and is not removed while a process of
@@ -24,7 +25,7 @@ from uuid import uuid4
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
-from flash_mcp.protocol.run_folder import connect, sha256_of
+from flash_mcp.protocol.run_folder import RunFolder, connect, sha256_of
 
 MARK = "artifact:"
 CHUNK_BYTES = 4 << 20
@@ -41,20 +42,48 @@ class Artifacts:
         self._known: dict[Path, tuple[str, str]] = {}
         """(fingerprint, digest) of folders that were stored."""
 
-    def put(self, folder: Path) -> str:
-        """Store a folder unless it is there; its digest."""
+    def put(self, folder: Path, run_id: str) -> str:
+        """Store a folder for a run unless it is there; its digest."""
         fingerprint = _fingerprint(folder)
         known = self._known.get(folder)
-        if known and known[0] == fingerprint and self._fs.exists(self._path(known[1])):
-            return known[1]
+        if known and known[0] == fingerprint:
+            self._name_user(known[1], run_id)
+            if self._fs.exists(self._path(known[1])):
+                return known[1]
         with tempfile.TemporaryDirectory(prefix="flash-artifact-") as scratch:
             archive = Path(scratch, "archive.tar")
             pack(folder, archive)
             digest = sha256_of(archive)
+            self._name_user(digest, run_id)  # first: what a run needs is not removed
             if not self._fs.exists(self._path(digest)):
                 self._upload(archive, self._path(digest))
         self._known[folder] = (fingerprint, digest)
         return digest
+
+    def release(self, digest: str, run_id: str) -> None:
+        """The run is removed: delete the artifact unless another run needs it. A run that starts to
+        need it in this moment stores it again with its next attempt.
+        """
+        users = f"{self._root}/users/{digest}"
+        with suppress(FileNotFoundError):
+            self._fs.rm_file(f"{users}/{run_id}")
+        try:
+            others = self._fs.ls(users, detail=False, refresh=True)
+        except FileNotFoundError:
+            others = []
+        if others:
+            return
+        with suppress(FileNotFoundError):
+            self._fs.rm_file(self._path(digest))
+        if self._is_local:
+            with suppress(OSError):
+                Path(users).rmdir()
+
+    def _name_user(self, digest: str, run_id: str) -> None:
+        mark = f"{self._root}/users/{digest}/{run_id}"
+        if self._is_local:
+            Path(mark).parent.mkdir(parents=True, exist_ok=True)
+        self._fs.pipe_file(mark, b"")
 
     def _upload(self, archive: Path, path: str) -> None:
         """Whole or not at all: object stores replace whole objects, disks rename."""
@@ -148,7 +177,7 @@ def packed(job: Json, artifacts: Artifacts) -> Json:
     """The job with every folder of this machine stored and named by its digest."""
 
     def stored(path: str) -> str:
-        return MARK + artifacts.put(Path(path))
+        return MARK + artifacts.put(Path(path), job["run_id"])
 
     return _replaced(job, lambda text: text.startswith("/"), stored)
 
@@ -160,6 +189,20 @@ def placed(job: Json, artifacts: Artifacts, cache: Path) -> Json:
         return str(artifacts.fetch(name.removeprefix(MARK), cache))
 
     return _replaced(job, lambda text: text.startswith(MARK), fetched)
+
+
+def delete_run(folder: RunFolder, patience_s: float) -> None:
+    """Delete a run's folder, and what only this run needed. Calling it again does the rest."""
+    job = folder.read_json("job.json") or {}
+    if storage := job.get("storage"):
+        artifacts = Artifacts(storage["url"], patience_s=patience_s)
+
+        def release(name: str) -> str:
+            artifacts.release(name.removeprefix(MARK), job["run_id"])
+            return name
+
+        _replaced(job, lambda text: text.startswith(MARK), release)
+    folder.remove()
 
 
 def _replaced(job: Json, applies: Callable[[str], bool], act: Callable[[str], str]) -> Json:

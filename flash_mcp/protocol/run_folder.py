@@ -92,6 +92,8 @@ SAVED = re.compile(r"(\d+)-(\d+)")
 """EPOCH-N, the name of a checkpoint's folder."""
 MADE = re.compile(r"(?P<step>\d+)(\.(?P<epoch>\d+))?(?P<suffix>\.[a-z]+)")
 """STEP.N.json or STEP.N.jsonl: what attempt N made of a step. Without N by an earlier version."""
+STEP_FILES = ("metrics", "rollouts", "evals")
+"""Folders of such files."""
 
 
 def connect(url: str, patience_s: float) -> tuple[Any, str, bool]:
@@ -220,6 +222,25 @@ class RunFolder:
     def remove(self) -> None:
         """Delete the folder with all that it holds."""
         self._remove()
+
+    def remove_checkpoint(self, step: int) -> None:
+        """Delete all that was saved at that step. A checkpoint without its manifest does not exist,
+        so that goes first.
+        """
+        names = self._find("checkpoints", str(step))
+        self._remove_files([name for name in names if name.endswith("/MANIFEST.json")])
+        self._remove("checkpoints", str(step))
+
+    def drop_optimizers(self) -> int:
+        """Delete the optimizer's state of every checkpoint; the bytes that it took."""
+        found = self._find("checkpoints")
+        states = {name: size for name, size in found.items() if name.endswith(f"/{OPTIMIZER}")}
+        self._remove_files(list(states))
+        return sum(states.values())
+
+    def drop_superseded(self) -> None:
+        """Delete what attempts that were replaced left and nobody reads."""
+        self._remove_files(_superseded(list(self._find()), self.newest_epoch()))
 
     def put_log(self, epoch: int, tail: bytes) -> None:
         """Replace the output of attempt `epoch`."""
@@ -476,6 +497,19 @@ class RunFolder:
         with suppress(FileNotFoundError):
             self._fs.rm(self.path(*parts), recursive=True)
 
+    def _find(self, *parts: str) -> dict[str, int]:
+        """{name within the run folder: bytes} of every file in a folder and those below it."""
+        found = cast("dict[str, Json]", self._fs.find(self.path(*parts), detail=True))
+        start = len(self.root.lstrip("/")) + 1
+        sizes = {name.lstrip("/"): entry["size"] for name, entry in found.items()}
+        return {name[start:]: size for name, size in sizes.items()}
+
+    def _remove_files(self, names: Sequence[str]) -> None:
+        """Delete files, many with one request. One that is gone already is no error."""
+        with suppress(FileNotFoundError):
+            if names:
+                self._fs.rm([self.path(name) for name in names])
+
     def _write(self, name: str, body: bytes, guard: Callable[[], None] = lambda: None) -> None:
         """Replace a file. `guard` runs as late as possible and raises if that is not allowed."""
         if not self.is_local:
@@ -703,6 +737,34 @@ def _unreachable(path: str, error: Exception) -> FlashError:
     fix = f"check that the store answers and that {variables} are right; the run resumes"
     what = f"the run folder's store does not answer: {error}"
     return FlashError("store_unreachable", what, path=path, fix=fix)
+
+
+def _superseded(names: Sequence[str], newest: int) -> list[str]:
+    """Those files that no reader looks at: versions of a step's file that a newer attempt replaced,
+    parts of an evaluation that is whole, and checkpoints that an attempt before `newest` did not
+    finish.
+    """
+    parts_of = {name: name.split("/") for name in names}
+    complete = {name.rpartition("/")[0] for name in names if name.endswith("/MANIFEST.json")}
+    versions: dict[tuple[str, str], int] = {}
+    for kind, *rest in parts_of.values():
+        made = MADE.fullmatch(rest[0]) if len(rest) == 1 and kind in STEP_FILES else None
+        if made:
+            key = (kind, made["step"])
+            versions[key] = max(int(made["epoch"] or 0), versions.get(key, 0))
+
+    def is_over(kind: str, *rest: str) -> bool:
+        if kind in STEP_FILES and len(rest) == 1:
+            made = MADE.fullmatch(rest[0])
+            return bool(made and int(made["epoch"] or 0) < versions[kind, made["step"]])
+        if kind == "evals":
+            return (kind, rest[0]) in versions
+        if kind != "checkpoints" or len(rest) < 3 or not SAVED.fullmatch(rest[1]):
+            return False
+        is_whole = "/".join((kind, *rest[:2])) in complete
+        return not is_whole and _saved_by(rest[1])[0] < newest
+
+    return [name for name, parts in parts_of.items() if is_over(*parts)]
 
 
 def _saved_by(name: str) -> tuple[int, int]:

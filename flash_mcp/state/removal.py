@@ -18,15 +18,16 @@ from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
 
+from flash_mcp.protocol.artifacts import delete_run
 from flash_mcp.protocol.errors import FlashError, disk_error
 from flash_mcp.protocol.records import ACTIVE, ENDED, LIVE_DEPLOYMENT, Run
-from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import LOCAL_TARGET
 from flash_mcp.state import datasets
 from flash_mcp.state.database import marks
 from flash_mcp.state.disk import size_of
 from flash_mcp.state.owners import LOCAL_OWNER
-from flash_mcp.state.runs import folder_of
+from flash_mcp.state.removed_folders import add_removed
+from flash_mcp.state.runs import REMOTE_PATIENCE_S, folder_of
 from flash_mcp.state.store import Store
 
 OF_A_RUN = ("metrics", "rollouts", "evals", "events", "checkpoints", "deployments", "logs")
@@ -56,8 +57,8 @@ class _Found:
     deletions: list[tuple[str, list[Any]]]
     used_by: list[str] = field(default_factory=list[str])
     elsewhere: str | None = None
-    stored: RunFolder | None = None
-    """The folder of a run in the storage of a target."""
+    on_target: Run | None = None
+    """A run whose folder lies in the storage of a target."""
 
 
 @dataclass(frozen=True)
@@ -80,22 +81,25 @@ def remove(store: Store, reference: str, *, dry_run: bool = False) -> Removed:
     """Remove a run (RUN_ID), or a version of an environment or dataset; with `dry_run`, only look.
 
     A version is the local owner's as NAME@DIGEST, another's as OWNER/NAME@DIGEST; six characters of
-    the digest do. A run on a target is removed from its storage too; what it shares with other runs
-    stays there. FlashError(in_use | unknown_run | unknown_environment | unknown_dataset | disk_full
+    the digest do. A run on a target is removed from its storage too; what other runs need stays
+    there. FlashError(in_use | unknown_run | unknown_environment | unknown_dataset | disk_full
     | store_unreachable)."""
     with store.transaction():
         found = _find(store, reference)
-        if found.stored and not dry_run:
-            found.stored.newest_epoch()  # a store that does not answer keeps the row
+        stored = folder_of(found.on_target) if found.on_target else None
+        if stored and not dry_run:
+            stored.newest_epoch()  # a store that does not answer keeps the row
         freed = sum(size_of(folder) for folder in found.folders)
         if not dry_run:
             for sql, values in found.deletions:
                 store.execute(sql, values)
             move_away(store, found.folders)
+            if found.on_target:
+                add_removed(store, found.on_target)
     if not dry_run:
         empty_away(store)
-        if found.stored:
-            found.stored.remove()
+        if stored:
+            delete_run(stored, REMOTE_PATIENCE_S)
     return Removed(found.kind, found.reference, found.owner, freed, found.used_by, found.elsewhere)
 
 
@@ -179,8 +183,7 @@ def _run(store: Store, run_id: str) -> _Found:
     deletions.append(("DELETE FROM runs WHERE id = ?", [run_id]))
     folders = [*run_folders(store, run), *(store.base / "adapters").glob(f"{run_id}-*")]
     if run.target != LOCAL_TARGET:
-        stored = folder_of(run)
-        return _Found("run", run_id, run.owner, folders, deletions, used_by, stored=stored)
+        return _Found("run", run_id, run.owner, folders, deletions, used_by, on_target=run)
     return _Found(
         "run", run_id, run.owner, folders, deletions, used_by, elsewhere(store, run.folder)
     )

@@ -17,10 +17,11 @@ from flash_mcp.protocol.paths import (
     scratch_prefix,
 )
 from flash_mcp.protocol.records import ACTIVE, LIVE_DEPLOYMENT, Checkpoint, Evaluation, Run
-from flash_mcp.protocol.run_folder import OPTIMIZER
-from flash_mcp.protocol.spec import RunSpec
+from flash_mcp.protocol.spec import LOCAL_TARGET, RunSpec
 from flash_mcp.state.database import marks
 from flash_mcp.state.removal import elsewhere, empty_away, move_away, own, run_folders
+from flash_mcp.state.removed_folders import add_removed
+from flash_mcp.state.runs import folder_of
 from flash_mcp.state.store import Store
 
 LEFTOVER_S = 86_400.0
@@ -58,6 +59,8 @@ def _candidates(store: Store) -> Iterator[Path]:
             yield from root.glob(f"@*/{pattern}")
     temporary = Path(tempfile.gettempdir())
     for run in ended(store, after=time.time() - RECENT_S):
+        if run.target != LOCAL_TARGET:
+            continue
         folder = Path(run.folder)
         for path in (*folder.glob(".*"), *folder.glob("*/.*")):
             if TEMPORARY.fullmatch(path.name):
@@ -89,7 +92,7 @@ def prune_checkpoints(store: Store, run: Run) -> None:
     evaluation or a warm start refers to. An attempt whose newest checkpoint is damaged resumes from
     the one before."""
     spec = run.spec
-    if not isinstance(spec, RunSpec) or elsewhere(store, run.folder):
+    if not isinstance(spec, RunSpec) or _is_kept_by_others(store, run):
         return
     if len(store.checkpoints(run.id)) <= 1 + spec.keep_checkpoints:
         return
@@ -105,6 +108,16 @@ def prune_checkpoints(store: Store, run: Run) -> None:
             store.execute(sql, [run.id, row.step])
         move_away(store, own(store, folders))
     empty_away(store)
+    if run.target != LOCAL_TARGET:
+        stored = folder_of(run)
+        # One that is killed here reads their rows again, and comes back.
+        for row in surplus:
+            stored.remove_checkpoint(row.step)
+
+
+def _is_kept_by_others(store: Store, run: Run) -> bool:
+    """Whether a run of this machine has its folder outside of the state directory."""
+    return run.target == LOCAL_TARGET and elsewhere(store, run.folder) is not None
 
 
 def best_checkpoint(saved: Sequence[Checkpoint], evaluations: Sequence[Evaluation]) -> Checkpoint:
@@ -133,12 +146,7 @@ def drop_optimizers(run: Run) -> int:
     """Delete the optimizer's state of a run that ended; the bytes that it took. Its checkpoints can
     still be served and trained from.
     """
-    freed = 0
-    for path in Path(run.folder, "checkpoints").glob(f"**/{OPTIMIZER}"):
-        size = path.stat().st_size
-        path.unlink()
-        freed += size
-    return freed
+    return folder_of(run).drop_optimizers()
 
 
 # -- the files of old runs -------------------------------------------------------------------------
@@ -165,14 +173,15 @@ def referred(store: Store, states: Sequence[str] = LIVE_DEPLOYMENT) -> set[tuple
 
 def drop_files(store: Store, run_id: str, why: str) -> bool:
     """Delete a run's files and the rollouts of its training, unless it is active or referred to, or
-    its files lie outside of the state directory.
+    it ran here and its files lie outside of the state directory. Those on a target are deleted by
+    the supervisor.
 
     Its row, metrics, evaluations and events stay, with an event that says why. Returns whether it
     was done."""
     with store.transaction():
         run = store.run(run_id)
         is_used = run_id in {each for each, _ in referred(store)}
-        is_kept = run.state in ACTIVE or is_used or elsewhere(store, run.folder)
+        is_kept = run.state in ACTIVE or is_used or _is_kept_by_others(store, run)
         if is_kept or run.files_removed is not None:
             return False
         now = time.time()
@@ -182,6 +191,8 @@ def drop_files(store: Store, run_id: str, why: str) -> bool:
         store.execute("DELETE FROM main.checkpoints WHERE run_id = ?", [run_id])
         event = {"time": now, "epoch": run.attempt, "kind": "warning", "message": why}
         store.put_event(run_id, "files-removed", event)
+        if run.target != LOCAL_TARGET:
+            add_removed(store, run)
         move_away(store, run_folders(store, run))
     empty_away(store)
     return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from flash_mcp.protocol.errors import FlashError, did_you_mean
@@ -10,6 +11,7 @@ from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import LOCAL_TARGET
 from flash_mcp.state.database import Connection, marks
 
+RECENT_S = 7 * 86_400.0
 REMOTE_PATIENCE_S = 5.0
 """How long the control plane retries while a store elsewhere does not answer."""
 
@@ -80,6 +82,11 @@ class RunTable(Connection):
         sql = f"""SELECT target, state, count(*) AS n FROM main.runs
                   WHERE state IN ({marks(ACTIVE)}) GROUP BY target, state"""
         return {(row["target"], row["state"]): row["n"] for row in self.query(sql, ACTIVE)}
+
+    def recent_targets(self) -> set[str]:
+        """Targets that ran something in the last RECENT_S."""
+        sql = "SELECT DISTINCT target FROM runs WHERE started > ?"
+        return {row["target"] for row in self.query(sql, [time.time() - RECENT_S])}
 
     def run_counts(self) -> dict[str, int]:
         """{state: number of runs}"""

@@ -167,6 +167,16 @@ def _logs(db: Database) -> None:  # pyright: ignore[reportUnusedFunction]
     )
 
 
+@migrations(name="removed_folders")
+def _removed_folders(db: Database) -> None:  # pyright: ignore[reportUnusedFunction]
+    """Run folders in the storage of targets that are to be deleted."""
+    execute(
+        db,
+        """CREATE TABLE removed_folders (
+        place TEXT PRIMARY KEY, target TEXT NOT NULL, looks INTEGER NOT NULL, due REAL NOT NULL)""",
+    )
+
+
 @cache
 def schema() -> int:
     """The number of migrations that this code knows."""

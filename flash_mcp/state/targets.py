@@ -13,8 +13,10 @@ nodes."""
 
 from __future__ import annotations
 
+import hmac
 import json
 import re
+import secrets
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -27,6 +29,7 @@ from flash_mcp.protocol.paths import write_private
 from flash_mcp.protocol.spec import LOCAL_TARGET, explain
 
 FILE = "targets.toml"
+KEY_FILE = "targets.key"
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
 AUTO = "auto"
 RESERVED = (LOCAL_TARGET, AUTO)
@@ -107,6 +110,22 @@ def find_target(base: Path, name: str) -> TargetSettings:
     names = ", ".join([LOCAL_TARGET, *known])
     fix = f"use one of: {names}; `flash-mcp target add` makes others"
     raise FlashError("unknown_target", what, target=name, fix=fix)
+
+
+def tag_of(base: Path) -> str:
+    """What an engine's jobs of this state directory are marked with. A copy of the directory
+    elsewhere has another tag, so that neither ends the other's jobs.
+    """
+    where = f"{base.resolve()}".encode()
+    return f"flash-mcp-{hmac.digest(key_of(base), where, 'sha256').hex()[:16]}"
+
+
+def key_of(base: Path) -> bytes:
+    """Random bytes that only this state directory has; the supervisor makes them."""
+    path = base / KEY_FILE
+    if not path.exists():
+        write_private(path, secrets.token_hex(32))
+    return bytes.fromhex(path.read_text())
 
 
 def new_target(base: Path, name: str, fields: dict[str, Any]) -> TargetSettings:

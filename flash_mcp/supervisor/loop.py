@@ -25,11 +25,12 @@ from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Json, Run
 from flash_mcp.protocol.run_files import Beat, FinalResult
 from flash_mcp.protocol.run_folder import RunFolder, final_result
 from flash_mcp.protocol.spec import LOCAL_TARGET
-from flash_mcp.state import costs, queue
+from flash_mcp.state import costs, queue, removed_folders
 from flash_mcp.state.disk import LEAST_FREE_BYTES, has_space
 from flash_mcp.state.retention import prune_checkpoints
 from flash_mcp.state.store import Store
 from flash_mcp.supervisor.ingest import Reader
+from flash_mcp.supervisor.janitor import Janitor
 from flash_mcp.supervisor.launch.base import Handle, Hint, Launcher, Target
 from flash_mcp.supervisor.launch.local import LocalLauncher
 from flash_mcp.supervisor.process import PYTHON, Holder, Ticker, take_lock, wait_for
@@ -46,6 +47,7 @@ log = logging.getLogger(__name__)
 WORKER = (*PYTHON, "worker.main")
 PROBE_TIMEOUT_S = 1.0
 LOG_TAIL_BYTES = 4000
+CLEAR_EVERY_S = 3600.0
 LOG_EVERY_S = 10.0
 """Between two looks at the output of an attempt whose folder lies elsewhere."""
 SHORT_OF_MEMORY = 0.05
@@ -174,6 +176,7 @@ class Attendant:
         self.launcher = target.launcher
         self.vault = vault
         self.patience = patience
+        self.janitor = Janitor(store, target)
         self.alive = alive
         """Called again and again while it works."""
         self._attempts: dict[str, Attempt] = {}
@@ -544,6 +547,7 @@ class Supervisor(Attendant):
         self._remote = RemoteTargets(self.store, self._attendant_of, poll_s)
         self._serving: Deployments | None = None
         self._is_prepared = False
+        self._clear_at = time.monotonic()
 
     def run(self) -> None:
         """Tick until there was nothing to do for `idle_exit_s`."""
@@ -579,12 +583,18 @@ class Supervisor(Attendant):
         for ended in known - {run.id for run in active}:
             self.vault.forget(ended)
         self.attend([run for run in active if run.target == LOCAL_TARGET])
-        self._tend_elsewhere({run.target for run in active} - {LOCAL_TARGET})
+        self._tend_elsewhere({run.target for run in active})
         return self._serve() or bool(active)
 
     def _tend_elsewhere(self, targets: set[str]) -> None:
-        """Keep a thread for each of these targets: one that does not answer delays no other."""
-        self._remote.tend(targets)
+        """Keep a thread for each of these targets: one that does not answer delays no other. Others
+        get one while there is something to clear up, and once an hour to look.
+        """
+        targets |= removed_folders.targets_to_clear(self.store)
+        if time.monotonic() >= self._clear_at:
+            self._clear_at = time.monotonic() + CLEAR_EVERY_S
+            targets |= self.store.recent_targets()
+        self._remote.tend(targets - {LOCAL_TARGET})
 
     def _attendant_of(self, name: str) -> Attendant:
         target = self._open_target(self.base, name)

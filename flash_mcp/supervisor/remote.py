@@ -11,12 +11,15 @@ from typing import Protocol
 
 from flash_mcp.protocol.records import Run
 from flash_mcp.state.store import Store
+from flash_mcp.supervisor.janitor import Janitor
 
 log = logging.getLogger(__name__)
 
 
 class Attends(Protocol):
-    """Looks after the runs of one target."""
+    """Looks after the runs of one target; `janitor` clears what they left there."""
+
+    janitor: Janitor
 
     def attend(self, active: Sequence[Run]) -> None: ...
 
@@ -45,7 +48,7 @@ class RemoteTargets:
 
 
 class TargetThread(threading.Thread):
-    """Looks after a target's runs until none is active."""
+    """Looks after a target's runs until none is active, and clears up behind them."""
 
     def __init__(self, targets: RemoteTargets, name: str) -> None:
         super().__init__(name=f"target {name}", daemon=True)
@@ -72,9 +75,11 @@ class TargetThread(threading.Thread):
             store.close()
 
     def _attend(self, store: Store) -> bool:
-        """Whether the target has active runs."""
+        """Whether anything is left to do."""
         active = [run for run in store.active_runs() if run.target == self.target]
-        if active:
-            self._attendant = self._attendant or self.targets.attendant_of(self.target)
-            self._attendant.attend(active)
-        return bool(active)
+        self._attendant = self._attendant or self.targets.attendant_of(self.target)
+        if not active:
+            return self._attendant.janitor.clear()
+        self._attendant.attend(active)
+        self._attendant.janitor.step()
+        return True

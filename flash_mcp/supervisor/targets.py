@@ -14,7 +14,7 @@ from flash_mcp.protocol.run_folder import PATIENCE_S
 from flash_mcp.protocol.spec import LOCAL_TARGET
 from flash_mcp.state import queue
 from flash_mcp.state.runs import REMOTE_PATIENCE_S
-from flash_mcp.state.targets import TargetSettings, find_target
+from flash_mcp.state.targets import TargetSettings, find_target, tag_of
 from flash_mcp.supervisor.launch.base import Launch, Launcher, Target
 from flash_mcp.supervisor.launch.slurm import SlurmLauncher
 
@@ -88,11 +88,11 @@ def node_environment(settings: TargetSettings) -> dict[str, str]:
     return {**home, **settings.env}
 
 
-def launcher_of(settings: TargetSettings) -> Launcher:
-    return SlurmLauncher(settings.slots, settings.options, settings.ssh)
+def launcher_of(settings: TargetSettings, tag: str = "") -> Launcher:
+    return SlurmLauncher(settings.slots, settings.options, settings.ssh, tag)
 
 
 def open_target(base: Path, name: str) -> Target:
     """The target of that name. FlashError(unknown_target | targets_invalid)."""
     settings = find_target(base, name)
-    return RemoteTarget(name, settings, launcher_of(settings))
+    return RemoteTarget(name, settings, launcher_of(settings, tag_of(base)))

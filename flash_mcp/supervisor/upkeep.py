@@ -10,8 +10,10 @@ from pathlib import Path
 from environments.settings import FILE, load_settings
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Run
+from flash_mcp.protocol.spec import LOCAL_TARGET
+from flash_mcp.state import retention
 from flash_mcp.state.disk import keep_reserve, size_of
-from flash_mcp.state.retention import delete, drop_files, drop_optimizers, ended, leftovers
+from flash_mcp.state.retention import delete, drop_files, drop_optimizers, leftovers
 from flash_mcp.state.store import Store
 
 log = logging.getLogger(__name__)
@@ -60,25 +62,25 @@ class Upkeep:
             delete(path)
             yield
         allowed = load_settings(self._store.base).disk
-        for run in ended(self._store, before=time.time() - allowed.optimizer_days * DAY_S):
+        for run in ended_here(self._store, before=time.time() - allowed.optimizer_days * DAY_S):
             if drop_optimizers(run):
                 self._sizes.pop(run.id, None)
             yield
         dropped = False
         if allowed.run_days:
             why = f"it ended more than {allowed.run_days:g} days ago: run_days"
-            for run in ended(self._store, before=time.time() - allowed.run_days * DAY_S):
+            for run in ended_here(self._store, before=time.time() - allowed.run_days * DAY_S):
                 dropped |= self._drop(run, why)
                 yield
         if allowed.total_gib:
             limit = allowed.total_gib * 2**30
             total = 0
-            over = {run.id for run in ended(self._store)}
+            over = {run.id for run in ended_here(self._store)}
             for folder in sorted(Path(self._store.base, "runs").glob("*")):
                 total += self._size(folder, over)
                 yield
             why = f"run folders took {total / 2**30:.1f} of {allowed.total_gib:g} GiB: total_gib"
-            for run in ended(self._store):
+            for run in ended_here(self._store):
                 if total <= limit:
                     break
                 size = self._size(Path(run.folder), over)
@@ -103,3 +105,8 @@ class Upkeep:
             if folder.name in over:
                 self._sizes[folder.name] = known
         return known
+
+
+def ended_here(store: Store, before: float | None = None) -> list[Run]:
+    """Ended runs whose files are on this machine: those elsewhere are the janitor's."""
+    return [run for run in retention.ended(store, before=before) if run.target == LOCAL_TARGET]

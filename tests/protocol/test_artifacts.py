@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_folder_arrives_as_it_was_with_links_followed(
     artifacts: Artifacts, folder: Path, tmp_path: Path
 ) -> None:
-    digest = artifacts.put(folder)
+    digest = artifacts.put(folder, "run-1")
     found = artifacts.fetch(digest, tmp_path / "cache")
     assert found == tmp_path / "cache" / digest
     assert (found / "a.txt").read_text() == (found / "link").read_text() == "a"
@@ -47,21 +47,21 @@ def test_a_folder_arrives_as_it_was_with_links_followed(
 def test_the_digest_depends_on_content_alone(
     artifacts: Artifacts, folder: Path, tmp_path: Path
 ) -> None:
-    digest = artifacts.put(folder)
+    digest = artifacts.put(folder, "run-1")
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
     os.utime(copy / "a.txt", (1, 1))
-    assert artifacts.put(copy) == digest
+    assert artifacts.put(copy, "run-1") == digest
     (copy / "a.txt").write_text("b")
-    assert artifacts.put(copy) != digest
+    assert artifacts.put(copy, "run-1") != digest
     (copy / "a.txt").write_text("a")
-    assert artifacts.put(copy) == digest
+    assert artifacts.put(copy, "run-1") == digest
 
 
 def test_what_the_storage_lost_is_stored_again(artifacts: Artifacts, folder: Path) -> None:
-    digest = artifacts.put(folder)
+    digest = artifacts.put(folder, "run-1")
     artifacts._fs.rm(artifacts._path(digest))
-    assert artifacts.put(folder) == digest
+    assert artifacts.put(folder, "run-1") == digest
     assert artifacts._fs.exists(artifacts._path(digest))
 
 
@@ -69,7 +69,7 @@ def test_a_missing_or_changed_artifact_is_refused_and_leaves_nothing(
     artifacts: Artifacts, folder: Path, tmp_path: Path
 ) -> None:
     cache = tmp_path / "cache"
-    digest = artifacts.put(folder)
+    digest = artifacts.put(folder, "run-1")
     artifacts._fs.pipe_file(artifacts._path(digest), b"not what it was")
     for wanted, says in ((digest, "does not match its checksum"), ("0" * 64, "has no artifact")):
         with pytest.raises(FlashError, match=says) as caught:
@@ -77,6 +77,21 @@ def test_a_missing_or_changed_artifact_is_refused_and_leaves_nothing(
         assert caught.value.code == "artifact_damaged"
     assert [path.suffix for path in cache.iterdir()] == [".lock", ".lock"]
     assert not [target for target in _IN_USE if target.parent == cache]
+
+
+def test_an_artifact_stays_until_the_last_run_that_needs_it_is_removed(
+    artifacts: Artifacts, folder: Path
+) -> None:
+    digest = artifacts.put(folder, "run-1")
+    assert artifacts.put(folder, "run-2") == digest
+    artifacts.release(digest, "run-1")
+    artifacts.release(digest, "run-1")
+    assert artifacts._fs.exists(artifacts._path(digest))
+    artifacts.release(digest, "run-2")
+    assert artifacts._fs.find(artifacts._root) == []
+    artifacts.release(digest, "run-2")
+    assert artifacts.put(folder, "run-3") == digest
+    assert artifacts._fs.exists(artifacts._path(digest))
 
 
 def test_what_is_used_least_lately_goes_first_and_what_is_in_use_stays(
@@ -87,7 +102,7 @@ def test_what_is_used_least_lately_goes_first_and_what_is_in_use_stays(
     digests: list[str] = []
     for number in range(3):
         (folder / "a.txt").write_text(str(number) * 1000)
-        digests.append(artifacts.put(folder))
+        digests.append(artifacts.put(folder, "run-1"))
     code = """
 import sys
 from pathlib import Path
@@ -113,6 +128,7 @@ def test_a_job_names_no_path_of_this_machine_and_finds_its_folders_on_a_node(
 ) -> None:
     artifacts = Artifacts(str(tmp_path / "storage"), patience_s=1)
     job = {
+        "run_id": "run-1",
         "environment": {"name": "e", "path": str(folder)},
         "init_adapter": None,
         "dataset": {"name": "d", "path": str(folder)},

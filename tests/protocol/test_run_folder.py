@@ -343,6 +343,33 @@ def test_a_cancel_and_a_result_reach_the_other_side(folder: RunFolder, url: str)
     assert str(FlashError.from_dict(result["error"])) == "[out_of_memory] too large. Fix: use less"
 
 
+def test_what_nobody_reads_can_be_deleted_and_the_rest_stays(
+    folder: RunFolder, tmp_path: Path
+) -> None:
+    first = folder.claim(1)
+    for step in (1, 2):
+        first.metrics(step, {"loss": 1.0})
+        first.commit_checkpoint(step, adapter(tmp_path), {})
+    first.attempts(3, [{"index": 0}])
+    first._write("checkpoints/7/1-9/weights", b"not whole")
+    second = folder.claim(2)
+    second.metrics(2, {"loss": 2.0})
+    second.attempts(4, [{"index": 0}])
+    second._write("checkpoints/8/2-1/weights", b"being saved")
+    second._put("evals/3.2.json", {"step": 3, "summary": {}, "rollouts": []})
+    before = set(folder._find())
+    folder.drop_superseded()
+    assert before - set(folder._find()) == {
+        "metrics/2.1.json",
+        "evals/3/0001-000000",
+        "checkpoints/7/1-9/weights",
+    }
+    folder.remove_checkpoint(1)
+    folder.remove_checkpoint(5)
+    assert folder.checkpoint_steps() == [2]
+    assert folder.newest_good_checkpoint() == 2
+
+
 def test_the_tail_of_a_log_is_its_end(folder: RunFolder) -> None:
     folder.create({})
     filesystem, root = file_system(folder)

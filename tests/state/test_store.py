@@ -70,6 +70,7 @@ def test_many_processes_can_open_a_new_store_at_once(tmp_path: Path) -> None:
         {"name": "logs"},
         {"name": "owners"},
         {"name": "relative_paths"},
+        {"name": "removed_folders"},
         {"name": "runs_by_end"},
         {"name": "targets"},
         {"name": "used_s"},

@@ -234,6 +234,20 @@ def test_a_job_that_somebody_else_cancels_was_preempted_and_one_that_fails_was_n
 
 
 @pytest.mark.slow
+def test_the_jobs_of_a_state_directory_are_listed_and_no_others(
+    cluster: None, there: Harness
+) -> None:
+    mine, other = SlurmLauncher(tag="flash-mcp-1"), SlurmLauncher(tag="flash-mcp-2")
+    first, second = there.submit(mine), there.submit(other, 2)
+    there.submit(SlurmLauncher(), 3)
+    assert mine.under_way() == [first]
+    assert other.under_way() == [second]
+    assert SlurmLauncher().under_way() == []
+    mine.cancel(first)
+    until(lambda: mine.under_way() == [])
+
+
+@pytest.mark.slow
 def test_options_that_slurm_refuses_are_an_error_with_its_words(cluster: None) -> None:
     launcher = SlurmLauncher(options=["--partition=nowhere"])
     with pytest.raises(FlashError, match="invalid partition specified: nowhere") as caught:

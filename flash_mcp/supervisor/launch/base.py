@@ -74,6 +74,12 @@ class Launcher(ABC):
         engine can. Nothing happens where it has ended.
         """
 
+    def under_way(self) -> list[Handle]:
+        """The attempts of this state directory that the engine has not ended. The janitor ends
+        those that no run waits for. Empty if the launcher cannot list them.
+        """
+        return []
+
 
 class Target(ABC):
     """A place where attempts run. All that its methods and its launcher do may take long, or fail,
@@ -110,6 +116,9 @@ class MemoryLauncher(Launcher):
 
     def poll(self, handles: Sequence[Handle]) -> dict[str, Hint]:
         return {handle.key: self.hints.get(handle.key, Hint("gone")) for handle in handles}
+
+    def under_way(self) -> list[Handle]:
+        return [Handle(key, key) for key, hint in self.hints.items() if hint.state != "gone"]
 
     def cancel(self, handle: Handle) -> None:
         self.hints[handle.key] = Hint("gone", "cancelled")

@@ -31,6 +31,8 @@ class Job:
     id: str
     name: str
     state: str
+    comment: str
+    """The tag of the launcher that submitted it."""
     reason: str
 
     def hint(self) -> Hint:
@@ -44,13 +46,17 @@ class Job:
 
 class SlurmLauncher(Launcher):
     """`options` are arguments of sbatch, such as --partition=gpu; `ssh` names a host that has
-    sbatch, squeue and scancel.
+    sbatch, squeue and scancel. `tag` marks the jobs of one state directory: others may have jobs of
+    the same user.
     """
 
-    def __init__(self, capacity: int = 1, options: Sequence[str] = (), ssh: str = "") -> None:
+    def __init__(
+        self, capacity: int = 1, options: Sequence[str] = (), ssh: str = "", tag: str = ""
+    ) -> None:
         self.capacity = capacity
         self.options = tuple(options)
         self.ssh = ssh
+        self.tag = tag
 
     def submit(self, launch: Launch) -> Handle:
         for job in self._jobs():
@@ -61,7 +67,8 @@ class SlurmLauncher(Launcher):
             launch.log.parent.mkdir(parents=True, exist_ok=True)
         # A requeued job would be a second process of one attempt.
         own = ["--parsable", "--no-requeue", "--export=NIL", "--chdir=/", "--open-mode=append"]
-        options = [*self.options, *own, f"--job-name={launch.key}", f"--output={output}"]
+        named = [f"--job-name={launch.key}", f"--comment={self.tag}", f"--output={output}"]
+        options = [*self.options, *own, *named]
         printed = self._run(["sbatch", *options], script(launch))
         return Handle(launch.key, printed.strip().split(";")[0])
 
@@ -73,6 +80,10 @@ class SlurmLauncher(Launcher):
         forgotten = Hint("gone", "Slurm does not list its job")
         found = {handle.key: jobs.get(handle.id) for handle in handles}
         return {key: job.hint() if job else forgotten for key, job in found.items()}
+
+    def under_way(self) -> list[Handle]:
+        mine = [job for job in self._jobs() if self.tag and job.comment == self.tag]
+        return [Handle(job.name, job.id) for job in mine if job.hint().state != "gone"]
 
     def cancel(self, handle: Handle) -> None:
         if not handle.id:
@@ -86,8 +97,9 @@ class SlurmLauncher(Launcher):
 
     def _jobs(self) -> list[Job]:
         """This user's jobs, and those that ended lately."""
-        listed = self._run(["squeue", "--me", "--states=all", "--noheader", "--format=%i|%j|%T|%r"])
-        return [Job(*line.split("|", 3)) for line in listed.splitlines() if line.count("|") >= 3]
+        form = "--format=%i|%j|%T|%k|%r"
+        listed = self._run(["squeue", "--me", "--states=all", "--noheader", form])
+        return [Job(*line.split("|", 4)) for line in listed.splitlines() if line.count("|") >= 4]
 
     def _run(self, command: list[str], stdin: str = "") -> str:
         """What the command prints. FlashError(target_unreachable | target_refused)."""

@@ -1,0 +1,168 @@
+"""What is cleared on targets: jobs and files that no run needs, and nothing else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.records import Run
+from flash_mcp.protocol.run_folder import OPTIMIZER, RunFolder
+from flash_mcp.state import removal
+from flash_mcp.state.removed_folders import due_folders
+from flash_mcp.supervisor.janitor import Janitor
+from flash_mcp.supervisor.launch.base import Hint
+from flash_mcp.supervisor.loop import Supervisor
+from tests.protocol.test_artifacts import folder as some_folder
+from tests.supervisor.test_targets import HASTE, Bench, Lab
+
+DAY_S = 86_400.0
+folder = some_folder
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path / "home")
+    yield made
+    made.store.close()
+
+
+def files(run: Run) -> list[str]:
+    return [str(path.relative_to(run.folder)) for path in Path(run.folder).rglob("*.*")]
+
+
+def ended(bench: Bench, folder: Path, **fields: object) -> Run:
+    """A run whose second attempt saved checkpoints and ended."""
+    run = bench.train("lab", **fields)
+    bench.until(lambda: bench.now(run).handle)
+    bench.lab.engine.hints[f"{run.id}-1"] = Hint("gone", "NODE_FAIL", is_preempted=True)
+    bench.until(lambda: bench.now(run).attempt == 2)
+    writer = bench.start(run)
+    (folder / OPTIMIZER).write_bytes(b"moments")
+    for step in (1, 2, 3, 4):
+        writer.metrics(step, {"loss": 1.0})
+        writer.commit_checkpoint(step, folder, {})
+    writer.commit_result("succeeded", 4)
+    bench.lab.engine.hints[f"{run.id}-2"] = Hint("gone", "COMPLETED")
+    bench.until(lambda: bench.now(run).ended)
+    return bench.now(run)
+
+
+def test_jobs_that_no_run_waits_for_are_ended_and_those_of_live_attempts_stay(bench: Bench) -> None:
+    hints = bench.lab.engine.hints
+    run = bench.train()
+    bench.until(lambda: bench.now(run).handle)
+    bench.start(run)
+    over = ("run-of-a-lost-row-1", f"{run.id}-0")  # the latter: an attempt that was replaced
+    hints |= dict.fromkeys(over, Hint("alive")) | {"run-pending-1": Hint("pending")}
+    bench.attendant.janitor.clear()
+    assert [hints[key].state for key in (*over, "run-pending-1")] == ["gone"] * 3
+    assert hints[f"{run.id}-1"].state == "alive"
+
+
+def test_a_supervisor_ends_what_one_that_died_left_on_a_target_without_active_runs(
+    bench: Bench, folder: Path
+) -> None:
+    ended(bench, folder)
+    bench.lab.engine.hints["run-of-a-lost-row-1"] = Hint("alive")
+    supervisor = Supervisor(
+        bench.store.base,
+        launcher=Lab().launcher,
+        patience=HASTE,
+        open_target=lambda *_: bench.lab,
+    )
+    deadline = time.monotonic() + 30
+    while bench.lab.engine.hints["run-of-a-lost-row-1"].state != "gone":
+        assert time.monotonic() < deadline
+        supervisor.tick()
+
+
+def test_the_folder_of_a_removed_run_goes_though_the_remover_was_killed_and_an_attempt_writes_late(
+    bench: Bench, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = ended(bench, folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "remove", lambda _: (_ for _ in ()).throw(SystemExit))
+        with pytest.raises(SystemExit):
+            removal.remove(bench.store, run.id)
+    assert files(run)
+    janitor = bench.attendant.janitor
+    janitor.clear()
+    assert not Path(run.folder).exists()
+
+    late = Path(run.folder, "metrics", "5.1.json")
+    for _ in range(2):
+        late.parent.mkdir(parents=True)
+        late.write_text("{}")
+        janitor.clear()
+        assert late.exists()  # it is not due yet
+        bench.store.execute("UPDATE removed_folders SET due = 0", [])
+        janitor.clear()
+        assert not Path(run.folder).exists()
+    assert not bench.store.query("SELECT * FROM removed_folders")
+
+
+def test_a_storage_that_does_not_answer_keeps_a_removed_folder_for_later(
+    bench: Bench, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: RunFolder) -> None:
+        raise FlashError("store_unreachable", "it is away")
+
+    run = ended(bench, folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "remove", refuse)
+        with pytest.raises(FlashError):
+            removal.remove(bench.store, run.id)
+        with pytest.raises(FlashError):
+            bench.attendant.janitor.clear()
+    assert [each.place for each in due_folders(bench.store, "lab")] == [run.folder]
+    bench.attendant.janitor.clear()
+    assert not Path(run.folder).exists()
+
+
+def aged(bench: Bench, run: Run, days: float) -> Janitor:
+    values = [time.time() - days * DAY_S, run.id]
+    bench.store.execute("UPDATE runs SET ended = ? WHERE id = ?", values)
+    return Janitor(bench.store, bench.lab)
+
+
+def test_what_attempts_that_were_replaced_left_goes_after_the_end_of_the_run(
+    bench: Bench, folder: Path
+) -> None:
+    run = ended(bench, folder)
+    late = ["metrics/2.1.json", "checkpoints/9/1-1/adapter_model.safetensors", "evals/3/0001-0"]
+    for name in (*late, "evals/3.2.json"):
+        path = Path(run.folder, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+    before = set(files(run)) - set(late)
+    aged(bench, run, 0.5).clear()
+    assert set(files(run)) == before
+    assert not Path(run.folder, "evals/3/0001-0").exists()
+
+
+def test_runs_on_targets_keep_the_checkpoints_and_files_that_were_asked_for(
+    bench: Bench, folder: Path
+) -> None:
+    run = ended(bench, folder, keep_checkpoints=1)
+    assert [row.step for row in bench.store.checkpoints(run.id)] == [3, 4]
+    assert RunFolder(run.folder).checkpoint_steps() == [3, 4]
+    assert not Path(run.folder, "checkpoints", "1").exists()
+
+    state = Path(bench.store.checkpoint(run.id).path, OPTIMIZER)
+    aged(bench, run, 29).clear()
+    assert state.exists()
+    aged(bench, run, 31).clear()
+    assert not state.exists()
+    assert RunFolder(run.folder).newest_good_checkpoint() == 4
+
+    (bench.store.base / "settings.toml").write_text("[disk]\nrun_days = 3\n")
+    janitor = aged(bench, run, 4)
+    janitor.clear()
+    assert bench.now(run).files_removed and not bench.store.checkpoints(run.id)
+    janitor.clear()
+    assert not Path(run.folder).exists()
+    assert [row.step for row in bench.store.metrics(run.id)] == [1, 2, 3, 4]
