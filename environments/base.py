@@ -286,6 +286,10 @@ class DatasetError(ValueError):
     """A dataset is missing, empty or malformed. The message names the file and the line."""
 
 
+class UnsupportedError(ValueError):
+    """An environment of another package needs what cannot run here. The message says what."""
+
+
 class ArgumentsError(ValueError):
     """`load_environment` got arguments that do not fit. The message names them."""
 

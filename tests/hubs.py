@@ -9,7 +9,8 @@ the two episodes of a task went alike.
     scripts/hubs                      all packages, some 20 minutes on two cores
     scripts/hubs --only openenv       one of them
     scripts/hubs --json FILE          also what happened to each environment
-    scripts/hubs --write              puts the rows into docs/environments.md"""
+    scripts/hubs --write              puts the rows into docs/environments.md
+    scripts/hubs --learn              evaluates and trains in some of them (tests/hub_runs.py)"""
 
 from __future__ import annotations
 
@@ -68,6 +69,7 @@ REASONS = {
     r"|environment_network|Max retries|getaddrinfo|name resolution|files? .*not found",
     "a package is missing": r"No module named|need to install|pip install",
     "not valid on this Python": r"SyntaxError",
+    "needs docker": r"sandbox of Inspect|needs a container",
     "takes too long": r"took longer than",
     "needs an API key": r"API key",
     "gives a reward that is no number": r"which is no number",
@@ -131,6 +133,7 @@ def hubs() -> list[Hub]:
         Hub("gem", "gem-llm", [EXAMPLE]),
         Hub("textarena", "textarena"),
         Hub("openenv", "openenv"),
+        Hub("verifiers", "verifiers"),
         Hub("freesolo_single", "freesolo", ["single turn"]),
         Hub("freesolo_multi", "freesolo", ["several turns"]),
         Hub("math_verify", "math-verify", ["math-verify"]),
@@ -266,13 +269,14 @@ def joined(found: list[Hub]) -> list[Hub]:
     return list(by_package.values())
 
 
-def write(text: str) -> None:
-    """Put the rows into the document. Rows of packages that were not played stay."""
-    old = DOCUMENT.read_text()
-    before, start, rest = old.partition("<!-- hubs -->\n")
-    known, end, after = rest.partition("<!-- /hubs -->")
-    rows = {line.split("|")[1]: line for line in (known + text).splitlines()}
-    DOCUMENT.write_text(before + start + "\n".join(rows.values()) + "\n" + end + after)
+def write(text: str, document: Path, block: str) -> None:
+    """Put the rows into this block of the document. Rows of what was not played stay."""
+    old = document.read_text()
+    before, start, rest = old.partition(f"<!-- {block} -->\n")
+    known, end, after = rest.partition(f"<!-- /{block} -->")
+    columns = 2 if block == "hubs" else 3
+    rows = {tuple(line.split("|")[1:columns]): line for line in (known + text).splitlines()}
+    document.write_text(before + start + "\n".join(rows.values()) + "\n" + end + after)
 
 
 async def run(only: list[str], scratch: Path) -> list[Hub]:
@@ -280,6 +284,17 @@ async def run(only: list[str], scratch: Path) -> list[Hub]:
     for hub in found:
         await try_hub(hub, scratch)
     return joined(found)
+
+
+def learn(only: list[str], *, write_to_document: bool) -> int:
+    """Evaluate and train in environments of these packages."""
+    from tests import hub_runs  # noqa: PLC0415  it imports this module
+
+    text = hub_runs.table(asyncio.run(hub_runs.run(only)))
+    sys.stdout.write(f"{text}\n")
+    if write_to_document:
+        write(text, hub_runs.DOCUMENT, "learned")
+    return 0
 
 
 def main() -> int:
@@ -291,17 +306,20 @@ def main() -> int:
     parser.add_argument("--only", action="append", default=[], metavar="PACKAGE")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--learn", action="store_true")
     given = parser.parse_args()
     os.environ["FLASH_HOME"] = str(HOME)
     HOME.mkdir(parents=True, exist_ok=True)
     (HOME / SETTINGS_FILE).write_text(SETTINGS)
+    if given.learn:
+        return learn(given.only, write_to_document=given.write)
     with tempfile.TemporaryDirectory() as scratch:
         found = asyncio.run(run(given.only, Path(scratch)))
     if given.json:
         given.json.write_text(json.dumps([asdict(hub) for hub in found], indent=1))
     sys.stdout.write(f"{table(found)}\n")
     if given.write:
-        write(table(found))
+        write(table(found), DOCUMENT, "hubs")
     return int(any(tried.unequal for hub in found for tried in hub.tried))
 
 

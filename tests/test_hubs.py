@@ -47,14 +47,11 @@ async def test_what_runs_is_told_from_what_does_not(
     assert row == "| games | 1.0 | 3 | 2 | 1 needs more players | 1 of 2 |"
 
 
-def test_rows_of_packages_that_were_not_played_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_packages_that_were_not_played_stay(tmp_path: Path) -> None:
     document = tmp_path / "environments.md"
     document.write_text("before\n<!-- hubs -->\n<!-- /hubs -->\nafter\n")
-    monkeypatch.setattr(hubs, "DOCUMENT", document)
     for package, version in (("a", "1"), ("b", "1"), ("a", "2")):
-        hubs.write(hubs.table([hubs.Hub(package, package, [], version)]))
+        hubs.write(hubs.table([hubs.Hub(package, package, [], version)]), document, "hubs")
     lines = document.read_text().splitlines()
     assert [line.split("|")[1:3] for line in lines[4:6]] == [[" a ", " 2 "], [" b ", " 1 "]]
     assert (lines[:2], lines[6:]) == (["before", "<!-- hubs -->"], ["<!-- /hubs -->", "after"])

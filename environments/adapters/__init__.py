@@ -1,13 +1,74 @@
 """Adapters for environments that were written for other contracts.
 
 freesolo runs folders for that SDK unchanged. reasoning_gym has datasets by name. gym wraps objects
-with reset and step. Each imports its package on use."""
+with reset and step. `load_environment` may also return an object of verifiers, which `adapted`
+recognises. Each imports its package on use."""
 
 from __future__ import annotations
 
+import hashlib
+import importlib
 import inspect
-from collections.abc import Callable
-from typing import Any
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+from environments.base import TaskExample
+
+MODULES = {
+    "verifiers": "environments.adapters.verifiers",
+}
+"""The adapter of a package's objects, whose module has `adapt(loaded)`."""
+HELD_OUT_EVERY = 5
+"""Without a split for evaluation, each fifth task is held out."""
+
+Row = Mapping[str, Any]
+
+
+def adapted(loaded: Any) -> Any:
+    """An environment of this contract for an object of another one; other values as they are."""
+    for kind in cast("type[Any]", type(loaded)).__mro__:
+        if adapter := MODULES.get(kind.__module__.partition(".")[0]):
+            return importlib.import_module(adapter).adapt(loaded)
+    return loaded
+
+
+def tasks_of(
+    rows: Sequence[Row],
+    held_out: Iterable[Row],
+    question: Callable[[Row], str],
+    without: Iterable[str] = (),
+) -> tuple[list[TaskExample], list[TaskExample]]:
+    """The train and eval tasks of dataset rows.
+
+    A task's id is a digest of its row but for the fields `without`, which number it. Rows that
+    repeat are left out, and so are train rows that are held out. Without any `held_out` it is every
+    fifth row, and without `rows` the same share of `held_out` remains for evaluation."""
+    eval_tasks = _by_id(held_out, question, {*without})
+    train_tasks = _by_id(rows, question, {*without})
+    if not eval_tasks or not train_tasks:
+        every = list((train_tasks or eval_tasks).items())
+        eval_tasks = dict(every[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY])
+        train_tasks = dict(every)
+    train = [task for id, task in train_tasks.items() if id not in eval_tasks]
+    return train, list(eval_tasks.values())
+
+
+def _by_id(
+    rows: Iterable[Row], question: Callable[[Row], str], without: set[str]
+) -> dict[str, TaskExample]:
+    found: dict[str, TaskExample] = {}
+    for row in rows:
+        fields = {name: value for name, value in row.items() if name not in without}
+        text = json.dumps(fields, sort_keys=True, default=str)
+        id = hashlib.sha256(text.encode()).hexdigest()[:16]
+        found.setdefault(id, TaskExample(record=row, input=question(row), id=id))
+    asked = [task.input for task in found.values()]
+    if len(set(asked)) == len(asked):
+        return found
+    # Games open alike for every task. What is asked tells tasks apart, so it names the task.
+    return {id: replace(task, input=f"{task.input}\n(task {id})") for id, task in found.items()}
 
 
 def takes_keyword(function: Callable[..., Any], name: str) -> bool:

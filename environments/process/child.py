@@ -37,7 +37,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Literal, Never, cast
 
-from environments import kept
+from environments import adapters, kept
 from environments.adapters import freesolo
 from environments.base import (
     ArgumentsError,
@@ -51,6 +51,7 @@ from environments.base import (
     RewardMetric,
     RewardResult,
     TaskExample,
+    UnsupportedError,
 )
 from environments.judge import JudgeRubric
 from environments.process import sandbox
@@ -211,7 +212,7 @@ class Child:
             raise _invalid(what)
         if "freesolo" in sys.modules:
             return freesolo.load(self.folder, module.load_environment, args)
-        return module.load_environment(**args)
+        return adapters.adapted(module.load_environment(**args))
 
     def _read_splits(self, environment: Environment) -> dict[str, Sequence[TaskExample]]:
         splits: dict[str, Any] = {"train": environment.dataset, "eval": environment.eval_dataset}
@@ -433,6 +434,8 @@ class Child:
             raise EnvironmentFault("dataset_invalid", str(error)) from error
         except ArgumentsError as error:
             raise EnvironmentFault("invalid_argument", str(error)) from error
+        except UnsupportedError as error:
+            raise EnvironmentFault("environment_unsupported", str(error)) from error
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError) and task.cancelling():
                 raise

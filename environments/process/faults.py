@@ -12,6 +12,7 @@ class EnvironmentFault(Exception):
 
     `code` is one of:
     - environment_invalid: it does not load, or it breaks the contract
+    - environment_unsupported: it needs what cannot run here, such as docker
     - dataset_invalid
     - environment_error: a call failed
     - forked_history: an agent changed what was said before, or asked twice at once
@@ -64,6 +65,8 @@ FIXES = {
     "environment_unprotected": "use a kernel with Landlock (5.13 or newer), which a container may "
     "have to allow; or, for code that you trust with every file of this user, set "
     "`without_file_protection = true` under [environments] in settings.toml of FLASH_HOME",
+    "environment_unsupported": "choose an environment that needs no container, browser or service, "
+    "or another of the same package; docs/hubs.md lists some that run",
     "invalid_argument": "the server's operator corrects settings.toml in FLASH_HOME",
 }
 """For faults that only the operator of the machine can remove."""

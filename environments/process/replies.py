@@ -29,6 +29,7 @@ WHAT_CHARACTERS = 2000
 EVIDENCE_CHARACTERS = 4000
 FAULT_CODES = (
     "environment_invalid",
+    "environment_unsupported",
     "environment_error",
     "forked_history",
     "environment_memory",

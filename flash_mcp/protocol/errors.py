@@ -35,6 +35,7 @@ CODES: dict[str, str] = {
     "unknown_deployment": "no deployment has that id",
     "gate_failed": "env_test found the environment faulty, and the run does not accept that",
     "environment_invalid": "environment.py does not import or does not follow the contract",
+    "environment_unsupported": "an environment of another package needs what cannot run here",
     "environment_error": "environment code raised, or too many of its calls failed",
     "environment_timeout": "a call into environment code passed its deadline",
     "environment_memory": "environment code exceeded its memory limit",

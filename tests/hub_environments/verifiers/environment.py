@@ -1,0 +1,90 @@
+"""verifiers: its environments of reasoning-gym and of gym-like games, one of its ToolEnv with its
+MathRubric in a group of rubrics, and an EnvGroup of two. All data is generated."""
+
+import gem
+import reasoning_gym
+import verifiers as vf
+from datasets import Dataset
+from verifiers.envs.experimental.gym_env import GymEnv
+from verifiers.envs.integrations.reasoninggym_env import ReasoningGymEnv
+
+from environments.adapters.gym import GymEnvironment
+from environments.base import TaskExample
+
+SYSTEM_PROMPT = "Use the tool. Then write the result, and nothing else, as \\boxed{result}."
+
+
+def load_environment(name="", **options):
+    if name:
+        return MAKERS[name](**options)
+    environment = GymEnvironment(lambda seed: None, max_turns=1)
+    environment.dataset = [TaskExample({}, each, id=each) for each in MAKERS]
+    return environment
+
+
+def single_turn(dataset="chain_sum", train=500, held_out=100, **config):
+    """A dataset of reasoning-gym; `config` sets its difficulty."""
+    spec = {"name": dataset, "weight": 1.0, "config": config}
+    return ReasoningGymEnv(
+        [spec],
+        num_train_examples=train,
+        num_eval_examples=held_out,
+        system_prompt="Write the answer, and nothing else, as <answer>answer</answer>.",
+    )
+
+
+def letters(**config):
+    return single_turn("spell_backward", **config)
+
+
+def game(train=200, held_out=50):
+    return GymEnv(
+        lambda: gem.make("game:GuessTheNumber-v0-easy"),
+        num_train_episodes=train,
+        num_eval_episodes=held_out,
+        max_episode_steps=6,
+    )
+
+
+def tools(train=500, held_out=100):
+    rubric = vf.RubricGroup([vf.MathRubric(), vf.Rubric([called], [0.2])])
+    config = {"size": train + held_out, "min_terms": 2, "max_terms": 2, "max_digits": 2}
+    items = [
+        {"question": item["question"], "answer": item["answer"]}
+        for item in reasoning_gym.create_dataset("chain_sum", seed=0, **config)
+    ]
+    return vf.ToolEnv(
+        tools=[add, subtract],
+        max_turns=4,
+        dataset=Dataset.from_list(items[:train]),
+        eval_dataset=Dataset.from_list(items[train:]),
+        system_prompt=SYSTEM_PROMPT,
+        rubric=rubric,
+    )
+
+
+def group():
+    return vf.EnvGroup([single_turn(), game()], env_names=["sum", "game"])
+
+
+def add(a: int, b: int) -> int:
+    """The sum of two numbers."""
+    return a + b
+
+
+def subtract(a: int, b: int) -> int:
+    """The first number minus the second."""
+    return a - b
+
+
+def called(completion, **kwargs) -> float:
+    return float(any(message.role == "tool" for message in completion))
+
+
+MAKERS = {
+    "SingleTurnEnv chain_sum": single_turn,
+    "SingleTurnEnv spell_backward": letters,
+    "MultiTurnEnv GuessTheNumber": game,
+    "ToolEnv chain_sum": tools,
+    "EnvGroup": group,
+}

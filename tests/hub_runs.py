@@ -1,0 +1,136 @@
+"""Evaluates and trains a small model in environments of packages that other people wrote.
+
+    scripts/hubs --learn [--only PACKAGE] [--write]
+
+Each environment is pushed, and the default model trains in it for some steps, with the same held-out
+tasks evaluated before and after; an environment that is only for evaluation is evaluated. Everything
+goes through the product's tools, in the interpreters that scripts/hubs installs. The rows that
+--write puts into docs/hubs.md are those of one run each."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+
+from flash_mcp.cli.demo import Session, connected, watch
+from tests import docs
+from tests.hubs import FOLDERS
+from tests.places import ROOT
+
+DOCUMENT = ROOT / "docs" / "hubs.md"
+HELD_OUT = 40
+TRAINING = {
+    "batch_size": 4,
+    "group_size": 8,
+    "learning_rate": 2e-4,
+    "lora_rank": 16,
+    "lora_alpha": 32,
+    "eval_before": True,
+    "eval_after": True,
+    "eval_examples": HELD_OUT,
+}
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """One environment. `args` go to its load_environment; without `steps` it is evaluated."""
+
+    hub: str
+    name: str
+    args: Mapping[str, Any] = field(default_factory=dict)
+    steps: int = 0
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+WORDS = {"min_word_len": 3, "max_word_len": 3}
+LESSONS = [
+    Lesson("verifiers", "SingleTurnEnv chain_sum", SUMS, steps=10, fields={"max_tokens": 32}),
+    Lesson("verifiers", "SingleTurnEnv spell_backward", WORDS, steps=10, fields={"max_tokens": 32}),
+    Lesson("verifiers", "MultiTurnEnv GuessTheNumber", fields={"max_tokens": 48}),
+    Lesson("verifiers", "ToolEnv chain_sum", fields={"max_tokens": 64}),
+]
+
+
+@dataclass(frozen=True)
+class Learned:
+    """The figures of one lesson. `low` and `high` bound each success."""
+
+    lesson: Lesson
+    before: Mapping[str, Any]
+    after: Mapping[str, Any] | None
+    rewards: tuple[float, float] | None
+    minutes: float
+
+    @property
+    def row(self) -> tuple[object, ...]:
+        change = "-"
+        if self.rewards:
+            change = f"{self.rewards[0]:.3f} to {self.rewards[1]:.3f}"
+        return (
+            self.lesson.hub,
+            self.lesson.name,
+            self.lesson.steps or "-",
+            _success(self.before),
+            _success(self.after) if self.after else "-",
+            change,
+            f"{self.minutes:.1f}",
+        )
+
+
+def _success(scores: Mapping[str, Any]) -> str:
+    return f"{scores['success']:.2f} ({scores['low']:.2f} to {scores['high']:.2f})"
+
+
+async def learn(session: Session, lesson: Lesson) -> Learned:
+    started = time.monotonic()
+    args = {"name": lesson.name, **lesson.args}
+    folder = str(FOLDERS / lesson.hub)
+    pushed = await session.call("env_push", name=lesson.hub, folder=folder, environment_args=args)
+    wanted = {
+        "environment": pushed["environment"],
+        "environment_args": args,
+        **lesson.fields,
+    }
+    if lesson.steps:
+        run = await session.call(
+            "train", **wanted, **TRAINING, steps=lesson.steps, accept_failed_gate=True
+        )
+        view = await watch(session, run["run_id"])
+        scores = view["held_out"]
+        rewards = (view["reward"]["first"], view["reward"]["last"])
+        before, after = scores[0], scores[-1]
+    else:
+        run = await session.call("evaluate", **wanted, limit=HELD_OUT)
+        view = await watch(session, run["run_id"])
+        before, after, rewards = view["scores"], None, None
+    return Learned(lesson, before, after, rewards, (time.monotonic() - started) / 60)
+
+
+def table(found: list[Learned]) -> str:
+    head = (
+        "package",
+        "environment",
+        "steps",
+        "held-out success before",
+        "after",
+        "training reward, first to last steps",
+        "minutes",
+    )
+    return docs.table(head, [each.row for each in found])
+
+
+async def run(only: list[str]) -> list[Learned]:
+    console = Console(file=sys.stderr)
+    found: list[Learned] = []
+    async with connected(console) as session:
+        for lesson in LESSONS:
+            if not only or {lesson.hub, lesson.name} & set(only):
+                found.append(await learn(session, lesson))
+                console.print(table(found))
+    return found
