@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.run_folder import RunWriter
@@ -29,6 +30,8 @@ class Pulse(threading.Thread):
         """The number of steps of the run, once it is known."""
         self.phase = "start"
         self.progress = 0
+        self.elsewhere: Callable[[], int] = lambda: 0
+        """The progress of the attempt's other processes."""
         self._of = 0
         self._entered = (time.monotonic(), 0)
         self.cancelled = threading.Event()
@@ -76,7 +79,8 @@ class Pulse(threading.Thread):
     def run(self) -> None:
         while not self._stopped.wait(BEAT_EVERY_S):
             try:
-                self.writer.beat(self.step, self.shown, self.progress, self.steps)
+                progress = self.progress + self.elsewhere()
+                self.writer.beat(self.step, self.shown, progress, self.steps)
                 if self.writer.folder.is_cancelled():
                     self.cancelled.set()
             except FlashError as error:

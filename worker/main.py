@@ -22,7 +22,7 @@ import traceback
 import warnings
 from pathlib import Path
 from types import FrameType
-from typing import cast
+from typing import Any, NoReturn, cast
 
 import psutil
 
@@ -32,8 +32,9 @@ from flash_mcp.protocol.errors import FlashError, disk_error
 from flash_mcp.protocol.paths import home, scratch_prefix
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import PATIENCE_S, RunFolder, RunWriter
-from flash_mcp.protocol.spec import EvalSpec, stored_spec
+from flash_mcp.protocol.spec import EvalSpec, RunSpec, stored_spec
 from worker.heartbeat import Cancelled, Pulse
+from worker.ranks import Ranks, serve_rank, started, variables
 
 log = logging.getLogger("worker")
 ANOTHER_MAY_CURE = ("artifact_damaged", "disk_full", "preempted")
@@ -61,11 +62,19 @@ def main() -> int:
     parser.add_argument("folder", help="the run folder: a path or any fsspec URL")
     attempt_help = "number of this attempt, from 1; the fencing epoch"
     parser.add_argument("--attempt", type=int, required=True, help=attempt_help)
+    parser.add_argument("--rank", type=int, default=0, help="of the processes, one for each GPU")
+    parser.add_argument("--scratch", type=Path, help="the folder that these processes share")
     args = parser.parse_args()
-    line = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=line)
+    is_first = args.rank == 0
+    where = "" if is_first else f" rank {args.rank}"
+    line = f"%(asctime)s %(levelname)s %(name)s{where}: %(message)s"
+    level = logging.INFO if is_first else logging.WARNING
+    logging.basicConfig(stream=sys.stderr, level=level, format=line)
 
     folder = RunFolder(args.folder)
+    if not is_first:
+        prepare_process()
+        return serve_rank(folder, args.attempt, args.rank, args.scratch, _train, _explained)
     job = folder.job()
     try:
         writer = folder.claim(args.attempt)
@@ -88,9 +97,8 @@ def main() -> int:
     except Cancelled:
         state, step = "cancelled", pulse.step
     except BaseException as raised:  # the last place where an attempt can say why it ended
-        error = _explain(raised, pulse.phase)
+        error = _explained(raised, pulse.phase)
         state, step = "failed", pulse.step
-        log.error("%s\n%s", error, "".join(traceback.format_exception(raised)))
         if error.code == "fenced":
             return 3
     pulse.stop()
@@ -98,14 +106,30 @@ def main() -> int:
         state, error = "failed", _preempted(step)
     seconds = round(time.monotonic() - started, 1)
     retryable = error is not None and (_was_killed(error) or error.code in ANOTHER_MAY_CURE)
+    return _commit(writer, state, step, error, retryable=retryable, seconds=seconds)
+
+
+def _commit(
+    writer: RunWriter, state: str, step: int, error: FlashError | None, **values: Any
+) -> int:
+    """Write the result; the exit code."""
     try:
         if error:
             writer.event("error", str(error))
-        writer.commit_result(state, step, error, seconds=seconds, retryable=retryable)
+        writer.commit_result(state, step, error, **values)
     except FlashError as failed:  # on a full disk; the supervisor sees how full it is
         log.error("the result cannot be written: %s", failed)
         return 4
     return 0
+
+
+def _leave(code: int) -> NoReturn:
+    """End the process. Engine threads and environment hosts may outlive main; everything worth
+    keeping is on disk by now.
+    """
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _preempted(step: int) -> FlashError:
@@ -115,6 +139,9 @@ def _preempted(step: int) -> FlashError:
 
 def _work(job: Json, writer: RunWriter, pulse: Pulse) -> int:
     """Train or evaluate; the last step."""
+    spec = stored_spec(job["spec"])
+    own, *others = variables(1 if isinstance(spec, EvalSpec) else spec.gpus)
+    os.environ.update(own)
     prepare_process()
     if storage := job.get("storage"):
         pulse.enter("artifacts")
@@ -122,16 +149,30 @@ def _work(job: Json, writer: RunWriter, pulse: Pulse) -> int:
         artifacts = Artifacts(storage["url"], patience_s=PATIENCE_S)
         job = placed(job, artifacts, cache)
         trim(cache, storage["cache_bytes"])
-    spec = stored_spec(job["spec"])
     # These imports come after prepare_process: torch and vLLM read the environment on import.
     with tempfile.TemporaryDirectory(prefix=_sweep_scratch(writer.folder.url)) as scratch:
         if isinstance(spec, EvalSpec):
             from worker.evaluate import evaluate  # noqa: PLC0415
 
             return evaluate(job, spec, writer, pulse, Path(scratch))
-        from worker.train import train  # noqa: PLC0415
 
-        return train(job, spec, writer, pulse, Path(scratch))
+        def lost(error: FlashError, is_retryable: bool) -> None:
+            log.error("%s", error)
+            if pulse.cancelled.is_set():  # the main thread saves and ends
+                return
+            retryable = is_retryable or error.code in ANOTHER_MAY_CURE
+            _leave(_commit(writer, "failed", pulse.step, error, retryable=retryable))
+
+        with started(job, others, pulse, Path(scratch), lost) as ranks:
+            return _train(job, writer, pulse, Path(scratch), ranks)
+
+
+def _train(job: Json, writer: RunWriter, pulse: Pulse, scratch: Path, ranks: Ranks) -> int:
+    from worker.train import train  # noqa: PLC0415
+
+    spec = stored_spec(job["spec"])
+    assert isinstance(spec, RunSpec)
+    return train(job, spec, writer, pulse, scratch, ranks)
 
 
 def _sweep_scratch(url: str) -> str:
@@ -153,6 +194,13 @@ def prepare_process() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     warnings.filterwarnings("ignore", category=FutureWarning)
     logging.getLogger("vllm").setLevel(logging.ERROR)
+
+
+def _explained(raised: BaseException, phase: str) -> FlashError:
+    """`_explain`, with the traceback in the log."""
+    error = _explain(raised, phase)
+    log.error("%s\n%s", error, "".join(traceback.format_exception(raised)))
+    return error
 
 
 def _explain(error: BaseException, phase: str) -> FlashError:
@@ -237,9 +285,4 @@ def _is_memory(error: BaseException) -> bool:
 
 
 if __name__ == "__main__":
-    # Engine threads and environment hosts may outlive main; everything worth keeping is on disk by
-    # now.
-    code = main()
-    logging.shutdown()
-    sys.stderr.flush()
-    os._exit(code)
+    _leave(main())

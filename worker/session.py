@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import os
@@ -33,6 +34,7 @@ from worker.engine.fetch import commit_of, config_of, ensure, log_progress
 from worker.engine.vllm import VllmEngine, default_sync
 from worker.event_loop import AsyncRunner
 from worker.heartbeat import Cancelled, Pulse
+from worker.ranks import ALONE, Ranks
 from worker.rollouts import scheduler
 from worker.rollouts.metrics import summarize, summarize_evaluation
 from worker.rollouts.scheduler import Limits, Rollout, Task, mixed_seed, task_groups
@@ -71,7 +73,13 @@ class Model:
 
 
 def load_model(
-    job: Json, spec: RunSpec | EvalSpec, writer: RunWriter, pulse: Pulse, *, trains: bool
+    job: Json,
+    spec: RunSpec | EvalSpec,
+    writer: RunWriter,
+    pulse: Pulse,
+    *,
+    trains: bool,
+    ranks: Ranks = ALONE,
 ) -> Model:
     """Without `trains`, the policy is loaded only if the engine cannot read the job's adapter."""
     pulse.enter("model")
@@ -82,7 +90,11 @@ def load_model(
         tell(stage, share)
 
     pinned = _pinned_commit(writer.folder) or job.get("lineage", {}).get("model_commit")
-    path = ensure(spec.model, revision=pinned, on_progress=on_fetched)
+    fetched: Path | None = None
+    if ranks.is_first:
+        fetched = ensure(spec.model, revision=pinned, on_progress=on_fetched)
+    path = ranks.share(fetched)
+    assert path
     if commit := commit_of(path):
         writer.event("model", f"{spec.model} at commit {commit}", commit=commit)
     config = config_of(path)
@@ -145,9 +157,16 @@ def _pinned_commit(folder: RunFolder) -> str | None:
 
 
 def start_environment(
-    job: Json, spec: RunSpec | EvalSpec, writer: RunWriter, pulse: Pulse, runner: AsyncRunner
+    job: Json,
+    spec: RunSpec | EvalSpec,
+    writer: RunWriter,
+    pulse: Pulse,
+    runner: AsyncRunner,
+    ranks: Ranks,
 ) -> EnvironmentHost:
-    """The job's environment in its process. The run's secrets leave this process's variables."""
+    """The job's environment in its process. The run's secrets leave this process's variables.
+
+    Each rank has an environment of its own, and its share of the run's concurrency."""
     pulse.enter("environment")
     secrets = {name: os.environ.pop(name) for name in spec.secrets if name in os.environ}
 
@@ -161,7 +180,7 @@ def start_environment(
         known_as=identity(environment.get("owner", LOCAL_OWNER), environment["name"]),
         args=spec.environment_args,
         secrets=secrets,
-        concurrency=spec.env_concurrency,
+        concurrency=max(1, spec.env_concurrency // ranks.count),
         timeout_s=spec.env_timeout_s,
         on_progress=on_progress,
         place_timeout_s=PLACE_TIMEOUT_S,
@@ -186,7 +205,9 @@ class Session(Generic[S]):
         host: EnvironmentHost,
         runner: AsyncRunner,
         at_once: int,
+        ranks: Ranks = ALONE,
     ) -> None:
+        self.ranks = ranks
         self.spec = spec
         self.writer = writer
         self.pulse = pulse
@@ -209,13 +230,21 @@ class Session(Generic[S]):
     @classmethod
     @contextmanager
     def opened(
-        cls, job: Json, spec: S, writer: RunWriter, pulse: Pulse, *, at_once: int, trains: bool
+        cls,
+        job: Json,
+        spec: S,
+        writer: RunWriter,
+        pulse: Pulse,
+        *,
+        at_once: int,
+        trains: bool,
+        ranks: Ranks = ALONE,
     ) -> Generator[Self]:
         """Model and environment, ready for rollouts, `at_once` of them at the same time."""
-        model = load_model(job, spec, writer, pulse, trains=trains)
+        model = load_model(job, spec, writer, pulse, trains=trains, ranks=ranks)
         with AsyncRunner() as runner:
-            host = start_environment(job, spec, writer, pulse, runner)
-            session = cls(spec, writer, pulse, model, host, runner, at_once)
+            host = start_environment(job, spec, writer, pulse, runner, ranks)
+            session = cls(spec, writer, pulse, model, host, runner, at_once, ranks)
             try:
                 yield session
             finally:
@@ -337,6 +366,7 @@ class TrainingSession(Session[RunSpec]):
             self.pulse.cancelled,
             before_step=self._before_step,
             advance=self.pulse.advance,
+            saves=self.ranks.is_first,
         )
         self.resumed_at = 0
         """The step of the checkpoint that this attempt resumed from."""
@@ -392,24 +422,37 @@ class TrainingSession(Session[RunSpec]):
         return math.inf if keep_tokens is None else keep_tokens
 
     def rollouts(self, step: int) -> list[Rollout]:
-        """The rollouts of optimizer step `step`: G for each of its P examples. The trainer calls
-        this.
+        """This rank's rollouts of optimizer step `step`: G for each of its examples. The trainer
+        calls this.
         """
         spec = self.spec
         examples = examples_of(step, spec.batch_size, self.host.splits["train"], spec.seed)
         self.pulse.enter("sync", step - 1)
         sync_s = self.sync(step - 1)
-        size = spec.rollouts_per_prompt
         tasks = task_groups(
             "train",
             examples,
-            size,
+            spec.rollouts_per_prompt,
             lambda example, index, attempt: mixed_seed(spec.seed, step, index),
         )
+        # A group stays on one rank: its advantages need all its rewards.
+        own = list(itertools.chain.from_iterable(self.ranks.mine(scheduler.grouped(tasks))))
         self.pulse.enter("rollout", of=len(tasks))
         started = time.monotonic()
-        rollouts = self.collect(tasks, self.limits)
-        rollout_s = time.monotonic() - started
+        rollouts = self.collect(own, self.limits)
+        parts = self.ranks.gather(rollouts)
+        if self.ranks.is_first:
+            every = sorted(itertools.chain.from_iterable(parts), key=lambda each: each.task.index)
+            self._report_rollouts(step, every, time.monotonic() - started, sync_s)
+        self.pulse.enter("train")
+        return rollouts
+
+    def _report_rollouts(
+        self, step: int, rollouts: list[Rollout], rollout_s: float, sync_s: float
+    ) -> None:
+        """Write a step's rollouts and leave their metrics to the reporter."""
+        spec = self.spec
+        size = spec.rollouts_per_prompt
         groups = [rollouts[at : at + size] for at in range(0, len(rollouts), size)]
         rows: list[records.Rollout] = []
         for group in groups:
@@ -425,8 +468,6 @@ class TrainingSession(Session[RunSpec]):
             "time/rollout_s": rollout_s,
             "time/sync_s": sync_s,
         }
-        self.pulse.enter("train")
-        return rollouts
 
     def evaluate(self, step: int) -> None:
         """Greedy rollouts of the eval split under the policy after `step` steps."""
@@ -443,9 +484,13 @@ class TrainingSession(Session[RunSpec]):
         ours = self.limits
         limits = Limits(ours.max_tokens, ours.max_length, temperature=0.0, stop=ours.stop)
         started = time.monotonic()
-        rows: list[records.Rollout] = []
+        own: list[records.Rollout] = []
         tasks = task_groups("eval", range(total), 1, lambda example, index, attempt: index)
-        self.collect_blocks(tasks, limits, lambda rollout: rows.append(rollout.record(step)))
+        mine = self.ranks.mine(tasks)
+        self.collect_blocks(mine, limits, lambda rollout: own.append(rollout.record(step)))
+        rows = list(itertools.chain.from_iterable(self.ranks.gather(own)))
+        if not self.ranks.is_first:
+            return
         rows.sort(key=lambda row: row.index)
         summary = summarize_evaluation(rows, seconds=time.monotonic() - started)
         summary |= self.constant_level("eval", range(total))

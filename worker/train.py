@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
 from peft import PeftModel
 
+from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import OPTIMIZER, RunWriter
 from flash_mcp.protocol.spec import RunSpec
 from worker.heartbeat import Cancelled, Pulse
+from worker.ranks import ALONE, Ranks, check_devices
 from worker.session import TrainingSession
 from worker.survey import PREFLIGHT_TASKS, RESUMED_TASKS, preflight
+from worker.training import memory
 from worker.training.checkpoints import Finished
 from worker.training.grpo import Trainer
 from worker.training.packing import can_pack
@@ -27,24 +31,31 @@ fails is missing from the data.
 """
 
 
-def train(job: Json, spec: RunSpec, writer: RunWriter, pulse: Pulse, scratch: Path) -> int:
+def train(
+    job: Json, spec: RunSpec, writer: RunWriter, pulse: Pulse, scratch: Path, ranks: Ranks
+) -> int:
     """Train and return the last step. Raises FlashError, or Cancelled once the latest step is
     saved.
     """
-    resume_from = _resume_point(writer, scratch)
+    check_devices(ranks)
+    memory.share_machine(ranks.count)
+    resume_from = _resume_point(writer, scratch, ranks)
     if resume_from:
         pulse.step = resume_from[0]
-    at_once = spec.conversations_per_step
-    with TrainingSession.opened(job, spec, writer, pulse, at_once=at_once, trains=True) as session:
+    at_once = math.ceil(spec.batch_size / ranks.count) * spec.rollouts_per_prompt
+    with TrainingSession.opened(
+        job, spec, writer, pulse, at_once=at_once, trains=True, ranks=ranks
+    ) as session:
         if resume_from:
             session.resumed_at = session.reporter.saved_step = resume_from[0]
         watched = {"max_error_share": spec.max_error_share, "advance": pulse.advance}
         tasks = RESUMED_TASKS if resume_from else PREFLIGHT_TASKS
-        longest, turns = session.wait(
-            preflight(
-                session.host, session.model.template, session.model.max_length, tasks, **watched
-            )
-        )
+        lengths = (0, 0)
+        if ranks.is_first:
+            model = session.model
+            looking = preflight(session.host, model.template, model.max_length, tasks, **watched)
+            lengths = session.wait(looking)
+        longest, turns = ranks.share(lengths)
         policy = session.model.policy
         assert isinstance(policy, PeftModel)
         packed = can_pack(policy.get_base_model())
@@ -55,11 +66,13 @@ def train(job: Json, spec: RunSpec, writer: RunWriter, pulse: Pulse, scratch: Pa
             "output_dir": str(scratch / "trainer"),
             "callbacks": [session.reporter],
             "packed": packed,
+            "ranks": ranks,
         }
         if spec.algorithm == "sft":
             trainer = _sft_trainer(job, session, policy, common)
         else:
-            common["keep_tokens"] = session.check_memory(longest, turns, packed=packed)
+            keep_tokens = session.check_memory(longest, turns, packed=packed)
+            common["keep_tokens"] = ranks.share(keep_tokens)
             session.start_engine()
             trainer = Trainer(
                 policy,
@@ -77,10 +90,17 @@ def _sft_trainer(
 ) -> Tuner:
     """A trainer on the job's dataset, or on the environment's gold answers."""
     template = session.model.template
+    if session.ranks.count > 1 and not common["packed"]:
+        what = "sft on several GPUs needs the packed pass, which this model lacks"
+        raise FlashError("invalid_argument", what, gpus=session.ranks.count, fix="use gpus=1")
     session.pulse.enter("dataset")
-    dataset = job.get("dataset")
-    rows = dataset_rows(dataset, template) if dataset else _gold_rows(session)
-    common["keep_tokens"] = session.check_batch_memory(rows["train"], packed=common["packed"])
+    rows: dict[str, list[Row]] = {}
+    if session.ranks.is_first:
+        dataset = job.get("dataset")
+        rows = dataset_rows(dataset, template) if dataset else _gold_rows(session)
+    rows = session.ranks.share(rows)
+    keep_tokens = session.check_batch_memory(rows["train"], packed=common["packed"])
+    common["keep_tokens"] = session.ranks.share(keep_tokens)
     trainer = make_sft_trainer(
         policy,
         template.tokenizer,
@@ -90,7 +110,8 @@ def _sft_trainer(
         max_length=session.model.max_length,
         **common,
     )
-    session.reporter.held_out = trainer.held_out
+    if session.ranks.is_first:
+        session.reporter.held_out = trainer.held_out
     return trainer
 
 
@@ -110,6 +131,8 @@ def _gold_rows(session: TrainingSession) -> dict[str, list[Row]]:
 
 
 def _optimize(trainer: Any, session: TrainingSession, resume_from: tuple[int, Path] | None) -> int:
+    if not session.ranks.is_first:
+        return _steps(trainer, session, resume_from)
     trackers = Trackers(session.spec, session.writer, trainer.args)
     session.reporter.tell = trackers.tell
     try:
@@ -144,9 +167,11 @@ def _steps(trainer: Any, session: TrainingSession, resume_from: tuple[int, Path]
     return step
 
 
-def _resume_point(writer: RunWriter, scratch: Path) -> tuple[int, Path] | None:
+def _resume_point(
+    writer: RunWriter, scratch: Path, ranks: Ranks = ALONE
+) -> tuple[int, Path] | None:
     """The step and the folder of the newest good checkpoint."""
-    step = writer.folder.newest_good_checkpoint()
+    step = ranks.share(writer.folder.newest_good_checkpoint() if ranks.is_first else None)
     if step is None:
         return None
     path = writer.folder.fetch_checkpoint(step, scratch / "resume")

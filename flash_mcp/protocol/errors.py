@@ -57,7 +57,7 @@ CODES: dict[str, str] = {
     "tools_unsupported": "the model's chat template shows no tools, or its calls cannot be read",
     "artifact_damaged": "a node found an artifact of a run missing or changed in the storage",
     "checkpoint_corrupt": "a checkpoint's files do not match their checksums",
-    "device_unsupported": "the GPU cannot compute in the model's precision",
+    "device_unsupported": "a GPU is missing, or cannot compute in the model's precision",
     "out_of_memory": "the machine or the device ran out of memory",
     "in_use": "other runs or deployments depend on it",
     "diverged": "a gradient was infinite or not a number",

@@ -26,6 +26,7 @@ Source = Literal["argument", "file", "adapter", "run", "recipe", "default"]
 DEFAULT_MODEL = "smollm2-135m-instruct"
 LOCAL_TARGET = "local"
 """The target that is the server's own machine."""
+MAX_GPUS = 64
 RECIPES: dict[str, dict[str, Any]] = {
     "grpo": {"steps": 150, "batch_size": 4, "group_size": 8, "learning_rate": 1e-5},
     "sft": {"epochs": 2.0, "batch_size": 8, "learning_rate": 1e-4},
@@ -122,6 +123,8 @@ class RunSpec(BaseModel):
     code; of gold answers at most 0.05."""
     target: Annotated[str, Field(min_length=1)] = LOCAL_TARGET
     """Where it runs, as listed by catalog."""
+    gpus: Annotated[int, Field(ge=1, le=MAX_GPUS)] = 1
+    """GPUs that share each step. Each holds the whole model."""
     max_attempts: Annotated[int, Field(ge=1, le=100)] = 3
     """Attempts before a run whose worker dies or stalls is given up."""
     stall_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 900.0
@@ -141,6 +144,8 @@ class RunSpec(BaseModel):
             raise ValueError("dataset is for algorithm='sft'")
         if self.algorithm == "sft" and self.group_size is not None:
             raise ValueError("group_size is for algorithm='grpo'")
+        if self.gpus > self.batch_size:
+            raise ValueError(f"gpus={self.gpus} cannot share a batch of {self.batch_size}")
         room = self.max_length
         if "max_tokens" in self.model_fields_set and room is not None and self.max_tokens > room:
             raise ValueError(f"max_tokens={self.max_tokens} does not fit in max_length={room}")
@@ -221,6 +226,11 @@ class EvalSpec(BaseModel):
     max_attempts: int
     stall_timeout_s: float
     target: str = LOCAL_TARGET
+
+    @property
+    def gpus(self) -> int:
+        """Evaluations use one."""
+        return 1
 
 
 class ResolvedEval(BaseModel):

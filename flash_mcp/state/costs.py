@@ -1,4 +1,6 @@
-"""What a run has cost, and the budget that it may use: hours of work, and a price of an hour."""
+"""What a run has cost, and the budget that it may use: hours of work, and a price of an hour of one
+GPU, or of a machine without any.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ def cost(run: Run, home: Path) -> str | None:
     price = price_of_hour(home, run.target)
     if not price.price_per_hour:
         return None
-    return f"{run.used_s / 3600 * price.price_per_hour:.2f} {price.currency}".strip()
+    hours = run.used_s / 3600 * run.spec.gpus
+    return f"{hours * price.price_per_hour:.2f} {price.currency}".strip()
 
 
 def check(spec: RunSpec, home: Path) -> None:
@@ -54,6 +57,7 @@ def used_up(run: Run, home: Path) -> str | None:
     if run.spec.max_cost is None:
         return None
     price = price_of_hour(home, run.target)
-    if not price.price_per_hour or hours * price.price_per_hour < run.spec.max_cost:
+    per_hour = price.price_per_hour * run.spec.gpus
+    if not per_hour or hours * per_hour < run.spec.max_cost:
         return None
-    return f"max_cost={run.spec.max_cost:g} is used up, at {price.price_per_hour:g} an hour"
+    return f"max_cost={run.spec.max_cost:g} is used up, at {per_hour:g} an hour"

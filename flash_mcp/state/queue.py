@@ -28,7 +28,7 @@ from flash_mcp.protocol.paths import runs_dir
 from flash_mcp.protocol.records import ACTIVE, EnvironmentVersion, Json, Run
 from flash_mcp.protocol.run_files import Beat
 from flash_mcp.protocol.run_folder import RunFolder
-from flash_mcp.protocol.spec import LOCAL_TARGET, ResolvedEval, ResolvedSpec, default_of
+from flash_mcp.protocol.spec import LOCAL_TARGET, MAX_GPUS, ResolvedEval, ResolvedSpec, default_of
 from flash_mcp.state.owners import caller
 from flash_mcp.state.store import Store
 from flash_mcp.state.targets import find_target
@@ -40,7 +40,7 @@ MAX_PREEMPTIONS = 50
 """A run that its engine has ended more often fails."""
 MAX_DELAY_S = 60.0
 """The longest that `requeue` lets a run wait."""
-NEWER_FIELDS = ("keep_checkpoints", "max_hours", "max_cost", "target", "report_to")
+NEWER_FIELDS = ("keep_checkpoints", "max_hours", "max_cost", "target", "report_to", "gpus")
 """Fields that did not exist when the first keys were used: with its default, such a field does not
 change what was asked for."""
 ROOT = Path(__file__).parents[2]
@@ -195,9 +195,15 @@ time, ?2 how far back use counts. A single owner's share is not looked up: it de
 LATELY_S = 86_400.0
 
 
-def claim(store: Store, waiting: Collection[str] = (), target: str = LOCAL_TARGET) -> Run | None:
+def claim(
+    store: Store,
+    waiting: Collection[str] = (),
+    target: str = LOCAL_TARGET,
+    *,
+    gpus: int = MAX_GPUS,
+) -> Run | None:
     """Take the target's next run that may start, in FAIR_ORDER: it is now `starting`, with the next
-    attempt. None where there is none.
+    attempt. None where there is none, and where it needs more than `gpus`.
 
     `waiting` are ids of runs that cannot start yet.
     """
@@ -211,8 +217,9 @@ def claim(store: Store, waiting: Collection[str] = (), target: str = LOCAL_TARGE
                started = coalesce(started, ?1), updated = ?1, handle = NULL, waits_for = NULL
                WHERE state = 'queued'
                AND id = ({FAIR_ORDER.format(condition=may_start)} LIMIT 1)
+               AND coalesce(json_extract(spec, '$.gpus'), 1) <= ?6
                RETURNING *""",
-            [now, LATELY_S, now + MAX_DELAY_S, json.dumps(list(waiting)), target],
+            [now, LATELY_S, now + MAX_DELAY_S, json.dumps(list(waiting)), target, gpus],
         )
     return Run.of(rows[0]) if rows else None
 

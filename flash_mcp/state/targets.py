@@ -56,13 +56,13 @@ class TargetSettings(BaseModel):
     ssh: str = ""
     """Host that has the engine's commands; by default this machine."""
     options: list[str] = []
-    """Arguments of sbatch."""
+    """Arguments of sbatch. For a run with gpus=N, those that ask for GPUs ask for N."""
     slots: Annotated[int, Field(ge=1, le=10_000)] = 8
     """Attempts that are submitted at once."""
     cache_gib: Annotated[float, Field(gt=0)] = 50.0
     """GiB of artifacts that a node keeps."""
     price_per_hour: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None
-    """Price of an hour of one attempt."""
+    """Price of an hour of one attempt, with each GPU."""
 
     @field_validator("storage")
     @classmethod

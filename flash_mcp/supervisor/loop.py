@@ -24,7 +24,7 @@ from flash_mcp.protocol.paths import home
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Json, Run
 from flash_mcp.protocol.run_files import Beat, FinalResult
 from flash_mcp.protocol.run_folder import RunFolder, final_result
-from flash_mcp.protocol.spec import LOCAL_TARGET
+from flash_mcp.protocol.spec import LOCAL_TARGET, MAX_GPUS
 from flash_mcp.state import costs, queue, removed_folders
 from flash_mcp.state.disk import LEAST_FREE_BYTES, has_space
 from flash_mcp.state.retention import prune_checkpoints
@@ -191,18 +191,27 @@ class Attendant:
         hints = self.launcher.poll(handles) if handles else {}
         for run in taken:
             self._guarded("advance", run, lambda run: self._advance(run, hints))
-        for _ in range(self.launcher.capacity - len(taken)):
-            claimed = self._claim()
+        room = self.launcher.capacity - sum(self._slots(run) for run in taken)
+        while room > 0:
+            claimed = self._claim(room)
             if claimed is None:
                 break
+            room -= self._slots(claimed)
             self._guarded("attach", claimed, self._attach)
 
-    def _claim(self) -> Run | None:
-        """The oldest run that does not have to wait."""
+    def _slots(self, run: Run) -> int:
+        return self.launcher.slots_of(run.spec.gpus)
+
+    def _claim(self, room: int) -> Run | None:
+        """The oldest run that does not have to wait, if `room` slots are enough for it. Younger
+        ones do not overtake it: else one that needs many GPUs might never start.
+        """
         with self.store.transaction():  # a run that is enqueued after the look cannot be claimed
             runs = self.store.active_runs()
             waiting = [run.id for run in runs if self._has_to_wait(run)]
-            return queue.claim(self.store, waiting, self.target.name)
+            enough_for_any = self.launcher.slots_of(MAX_GPUS) <= room
+            gpus = MAX_GPUS if enough_for_any else room
+            return queue.claim(self.store, waiting, self.target.name, gpus=gpus)
 
     def _has_to_wait(self, run: Run) -> bool:
         """Whether it lacks secrets, or the space for the checkpoint that did not fit."""

@@ -40,6 +40,7 @@ class LocalTarget(Target):
             [*self.worker, run.folder, "--attempt", str(run.attempt)],
             {**os.environ, **secrets, "FLASH_HOME": str(self.base)},
             Path(run.folder) / f"log.{run.attempt}",
+            gpus=run.spec.gpus,
         )
 
 
@@ -70,6 +71,7 @@ class RemoteTarget(Target):
             on_node(self.settings, ["worker.node", run.folder, "--attempt", str(run.attempt)]),
             node_environment(self.settings),
             None,
+            gpus=run.spec.gpus,
         )
 
 

@@ -36,6 +36,7 @@ from flash_mcp.state.queue import Label
 from flash_mcp.state.references import Subject
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.supervisor.launch.devices import gpus, processor
+from flash_mcp.supervisor.launch.local import find_gpus
 from flash_mcp.tools.shared import resume as resumption
 from flash_mcp.tools.shared.disk_need import DiskNeed, disk_need
 from flash_mcp.tools.shared.fitting import to_text, without_empty
@@ -356,6 +357,8 @@ async def _plan(
     if sample:
         check_machine()
     check_target(store, spec.target, spec.secrets)
+    if is_here:
+        await run_sync(_check_gpus, spec)
     memory = await run_sync(_memory_need, spec, card) if is_here else None
     if memory and not first:
         memory.check()
@@ -588,6 +591,18 @@ def _memory_need(spec: RunSpec, card: ModelCard) -> MemoryNeed | None:
     """On the largest GPU; on a machine without one, of its memory."""
     device = max(gpus(), key=lambda gpu: gpu.memory_gib, default=processor())
     return memory_need(card, device, has_engine=spec.generates)
+
+
+def _check_gpus(spec: RunSpec) -> None:
+    """FlashError(device_unsupported) if this machine has fewer GPUs, or without any, processors."""
+    if spec.gpus == 1:
+        return
+    cards = find_gpus()
+    has = len(cards) or processor().cores or 1
+    if spec.gpus <= has:
+        return
+    what = f"gpus={spec.gpus}, and this machine has {has} {'GPUs' if cards else 'processors'}"
+    raise FlashError("device_unsupported", what, fix=f"use gpus={has}, or another target")
 
 
 def _check_lengths(spec: RunSpec, card: ModelCard, prompt_tokens: int) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ import pytest
 from flash_mcp.cli import doctor
 from flash_mcp.protocol import device_locks
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.supervisor.launch.base import Handle
 from flash_mcp.supervisor.launch.local import LocalLauncher, Record, devices_in_use
 from flash_mcp.tools.shared.waiting import obstacles
 from tests.places import ROOT
@@ -26,6 +29,7 @@ UUID = "GPU-11111111-2222-3333-4444-555555555555"
 SUPERVISE = """
 import sys
 from pathlib import Path
+from flash_mcp.supervisor.launch.base import Handle
 from flash_mcp.supervisor.launch.local import LocalLauncher
 from flash_mcp.supervisor.loop import Supervisor, supervise
 from tests.supervisor.test_loop import HASTE, WORKER
@@ -107,6 +111,61 @@ def test_a_slot_is_free_when_the_other_state_directorys_attempt_ends(
         launcher.cancel(handle)
     assert state(launcher, handle) == "gone"
     assert device_locks.users(UUID, other) == []
+
+
+@pytest.fixture
+def four(folder: Path) -> list[str]:
+    """The UUIDs of four GPUs that nvidia-smi knows, of which the third is the emptiest."""
+    uuids = [f"GPU-{letter * 8}" for letter in "abcd"]
+    free = [8_000, 0, 80_000, 40_000]
+    rows = {
+        "index,uuid": [f"{index}, {uuid}" for index, uuid in enumerate(uuids)],
+        "uuid,memory.free": [f"{uuid}, {mib}" for uuid, mib in zip(uuids, free, strict=True)],
+    }
+    cases = "".join(f"--query-gpu={q}) printf '%s\\n' {shlex.join(r)};;" for q, r in rows.items())
+    program = folder.parent / "bin" / "nvidia-smi"
+    program.write_text(f'#!/bin/sh\ncase "$1" in {cases} esac\n')
+    return uuids
+
+
+def cards_of(record: Path) -> str:
+    found = Record.read(record)
+    assert found
+    environ = Path(f"/proc/{found.pid}/environ").read_bytes().split(b"\0")
+    (cards,) = [each for each in environ if each.startswith(b"CUDA_VISIBLE_DEVICES=")]
+    return cards.decode().partition("=")[2]
+
+
+def test_a_run_gets_the_emptiest_cards_and_as_many_as_it_asks_for(
+    four: list[str], tmp_path: Path
+) -> None:
+    here, other = local(tmp_path / "here"), tmp_path / "other"
+    launcher = LocalLauncher(tmp_path / "here" / "records", gpus=["0", "1", "2", "3"])
+    records = launcher.records
+    handles: list[Handle] = []
+    try:
+        handles.append(launcher.submit(replace(here.launch(1), gpus=2)))
+        assert cards_of(records / "run-1-1") == "2,3"
+        assert [bool(device_locks.users(uuid, other)) for uuid in four] == [
+            False,
+            False,
+            True,
+            True,
+        ]
+        held = device_locks.take(four[0], other)  # another state directory's
+        assert launcher.capacity == 3
+        with pytest.raises(FlashError, match="not_ready"):
+            launcher.submit(replace(here.launch(2), gpus=2))
+        # What it had taken before it gave up is free again.
+        handles.append(launcher.submit(here.launch(3)))
+        assert cards_of(records / "run-1-3") == "1"
+        assert held is not None
+        os.close(held)
+    finally:
+        for handle in handles:
+            launcher.cancel(handle)
+    with pytest.raises(FlashError, match=r"device_unsupported.* needs 5 GPUs.* has 4.*gpus=4"):
+        launcher.submit(replace(here.launch(4), gpus=5))
 
 
 def test_processes_of_one_state_directory_may_share_a_card(folder: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.supervisor.launch.base import Handle, Hint, Launch, Launcher, MemoryLauncher
 from flash_mcp.supervisor.launch.local import REGISTER_AND_EXEC, LocalLauncher, Record
-from flash_mcp.supervisor.launch.slurm import SlurmLauncher
+from flash_mcp.supervisor.launch.slurm import SlurmLauncher, with_gpus
 from tests import slurm
 from tests.places import ROOT
 from tests.refuse import refusing
@@ -485,3 +485,14 @@ os.killpg(0, signal.SIGKILL)
     assert state(launcher, handle) == "alive"
     launcher.cancel(handle)
     assert state(launcher, handle) == "gone"
+
+
+def test_a_run_of_several_gpus_asks_slurm_for_them_in_the_targets_own_option() -> None:
+    options = ["--partition=gpu", "--gres=gpu:a100:1", "--gpus=1", "--nodes=1"]
+    assert with_gpus(options, 1) == options
+    assert with_gpus(options, 4) == [
+        "--partition=gpu",
+        "--gres=gpu:a100:4",
+        "--gpus=4",
+        "--nodes=1",
+    ]

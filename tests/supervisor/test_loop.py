@@ -381,6 +381,25 @@ def test_a_zombie_that_wakes_after_its_replacement_changes_nothing(bench: Bench)
     assert (ended.state, ended.attempt, ended.step) == ("succeeded", 2, 5)
 
 
+def test_a_run_of_several_cards_waits_for_them_and_is_not_overtaken(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASH_DEVICE_LOCKS", str(tmp_path))
+    launcher = LocalLauncher(bench.base / "attempts", gpus=["a", "b"])
+    supervisor = bench.new_supervisor(launcher)
+    first = bench.train({"steps": 2, "1": {"at": 1, "do": "hold"}})
+    bench.until(lambda: bench.step(first) == 1, supervisor=supervisor)
+    wide, narrow = bench.train(gpus=2), bench.train()
+    for _ in range(3):
+        supervisor.tick()
+    assert [bench.store.run(run.id).state for run in (wide, narrow)] == ["queued", "queued"]
+    Path(first.folder, "go").touch()
+    bench.until(lambda: bench.store.run(wide.id).attempt == 1, supervisor=supervisor)
+    record = Record.read(bench.base / "attempts" / f"{wide.id}-1")
+    assert record and set(record.slots) == {0, 1}
+    assert bench.finish(narrow, supervisor=supervisor).state == "succeeded"
+
+
 def test_a_run_whose_secret_is_missing_waits_and_lets_others_pass(bench: Bench) -> None:
     run = bench.train(secrets=["CALC_KEY_THAT_NOBODY_SET"])
     assert bench.finish(bench.train()).state == "succeeded"

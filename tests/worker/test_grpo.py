@@ -36,13 +36,15 @@ from worker.training.policy import load_policy
 GROUPS, SIZE, MAX_COMPLETION = 2, 4, 64
 
 
-def make_rollouts(tokenizer: Any, seed: int = 0, *, turns: int = 2) -> list[Rollout]:
-    """GROUPS x SIZE multi-turn rollouts of uneven length, with log-probabilities that are a little
+def make_rollouts(
+    tokenizer: Any, seed: int = 0, *, turns: int = 2, groups: int = GROUPS
+) -> list[Rollout]:
+    """`groups` x SIZE multi-turn rollouts of uneven length, with log-probabilities that are a little
     off.
     """
     rng, template = random.Random(seed), ChatTemplate(tokenizer)
     rollouts = []
-    for index in range(GROUPS * SIZE):
+    for index in range(groups * SIZE):
         transcript = Transcript(
             template, [{"role": "user", "content": f"question {index // SIZE}"}]
         )

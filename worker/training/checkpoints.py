@@ -88,7 +88,10 @@ class Reporter(TrainerCallback):
         *,
         before_step: Callable[[int, int], None] = lambda step, steps: None,
         advance: Callable[[], None] = lambda: None,
+        saves: bool = True,
     ) -> None:
+        self.saves = saves
+        """Whether this process writes checkpoints. Of several ranks, the first does."""
         self.writer = writer
         self.spec = spec
         self.cancelled = cancelled
@@ -126,7 +129,7 @@ class Reporter(TrainerCallback):
         control.should_log = True
         control.should_training_stop |= self.cancelled.is_set()
         is_due = state.global_step % self.spec.save_every == 0
-        control.should_save = is_due or last or control.should_training_stop
+        control.should_save = self.saves and (is_due or last or control.should_training_stop)
 
     def on_log(
         self,

@@ -31,9 +31,11 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.utils import pad, use_adapter
 
 from flash_mcp.protocol.spec import RunSpec
+from worker.ranks import ALONE, Ranks
 from worker.rollouts.scheduler import Rollout
 from worker.training.checkpoints import trainer_arguments
 from worker.training.packing import Pack, check_trl_head, group_logps, packs_of, recompute
+from worker.training.parallel import combine, no_loss
 
 RolloutsOf = Callable[[int], list[Rollout]]
 """Step, from 1 -> its rollouts, those of a group next to each other."""
@@ -58,29 +60,14 @@ class Trainer(GRPOTrainer):
         callbacks: list[TrainerCallback],
         packed: bool,
         keep_tokens: float = math.inf,
+        ranks: Ranks = ALONE,
     ) -> None:
-        group_size = spec.rollouts_per_prompt
-        mode = spec.importance_sampling
-        corrected = mode != "none"
-        args: Any = cast(Any, GRPOConfig)(
-            **trainer_arguments(spec, model, output_dir),
-            max_steps=spec.steps,
-            # A micro-batch is one group, which shares a prompt: its activations bound the memory.
-            per_device_train_batch_size=group_size,
-            gradient_accumulation_steps=spec.batch_size,
-            steps_per_generation=spec.batch_size,
-            num_generations=group_size,
-            max_completion_length=max_completion,
-            disable_dropout=True,
-            beta=spec.kl_penalty_coef,
-            temperature=spec.temperature,
-            loss_type=spec.loss_type,
-            scale_rewards="group" if scales_advantages(spec) else "none",
-            vllm_importance_sampling_mode=mode if corrected else "token_truncate",
-            vllm_importance_sampling_clip_max=spec.importance_sampling_clip,
-        )
+        self._ranks = ranks
+        own_groups = len(self._ranks.mine(range(spec.batch_size)))
+        corrected = spec.importance_sampling != "none"
+        args = _arguments(spec, model, output_dir, max_completion, own_groups)
         # Rows that nobody reads. A step is an epoch, so that no attempt resumes within an epoch.
-        unread = cast(Any, Dataset).from_list([{"prompt": ""}] * spec.batch_size)
+        unread = cast(Any, Dataset).from_list([{"prompt": ""}] * own_groups)
         cast(Any, super()).__init__(
             model=model,
             reward_funcs=_rewards_come_with_rollouts,
@@ -95,8 +82,11 @@ class Trainer(GRPOTrainer):
         self.use_vllm = self.vllm_importance_sampling_correction = corrected
         self._rollouts_of = rollouts_of
         self._pad_id = int(tokenizer.pad_token_id)
-        self._batch_size = spec.batch_size
-        self._group_size = group_size
+        self._own_groups = own_groups
+        # TRL's losses are means over this rank's groups, but DAPO's, which counts all tokens.
+        self._weight = 1.0 if spec.loss_type == "dapo" else own_groups / spec.batch_size
+        self._loss = 0.0  # the sum over this rank's groups of the step
+        self._group_size = spec.rollouts_per_prompt
         self._packed = packed
         self._keep_tokens = keep_tokens
         if not packed:
@@ -110,14 +100,15 @@ class Trainer(GRPOTrainer):
     # -- rollouts ----------------------------------------------------------------------------------
 
     def _prepare_inputs(self, generation_batch: list[dict[str, Any]]) -> dict[str, Any]:
-        """Micro-batch `_step % batch_size` of this step's rollouts: one group of G."""
-        micro = self._step % self._batch_size
+        """Micro-batch `_step % own_groups` of this rank's rollouts of the step: one group of G."""
+        micro = self._step % self._own_groups
         if micro == 0 or self._buffered_inputs is None:
             size = self._group_size
             rollouts = self._rollouts_of(self.state.global_step + 1)
             groups = [rollouts[at : at + size] for at in range(0, len(rollouts), size)]
             buffered: list[dict[str, Any]] = [self._tensors(group) for group in groups]
             trained = torch.stack([inputs["tool_mask"].sum() for inputs in buffered]).sum()
+            trained = self._ranks.sum(trained)
             for inputs in buffered:
                 inputs["num_items_in_batch"] = trained
             self._buffered_inputs = buffered
@@ -171,14 +162,29 @@ class Trainer(GRPOTrainer):
     def _unwrapped(self, model: Any) -> Any:
         return cast(Any, self.accelerator).unwrap_model(model)
 
+    # -- backward ----------------------------------------------------------------------------------
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
+        """TRL's. After this rank's last group of the step, gradients and metrics are those of all
+        ranks.
+        """
+        trl = cast(Any, super())
+        loss: Tensor = trl.training_step(model, inputs, num_items_in_batch)
+        if self._ranks.count == 1:
+            return loss
+        self._loss += loss.item()
+        if self._step % self._own_groups:
+            return torch.zeros_like(loss)  # transformers adds up what this method returns
+        own_loss = self._loss
+        self._loss = 0.0
+        return combine(self, self._ranks, own_loss, weight=self._weight)
+
     # -- forward -----------------------------------------------------------------------------------
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        # Without advantage and KL a group's gradient is zero. A loss of 0 keeps the graph that the
-        # optimizer loop expects, over all parameters, so that Adam's momentum applies to each.
+        # Without advantage and KL a group's gradient is zero.
         if not self.beta and not inputs["advantages"].any():
-            trained = [p.sum() for p in model.parameters() if p.requires_grad]
-            return torch.stack(trained).sum() * 0.0
+            return no_loss(model)
         self._inputs = inputs
         if not self._packed:
             return cast(Any, super())._compute_loss(model, inputs)
@@ -295,6 +301,30 @@ class Trainer(GRPOTrainer):
         metrics["is_ratio/clipped_share"].append(share(ratio != clipped, counted))
         metrics["sampling_kl"].append(share(kl_GC, mask_GC))
         return clipped
+
+
+def _arguments(
+    spec: RunSpec, model: PeftModel, output_dir: str, max_completion: int, own_groups: int
+) -> Any:
+    group_size = spec.rollouts_per_prompt
+    mode = spec.importance_sampling
+    return cast(Any, GRPOConfig)(
+        **trainer_arguments(spec, model, output_dir),
+        max_steps=spec.steps,
+        # A micro-batch is one group, which shares a prompt: its activations bound the memory.
+        per_device_train_batch_size=group_size,
+        gradient_accumulation_steps=own_groups,
+        steps_per_generation=own_groups,
+        num_generations=group_size,
+        max_completion_length=max_completion,
+        disable_dropout=True,
+        beta=spec.kl_penalty_coef,
+        temperature=spec.temperature,
+        loss_type=spec.loss_type,
+        scale_rewards="group" if scales_advantages(spec) else "none",
+        vllm_importance_sampling_mode="token_truncate" if mode == "none" else mode,
+        vllm_importance_sampling_clip_max=spec.importance_sampling_clip,
+    )
 
 
 def scales_advantages(spec: RunSpec) -> bool:

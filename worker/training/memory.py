@@ -274,6 +274,17 @@ def _cache_room(free: int, engine_weights: int) -> int:
     return free // KV_CACHE_SHARE
 
 
+_processes = 1
+
+
+def share_machine(processes: int) -> None:
+    """Leave as much memory of the machine to each of `processes` like this one. Each has a GPU of
+    its own, if there are any.
+    """
+    global _processes
+    _processes = processes
+
+
 def capacity_bytes() -> int:
     """The memory that this process may use in total: what is free plus what it already holds. On a
     GPU, of the card.
@@ -281,7 +292,8 @@ def capacity_bytes() -> int:
     if torch.cuda.is_available():
         return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
     rooms = _control_group_rooms(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
-    return min([psutil.virtual_memory().available, *rooms]) + psutil.Process().memory_info().rss
+    room = min([psutil.virtual_memory().available, *rooms]) // _processes
+    return room + psutil.Process().memory_info().rss
 
 
 def _control_group_rooms(membership: Path, root: Path) -> Iterator[int]:

@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 from datasets import Dataset  # pyright: ignore[reportMissingTypeStubs]
 from peft import PeftModel
+from torch import Tensor
 from transformers import PrinterCallback, TrainerCallback
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
@@ -30,10 +31,12 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import RunWriter
 from flash_mcp.protocol.spec import RunSpec
+from worker.ranks import ALONE, Ranks
 from worker.rollouts.transcript import ChatTemplate, Transcript
 from worker.survey import survey
 from worker.training.checkpoints import trainer_arguments
-from worker.training.packing import check_trl_head, packs_of, recompute
+from worker.training.packing import Pack, check_trl_head, packs_of, recompute
+from worker.training.parallel import combine, no_loss
 
 Row = dict[str, list[int]]
 IGNORED = -100
@@ -87,6 +90,12 @@ class Tuner(SFTTrainer):
 
     packed: bool
     keep_tokens: float
+    ranks: Ranks
+
+    def training_step(self, *arguments: Any) -> Any:
+        """TRL's, with the gradients and metrics of all ranks: a step is one batch."""
+        loss: Tensor = cast(Any, super()).training_step(*arguments)
+        return loss if self.ranks.count == 1 else combine(self, self.ranks, loss.item())
 
     def compute_loss(
         self,
@@ -96,7 +105,7 @@ class Tuner(SFTTrainer):
         num_items_in_batch: Any = None,
     ) -> Any:
         """The mean negative log-probability of the labelled tokens; with `num_items_in_batch`,
-        their sum divided by it.
+        their sum divided by it. Of several ranks, each sums over its share of the rows.
         """
         causal_lm = cast(Any, self.accelerator).unwrap_model(model).get_base_model()
         ids_BT = inputs["input_ids"]
@@ -106,7 +115,13 @@ class Tuner(SFTTrainer):
             return trl.compute_loss(model, inputs, return_outputs, num_items_in_batch)
         trained_BT = (inputs["labels"] != IGNORED).long()
         trained_BT[:, 0] = 0  # nothing predicts a row's first token
-        packs = packs_of(ids_BT, inputs["attention_mask"], trained_BT, self.keep_tokens)
+        # Only the first rank measures held-out rows.
+        sharing = self.ranks if model.training else ALONE
+        own = torch.tensor(sharing.mine(range(len(ids_BT))), dtype=torch.long)
+        mask_BT = inputs["attention_mask"]
+        packs: list[Pack] = []
+        if len(own):
+            packs = packs_of(ids_BT[own], mask_BT[own], trained_BT[own], self.keep_tokens)
         count = trained_BT.sum().clamp(min=1)
         scale = count if num_items_in_batch is None else num_items_in_batch
         total = torch.zeros((), device=ids_BT.device)
@@ -120,8 +135,8 @@ class Tuner(SFTTrainer):
             total = total - values_N.sum() / scale
             entropy = entropy + entropies_N.sum() / count
         metrics = cast(Any, self)._metrics["train" if model.training else "eval"]
-        metrics["entropy"].append(entropy.item())
-        return total
+        metrics["entropy"].append(entropy.item() * sharing.count)  # the ranks' mean is logged
+        return total if packs else no_loss(model)
 
     def held_out(self) -> Json:
         """{"eval_loss", "time/held_out_s"}; {} without held-out rows."""
@@ -144,6 +159,7 @@ def make_sft_trainer(
     callbacks: list[TrainerCallback],
     packed: bool,
     keep_tokens: float = math.inf,
+    ranks: Ranks = ALONE,
 ) -> Tuner:
     """A trainer on rows["train"], with rows["holdout"] held out. `packed` is the result of
     worker.training.packing.can_pack.
@@ -186,6 +202,7 @@ def make_sft_trainer(
     )
     trainer.remove_callback(PrinterCallback)
     trainer.packed = packed
+    trainer.ranks = ranks
     trainer.keep_tokens = keep_tokens
     if not packed:
         check_trl_head(model.get_base_model(), 1.0)

@@ -23,6 +23,8 @@ class Launch:
     command: Sequence[str]
     environment: Mapping[str, str]
     log: Path | None
+    gpus: int = 1
+    """The cards that it gets, on a machine that has any."""
 
     @property
     def key(self) -> str:
@@ -52,9 +54,15 @@ class Hint:
 
 
 class Launcher(ABC):
-    """Gives attempts a machine. `capacity` attempts may be under way at once."""
+    """Gives attempts a machine. Attempts that together take `capacity` slots may be under way at
+    once.
+    """
 
     capacity: int = 1
+
+    def slots_of(self, gpus: int) -> int:
+        """The slots that an attempt with so many GPUs takes."""
+        return 1
 
     @abstractmethod
     def submit(self, launch: Launch) -> Handle:

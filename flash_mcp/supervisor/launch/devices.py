@@ -60,6 +60,15 @@ def drivers() -> list[Driver]:
     return found
 
 
+def free_memory() -> dict[str, float]:
+    """{UUID: GiB} of each GPU, as nvidia-smi knows it."""
+    found: dict[str, float] = {}
+    for line in _ask("uuid,memory.free", 10.0):
+        uuid, _, free = line.partition(",")
+        found[uuid.strip()] = _from_mib(free.strip())
+    return found
+
+
 def numbers(version: str) -> tuple[int, ...]:
     """580.65.06 as (580, 65, 6); empty where it is not known."""
     parts = version.split(".")

@@ -1,5 +1,5 @@
-"""Attempts as processes of this machine: one for each GPU, or one where there is none. Linux only:
-it reads /proc.
+"""Attempts as processes of this machine: as many as its GPUs allow, or one where there is none.
+Linux only: it reads /proc.
 
 An attempt has its own session and process group, so that it outlives the process that started it.
 A shell writes its identity to RECORDS/KEY before it executes the attempt's command. Only one
@@ -15,14 +15,14 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from flash_mcp.protocol import device_locks
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.supervisor.launch.base import Handle, Hint, Launch, Launcher
-from flash_mcp.supervisor.launch.devices import installed
+from flash_mcp.supervisor.launch.devices import free_memory, installed
 
 DEVICES = "devices.json"
 SIGNAL_TIMEOUT_S = 10.0
@@ -31,7 +31,7 @@ MARK = "FLASH_ATTEMPT"
 """The environment variable that an attempt's processes are known by: "BOOT PID" of the first."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
-# $0 is the record, $1 the slot, the rest the command. `ln` fails where the record exists: then the
+# $0 is the record, $1 the slots, the rest the command. `ln` fails where the record exists: then the
 # key was launched. On a file system without hard links, the one that creates $0.claim makes the
 # record; `set -C` is O_EXCL.
 REGISTER_AND_EXEC = f"""
@@ -52,7 +52,7 @@ shift; exec "$@"
 class Record:
     """The identity of an attempt's process. Its pid alone may be reused."""
 
-    slot: int
+    slots: tuple[int, ...]
     boot: str
     pid: int
     started_ticks: int
@@ -63,8 +63,9 @@ class Record:
         it.
         """
         try:
-            slot, boot, stat = path.read_text().split(" ", 2)
-            return cls(int(slot), boot, int(stat.split(" ", 1)[0]), _state_and_start(stat)[1])
+            named, boot, stat = path.read_text().split(" ", 2)
+            slots = tuple(map(int, named.split(",")))
+            return cls(slots, boot, int(stat.split(" ", 1)[0]), _state_and_start(stat)[1])
         except (FileNotFoundError, ValueError, IndexError):
             return None
 
@@ -151,6 +152,12 @@ class LocalLauncher(Launcher):
         home = self.records.parent
         return sum(not device_locks.users(device, home) for device in self.devices)
 
+    def slots_of(self, gpus: int) -> int:
+        """One for each GPU; all of them for an attempt that needs more, which `submit` refuses. On
+        a machine without any, the processes of an attempt share its processor.
+        """
+        return min(gpus, max(1, len(self.devices)))
+
     def submit(self, launch: Launch) -> Handle:
         path = self.records / launch.key
         if not path.exists():
@@ -174,19 +181,27 @@ class LocalLauncher(Launcher):
             child.poll()
 
     def _start(self, launch: Launch, path: Path) -> None:
-        with self._free_slot() as (slot, held):
-            self._start_in(slot, held, launch, path)
+        if self.gpus and launch.gpus > len(self.gpus):
+            what = f"the run needs {launch.gpus} GPUs, and this machine has {len(self.gpus)}"
+            fix = f"start it again with gpus={len(self.gpus)}"
+            raise FlashError("device_unsupported", what, fix=fix)
+        with self._free_slots(self.slots_of(launch.gpus)) as (slots, held):
+            self._start_in(slots, held, launch, path)
 
-    def _start_in(self, slot: int, held: Sequence[int], launch: Launch, path: Path) -> None:
+    def _start_in(
+        self, slots: Sequence[int], held: Sequence[int], launch: Launch, path: Path
+    ) -> None:
         path_of_log = launch.log or Path(os.devnull)
         path_of_log.parent.mkdir(parents=True, exist_ok=True)
-        device = {"CUDA_VISIBLE_DEVICES": self.gpus[slot]} if self.gpus else {}
+        cards = ",".join(self.gpus[slot] for slot in slots) if self.gpus else ""
+        device = {"CUDA_VISIBLE_DEVICES": cards} if cards else {}
+        named = ",".join(map(str, slots))
         # Without CUDA_VISIBLE_DEVICES, ids are in the order of nvidia-smi, which is not CUDA's.
         if device and "CUDA_VISIBLE_DEVICES" not in os.environ:
             device["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
         with path_of_log.open("ab") as log:
             child = subprocess.Popen(
-                ["/bin/sh", "-c", REGISTER_AND_EXEC, str(path), str(slot), *launch.command],
+                ["/bin/sh", "-c", REGISTER_AND_EXEC, str(path), named, *launch.command],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -202,36 +217,49 @@ class LocalLauncher(Launcher):
             child.wait()  # another process had registered the key first
 
     @contextmanager
-    def _free_slot(self) -> Generator[tuple[int, list[int]]]:
-        """A slot, and the descriptors that keep its device for the process that inherits them.
+    def _free_slots(self, count: int) -> Generator[tuple[list[int], list[int]]]:
+        """`count` slots, and the descriptors that keep their devices for the process that inherits
+        them: the devices with the most free memory, which a deployment or another program may
+        share.
 
-        FlashError(not_ready) if attempts or other state directories hold every device."""
+        FlashError(not_ready) if attempts or other state directories leave fewer devices."""
         trouble = FlashError(
             "not_ready", "every slot of this machine is taken", fix="wait for a run to end"
         )
-        for slot in self._slots_without_attempt():
-            if not self.devices:
-                yield slot, []
-                return
-            try:
-                held = device_locks.take(self.devices[slot], self.records.parent)
-            except FlashError as error:
-                trouble = error
-                continue
-            try:
-                yield slot, [] if held is None else [held]
-            finally:
+        slots: list[int] = []
+        descriptors: list[int] = []
+        with ExitStack() as stack:
+            for slot in self._by_free_memory(self._slots_without_attempt()):
+                if not self.devices:
+                    yield [slot], []
+                    return
+                try:
+                    held = device_locks.take(self.devices[slot], self.records.parent)
+                except FlashError as error:
+                    trouble = error
+                    continue
                 if held is not None:
-                    os.close(held)
-            return
+                    stack.callback(os.close, held)
+                    descriptors.append(held)
+                slots.append(slot)
+                if len(slots) == count:
+                    yield slots, descriptors
+                    return
         raise trouble
+
+    def _by_free_memory(self, slots: list[int]) -> list[int]:
+        """The emptiest device first. In their order where nvidia-smi does not know them."""
+        if len(slots) < 2:
+            return slots
+        free = free_memory()
+        return sorted(slots, key=lambda slot: -free.get(self.devices[slot], 0.0))
 
     def _slots_without_attempt(self) -> list[int]:
         taken: set[int] = set()
         for path in self.records.iterdir():
             record = Record.read(path) if "." not in path.name else None
             if record and record.is_alive():
-                taken.add(record.slot)
+                taken.update(record.slots)
                 continue
             with suppress(FileNotFoundError):  # a shell removes its KEY.PID while others look
                 if time.time() - path.stat().st_mtime > KEEP_RECORDS_S:

@@ -6,6 +6,7 @@ after its end by default. Jobs get nothing of this process's environment."""
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import time
@@ -68,7 +69,7 @@ class SlurmLauncher(Launcher):
         # A requeued job would be a second process of one attempt.
         own = ["--parsable", "--no-requeue", "--export=NIL", "--chdir=/", "--open-mode=append"]
         named = [f"--job-name={launch.key}", f"--comment={self.tag}", f"--output={output}"]
-        options = [*self.options, *own, *named]
+        options = [*with_gpus(self.options, launch.gpus), *own, *named]
         printed = self._run(["sbatch", *options], script(launch))
         return Handle(launch.key, printed.strip().split(";")[0])
 
@@ -142,6 +143,17 @@ ABSENT = (
     "munge",
 )
 """What Slurm and ssh say when the controller cannot be reached."""
+
+
+GPUS = re.compile(r"(--(?:gres=gpu|gpus(?:-per-\w+)?)(?:[:=](?!\d+$)[\w.-]+)?[:=])\d+")
+"""An option of sbatch that asks for GPUs, perhaps of a type: --gres=gpu:a100:1, --gpus=1."""
+
+
+def with_gpus(options: Sequence[str], gpus: int) -> list[str]:
+    """The target's options, which ask for one GPU, for an attempt of several."""
+    if gpus == 1:
+        return list(options)
+    return [GPUS.sub(rf"\g<1>{gpus}", option) for option in options]
 
 
 def script(launch: Launch) -> str:

@@ -1,0 +1,230 @@
+"""Several processes that train one run together: gradients, the curve, and the loss of one."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.spec import validate
+from tests.attempts import Attempt, make_run
+from tests.places import ROOT
+from tests.tiny import make_tiny_model
+from tests.worker.test_grpo import MAX_COMPLETION, SIZE, make_policy, make_rollouts, settings_of
+from worker.heartbeat import Cancelled, Pulse
+from worker.ranks import Ranks, variables
+from worker.training.grpo import Trainer
+from worker.training.sft import make_sft_trainer
+
+CASES: dict[str, dict[str, Any]] = {
+    "dr_grpo": {},
+    "grpo": {"kl_penalty_coef": 0.1},
+    "bnpo": {},
+    "dapo": {},
+    "sft": {},
+}
+"""Loss types, and sft -> further fields of the run."""
+GROUPS = 3
+LABELS = [[-100] * 4 + [*range(44, 50 + 3 * row)] for row in range(5)]
+
+
+class Step:
+    """One step of GROUPS groups, or of an sft batch of five rows: the policy, and what was logged."""
+
+    def __init__(self, model: Path, out: Path, ranks: Ranks, case: str) -> None:
+        self.policy = make_policy(model)
+        if ranks.rank:  # as cards of two kinds would round
+            next(p for p in self.policy.parameters() if p.requires_grad).data[0] += 1e-9
+        self.policy.train()
+        common = {"output_dir": str(out), "callbacks": [], "packed": True, "ranks": ranks}
+        made = self._sft if case == "sft" else self._grpo
+        trainer, calls, arguments = made(AutoTokenizer.from_pretrained(model), case, common)
+        trainer.current_gradient_accumulation_steps = calls
+        losses = [trainer.training_step(self.policy, *arguments) for _ in range(calls)]
+        shown = ("entropy", "kl", "is_ratio/mean", "sampling_kl")
+        metrics = trainer._metrics["train"].items()
+        self.told = {name: sum(each) / len(each) for name, each in metrics if name in shown}
+        self.told["loss"] = float(sum(losses))
+
+    def _sft(self, tokenizer: Any, case: str, common: Any) -> tuple[Any, int, Any]:
+        rows = [{"input_ids": [40, 41, 42, 43, *row[4:]], "labels": row} for row in LABELS]
+        spec = validate({"environment": "e", "algorithm": "sft", "batch_size": len(rows)})
+        nobody: Any = None
+        trainer = make_sft_trainer(
+            self.policy, tokenizer, spec, {"train": rows}, nobody, max_length=256, **common
+        )
+        batch = trainer.data_collator(list(trainer.train_dataset))
+        return trainer, 1, (batch, (batch["labels"] != -100).sum())
+
+    def _grpo(self, tokenizer: Any, case: str, common: Any) -> tuple[Any, int, Any]:
+        rollouts = make_rollouts(tokenizer, 1, groups=GROUPS)
+        own = common["ranks"].mine(
+            [rollouts[at : at + SIZE] for at in range(0, GROUPS * SIZE, SIZE)]
+        )
+        trainer = Trainer(
+            self.policy,
+            tokenizer,
+            settings_of(loss_type=case, batch_size=GROUPS, **CASES[case]),
+            rollouts_of=lambda step: list(itertools.chain.from_iterable(own)),
+            max_completion=MAX_COMPLETION,
+            **common,
+        )
+        return trainer, len(own), ([], None)
+
+    def trained(self, *, gradients: bool) -> dict[str, torch.Tensor]:
+        parts = [each for each in self.policy.named_parameters() if each[1].requires_grad]
+        return {name: (p.grad if gradients else p.data).clone() for name, p in parts}
+
+
+def as_second_rank(model: Path, out: Path) -> None:
+    """The other process of the test of gradients."""
+    ranks = Ranks(1, 2)
+    ranks.connect(out)
+    for case in CASES:
+        step = Step(model, out / "second", ranks, case)
+        ranks.gather([step.trained(gradients=is_gradient) for is_gradient in (True, False)])
+
+
+@pytest.fixture(scope="module")
+def exact_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model in fp32, in which runs then compute."""
+    folder = make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
+def test_two_ranks_compute_the_gradients_of_one_and_keep_equal_adapters(
+    exact_model: Path, tmp_path: Path
+) -> None:
+    code = f"""
+from pathlib import Path
+from tests.worker.test_ranks import as_second_rank
+as_second_rank(Path({str(exact_model)!r}), Path({str(tmp_path)!r}))
+"""
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as second:
+        ranks = Ranks(0, 2)
+        ranks.connect(tmp_path)
+        for case in CASES:
+            alone = Step(exact_model, tmp_path / "alone", Ranks(), case)
+            first = Step(exact_model, tmp_path / "first", ranks, case)
+            assert first.told == pytest.approx(alone.told, rel=1e-5), case
+            expected = alone.trained(gradients=True)
+            largest = max(float(gradient.abs().max()) for gradient in expected.values())
+            assert largest > 1e-4
+            for name, gradient in first.trained(gradients=True).items():
+                close = {"rtol": 1e-6, "atol": 1e-6 * largest}
+                torch.testing.assert_close(gradient, expected[name], **close)
+            own = [first.trained(gradients=is_gradient) for is_gradient in (True, False)]
+            for mine, theirs in zip(own, ranks.gather(own)[1], strict=True):
+                assert all(torch.equal(mine[name], theirs[name]) for name in mine), case
+    assert second.returncode == 0
+
+
+FIELDS = {"group_size": 4, "max_tokens": 8, "steps": 4, "eval_before": True, "eval_after": True}
+CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+def adapter(run: RunFolder, step: int) -> dict[str, torch.Tensor]:
+    return load_file(Path(run.verify_checkpoint(step)["path"]) / "adapter_model.safetensors")
+
+
+def curve(run: RunFolder, step: int) -> dict[str, Any]:
+    """What of a step's metrics does not tell the time."""
+    found = run.metrics(step)
+    assert found
+    timed = ("time/", "engine/")
+    return {name: value for name, value in found["metrics"].items() if not name.startswith(timed)}
+
+
+def said(run: RunFolder, step: int) -> list[Any]:
+    return [(row["index"], row["messages"], row["advantage"]) for row in run.rollouts(step)]
+
+
+def second_rank(attempt: Attempt) -> psutil.Process:
+    children = psutil.Process(attempt.process.pid).children()
+    (found,) = [child for child in children if "--rank" in child.cmdline()]
+    return found
+
+
+def test_a_run_of_two_ranks_is_that_of_one_though_a_rank_is_killed_and_one_goes_on(
+    exact_model: Path, tmp_path: Path
+) -> None:
+    alone = make_run(tmp_path / "alone", exact_model, **FIELDS)
+    with Attempt(alone, one_by_one=True, **CPU) as attempt:
+        assert attempt.wait() == 0, attempt.log_path.read_text()
+    run = make_run(tmp_path / "run", exact_model, gpus=2, **FIELDS)
+    with Attempt(run, one_by_one=True, **CPU) as attempt:
+        attempt.wait_until(lambda: 2 in run.checkpoint_steps())
+        lost = second_rank(attempt)
+        environments = lost.children(recursive=True)
+        lost.kill()
+        assert attempt.wait() == 0, attempt.log_path.read_text()
+    result = run.result()
+    assert result and result["retryable"] and result["state"] == "failed"
+    assert result["error"]["code"] == "worker_failed" and "SIGKILL" in result["error"]["what"]
+    psutil.wait_procs(environments, timeout=60)
+    assert not any(each.is_running() for each in environments)
+
+    job = run.job()
+    job["spec"]["gpus"] = 1
+    run.create(job)
+    with Attempt(run, 2, one_by_one=True, **CPU) as attempt:
+        assert attempt.wait() == 0, attempt.log_path.read_text()
+    final = run.result()
+    assert final and final["state"] == "succeeded", final
+    for step in (1, 2, 3, 4):
+        assert said(run, step) == said(alone, step)
+        assert curve(run, step) == pytest.approx(curve(alone, step), rel=1e-3, abs=1e-6)
+        for name, weight in adapter(alone, step).items():
+            torch.testing.assert_close(adapter(run, step)[name], weight, rtol=1e-3, atol=1e-5)
+    first, second = run.evaluation(0), alone.evaluation(0)
+    assert first and second
+    assert [row["messages"] for row in first["rollouts"]] == [
+        row["messages"] for row in second["rollouts"]
+    ]
+
+
+def test_a_cancel_ends_the_wait_for_a_rank(tmp_path: Path) -> None:
+    pulse = Pulse(make_run(tmp_path / "run", tmp_path).claim(1))
+    ranks = [Ranks(0, 2, pulse), Ranks(1, 2)]
+    threads = [threading.Thread(target=each.connect, args=(tmp_path,)) for each in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    threading.Timer(0.1, pulse.cancelled.set).start()
+    with pytest.raises(Cancelled):
+        ranks[0].gather("the other rank never comes")
+
+
+def test_every_rank_gets_a_card_and_its_share_of_the_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,2")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    threads = {"OMP_NUM_THREADS": "4"}
+    cards = [{"CUDA_VISIBLE_DEVICES": card, **threads} for card in ("5", "2")]
+    assert variables(2) == cards
+    assert variables(1) == [{"CUDA_VISIBLE_DEVICES": "5"}]
+    with pytest.raises(FlashError, match=r"sees 2 of the 3 cards.*lower gpus to 2"):
+        variables(3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in variables(3)] == ["", "", ""]
+
+
+def test_a_batch_that_is_smaller_than_the_number_of_gpus_is_refused() -> None:
+    with pytest.raises(FlashError, match="gpus=5 cannot share a batch of 4"):
+        validate({"environment": "e", "gpus": 5})

@@ -1,0 +1,323 @@
+"""The processes that train one run together: one for each GPU.
+
+Each rank is a worker with a card, an engine and an environment of its own. It makes and trains its
+share of each step's groups, or of each batch's rows. Three things are exchanged: the gradients,
+which are summed; the rollouts and metrics, which rank 0 writes; and rank 0's decisions. All ranks
+start from the same adapter and apply the same gradients, so that their adapters stay equal.
+
+Rank 0 is the attempt's own process. It starts the others with its own command and --rank, in its
+process group; they end with it. The run folder belongs to rank 0: the others write nothing there.
+The exchange is a gloo group beside torch's default one, which belongs to vLLM's engine."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from environments.process.kernel import die_with_parent
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.records import Json
+from flash_mcp.protocol.run_folder import RunFolder, RunWriter
+from worker.heartbeat import Cancelled, Pulse
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+T = TypeVar("T")
+JOB = "job.json"
+STORE = "store"
+PROGRESS = "progress"
+POLL_S = (0.0005, 0.02)
+"""Between two looks at an exchange, at first and later."""
+WATCH_S = 0.1
+LEAVE_S = 10.0
+"""What the other ranks have to end their environments, before they are killed."""
+LONGEST = timedelta(days=30)
+"""An exchange waits for the slowest rank. `stall_timeout_s` says when a run hangs."""
+
+
+class Ranks:
+    """What the ranks exchange. Every rank calls the same methods in the same order.
+
+    `Ranks()` is a run of one process. While rank 0 waits, it raises Cancelled after a cancel."""
+
+    def __init__(self, rank: int = 0, count: int = 1, pulse: Pulse | None = None) -> None:
+        self.rank = rank
+        self.count = count
+        self._pulse = pulse
+        self._group: Any = None
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def connect(self, scratch: Path) -> None:
+        """Meet the other ranks, which have the same `scratch` folder."""
+        if self.count == 1:
+            return
+        from torch import distributed  # noqa: PLC0415
+
+        group: Any = distributed.ProcessGroupGloo
+        options = group._Options()
+        options._devices = [group.create_device(interface="lo")]
+        options._timeout = LONGEST
+        store = cast(Any, distributed).FileStore(str(scratch / STORE), self.count)
+        self._group = group(store, self.rank, self.count, options)
+
+    def mine(self, items: Sequence[T]) -> list[T]:
+        """This rank's share: every `count`th item."""
+        return list(items[self.rank :: self.count])
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks, the same bits on each."""
+        if self._group is None:
+            return tensor
+        total = tensor.detach().cpu().clone()
+        self._finish(self._group.allreduce([total]))
+        return total.to(tensor.device)
+
+    def copy(self, tensor: Tensor) -> None:
+        """Make the tensor equal to rank 0's."""
+        if self._group is None:
+            return
+        value = tensor.detach().cpu().clone()
+        self._finish(self._group.broadcast(value, 0))
+        tensor.data.copy_(value)
+
+    def gather(self, value: T) -> list[T]:
+        """The value of every rank, in their order, on each of them."""
+        if self._group is None:
+            return [value]
+        import torch  # noqa: PLC0415
+
+        packed = torch.frombuffer(_pickled(value), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.count)]
+        self._finish(self._group.allgather([sizes], [torch.tensor([len(packed)])]))
+        longest = max(int(size) for size in sizes)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(packed)] = packed
+        buffers = [torch.empty_like(padded) for _ in range(self.count)]
+        self._finish(self._group.allgather([buffers], [padded]))
+        # The ranks are processes of this attempt: what they send is as good as our own.
+        return [pickle.loads(bytes(buffer.numpy())) for buffer in buffers]
+
+    def share(self, value: T) -> T:
+        """Rank 0's value, on every rank."""
+        return self.gather(value if self.is_first else cast(T, None))[0]
+
+    def _finish(self, work: Any) -> None:
+        pause_s = POLL_S[0]
+        while not work.is_completed():
+            if self._pulse and self._pulse.cancelled.is_set():
+                raise Cancelled
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, POLL_S[1])
+        try:
+            work.wait()
+        except RuntimeError:
+            # The connection broke because a rank ended. Rank 0's watch says why, and ends us all.
+            time.sleep(LEAVE_S)
+            raise
+
+
+ALONE = Ranks()
+"""The ranks of a run of one process."""
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        from worker.rollouts.transcript import ChatTemplate  # noqa: PLC0415
+
+        # A transcript's template holds the tokenizer. Records and metrics read its tools only.
+        return (_Template, (obj.tools,)) if isinstance(obj, ChatTemplate) else NotImplemented
+
+
+class _Template:
+    def __init__(self, tools: list[Json]) -> None:
+        self.tools = tools
+
+
+def _pickled(value: Any) -> bytearray:
+    stream = io.BytesIO()
+    _Pickler(stream).dump(value)
+    return bytearray(stream.getbuffer())
+
+
+# -- processes -------------------------------------------------------------------------------------
+
+
+def variables(count: int) -> list[dict[str, str]]:
+    """The environment variables of each rank: its card, and its share of the processor's threads.
+
+    FlashError(device_unsupported) if fewer cards are visible. To be called before torch is
+    imported."""
+    cards = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+    if cards in ([""], ["-1"]):  # the processor on purpose
+        cards *= count
+    if len(cards) < count:
+        what = f"the attempt sees {len(cards)} of the {count} cards that it needs"
+        fix = f"lower gpus to {len(cards)}, or let the attempt see more cards"
+        raise FlashError("device_unsupported", what, cards=cards, fix=fix)
+    threads: dict[str, str] = {}
+    if count > 1 and "OMP_NUM_THREADS" not in os.environ:
+        threads["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // count))
+    return [{"CUDA_VISIBLE_DEVICES": card, **threads} for card in cards[:count]]
+
+
+@contextmanager
+def started(
+    job: Json,
+    others: Sequence[dict[str, str]],
+    pulse: Pulse,
+    scratch: Path,
+    on_lost: Callable[[FlashError, bool], None],
+) -> Generator[Ranks]:
+    """Rank 0 of a group with `others`, whose environment variables these are; connected. They run
+    until the context ends.
+
+    `on_lost` is called on a thread of its own when one of them ends before its time, with the error
+    and whether the process was lost: then another attempt may succeed."""
+    count = 1 + len(others)
+    ranks = Ranks(0, count, pulse)
+    if count == 1:
+        yield ranks
+        return
+    body = {"job": job, "parent": os.getpid(), "count": count}
+    (scratch / JOB).write_text(json.dumps(body))
+    (scratch / PROGRESS).write_bytes(bytes(8 * count))
+    pulse.elsewhere = lambda: sum(_progress(scratch))
+    children = [
+        subprocess.Popen(
+            [sys.executable, *sys.orig_argv[1:], "--rank", str(rank), "--scratch", str(scratch)],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **environment},
+        )
+        for rank, environment in enumerate(others, start=1)
+    ]
+    is_over = threading.Event()
+    watch = threading.Thread(
+        target=_watch, args=(children, scratch, is_over, on_lost), name="ranks", daemon=True
+    )
+    watch.start()
+    try:
+        ranks.connect(scratch)
+        yield ranks
+        if not pulse.cancelled.is_set():  # else they wait for a step that this rank leaves out
+            _wait_for(children)
+    finally:
+        is_over.set()
+        watch.join()
+        for child in children:
+            child.kill()
+            child.wait()
+
+
+def _wait_for(children: Sequence[subprocess.Popen[bytes]]) -> None:
+    deadline = time.monotonic() + LEAVE_S
+    for child in children:
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(max(0.0, deadline - time.monotonic()))
+
+
+def _watch(
+    children: Sequence[subprocess.Popen[bytes]],
+    scratch: Path,
+    is_over: threading.Event,
+    on_lost: Callable[[FlashError, bool], None],
+) -> None:
+    while not is_over.wait(WATCH_S):
+        for rank, child in enumerate(children, start=1):
+            if child.poll():
+                on_lost(*_loss(rank, child.returncode, scratch))
+                return
+
+
+def _loss(rank: int, code: int, scratch: Path) -> tuple[FlashError, bool]:
+    """Why that rank ended: the error that it wrote, or else how its process ended; and whether it
+    was lost.
+    """
+    try:
+        return FlashError.from_dict(json.loads(_error_file(scratch, rank).read_text())), False
+    except (OSError, ValueError):
+        how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
+        what = f"process {rank} of the attempt, of those for each GPU, ended with {how}"
+        fix = "read the end of the attempt's log in status"
+        return FlashError("worker_failed", what, fix=fix), True
+
+
+def _error_file(scratch: Path, rank: int) -> Path:
+    return scratch / f"error-{rank}.json"
+
+
+def _progress(scratch: Path) -> list[int]:
+    return list(memoryview((scratch / PROGRESS).read_bytes()).cast("q"))
+
+
+class RankPulse(Pulse):
+    """The heartbeat of the other ranks: rank 0 writes it, with their progress."""
+
+    def __init__(self, writer: RunWriter, rank: int, scratch: Path) -> None:
+        super().__init__(writer)
+        self._place = 8 * rank
+        self._file = os.open(scratch / PROGRESS, os.O_WRONLY)
+
+    def advance(self) -> None:
+        super().advance()
+        os.pwrite(self._file, self.progress.to_bytes(8, sys.byteorder), self._place)
+
+
+class ReadingWriter(RunWriter):
+    """The writer of the other ranks: it leaves the run folder alone."""
+
+    def _write(self, name: str, body: bytes) -> None:
+        pass
+
+
+def serve_rank(
+    folder: RunFolder,
+    attempt: int,
+    rank: int,
+    scratch: Path,
+    work: Callable[[Json, RunWriter, Pulse, Path, Ranks], object],
+    explain: Callable[[BaseException, str], FlashError],
+) -> int:
+    """Be one of the other ranks: `work` as rank 0 does; the exit code."""
+    given: Json = json.loads((scratch / JOB).read_text())
+    die_with_parent(given["parent"])
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 decides
+    pulse = RankPulse(ReadingWriter(folder, attempt), rank, scratch)
+    own = scratch / f"rank-{rank}"
+    own.mkdir()
+    try:
+        ranks = Ranks(rank, given["count"], pulse)
+        ranks.connect(scratch)
+        work(given["job"], pulse.writer, pulse, own, ranks)
+    except BaseException as raised:  # the last place where this rank can say why it ended
+        error = explain(raised, pulse.phase)
+        _error_file(scratch, rank).write_text(json.dumps(error.to_dict()))
+        return 1
+    return 0
+
+
+def check_devices(ranks: Ranks) -> None:
+    """FlashError(device_unsupported) if only some of the ranks have a GPU."""
+    import torch  # noqa: PLC0415
+
+    found = ranks.gather(torch.cuda.is_available())
+    if any(found) and not all(found):
+        lacking = [rank for rank, has_card in enumerate(found) if not has_card]
+        what = f"{len(lacking)} of the attempt's {ranks.count} processes can use no GPU"
+        fix = "run `flash-mcp doctor` on that machine, or lower gpus"
+        raise FlashError("device_unsupported", what, ranks=lacking, fix=fix)

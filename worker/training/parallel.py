@@ -1,0 +1,55 @@
+"""One step of several ranks, from the parts that each of them computed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from worker.ranks import Ranks
+
+log = logging.getLogger("worker")
+
+
+def combine(trainer: Any, ranks: Ranks, loss: float, *, weight: float = 1.0) -> Tensor:
+    """Make the gradients and metrics of a TRL trainer those of all ranks; their summed loss.
+
+    Called on each rank after its backward passes of a step, and before gradients are clipped. Its
+    loss and gradients count `weight` times."""
+    trained: list[Tensor] = [p for p in trainer.model.parameters() if p.requires_grad]
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+    total = ranks.sum(torch.cat([each.flatten() for each in gradients]) * weight)
+    start = 0
+    for weights in trained:
+        end = start + weights.numel()
+        weights.grad = total[start:end].view_as(weights)
+        start = end
+
+    metrics: dict[str, list[float]] = trainer._metrics["train"]
+    found = ranks.gather((_fingerprint(trained), loss * weight, dict(metrics)))
+    if len({fingerprint for fingerprint, _, _ in found}) > 1:
+        # Cards of two kinds may round a norm differently.
+        log.info("the ranks' adapters differ: all take that of the first")
+        for weights in trained:
+            ranks.copy(weights)
+    metrics.clear()
+    for _, _, part in found:
+        for name, values in part.items():
+            metrics[name] += values
+    return total.new_tensor(sum(each for _, each, _ in found))
+
+
+def _fingerprint(weights: Sequence[Tensor]) -> int:
+    """Of fp32 tensors. A sum of integers does not depend on the order of its terms."""
+    return sum(int(each.detach().view(torch.int32).sum(dtype=torch.int64)) for each in weights)
+
+
+def no_loss(model: Any) -> Tensor:
+    """A loss of 0. It keeps the graph that the optimizer loop expects, over all parameters, so that
+    Adam's momentum applies to each.
+    """
+    trained = [p.sum() for p in model.parameters() if p.requires_grad]
+    return torch.stack(trained).sum() * 0.0
