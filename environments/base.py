@@ -258,14 +258,14 @@ class EnvironmentAgent(Environment):
     the agent sends its tools with its requests."""
 
     max_calls: int = 32
-    """How many answers of the model one run may get."""
+    """How many requests one run may make."""
 
     @abstractmethod
     def run(self, example: TaskExample, base_url: str, api_key: str, model: str) -> RewardResult:
         """Solve the task with the model at `base_url`, and return the reward.
 
-        The key is this rollout's own. Requests must form one conversation that only grows: each
-        has the messages of the one before, the answer to it, and at least one new message."""
+        The key is this rollout's own. A request may continue any answered one, by its messages,
+        the answer, and new messages; or begin anew. Up to 8 may wait at once."""
 
     def start_episode(self, example: TaskExample, prompt_text: str) -> list[ChatMessage]:
         raise NotImplementedError("an agent's requests are its conversation")

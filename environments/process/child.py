@@ -273,6 +273,7 @@ class Child:
             "messages": opened.messages,
             "max_turns": int(turns),
             "tools": tools,
+            "is_agent": self._is_agent,
         }
 
     async def op_step_episode(
@@ -285,10 +286,7 @@ class Child:
         state = self._episode(episode)
         if self._is_agent:
             cast("Any", state.environment).usage = Usage(*usage)
-        turn: ChatMessage = {"role": "assistant", "content": text}
-        if tool_calls:
-            turn["tool_calls"] = tool_calls
-        state.messages.append(turn)
+        state.messages.append(_assistant(text, tool_calls))
         step = state.environment.step_episode
         result = await self._call(step, state.example, list(state.messages), text)
         if not isinstance(result, EnvironmentStepResult):
@@ -305,6 +303,33 @@ class Child:
             raise _error(f"step_episode returned done=False without messages: {why}")
         state.messages += answers
         return {"done": False, "messages": answers}
+
+    async def op_next_call(self, episode: int) -> dict[str, Any]:
+        """The agent's next request, or how the agent ended."""
+        agent = self._agent(episode)
+        call = await agent.next_call()
+        if call is None:
+            return {"ended": "max_turns" if agent.is_at_limit else "done"}
+        messages = _messages(call.messages, "a request", OPENING_ROLES)
+        return {**vars(call), "messages": messages}
+
+    async def op_answer_call(
+        self,
+        episode: int,
+        call: int,
+        text: str,
+        tool_calls: list[dict[str, Any]],
+        usage: tuple[int, int, Literal["stop", "length"]],
+    ) -> None:
+        turn = _assistant(text, tool_calls)
+        self._agent(episode).answer_call(call, turn, Usage(*usage))
+
+    async def op_refuse_call(self, episode: int, call: int, code: str, what: str) -> None:
+        self._agent(episode).refuse_call(call, code, what)
+
+    def _agent(self, episode: int) -> Any:
+        """The AgentEpisode, whose module only agents import."""
+        return self._episode(episode).environment
 
     async def op_score_episode(
         self, episode: int, latency_ms: int, total_tokens: int
@@ -558,6 +583,13 @@ def _served(agent: EnvironmentAgent, call: Callable[..., Coroutine[Any, Any, Any
         what = f"an EnvironmentAgent cannot be served here ({_message(error)})"
         fix = f"it needs endpoint = true in its {sandbox.FILE}, on a machine that allows a network"
         raise _invalid(f"{what}: {fix} namespace with loopback") from error
+
+
+def _assistant(text: str | None, tool_calls: list[dict[str, Any]]) -> ChatMessage:
+    turn: ChatMessage = {"role": "assistant", "content": text}
+    if tool_calls:
+        turn["tool_calls"] = tool_calls
+    return turn
 
 
 def _turn(message: ChatMessage) -> EnvironmentTurn:

@@ -5,10 +5,14 @@
     messages = await episode.start_episode(example, "")     # what the agent asked first
     reply = await episode.step_episode(example, [*messages, turn], turn["content"])
 
-An EnvironmentAgent runs as a conversation of many turns: each request of the agent is what the
-environment says next, and the model's turn is the answer to that request. So the model is reached
-through the pipe of the environment's process, as in every other environment, and the sandbox needs
-no way out: the server listens in a network namespace that holds nothing else.
+Each request of the agent is a call, which waits for the model's turn. A call that continues the
+conversation of an earlier one names it as its parent, so the calls of a rollout form a tree: an
+agent may branch, begin anew, and ask several things at once. The model is reached through the pipe
+of the environment's process, as in every other environment, and the sandbox needs no way out: the
+server listens in a network namespace that holds nothing else.
+
+A caller that plays one turn after the other (the gate) sees an environment of many turns. The
+worker answers calls as they come (`next_call`, `answer_call`).
 
 Only the standard library is used, because the interpreter may be the environment's own."""
 
@@ -21,6 +25,8 @@ import asyncio
 import inspect
 import json
 import secrets
+import select
+import socket
 import socketserver
 import threading
 import time
@@ -41,7 +47,7 @@ from environments.base import (
     TaskExample,
 )
 from environments.process.faults import EnvironmentFault
-from environments.process.replies import ANSWER_ROLES, NO_USAGE, Usage
+from environments.process.replies import ANSWER_ROLES, NO_USAGE, AgentCall, Usage
 from environments.tools import as_list, as_object, tool_calls_of, tool_schemas
 
 Json = dict[str, Any]
@@ -49,6 +55,10 @@ MODEL = "policy"
 """The name of the model that is trained or evaluated."""
 MAX_BODY_BYTES = 4 << 20
 MOST_DISCARDED_BYTES = 64 << 20
+MOST_AT_ONCE = 8
+"""Requests of one session that may wait at the same time. Each has a thread."""
+LOOK_S = 0.5
+"""How often a request that waits looks whether its client is still there."""
 READ_TIMEOUT_S = 60.0
 """A connection on which half a request arrived is closed after so long."""
 ROLES = {"developer": "system"} | {role: role for role in ("system", "user", "assistant", "tool")}
@@ -70,6 +80,8 @@ class Answer:
 
     turn: ChatMessage
     usage: Usage
+    call: int
+    """The number of the request."""
 
     @property
     def finish_reason(self) -> str:
@@ -79,9 +91,19 @@ class Answer:
 class ApiError(Exception):
     """What the API answers instead of a turn."""
 
-    def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        param: str | None = None,
+        *,
+        may_retry: bool = False,
+    ) -> None:
         super().__init__(message)
         self.status = status
+        self.code = code
+        self.may_retry = may_retry
         kind = {401: "authentication_error", 429: "rate_limit_error"}.get(
             status, "invalid_request_error"
         )
@@ -89,92 +111,137 @@ class ApiError(Exception):
 
 
 @dataclass
-class _Ask:
-    """A request that waits for the model's turn."""
+class _Call:
+    """A request and what became of it."""
 
-    messages: list[ChatMessage]
-    added: list[ChatMessage]
-    """Those of its messages that the conversation did not have."""
+    request: AgentCall
+    said: list[Any]
+    """The essence of each message of its conversation, with the answer once there is one."""
     answer: asyncio.Future[Answer]
+    waiting: int = 0
+    """Clients that wait for the answer."""
+    is_lost: bool = False
+    """Whether the answer reached no client."""
+
+    @property
+    def is_answered(self) -> bool:
+        return self.answer.done() and self.answer.exception() is None
 
 
 class Session:
-    """One conversation between an agent and the model. Only the event loop calls it."""
+    """The calls of one rollout. Only the event loop uses it."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_calls: int) -> None:
         self.key = f"sk-{secrets.token_hex(24)}"
-        self.tools: list[Json] = []
         self.refusal: ApiError | None = None
         """What every further request is answered with, once the rollout is at a limit."""
         self.was_refused = False
-        self._asks: asyncio.Queue[_Ask | EnvironmentFault] = asyncio.Queue()
-        self._last: _Ask | None = None
-        self._known: list[ChatMessage] = []
+        self.is_at_limit = False
+        self.asked: asyncio.Queue[AgentCall] = asyncio.Queue()
+        self._max_calls = max_calls
+        self._calls: list[_Call] = []
 
     async def ask(self, body: Json, *, is_retry: bool) -> Answer:
-        """The model's next turn. Raises ApiError."""
+        """The model's answer to a request. Raises ApiError."""
         messages = _messages(body.get("messages"))
         tools = _tools(body.get("tools"))
         _check_options(body)
-        last = self._last
-        if is_retry and last is not None and _same(messages, last.messages):
-            return await asyncio.shield(last.answer)
+        essences = [*map(_essence, messages)]
+        call = self._repeated(essences, tools, is_retry=is_retry)
+        if call is None:
+            call = self._added(messages, essences, tools)
+        call.waiting += 1
+        call.is_lost = False
+        try:
+            return await asyncio.shield(call.answer)
+        finally:
+            call.waiting -= 1
+
+    def _repeated(self, essences: list[Any], tools: list[Json], *, is_retry: bool) -> _Call | None:
+        """The call that this request sends again: a client says so, or the one before it left."""
+        size = len(essences)
+        for call in reversed(self._calls):
+            same = call.request.tools == tools and call.said[:size] == essences
+            has_left = call.is_lost or not (call.waiting or call.answer.done())
+            if same and len(call.said) == size + call.is_answered and (is_retry or has_left):
+                return call
+        return None
+
+    def _added(self, messages: list[ChatMessage], essences: list[Any], tools: list[Json]) -> _Call:
         if self.refusal is not None:
             self.was_refused = True
             raise self.refusal
-        if last is None:
-            self.tools = tools
-            added = messages
-        else:
-            added = self._added(last, messages, tools)
-        answer = asyncio.get_running_loop().create_future()
-        self._last = _Ask(messages, added, answer)
-        self._asks.put_nowait(self._last)
-        return await asyncio.shield(answer)
+        if len(self._calls) >= self._max_calls:
+            self.was_refused = self.is_at_limit = True
+            raise _at_most(self._max_calls)
+        if sum(not call.answer.done() for call in self._calls) >= MOST_AT_ONCE:
+            what = f"{MOST_AT_ONCE} requests of this run wait already; send this one again later"
+            raise ApiError(429, "rate_limit_exceeded", what, may_retry=True)
+        parent = self._parent_of(messages, essences, tools)
+        start = len(parent.said) if parent else 0
+        number = parent.request.number if parent else None
+        request = AgentCall(len(self._calls), number, messages[start:], tools)
+        call = _Call(request, essences, asyncio.get_running_loop().create_future())
+        self._calls.append(call)
+        self.asked.put_nowait(request)
+        return call
 
-    def _added(self, last: _Ask, messages: list[ChatMessage], tools: list[Json]) -> list[Json]:
-        """What the request adds to the conversation. A request that changes what was said before
-        ends the rollout: its tokens would not be those that the model saw.
-        """
-        start = len(self._known)
-        added = messages[start:]
-        why = ""
-        if not last.answer.done():
-            why = "asked again before it had the answer"
-        elif not _same(messages[:start], self._known):
-            why = "changed messages of before"
-        elif not added or any(message["role"] not in ANSWER_ROLES for message in added):
-            why = "added no message of role user, tool or system"
-        elif tools != self.tools:
-            why = "changed the tools"
-        if not why:
-            return added
-        what = f"the agent {why}; a conversation may only grow, and each run has one"
-        self._asks.put_nowait(EnvironmentFault("forked_history", what))
-        raise ApiError(400, "forked_history", what, "messages")
+    def _parent_of(
+        self, messages: list[ChatMessage], essences: list[Any], tools: list[Json]
+    ) -> _Call | None:
+        """The call whose conversation this one goes on with: the longest, and then the newest."""
+        best = None
+        for call in self._calls:
+            start = len(call.said)
+            if not call.is_answered or call.request.tools != tools or call.said != essences[:start]:
+                continue
+            added = messages[start:]
+            # A template renders a turn of the model only as a part of the whole conversation.
+            is_reply = bool(added) and all(each["role"] in ANSWER_ROLES for each in added)
+            if is_reply and (best is None or start >= len(best.said)):
+                best = call
+        return best
 
-    async def next_ask(self) -> _Ask:
-        """The next request. Raises EnvironmentFault if the conversation cannot go on."""
-        ask = await self._asks.get()
-        if isinstance(ask, EnvironmentFault):
-            raise ask
-        return ask
+    def answer(self, number: int, turn: ChatMessage, usage: Usage) -> None:
+        """Answer a call that waits."""
+        call = self._calls[number]
+        if not call.answer.done():
+            call.said = [*call.said, _essence(turn)]
+            call.is_lost = not call.waiting
+            call.answer.set_result(Answer(turn, usage, number))
 
-    def answer(self, turn: ChatMessage, usage: Usage) -> None:
-        """Answer the request that waits."""
-        last = self._last
-        if last is None or last.answer.done():
-            return
-        self._known = [*last.messages, turn]
-        last.answer.set_result(Answer(turn, usage))
+    def lose(self, number: int) -> None:
+        """A client left as its answer came."""
+        call = self._calls[number]
+        call.is_lost = not call.waiting
+
+    def fail(self, number: int, error: ApiError) -> None:
+        """Answer a call that waits with this error."""
+        call = self._calls[number]
+        if not call.answer.done():
+            self.was_refused = True
+            call.answer.set_exception(error)
+            call.answer.exception()  # read, in case that nobody waits any more
 
     def refuse(self, error: ApiError) -> None:
-        """Answer the request that waits, and all later ones, with this error."""
+        """Answer the requests that wait, and all later ones, with this error."""
         self.refusal = error
-        if self._last is not None and not self._last.answer.done():
-            self.was_refused = True
-            self._last.answer.set_exception(error)
-            self._last.answer.exception()  # read, in case that nobody waits any more
+        for call in self._calls:
+            self.fail(call.request.number, error)
+
+    @property
+    def waiting(self) -> int:
+        """The oldest call that has no answer."""
+        return next(call.request.number for call in self._calls if not call.answer.done())
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether an answer reached no client, and none asked for it again."""
+        return any(call.is_lost for call in self._calls)
+
+
+def _at_most(calls: int) -> ApiError:
+    return ApiError(429, "rate_limit_exceeded", f"this run may ask the model {calls} times")
 
 
 # -- one episode -----------------------------------------------------------------------------------
@@ -196,8 +263,9 @@ class AgentEpisode(EnvironmentMultiTurn):
         self._agent = agent
         self._endpoint = endpoint
         self._call = call
-        self._session = Session()
+        self._session = Session(agent.max_calls)
         self._running: asyncio.Task[Any] | None = None
+        self._tools: list[Json] = []
         self._turns = 0
 
     async def new_episode(self, example: TaskExample) -> AgentEpisode:
@@ -212,29 +280,67 @@ class AgentEpisode(EnvironmentMultiTurn):
         self._endpoint.sessions[session.key] = session
         run = self._agent.run
         self._running = self._begin(run, example, self._endpoint.url, session.key, MODEL)
-        messages = await self._next_messages()
-        if not messages:
+        call = await self.next_call()
+        if call is None:
             what = "run returned without asking the model: there is nothing to train or evaluate"
             raise EnvironmentFault("environment_error", what)
-        return messages
+        self._tools = call.tools
+        return call.messages
 
     def max_episode_turns(self, example: TaskExample) -> int:
         return self._agent.max_calls
 
     def episode_tools(self, example: TaskExample) -> Sequence[Json]:
-        return self._session.tools
+        return self._tools
 
     async def step_episode(
         self, example: TaskExample, messages: list[ChatMessage], assistant_response: str
     ) -> EnvironmentStepResult:
+        """Answer the oldest request. For a caller that plays one turn after the other, the next
+        request is what the environment says.
+        """
         self._turns += 1
-        turn = dict(messages[-1])
+        turn = messages[-1]
+        self.answer_call(self._session.waiting, turn, self.usage)
+        call = await self.next_call()
+        if call is None:
+            return EnvironmentStepResult(done=True)
+        added = [message for message in call.messages if message["role"] in ANSWER_ROLES]
+        return EnvironmentStepResult(False, added or [{"role": "user", "content": ""}])
+
+    async def next_call(self) -> AgentCall | None:
+        """The agent's next request; None once the agent has ended."""
+        assert self._running is not None
+        session = self._session
+        asking = asyncio.ensure_future(session.asked.get())
+        try:
+            await asyncio.wait((asking, self._running), return_when=asyncio.FIRST_COMPLETED)
+            if not self._running.done():
+                return asking.result()
+        finally:
+            asking.cancel()
+        if session.has_lost:
+            what = "an answer of the model did not reach the agent, which did not ask again"
+            raise EnvironmentFault("lost_call", what)
+        if not session.was_refused:
+            self._running.result()
+        return None
+
+    def answer_call(self, number: int, turn: ChatMessage, usage: Usage) -> None:
+        turn = dict(turn)
         if turn["content"] is not None:
             # The gate writes lone surrogates, which no API can send.
             turn["content"] = turn["content"].encode(errors="replace").decode()
-        self._session.answer(turn, self.usage)
-        added = await self._next_messages()
-        return EnvironmentStepResult(done=not added, messages=added)
+        self._session.answer(number, turn, usage)
+
+    def refuse_call(self, number: int, code: str, what: str) -> None:
+        """Answer a request with an error of the caller's."""
+        self._session.fail(number, ApiError(400, code, what, "messages"))
+
+    @property
+    def is_at_limit(self) -> bool:
+        """Whether a request was refused because the rollout is at a limit."""
+        return self._session.is_at_limit
 
     async def score_episode(self, example: TaskExample, episode: EnvironmentEpisode) -> Any:
         """What `run` returns. If the conversation is at a limit, the agent learns it as from any
@@ -242,18 +348,18 @@ class AgentEpisode(EnvironmentMultiTurn):
         """
         session = self._session
         assert self._running is not None
-        if self._turns >= self._agent.max_calls:
-            what = f"this run may ask the model {self._agent.max_calls} times"
-            session.refuse(ApiError(429, "rate_limit_exceeded", what))
+        if self._turns >= self._agent.max_calls or session.is_at_limit:
+            error = _at_most(self._agent.max_calls)
         else:
             what = "the conversation is longer than the model's context"
-            session.refuse(ApiError(400, "context_length_exceeded", what, "messages"))
+            error = ApiError(400, "context_length_exceeded", what, "messages")
+        session.refuse(error)
         try:
             return await asyncio.shield(self._running)
         except EnvironmentFault as fault:
             if not session.was_refused:
                 raise
-            return RewardResult(0.0, success=False, reason=f"{what}, and {fault.what}")
+            return RewardResult(0.0, success=False, reason=f"{error}, and {fault.what}")
 
     async def close_episode(self) -> None:
         """End the agent. A thread cannot be ended: this call then lasts until the host gives it up,
@@ -277,20 +383,6 @@ class AgentEpisode(EnvironmentMultiTurn):
     def _begin(self, method: Callable[..., Any], *args: Any) -> asyncio.Task[Any]:
         """Call a method of the agent, in a task of its own: `call` knows one method of each."""
         return asyncio.create_task(self._call(method, *args))
-
-    async def _next_messages(self) -> list[ChatMessage]:
-        """What the agent's next request adds; nothing once the agent has ended."""
-        assert self._running is not None
-        asking = asyncio.ensure_future(self._session.next_ask())
-        try:
-            await asyncio.wait((asking, self._running), return_when=asyncio.FIRST_COMPLETED)
-            # A request that changes history counts before the exception that it brings the agent.
-            if asking.done():
-                return asking.result().added
-            self._running.result()
-            return []
-        finally:
-            asking.cancel()
 
 
 # -- requests --------------------------------------------------------------------------------------
@@ -348,10 +440,6 @@ def _check_options(body: Json) -> None:
         if given is not None and given not in (served, [served]):
             what = f"{name}={given!r:.80} is not supported here: leave it out"
             raise ApiError(400, "unsupported_value", what, name)
-
-
-def _same(ours: Sequence[ChatMessage], theirs: Sequence[ChatMessage]) -> bool:
-    return [*map(_essence, ours)] == [*map(_essence, theirs)]
 
 
 def _essence(message: ChatMessage) -> Any:
@@ -462,7 +550,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             serve(self._body())
         except ApiError as error:
-            self._send(error.status, error.body)
+            self._send(error.status, error.body, may_retry=error.may_retry)
 
     def _models(self, body: bytes) -> None:
         self._session()
@@ -484,11 +572,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise _invalid("the body is not JSON") from error
         fields = as_object(request)
         is_retry = self.headers.get("x-stainless-retry-count", "0") != "0"
-        asking = session.ask(fields, is_retry=is_retry)
-        try:
-            answer = asyncio.run_coroutine_threadsafe(asking, self.server.endpoint.loop).result()
-        except CancelledError as error:
-            raise ApiError(401, "invalid_api_key", "this rollout has ended") from error
+        answer = self._answer(session, fields, is_retry=is_retry)
         frame: Json = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time())}
         frame["model"] = MODEL
         if fields.get("stream"):
@@ -496,6 +580,29 @@ class _Handler(BaseHTTPRequestHandler):
             self._stream(_chunks(answer, frame, with_usage=bool(options.get("include_usage"))))
         else:
             self._send(200, _completion(answer, frame))
+
+    def _answer(self, session: Session, body: Json, *, is_retry: bool) -> Answer:
+        """The model's answer. If the client leaves before it comes, it may ask for it again."""
+        asking = session.ask(body, is_retry=is_retry)
+        future = asyncio.run_coroutine_threadsafe(asking, self.server.endpoint.loop)
+        while True:
+            try:
+                answer = future.result(LOOK_S)
+            except TimeoutError:
+                if self._has_left():
+                    future.cancel()
+            except CancelledError as error:
+                raise ApiError(401, "invalid_api_key", "this rollout has ended") from error
+            else:
+                break
+        if self._has_left():
+            self.server.endpoint.loop.call_soon_threadsafe(session.lose, answer.call)
+        return answer
+
+    def _has_left(self) -> bool:
+        """Whether the client closed the connection."""
+        readable, _, _ = select.select([self.connection], [], [], 0)
+        return bool(readable) and not self.connection.recv(1, socket.MSG_PEEK)
 
     def _session(self) -> Session:
         key = self.headers.get("Authorization", "").removeprefix("Bearer ").strip()
@@ -523,13 +630,12 @@ class _Handler(BaseHTTPRequestHandler):
         while size > 0 and (read := self.rfile.read(min(size, 1 << 16))):
             size -= len(read)
 
-    def _send(self, status: int, body: Json) -> None:
+    def _send(self, status: int, body: Json, *, may_retry: bool = False) -> None:
         content = json.dumps(body).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(content)))
-        # To ask again would change nothing.
-        self.send_header("x-should-retry", "false")
+        self.send_header("x-should-retry", str(may_retry).lower())
         self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(content)

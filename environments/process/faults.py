@@ -15,7 +15,7 @@ class EnvironmentFault(Exception):
     - environment_unsupported: it needs what cannot run here, such as docker
     - dataset_invalid
     - environment_error: a call failed
-    - forked_history: an agent changed what was said before, or asked twice at once
+    - lost_call: an agent did not get an answer of the model
     - environment_timeout: a call passed its deadline
     - invalid_argument: settings.toml cannot be used, or the environment refused its arguments
     - network_not_granted: its environment.toml asks for it, settings.toml does not grant it

@@ -21,11 +21,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Literal, Self, cast
 
 from environments import kept
 from environments.base import ChatMessage
@@ -35,6 +35,7 @@ from environments.process.foreign import marked
 from environments.process.redaction import Redactor
 from environments.process.replies import (
     NO_USAGE,
+    AgentCall,
     ForgedError,
     Reader,
     Usage,
@@ -58,8 +59,8 @@ STDERR_TAIL_CHARACTERS = 4000
 PLACE_POLL_S = 0.1
 MOST_AGENTS = 128
 """Agents that run at once in one environment."""
-THREADS_OF_AN_AGENT = 3
-"""Its own, one of its request, and one of its client."""
+THREADS_OF_AN_AGENT = 17
+"""Its own; and for each of 8 requests at once, one that serves it and one of its client."""
 MAX_LINE_BYTES = 16 << 20
 """Size of a reply. environments.process.child sends no longer ones; they could fill our memory."""
 MAX_PRINTED_LINE_CHARACTERS = 10_000
@@ -81,6 +82,23 @@ class Opening:
     max_turns: int
     tools: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     """OpenAI function schemas of what the model may call."""
+    is_agent: bool = False
+    """Whether this is the first request of an agent, call 0: `next_call` has the others, and
+    `answer_call` answers them."""
+
+    @property
+    def call(self) -> AgentCall:
+        return AgentCall(0, None, self.messages, self.tools)
+
+
+@dataclass
+class _Asking:
+    """What an open agent waits for."""
+
+    calls: int = 1
+    """Its requests that have no answer."""
+    since: float = 0.0
+    """When the last answer was given, by the clock of the event loop."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +175,7 @@ class EnvironmentHost:
         self._score_places = asyncio.Semaphore(limits.concurrency)
         self._children: list[_Child] = []
         self._homes: dict[int, _Child] = {}
+        self._asking: dict[int, _Asking] = {}
         self._numbers = itertools.count(1)
         self._rooms = asyncio.Semaphore(sys.maxsize)
         self._opened: set[int] = set()
@@ -229,7 +248,10 @@ class EnvironmentHost:
         except BaseException:
             self._forget(episode)
             raise
-        return Opening(episode, **value)
+        opening = Opening(episode, **value)
+        if opening.is_agent:
+            self._asking[episode] = _Asking()
+        return opening
 
     async def step(
         self,
@@ -246,6 +268,45 @@ class EnvironmentHost:
             turn = {"episode": episode, "text": assistant_text, "tool_calls": calls}
             facts = {**turn, "usage": astuple(usage)}
             return Step(**await self._call(self._home(episode), "step_episode", **facts))
+
+    async def next_call(self, episode: int) -> AgentCall | Literal["done", "max_turns"]:
+        """The next request of an agent, or how it ended. `timeout_s` is the time that it may take
+        while none of its requests waits for an answer.
+        """
+        asking = self._asking[episode]
+        clock = asyncio.get_running_loop().time
+
+        def since() -> float:
+            return clock() if asking.calls else asking.since
+
+        # Its process works while the model answers: a place is not held for so long.
+        value = await self._call(self._home(episode), "next_call", since, episode=episode)
+        if "ended" in value:
+            return value["ended"]
+        asking.calls += 1
+        return AgentCall(**value)
+
+    async def answer_call(
+        self,
+        episode: int,
+        call: int,
+        assistant_text: str,
+        tool_calls: Sequence[dict[str, Any]] = (),
+        usage: Usage = NO_USAGE,
+    ) -> None:
+        """Answer a request of an agent."""
+        turn = {"text": assistant_text, "tool_calls": list(tool_calls), "usage": astuple(usage)}
+        await self._settle(episode, "answer_call", call=call, **turn)
+
+    async def refuse_call(self, episode: int, call: int, code: str, what: str) -> None:
+        """Answer a request of an agent with an error of status 400."""
+        await self._settle(episode, "refuse_call", call=call, code=code, what=what)
+
+    async def _settle(self, episode: int, op: str, **fields: Any) -> None:
+        await self._call(self._home(episode), op, episode=episode, **fields)
+        asking = self._asking[episode]
+        asking.calls -= 1
+        asking.since = asyncio.get_running_loop().time()
 
     async def score(self, episode: int, *, latency_ms: int = 0, total_tokens: int = 0) -> Score:
         """Score the conversation so far and close the episode, also if scoring fails."""
@@ -437,15 +498,19 @@ class EnvironmentHost:
 
     # -- calls -------------------------------------------------------------------------------------
 
-    async def _call(self, child: _Child, op: str, **fields: Any) -> Any:
+    async def _call(
+        self, child: _Child, op: str, since: Callable[[], float] | None = None, /, **fields: Any
+    ) -> Any:
         timeout_s = self._limits.timeout_s
         try:
-            return await child.call(op, timeout_s, **fields)
+            return await child.call(op, timeout_s, since, **fields)
         except _UnansweredError as unanswered:
             # They share one interpreter, so each of them slows the others down.
             others = child.calls_under_way
             dropped = await self._abandon(child, unanswered.number)
             what = f"{dropped.get('method') or op} took longer than {timeout_s:g} s"
+            if op == "next_call":
+                what = f"the agent neither asked the model nor ended within {timeout_s:g} s"
             if others:
                 what += f", with {others} more calls under way in its process"
             raise EnvironmentFault("environment_timeout", what, dropped["traceback"]) from None
@@ -472,6 +537,7 @@ class EnvironmentHost:
         return self._homes[episode]
 
     def _forget(self, episode: int) -> None:
+        self._asking.pop(episode, None)
         if episode in self._opened:
             self._opened.remove(episode)
             self._rooms.release()
@@ -556,17 +622,30 @@ class _Child(asyncio.SubprocessProtocol):
 
     # -- calls -------------------------------------------------------------------------------------
 
-    async def call(self, op: str, timeout_s: float, **fields: Any) -> Any:
-        """The child's answer. _UnansweredError after `timeout_s`, EnvironmentFault if it failed."""
+    async def call(
+        self,
+        op: str,
+        timeout_s: float,
+        since: Callable[[], float] | None = None,
+        /,
+        **fields: Any,
+    ) -> Any:
+        """The child's answer. _UnansweredError after `timeout_s`, EnvironmentFault if it failed.
+        `since` says, once that time is over, from when on it really counts.
+        """
         if not self.alive:
             raise self._death()
         self._last_number += 1
         number = self._last_number
-        future = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
         self._pending[number] = (op, future)
         self._send({"number": number, "op": op, **fields})
+        left = timeout_s
         try:
-            done, _ = await asyncio.wait((future,), timeout=timeout_s)
+            while left > 0 and not future.done():
+                await asyncio.wait((future,), timeout=left)
+                left = since() + timeout_s - loop.time() if since else 0.0
         except asyncio.CancelledError:
             self._send({"number": 0, "op": "abandon", "target": number})
             # The answer may have come meanwhile: asyncio reports exceptions that nobody reads.
@@ -575,7 +654,7 @@ class _Child(asyncio.SubprocessProtocol):
             raise
         finally:
             del self._pending[number]
-        if not done:
+        if not future.done():
             raise _UnansweredError(number)
         return future.result()
 

@@ -31,7 +31,7 @@ FAULT_CODES = (
     "environment_invalid",
     "environment_unsupported",
     "environment_error",
-    "forked_history",
+    "lost_call",
     "environment_memory",
     "environment_file_size",
     "environment_processes",
@@ -76,6 +76,19 @@ class Usage:
 
 
 NO_USAGE = Usage()
+
+
+@dataclass(frozen=True)
+class AgentCall:
+    """A request of an agent to the model.
+
+    If it continues the conversation of an earlier call, `parent`, `messages` are those after that
+    call's answer; otherwise they are all of it."""
+
+    number: int
+    parent: int | None
+    messages: list[ChatMessage]
+    tools: list[dict[str, Any]]
 
 
 class ForgedError(ValueError):
@@ -163,8 +176,8 @@ class Reader:
         return page
 
     def _start_episode(self, value: Any) -> dict[str, Any]:
-        task_id, messages, turns, tools = _fields(
-            value, "task_id", "messages", "max_turns", "tools"
+        task_id, messages, turns, tools, is_agent = _fields(
+            value, "task_id", "messages", "max_turns", "tools", "is_agent"
         )
         opening = self._messages(messages, OPENING_ROLES)
         if not opening:
@@ -175,6 +188,7 @@ class Reader:
             "messages": opening,
             "max_turns": most,
             "tools": [self._tool(tool) for tool in _items(tools)],
+            "is_agent": _truth(is_agent),
         }
 
     def _step_episode(self, value: Any) -> dict[str, Any]:
@@ -183,6 +197,28 @@ class Reader:
         if _truth(done) == bool(answers):
             raise ForgedError
         return {"done": done, "messages": answers}
+
+    def _next_call(self, value: Any) -> dict[str, Any]:
+        if set(_mapping(value)) == {"ended"}:
+            if value["ended"] not in ("done", "max_turns"):
+                raise ForgedError
+            return value
+        number, parent, messages, tools = _fields(value, "number", "parent", "messages", "tools")
+        said = self._messages(messages, OPENING_ROLES)
+        if not said:
+            raise ForgedError
+        return {
+            "number": _whole(number),
+            "parent": None if parent is None else _whole(parent),
+            "messages": said,
+            "tools": [self._tool(tool) for tool in _items(tools)],
+        }
+
+    def _answer_call(self, value: Any) -> None:
+        if value is not None:
+            raise ForgedError
+
+    _refuse_call = _close_episode = _answer_call
 
     def _score_episode(self, value: Any) -> dict[str, Any]:
         reward, success, metrics, reason, error = _fields(
@@ -208,10 +244,6 @@ class Reader:
         if sorted(ranks) != list(range(len(ranks))):
             raise ForgedError
         return ranks
-
-    def _close_episode(self, value: Any) -> None:
-        if value is not None:
-            raise ForgedError
 
     def _sft_completion(self, value: Any) -> list[ChatMessage]:
         return self._messages(value, OPENING_ROLES)

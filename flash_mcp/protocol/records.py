@@ -157,6 +157,9 @@ class Rollout(Record):
     split: str = "train"
     attempt: int = 0
     messages: list[Json] = field(default_factory=list[Json])
+    branches: list[Json] = field(default_factory=list[Json])
+    """Other conversations of an agent, that `messages` does not hold: {"after": N, "turns": T,
+    "messages": [...]} begins with the first N of `messages`, and has T turns of its own."""
     tools: list[Json] = field(default_factory=list[Json])
     """OpenAI function schemas of what the model could call."""
     reward: float = 0.0
@@ -182,8 +185,19 @@ class Rollout(Record):
         for number, message in enumerate(self.messages):
             if message["role"] == "assistant":
                 said.append(number)
-        turns = min(self.turns, len(said))
+        beside = sum(branch["turns"] for branch in self.branches)
+        turns = min(self.turns - beside, len(said))
         return said[-turns] if turns else len(self.messages) - 1
+
+    @property
+    def shown_messages(self) -> list[Json]:
+        """All messages in one list for a reader, each branch after a message that announces it."""
+        shown = [*self.messages]
+        for branch in self.branches:
+            begins = f"after the first {branch['after']} messages" if branch["after"] else "anew"
+            shown.append({"role": "branch", "content": f"Another conversation began {begins}:"})
+            shown += branch["messages"]
+        return shown
 
     @property
     def answers(self) -> list[str]:

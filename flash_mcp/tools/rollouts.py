@@ -84,7 +84,7 @@ class _Shown:
 
     @property
     def messages(self) -> list[Json]:
-        return self.rollout.messages[self.opening :]
+        return self.rollout.shown_messages[self.opening :]
 
     @property
     def texts(self) -> list[str]:

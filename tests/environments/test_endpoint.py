@@ -21,7 +21,7 @@ import pytest
 from environments.checks.playing import Task, Turn, play
 from environments.process import host as host_module
 from environments.process.host import EnvironmentFault, EnvironmentHost
-from environments.process.replies import Usage
+from environments.process.replies import AgentCall, Usage
 from tests.folders import environment_folder
 from tests.places import ROOT
 
@@ -205,30 +205,130 @@ async def test_what_is_not_served_is_answered_as_an_api_does(tmp_path: Path) -> 
     ]
 
 
-FORKS = {
-    "changed messages of before": 'ask([user("z"), answer, user("y")])',
-    "changed the tools": 'ask([user("x"), answer, user("y")], tools=[{"name": "f"}])',
-    "added no message": 'ask([user("x"), answer])',
-    # The model may have answered the first before the second is read.
-    "asked again before|changed messages": """
-        both = [threading.Thread(target=ask, args=([user("x"), answer, user(str(n))],)) for n in (1, 2)]
+async def served(host: EnvironmentHost, index: int = 0) -> list[AgentCall]:
+    """The calls of a program, each of which is answered as it comes."""
+    opening = await host.open("train", index)
+    assert opening.is_agent
+    calls = [opening.call]
+    await host.answer_call(opening.episode, 0, "a0")
+    while isinstance(call := await host.next_call(opening.episode), AgentCall):
+        calls.append(call)
+        await host.answer_call(opening.episode, call.number, f"a{call.number}")
+    assert call == "done"
+    await host.score(opening.episode)
+    return calls
+
+
+FORKS: dict[str, tuple[str, list[tuple[int | None, int]]]] = {
+    "branches": (
+        'say(user("x"), answer, user("y")); say(user("x"), answer, user("z"))',
+        [(None, 1), (0, 1), (0, 1)],
+    ),
+    "samples again": ('say(user("x"))', [(None, 1), (None, 1)]),
+    "changes history": ('say(user("z"), answer, user("y"))', [(None, 1), (None, 3)]),
+    "changes its tools": (
+        'say(user("x"), answer, user("y"), tools=[{"name": "f"}])',
+        [(None, 1), (None, 3)],
+    ),
+    "compacts its history": (
+        'more = say(user("x"), answer, user("y")); say(user("so far: x"), more, user("z"))',
+        [(None, 1), (0, 1), (None, 3)],
+    ),
+    "writes a turn of the model": (
+        'say(user("x"), answer, {"role": "assistant", "content": "I"}, user("y"))',
+        [(None, 1), (None, 4)],
+    ),
+    "asks nothing new": ('say(user("x"), answer)', [(None, 1), (None, 2)]),
+    "asks twice at once": (
+        """
+        both = [
+            threading.Thread(target=say, args=(user("x"), answer, user(str(n)))) for n in (1, 2)
+        ]
         for each in both: each.start()
         for each in both: each.join()
-    """,
+        """,
+        [(None, 1), (0, 1), (0, 1)],
+    ),
 }
 
 
-@pytest.mark.parametrize("why", FORKS)
-async def test_a_conversation_that_does_not_only_grow_costs_its_rollout(
-    why: str, tmp_path: Path
+@pytest.mark.parametrize("fork", FORKS)
+async def test_an_agent_may_go_on_from_any_answer_or_begin_anew(fork: str, tmp_path: Path) -> None:
+    start = """
+def say(*messages, **more):
+    return ask(list(messages), **more)[1]["choices"][0]["message"]
+answer = say(user("x"))
+"""
+    act, expected = FORKS[fork]
+    async with agents(tmp_path / "agent", start + textwrap.dedent(act)) as host:
+        calls = await served(host)
+    assert [(call.parent, len(call.messages)) for call in calls] == expected
+
+
+BOTH = """
+def say(text):
+    told.append(ask([user(text)])[1]["choices"][0]["message"]["content"])
+both = [threading.Thread(target=say, args=(str(n),)) for n in (1, 2)]
+for each in both: each.start()
+for each in both: each.join()
+"""
+
+
+async def test_calls_at_once_are_answered_in_any_order(tmp_path: Path) -> None:
+    async with agents(tmp_path / "agent", BOTH, timeout_s=1) as host:
+        opening = await host.open("train", 0)
+        second = await host.next_call(opening.episode)
+        assert isinstance(second, AgentCall) and second.number == 1
+        ending = asyncio.create_task(host.next_call(opening.episode))
+        done, _ = await asyncio.wait([ending], timeout=1.5)
+        assert not done, "the agent is not late while it waits for the model"
+        await host.answer_call(opening.episode, 1, "second")
+        await host.answer_call(opening.episode, 0, "first")
+        assert await ending == "done"
+        score = await host.score(opening.episode)
+    assert sorted(json.loads(score.reason or "")) == ["first", "second"]
+
+
+async def test_an_agent_goes_on_after_a_request_that_was_too_long(tmp_path: Path) -> None:
+    program = """
+        status, answer = ask([user("long")])
+        told += [status, answer["error"]["code"]]
+        told.append(ask([user("short")])[1]["choices"][0]["message"]["content"])
+    """
+    async with agents(tmp_path / "agent", program) as host:
+        episode = (await host.open("train", 0)).episode
+        await host.refuse_call(episode, 0, "context_length_exceeded", "too long")
+        await host.next_call(episode)
+        await host.answer_call(episode, 1, "yes")
+        assert await host.next_call(episode) == "done"
+        score = await host.score(episode)
+    assert json.loads(score.reason or "") == [400, "context_length_exceeded", "yes"]
+
+
+async def test_an_answer_that_reaches_nobody_drops_the_rollout(tmp_path: Path) -> None:
+    program = """
+        url = urlsplit(base_url)
+        body = json.dumps({"model": model, "messages": [user("x")]})
+        head = f"POST {url.path}/chat/completions HTTP/1.1\\r\\nAuthorization: Bearer {api_key}\\r\\n"
+        with socket.create_connection((url.hostname, url.port)) as left:
+            left.sendall(f"{head}Content-Length: {len(body)}\\r\\n\\r\\n{body}".encode())
+        time.sleep(0.1)
+        told.append(ask([user("y")])[0])
+        AGAIN
+    """
+    again = [program.replace("AGAIN", each) for each in ("", 'ask([user("x")])')]
+    async with agents(tmp_path / "agent", *again) as host:
+        with pytest.raises(EnvironmentFault) as caught:
+            await told(host, ["y"])
+        assert caught.value.code == "lost_call", caught.value.what
+        assert await told(host, ["y"], index=1) == [200]
+
+
+async def test_a_caller_that_plays_turn_by_turn_answers_calls_one_after_the_other(
+    tmp_path: Path,
 ) -> None:
-    start = 'answer = ask([user("x")])[1]["choices"][0]["message"]\n'
-    program = start + textwrap.dedent(FORKS[why])
-    async with agents(tmp_path / "agent", program, 'ask([user("x")])') as host:
-        with pytest.raises(EnvironmentFault, match=why) as caught:
-            await told(host, ["y", "z"])
-        assert caught.value.code == "forked_history"
-        assert await told(host, ["y"], index=1) == [], "other rollouts go on"
+    async with agents(tmp_path / "agent", BOTH) as host:
+        assert sorted(await told(host, ["y", "z"])) == ["y", "z"]
 
 
 async def test_a_request_that_is_sent_again_gets_the_same_answer(tmp_path: Path) -> None:

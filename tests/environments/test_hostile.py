@@ -82,7 +82,7 @@ LOADED = {
     "scores_groups": False,
     "generated": [],
 }
-OPENED = {"task_id": "t0", "messages": [USER], "max_turns": 1, "tools": []}
+OPENED = {"task_id": "t0", "messages": [USER], "max_turns": 1, "tools": [], "is_agent": False}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 STEPPED = {"done": False, "messages": [USER]}

@@ -49,7 +49,7 @@ def summarize(groups: Sequence[Sequence[Rollout]]) -> dict[str, Any]:
 
 def _tool_shares(transcripts: Sequence[Transcript]) -> dict[str, float | None]:
     """The share of the rollouts with tools that had a call which could not be run."""
-    with_tools = [each.messages for each in transcripts if each.template.tools]
+    with_tools = [each.all_messages for each in transcripts if each.template.tools]
     if not with_tools:
         return {}
     is_bad = [any("bad_tool_call" in message for message in messages) for messages in with_tools]

@@ -10,6 +10,8 @@ iterations.
 
 Only an environment that scores groups makes conversations wait: those of a task that have ended
 stay open until the last of them has ended, and are scored together.
+
+An agent may make several calls at once, and continue any of them (worker/rollouts/calls.py).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import asyncio
 import itertools
 import logging
 import zlib
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -25,10 +28,11 @@ from typing import Literal, Protocol
 from environments.checks.playing import together
 from environments.process.foreign import plain_name
 from environments.process.host import Ended, EnvironmentFault, Opening, Score, Step
-from environments.process.replies import Usage
+from environments.process.replies import AgentCall, Usage
 from flash_mcp.protocol import records
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
+from worker.rollouts.calls import Call, merged
 from worker.rollouts.transcript import ChatTemplate, Transcript
 from worker.rollouts.turns import Completion, RolloutEngine, Sampling
 
@@ -50,6 +54,16 @@ class Host(Protocol):
         tool_calls: Sequence[Json] = (),
         usage: Usage = ...,
     ) -> Step: ...
+    async def next_call(self, episode: int) -> AgentCall | Literal["done", "max_turns"]: ...
+    async def answer_call(
+        self,
+        episode: int,
+        call: int,
+        assistant_text: str,
+        tool_calls: Sequence[Json] = (),
+        usage: Usage = ...,
+    ) -> None: ...
+    async def refuse_call(self, episode: int, call: int, code: str, what: str) -> None: ...
     async def score(self, episode: int, *, latency_ms: int, total_tokens: int) -> Score: ...
     async def score_group(self, ended: Sequence[Ended]) -> list[Score]: ...
     async def close(self, episode: int) -> None: ...
@@ -129,6 +143,7 @@ class Rollout:
         if transcript := self.transcript:
             written = {
                 "messages": transcript.messages,
+                "branches": transcript.branches,
                 "tools": transcript.template.tools,
                 "prompt_tokens": len(transcript.prompt_ids),
                 "completion_tokens": transcript.model_tokens,
@@ -330,10 +345,16 @@ class _Conversation:
             opening = await self._host.open(rollout.task.split, rollout.task.example)
             self.episode = opening.episode
             rollout.task_id = opening.task_id
-            rollout.transcript = Transcript(self._template, opening.messages, opening.tools)
-            rollout.finish = await _take_turns(
-                rollout, opening, self._host, self._generator, self._limits
-            )
+            if opening.is_agent:
+                serving = _AgentCalls(
+                    rollout, self._template, self._host, self._generator, self._limits
+                )
+                rollout.finish = await serving.serve(opening)
+            else:
+                rollout.transcript = Transcript(self._template, opening.messages, opening.tools)
+                rollout.finish = await _take_turns(
+                    rollout, opening, self._host, self._generator, self._limits
+                )
         except (EnvironmentFault, FlashError) as fault:
             if isinstance(fault, FlashError) and fault.code != "template_unsupported":
                 raise
@@ -391,12 +412,10 @@ async def _take_turns(
         if budget < 1:
             transcript.truncated = True
             if rollout.turns == 0:
-                what = f"a prompt of {len(transcript)} tokens leaves no room in {limits.max_length}"
-                raise EnvironmentFault("prompt_too_long", what)
+                raise _too_long(transcript, limits)
             transcript.drop_unanswered()
             return "length"
-        seed = zlib.crc32(f"{rollout.task.seed}/{rollout.turns}".encode()) & 0x7FFFFFFF
-        sampling = Sampling(budget, limits.temperature, limits.top_p, limits.stop, seed)
+        sampling = _sampling(budget, limits, f"{rollout.task.seed}/{rollout.turns}")
         prompt = transcript.ids
         completion = await generator.generate(prompt, sampling)
         turn = transcript.add_answer(completion)
@@ -408,3 +427,108 @@ async def _take_turns(
         if rollout.turns >= opening.max_turns:
             return "max_turns"
         transcript.add_environment(step.messages)
+
+
+def _sampling(budget: int, limits: Limits, key: str) -> Sampling:
+    seed = zlib.crc32(key.encode()) & 0x7FFFFFFF
+    return Sampling(budget, limits.temperature, limits.top_p, limits.stop, seed)
+
+
+def _too_long(transcript: Transcript, limits: Limits) -> EnvironmentFault:
+    what = f"a prompt of {len(transcript)} tokens leaves no room in {limits.max_length}"
+    return EnvironmentFault("prompt_too_long", what)
+
+
+class _AgentCalls:
+    """Answers the calls of one agent, as many at once as it makes."""
+
+    def __init__(
+        self,
+        rollout: Rollout,
+        template: ChatTemplate,
+        host: Host,
+        generator: Generator,
+        limits: Limits,
+    ) -> None:
+        self._rollout = rollout
+        self._template = template
+        self._host = host
+        self._generator = generator
+        self._limits = limits
+        self._answered: dict[int, Call] = {}
+        self._prompts: Counter[int] = Counter()
+        self._refused: EnvironmentFault | None = None
+
+    async def serve(self, opening: Opening) -> Finish:
+        """Answer calls until the agent ends. The rollout's transcript is then all of them."""
+        episode = opening.episode
+        listening = asyncio.ensure_future(self._host.next_call(episode))
+        answering = {asyncio.ensure_future(self._answer(episode, opening.call))}
+        try:
+            while True:
+                done, _ = await asyncio.wait(
+                    (listening, *answering), return_when=asyncio.FIRST_COMPLETED
+                )
+                for task in answering & done:
+                    task.result()
+                answering -= done
+                if listening not in done:
+                    continue
+                call = listening.result()
+                if not isinstance(call, AgentCall):
+                    return self._finish(call)
+                answering.add(asyncio.ensure_future(self._answer(episode, call)))
+                listening = asyncio.ensure_future(self._host.next_call(episode))
+        finally:
+            for task in (listening, *answering):
+                task.cancel()
+            await asyncio.gather(listening, *answering, return_exceptions=True)
+            if self._answered:
+                calls = [self._answered[number] for number in sorted(self._answered)]
+                self._rollout.transcript = merged(calls)
+
+    def _finish(self, ended: Finish) -> Finish:
+        if not self._answered:
+            what = "the agent ended before any of its requests was answered"
+            raise self._refused or EnvironmentFault("environment_error", what)
+        return "length" if self._refused else ended
+
+    async def _answer(self, episode: int, asked: AgentCall) -> None:
+        try:
+            call = self._call(asked)
+        except FlashError as error:
+            if error.code != "template_unsupported":
+                raise
+            await self._host.refuse_call(episode, asked.number, "invalid_value", error.account)
+            return
+        transcript = call.transcript
+        budget = min(self._limits.max_tokens, self._limits.max_length - call.shown)
+        if budget < 1:
+            fault = self._refused = _too_long(transcript, self._limits)
+            await self._host.refuse_call(
+                episode, asked.number, "context_length_exceeded", fault.what
+            )
+            return
+        prompt = transcript.ids
+        # Which of two calls at once comes first is chance, so their numbers decide nothing.
+        digest = zlib.crc32(str(prompt).encode())
+        self._prompts[digest] += 1
+        key = f"{self._rollout.task.seed}/{digest}/{self._prompts[digest]}"
+        completion = await self._generator.generate(prompt, _sampling(budget, self._limits, key))
+        turn = transcript.add_answer(completion)
+        self._answered[asked.number] = call
+        self._rollout.turns += 1
+        usage = Usage(len(prompt), len(completion.token_ids), completion.finish_reason)
+        await self._host.answer_call(episode, asked.number, turn.content, turn.tool_calls, usage)
+
+    def _call(self, asked: AgentCall) -> Call:
+        parent = None
+        if asked.parent is None:
+            transcript = Transcript(self._template, asked.messages, asked.tools)
+        else:
+            parent = self._answered.get(asked.parent)
+            if parent is None:
+                raise EnvironmentFault("environment_error", "a call continues one without answer")
+            transcript = parent.transcript.copy()
+            transcript.add_environment(asked.messages)
+        return Call(asked.number, parent, transcript, len(transcript))

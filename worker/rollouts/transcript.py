@@ -239,6 +239,11 @@ class Transcript:
     mask: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     truncated: bool = False
+    forks: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """Of an agent's calls (worker/rollouts/calls.py): (start, after) says that `ids` from `start`
+    on do not follow the token before, but the first `after` tokens."""
+    branches: list[Json] = field(default_factory=list[Json])
+    """Conversations beside `messages`, as records.Rollout has them."""
     _ended: bool = False
     _calls: int = 0
 
@@ -257,6 +262,11 @@ class Transcript:
     @property
     def model_tokens(self) -> int:
         return sum(self.mask)
+
+    @property
+    def all_messages(self) -> list[ChatMessage]:
+        """The messages, and those of the branches."""
+        return sum((branch["messages"] for branch in self.branches), self.messages)
 
     def add_answer(self, completion: Completion) -> Turn:
         """Append what the model sampled, and read it."""
@@ -287,6 +297,15 @@ class Transcript:
         self.mask += [0] * len(ids)
         self.logprobs += [0.0] * len(ids)
         self.messages += [dict(message) for message in messages]
+
+    def copy(self) -> Self:
+        """A transcript that goes on from here by itself."""
+        made = copy.copy(self)
+        made.messages = [*self.messages]
+        made.completion_ids = [*self.completion_ids]
+        made.mask = [*self.mask]
+        made.logprobs = [*self.logprobs]
+        return made
 
     def drop_unanswered(self) -> None:
         """Remove the tokens after the model's last one: they predict nothing, and a reply may be

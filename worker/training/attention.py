@@ -11,7 +11,7 @@ Axes: L tokens of a packed sequence, P of its prompt, H heads, K heads of keys, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, cast
 
@@ -163,7 +163,10 @@ class Layout:
     tokens.
 
     `filler` tokens, which no other token sees, fill the last block. With `flash`, attention is
-    computed by `_SharedPrompt`.
+    computed by `_SharedPrompt`, which knows no `forks`.
+
+    A fork (start, after, end) makes the tokens from `start` to `end` follow the token before
+    `after` instead of the one before `start`. Forks are in the order of their starts.
     """
 
     def __init__(
@@ -174,6 +177,7 @@ class Layout:
         device: torch.device,
         *,
         flash: bool = False,
+        forks: Sequence[tuple[int, int, int]] = (),
     ) -> None:
         self.filler = -(prompt + sum(completions)) % BLOCK
         lengths = torch.tensor([prompt, *completions, self.filler], device=device)
@@ -182,7 +186,7 @@ class Layout:
         starts = lengths.cumsum(0) - lengths
         # transformers passes a 4-D mask through unchanged, with the attribute that `_attend` reads.
         self.positions = torch.where(owner == 0, at, prompt + at - starts[owner])  # (L,)
-        if flash:
+        if flash and not forks:
             total = len(owner)
             # Only its attribute is read; an expanded tensor takes no memory.
             self.mask: Any = torch.ones((), dtype=torch.bool, device=device).expand(
@@ -191,6 +195,10 @@ class Layout:
             self.mask.segments = Segments.of(prompt, [*completions, self.filler], device)
             return
         visible = ((owner[:, None] == owner) | (owner == 0)) & (at[:, None] >= at)  # (L, L)
+        for start, after, end in forks:
+            visible[start:end, :start] = visible[after - 1, :start] if after else False
+            first = self.positions[after - 1] + 1 if after else 0
+            self.positions[start:end] = first + at[: end - start]
         self.mask = visible[None, None]
         self.mask.blocks = list(_blocks(visible, dtype))
 

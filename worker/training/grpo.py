@@ -34,7 +34,14 @@ from flash_mcp.protocol.spec import RunSpec
 from worker.ranks import ALONE, Ranks
 from worker.rollouts.scheduler import Rollout
 from worker.training.checkpoints import trainer_arguments
-from worker.training.packing import Pack, check_trl_head, group_logps, packs_of, recompute
+from worker.training.packing import (
+    Pack,
+    check_trl_head,
+    group_logps,
+    packs_of,
+    packs_of_paths,
+    recompute,
+)
 from worker.training.parallel import combine, no_loss
 
 RolloutsOf = Callable[[int], list[Rollout]]
@@ -114,8 +121,10 @@ class Trainer(GRPOTrainer):
             self._buffered_inputs = buffered
         return self._buffered_inputs[micro]
 
-    def _tensors(self, group: Sequence[Rollout]) -> dict[str, Tensor]:
-        """TRL's inputs of one group: its longest prompt has P tokens, its longest completion C."""
+    def _tensors(self, group: Sequence[Rollout]) -> dict[str, Any]:
+        """TRL's inputs of one group: its longest prompt has P tokens, its longest completion C. A
+        rollout is one row, also if it is a tree: so advantage and loss mean are the rollout's.
+        """
         padding = self._pad_id
         device = self.accelerator.device
         nothing: tuple[list[int], list[int], list[float]] = [padding], [0], [0.0]
@@ -134,7 +143,7 @@ class Trainer(GRPOTrainer):
             return [[1] * len(row) for row in rows]
 
         advantages_G = group_advantages(group, scale=self.scale_rewards == "group")
-        inputs = {
+        inputs: dict[str, Any] = {
             "prompt_ids": padded(prompts, padding, "left"),  # (G, P)
             "prompt_mask": padded(ones(prompts), side="left"),  # (G, P)
             "completion_ids": padded(completions, padding),  # (G, C)
@@ -142,6 +151,7 @@ class Trainer(GRPOTrainer):
             "tool_mask": padded(masks),  # (G, C) 1 on the model's own tokens
             "sampling_per_token_logps": padded(logprobs),  # (G, C)
             "advantages": advantages_G.to(device),  # (G,)
+            "forks": [t.forks if t and t.mask else [] for t in transcripts],
         }
         if self.beta:
             inputs["ref_per_token_logps"] = self._reference_logps(inputs)
@@ -219,7 +229,8 @@ class Trainer(GRPOTrainer):
     def _packs(self, inputs: dict[str, Any]) -> list[Pack]:
         ids_GT = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         seen_GT = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-        return packs_of(ids_GT, seen_GT, inputs["tool_mask"], self._keep_tokens)
+        mask_GC = inputs["tool_mask"]
+        return packs_of(ids_GT, seen_GT, mask_GC, self._keep_tokens, inputs["forks"])
 
     def _get_per_token_logps_and_entropies(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -241,21 +252,54 @@ class Trainer(GRPOTrainer):
                         attention_mask,
                         inputs["tool_mask"],
                         self.temperature,
+                        inputs["forks"],
                     )
                 else:
                     logps_GC, entropies_GC = self._pack_logps(causal_lm, self._pack)
             outputs = logps_GC, entropies_GC, None
         else:
             recompute(causal_lm, input_ids.numel() > self._keep_tokens)
-            outputs = cast(Any, super())._get_per_token_logps_and_entropies(
-                model, input_ids, attention_mask, logits_to_keep, **others
-            )
+            theirs = cast(Any, super())._get_per_token_logps_and_entropies
+            if any(inputs["forks"]):
+                outputs = self._logps_by_path(theirs, model, input_ids, attention_mask, **others)
+            else:
+                outputs = theirs(model, input_ids, attention_mask, logits_to_keep, **others)
         if torch.is_grad_enabled() and self.use_vllm:
             # The step is on-policy, so these log-probabilities are also the old ones. TRL would
             # compute them in another pass.
             trainer_GC = outputs[0].detach()
             inputs["importance_sampling_ratio"] = self._importance_ratio(trainer_GC, inputs)
         return outputs
+
+    def _logps_by_path(
+        self, theirs: Any, model: Any, ids_GT: Tensor, seen_GT: Tensor, **others: Any
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """TRL's outputs of a group with trees, from `theirs`, TRL's method, of each path."""
+        inputs = self._inputs
+        mask_GC = inputs["tool_mask"]
+        packs = packs_of_paths(ids_GT, seen_GT, mask_GC, inputs["forks"], range(len(ids_GT)))
+
+        def padded(rows: list[Tensor], value: int, side: str) -> Tensor:
+            return pad(rows, padding_value=value, padding_side=side)
+
+        prompts = [pack.prompt for pack in packs]
+        completions = [pack.completions[0] for pack in packs]
+        ids = padded(prompts, self._pad_id, "left"), padded(completions, self._pad_id, "right")
+        seen = (
+            padded([torch.ones_like(row) for row in prompts], 0, "left"),
+            padded([torch.ones_like(row) for row in completions], 0, "right"),
+        )
+        width = ids[1].size(1)
+        values, entropies, aux = theirs(
+            model, torch.cat(ids, 1), torch.cat(seen, 1), width, **others
+        )
+        logps_GC = mask_GC.new_zeros(mask_GC.shape, dtype=torch.float32)
+        entropies_GC = torch.zeros_like(logps_GC)
+        for row, pack in enumerate(packs):
+            logps_GC = pack.put(logps_GC, values[row, pack.trained[0]].float())
+            if entropies is not None:
+                entropies_GC = pack.put(entropies_GC, entropies[row, pack.trained[0]].float())
+        return logps_GC, None if entropies is None else entropies_GC, aux
 
     def _pack_logps(self, causal_lm: Any, pack: Pack) -> tuple[Tensor, Tensor]:
         """(logps, entropies), each (G, C): a pack's own with a gradient, and those that are known.

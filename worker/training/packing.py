@@ -4,6 +4,9 @@ The rollouts of a group share their prompt. They are laid out as one sequence, t
 the completions, with padding only at the end (worker/training/attention.py). The language-model
 head runs only on the positions that predict trained tokens.
 
+A completion may be a tree: the calls of an agent, each token once. Its forks say where a branch
+begins: from ids[start] of the row on, the tokens follow ids[after - 1] and what that one follows.
+
 Axes: B rows of a batch, P prompt tokens, C completion tokens, T = P + C; L tokens of a packed
 sequence, H hidden size, V vocabulary, N predicted tokens."""
 
@@ -11,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -29,6 +32,8 @@ PACK_TOKENS = 4096
 """A longer sequence is split: its mask grows with the square, and one more prompt is cheaper."""
 PROMPT_SHARE = 4
 """A pack is split for lack of memory if its prompt takes at most 1/PROMPT_SHARE of it."""
+Forks = Sequence[tuple[int, int]]
+"""(start, after) of each branch of a row, in its own ids, the prompt first."""
 HEAD_STEP = 16
 """Rows of the head are padded to a multiple, like sequences to one of attention.BLOCK."""
 
@@ -39,6 +44,7 @@ def group_logps(
     seen_BT: Tensor,  # the attention mask
     trained_BC: Tensor,  # 1 where a log-probability is wanted
     temperature: float,
+    forks_B: Sequence[Forks] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(log-probabilities, entropies), both (B, C) in fp32, zero where `trained_BC` is 0. Entropies
     carry no gradient.
@@ -46,7 +52,7 @@ def group_logps(
     `causal_lm` is a transformers decoder with a `model` and an `lm_head`."""
     logps_BC = ids_BT.new_zeros(trained_BC.shape, dtype=torch.float32)
     entropies_BC = torch.zeros_like(logps_BC)
-    for pack in packs_of(ids_BT, seen_BT, trained_BC):
+    for pack in packs_of(ids_BT, seen_BT, trained_BC, forks_B=forks_B):
         values_N, entropies_N = pack.logps(causal_lm, temperature)
         logps_BC = pack.put(logps_BC, values_N)
         entropies_BC = pack.put(entropies_BC, entropies_N)
@@ -66,6 +72,8 @@ class Pack:
     """For each completion, the positions in it of the tokens that are trained."""
     places_N: Tensor
     """Where the trained tokens are in the batch, flattened from (B, C)."""
+    forks: list[Forks]
+    """Of each completion."""
 
     @property
     def tokens(self) -> int:
@@ -82,14 +90,20 @@ class Pack:
             recompute(causal_lm, self.tokens > keep_tokens)
         prompt = self.prompt
         lengths = [len(part) for part in self.completions]
-        layout = _layout(causal_lm, len(prompt), lengths)
-        hidden_LH = hidden_states(causal_lm, torch.cat([prompt, *self.completions]), layout)
+        forks = self._placed_forks()
+        layout = _layout(causal_lm, len(prompt), lengths, forks)
+        ids_L = torch.cat([prompt, *self.completions])
+        hidden_LH = hidden_states(causal_lm, ids_L, layout)
+        # Token t is predicted at t-1; a completion's first token at the prompt's end.
+        before_L = torch.arange(-1, len(ids_L) - 1, device=ids_L.device)
+        for start, after, _ in forks:
+            before_L[start] = after - 1
         predictors: list[Tensor] = []
         targets: list[Tensor] = []
         offset = len(prompt)
         for completion, at in zip(self.completions, self.trained, strict=True):
-            # Token t is predicted at t-1; a completion's first token at the prompt's end.
-            predictors.append(torch.where(at == 0, len(prompt) - 1, offset + at - 1))
+            before_L[offset] = len(prompt) - 1
+            predictors.append(before_L[offset + at])
             targets.append(completion[at])
             offset += len(completion)
         count = len(self.places_N)
@@ -102,29 +116,97 @@ class Pack:
         )
         return values[:count], entropies[:count]
 
+    def _placed_forks(self) -> list[tuple[int, int, int]]:
+        """(start, after, end) of each branch, in the packed sequence."""
+        first = len(self.prompt)
+        offset = 0  # from places in the completion's row to those in the packed sequence
+        placed: list[tuple[int, int, int]] = []
+        for completion, forks in zip(self.completions, self.forks, strict=True):
+            end = first + offset + len(completion)
+            for start, after in forks:
+                shared = after if after <= first else after + offset
+                placed.append((start + offset, shared, end))
+            offset += len(completion)
+        return placed
+
     def put(self, values_BC: Tensor, values_N: Tensor) -> Tensor:
         """A copy of `values_BC` with `values_N` at the trained tokens of this pack."""
         return values_BC.view(-1).index_put((self.places_N,), values_N).view_as(values_BC)
 
 
 def packs_of(
-    ids_BT: Tensor, seen_BT: Tensor, trained_BC: Tensor, keep_tokens: float = math.inf
+    ids_BT: Tensor,
+    seen_BT: Tensor,
+    trained_BC: Tensor,
+    keep_tokens: float = math.inf,
+    forks_B: Sequence[Forks] | None = None,
 ) -> list[Pack]:
     """The packs of a batch (arguments as of `group_logps`): of at most PACK_TOKENS tokens or a
-    single completion, and of at most `keep_tokens` where the repeated prompts cost little."""
+    single completion, and of at most `keep_tokens` where the repeated prompts cost little. A tree
+    that is longer is split into its paths."""
     width = trained_BC.size(1)
     starts = ids_BT.size(1) - width
     packs: list[Pack] = []
     for prompt, rows in _rows_of_packs(ids_BT, seen_BT, starts, keep_tokens):
+        forks = [forks_B[row] if forks_B else () for row in rows]
         completions = [ids_BT[row, starts:][seen_BT[row, starts:].bool()] for row in rows]
+        if forks[0] and len(prompt) + len(completions[0]) > PACK_TOKENS:
+            packs += packs_of_paths(ids_BT, seen_BT, trained_BC, forks_B, rows)
+            continue
         trained: list[Tensor] = []
         places: list[Tensor] = []
         for row, completion in zip(rows, completions, strict=True):
             at = trained_BC[row, : len(completion)].nonzero().squeeze(1)
             trained.append(at)
             places.append(row * width + at)
-        packs.append(Pack(prompt, completions, trained, torch.cat(places)))
+        packs.append(Pack(prompt, completions, trained, torch.cat(places), forks))
     return packs
+
+
+def packs_of_paths(
+    ids_BT: Tensor,
+    seen_BT: Tensor,
+    trained_BC: Tensor,
+    forks_B: Sequence[Forks] | None,
+    rows: Sequence[int],
+) -> list[Pack]:
+    """A pack with one completion for each path through the trees of these rows. A token that is on
+    several paths is trained on one of them."""
+    width = trained_BC.size(1)
+    starts = ids_BT.size(1) - width
+    packs: list[Pack] = []
+    for row in rows:
+        places = seen_BT[row].nonzero().squeeze(1)
+        wanted = pad(trained_BC[row], (starts, 0))[places].bool()
+        forks = forks_B[row] if forks_B else ()
+        for path in paths_of(len(places), forks):
+            path_ids = torch.tensor(path, device=places.device)
+            new = wanted[path_ids].nonzero().squeeze(1)
+            if not len(new):
+                continue
+            wanted[path_ids] = False
+            path_places = places[path_ids]
+            path_tokens = ids_BT[row, path_places]
+            first = int(new[0])
+            in_batch = row * width + path_places[new] - starts
+            completion = path_tokens[first:]
+            packs.append(Pack(path_tokens[:first], [completion], [new - first], in_batch, [()]))
+    return packs
+
+
+def paths_of(length: int, forks: Forks) -> Iterator[list[int]]:
+    """The places of the tokens of each path through a tree, the newest path first."""
+    before = list(range(-1, length - 1))
+    for start, after in forks:
+        before[start] = after - 1
+    ends = [start - 1 for start, _ in forks]
+    for end in [length - 1, *reversed(ends)]:
+        path: list[int] = []
+        at = end
+        while at >= 0:
+            path.append(at)
+            at = before[at]
+        yield path[::-1]
 
 
 def recompute(causal_lm: Any, on: bool) -> None:
@@ -170,11 +252,16 @@ def pack_limit(prompt: int, keep_tokens: float) -> float:
     return PACK_TOKENS
 
 
-def _layout(causal_lm: Any, prompt: int, completions: list[int]) -> Layout:
+def _layout(
+    causal_lm: Any,
+    prompt: int,
+    completions: list[int],
+    forks: Sequence[tuple[int, int, int]] = (),
+) -> Layout:
     dtype: torch.dtype = causal_lm.dtype
     device: torch.device = causal_lm.device
     flash = can_flash(causal_lm.config, dtype, device)
-    return Layout(prompt, completions, dtype, device, flash=flash)
+    return Layout(prompt, completions, dtype, device, flash=flash, forks=forks)
 
 
 def hidden_states(causal_lm: Any, ids: Tensor, layout: Layout) -> Tensor:

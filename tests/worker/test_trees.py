@@ -1,0 +1,137 @@
+"""Rollouts whose calls form trees: trained as their separate calls would be, each token once."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from tests.worker.test_grpo import (
+    GROUPS,
+    MAX_COMPLETION,
+    SIZE,
+    flat,
+    gradients,
+    make_policy,
+    our_gradients,
+    settings_of,
+)
+from worker.rollouts.calls import Call, merged
+from worker.rollouts.scheduler import Rollout, Task
+from worker.rollouts.transcript import ChatTemplate, Transcript
+from worker.rollouts.turns import Completion
+from worker.training import packing
+from worker.training.grpo import group_advantages
+
+
+def make_calls(template: ChatTemplate, rng: random.Random, question: str) -> list[Call]:
+    """Calls that continue any earlier one, sample it again, or begin anew with its first message."""
+    calls: list[Call] = []
+    start = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": question}]
+    for number in range(rng.randint(2, 7)):
+        parent = rng.choice([None, *calls]) if calls else None
+        if parent:
+            transcript = parent.transcript.copy()
+            transcript.add_environment([{"role": "user", "content": rng.choice("ab")}])
+        else:
+            summary = [{"role": "user", "content": rng.choice(["so far", "so on"])}]
+            opening = start if number == 0 or rng.random() < 0.4 else [start[0], *summary]
+            transcript = Transcript(template, opening)
+        call = Call(number, parent, transcript, len(transcript))
+        sampled = [rng.choice((65, 66)) for _ in range(rng.randint(1, 5))]
+        chances = [-4.5 + rng.gauss(0, 0.5) for _ in sampled]
+        transcript.add_answer(Completion(sampled, chances, "stop"))
+        calls.append(call)
+    return calls
+
+
+def make_trees(tokenizer: Any) -> list[tuple[Rollout, list[Call]]]:
+    rng = random.Random(4)
+    template = ChatTemplate(tokenizer)
+    found: list[tuple[Rollout, list[Call]]] = []
+    for index in range(GROUPS * SIZE):
+        calls = make_calls(template, rng, f"question {index // SIZE}")
+        task = Task("train", index // SIZE, index // SIZE, index, seed=index)
+        reward = rng.choice([0.0, 0.3, 1.0])
+        found.append((Rollout(task, f"t{index}", merged(calls), reward=reward), calls))
+    assert sum(len(rollout.transcript.forks) for rollout, _ in found if rollout.transcript) > 10
+    return found
+
+
+def path_gradients(policy: Any, trees: list[tuple[Rollout, list[Call]]], loss: str) -> Tensor:
+    """The gradients of every call by itself, with the model's own forward pass."""
+    policy.train()
+    for group in range(GROUPS):
+        rows = trees[group * SIZE : (group + 1) * SIZE]
+        advantages = group_advantages([rollout for rollout, _ in rows], scale=loss == "grpo")
+        for (_, calls), advantage in zip(rows, advantages, strict=True):
+            values: list[Tensor] = []
+            for call in calls:
+                ids = torch.tensor([call.transcript.ids])
+                logps = policy(input_ids=ids).logits[0, :-1].log_softmax(-1)
+                chosen = logps.gather(1, ids[0, 1:, None])[:, 0]
+                values.append(chosen[call.shown - 1 :])
+            every = torch.cat(values)
+            of = len(every) if loss == "grpo" else MAX_COMPLETION
+            (-advantage * every.sum() / of / SIZE / GROUPS).backward()
+    return flat(gradients(policy))
+
+
+@pytest.mark.parametrize("way", ["one pack", "packs of paths", "not packed"])
+@pytest.mark.parametrize("loss", ["grpo", "dr_grpo"])
+def test_a_tree_has_the_gradients_of_its_separate_calls(
+    fp32_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str, way: str
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(fp32_model)
+    trees = make_trees(tokenizer)
+    if way == "packs of paths":
+        monkeypatch.setattr(packing, "PACK_TOKENS", 48)
+    if way == "not packed":
+        monkeypatch.setattr(packing, "can_pack", lambda model: False)
+    spec = settings_of(loss_type=loss, importance_sampling="none")
+    rollouts = [rollout for rollout, _ in trees]
+    ours = flat(our_gradients(make_policy(fp32_model), tokenizer, spec, rollouts, tmp_path))
+    expected = path_gradients(make_policy(fp32_model), trees, loss)
+    assert (ours - expected).norm() < 1e-5 * expected.norm()
+
+
+def test_a_tree_holds_each_token_once_and_each_call_exactly(fp32_model: Path) -> None:
+    template = ChatTemplate(AutoTokenizer.from_pretrained(fp32_model))
+    rng = random.Random(1)
+    for _ in range(50):
+        calls = make_calls(template, rng, "question")
+        row = merged(calls)
+        assert sum(row.mask) == sum(len(call.transcript) - call.shown for call in calls)
+        paths = list(packing.paths_of(len(row), row.forks))
+        found = [[row.ids[place] for place in path] for path in paths]
+        for call in calls:
+            ids = call.transcript.ids
+            assert any(path[: len(ids)] == ids for path in found)
+        assert sum(branch["turns"] for branch in row.branches) == len(calls) - len(calls[-1].line)
+        assert row.messages == calls[-1].transcript.messages
+        for branch in row.branches:
+            whole = row.messages[: branch["after"]] + branch["messages"]
+            assert any(call.transcript.messages == whole for call in calls)
+
+
+def test_a_record_of_a_tree_counts_its_turns_and_shows_every_conversation(fp32_model: Path) -> None:
+    template = ChatTemplate(AutoTokenizer.from_pretrained(fp32_model))
+    rng = random.Random(2)
+    for _ in range(50):
+        calls = make_calls(template, rng, "question")
+        rollout = Rollout(Task("train", 0, 0, 0, 0), "t", merged(calls), turns=len(calls))
+        record = rollout.record(1)
+        last = calls[-1]
+        start = len(record.messages) - 2 * len(last.line) + 1
+        assert record.prompt_messages == start, "what the model was shown first"
+        assert record.answers == [message["content"] for message in record.messages[start::2]]
+        shown = [message["role"] for message in record.shown_messages]
+        assert shown.count("branch") == len(record.branches)
+        assert len(shown) == len(record.messages) + sum(
+            1 + len(branch["messages"]) for branch in record.branches
+        )

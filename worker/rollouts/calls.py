@@ -1,0 +1,116 @@
+"""The calls of an agent as one row of tokens.
+
+Each call has a transcript of its own: what the model was shown, and what it sampled. A call that
+continues an earlier one begins with that one's tokens. `merged` puts all of them into one
+transcript, in which a token that several calls share is there once, and each sampled token is
+trained once, in the context that it was sampled in."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from worker.rollouts.transcript import Json, Transcript
+
+
+@dataclass
+class Call:
+    """A call that the model answered."""
+
+    number: int
+    parent: Call | None
+    transcript: Transcript
+    shown: int
+    """Tokens before the answer."""
+
+    @property
+    def line(self) -> list[Call]:
+        """The calls from the first one of this conversation to this one."""
+        found: list[Call] = []
+        call: Call | None = self
+        while call is not None:
+            found.append(call)
+            call = call.parent
+        return found[::-1]
+
+
+def merged(calls: Sequence[Call]) -> Transcript:
+    """The calls, in the order of their numbers, as one transcript, whose messages are those of the
+    last call. A call that is continued comes before those that continue it.
+    """
+    row = _Row()
+    for call in calls:
+        row.add(call)
+    main = calls[-1]
+    made = copy.copy(main.transcript)
+    first = calls[0].shown
+    made.prompt_ids = row.ids[:first]
+    made.completion_ids = row.ids[first:]
+    made.mask = row.mask[first:]
+    made.logprobs = row.logprobs[first:]
+    made.forks = row.forks
+    made.truncated = any(call.transcript.truncated for call in calls)
+    made.branches = list(_branches(calls, main))
+    return made
+
+
+class _Row:
+    """Tokens, and where each call's are among them."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.mask: list[int] = []
+        self.logprobs: list[float] = []
+        self.forks: list[tuple[int, int]] = []
+        self._added: list[tuple[Call, list[int]]] = []
+
+    def add(self, call: Call) -> None:
+        transcript = call.transcript
+        ids = transcript.ids
+        shown = ids[: call.shown]
+        places = self._shared(call, shown)
+        for number in range(len(places), len(ids)):
+            sampled = number >= call.shown
+            last = places[-1] + 1 if places else 0
+            if last != len(self.ids):
+                self.forks.append((len(self.ids), last))
+            places.append(len(self.ids))
+            self.ids.append(ids[number])
+            self.mask.append(int(sampled))
+            at = number - len(transcript.prompt_ids)
+            self.logprobs.append(transcript.logprobs[at] if sampled else 0.0)
+        self._added.append((call, places))
+
+    def _shared(self, call: Call, shown: Sequence[int]) -> list[int]:
+        """Where the tokens that the call was shown are already: those of its parent, and as many
+        more as another call that continues that parent, or also begins anew, was shown.
+        """
+        best: list[int] = []
+        for other, places in self._added:
+            if other is call.parent and len(places) > len(best):
+                best = places
+            if other.parent is not call.parent:
+                continue
+            theirs = [self.ids[place] for place in places[: other.shown]]
+            pairs = zip(theirs, shown, strict=False)
+            same = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+            if same > len(best):
+                best = places[:same]
+        return [*best]
+
+
+def _branches(calls: Sequence[Call], main: Call) -> Iterator[Json]:
+    """The conversations that end beside that of `main`."""
+    seen = {call.number for call in main.line}
+    continued = {call.parent.number for call in calls if call.parent}
+    for call in calls:
+        if call.number in seen or call.number in continued:
+            continue
+        messages = call.transcript.messages
+        pairs = zip(messages, main.transcript.messages, strict=False)
+        after = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        line = {each.number for each in call.line}
+        yield {"after": after, "turns": len(line - seen), "messages": messages[after:]}
+        seen |= line
