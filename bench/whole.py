@@ -138,9 +138,9 @@ def _attempt_on_trl() -> int:
     worker.prepare_process()
     # torch reads the environment that was just prepared
     from bench.step import plain_trainer  # noqa: PLC0415
-    from worker import train as attempt  # noqa: PLC0415
+    from worker.training import grpo  # noqa: PLC0415
 
-    attempt.Trainer = lambda *args, packed, keep_tokens, **options: plain_trainer(*args, **options)
+    grpo.Trainer = lambda *args, packed, keep_tokens, **options: plain_trainer(*args, **options)
     return worker.main()
 
 

@@ -15,6 +15,7 @@ from hypothesis import settings
 
 from flash_mcp.protocol.paths import models_dir
 from tests import reaper
+from tests.places import NO_TORCH
 
 WHEELS = Path(sys.prefix, "wheels")
 """What environments' interpreters are made of, where scripts/test has fetched it: see
@@ -24,8 +25,6 @@ SHARED_MODELS = (
     models_dir()
 )  # read before any test has a home of its own: real models are fetched once
 
-NO_TORCH = Path(__file__).with_name("no_torch")
-"""Modules named torch and vllm that refuse to be imported."""
 SLOW_FOLDERS = ("clients", "gpu", "worker")
 SLOW_FIXTURES = {"tiny_model", "tiny_adapter", "fp32_model"}
 """A test in one of these folders, or with one of these fixtures, is slow without being marked."""
@@ -53,6 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers",
         "hostile(what, is_open=False): an act of somebody hostile; docs/reliability.md counts them",
     )
+    gc.disable()  # while tests are collected: it takes a third of the time to import torch
     if reaper.VARIABLE not in os.environ:  # pytest-xdist's processes belong to the run that has it
         start_reaper(config)
 
@@ -89,6 +89,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # what the imports made stays, and a collection after each test need not look at it
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

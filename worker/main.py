@@ -34,6 +34,7 @@ from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import PATIENCE_S, RunFolder, RunWriter
 from flash_mcp.protocol.spec import EvalSpec, RunSpec, stored_spec
 from worker.heartbeat import Cancelled, Pulse
+from worker.imports import quick_imports
 from worker.ranks import Ranks, serve_rank, started, variables
 
 log = logging.getLogger("worker")
@@ -152,7 +153,8 @@ def _work(job: Json, writer: RunWriter, pulse: Pulse) -> int:
     # These imports come after prepare_process: torch and vLLM read the environment on import.
     with tempfile.TemporaryDirectory(prefix=_sweep_scratch(writer.folder.url)) as scratch:
         if isinstance(spec, EvalSpec):
-            from worker.evaluate import evaluate  # noqa: PLC0415
+            with quick_imports():
+                from worker.evaluate import evaluate  # noqa: PLC0415
 
             return evaluate(job, spec, writer, pulse, Path(scratch))
 
@@ -168,7 +170,8 @@ def _work(job: Json, writer: RunWriter, pulse: Pulse) -> int:
 
 
 def _train(job: Json, writer: RunWriter, pulse: Pulse, scratch: Path, ranks: Ranks) -> int:
-    from worker.train import train  # noqa: PLC0415
+    with quick_imports():
+        from worker.train import train  # noqa: PLC0415
 
     spec = stored_spec(job["spec"])
     assert isinstance(spec, RunSpec)

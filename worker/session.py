@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Generic, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
 
 import torch
 from peft import PeftModel
@@ -41,10 +41,11 @@ from worker.rollouts.scheduler import Limits, Rollout, Task, mixed_seed, task_gr
 from worker.rollouts.transcript import ChatTemplate
 from worker.training import memory
 from worker.training.checkpoints import Reporter
-from worker.training.grpo import group_advantages, scales_advantages
 from worker.training.policy import load_policy
-from worker.training.sft import Row
 from worker.training.trackers import eval_metrics
+
+if TYPE_CHECKING:
+    from worker.training.sft import Row
 
 log = logging.getLogger("worker")
 CONSTANT_TASKS = 10
@@ -451,6 +452,11 @@ class TrainingSession(Session[RunSpec]):
         self, step: int, rollouts: list[Rollout], rollout_s: float, sync_s: float
     ) -> None:
         """Write a step's rollouts and leave their metrics to the reporter."""
+        from worker.training.grpo import (  # noqa: PLC0415  only GRPO needs TRL's
+            group_advantages,
+            scales_advantages,
+        )
+
         spec = self.spec
         size = spec.rollouts_per_prompt
         groups = [rollouts[at : at + size] for at in range(0, len(rollouts), size)]

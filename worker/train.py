@@ -14,12 +14,12 @@ from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import OPTIMIZER, RunWriter
 from flash_mcp.protocol.spec import RunSpec
 from worker.heartbeat import Cancelled, Pulse
+from worker.imports import quick_imports
 from worker.ranks import ALONE, Ranks, check_devices
 from worker.session import TrainingSession
 from worker.survey import PREFLIGHT_TASKS, RESUMED_TASKS, preflight
 from worker.training import memory
 from worker.training.checkpoints import Finished
-from worker.training.grpo import Trainer
 from worker.training.packing import can_pack
 from worker.training.sft import GOLD_SPLITS, Row, Tuner, dataset_rows, gold_rows, make_sft_trainer
 from worker.training.trackers import Trackers
@@ -74,6 +74,9 @@ def train(
             keep_tokens = session.check_memory(longest, turns, packed=packed)
             common["keep_tokens"] = ranks.share(keep_tokens)
             session.start_engine()
+            with quick_imports():  # it imports vLLM, which SFT may not need
+                from worker.training.grpo import Trainer  # noqa: PLC0415
+
             trainer = Trainer(
                 policy,
                 session.model.template.tokenizer,

@@ -3,6 +3,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.run_folder import OPTIMIZER, RunFolder
 from flash_mcp.protocol.spec import RunSpec, resolve
 from tests.attempts import Attempt, make_run
-from tests.places import CALCULATOR
+from tests.places import CALCULATOR, NO_TORCH
 from tests.tiny import make_tokenizer
 from worker.heartbeat import Pulse
 from worker.rollouts.transcript import ChatTemplate
@@ -232,3 +233,14 @@ def test_a_fine_tuned_adapter_warms_a_grpo_run(tiny_model: Path, tmp_path: Path)
     with Attempt(warmed) as attempt:
         assert attempt.wait() == 0, attempt.log_path.read_text()
     assert warmed.checkpoint_steps() == [1]
+
+
+def test_a_run_that_samples_nothing_needs_no_vllm(tiny_model: Path, tmp_path: Path) -> None:
+    shutil.copy(NO_TORCH / "vllm.py", tmp_path)
+    run = make_run(
+        tmp_path / "sft", tiny_model, environment=CALCULATOR, algorithm="sft", steps=1, batch_size=2,
+        group_size=None, eval_after=False, max_length=1024,
+    )  # fmt: skip
+    with Attempt(run, PYTHONPATH=str(tmp_path)) as attempt:
+        assert attempt.wait() == 0, attempt.log_path.read_text()
+    assert run.checkpoint_steps() == [1]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flash_mcp.protocol.paths import POLICY_PREFIX
 from worker.engine.ports import close_listening, listening
+from worker.imports import quick_imports
 from worker.rollouts.turns import Completion, Sampling
 from worker.training.memory import KV_BLOCK_TOKENS, engine_cache_bytes
 
@@ -60,12 +61,13 @@ class VllmEngine:
         numbers: torch.dtype = getattr(torch, dtype)
         self._sync = sync or (default_sync(numbers) if lora_rank else "merged")
         by_adapter = self._sync == "adapter"
+        with quick_imports():
+            # Imported here: vLLM reads the environment when it is imported.
+            from vllm import EngineArgs  # noqa: PLC0415
+            from vllm.v1.engine.llm_engine import LLMEngine  # noqa: PLC0415
+
         if not on_gpu:
             _sample_by_inversion_on_cpu()
-        # Imported here: vLLM reads the environment when it is imported.
-        from vllm import EngineArgs  # noqa: PLC0415
-        from vllm.v1.engine.llm_engine import LLMEngine  # noqa: PLC0415
-
         arguments = engine_arguments(
             model_path,
             max_length=max_length,
