@@ -59,6 +59,7 @@ ROOM = {
     "interpreters": "delete the folder interpreters while nothing runs; they are installed again",
     "environments": "`flash-mcp remove NAME@DIGEST`",
     "datasets": "`flash-mcp remove NAME@DIGEST`",
+    "exports": "`flash-mcp remove` with the name of a folder in exports",
     "the database": "`flash-mcp remove`; it shrinks afterwards",
     "scratch": "what ended processes left is deleted after a day",
 }

@@ -120,6 +120,8 @@ def progress_line(view: dict[str, Any], *, has_bars: bool = True) -> str:
             parts.append(f"{label} {view[name]['last']:.3f}{bars}")
     if held_out := view.get("held_out"):
         parts.append(f"held-out success {held_out[-1]['success']:.3f}")
+    if "hours" in view:
+        parts.append(", ".join([f"{view['hours']} h", *filter(None, [view.get("cost")])]))
     if "eta_s" in view:
         parts.append(f"{view['eta_s'] // 60} min {view['eta_s'] % 60:02} s left")
     return "  ".join(filter(None, parts))

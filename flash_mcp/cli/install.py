@@ -240,8 +240,21 @@ def _by_claude(name: str, server: Json) -> list[str]:
 
 
 def _by_codex(name: str, server: Json) -> list[str]:
-    variables = [f"--env={key}={value}" for key, value in server.get("env", {}).items()]
-    return ["codex", "mcp", "add", *variables, name, "--", server["command"], *server["args"]]
+    start = [server["command"], *server["args"]]
+    return ["codex", "mcp", "add", *_variables(server), name, "--", *start]
+
+
+def _by_gemini(name: str, server: Json) -> list[str]:
+    command = ["gemini", "mcp", "add", "--scope=user", *_variables(server), name]
+    return [*command, server["command"], "--", *server["args"]]
+
+
+def _by_vscode(name: str, server: Json) -> list[str]:
+    return ["code", "--add-mcp", json.dumps({"name": name, **server})]
+
+
+def _variables(server: Json) -> list[str]:
+    return [f"--env={key}={value}" for key, value in server.get("env", {}).items()]
 
 
 @dataclass(frozen=True)
@@ -269,8 +282,8 @@ CLIENTS = {
     "cursor": Client(lambda: Path.home() / ".cursor" / "mcp.json"),
     "codex": Client(_codex, "mcp_servers", command=_by_codex),
     "opencode": Client(_opencode, "mcp", _as_opencode),
-    "vscode": Client(_vscode, "servers", _as_stdio),
+    "vscode": Client(_vscode, "servers", _as_stdio, command=_by_vscode),
     "windsurf": Client(lambda: Path.home() / ".codeium" / "windsurf" / "mcp_config.json"),
     "zed": Client(lambda: _settings_home() / "zed" / "settings.json", "context_servers"),
-    "gemini": Client(lambda: Path.home() / ".gemini" / "settings.json"),
+    "gemini": Client(lambda: Path.home() / ".gemini" / "settings.json", command=_by_gemini),
 }

@@ -317,7 +317,7 @@ def recover(arguments: Arguments) -> None:
 
 
 def remove(arguments: Arguments) -> None:
-    """Delete runs, environment versions and datasets that nothing else depends on.
+    """Delete runs, exports, environment versions and datasets that nothing else depends on.
 
     On a terminal, and for --older-than and --failed, it shows first what goes and asks; --yes
     answers. With these options it leaves out what is in use. Afterwards the database shrinks."""
@@ -471,7 +471,8 @@ def _access(name: str, access: str, text: str) -> Option:
 CURVE = Path("reward-curve.png")
 JSON = _flag("--json", "print the result as JSON")
 REFERENCES = (
-    "RUN_ID, or NAME@DIGEST of an environment or dataset; another owner's is OWNER/NAME@DIGEST"
+    "RUN_ID, the folder's name of an export, or NAME@DIGEST of an environment or dataset; another "
+    "owner's is OWNER/NAME@DIGEST"
 )
 ENGINES = ("slurm",)
 TARGET = _option("name", "name of the target, as train's target", "NAME")

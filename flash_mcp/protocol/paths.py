@@ -41,6 +41,13 @@ def datasets_dir(base: Path | None = None) -> Path:
     return (base or home()) / "datasets"
 
 
+def exports_dir(base: Path | None = None) -> Path:
+    """RUN_ID-STEP-FORMAT/ of every export that a tool call made, with its lock and result beside
+    it.
+    """
+    return (base or home()) / "exports"
+
+
 def models_dir(base: Path | None = None) -> Path:
     """Base models ready for use. Several state directories can share it through FLASH_MODELS."""
     shared = os.environ.get("FLASH_MODELS")

@@ -4,6 +4,7 @@ GPU, or of a machine without any.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,11 +30,16 @@ def price_of_hour(home: Path, target: str = LOCAL_TARGET) -> CostSettings:
 
 def cost(run: Run, home: Path) -> str | None:
     """What the run has cost so far, such as "1.20 EUR"; None without a price."""
-    price = price_of_hour(home, run.target)
-    if not price.price_per_hour:
+    return cost_of({run.target: run.used_s * run.spec.gpus}, home)
+
+
+def cost_of(used_s: Mapping[str, float], home: Path) -> str | None:
+    """What so many seconds of one GPU on each target cost; None if none of them has a price."""
+    prices = {target: price_of_hour(home, target) for target in used_s}
+    if not any(price.price_per_hour for price in prices.values()):
         return None
-    hours = run.used_s / 3600 * run.spec.gpus
-    return f"{hours * price.price_per_hour:.2f} {price.currency}".strip()
+    total = sum(used_s[target] / 3600 * price.price_per_hour for target, price in prices.items())
+    return f"{total:.2f} {price_of_hour(home).currency}".strip()
 
 
 def check(spec: RunSpec, home: Path) -> None:

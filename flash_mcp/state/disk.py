@@ -9,7 +9,13 @@ from shutil import disk_usage
 
 from environments.settings import FILE, DiskSettings, load_settings
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.paths import datasets_dir, environments_dir, models_dir, runs_dir
+from flash_mcp.protocol.paths import (
+    datasets_dir,
+    environments_dir,
+    exports_dir,
+    models_dir,
+    runs_dir,
+)
 from flash_mcp.state.owners import caller
 
 LEAST_FREE_BYTES = 16 << 20
@@ -83,6 +89,7 @@ def usage(base: Path) -> dict[str, int]:
         "interpreters": [base / "interpreters"],
         "environments": [environments_dir(base)],
         "datasets": [datasets_dir(base)],
+        "exports": [exports_dir(base)],
         "the database": base.glob("flash.db*"),
         "scratch": [*base.glob("scratch*"), base / "removed", base / "adapters"],
     }

@@ -1,8 +1,9 @@
-"""Remove runs, versions of environments and datasets, and nothing that others depend on.
+"""Remove runs, versions of environments and datasets, exports, and nothing that others depend on.
 
     remove(store, "run-2f9k1c8d")            # Removed("run", "run-2f9k1c8d", "local", 12_345_678)
     remove(store, "calculator@3f2a9c")       # a version of an environment, or of a dataset
     remove(store, "alice/calculator@3f2a9c") # another owner's
+    remove(store, "run-2f9k1c8d-24-merged")  # an export; a run's exports go with it, too
 
 Rows and files go together: the transaction that deletes the rows also moves the files away. If the
 process is killed in between, the same call finishes the removal. Only the local owner, who sees
@@ -20,6 +21,7 @@ from uuid import uuid4
 
 from flash_mcp.protocol.artifacts import delete_run
 from flash_mcp.protocol.errors import FlashError, disk_error
+from flash_mcp.protocol.paths import exports_dir
 from flash_mcp.protocol.records import ACTIVE, ENDED, LIVE_DEPLOYMENT, Run
 from flash_mcp.protocol.spec import LOCAL_TARGET
 from flash_mcp.state import datasets
@@ -32,13 +34,14 @@ from flash_mcp.state.store import Store
 
 OF_A_RUN = ("metrics", "rollouts", "evals", "events", "checkpoints", "deployments", "logs")
 """Tables whose rows name their run in run_id."""
+Kind = Literal["run", "environment", "dataset", "export"]
 
 
 @dataclass(frozen=True)
 class Removed:
     """What was removed, or would be."""
 
-    kind: Literal["run", "environment", "dataset"]
+    kind: Kind
     reference: str
     owner: str
     freed_bytes: int
@@ -50,7 +53,7 @@ class Removed:
 
 @dataclass(frozen=True)
 class _Found:
-    kind: Literal["run", "environment", "dataset"]
+    kind: Kind
     reference: str
     owner: str
     folders: list[Path]
@@ -78,7 +81,8 @@ class _Version:
 
 
 def remove(store: Store, reference: str, *, dry_run: bool = False) -> Removed:
-    """Remove a run (RUN_ID), or a version of an environment or dataset; with `dry_run`, only look.
+    """Remove a run (RUN_ID), a version of an environment or dataset, or an export; with `dry_run`,
+    only look.
 
     A version is the local owner's as NAME@DIGEST, another's as OWNER/NAME@DIGEST; six characters of
     the digest do. A run on a target is removed from its storage too; what other runs need stays
@@ -135,7 +139,7 @@ def _find(store: Store, reference: str) -> _Found:
     name, at, digest = version.partition("@")
     versions = _versions(store, name)
     if not at and not versions:
-        return _run(store, reference)
+        return _export(store, reference) or _run(store, reference)
     if not versions:
         store.environment(version)  # there is none: what it raises names the nearest
     mine = [each for each in versions if each.owner == (owner or LOCAL_OWNER)]
@@ -190,8 +194,23 @@ def _run(store: Store, run_id: str) -> _Found:
 
 
 def run_folders(store: Store, run: Run) -> list[Path]:
-    """All folders of a run in the state directory."""
-    return own(store, [Path(run.folder), *(store.base / "attempts").glob(f"{run.id}-*")])
+    """All folders of a run in the state directory, its exports included."""
+    attempts = (store.base / "attempts").glob(f"{run.id}-*")
+    return own(store, [Path(run.folder), *attempts, *exports_of(store, run.id)])
+
+
+def exports_of(store: Store, run_id: str) -> list[Path]:
+    """The folders of a run's exports, their locks and their results."""
+    return list(exports_dir(store.base).glob(f"{run_id}-*"))
+
+
+def _export(store: Store, name: str) -> _Found | None:
+    """The export whose folder has this name. That of an export under way is not there yet."""
+    for folder in exports_dir(store.base).glob("*/"):
+        if folder.name == name:
+            beside = [folder.with_name(f"{name}{ending}") for ending in (".json", ".lock")]
+            return _Found("export", name, LOCAL_OWNER, own(store, [folder, *beside]), [])
+    return None
 
 
 def _environment(store: Store, found: _Version) -> _Found:

@@ -14,6 +14,7 @@ from flash_mcp.protocol.paths import (
     POLICY_PREFIX,
     datasets_dir,
     environments_dir,
+    exports_dir,
     scratch_prefix,
 )
 from flash_mcp.protocol.records import ACTIVE, LIVE_DEPLOYMENT, Checkpoint, Evaluation, Run
@@ -53,6 +54,7 @@ def leftovers(store: Store) -> Iterator[Path]:
 def _candidates(store: Store) -> Iterator[Path]:
     yield from store.base.glob("removed/*")
     yield from store.base.glob(".restore-*")
+    yield from exports_dir(store.base).glob(".export-*")
     for root in (environments_dir(store.base), datasets_dir(store.base)):
         for pattern in (".staged-*", ".upload-*"):
             yield from root.glob(pattern)

@@ -83,6 +83,13 @@ class RunTable(Connection):
                   WHERE state IN ({marks(ACTIVE)}) GROUP BY target, state"""
         return {(row["target"], row["state"]): row["n"] for row in self.query(sql, ACTIVE)}
 
+    def used_s_by_target(self) -> dict[str, tuple[float, float]]:
+        """{target: (seconds that all runs worked, the same times their GPUs)}"""
+        sql = """SELECT target, sum(used_s) AS used_s,
+                 sum(used_s * coalesce(json_extract(spec, '$.gpus'), 1)) AS gpu_s
+                 FROM runs GROUP BY target"""
+        return {row["target"]: (row["used_s"], row["gpu_s"]) for row in self.query(sql)}
+
     def recent_targets(self) -> set[str]:
         """Targets that ran something in the last RECENT_S."""
         sql = "SELECT DISTINCT target FROM runs WHERE started > ?"

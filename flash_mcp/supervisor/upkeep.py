@@ -9,10 +9,12 @@ from pathlib import Path
 
 from environments.settings import FILE, load_settings
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.paths import exports_dir, runs_dir
 from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.spec import LOCAL_TARGET
 from flash_mcp.state import retention
 from flash_mcp.state.disk import keep_reserve, size_of
+from flash_mcp.state.removal import exports_of
 from flash_mcp.state.retention import delete, drop_files, drop_optimizers, leftovers
 from flash_mcp.state.store import Store
 
@@ -76,14 +78,16 @@ class Upkeep:
             limit = allowed.total_gib * 2**30
             total = 0
             over = {run.id for run in ended_here(self._store)}
-            for folder in sorted(Path(self._store.base, "runs").glob("*")):
+            for folder in _folders(self._store.base):
                 total += self._size(folder, over)
                 yield
-            why = f"run folders took {total / 2**30:.1f} of {allowed.total_gib:g} GiB: total_gib"
+            taken = f"{total / 2**30:.1f} of {allowed.total_gib:g} GiB"
+            why = f"run folders and exports took {taken}: total_gib"
             for run in ended_here(self._store):
                 if total <= limit:
                     break
-                size = self._size(Path(run.folder), over)
+                exports = exports_of(self._store, run.id)
+                size = sum(self._size(each, over) for each in (Path(run.folder), *exports))
                 if self._drop(run, why):
                     dropped = True
                     total -= size
@@ -105,6 +109,11 @@ class Upkeep:
             if folder.name in over:
                 self._sizes[folder.name] = known
         return known
+
+
+def _folders(base: Path) -> list[Path]:
+    """All run folders and exports."""
+    return sorted([*runs_dir(base).glob("*"), *exports_dir(base).glob("*")])
 
 
 def ended_here(store: Store, before: float | None = None) -> list[Run]:

@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from flash_mcp.protocol.base_models import MODELS, ToolTemplate
-from flash_mcp.protocol.paths import models_dir
+from flash_mcp.protocol.paths import exports_dir, models_dir
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, EnvironmentVersion
 from flash_mcp.protocol.spec import DEFAULT_MODEL
-from flash_mcp.state import datasets
-from flash_mcp.state.disk import in_words
+from flash_mcp.state import costs, datasets
+from flash_mcp.state.disk import in_words, size_of
 from flash_mcp.state.owners import caller
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.state.targets import targets
@@ -136,6 +136,8 @@ class Catalog(Result):
     deployments: list[Deployment] | None = None
     disk: str | None = None
     """What is taken and free."""
+    spent: str | None = None
+    """Hours that your runs worked, and their cost where there is a price."""
     has_more: bool
     """Whether a list was cut."""
     cursor: str | None = None
@@ -182,6 +184,7 @@ def catalog(
         **shown,
         default_model=DEFAULT_MODEL if "models" in shown else None,
         disk=_disk(store) if "devices" in shown else None,
+        spent=_spent(store) if "devices" in shown else None,
         has_more=has_more,
         cursor=str(end) if has_more and kind else None,
         next=_next_step(kind, shown.get("environments"), has_more),
@@ -235,7 +238,19 @@ def _disk(store: Store) -> str:
     for table in ("checkpoints", "environments"):
         taken = store.query(f"{sql} {table}")[0]["taken"]
         sizes.append(f"{table} take {in_words(taken)}")
+    if caller().is_local and (taken := size_of(exports_dir(store.base))):
+        sizes.append(f"exports take {in_words(taken)}")
     return f"{', '.join(sizes)}; {in_words(disk_usage(store.base).free)} free"
+
+
+def _spent(store: Store) -> str | None:
+    used = store.used_s_by_target()
+    used_s = sum(seconds for seconds, _ in used.values())
+    if not used_s:
+        return None
+    cost = costs.cost_of({target: gpu_s for target, (_, gpu_s) in used.items()}, store.base)
+    hours = f"{used_s / 3600:.2f} h"
+    return f"{hours}, {cost}" if cost else hours
 
 
 def _another(owner: str) -> str | None:

@@ -370,13 +370,15 @@ def test_the_doctor_says_what_takes_the_disk_and_how_to_take_less(
         "interpreters/0123/venv/lib.so": 3_000_000,
         "environments/calc/0123/data.jsonl": 1_500_000,
         "datasets/tiny/0123/train.jsonl": 1_000,
+        "exports/run-1-10-merged/model.safetensors": 2_000_000,
     }
     for name, size in sizes.items():
         path = flash_home / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(bytes(size))
     monkeypatch.setenv("FLASH_MODELS", str(flash_home / "models"))
-    taken = "runs 5.0 MB, checkpoints 4.0 MB, interpreters 3.0 MB, environments 1.5 MB"
+    taken = "runs 5.0 MB, checkpoints 4.0 MB, interpreters 3.0 MB"
+    taken += ", exports 2.0 MB, environments 1.5 MB"
     level, detail, fix = found_by_doctor("disk")
     assert (level, fix) == ("ok", "") and detail.endswith(f"taken: {taken}")
     monkeypatch.setattr("flash_mcp.cli.doctor.FREE_DISK_GIB", 1e9)

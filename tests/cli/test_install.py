@@ -77,6 +77,35 @@ def test_the_agents_own_command_adds_the_server_and_the_file_is_edited_where_it_
     assert not install("claude").changed
 
 
+@pytest.mark.parametrize(
+    ("client", "program", "command"),
+    [
+        (
+            "gemini",
+            "gemini",
+            "mcp add --scope=user --env=FLASH_HOME={home} flash {script} -- serve",
+        ),
+        ("vscode", "code", "--add-mcp {entry}"),
+    ],
+)
+def test_gemini_and_vscode_are_asked_by_their_own_commands(
+    client: str, program: str, command: str, own_home: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("FLASH_MODELS")
+    monkeypatch.delenv("FLASH_DEVICE_LOCKS")
+    calls = own_home / "calls"
+    monkeypatch.setenv("PATH", f"{own_home}:{os.defpath}")
+    (own_home / program).write_text(f'#!/bin/sh\nfor word; do echo "$word" >> {calls}; done\n')
+    (own_home / program).chmod(0o755)
+    server = entry()
+    named = json.dumps({"name": "flash", "type": "stdio", **server})
+    words = {"home": server["env"]["FLASH_HOME"], "script": server["command"], "entry": named}
+    done = install(client)
+    assert calls.read_text().splitlines() == [word.format(**words) for word in command.split()]
+    # It said that it did, and did not.
+    assert servers_of(client, done.path.read_text())["flash"]["args"] == ["serve"]
+
+
 ZED = """// Zed settings
 {
   "theme": "One", // mine

@@ -76,22 +76,45 @@ def refused(store: Store, reference: str, code: str = "in_use") -> str:
     return str(caught.value)
 
 
+def export_of(store: Store, run: Run) -> tuple[Path, Path]:
+    """The folder of an export, and its lock."""
+    folder = store.base / "exports" / f"{run.id}-3-merged"
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(bytes(5000))
+    lock = folder.with_name(f"{folder.name}.lock")
+    lock.touch()
+    return folder, lock
+
+
 def test_a_run_goes_whole_and_another_stays_whole(store: Store, tmp_path: Path) -> None:
     environment = published(store)
     gone, kept = (made(store, environment, tmp_path) for _ in range(2))
     before = rows_of(store, kept)
     record = store.base / "attempts" / f"{gone.id}-1"
     record.mkdir(parents=True)
+    (whole, lock), (others, *_) = (export_of(store, run) for run in (gone, kept))
     looked = remove(store, gone.id, dry_run=True)
     assert looked.freed_bytes > 1000 and rows_of(store, gone) == before and min(before.values()) > 0
     assert remove(store, gone.id) == looked
     assert set(rows_of(store, gone).values()) == {0} and rows_of(store, kept) == before
     assert not Path(gone.folder).exists() and not record.exists() and Path(kept.folder).is_dir()
+    assert not whole.exists() and not lock.exists() and others.is_dir()
     assert not (store.base / "removed").exists()
     refused(store, gone.id, "unknown_run")
     tables = {row["name"] for row in store.query("SELECT m.name FROM sqlite_master m, pragma_table_info(m.name) c "
                                                  "WHERE m.type = 'table' AND c.name = 'run_id'")}  # fmt: skip
     assert tables == set(OF_A_RUN), "a table that names runs"
+
+
+def test_an_export_goes_alone(store: Store, tmp_path: Path) -> None:
+    run = made(store, published(store), tmp_path)
+    folder, lock = export_of(store, run)
+    looked = remove(store, folder.name, dry_run=True)
+    assert (looked.kind, looked.freed_bytes) == ("export", 5000) and folder.is_dir()
+    assert remove(store, folder.name) == looked
+    assert not folder.exists() and not lock.exists() and Path(run.folder).is_dir()
+    for name in (folder.name, "..", "."):
+        refused(store, name, "unknown_run")
 
 
 def test_a_run_that_something_stands_on_stays(store: Store, tmp_path: Path) -> None:

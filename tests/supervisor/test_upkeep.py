@@ -168,9 +168,13 @@ def test_the_runs_that_ended_first_go_until_the_rest_fits(store: Store, tmp_path
     for days, run in enumerate(reversed(runs), start=1):
         ended_days_ago(store, run, days)
     size = size_of(Path(runs[0].folder))
+    export = store.base / "exports" / f"{runs[2].id}-20-merged"
+    export.mkdir(parents=True)
+    (export / "model.safetensors").write_bytes(bytes(size))
     allow(store, total_gib=2.5 * size / 2**30)
     clear(store)
-    assert list(map(has_files, runs)) == [False, False, True, True]
+    assert list(map(has_files, runs)) == [False, False, False, True]
+    assert not export.exists()
 
 
 def test_a_broken_settings_file_stops_nothing_and_deletes_nothing(

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flash_mcp.cli.follow import progress_line
 from flash_mcp.pages.report import html
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import home
@@ -667,11 +668,14 @@ async def test_a_cost_is_shown_and_limited_only_where_there_is_a_price(
     open_store().execute("UPDATE main.runs SET used_s = 5400")
     view = (await call("status", run_id=run.id))["run"]
     assert view["hours"] == 1.5 and "cost" not in view
+    assert (await call("catalog", kind="devices"))["spent"] == "1.50 h"
     error = await refused("train", environment="echo", max_cost=3)
     assert error.code == "invalid_argument" and "max_hours" in error.fix
     settings = '[cost]\nprice_per_hour = 0.5\ncurrency = "EUR"\n'
     (flash_home / "settings.toml").write_text(settings)
-    assert (await call("status", run_id=run.id))["run"]["cost"] == "0.75 EUR"
+    view = (await call("status", run_id=run.id))["run"]
+    assert view["cost"] == "0.75 EUR" and "1.5 h, 0.75 EUR" in progress_line(view)
+    assert (await call("catalog", kind="devices"))["spent"] == "1.50 h, 0.75 EUR"
     assert "1.5 hours of work, 0.75 EUR" in html(open_store(), run.id)
     planned = await call("train", environment="echo", max_cost=3, validate_only=True)
     assert planned["values"]["max_cost"] == 3

@@ -15,6 +15,7 @@ from typing import IO, Any, Literal
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.exports import Agreement, ExportKind
 from flash_mcp.protocol.parts import Part
+from flash_mcp.protocol.paths import exports_dir
 
 
 class Export(Part):
@@ -43,7 +44,7 @@ class Exporter:
     @property
     def folder(self) -> Path:
         name = f"{self.reference}-{self.kind}".replace("@", "-")
-        return self.base / "exports" / name
+        return exports_dir(self.base) / name
 
     @property
     def _name(self) -> str:
@@ -60,7 +61,7 @@ class Exporter:
             return None
         return Export(
             state="ready",
-            folder=body["folder"],
+            folder=str(self.folder),
             pushed=body.get("pushed"),
             agreement=body.get("agreement"),
             warnings=body.get("warnings") or None,
