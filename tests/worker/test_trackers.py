@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,8 +54,10 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, callback in (("wandb", Kept), ("mlflow", Away), ("trackio", Hanging)):
         monkeypatch.setitem(known, name, callback)
     monkeypatch.setattr(trackers, "CLOSING_S", 2.0)
-    for variable in (*trackers.VARIABLES, "TENSORBOARD_LOGGING_DIR"):
+    for variable in (*trackers.VARIABLES, *trackers.IN_RUN_FOLDER):
         monkeypatch.setenv(variable, "set by this test")  # and removed after it
+    monkeypatch.delenv("WANDB_DIR")
+    monkeypatch.delenv("WANDB_CONSOLE")
     Hanging.let_go.clear()
     yield
     Hanging.let_go.set()
@@ -69,6 +72,8 @@ def test_a_tracker_that_raises_or_hangs_stops_neither_the_run_nor_the_others(tmp
     for step in range(1, STEPS + 1):
         told.tell(step, {"loss": step / 2, "kl": None})
     told.close()
+    assert (os.environ["WANDB_DIR"], os.environ["WANDB_CONSOLE"]) == (str(tmp_path / "run"), "off")
+    assert os.environ["WANDB_PROJECT"] == "set by this test"
     assert Kept.told == [(step, step / 2) for step in range(1, STEPS + 1)]
     assert sorted(warnings(run)) == [
         "mlflow gets no more metrics: ConnectionError: no route to the tracker",

@@ -9,6 +9,7 @@ import copy
 import os
 import threading
 import time
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, cast
 
@@ -22,8 +23,16 @@ from flash_mcp.protocol.spec import RunSpec
 CLOSING_S = 10.0
 """Time that the trackers have to send what is left when the run ends."""
 PROJECT = "flash-mcp"
-"""What the run is filed under, unless the tracker's own variables say otherwise."""
-VARIABLES = ("WANDB_PROJECT", "MLFLOW_EXPERIMENT_NAME")
+"""What the run is filed under."""
+VARIABLES = {
+    "WANDB_PROJECT": PROJECT,
+    "MLFLOW_EXPERIMENT_NAME": PROJECT,
+    # It would upload what the worker logs, with what environment code wrote.
+    "WANDB_CONSOLE": "off",
+}
+"""What the trackers read, unless the user has set it."""
+IN_RUN_FOLDER = {"TENSORBOARD_LOGGING_DIR": "tensorboard", "WANDB_DIR": ""}
+"""Folders of theirs within that of the run, with which they are removed; wandb adds a name."""
 
 
 class Trackers:
@@ -31,11 +40,12 @@ class Trackers:
 
     def __init__(self, spec: RunSpec, writer: RunWriter, arguments: TrainingArguments) -> None:
         """`arguments` are those of the trainer; trackers show the fields of `spec` instead."""
-        for variable in VARIABLES:
-            os.environ.setdefault(variable, PROJECT)
         folder = writer.folder
+        for variable, value in VARIABLES.items():
+            os.environ.setdefault(variable, value)
         if folder.is_local:
-            os.environ.setdefault("TENSORBOARD_LOGGING_DIR", f"{folder.root}/tensorboard")
+            for variable, name in IN_RUN_FOLDER.items():
+                os.environ.setdefault(variable, str(Path(folder.root, name)))
         shown: Any = copy.copy(arguments)
         shown.run_name = folder.root.rpartition("/")[2]
         shown.project = PROJECT
