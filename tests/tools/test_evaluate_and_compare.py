@@ -614,7 +614,7 @@ async def test_a_sample_says_whether_there_is_something_to_learn_and_what_it_tak
     assert (sample["scores"]["success"], sample["scores"]["uniform_share"]) == (0.5, 0.0)
     # 320 rollouts of 20 tokens at 100 tokens/s, training as long again, and 120 held-out attempts.
     assert expected["seconds"] == 320 * 20 / 100 * (1 + run_time.TRAINING_SHARE) + 120 * 20 / 100
-    assert expected["low_s"] < expected["seconds"] < expected["high_s"]
+    assert "low_s" not in expected
     assert expected["cost"] == pytest.approx(expected["seconds"] / 1800, abs=1e-3)
     assert "guess" in expected["basis"]
     run = open_store().run(sample["run_id"])
@@ -640,6 +640,7 @@ async def test_the_time_takes_its_share_of_training_from_an_earlier_run_of_the_m
     push_echo(tmp_path / "echo", ECHO)
     expected = (await sampled(client, {"often": list(range(40))}))["estimate"]["time"]
     assert expected["seconds"] == 320 * 20 / 100 * 4
+    assert expected["low_s"] <= expected["seconds"] <= expected["high_s"]
     assert earlier.id in expected["basis"]
 
 

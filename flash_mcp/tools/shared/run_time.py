@@ -5,6 +5,7 @@ before.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -17,23 +18,21 @@ from flash_mcp.state.store import Store
 
 TRAINING_SHARE = 1.0
 """Seconds of training for one of generation, until a run of the model has measured it: it was 1.05
-for SmolLM2-135M on a CPU, and may be half or twice that elsewhere.
+for SmolLM2-135M on a CPU, and is not known elsewhere.
 """
 LOOKED_AT = 50
 """Newest runs among which an earlier one of the model is looked for."""
-SAME_FACTOR = 1.4
-OTHER_FACTOR = 3.0
-"""An estimate from an earlier run may be wrong by these factors: in the same environment, and in
-another one. Both are guesses.
-"""
+SCATTERED = 3
+"""So many earlier runs show how far their times scatter."""
 
 
 class RunTime(Part):
-    """How long a run will take, and what it costs; low and high are the error band."""
+    """How long a run will take, and what it costs."""
 
     seconds: int
-    low_s: int
-    high_s: int
+    low_s: int | None = None
+    """low and high are measured, as basis says: left out where too little was."""
+    high_s: int | None = None
     basis: str
     """What it was computed from."""
     cost: Rounded | None = None
@@ -48,8 +47,16 @@ class RunTime(Part):
             price = costs.price_of_hour(store.base).price_per_hour
         if price:
             self.cost = self.seconds / 3600 * price
+        if price and self.low_s is not None and self.high_s is not None:
             self.cost_low = self.low_s / 3600 * price
             self.cost_high = self.high_s / 3600 * price
+        return self
+
+    def banded(self, low: float, high: float, why: str) -> RunTime:
+        """The same with a band, of these shares of its seconds."""
+        self.low_s = round(self.seconds * low)
+        self.high_s = round(self.seconds * high)
+        self.basis += f"; low and high: {why}"
         return self
 
 
@@ -75,26 +82,32 @@ def work_of(spec: RunSpec, environment: str, steps: int, eval_tasks: int) -> Wor
 
 
 def expected_time(store: Store, work: Work) -> RunTime | None:
-    """From the newest run of the same model and algorithm, in this environment if there is one;
-    else, with grpo, from the newest evaluation of the model. None if this machine ran neither.
+    """From the newest run of the same model, algorithm and target, in this environment if there is
+    one; else, with grpo, from the newest evaluation of the model. None if neither was run.
     """
-    ended = [run for run in store.runs(limit=LOOKED_AT) if run.model == work.spec.model]
+    place = (work.spec.model, work.spec.target)
+    ended = [run for run in store.runs(limit=LOOKED_AT) if (run.model, run.target) == place]
     ended.sort(key=lambda run: run.environment != work.environment)
-    for run in ended:
-        if run.algorithm == work.spec.algorithm and (found := _as_before(store, work, run)):
-            return found
+    if found := _as_before(store, work, ended):
+        return found
     for run in ended:
         if run.algorithm == "eval" and (found := time_by_evaluation(store, work, run)):
             return found
     return None
 
 
-def _as_before(store: Store, work: Work, run: Run) -> RunTime | None:
-    """From the seconds of an earlier run's steps and evaluations; None if it took no step."""
-    points = store.series(run.id, "time/step_s", points=1)
-    if not points:
+def _as_before(store: Store, work: Work, ended: Sequence[Run]) -> RunTime | None:
+    """From the seconds of the steps and evaluations of the first of these runs that is alike; None
+    if none of them took a step.
+    """
+    paces: list[tuple[Run, float]] = []
+    for run in ended:
+        if run.algorithm == work.spec.algorithm and (pace := _conversation_s(store, run)):
+            paces.append((run, pace))
+    if not paces:
         return None
-    step_s = points[0][1] * work.spec.conversations_per_step / run.training.conversations_per_step
+    run, pace = paces[0]
+    step_s = pace * work.spec.conversations_per_step
     seconds = step_s * work.steps
     basis = f"{work.steps} steps of {step_s:.2g} s as in {run.id}"
     attempt_s = _attempt_s(store, run)
@@ -103,7 +116,20 @@ def _as_before(store: Store, work: Work, run: Run) -> RunTime | None:
     elif work.held_out:
         seconds += work.held_out * (attempt_s or 0.0)
         basis += f" and {work.held_out} held-out attempts"
-    return _banded(seconds, basis, work, run)
+    time = RunTime(seconds=round(seconds), basis=basis)
+    if run.environment != work.environment:
+        return _elsewhere(time, run)
+    alike = [each for other, each in paces if other.environment == run.environment]
+    if len(alike) < SCATTERED:
+        return time
+    why = f"the fastest and the slowest of {len(alike)} such runs"
+    return time.banded(min(alike) / pace, max(alike) / pace, why)
+
+
+def _conversation_s(store: Store, run: Run) -> float | None:
+    """Seconds of a step for each of its conversations; None if the run took no step."""
+    points = store.series(run.id, "time/step_s", points=1)
+    return points[0][1] / run.training.conversations_per_step if points else None
 
 
 def _attempt_s(store: Store, run: Run) -> float | None:
@@ -115,25 +141,17 @@ def _attempt_s(store: Store, run: Run) -> float | None:
     return sum(each["seconds"] for each in measured) / sum(each["n"] for each in measured)
 
 
-def _banded(seconds: float, basis: str, work: Work, run: Run) -> RunTime:
-    factor = SAME_FACTOR
-    if run.environment != work.environment:
-        factor = OTHER_FACTOR
-        basis += f", in another environment ({run.environment})"
-    return RunTime(
-        seconds=round(seconds),
-        low_s=round(seconds / factor),
-        high_s=round(seconds * factor),
-        basis=basis,
-    )
+def _elsewhere(time: RunTime, run: Run) -> RunTime:
+    """A time from a run in another environment, where nobody knows how far it is off."""
+    time.basis += f", in another environment ({run.environment})"
+    return time
 
 
 def time_by_evaluation(store: Store, work: Work, run: Run) -> RunTime | None:
     """The time of a GRPO run, from the tokens and the speed of an evaluation of its model; None if
     that has no speed.
 
-    The band covers the scatter of the tokens over tasks, and the uncertainty of the optimizer's
-    share."""
+    Where the share of training was measured, the band is the scatter of the tokens over tasks."""
     rows = store.evals(run.id)
     if not rows or not rows[-1].summary.get("tokens_per_s") or work.spec.algorithm != "grpo":
         return None
@@ -147,28 +165,25 @@ def time_by_evaluation(store: Store, work: Work, run: Run) -> RunTime | None:
     share = _training_share(store, work.spec)
     generate_s = work.rollouts * tokens / speed
     evaluate_s = work.held_out * tokens / speed
-    least_s = generate_s * (1 + share.value / share.factor) + evaluate_s
-    most_s = generate_s * (1 + share.value * share.factor) + evaluate_s
     evals = f" and {work.held_out} held-out attempts" if work.held_out else ""
     amount = f"{work.rollouts} rollouts{evals} of {tokens:.0f} tokens at {speed:.0f} tokens/s"
-    basis = f"{amount} as in {run.id}, and {share.basis}"
     time = RunTime(
         seconds=round(generate_s * (1 + share.value) + evaluate_s),
-        low_s=round(least_s * max(1 - scatter, 0.1)),
-        high_s=round(most_s * (1 + scatter)),
-        basis=basis,
+        basis=f"{amount} as in {run.id}, and {share.basis}",
     )
     if run.environment != work.environment:
-        return _banded(time.seconds, basis, work, run)
-    return time
+        return _elsewhere(time, run)
+    if not share.is_measured:
+        return time
+    return time.banded(max(1 - scatter, 0.1), 1 + scatter, "by the scatter of the tokens")
 
 
 @dataclass(frozen=True)
 class TrainingShare:
-    """Seconds of training for each of generation; it may be wrong by `factor`."""
+    """Seconds of training for each of generation."""
 
     value: float
-    factor: float
+    is_measured: bool
     basis: str
 
 
@@ -181,9 +196,9 @@ def _training_share(store: Store, spec: RunSpec) -> TrainingShare:
         if train and rollout and rollout[0][1]:
             share = train[0][1] / rollout[0][1]
             told = f"{share:.2g} s of training for each of generation as in {run.id}"
-            return TrainingShare(share, SAME_FACTOR, told)
+            return TrainingShare(share, True, told)
     told = f"a guess of {TRAINING_SHARE:g} s of training for each of generation"
-    return TrainingShare(TRAINING_SHARE, 2.0, told)
+    return TrainingShare(TRAINING_SHARE, False, told)
 
 
 def _evaluations(spec: RunSpec, steps: int) -> int:
