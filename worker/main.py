@@ -32,14 +32,16 @@ from flash_mcp.protocol.errors import FlashError, disk_error
 from flash_mcp.protocol.paths import home, scratch_prefix
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import PATIENCE_S, RunFolder, RunWriter
+from flash_mcp.protocol.sealing import TOKEN, Receiver
 from flash_mcp.protocol.spec import EvalSpec, RunSpec, stored_spec
 from worker.heartbeat import Cancelled, Pulse
 from worker.imports import quick_imports
 from worker.ranks import Ranks, serve_rank, started, variables
 
 log = logging.getLogger("worker")
-ANOTHER_MAY_CURE = ("artifact_damaged", "disk_full", "preempted")
+ANOTHER_MAY_CURE = ("artifact_damaged", "disk_full", "preempted", "secret_missing")
 """Errors after which another attempt of the run may succeed."""
+SECRETS_EVERY_S = 1.0
 PROCESS_SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # vLLM would pin the trainer's threads too
@@ -57,6 +59,7 @@ PROCESS_SETTINGS = {
 
 
 def main() -> int:
+    token = os.environ.pop(TOKEN, "")
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -93,6 +96,8 @@ def main() -> int:
     started = time.monotonic()
     error = None
     try:
+        if token:
+            _receive_secrets(job["run_id"], token, writer, pulse)
         step = _work(job, writer, pulse)
         state = "cancelled" if pulse.cancelled.is_set() else "succeeded"
     except Cancelled:
@@ -136,6 +141,19 @@ def _leave(code: int) -> NoReturn:
 def _preempted(step: int) -> FlashError:
     what = "the attempt was told to end: its machine is taken away"
     return FlashError("preempted", what, step=step, fix="nothing: the run goes on by itself")
+
+
+def _receive_secrets(run_id: str, token: str, writer: RunWriter, pulse: Pulse) -> None:
+    """Wait for the run's secrets, and put them where an attempt on the server's machine has them:
+    into variables of this process, from where the environment's process takes them.
+    """
+    pulse.enter("secrets")
+    receiver = Receiver(f"{run_id}-{writer.epoch}", token)
+    writer.offer(receiver.offer)
+    while (sealed := writer.take_sealed()) is None:
+        if pulse.cancelled.wait(SECRETS_EVERY_S):
+            raise Cancelled
+    os.environ |= receiver.open(sealed)
 
 
 def _work(job: Json, writer: RunWriter, pulse: Pulse) -> int:

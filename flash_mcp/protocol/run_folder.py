@@ -18,6 +18,8 @@
                            every file), written last: the Nth checkpoint that attempt EPOCH saved.
                            The newest one of a step counts. Only the newest good checkpoint keeps
                            optimizer.pt
+    keys/N.json            the public key of attempt N, which waits for secrets
+    sealed/N               the secrets for this key; removed by the attempt as soon as it opens them
     cancel                 the server asks the worker to save and end
     result.N.json          {"state", "step", "error", ...}: ends the run if no attempt came after N
 
@@ -241,6 +243,14 @@ class RunFolder:
     def drop_superseded(self) -> None:
         """Delete what attempts that were replaced left and nobody reads."""
         self._remove_files(_superseded(list(self._find()), self.newest_epoch()))
+
+    def offer(self, epoch: int) -> Json | None:
+        """The public key of attempt `epoch`, while it waits for secrets."""
+        return self.read_json("keys", f"{epoch}.json")
+
+    def put_sealed(self, epoch: int, sealed: bytes) -> None:
+        """Hand attempt `epoch` the secrets that it waits for."""
+        self._write(f"sealed/{epoch}", sealed)
 
     def put_log(self, epoch: int, tail: bytes) -> None:
         """Replace the output of attempt `epoch`."""
@@ -593,6 +603,21 @@ class RunWriter:
         self._write(f"evals/{step}/{self.epoch:04d}-{self._shards:06d}", body)
         self._shards += 1
 
+    def offer(self, offer: Json) -> None:
+        """Ask for secrets: store the attempt's public key."""
+        self._write(f"keys/{self.epoch}.json", _dump(offer))
+
+    def take_sealed(self) -> bytes | None:
+        """The secrets that were sealed for this attempt, once they are there. They are removed."""
+        place = self.folder.path("sealed", str(self.epoch))
+        try:
+            sealed = cast(bytes, self.folder._fs.cat_file(place))
+        except FileNotFoundError:
+            return None
+        self.folder._remove("sealed", str(self.epoch))
+        self.folder._remove("keys", f"{self.epoch}.json")
+        return sealed
+
     def event(self, kind: str, message: str, **values: Any) -> None:
         name = f"events/{self.epoch:04d}-{self._events:06d}.json"
         self._put(name, {"kind": kind, "message": message, **values})
@@ -759,6 +784,8 @@ def _superseded(names: Sequence[str], newest: int) -> list[str]:
             return bool(made and int(made["epoch"] or 0) < versions[kind, made["step"]])
         if kind == "evals":
             return (kind, rest[0]) in versions
+        if kind in ("keys", "sealed"):
+            return int(rest[0].removesuffix(".json")) < newest
         if kind != "checkpoints" or len(rest) < 3 or not SAVED.fullmatch(rest[1]):
             return False
         is_whole = "/".join((kind, *rest[:2])) in complete

@@ -122,6 +122,8 @@ class Attempt:
     """Since when it waits for a machine."""
     log_at: float = 0.0
     """When its output was last stored."""
+    has_secrets: bool = False
+    """They were sealed for it; of an attempt on another machine."""
     cancelled_at: float | None = None
     result_at: float | None = None
 
@@ -319,6 +321,8 @@ class Attendant:
         is_new, moved = attempt.observe(beat)
         if beat and is_new:
             self._record_beat(attempt, beat, moved)
+        if run.spec.secrets and attempt.beat:
+            self._hand_over_secrets(run, attempt)
         if attempt.reader.read():
             prune_checkpoints(self.store, run)
         self._note_damage(run, attempt)
@@ -329,6 +333,17 @@ class Attendant:
             self._settle(run, attempt, result, hint)
         elif error := self._retryable_error(run, attempt) or self._diagnose(run, attempt, hint):
             self._replace(run, attempt, error)
+
+    def _hand_over_secrets(self, run: Run, attempt: Attempt) -> None:
+        """Seal the secrets for an attempt on another machine, once it asks for them."""
+        is_known = not self.vault.lacking(run.id, run.spec.secrets)
+        if self.target.name == LOCAL_TARGET or attempt.has_secrets or not is_known:
+            return
+        if offer := attempt.folder.offer(attempt.number):
+            values = self.vault.values(run.id, run.spec.secrets)
+            if sealed := self.target.seal(run, offer, values):
+                attempt.folder.put_sealed(attempt.number, sealed)
+            attempt.has_secrets = True
 
     def _store_log(self, attempt: Attempt, *, now: bool = False) -> None:
         """Keep the end of its output, if nobody else reads the folder."""

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import hmac
 import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from flash_mcp.protocol import sealing
 from flash_mcp.protocol.artifacts import Artifacts, packed
-from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json, Run
 from flash_mcp.protocol.run_folder import PATIENCE_S
 from flash_mcp.protocol.spec import LOCAL_TARGET
 from flash_mcp.state import queue
 from flash_mcp.state.runs import REMOTE_PATIENCE_S
-from flash_mcp.state.targets import TargetSettings, find_target, tag_of
+from flash_mcp.state.targets import TargetSettings, find_target, key_of, tag_of
 from flash_mcp.supervisor.launch.base import Launch, Launcher, Target
 from flash_mcp.supervisor.launch.slurm import SlurmLauncher
 
@@ -49,8 +50,12 @@ class RemoteTarget(Target):
 
     patience_s = REMOTE_PATIENCE_S
 
-    def __init__(self, name: str, settings: TargetSettings, launcher: Launcher) -> None:
+    def __init__(
+        self, name: str, settings: TargetSettings, launcher: Launcher, key: bytes = b""
+    ) -> None:
         self.name = name
+        self.key = key
+        """The state directory's own, from which launch tokens are made."""
         self.settings = settings
         self.launcher = launcher
         self.artifacts = Artifacts(settings.storage, patience_s=REMOTE_PATIENCE_S)
@@ -61,18 +66,28 @@ class RemoteTarget(Target):
         return {**packed(queue.job(run), self.artifacts), "storage": storage}
 
     def launch(self, run: Run, secrets: Mapping[str, str]) -> Launch:
-        if secrets:
-            what = f"secrets cannot travel to target {self.name!r}"
-            fix = "train with target='local', or without secrets"
-            raise FlashError("invalid_argument", what, secrets=list(secrets), fix=fix)
+        variables = node_environment(self.settings)
+        if run.spec.secrets:
+            variables[sealing.TOKEN] = self._token(run)
         return Launch(
             run.id,
             run.attempt,
             on_node(self.settings, ["worker.node", run.folder, "--attempt", str(run.attempt)]),
-            node_environment(self.settings),
+            variables,
             None,
             gpus=run.spec.gpus,
         )
+
+    def seal(self, run: Run, offer: Json, secrets: Mapping[str, str]) -> bytes:
+        return sealing.seal(secrets, offer, _name(run), self._token(run))
+
+    def _token(self, run: Run) -> str:
+        """The same for a later supervisor: the attempt may wait in the engine's queue for days."""
+        return hmac.digest(self.key, _name(run).encode(), "sha256").hex()
+
+
+def _name(run: Run) -> str:
+    return f"{run.id}-{run.attempt}"
 
 
 def on_node(settings: TargetSettings, module: Sequence[str]) -> list[str]:
@@ -97,4 +112,4 @@ def launcher_of(settings: TargetSettings, tag: str = "") -> Launcher:
 def open_target(base: Path, name: str) -> Target:
     """The target of that name. FlashError(unknown_target | targets_invalid)."""
     settings = find_target(base, name)
-    return RemoteTarget(name, settings, launcher_of(settings, tag_of(base)))
+    return RemoteTarget(name, settings, launcher_of(settings, tag_of(base)), key_of(base))

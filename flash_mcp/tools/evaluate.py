@@ -161,7 +161,7 @@ async def _measure(
     subject = await run_sync(references.find_subject, store, model)
     reference = _environment_of(environment, subject)
     row = await run_sync(references.environment, store, reference)
-    check_target(store, given.get("target") or LOCAL_TARGET, given.get("secrets"))
+    check_target(store, given.get("target") or LOCAL_TARGET)
     resolved = functools.partial(
         resolve.resolve_eval,
         subject,

@@ -256,7 +256,7 @@ async def _resumed(run_id: str, given: Json, label: Label, *, fresh_optimizer: b
         raise FlashError("invalid_argument", what, resume=run_id, fix=fix)
     store = open_store()
     target = store.run(run_id).target
-    check_target(store, target, None)
+    check_target(store, target)
     again = functools.partial(resumption.resume, fresh_optimizer=fresh_optimizer)
     found = await run_sync(again, store, run_id, given.get("steps"))
     run = await run_sync(queue.label, store, found.run, label)
@@ -356,7 +356,7 @@ async def _plan(
     is_here = spec.target == LOCAL_TARGET
     if sample:
         check_machine()
-    check_target(store, spec.target, spec.secrets)
+    check_target(store, spec.target)
     if is_here:
         await run_sync(_check_gpus, spec)
     memory = await run_sync(_memory_need, spec, card) if is_here else None

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import fsspec
@@ -36,6 +37,18 @@ TIMEOUT_S = 400.0
 QUICK = {"steps": 3, "batch_size": 2, "group_size": 4, "max_tokens": 8, "max_length": 256, "lora_rank": 4,
          "lora_alpha": 8, "learning_rate": 0.01, "save_every": 1}  # fmt: skip
 
+PLANTED = "pl4nted-value-that-nobody-must-see"
+NEEDS_SECRET = """
+
+import os
+is_needed = load_environment
+
+
+def load_environment(needs_secret=False, **arguments):
+    assert not needs_secret or os.environ["PLANTED_KEY"].startswith("pl4nted")
+    return is_needed(**arguments)
+"""
+
 
 class Lab:
     """A state directory, a cluster whose nodes do not see it, and a folder that both share."""
@@ -47,6 +60,8 @@ class Lab:
         self.model = shutil.copytree(model, home / "my-model")
         source = home / "environments" / "vowels" / digest_of(VOWELS)
         shutil.copytree(VOWELS, source)
+        with (source / "environment.py").open("a") as code:
+            code.write(NEEDS_SECRET)
         self.environment = self.store.add_environment(
             name="vowels", digest=source.name, path=str(source), size_bytes=1
         )
@@ -172,17 +187,45 @@ def object_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
     made.end()
 
 
-def test_run_folders_in_an_object_store_are_read_served_and_removed_and_its_key_is_nowhere(
-    object_store: ObjectStore, hidden: Path, tmp_path: Path, tiny_model: Path
+def test_run_folders_in_an_object_store_are_read_served_and_removed_and_no_secret_is_seen(
+    object_store: ObjectStore,
+    hidden: Path,
+    tmp_path: Path,
+    tiny_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     keys = tmp_path / "keys.sh"
     lines = [f"{name}={shlex.quote(each)}" for name, each in object_store.environment.items()]
     keys.write_text("\n".join(lines))
     storage = f"s3://{BUCKET}/flash"
     lab = Lab(hidden / "s3", storage, tmp_path / "node", tiny_model, env_file=str(keys))
-    run = lab.train(steps=2)
+    monkeypatch.setenv("PLANTED_KEY", PLANTED)
+    arguments = {"needs_secret": True}
+    run = lab.train(steps=2, secrets=["PLANTED_KEY"], environment_args=arguments)
+    everything = fsspec.filesystem("s3", skip_instance_cache=True)
+    places = [Path(os.environ["SLURM_CONF"]).parent, lab.home / "attempts", tmp_path / "node"]
+
+    def leaks() -> list[str]:
+        """Where a value that nobody must see is stored or shown."""
+        found = everything.cat(everything.find(f"{BUCKET}/flash", refresh=True), on_error="omit")
+        for path in (path for place in places for path in place.rglob("*")):
+            with suppress(OSError):  # folders, and files that are gone
+                found[str(path)] = path.read_bytes()
+        for process in psutil.process_iter(["cmdline"]):
+            found[str(process)] = " ".join(process.info["cmdline"] or []).encode()
+        found["log"] = lab.store.log(run.id).encode()
+        assert len(found) > 20
+        values = (PLANTED.encode(), SECRET_KEY.encode())
+        return [name for name, body in found.items() if any(value in body for value in values)]
+
+    # While it waits for the secrets, and while it uses them.
+    early = ("start", "secrets", "artifacts", "model")
+    for phases in (early, ("engine", "rollout", "train", "sync")):
+        lab.until(lambda phases=phases: str(lab.now(run).phase).startswith(phases))
+        assert leaks() == []
     ended = lab.finish(run)
     assert (ended.state, ended.step) == ("succeeded", 2), lab.trouble()
+    assert leaks() == []
     assert "step 2/2" in lab.store.log(run.id)
     assert lab.store.checkpoint(run.id).path.startswith(
         f"{storage}/run-folders/{run.id}/checkpoints/2/"
@@ -196,18 +239,11 @@ def test_run_folders_in_an_object_store_are_read_served_and_removed_and_its_key_
     assert references.find_subject(lab.store, run.id).adapter == adapter
     assert weights.stat().st_ino == first  # it was not fetched again
 
-    everything = fsspec.filesystem("s3", skip_instance_cache=True)
-    stored = everything.find(f"{BUCKET}/flash")
-    assert not [name for name in stored if SECRET_KEY.encode() in everything.cat_file(name)]
-    spool = Path(os.environ["SLURM_CONF"]).parent
-    files = [path for path in spool.rglob("*") if path.is_file()]
-    assert len(files) > 5
-    assert not [path for path in files if SECRET_KEY.encode() in path.read_bytes()]
-
     removed = removal.remove(lab.store, run.id)
     assert removed.elsewhere is None
     assert not weights.exists()
-    assert everything.find(f"{BUCKET}/flash", refresh=True) == []
+    everything.invalidate_cache()
+    assert everything.find(f"{BUCKET}/flash") == []
 
 
 def commands_of(page: Path) -> list[list[str]]:

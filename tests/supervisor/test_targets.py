@@ -12,13 +12,16 @@ import pytest
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json, Run
 from flash_mcp.protocol.run_folder import RunFolder, RunWriter
+from flash_mcp.protocol.sealing import TOKEN, Receiver
 from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state import queue
 from flash_mcp.state.store import Store
-from flash_mcp.state.targets import new_target, write_target
+from flash_mcp.state.targets import find_target, key_of, new_target, write_target
 from flash_mcp.supervisor.launch.base import Handle, Hint, Launch, MemoryLauncher, Target
 from flash_mcp.supervisor.loop import Attendant, Patience, Supervisor
 from flash_mcp.supervisor.secrets import Vault
+from flash_mcp.supervisor.targets import RemoteTarget
+from flash_mcp.tools.shared import waiting
 from flash_mcp.tools.shared.run_view import report_on
 
 HASTE = Patience(poll_s=0.01, remote_poll_s=0.01, beat_stale_s=0.05, retry_delay_s=0.0)
@@ -282,3 +285,34 @@ def test_status_its_log_and_cancel_ask_no_store_for_a_run_elsewhere(
     assert report_on(bench.store, waiting.id).view.queued_ahead == 0
     for each in (run, waiting):
         assert queue.request_cancel(bench.store, each.id).cancel_requested
+
+
+def test_secrets_are_sealed_for_an_attempt_that_asks_and_a_supervisor_without_them_says_so(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = find_target(bench.store.base, "lab")
+    lab = RemoteTarget("lab", settings, bench.lab.launcher, key_of(bench.store.base))
+    monkeypatch.setattr(bench.lab, "seal", lab.seal)
+    monkeypatch.setenv("PLANTED_KEY", "planted")
+    run = bench.train(secrets=["PLANTED_KEY"])
+    bench.until(lambda: bench.now(run).handle)
+    launch = lab.launch(bench.now(run), {"PLANTED_KEY": "planted"})
+    assert "planted" not in f"{launch}"
+    receiver = Receiver(f"{run.id}-1", launch.environment[TOKEN])
+
+    bench.attendant = bench.new_attendant()  # a later supervisor, which was not given the value
+    with monkeypatch.context() as patch:
+        patch.delenv("PLANTED_KEY")
+        writer = bench.start(run)
+        writer.offer(receiver.offer)
+        writer.beat(0, "secrets")
+        bench.until(lambda: bench.now(run).phase == "secrets")
+        bench.tick()
+        assert writer.take_sealed() is None
+        patch.setattr(waiting, "obstacle", lambda _: None)  # no supervisor's process runs here
+        assert "secret_missing" in str(waiting.obstacles(bench.store, bench.now(run)))
+    bench.tick()
+    sealed = writer.take_sealed()
+    assert sealed and receiver.open(sealed) == {"PLANTED_KEY": "planted"}
+    bench.tick()
+    assert not [name for name in RunFolder(run.folder)._find() if name.startswith(("key", "seal"))]

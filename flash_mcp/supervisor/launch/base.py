@@ -105,9 +105,15 @@ class Target(ABC):
 
     @abstractmethod
     def launch(self, run: Run, secrets: Mapping[str, str]) -> Launch:
-        """How the run's attempt is started. Its environment holds what the place gives, and the
-        run's secrets as far as they can travel.
+        """How the run's attempt is started. Its environment holds what the place gives, and on this
+        machine the run's secrets.
         """
+
+    def seal(self, run: Run, offer: Json, secrets: Mapping[str, str]) -> bytes | None:
+        """The secrets for the run's attempt alone, which made the offer; None where it has them
+        from its environment.
+        """
+        return None
 
 
 @dataclass

@@ -50,19 +50,14 @@ RunName = Annotated[
 RunNote = Annotated[str | None, Field(max_length=500, description="Your note on it.")]
 
 
-def check_target(store: Store, target: str, secrets: Sequence[str] | None) -> None:
+def check_target(store: Store, target: str) -> None:
     """FlashError(unknown_target | targets_invalid), FlashError(engine_missing) if the target is
-    this machine and lacks packages for sampling or training, or FlashError(invalid_argument) for
-    secrets that cannot travel.
+    this machine and lacks packages for sampling or training.
     """
     if target == LOCAL_TARGET:
         check_machine()
-        return
-    find_target(store.base, target)
-    if secrets:
-        what = f"secrets cannot travel to target {target!r} yet"
-        fix = f"leave secrets out, or use target={LOCAL_TARGET!r}"
-        raise FlashError("invalid_argument", what, secrets=list(secrets), fix=fix)
+    else:
+        find_target(store.base, target)
 
 
 def check_machine() -> None:

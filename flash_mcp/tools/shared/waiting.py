@@ -228,13 +228,14 @@ def obstacles(store: Store, run: Run) -> list[str]:
         return []
     if found := obstacle(store):
         return [str(found)]
-    if run.state == "running":
+    if run.state == "running" and run.phase != "secrets":
         return []
     if run.error and run.error["code"] == "disk_full":
         return [str(FlashError.from_dict(run.error))]
-    if run.target != LOCAL_TARGET:
-        return _target_trouble(store, run)
-    if run.state == "queued" and (users := devices_in_use(store.base)):
+    if run.target != LOCAL_TARGET and (found := _target_trouble(store, run)):
+        return found
+    is_here = run.target == LOCAL_TARGET
+    if is_here and run.state == "queued" and (users := devices_in_use(store.base)):
         what = f"every GPU is used by {', '.join(users)}"
         return [str(FlashError("not_ready", what, fix="wait until one is free"))]
     absent = secrets.lacking(store.base, run.id, run.spec.secrets)
