@@ -13,6 +13,8 @@ from flash_mcp.protocol.run_folder import RunWriter
 
 log = logging.getLogger("worker")
 BEAT_EVERY_S = 2.0
+BEAT_TO_STORE_EVERY_S = 5.0
+"""Each heartbeat to an object store is three requests."""
 
 
 class Cancelled(Exception):
@@ -20,7 +22,7 @@ class Cancelled(Exception):
 
 
 class Pulse(threading.Thread):
-    """Writes a heartbeat every two seconds and sets `cancelled` once a cancel is requested."""
+    """Writes a heartbeat every few seconds and sets `cancelled` once a cancel is requested."""
 
     def __init__(self, writer: RunWriter) -> None:
         super().__init__(name="pulse", daemon=True)
@@ -39,6 +41,7 @@ class Pulse(threading.Thread):
         self.is_preempted = False
         """It is to end because its machine is taken away: another attempt goes on."""
         self._stopped = threading.Event()
+        self._every_s = BEAT_EVERY_S if writer.folder.is_local else BEAT_TO_STORE_EVERY_S
 
     @property
     def shown(self) -> str:
@@ -77,7 +80,7 @@ class Pulse(threading.Thread):
         self.progress += 1
 
     def run(self) -> None:
-        while not self._stopped.wait(BEAT_EVERY_S):
+        while not self._stopped.wait(self._every_s):
             try:
                 progress = self.progress + self.elsewhere()
                 self.writer.beat(self.step, self.shown, progress, self.steps)

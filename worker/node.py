@@ -31,7 +31,7 @@ from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import RunFolder, final_result
 
 log = logging.getLogger("node")
-SHIP_EVERY_S = 2.0
+SHIP_EVERY_S = 5.0
 TAIL_BYTES = 64 << 10
 
 

@@ -42,6 +42,8 @@ class Beat(File):
     phase: str
     progress: NotRequired[Count]
     steps: NotRequired[Count | None]
+    writes: NotRequired[Count]
+    """Files that the attempt has written; earlier versions did not say."""
     held_bytes: NotRequired[Count]
     available_bytes: NotRequired[Count]
 

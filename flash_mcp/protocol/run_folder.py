@@ -3,7 +3,9 @@
     job.json               what to do: {"run_id", "spec", "sources", "environment_path", ...}
     epoch/N                attempt N owns the run; created once, exclusively; the highest N wins
     beat.json              the heartbeat, every few seconds: {"epoch", "time", "step", "steps",
-                           "phase", "progress", "host", "pid", "held_bytes", "available_bytes"}
+                           "phase", "progress", "host", "pid", "held_bytes", "available_bytes",
+                           "writes"}, the number of files written: if it has not changed, a reader
+                           need not look for news
     metrics/STEP.N.json    {"step", "epoch", "time", "metrics": {name: number}}, of attempt N. The
                            newest attempt that made the step counts, here and below
     rollouts/STEP.N.jsonl  one rollout per line, keyed by (step, index)
@@ -49,8 +51,8 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 from uuid import uuid4
@@ -119,13 +121,13 @@ def connect(url: str, patience_s: float) -> tuple[Any, str, bool]:
 
 
 def _limits(url: str, patience_s: float) -> Json:
-    """Options of a file system whose calls end soon where the store says nothing, for those that
-    have little patience. Otherwise S3's client waits for minutes.
+    """Options of a file system for those that have little patience: S3's client waits for minutes
+    otherwise where the store says nothing, and asks for the size of each file before it reads it.
     """
     if patience_s >= PATIENCE_S or not url.startswith("s3://"):
         return {}
     times = {"connect_timeout": patience_s, "read_timeout": max(patience_s, READ_S)}
-    return {"config_kwargs": {**times, "retries": {"max_attempts": 0}}}
+    return {"max_concurrency": 1, "config_kwargs": {**times, "retries": {"max_attempts": 0}}}
 
 
 class RunFolder:
@@ -142,6 +144,8 @@ class RunFolder:
         """Files that were found damaged when they were last read, and what is wrong with them."""
         self._files: dict[tuple[str, int], str] = {}
         """The file of a step in a folder: by the newest attempt, as last listed."""
+        self._listing: dict[str, dict[str, Json]] | None = None
+        """{folder: {name: entry}} of one look at all files of a store, while it counts."""
 
     def path(self, *parts: str) -> str:
         return "/".join((self.root, *parts))
@@ -192,6 +196,27 @@ class RunFolder:
         return epoch
 
     # -- reading -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def listed(self) -> Generator[None]:
+        """Within, what an object store holds is what one listing of the whole folder shows: a
+        request for each thousand files, instead of one for each question. Local disks are asked.
+        """
+        if self.is_local or self._listing is not None:
+            yield
+            return
+        self._listing = {}
+        for name, entry in self._entries().items():
+            folder, _, file = name.rpartition("/")
+            self._listing.setdefault(folder, {})[file] = entry
+            while folder:
+                above, _, own = folder.rpartition("/")
+                self._listing.setdefault(above, {})[own] = {}
+                folder = above
+        try:
+            yield
+        finally:
+            self._listing = None
 
     def newest_epoch(self) -> int:
         """The number of the owning attempt; 0 before the first claim."""
@@ -257,7 +282,9 @@ class RunFolder:
         self._write(f"log.{epoch}", tail)
 
     def is_cancelled(self) -> bool:
-        return self._fs.exists(self.path("cancel"))
+        if self.is_local:
+            return self._fs.exists(self.path("cancel"))
+        return "cancel" in self._names()
 
     def metric_steps(self) -> dict[int, str]:
         """{step: version}; the version changes when the file is replaced."""
@@ -299,13 +326,30 @@ class RunFolder:
         """The end of the output of attempt `epoch`; empty if there is none that can be read."""
         try:
             path = self.path(f"log.{epoch}")
-            size = self._fs.size(path)
-            if not size:  # object stores refuse an empty range
-                return ""
-            tail: bytes = self._fs.cat_file(path, start=max(0, size - size_bytes), end=size)
+            if self.is_local:
+                size = self._fs.size(path)
+                tail: bytes = self._fs.cat_file(path, start=max(0, size - size_bytes), end=size)
+            else:  # the wrapper on the node stores the end alone
+                tail = self._fs.cat_file(path)[-size_bytes:]
         except REFUSALS:
             return ""
         return tail.decode(errors="replace")
+
+    def checkpoint_versions(self) -> dict[int, str]:
+        """{step: version} of checkpoints that may be complete. The version changes with each that
+        an attempt completes.
+        """
+        versions: dict[int, str] = {}
+        for step in sorted(int(name) for name in self._names("checkpoints") if name.isdecimal()):
+            names = self._names("checkpoints", str(step))
+            whole = [name for name in names if self._has_manifest(step, name)]
+            if whole or "MANIFEST.json" in names:
+                versions[step] = ",".join(sorted(whole))
+        return versions
+
+    def _has_manifest(self, step: int, save: str) -> bool:
+        is_save = SAVED.fullmatch(save) is not None
+        return is_save and "MANIFEST.json" in self._names("checkpoints", str(step), save)
 
     def checkpoint_steps(self) -> list[int]:
         """Steps with a complete checkpoint, oldest first."""
@@ -346,7 +390,7 @@ class RunFolder:
 
     def newest_good_checkpoint(self) -> int | None:
         """The newest step whose files match their checksums."""
-        for step in reversed(self.checkpoint_steps()):
+        for step in reversed(self.checkpoint_versions()):
             try:
                 self.verify_checkpoint(step)
             except FlashError as error:
@@ -411,8 +455,11 @@ class RunFolder:
     ) -> Shape | None:
         """The JSON object in a file; None if there is none, or it is damaged."""
         text = self._read(name, max_bytes)
-        if text is None:
-            return None
+        return None if text is None else self._decoded(shape, name, text, step)
+
+    def _decoded(
+        self, shape: type[Shape], name: str, text: str, step: int | None = None
+    ) -> Shape | None:
         try:
             found = decoded(text, shape)
             if step is not None and (told := cast(Json, found)["step"]) != step:
@@ -449,6 +496,8 @@ class RunFolder:
         return sha.hexdigest()
 
     def _names(self, *parts: str) -> list[str]:
+        if self._listing is not None:
+            return list(self._listing.get("/".join(parts), {}))
         try:
             listed = cast("list[str]", self._fs.ls(self.path(*parts), detail=False, refresh=True))
         except (FileNotFoundError, NotADirectoryError):
@@ -456,14 +505,9 @@ class RunFolder:
         return [name.rstrip("/").rsplit("/", 1)[-1] for name in listed]
 
     def _versions(self, folder: str, suffix: str) -> dict[int, str]:
-        try:
-            listed = cast("list[Json]", self._fs.ls(self.path(folder), detail=True, refresh=True))
-        except (FileNotFoundError, NotADirectoryError):
-            return {}
         versions: dict[int, str] = {}
         newest: dict[int, int] = {}
-        for entry in listed:
-            name = entry["name"].rsplit("/", 1)[-1]
+        for name, entry in self._files_in(folder).items():
             made = MADE.fullmatch(name)
             if made is None or made["suffix"] != suffix:
                 continue
@@ -476,6 +520,16 @@ class RunFolder:
             versions[step] = f"{name}-{written}-{entry['size']}-{entry.get('ino', '')}"
             self._files[folder, step] = f"{folder}/{name}"
         return dict(sorted(versions.items()))
+
+    def _files_in(self, folder: str) -> dict[str, Json]:
+        """{name: entry} of what a folder holds."""
+        if self._listing is not None:
+            return self._listing.get(folder, {})
+        try:
+            listed = cast("list[Json]", self._fs.ls(self.path(folder), detail=True, refresh=True))
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        return {entry["name"].rsplit("/", 1)[-1]: entry for entry in listed}
 
     def _newest(self, folder: str, step: int, suffix: str) -> str:
         """The file of that step by the newest attempt that was known when the folder was last
@@ -509,10 +563,12 @@ class RunFolder:
 
     def _find(self, *parts: str) -> dict[str, int]:
         """{name within the run folder: bytes} of every file in a folder and those below it."""
+        return {name: entry["size"] for name, entry in self._entries(*parts).items()}
+
+    def _entries(self, *parts: str) -> dict[str, Json]:
         found = cast("dict[str, Json]", self._fs.find(self.path(*parts), detail=True))
         start = len(self.root.lstrip("/")) + 1
-        sizes = {name.lstrip("/"): entry["size"] for name, entry in found.items()}
-        return {name[start:]: size for name, size in sizes.items()}
+        return {name.lstrip("/")[start:]: entry for name, entry in found.items()}
 
     def _remove_files(self, names: Sequence[str]) -> None:
         """Delete files, many with one request. One that is gone already is no error."""
@@ -558,6 +614,7 @@ class RunWriter:
         self.epoch = epoch
         self._events = 0
         self._saves = 0
+        self._writes = 0
         self._shards = 0
 
     def check_owner(self) -> None:
@@ -583,6 +640,7 @@ class RunWriter:
         }
         body["held_bytes"] = psutil.Process().memory_info().rss
         body["available_bytes"] = psutil.virtual_memory().available
+        body["writes"] = self._writes
         self._put("beat.json", body)
 
     def metrics(self, step: int, metrics: Json) -> None:
@@ -655,9 +713,10 @@ class RunWriter:
             if isinstance(error, FlashError) and error.code == "disk_full":
                 error.values["needed_bytes"] = manifest["size_bytes"]
             raise error
-        self._remove_unfinished(step)
-        if self.folder.newest_good_checkpoint() == step:
-            self._drop_older_optimizers(place)
+        with self.folder.listed():
+            self._remove_unfinished(step)
+            if self.folder.newest_good_checkpoint() == step:
+                self._drop_older_optimizers(place)
         return {**manifest, "path": self.folder._address(place)}
 
     def _put_files(self, place: str, files: dict[str, Path]) -> None:
@@ -677,7 +736,7 @@ class RunWriter:
         for name in self.folder._names("checkpoints", str(step)):
             place = f"checkpoints/{step}/{name}"
             is_over = SAVED.fullmatch(name) and _saved_by(name)[0] < self.epoch
-            if is_over and not self.folder._fs.exists(f"{self.folder.path(place)}/MANIFEST.json"):
+            if is_over and not self.folder._has_manifest(step, name):
                 self.folder._remove(place)
 
     def _drop_older_optimizers(self, newest: str) -> None:
@@ -688,7 +747,8 @@ class RunWriter:
             for name in self.folder._names("checkpoints", step):
                 place = f"checkpoints/{step}/{name}"
                 is_ours = SAVED.fullmatch(name) and _saved_by(name)[0] <= self.epoch
-                if is_ours and place != newest:
+                has_state = OPTIMIZER in self.folder._names(*place.split("/"))
+                if is_ours and place != newest and has_state:
                     self.folder._remove(place, OPTIMIZER)
 
     def commit_result(
@@ -706,6 +766,28 @@ class RunWriter:
 
     def _write(self, name: str, body: bytes) -> None:
         self.folder._write(name, body, self.check_owner)
+        self._writes += name != "beat.json"
+
+
+def read_beats(folders: Sequence[RunFolder]) -> list[Beat | None]:
+    """The heartbeats of runs in one store, all asked for at once. FlashError(store_unreachable)."""
+    if not folders:
+        return []
+    paths = [folder.path("beat.json") for folder in folders]
+    found = cast("dict[str, Any]", folders[0]._fs.cat(paths, on_error="return"))
+    beats: list[Beat | None] = []
+    for folder, path in zip(folders, paths, strict=True):
+        body = found.get(path.lstrip("/"), found.get(path))
+        if isinstance(body, Exception) and _may_pass(body):
+            raise _unreachable(path, body)
+        beats.append(_beat_in(folder, body))
+    return beats
+
+
+def _beat_in(folder: RunFolder, body: Any) -> Beat | None:
+    if not isinstance(body, bytes):
+        return None
+    return folder._decoded(Beat, "beat.json", body.decode(errors="replace"))
 
 
 class _Patient:

@@ -62,16 +62,14 @@ class Reader:
         self._take(
             "events", events, lambda name: store.put_event(run_id, name, _found(folder.event(name)))
         )
-        found = {step: folder.manifest(step) for step in folder.checkpoint_steps()}
-        manifests = {step: manifest for step, manifest in found.items() if manifest}
-        has_saved = self._take(
-            "checkpoints",
-            {step: str(manifest["time"]) for step, manifest in manifests.items()},
-            lambda step: store.put_checkpoint(run_id, manifests[step], manifests[step]["path"]),
-        )
+        has_saved = self._take("checkpoints", folder.checkpoint_versions(), self._put_checkpoint)
         ended = time.monotonic()
         self._next_at = ended + 20 * (ended - started)
         return has_saved
+
+    def _put_checkpoint(self, step: int) -> None:
+        if manifest := self.folder.manifest(step):
+            self.store.put_checkpoint(self.run_id, manifest, manifest["path"])
 
     def _take(self, kind: str, versions: Mapping[Name, str], put: Callable[[Name], None]) -> bool:
         news = [

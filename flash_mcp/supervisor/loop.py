@@ -23,7 +23,7 @@ from flash_mcp.protocol.errors import FULL, FlashError
 from flash_mcp.protocol.paths import home
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Json, Run
 from flash_mcp.protocol.run_files import Beat, FinalResult
-from flash_mcp.protocol.run_folder import RunFolder, final_result
+from flash_mcp.protocol.run_folder import RunFolder, final_result, read_beats
 from flash_mcp.protocol.spec import LOCAL_TARGET, MAX_GPUS
 from flash_mcp.state import costs, queue, removed_folders
 from flash_mcp.state.disk import LEAST_FREE_BYTES, has_space
@@ -48,8 +48,14 @@ WORKER = (*PYTHON, "worker.main")
 PROBE_TIMEOUT_S = 1.0
 LOG_TAIL_BYTES = 4000
 CLEAR_EVERY_S = 3600.0
-LOG_EVERY_S = 10.0
-"""Between two looks at the output of an attempt whose folder lies elsewhere."""
+READ_EVERY_S = 60.0
+"""An attempt's folder elsewhere is read so often even though its heartbeat names nothing new."""
+STALE_S = 15.0
+"""An attempt without a new heartbeat for so long may have ended."""
+BEATS_PER_S = 20.0
+"""Heartbeats of a target that are asked for: with many runs, each less often."""
+CLAIM_S = 0.5
+"""Attempts are started for so long before the others are looked after again."""
 SHORT_OF_MEMORY = 0.05
 """If less than this share of memory was free at the last heartbeat, report `out_of_memory`."""
 
@@ -120,8 +126,14 @@ class Attempt:
     """The disk was full since the last beat."""
     pending_at: float | None = None
     """Since when it waits for a machine."""
-    log_at: float = 0.0
-    """When its output was last stored."""
+    read_beat: Beat | None = None
+    """The heartbeat that a store elsewhere gave last."""
+    beat_due_at: float = 0.0
+    """When its heartbeat is to be asked for again, by this process's clock."""
+    read_at: float | None = None
+    """When its folder elsewhere was last read."""
+    writes_read: int | None = None
+    """How many files it had written by then."""
     has_secrets: bool = False
     """They were sealed for it; of an attempt on another machine."""
     cancelled_at: float | None = None
@@ -134,6 +146,21 @@ class Attempt:
         now = time.monotonic()
         self.watched_s += min(now - self.looked_at, max_gap_s)
         self.looked_at = now
+
+    def has_news(self, hint: Hint) -> bool:
+        """Whether its folder elsewhere is to be read: looking costs requests."""
+        if self.read_at is None or self.result_at is not None or hint.state == "gone":
+            return True
+        silent_s = self.watched_s - self.read_at
+        if self.beat is None or "writes" not in self.beat:
+            return self.beat is not None or silent_s >= READ_EVERY_S
+        is_stale = self.watched_s - self.beat_at > STALE_S and silent_s > STALE_S
+        return self.beat["writes"] != self.writes_read or is_stale or silent_s >= READ_EVERY_S
+
+    def was_read(self) -> None:
+        """Note that all was read that its heartbeat names."""
+        self.read_at = self.watched_s
+        self.writes_read = (self.beat or {}).get("writes")
 
     def hold_clocks(self) -> None:
         """It waits for a machine: that is neither silence nor a stall."""
@@ -191,15 +218,29 @@ class Attendant:
             self._guarded("attach", run, self._attach)
         handles = [attempt.handle for attempt in self._attempts.values()]
         hints = self.launcher.poll(handles) if handles else {}
+        self._read_beats(taken)
         for run in taken:
             self._guarded("advance", run, lambda run: self._advance(run, hints))
         room = self.launcher.capacity - sum(self._slots(run) for run in taken)
+        until = time.monotonic() + CLAIM_S
         while room > 0:
-            claimed = self._claim(room)
+            claimed = self._claim(room) if time.monotonic() < until else None
             if claimed is None:
                 break
             room -= self._slots(claimed)
             self._guarded("attach", claimed, self._attach)
+
+    def _read_beats(self, taken: Sequence[Run]) -> None:
+        """Ask a store for all heartbeats that are due, at once."""
+        if self.target.name == LOCAL_TARGET:
+            return
+        now = time.monotonic()
+        known = [self._attempts[run.id] for run in taken if run.id in self._attempts]
+        due = [attempt for attempt in known if now >= attempt.beat_due_at]
+        beats = read_beats([attempt.folder for attempt in due])
+        for attempt, beat in zip(due, beats, strict=True):
+            attempt.read_beat = beat
+            attempt.beat_due_at = now + len(known) / BEATS_PER_S
 
     def _slots(self, run: Run) -> int:
         return self.launcher.slots_of(run.spec.gpus)
@@ -312,27 +353,43 @@ class Attendant:
         spent = None if run.cancel_requested else costs.used_up(run, self.base)
         if spent and not final_result(attempt.folder):
             run = queue.request_cancel(self.store, run.id, spent)
-        if run.cancel_requested:
-            if attempt.cancelled_at is None:
-                attempt.cancelled_at = attempt.watched_s
-            if not attempt.folder.is_cancelled():
-                attempt.folder.request_cancel(run.cancel_reason or "")
-        beat = attempt.folder.beat()
+        if run.cancel_requested and attempt.cancelled_at is None:
+            self._request_cancel(run, attempt)
+        is_here = self.target.name == LOCAL_TARGET
+        beat = attempt.folder.beat() if is_here else attempt.read_beat
         is_new, moved = attempt.observe(beat)
         if beat and is_new:
             self._record_beat(attempt, beat, moved)
-        if run.spec.secrets and attempt.beat:
+        if run.spec.secrets and is_new:
             self._hand_over_secrets(run, attempt)
-        if attempt.reader.read():
-            prune_checkpoints(self.store, run)
-        self._note_damage(run, attempt)
         hint = hints.get(attempt.handle.key, Hint("unknown"))
         self._note_wait(run, attempt, hint)
-        self._store_log(attempt)
-        if result := final_result(attempt.folder):
+        result = retryable = None
+        if is_here or attempt.has_news(hint):
+            with attempt.folder.listed():
+                self._read(run, attempt)
+                result = final_result(attempt.folder)
+                retryable = None if result else self._retryable_error(run, attempt)
+        if result:
             self._settle(run, attempt, result, hint)
-        elif error := self._retryable_error(run, attempt) or self._diagnose(run, attempt, hint):
+        elif error := retryable or self._diagnose(run, attempt, hint):
             self._replace(run, attempt, error)
+
+    def _request_cancel(self, run: Run, attempt: Attempt) -> None:
+        """Ask the worker to save and end; the time that it has for this begins."""
+        if not attempt.folder.is_cancelled():
+            attempt.folder.request_cancel(run.cancel_reason or "")
+        attempt.cancelled_at = attempt.watched_s
+
+    def _read(self, run: Run, attempt: Attempt) -> None:
+        """Store what is new in the folder."""
+        is_here = self.target.name == LOCAL_TARGET
+        if attempt.reader.read(now=not is_here):
+            prune_checkpoints(self.store, run)
+        self._note_damage(run, attempt)
+        if not is_here:
+            self._store_log(attempt)
+            attempt.was_read()
 
     def _hand_over_secrets(self, run: Run, attempt: Attempt) -> None:
         """Seal the secrets for an attempt on another machine, once it asks for them."""
@@ -345,12 +402,10 @@ class Attendant:
                 attempt.folder.put_sealed(attempt.number, sealed)
             attempt.has_secrets = True
 
-    def _store_log(self, attempt: Attempt, *, now: bool = False) -> None:
+    def _store_log(self, attempt: Attempt) -> None:
         """Keep the end of its output, if nobody else reads the folder."""
-        is_due = now or attempt.watched_s - attempt.log_at >= LOG_EVERY_S
-        if self.target.name == LOCAL_TARGET or not is_due:
+        if self.target.name == LOCAL_TARGET:
             return
-        attempt.log_at = attempt.watched_s
         if tail := attempt.folder.log_tail(attempt.number, LOG_TAIL_BYTES):
             self.store.put_log(attempt.run_id, attempt.number, tail)
 
@@ -453,7 +508,7 @@ class Attendant:
         self.launcher.cancel(attempt.handle)
         with self._despite_trouble(run):
             attempt.reader.read(now=True)
-            self._store_log(attempt, now=True)
+            self._store_log(attempt)
             if result := final_result(attempt.folder):
                 self._finish(run, result["state"], result["step"], result["error"])
                 return
@@ -510,7 +565,7 @@ class Attendant:
             log.warning("%s: attempt %s was not cancelled: %s", run.id, attempt.number, error)
         if attempt.reader.read(now=True):
             prune_checkpoints(self.store, run)
-        self._store_log(attempt, now=True)
+        self._store_log(attempt)
         self._finish(run, result["state"], result["step"], result["error"])
 
     def _end(

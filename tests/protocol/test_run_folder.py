@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -30,6 +31,8 @@ BUCKET = "runs"
 
 SERVER = """
 import logging, sys, threading
+from moto.moto_server import threaded_moto_server
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication
 from moto.s3.responses import S3Response
 from moto.server import ThreadedMotoServer
 
@@ -41,15 +44,24 @@ def put_object(self):
         return put(self)
 
 
+class Counting(DomainDispatcherApplication):
+    requests = 0
+
+    def __call__(self, environ, start_response):
+        Counting.requests += 1
+        return super().__call__(environ, start_response)
+
+
+threaded_moto_server.DomainDispatcherApplication = Counting
 S3Response.put_object = put_object
 logging.getLogger("werkzeug").setLevel(logging.ERROR)
 for line in sys.stdin:
     if line == "start\\n":
         server = ThreadedMotoServer("127.0.0.1", int(sys.argv[1]), verbose=False)
         server.start()
-    else:
+    elif line == "stop\\n":
         server.stop()
-    print("done", flush=True)
+    print(Counting.requests, flush=True)
 """
 
 
@@ -81,11 +93,24 @@ class ObjectStore:
         with self._process as server:
             server.kill()
 
-    def _tell(self, what: str) -> None:
+    def requests(self) -> int:
+        """How many it has answered."""
+        return self._tell("count")
+
+    def _tell(self, what: str) -> int:
         assert self._process.stdin and self._process.stdout
         self._process.stdin.write(f"{what}\n")
         self._process.stdin.flush()
-        assert self._process.stdout.readline() == "done\n"
+        return int(self._process.stdout.readline())
+
+    @contextmanager
+    def frozen(self) -> Generator[None]:
+        """It takes connections and says nothing."""
+        self._process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._process.send_signal(signal.SIGCONT)
 
     @contextmanager
     def away(self) -> Generator[None]:

@@ -252,11 +252,13 @@ def test_a_target_that_does_not_answer_delays_no_other(bench: Bench) -> None:
         bench.lab.engine.answers.clear()
         for name in ("near", "local"):
             RunFolder(runs[name].folder).claim(1).commit_result("succeeded", 1)
+        near.engine.hints[f"{runs['near'].id}-1"] = Hint("gone")
         until(lambda: bench.now(runs["near"]).ended and bench.now(runs["local"]).ended)
         assert bench.now(runs["lab"]).state == "starting"
     finally:
         bench.lab.engine.answers.set()
     RunFolder(runs["lab"].folder).claim(1).commit_result("succeeded", 1)
+    bench.lab.engine.hints[f"{runs['lab'].id}-1"] = Hint("gone")
     until(lambda: bench.now(runs["lab"]).ended)
 
 
@@ -276,7 +278,8 @@ def test_status_its_log_and_cancel_ask_no_store_for_a_run_elsewhere(
     bench.until(lambda: bench.now(run).handle)
     writer = bench.start(run)
     writer.folder.put_log(1, b"step 1: train")
-    bench.attendant._attempts[run.id].log_at = -100.0
+    writer.event("phase", "it prints")
+    writer.beat(1, "train")
     bench.until(lambda: bench.store.log(run.id))
     refuse = "flash_mcp.protocol.run_folder.connect"
     monkeypatch.setattr(refuse, lambda *_: pytest.fail("the store was asked"))
@@ -311,7 +314,8 @@ def test_secrets_are_sealed_for_an_attempt_that_asks_and_a_supervisor_without_th
         assert writer.take_sealed() is None
         patch.setattr(waiting, "obstacle", lambda _: None)  # no supervisor's process runs here
         assert "secret_missing" in str(waiting.obstacles(bench.store, bench.now(run)))
-    bench.tick()
+    writer.beat(0, "secrets", 1)
+    bench.until(Path(run.folder, "sealed", "1").exists)
     sealed = writer.take_sealed()
     assert sealed and receiver.open(sealed) == {"PLANTED_KEY": "planted"}
     bench.tick()

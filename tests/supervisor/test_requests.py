@@ -1,0 +1,131 @@
+"""What runs on a target cost in requests to its store, and that a store that says nothing holds up
+nobody else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from flash_mcp.protocol.records import Run
+from flash_mcp.protocol.run_folder import RunFolder, RunWriter
+from flash_mcp.state import queue
+from flash_mcp.state.targets import new_target, remove_target, write_target
+from flash_mcp.supervisor.launch.base import Hint
+from flash_mcp.supervisor.loop import Supervisor
+from flash_mcp.tools.shared.run_view import report_on
+from tests.protocol.test_run_folder import BUCKET, ObjectStore, adapter, object_store
+from tests.supervisor.test_targets import HASTE, Bench, Lab
+
+pytestmark = pytest.mark.slow
+RUNS = 3
+s3 = object_store
+
+
+@pytest.fixture
+def bench(s3: ObjectStore, tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path / "home")
+    remove_target(made.store.base, "lab")
+    fields = {"engine": "slurm", "storage": f"s3://{BUCKET}/{tmp_path.name}"}
+    write_target(made.store.base, "lab", new_target(made.store.base, "lab", fields))
+    made.lab.engine.capacity = RUNS
+    yield made
+    made.store.close()
+
+
+def started(bench: Bench) -> tuple[list[Run], list[RunWriter]]:
+    runs = [bench.train() for _ in range(RUNS)]
+    bench.until(lambda: all(bench.now(run).handle for run in runs))
+    return runs, [bench.start(run) for run in runs]
+
+
+def cost(s3: ObjectStore, bench: Bench) -> int:
+    """Requests of one look at all runs."""
+    for attempt in bench.attendant._attempts.values():
+        attempt.beat_due_at = 0.0
+    before = s3.requests()
+    bench.tick()
+    return s3.requests() - before
+
+
+def make_step(writer: RunWriter, step: int, tmp_path: Path, *, saves: bool = False) -> None:
+    writer.metrics(step, {"loss": 1.0})
+    writer.rollouts(step, [{"index": 0, "reward": 1.0, "success": True}])
+    if saves:
+        writer.commit_checkpoint(step, adapter(tmp_path), {})
+    writer.beat(step, "train", step)
+
+
+def test_a_look_at_a_run_costs_one_request_and_a_step_a_few_however_long_the_run_is(
+    s3: ObjectStore, bench: Bench, tmp_path: Path
+) -> None:
+    runs, writers = started(bench)
+    cost(s3, bench)
+    assert cost(s3, bench) == RUNS
+    found: list[tuple[int, int, int]] = []
+    for step in range(1, 9):
+        before = s3.requests()
+        make_step(writers[0], step, tmp_path)
+        made = s3.requests() - before
+        look = cost(s3, bench)
+        saving = s3.requests()
+        make_step(writers[0], step, tmp_path, saves=True)
+        saving = s3.requests() - saving
+        cost(s3, bench)
+        found.append((made, look - RUNS, saving))
+    assert [row.step for row in bench.store.metrics(runs[0].id)] == list(range(1, 9))
+    assert found[2:] == [found[2]] * 6, found
+    made, look, saving = found[-1]
+    print(f"step: {made} by the worker, {look} by the supervisor; saving {saving - made} more")  # noqa: T201
+    assert cost(s3, bench) == RUNS
+
+
+def test_a_store_that_says_nothing_holds_up_no_run_elsewhere_and_no_tool(
+    s3: ObjectStore, bench: Bench
+) -> None:
+    local = Lab()
+    local.name = "local"
+    runs, _ = started(bench)
+    here = bench.train("local")
+    supervisor = Supervisor(
+        bench.store.base,
+        launcher=local.launcher,
+        patience=HASTE,
+        open_target=lambda *_: bench.lab,
+    )
+
+    def until(condition: Callable[[], object]) -> float:
+        """Seconds until then."""
+        began = time.monotonic()
+        while not condition():
+            assert time.monotonic() - began < 60
+            supervisor.tick()
+        return time.monotonic() - began
+
+    def overdue_s() -> float:
+        """For how long the target's thread did not ask for heartbeats that it should have."""
+        attendant = supervisor._remote._threads["lab"]._attendant
+        attempts = list(attendant._attempts.values()) if attendant else []
+        if len(attempts) < RUNS or not all(each.read_beat for each in attempts):
+            return -1.0
+        return time.monotonic() - max(each.beat_due_at for each in attempts)
+
+    until(lambda: bench.now(here).handle and overdue_s() > -1)
+    with s3.frozen():
+        until(lambda: overdue_s() > 1)
+        RunFolder(here.folder).claim(1).commit_result("succeeded", 1)
+        local.engine.hints[f"{here.id}-1"] = Hint("gone")
+        ended_s = until(lambda: bench.now(here).ended)
+        began = time.monotonic()
+        assert report_on(bench.store, runs[0].id, detailed=True).view.state == "running"
+        status_s = time.monotonic() - began
+        began = time.monotonic()
+        assert queue.request_cancel(bench.store, runs[0].id).cancel_requested
+        cancel_s = time.monotonic() - began
+    print(f"ended {ended_s:.2f} s, status {status_s:.3f} s, cancel {cancel_s:.3f} s")  # noqa: T201
+    assert max(ended_s, status_s, cancel_s) < 30  # far below a store's time-outs
+    until(lambda: RunFolder(runs[0].folder).is_cancelled())
+    assert {bench.now(run).attempt for run in runs} == {1}
