@@ -167,6 +167,7 @@ def _work(job: Json, writer: RunWriter, pulse: Pulse) -> int:
         cache = home() / "artifacts"
         artifacts = Artifacts(storage["url"], patience_s=PATIENCE_S)
         job = placed(job, artifacts, cache)
+        spec = stored_spec(job["spec"])
         trim(cache, storage["cache_bytes"])
     # These imports come after prepare_process: torch and vLLM read the environment on import.
     with tempfile.TemporaryDirectory(prefix=_sweep_scratch(writer.folder.url)) as scratch:
