@@ -84,6 +84,8 @@ class ObjectStore:
             "NO_PROXY": "127.0.0.1",
         }
         command = [sys.executable, "-c", SERVER, str(self.port)]
+        # File systems are kept for each process, with the endpoint of an earlier store.
+        fsspec.get_filesystem_class("s3").clear_instance_cache()
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
