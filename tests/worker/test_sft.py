@@ -21,6 +21,7 @@ from tests.attempts import Attempt, make_run
 from tests.places import CALCULATOR, NO_TORCH
 from tests.tiny import make_tokenizer
 from worker.heartbeat import Pulse
+from worker.ranks import ALONE
 from worker.rollouts.transcript import ChatTemplate
 from worker.train import _optimize, _resume_point
 from worker.training import packing
@@ -163,7 +164,9 @@ def tune(folder: RunFolder, model: Path, scratch: Path, steps: int) -> None:
         AutoTokenizer.from_pretrained(model), spec, rows, writer, max_length=64,
         output_dir=str(scratch / "out"), callbacks=[reporter], packed=True,
     )  # fmt: skip
-    session: Any = SimpleNamespace(spec=spec, writer=writer, pulse=pulse, reporter=reporter)
+    session: Any = SimpleNamespace(
+        spec=spec, writer=writer, pulse=pulse, reporter=reporter, ranks=ALONE
+    )
     assert _optimize(trainer, session, _resume_point(writer, scratch)) == steps
 
 
