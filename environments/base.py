@@ -252,13 +252,18 @@ class EnvironmentMultiTurn(Environment):
 
 
 class EnvironmentAgent(Environment):
-    """A program that asks a model through OpenAI's API and ends with a reward: implement `run`.
+    """A program that asks a model through OpenAI's or Anthropic's API and ends with a reward:
+    implement `run`.
 
     It needs `endpoint = true` in environment.toml. `tools` and `score_group` do not apply to it:
     the agent sends its tools with its requests."""
 
     max_calls: int = 32
     """How many requests one run may make."""
+    max_tokens: int | None = None
+    """After how many tokens of the model a run may ask no more. None: no limit."""
+    max_seconds: float | None = None
+    """After how many seconds a run may ask no more. None: no limit."""
 
     @abstractmethod
     def run(self, example: TaskExample, base_url: str, api_key: str, model: str) -> RewardResult:

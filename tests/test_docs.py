@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 import environments
 from environments.adapters.gym import GymEnvironment
-from environments.process import endpoint
+from environments.process import dialects
 from environments.process.host import EnvironmentHost
 from flash_mcp.judgement import health
 from flash_mcp.protocol.errors import CODES
@@ -71,7 +71,9 @@ def known_names() -> set[str]:
         names |= set(dir(kind))
     names |= set(inspect.signature(GymEnvironment).parameters)
     names |= set(inspect.signature(environments.EnvironmentAgent.run).parameters)
-    names |= {*endpoint.DEFAULTS, *endpoint.ROLES, "auto", "context_length_exceeded"}
+    names |= {*dialects.ROLES, "auto", "context_length_exceeded", "previous_response_id"}
+    for path, dialect in dialects.DIALECTS.items():
+        names |= {*dialect.served, f"/v1{path}", "count_tokens"}
     return names | {
         "load_environment",
         "self",

@@ -1,4 +1,4 @@
-"""The OpenAI API that an agent calls, served inside the sandbox of its environment.
+"""The API of a model that an agent calls, served inside the sandbox of its environment.
 
     endpoint = Endpoint(loop)                    # a server on 127.0.0.1 and a free port
     episode = AgentEpisode(agent, endpoint, call)
@@ -46,13 +46,23 @@ from environments.base import (
     RewardResult,
     TaskExample,
 )
+from environments.process.dialects import (
+    DIALECTS,
+    MODEL,
+    Answer,
+    ApiError,
+    Asked,
+    Event,
+    count_tokens,
+    invalid,
+)
 from environments.process.faults import EnvironmentFault
 from environments.process.replies import ANSWER_ROLES, NO_USAGE, AgentCall, Usage
-from environments.tools import as_list, as_object, tool_calls_of, tool_schemas
+from environments.tools import as_object
 
 Json = dict[str, Any]
-MODEL = "policy"
-"""The name of the model that is trained or evaluated."""
+COUNT_TOKENS = "/count_tokens"
+"""Ends the path of a request that is only counted."""
 MAX_BODY_BYTES = 4 << 20
 MOST_DISCARDED_BYTES = 64 << 20
 MOST_AT_ONCE = 8
@@ -61,53 +71,6 @@ LOOK_S = 0.5
 """How often a request that waits looks whether its client is still there."""
 READ_TIMEOUT_S = 60.0
 """A connection on which half a request arrived is closed after so long."""
-ROLES = {"developer": "system"} | {role: role for role in ("system", "user", "assistant", "tool")}
-DEFAULTS: Json = {
-    "n": 1,
-    "logprobs": False,
-    "stop": [],
-    "tool_choice": "auto",
-    "response_format": {"type": "text"},
-    "functions": [],
-    "modalities": ["text"],
-}
-"""Fields that would change the answer, with the only value that is served."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The model's turn, a message of role assistant, for one request."""
-
-    turn: ChatMessage
-    usage: Usage
-    call: int
-    """The number of the request."""
-
-    @property
-    def finish_reason(self) -> str:
-        return "tool_calls" if self.turn.get("tool_calls") else self.usage.ended
-
-
-class ApiError(Exception):
-    """What the API answers instead of a turn."""
-
-    def __init__(
-        self,
-        status: int,
-        code: str,
-        message: str,
-        param: str | None = None,
-        *,
-        may_retry: bool = False,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
-        self.may_retry = may_retry
-        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(
-            status, "invalid_request_error"
-        )
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 @dataclass
@@ -131,21 +94,28 @@ class _Call:
 class Session:
     """The calls of one rollout. Only the event loop uses it."""
 
-    def __init__(self, max_calls: int) -> None:
+    def __init__(
+        self, max_calls: int, max_tokens: int | None = None, max_seconds: float | None = None
+    ) -> None:
         self.key = f"sk-{secrets.token_hex(24)}"
         self.refusal: ApiError | None = None
         """What every further request is answered with, once the rollout is at a limit."""
         self.was_refused = False
         self.is_at_limit = False
         self.asked: asyncio.Queue[AgentCall] = asyncio.Queue()
+        self.kept: dict[str, list[ChatMessage]] = {}
+        """The conversation up to each reply of OpenAI's responses, by its id."""
         self._max_calls = max_calls
+        self._max_tokens = max_tokens
+        self._max_seconds = max_seconds
+        self._started = time.monotonic()
+        self._tokens = 0
         self._calls: list[_Call] = []
 
-    async def ask(self, body: Json, *, is_retry: bool) -> Answer:
+    async def ask(
+        self, messages: list[ChatMessage], tools: list[Json], *, is_retry: bool
+    ) -> Answer:
         """The model's answer to a request. Raises ApiError."""
-        messages = _messages(body.get("messages"))
-        tools = _tools(body.get("tools"))
-        _check_options(body)
         essences = [*map(_essence, messages)]
         call = self._repeated(essences, tools, is_retry=is_retry)
         if call is None:
@@ -171,9 +141,9 @@ class Session:
         if self.refusal is not None:
             self.was_refused = True
             raise self.refusal
-        if len(self._calls) >= self._max_calls:
+        if limit := self._limit():
             self.was_refused = self.is_at_limit = True
-            raise _at_most(self._max_calls)
+            raise limit
         if sum(not call.answer.done() for call in self._calls) >= MOST_AT_ONCE:
             what = f"{MOST_AT_ONCE} requests of this run wait already; send this one again later"
             raise ApiError(429, "rate_limit_exceeded", what, may_retry=True)
@@ -185,6 +155,19 @@ class Session:
         self._calls.append(call)
         self.asked.put_nowait(request)
         return call
+
+    def _limit(self) -> ApiError | None:
+        """The limit that the run has reached."""
+        seconds = time.monotonic() - self._started
+        if len(self._calls) >= self._max_calls:
+            return _at_most(self._max_calls)
+        if self._max_tokens is not None and self._tokens >= self._max_tokens:
+            what = f"the model has written the {self._max_tokens} tokens of this run"
+            return ApiError(429, "insufficient_quota", what)
+        if self._max_seconds is not None and seconds >= self._max_seconds:
+            what = f"the {self._max_seconds:g} seconds of this run are over"
+            return ApiError(429, "rate_limit_exceeded", what)
+        return None
 
     def _parent_of(
         self, messages: list[ChatMessage], essences: list[Any], tools: list[Json]
@@ -208,6 +191,7 @@ class Session:
         if not call.answer.done():
             call.said = [*call.said, _essence(turn)]
             call.is_lost = not call.waiting
+            self._tokens += usage.completion_tokens
             call.answer.set_result(Answer(turn, usage, number))
 
     def lose(self, number: int) -> None:
@@ -263,7 +247,7 @@ class AgentEpisode(EnvironmentMultiTurn):
         self._agent = agent
         self._endpoint = endpoint
         self._call = call
-        self._session = Session(agent.max_calls)
+        self._session = Session(agent.max_calls, agent.max_tokens, agent.max_seconds)
         self._running: asyncio.Task[Any] | None = None
         self._tools: list[Json] = []
         self._turns = 0
@@ -385,61 +369,7 @@ class AgentEpisode(EnvironmentMultiTurn):
         return asyncio.create_task(self._call(method, *args))
 
 
-# -- requests --------------------------------------------------------------------------------------
-
-
-def _messages(value: Any) -> list[ChatMessage]:
-    """The messages of a request with texts as strings. Raises ApiError."""
-    if not isinstance(value, list) or not value:
-        raise _invalid("messages must be a list of at least one message", "messages")
-    return [_message(as_object(message)) for message in as_list(value)]
-
-
-def _message(message: Json) -> ChatMessage:
-    role = ROLES.get(str(message.get("role")))
-    if role is None:
-        raise _invalid(f"unknown role {message.get('role')!r:.40}", "messages")
-    said: ChatMessage = {"role": role, "content": _text(message.get("content"))}
-    if role == "tool":
-        said["tool_call_id"] = str(message.get("tool_call_id", ""))
-    if role == "assistant" and message.get("tool_calls"):
-        try:
-            said["tool_calls"] = tool_calls_of(message["tool_calls"])
-        except ValueError as error:
-            raise _invalid(str(error), "messages") from error
-    return said
-
-
-def _text(content: Any) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    texts: list[str] = []
-    for part in as_list(content) or [None]:
-        text = as_object(part).get("text")
-        if as_object(part).get("type") != "text" or not isinstance(text, str):
-            raise _invalid("the content of a message must be text; this model reads no more")
-        texts.append(text)
-    return "".join(texts)
-
-
-def _tools(value: Any) -> list[Json]:
-    try:
-        return tool_schemas(as_list(value))
-    except (TypeError, ValueError) as error:
-        raise _invalid(str(error), "tools") from error
-
-
-def _check_options(body: Json) -> None:
-    if body.get("model") != MODEL:
-        what = f"the model {body.get('model')!r:.80} does not exist; use {MODEL!r}"
-        raise ApiError(404, "model_not_found", what, "model")
-    for name, served in DEFAULTS.items():
-        given = body.get(name)
-        if given is not None and given not in (served, [served]):
-            what = f"{name}={given!r:.80} is not supported here: leave it out"
-            raise ApiError(400, "unsupported_value", what, name)
+# -- messages that are the same --------------------------------------------------------------------
 
 
 def _essence(message: ChatMessage) -> Any:
@@ -455,56 +385,6 @@ def _call_essence(function: Json) -> tuple[str, Any]:
     with suppress(ValueError):
         arguments = json.loads(arguments)
     return function["name"], arguments
-
-
-def _invalid(what: str, param: str | None = None) -> ApiError:
-    return ApiError(400, "invalid_value", what, param)
-
-
-# -- answers ---------------------------------------------------------------------------------------
-
-
-def _completion(answer: Answer, frame: Json) -> Json:
-    message = {**answer.turn, "refusal": None}
-    if answer.turn.get("tool_calls"):
-        message["content"] = answer.turn["content"] or None
-    choice = {
-        "index": 0,
-        "message": message,
-        "logprobs": None,
-        "finish_reason": answer.finish_reason,
-    }
-    return {
-        **frame,
-        "object": "chat.completion",
-        "choices": [choice],
-        "usage": answer.usage.fields(),
-    }
-
-
-def _chunks(answer: Answer, frame: Json, *, with_usage: bool) -> Iterator[Json]:
-    """The parts of a streamed answer, as the API sends them."""
-    frame = {**frame, "object": "chat.completion.chunk"}
-    if with_usage:
-        frame["usage"] = None
-    for delta in _deltas(answer.turn):
-        yield {**frame, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
-    last: Json = {"index": 0, "delta": {}, "finish_reason": answer.finish_reason}
-    yield {**frame, "choices": [last]}
-    if with_usage:
-        yield {**frame, "choices": [], "usage": answer.usage.fields()}
-
-
-def _deltas(turn: ChatMessage) -> Iterator[Json]:
-    calls = turn.get("tool_calls", ())
-    yield {"role": "assistant", "content": None if calls else ""}
-    if turn["content"]:
-        yield {"content": turn["content"]}
-    for index, call in enumerate(calls):
-        opened = {**call["function"], "arguments": ""}
-        yield {"tool_calls": [{"index": index, **call, "function": opened}]}
-        arguments = {"arguments": call["function"]["arguments"]}
-        yield {"tool_calls": [{"index": index, "function": arguments}]}
 
 
 # -- HTTP ------------------------------------------------------------------------------------------
@@ -542,7 +422,15 @@ class _Handler(BaseHTTPRequestHandler):
         self._serve(self._models)
 
     def do_POST(self) -> None:
-        self._serve(self._chat)
+        self._serve(self._ask)
+
+    @property
+    def _place(self) -> str:
+        """The path below /v1. Clients add /v1 to a base_url that has it already."""
+        path = self.path.partition("?")[0]
+        while path.startswith("/v1/"):
+            path = path.removeprefix("/v1")
+        return path
 
     def _serve(self, serve: Callable[[bytes], None]) -> None:
         # An agent that forgets its clients would keep a thread for each of their connections.
@@ -550,40 +438,47 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             serve(self._body())
         except ApiError as error:
-            self._send(error.status, error.body, may_retry=error.may_retry)
+            place = self._place.removesuffix(COUNT_TOKENS)
+            dialect = DIALECTS.get(place, DIALECTS["/chat/completions"])
+            self._send(error.status, dialect.error(error), may_retry=error.may_retry)
 
     def _models(self, body: bytes) -> None:
         self._session()
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "flash-mcp"}
-        if self.path == "/v1/models":
-            self._send(200, {"object": "list", "data": [model]})
-        elif self.path == f"/v1/models/{MODEL}":
+        model |= {"type": "model", "display_name": MODEL, "created_at": "1970-01-01T00:00:00Z"}
+        if self._place == "/models":
+            self._send(200, {"object": "list", "data": [model], "has_more": False})
+        elif self._place == f"/models/{MODEL}":
             self._send(200, model)
         else:
             raise self._unknown()
 
-    def _chat(self, body: bytes) -> None:
+    def _ask(self, body: bytes) -> None:
         session = self._session()
-        if self.path != "/v1/chat/completions":
+        place = self._place.removesuffix(COUNT_TOKENS)
+        dialect = DIALECTS.get(place)
+        if dialect is None:
             raise self._unknown()
         try:
             request: Any = json.loads(body)
         except (ValueError, RecursionError) as error:
-            raise _invalid("the body is not JSON") from error
-        fields = as_object(request)
+            raise invalid("the body is not JSON") from error
+        asked = dialect.read(as_object(request), session.kept)
+        if place != self._place:
+            self._send(200, count_tokens(asked))
+            return
         is_retry = self.headers.get("x-stainless-retry-count", "0") != "0"
-        answer = self._answer(session, fields, is_retry=is_retry)
-        frame: Json = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time())}
-        frame["model"] = MODEL
-        if fields.get("stream"):
-            options = as_object(fields.get("stream_options"))
-            self._stream(_chunks(answer, frame, with_usage=bool(options.get("include_usage"))))
+        answer = self._answer(session, asked, is_retry=is_retry)
+        is_instructed = bool(asked.body.get("instructions"))
+        session.kept[asked.identity] = [*asked.messages[is_instructed:], answer.turn]
+        if asked.streams:
+            self._stream(dialect.events(answer, asked), dialect.ends_with)
         else:
-            self._send(200, _completion(answer, frame))
+            self._send(200, dialect.whole(answer, asked))
 
-    def _answer(self, session: Session, body: Json, *, is_retry: bool) -> Answer:
+    def _answer(self, session: Session, asked: Asked, *, is_retry: bool) -> Answer:
         """The model's answer. If the client leaves before it comes, it may ask for it again."""
-        asking = session.ask(body, is_retry=is_retry)
+        asking = session.ask(asked.messages, asked.tools, is_retry=is_retry)
         future = asyncio.run_coroutine_threadsafe(asking, self.server.endpoint.loop)
         while True:
             try:
@@ -605,14 +500,15 @@ class _Handler(BaseHTTPRequestHandler):
         return bool(readable) and not self.connection.recv(1, socket.MSG_PEEK)
 
     def _session(self) -> Session:
-        key = self.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        given = self.headers.get("Authorization") or self.headers.get("x-api-key", "")
+        key = given.removeprefix("Bearer ").strip()
         session = self.server.endpoint.sessions.get(key)
         if session is None:
             raise ApiError(401, "invalid_api_key", "incorrect API key, or its rollout has ended")
         return session
 
     def _unknown(self) -> ApiError:
-        what = f"there is no {self.command} {self.path[:80]}; this API has chat completions"
+        what = f"there is no {self.command} {self.path[:80]}; POST goes to {', '.join(DIALECTS)}"
         return ApiError(404, "unknown_url", what)
 
     def _body(self) -> bytes:
@@ -640,17 +536,23 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
-    def _stream(self, chunks: Iterator[Json]) -> None:
+    def _stream(self, events: Iterator[Event], ends_with: str | None) -> None:
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream; charset=utf-8")
         self.send_header("Cache-Control", "no-cache")
         self.send_header("Transfer-Encoding", "chunked")
         self.send_header("Connection", "close")
         self.end_headers()
-        for data in (*map(json.dumps, chunks), "[DONE]"):
-            event = f"data: {data}\n\n".encode()
-            self.wfile.write(b"%x\r\n%b\r\n" % (len(event), event))
+        for name, data in events:
+            named = f"event: {name}\n" if name else ""
+            self._chunk(f"{named}data: {json.dumps(data)}\n\n")
+        if ends_with:
+            self._chunk(f"data: {ends_with}\n\n")
         self.wfile.write(b"0\r\n\r\n")
+
+    def _chunk(self, text: str) -> None:
+        event = text.encode()
+        self.wfile.write(b"%x\r\n%b\r\n" % (len(event), event))
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: what user code prints goes to the log."""

@@ -20,6 +20,8 @@ import pytest
 
 from environments.checks.playing import Task, Turn, play
 from environments.process import host as host_module
+from environments.process.dialects import ApiError
+from environments.process.endpoint import Session
 from environments.process.host import EnvironmentFault, EnvironmentHost
 from environments.process.replies import AgentCall, Usage
 from tests.folders import environment_folder
@@ -360,6 +362,25 @@ async def test_an_agent_learns_of_its_limits_as_from_a_real_service(tmp_path: Pa
         lost = (await play(host, Task("train", 1), ["y"])).score
     assert lost.reward == 0 and not lost.success
     assert "may ask the model 4 times" in (lost.reason or "") and "no answer" in (lost.reason or "")
+
+
+async def test_a_run_has_a_budget_of_tokens_and_of_time(tmp_path: Path) -> None:
+    source = """
+        class Sample(Sample):
+            max_tokens = 8
+    """
+    async with agents(tmp_path / "agent", LIMITS, source=source) as host:
+        episode = (await host.open("train", 0)).episode
+        await host.answer_call(episode, 0, "y", usage=Usage(9, 4))
+        await host.next_call(episode)
+        await host.answer_call(episode, 1, "y", usage=Usage(9, 4))
+        assert await host.next_call(episode) == "max_turns"
+        score = await host.score(episode)
+    assert json.loads(score.reason or "") == [200, 200, 429, "insufficient_quota"]
+    session = Session(max_calls=1, max_seconds=0.0)
+    with pytest.raises(ApiError, match="seconds of this run are over") as caught:
+        await session.ask([{"role": "user", "content": "x"}], [], is_retry=False)
+    assert caught.value.status == 429
 
 
 async def test_an_agent_that_fails_or_never_asks_fails_its_rollout_alone(tmp_path: Path) -> None:

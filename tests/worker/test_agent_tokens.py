@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from environments.base import EnvironmentAgent, RewardResult, TaskExample
-from environments.process.endpoint import AgentEpisode, ApiError, Session
+from environments.process.dialects import DIALECTS, Answer, ApiError
+from environments.process.endpoint import AgentEpisode, Session
 from environments.process.faults import EnvironmentFault
 from environments.process.host import Opening, Score
 from environments.process.replies import NO_USAGE
@@ -51,7 +52,7 @@ class Fuzzer(EnvironmentAgent):
                 json.loads(json.dumps({"model": model, "messages": messages})) for messages in asked
             ]
             found = await asyncio.gather(
-                *(session.ask(body, is_retry=False) for body in bodies), return_exceptions=True
+                *(ask(session, body) for body in bodies), return_exceptions=True
             )
             for body, answer in zip(bodies, found, strict=True):
                 if isinstance(answer, ApiError) and answer.status == 400 and rng.random() < 0.7:
@@ -67,7 +68,7 @@ class Fuzzer(EnvironmentAgent):
                 histories.append([self._said(rng, ("user",))])
             if act > 0.97:
                 self.left.add(int(example.id or 0))
-                asking = asyncio.create_task(session.ask(bodies[0], is_retry=False))
+                asking = asyncio.create_task(ask(session, bodies[0]))
                 await asyncio.sleep(0)
                 asking.cancel()
                 await asyncio.sleep(1)
@@ -140,6 +141,11 @@ class InProcess:
     async def close(self, number: int) -> None:
         if found := self.episodes.pop(number, None):
             await found[0].close_episode()
+
+
+async def ask(session: Session, body: Any) -> Answer:
+    asked = DIALECTS["/chat/completions"].read(body, {})
+    return await session.ask(asked.messages, asked.tools, is_retry=False)
 
 
 class Recorder(FakeEngine):

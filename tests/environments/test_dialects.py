@@ -1,0 +1,220 @@
+"""The APIs that an agent may speak, with the packages that real agents use."""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from environments.process.host import EnvironmentHost
+from environments.process.replies import AgentCall, Usage
+from tests.environments.test_endpoint import CALL, TOOL, agents
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.anyio,
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a namespace needs Linux"),
+]
+TURNS: list[tuple[str, list[Any], Usage]] = [
+    ("Let me add.", [CALL], Usage(30, 5)),
+    ("It is 4", [], Usage(50, 3)),
+    ("", [CALL], Usage(60, 4)),
+    ("Yes, it", [], Usage(80, 2, "length")),
+]
+
+
+async def conversation(host: EnvironmentHost, turns: Sequence[Any]) -> tuple[list[AgentCall], Any]:
+    """The calls that the agent made when the model answered so, and what the agent told."""
+    opening = await host.open("train", 0)
+    calls = [opening.call]
+    for number, (text, called, usage) in enumerate(turns):
+        await host.answer_call(opening.episode, number, text, called, usage)
+        call = await host.next_call(opening.episode)
+        if isinstance(call, AgentCall):
+            calls.append(call)
+    assert len(calls) == len(turns)
+    score = await host.score(opening.episode)
+    return calls, json.loads(score.reason or "")
+
+
+def agent(package: str, steps: str) -> str:
+    """Source of an agent that takes these steps with the package's client."""
+    body = textwrap.indent(textwrap.dedent(steps), " " * 20)
+    return f"""
+        import {package.lower()}
+
+        class Sample(Sample):
+            max_calls = 8
+
+            def run(self, example, base_url, api_key, model):
+                told = []
+                with {package.lower()}.{package}(base_url=base_url, api_key=api_key) as client:
+{body}
+                return RewardResult(1.0, reason=json.dumps(told))
+    """
+
+
+RESPONSES = agent(
+    "OpenAI",
+    """
+    tools = [{"type": "function", "name": "add", "description": "", "parameters": {"type": "object"}}]
+    known = {"model": model, "instructions": "Be brief.", "tools": [*tools, {"type": "web_search"}]}
+    first = client.responses.create(input="2 + 2?", **known)
+    told.append(first.model_dump(exclude_unset=True))
+    result = {"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "4"}
+    written = [item.model_dump(exclude_unset=True) for item in first.output]
+    asked = {"role": "user", "content": [{"type": "input_text", "text": "2 + 2?"}]}
+    second = client.responses.create(input=[asked, *written, result], **known)
+    told.append(second.output_text)
+    more = {"previous_response_id": second.id, "input": "Sure?"}
+    with client.responses.stream(**more, **known) as stream:
+        told.append([event.type for event in stream])
+        third = stream.get_final_response()
+    told.append(third.output[0].arguments)
+    result = {"type": "function_call_output", "call_id": third.output[0].call_id, "output": "4"}
+    more = {"previous_response_id": third.id, "input": [result], "stream": True}
+    with client.responses.create(**more, **known) as stream:
+        events = list(stream)
+    told.append([event.type for event in events])
+    told.append(events[-1].response.model_dump(exclude_unset=True))
+    try:
+        client.responses.create(previous_response_id="resp_none", input="x", **known)
+    except openai.NotFoundError as error:
+        told.append(error.code)
+    """,
+)
+MESSAGES = agent(
+    "Anthropic",
+    """
+    tools = [{"name": "add", "description": "", "input_schema": {"type": "object"}}]
+    tools.append({"type": "web_search_20250305", "name": "web_search"})
+    known = {"model": model, "system": "Be brief.", "max_tokens": 9, "tools": tools}
+    messages = [{"role": "user", "content": "2 + 2?"}]
+    told.append(client.messages.count_tokens(
+        model=model, messages=messages, tools=tools[:1]
+    ).input_tokens)
+    first = client.messages.create(messages=messages, **known)
+    told.append(first.model_dump(exclude_unset=True))
+    def answered(message):
+        result = {"type": "tool_result", "tool_use_id": "call00000", "content": "4"}
+        written = [block.model_dump(exclude_unset=True) for block in message.content]
+        thought = {"type": "thinking", "thinking": "Hm.", "signature": "s"}
+        return [
+            {"role": "assistant", "content": [thought, *written]},
+            {"role": "user", "content": [result]},
+        ]
+    messages += answered(first)
+    second = client.messages.create(messages=messages, **known)
+    told.append(second.content[0].text)
+    messages += [
+        {"role": "assistant", "content": second.content[0].text},
+        {"role": "user", "content": [{"type": "text", "text": "Sure?"}]},
+    ]
+    with client.messages.stream(messages=messages, **known) as stream:
+        told.append([event.type for event in stream])
+        third = stream.get_final_message()
+    told.append(third.content[0].input)
+    messages += answered(third)
+    with client.messages.stream(messages=messages, **known) as stream:
+        told.append("".join(stream.text_stream))
+        told.append(stream.get_final_message().model_dump(exclude_unset=True))
+    image = {"type": "image", "source": {"type": "url", "url": "https://example.com/x.png"}}
+    try:
+        client.messages.create(messages=[{"role": "user", "content": [image]}], **known)
+    except anthropic.BadRequestError as error:
+        told.append(error.body)
+    """,
+)
+
+
+def continued(calls: Sequence[AgentCall]) -> None:
+    """Each call continues the one before, and shows the model what it should."""
+    assert [call.parent for call in calls] == [None, 0, 1, 2]
+    assert calls[0].messages == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "2 + 2?"},
+    ]
+    result = {"role": "tool", "tool_call_id": "call00000", "content": "4"}
+    assert calls[1].messages == calls[3].messages == [result]
+    assert calls[2].messages == [{"role": "user", "content": "Sure?"}]
+    assert all(call.tools == [TOOL] for call in calls)
+
+
+async def test_the_openai_package_speaks_responses_whole_and_streamed(tmp_path: Path) -> None:
+    async with agents(tmp_path / "agent", "", source=RESPONSES) as host:
+        calls, found = await conversation(host, TURNS)
+    continued(calls)
+    first, text, called, arguments, events, last, error = found
+    assert [item["type"] for item in first["output"]] == ["message", "function_call"]
+    assert first["output"][0]["content"][0]["text"] == "Let me add."
+    assert first["status"] == "completed" and first["usage"]["total_tokens"] == 35
+    assert (text, json.loads(arguments)) == ("It is 4", {"a": 1})
+    assert called == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.function_call_arguments.delta",
+        "response.function_call_arguments.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    assert events[-1] == "response.incomplete" and "response.output_text.delta" in events
+    assert last["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert last["output"][0]["content"][0]["text"] == "Yes, it"
+    assert error == "previous_response_not_found"
+
+
+async def test_the_anthropic_package_speaks_messages_whole_and_streamed(tmp_path: Path) -> None:
+    async with agents(tmp_path / "agent", "", source=MESSAGES) as host:
+        calls, found = await conversation(host, TURNS)
+    continued(calls)
+    counted, first, text, events, given, said, last, error = found
+    assert counted > 10
+    assert first["stop_reason"] == "tool_use"
+    assert first["content"][0] == {"type": "text", "text": "Let me add."}
+    assert first["content"][1]["input"] == {"a": 1}
+    assert first["usage"]["input_tokens"] == 30 and first["usage"]["output_tokens"] == 5
+    assert (text, given, said) == ("It is 4", {"a": 1}, "Yes, it")
+    assert events[0] == "message_start" and events[-1] == "message_stop"
+    assert last["stop_reason"] == "max_tokens" and last["usage"]["output_tokens"] == 2
+    assert error["type"] == "error" and error["error"]["type"] == "invalid_request_error"
+
+
+async def test_each_api_answers_errors_in_its_own_form(tmp_path: Path) -> None:
+    program = """
+        known = {"model": model, "max_tokens": 4}
+        def post_to(path, **body):
+            told.append([*post(base_url, api_key, {**known, **body}, path)])
+        hello = [user("x")]
+        for path in ("/messages", "/v1/messages", "/responses"):
+            post_to(path, messages=hello, input="x", tool_choice={"type": "any"})
+        post_to("/messages", messages=[{"role": "robot", "content": "x"}])
+        post_to("/messages/count_tokens", messages=[])
+        post_to("/responses", input=[{"type": "item_reference", "id": "x"}])
+        post_to("/responses", input=[])
+        post_to("/responses", input="x", text={"format": {"type": "json_schema"}})
+        told.append([*post(base_url, "sk-wrong", {}, "/messages")])
+        told.append([*post(base_url, "", {}, "/messages", x_api_key=api_key)])
+        post_to("/messages", messages=hello)
+    """
+    async with agents(tmp_path / "agent", program) as host:
+        opening = await host.open("train", 0)
+        what = "a prompt of 9 tokens leaves no room in 8"
+        await host.refuse_call(opening.episode, 0, "context_length_exceeded", what)
+        assert await host.next_call(opening.episode) == "done"
+        score = await host.score(opening.episode)
+    found = [(status, json.loads(body)["error"]) for status, body in json.loads(score.reason or "")]
+    *refused, unknown, empty, long = found
+    assert all(status == 400 for status, _ in refused)
+    assert [error["type"] for _, error in refused] == ["invalid_request_error"] * 8
+    assert [error.get("param") for _, error in refused] == [
+        None, None, "tool_choice", None, None, "input", "input", "text",
+    ]  # fmt: skip
+    assert unknown[0] == 401 and unknown[1]["type"] == "authentication_error"
+    assert empty[0] in (400, 401)
+    assert long[0] == 400 and long[1]["message"].startswith("prompt is too long")
