@@ -294,6 +294,7 @@ def test_what_is_replaced_in_trls_trainer_is_there() -> None:
     methods = {
         "_prepare_inputs": ["self", "generation_batch"],
         "_compute_loss": ["self", "model", "inputs"],
+        "training_step": ["self", "model", "inputs", "num_items_in_batch"],
         "_get_per_token_logps_and_entropies": [
             "self",
             "model",
@@ -308,6 +309,8 @@ def test_what_is_replaced_in_trls_trainer_is_there() -> None:
     source = inspect.getsource(GRPOTrainer)
     for text in (
         "self._step += 1",
+        "self.current_gradient_accumulation_steps if mode",
+        'self._metrics[mode]["entropy"].append',
         "self._buffered_inputs = None",
         'inputs["importance_sampling_ratio"]',
     ):
