@@ -30,6 +30,7 @@ from environments.process.kernel import die_with_parent
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import RunFolder, RunWriter
+from worker.engine.ports import close_listening, listening
 from worker.heartbeat import Cancelled, Pulse
 
 if TYPE_CHECKING:
@@ -69,12 +70,14 @@ class Ranks:
             return
         from torch import distributed  # noqa: PLC0415
 
+        others = listening()
         group: Any = distributed.ProcessGroupGloo
         options = group._Options()
         options._devices = [group.create_device(interface="lo")]
         options._timeout = LONGEST
         store = cast(Any, distributed).FileStore(str(scratch / STORE), self.count)
         self._group = group(store, self.rank, self.count, options)
+        close_listening(keep=others)  # all are connected
 
     def mine(self, items: Sequence[T]) -> list[T]:
         """This rank's share: every `count`th item."""

@@ -16,12 +16,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import worker.ranks
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import validate
 from tests.attempts import Attempt, make_run
 from tests.places import ROOT
 from tests.tiny import make_tiny_model
+from tests.watch import listening_ports
 from tests.worker.test_grpo import MAX_COMPLETION, SIZE, make_policy, make_rollouts, settings_of
 from worker.heartbeat import Cancelled, Pulse
 from worker.ranks import Ranks, variables
@@ -158,6 +160,7 @@ def second_rank(attempt: Attempt) -> psutil.Process:
     return found
 
 
+@pytest.mark.cpu
 def test_a_run_of_two_ranks_is_that_of_one_though_a_rank_is_killed_and_one_goes_on(
     exact_model: Path, tmp_path: Path
 ) -> None:
@@ -168,6 +171,7 @@ def test_a_run_of_two_ranks_is_that_of_one_though_a_rank_is_killed_and_one_goes_
     with Attempt(run, one_by_one=True, **CPU) as attempt:
         attempt.wait_until(lambda: 2 in run.checkpoint_steps())
         lost = second_rank(attempt)
+        assert listening_ports(attempt.process.pid) == listening_ports(lost.pid) == []
         environments = lost.children(recursive=True)
         lost.kill()
         assert attempt.wait() == 0, attempt.log_path.read_text()
@@ -196,7 +200,10 @@ def test_a_run_of_two_ranks_is_that_of_one_though_a_rank_is_killed_and_one_goes_
     ]
 
 
-def test_a_cancel_ends_the_wait_for_a_rank(tmp_path: Path) -> None:
+def test_a_cancel_ends_the_wait_for_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        worker.ranks, "close_listening", lambda keep: None
+    )  # of both, in one process
     pulse = Pulse(make_run(tmp_path / "run", tmp_path).claim(1))
     ranks = [Ranks(0, 2, pulse), Ranks(1, 2)]
     threads = [threading.Thread(target=each.connect, args=(tmp_path,)) for each in ranks]
