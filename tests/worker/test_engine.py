@@ -349,6 +349,7 @@ def draw(logits: Tensor, *, p: float | None = None, seeded: bool) -> tuple[Tenso
     return sampler.forward_cpu(logits.clone(), generators, None, top_p)  # pyright: ignore[reportReturnType]
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("seeded", [True, False])
 @pytest.mark.parametrize("top_p", [None, 0.8])
 def test_tokens_are_drawn_with_the_probabilities_that_the_logits_and_top_p_give(
@@ -372,6 +373,7 @@ def test_tokens_are_drawn_with_the_probabilities_that_the_logits_and_top_p_give(
     assert chi_square < CHI_SQUARE_999[int(possible.sum()) - 1]
 
 
+@pytest.mark.cpu
 def test_no_draw_however_near_to_one_gives_a_token_that_top_p_removed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -407,6 +409,7 @@ def wrappers(tokens: list[int], prompts: list[int]) -> tuple[Any, Any]:
     return both
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("batch", BATCHES)
 def test_rows_with_an_adapter_get_what_vllm_gives_them_and_rows_without_get_nothing(
@@ -459,6 +462,7 @@ def test_rows_with_an_adapter_get_what_vllm_gives_them_and_rows_without_get_noth
         assert not adapted.any() or not torch.equal(mine[adapted], before[adapted]), name
 
 
+@pytest.mark.cpu
 def test_no_adapter_is_gathered_for_a_token(
     by_adapter: VllmEngine, policy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -473,6 +477,7 @@ def test_no_adapter_is_gathered_for_a_token(
     assert difference(policy, generate(by_adapter, (PROMPT, Sampling(8, seed=1)))[0]) < BF16_NATS
 
 
+@pytest.mark.cpu
 def test_a_server_on_the_cpu_uses_the_same_worker(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -517,6 +522,7 @@ def test_a_server_takes_the_card_with_the_most_free_memory(
 # -- vLLM's private names --------------------------------------------------------------------------
 
 
+@pytest.mark.cpu
 def test_the_private_names_of_vllm_are_where_the_worker_expects_them() -> None:
     from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase  # noqa: PLC0415
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU  # noqa: PLC0415

@@ -43,6 +43,7 @@ def make_llama(folder: Path, tokenizer: Path) -> Path:
 
 @pytest.mark.timeout(1800)
 # Nearly all that the tiny model's run holds are libraries, and those differ between machines.
+@pytest.mark.cpu
 @pytest.mark.parametrize(("size", "margin"), [("tiny", 0.35), ("135M", 0.2), ("327M", 0.2)])
 def test_the_estimate_is_near_the_measured_peak(
     size: str, margin: float, tiny_model: Path, tmp_path: Path
@@ -74,6 +75,7 @@ def test_the_estimate_is_near_the_measured_peak(
     assert estimated_mib == pytest.approx(peak_mib, rel=margin), said["message"]
 
 
+@pytest.mark.cpu
 def test_the_pass_without_storage_holds_what_a_real_pass_holds(tiny_model: Path) -> None:
     """autograd's own count of what it saves in the real pass, against the estimate's."""
     saved: dict[int, int] = {}
@@ -257,6 +259,7 @@ def test_the_limit_of_any_control_group_above_is_heeded(version: int, tmp_path: 
     assert 4400 in list(memory._control_group_rooms(membership, tmp_path))
 
 
+@pytest.mark.cpu
 def test_an_attempt_that_cannot_fit_is_refused_before_its_engine_starts(
     tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -286,6 +289,7 @@ def load_environment(train=12, held_out=5, question="Write"):
 """
 
 
+@pytest.mark.cpu
 def test_memory_that_runs_out_in_mid_run_is_said_with_the_evidence(
     tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -320,6 +324,7 @@ def test_memory_that_runs_out_in_mid_run_is_said_with_the_evidence(
     )
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize(
     ("limit", "code"), [("resource.RLIM_INFINITY", "worker_failed"), ("2**34", "out_of_memory")]
 )
