@@ -13,6 +13,7 @@ from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
 
@@ -27,11 +28,13 @@ from environments.process.sandbox import describe
 from environments.settings import LOCAL_OWNER, identity
 from flash_mcp.protocol import records
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.paths import home
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from flash_mcp.protocol.spec import EvalSpec, RunSpec
+from worker.engine import measure
 from worker.engine.fetch import commit_of, config_of, ensure, log_progress
-from worker.engine.vllm import VllmEngine, default_sync
+from worker.engine.vllm import Sync, VllmEngine, default_sync
 from worker.event_loop import AsyncRunner
 from worker.heartbeat import Cancelled, Pulse
 from worker.ranks import ALONE, Ranks
@@ -57,6 +60,10 @@ PLACE_TIMEOUT_S = 600.0
 """Time that a run waits while as many environments run as settings.toml allows."""
 EARLY_EVENTS = 10
 """An attempt reports the model among so many of its first events."""
+SYNC_FIGURES = "sync.json"
+"""The file of FLASH_HOME that keeps what was measured."""
+MEASURED_STEPS = 50
+"""A shorter run would gain less than the minutes of two engine starts."""
 BLOCK = 512
 """Tasks of an evaluation that the scheduler gets at once: each of them holds an open episode."""
 
@@ -71,6 +78,8 @@ class Model:
     max_length: int
     policy: PeftModel | Path | None
     """The policy; the folder of an adapter that only the engine reads; None for the base model."""
+    sync: Sync | None = None
+    """How the engine gets the policy, where that was measured."""
 
 
 def load_model(
@@ -80,6 +89,7 @@ def load_model(
     pulse: Pulse,
     *,
     trains: bool,
+    at_once: int = 1,
     ranks: Ranks = ALONE,
 ) -> Model:
     """Without `trains`, the policy is loaded only if the engine cannot read the job's adapter."""
@@ -105,6 +115,29 @@ def load_model(
     dtype = torch.float32 if config.dtype == torch.float32 else torch.bfloat16
     check_precision(dtype)
     adapter = Path(job["init_adapter"]["path"]) if job.get("init_adapter") else None
+    max_length = _length(spec, config)
+    policy = adapter
+    sync: Sync | None = None
+    if trains or (adapter and default_sync(dtype) == "merged"):
+        has_engine = isinstance(spec, EvalSpec) or spec.generates
+        smallest = memory.Workload(0, 1, 1, max_length, 1, int(has_engine), spec.lora_rank)
+        memory.check_model(path, smallest, dtype)
+        if ranks.is_first:
+            sync = choose_sync(path, spec, dtype, max_length, at_once, writer, pulse)
+        sync = ranks.share(sync)
+        policy = load_policy(
+            path,
+            rank=spec.lora_rank,
+            alpha=spec.lora_alpha,
+            seed=spec.seed,
+            dtype=dtype,
+            adapter_path=adapter,
+        )
+    return Model(path, template, dtype, max_length, policy, sync)
+
+
+def _length(spec: RunSpec | EvalSpec, config: Any) -> int:
+    """Tokens of a whole conversation, within the model's context."""
     context: int = config.get_text_config().max_position_embeddings
     if spec.max_length and spec.max_length > context:
         raise FlashError(
@@ -114,21 +147,56 @@ def load_model(
             context=context,
             fix=f"set max_length to at most {context}",
         )
-    max_length = spec.max_length or min(context, MAX_LENGTH)
-    policy = adapter
-    if trains or (adapter and default_sync(dtype) == "merged"):
-        has_engine = isinstance(spec, EvalSpec) or spec.generates
-        smallest = memory.Workload(0, 1, 1, max_length, 1, int(has_engine), spec.lora_rank)
-        memory.check_model(path, smallest, dtype)
-        policy = load_policy(
-            path,
-            rank=spec.lora_rank,
-            alpha=spec.lora_alpha,
-            seed=spec.seed,
-            dtype=dtype,
-            adapter_path=adapter,
+    return spec.max_length or min(context, MAX_LENGTH)
+
+
+def choose_sync(
+    path: Path,
+    spec: RunSpec | EvalSpec,
+    dtype: torch.dtype,
+    max_length: int,
+    at_once: int,
+    writer: RunWriter,
+    pulse: Pulse,
+) -> Sync | None:
+    """The way of a sync that is faster for this run on this card; an event says what was measured.
+
+    None where there is no choice: on the CPU, in fp32, and for a run that is too short to measure.
+    """
+    if not isinstance(spec, RunSpec) or spec.algorithm != "grpo":
+        return None
+    if default_sync(dtype) != "adapter":
+        return None
+    load = measure.Load(
+        model=str(path),
+        dtype=str(dtype).removeprefix("torch."),
+        max_length=max_length,
+        sequences=sequences_of(at_once),
+        rank=spec.lora_rank,
+        device=torch.cuda.get_device_name(),
+        engine=metadata.version("vllm"),
+    )
+    pulse.enter("sync")
+    try:
+        choice = measure.choose(
+            load,
+            at_once * spec.max_tokens,
+            home() / SYNC_FIGURES,
+            may_measure=(spec.steps or 0) >= MEASURED_STEPS,
+            is_cancelled=pulse.cancelled.is_set,
         )
-    return Model(path, template, dtype, max_length, policy)
+    except (FlashError, OSError) as error:
+        writer.event("warning", f"how the engine gets the policy was not measured: {error}")
+        return None
+    if choice is None:
+        return None
+    writer.event("sync", str(choice), **{way: asdict(e) for way, e in choice.figures.items()})
+    return choice.sync
+
+
+def sequences_of(at_once: int) -> int:
+    """Conversations that an engine advances at once, of `at_once` that are under way."""
+    return min(max(at_once, 32), 256)
 
 
 def check_precision(dtype: torch.dtype) -> None:
@@ -242,7 +310,7 @@ class Session(Generic[S]):
         ranks: Ranks = ALONE,
     ) -> Generator[Self]:
         """Model and environment, ready for rollouts, `at_once` of them at the same time."""
-        model = load_model(job, spec, writer, pulse, trains=trains, ranks=ranks)
+        model = load_model(job, spec, writer, pulse, trains=trains, at_once=at_once, ranks=ranks)
         with AsyncRunner() as runner:
             host = start_environment(job, spec, writer, pulse, runner, ranks)
             session = cls(spec, writer, pulse, model, host, runner, at_once, ranks)
@@ -255,7 +323,7 @@ class Session(Generic[S]):
     @property
     def _sequences(self) -> int:
         """Conversations that the engine advances at once."""
-        return min(max(self._at_once, 32), 256)
+        return sequences_of(self._at_once)
 
     def start_engine(self) -> tuple[VllmEngine, scheduler.Generator]:
         """The engine and the generator of its turns; made once."""
@@ -267,6 +335,7 @@ class Session(Generic[S]):
                 max_num_seqs=self._sequences,
                 seed=self.spec.seed,
                 lora_rank=self.spec.lora_rank if self.model.policy else None,
+                sync=self.model.sync,
                 dtype=str(self.model.dtype).removeprefix("torch."),
             )
             self._generator = scheduler.Generator(
