@@ -5,7 +5,8 @@
 A pass of 8 x 8 rollouts (prompt 256, 3 x 512 tokens) runs on tensors without storage. Matrix
 products count by their floating-point operations, everything else by the bytes that it reads and
 writes, at the rates below, without overlap. "before" has the dense mask and keeps or recomputes the
-activations of a whole group; "after" has flash attention and keeps those of one pack."""
+activations of a whole group; "after" has flash attention and PyTorch's kernel for RMS norms, and
+keeps the activations of one pack."""
 
 from __future__ import annotations
 
@@ -69,6 +70,8 @@ class _Moved(TorchDispatchMode):
 def pass_cost(folder: Path, layers: int, *, flash: bool, recomputed: bool) -> Cost:
     """One pack's forward and backward pass."""
     model = memory._without_storage(folder, torch.bfloat16, WORK.lora_rank, layers)
+    if flash:
+        kernels.fuse_norms(model)
     device = torch.device("meta")  # tensors without storage, and PyTorch's rules for their shapes
     lengths = [WORK.completion] * WORK.rows
     layout = attention.Layout(
@@ -96,6 +99,25 @@ def pass_cost(folder: Path, layers: int, *, flash: bool, recomputed: bool) -> Co
     return Cost(flops.get_total_flops(), moved.total)
 
 
+class _FusedNorm(torch.autograd.Function):
+    """The bytes of PyTorch's kernel on CUDA: the hidden states read and written, and on the way
+    back read with the gradient. On other devices PyTorch computes norms in many operations.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(hidden)
+        return hidden.neg()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (hidden,) = ctx.saved_tensors
+        return gradient + hidden
+
+
+kernels._fused_norm = lambda norm, hidden: _FusedNorm.apply(hidden)
+
+
 def step_cost(folder: Path, *, flash: bool, recomputed: bool) -> Cost:
     """A whole step: layers are alike, so that two sizes tell what one adds."""
     layers = memory.config_of(folder).num_hidden_layers
@@ -119,6 +141,7 @@ def main() -> None:
                 num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=8,
                 tie_word_embeddings=hidden < 4096,
             ).save_pretrained(folder)  # fmt: skip
+            # Those with the norms of transformers, which keep more.
             held, _ = memory._training_pass(folder, torch.bfloat16, WORK)
             model = memory._without_storage(folder, torch.bfloat16, WORK.lora_rank)
             weights = sum(p.nbytes for p in model.parameters())

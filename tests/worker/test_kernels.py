@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +94,40 @@ def test_an_adapted_layer_is_pefts(tiny_model: Path, other: str) -> None:
     assert grads.keys() == wanted.keys() and grads
     for name, grad in grads.items():
         assert (grad - wanted[name]).norm() <= 1e-5 * wanted[name].norm(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_norms_in_one_kernel_are_no_further_off_fp32_than_those_of_transformers(
+    dtype: torch.dtype, tiny_model: Path
+) -> None:
+    def gradient(dtype: torch.dtype, *, fused: bool) -> torch.Tensor:
+        model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=dtype)
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                weight.data.copy_(torch.linspace(0.5, 2, len(weight)))
+        if fused:
+            assert kernels.fuse_norms(model) == 5
+        embedded = model.get_input_embeddings()(torch.arange(40, 90)[None]).detach()
+        embedded.requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            hidden = model.model(inputs_embeds=embedded).last_hidden_state
+        assert hidden.dtype == dtype
+        hidden.float().square().sum().backward()
+        return embedded.grad.float()
+
+    def off(found: torch.Tensor) -> float:
+        return ((found - exact).norm() / exact.norm()).item()
+
+    exact = gradient(torch.float32, fused=False)
+    if dtype == torch.float32:
+        torch.testing.assert_close(gradient(dtype, fused=True), exact, rtol=1e-5, atol=1e-5)
+    else:
+        assert off(gradient(dtype, fused=True)) <= 1.05 * off(gradient(dtype, fused=False))
+
+
+def test_norms_of_another_kind_are_left_alone() -> None:
+    module = importlib.import_module("transformers.models.gemma.modeling_gemma")
+    norm = module.GemmaRMSNorm(8)
+    with_one = module.GemmaRMSNorm(8)
+    with_one.variance_epsilon = 1e-6  # as if it were called like Llama's
+    assert kernels.fuse_norms(torch.nn.ModuleList([norm, with_one])) == 0

@@ -1,19 +1,20 @@
-"""The two places where a training step with PyTorch's own operations is bound by memory traffic.
+"""The places where a training step with transformers' own operations is bound by memory traffic.
 
-Both are exact and have a gradient written by hand; tests/worker/test_kernels.py compares them with
+All are exact. Two have a gradient written by hand; tests/worker/test_kernels.py compares them with
 plain PyTorch and PEFT.
 
 Axes: N rows, I inputs, O outputs, R rank, H hidden size, V vocabulary."""
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any, cast
 
 import torch
 from peft.tuners.lora import Linear
 from torch import Tensor
 from torch.autograd import function
-from torch.nn.functional import linear
+from torch.nn.functional import linear, rms_norm
 
 once_differentiable: Any = function.once_differentiable
 VOCABULARY_TILE = 4096
@@ -148,3 +149,31 @@ class _TokenLogps(torch.autograd.Function):
     def backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         (slope_NH,) = ctx.saved_tensors
         return (grad_N[:, None] * slope_NH).to(slope_NH.dtype), None, None, None, None
+
+
+def fuse_norms(model: torch.nn.Module) -> int:
+    """Let PyTorch's kernel compute the RMS norms of a transformers model; how many there are.
+
+    transformers computes them in seven operations over fp32 copies. Norms of another kind, such as
+    Gemma's with its weight + 1, are left alone."""
+    norms = [module for module in model.modules() if _is_rms_norm(module)]
+    for norm in norms:
+        cast(Any, norm).forward = MethodType(_fused_norm, norm)
+    return len(norms)
+
+
+def _fused_norm(norm: Any, hidden: Tensor) -> Tensor:
+    # The kernel sums in fp32. Autocast would copy its inputs to fp32 first.
+    with torch.autocast(hidden.device.type, enabled=False):
+        return rms_norm(hidden, norm.weight.shape, norm.weight, norm.variance_epsilon)
+
+
+def _is_rms_norm(module: Any) -> bool:
+    if not type(module).__name__.endswith("RMSNorm") or not hasattr(module, "variance_epsilon"):
+        return False
+    weight: Tensor = module.weight
+    if weight.is_meta:
+        return True
+    probe = torch.linspace(-2, 2, len(weight), dtype=weight.dtype, device=weight.device)[None]
+    with torch.no_grad():
+        return torch.allclose(module(probe), _fused_norm(module, probe), rtol=0.02, atol=1e-4)

@@ -367,6 +367,7 @@ def _without_storage(
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
     from worker.training.attention import attention_of  # noqa: PLC0415
+    from worker.training.kernels import fuse_norms  # noqa: PLC0415
     from worker.training.policy import lora_config  # noqa: PLC0415
 
     config = config_of(model_path)
@@ -379,6 +380,8 @@ def _without_storage(
         kind = cast(Any, AutoModelForCausalLM)
         attention = attention_of(config)
         model = kind.from_config(config, dtype=dtype, attn_implementation=attention)
+    if torch.cuda.is_available():
+        fuse_norms(model)
     return get_peft_model(model, lora_config(lora_rank, lora_rank), low_cpu_mem_usage=True)
 
 

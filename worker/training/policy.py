@@ -19,7 +19,7 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.spec import check_adapter
 from worker.engine.fetch import config_of
 from worker.training.attention import attention_of
-from worker.training.kernels import LoraLinear
+from worker.training.kernels import LoraLinear, fuse_norms
 
 ADAPTER = "default"
 
@@ -46,6 +46,8 @@ def load_policy(
     # cuDNN's attention builds a plan for each length, and hardly two batches have the same.
     torch.backends.cuda.enable_cudnn_sdp(False)
     cast(Any, torch).manual_seed(seed)
+    if device == "cuda":  # the CPU gains nothing
+        fuse_norms(base)
     model = get_peft_model(base.to(device), lora_config(rank, alpha))
     if adapter_path is not None:
         _warm_start(model, adapter_path, rank, alpha)
