@@ -19,7 +19,7 @@ from typing import Any, Self, cast
 
 from environments.process.faults import EnvironmentFault
 from environments.process.foreign import quoted, visible
-from flash_mcp.protocol.paths import home
+from flash_mcp.protocol.paths import HomeError, home
 
 EVIDENCE_CHARACTERS = 900
 """How much of a traceback of environment code an error holds."""
@@ -196,11 +196,16 @@ def disk_error(error: OSError, path: str | Path) -> FlashError | OSError:
 
 
 def as_flash_error(where: str, error: BaseException) -> FlashError:
-    """A FlashError as it is, and disk_full for a full disk; any other error is logged and becomes
-    FlashError(internal) with the id of the log entry.
+    """A FlashError as it is, disk_full for a full disk, and invalid_argument for a state directory
+    that cannot be used; any other error is logged and becomes FlashError(internal) with the id of
+    the log entry.
     """
     if isinstance(error, OSError):
         error = disk_error(error, error.filename or home())
+    if isinstance(error, HomeError):
+        what = f"the state directory cannot be used: {error.strerror}"
+        fix = "set FLASH_HOME to a folder that you may write, or to a path where nothing is yet"
+        return FlashError("invalid_argument", what, FLASH_HOME=error.filename, fix=fix)
     if isinstance(error, FlashError):
         return error
     identity = secrets.token_hex(4)

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import secrets
 from pathlib import Path
 
 
+class HomeError(OSError):
+    """The state directory cannot be used."""
+
+
 def home() -> Path:
-    """The state directory; created if missing, readable by its owner only."""
+    """The state directory; created if missing, readable by its owner only.
+
+    Raises HomeError if it cannot be created or written."""
     path = Path(os.environ.get("FLASH_HOME") or Path.home() / ".flash-mcp").expanduser().absolute()
-    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise HomeError(error.errno, error.strerror, str(path)) from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise HomeError(errno.EACCES, os.strerror(errno.EACCES), str(path))
     return path
 
 

@@ -160,6 +160,19 @@ def test_every_help_has_an_example_that_the_command_takes(
         assert callable(arguments.run)
 
 
+@pytest.mark.parametrize("below", [".", "folder"])
+def test_a_state_directory_that_cannot_be_used_is_one_line(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, below: str
+):
+    path = tmp_path / "file"
+    path.touch()
+    monkeypatch.setenv("FLASH_HOME", str(path / below))
+    for words in (["catalog"], ["status"], ["wait", "run-1"], ["remove", "run-1"]):
+        code, printed, told = run(*words)
+        assert (code, printed, told.count("\n")) == (2, "", 1)
+        assert told.startswith("[invalid_argument FLASH_HOME=") and "set FLASH_HOME to" in told
+
+
 def test_no_command_is_wrong_usage(run: Run):
     code, _, err = run()
     assert code == 2
