@@ -89,11 +89,19 @@ def test_the_overview_has_state_success_verdict_and_parent_of_every_run(
 ) -> None:
     run = finished_run(tmp_path)
     give("alice", "alices")
+    open_store().execute("UPDATE main.runs SET used_s = 5400")
     view = report_on(open_store(), run.id).view
     assert view.verdict is not None and view.verdict.outcome == "improved"
     with signed_in(team, team.token("alice")) as http:
         text = Tags(http.get("/ui").text).text
-    for word in (run.id, "succeeded", "20/20", "0.900 (0.826 to 0.945)", "improved", "alices"):
+    for word in (
+        run.id,
+        "succeeded; worked 1.50 h",
+        "20/20",
+        "0.900 (0.826 to 0.945)",
+        "improved",
+        "alices",
+    ):
         assert word in text
 
 
