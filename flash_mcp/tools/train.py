@@ -368,7 +368,7 @@ async def _plan(
     estimate = _estimate(spec, probe, dataset)
     work = work_of(spec, environment.name, estimate.steps, estimate.eval_tasks)
     if time := await run_sync(expected_time, store, work):
-        estimate.time = time.priced(store, None)
+        estimate.time = time.priced(store, spec, None)
     need = await run_sync(disk_need, store, spec, card, estimate.steps) if is_here else None
     if need:
         need.check()
@@ -414,7 +414,7 @@ def _time_by_sample(plan: _Plan, sampled: Sample, price_per_hour: float | None) 
     if sampled.scores:
         run = plan.store.run(sampled.run_id)
         time = time_by_evaluation(plan.store, plan.work, run) or time
-    return time and time.priced(plan.store, price_per_hour)
+    return time and time.priced(plan.store, plan.spec, price_per_hour)
 
 
 def _enqueue(plan: _Plan, idempotency_key: str | None, label: Label) -> tuple[Run, bool]:

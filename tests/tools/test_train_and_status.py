@@ -18,6 +18,7 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import home
 from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.spec import RunSpec
 from flash_mcp.state import queue
 from flash_mcp.state.references import find_subject
 from flash_mcp.state.serving import request
@@ -28,6 +29,7 @@ from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.rollouts import LEAST_PER_MESSAGE, share_out
 from flash_mcp.tools.shared import waiting
 from flash_mcp.tools.shared.fitting import RESULT_CHARACTERS, to_text
+from flash_mcp.tools.shared.run_time import RunTime
 from tests.calls import named_calls
 from tests.places import TOOL_CALCULATOR
 from tests.samples import (
@@ -440,6 +442,8 @@ async def test_the_time_has_a_cost_where_the_operator_set_a_price(tmp_path: Path
     finished_run(tmp_path)
     (home() / "settings.toml").write_text("[cost]\nprice_per_hour = 90.0\n")
     assert (await expected())["cost"] == 1.0
+    two = RunSpec(environment="echo", gpus=2)
+    assert RunTime(seconds=40, basis="").priced(open_store(), two, None).cost == 2.0
 
 
 def machine_of(gib: float, monkeypatch: pytest.MonkeyPatch) -> None:

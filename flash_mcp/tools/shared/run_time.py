@@ -40,11 +40,12 @@ class RunTime(Part):
     cost_low: Rounded | None = None
     cost_high: Rounded | None = None
 
-    def priced(self, store: Store, price_per_hour: float | None) -> RunTime:
-        """The same with its cost, if a price is known."""
+    def priced(self, store: Store, spec: RunSpec, price_per_hour: float | None) -> RunTime:
+        """The same with its cost, if a price is known: that of an hour of one GPU."""
         price = price_per_hour
         if price is None:
-            price = costs.price_of_hour(store.base).price_per_hour
+            price = costs.price_of_hour(store.base, spec.target).price_per_hour
+        price *= spec.gpus
         if price:
             self.cost = self.seconds / 3600 * price
         if price and self.low_s is not None and self.high_s is not None:
@@ -85,8 +86,7 @@ def expected_time(store: Store, work: Work) -> RunTime | None:
     """From the newest run of the same model, algorithm and target, in this environment if there is
     one; else, with grpo, from the newest evaluation of the model. None if neither was run.
     """
-    place = (work.spec.model, work.spec.target)
-    ended = [run for run in store.runs(limit=LOOKED_AT) if (run.model, run.target) == place]
+    ended = [run for run in store.runs(limit=LOOKED_AT) if _is_alike(run, work.spec)]
     ended.sort(key=lambda run: run.environment != work.environment)
     if found := _as_before(store, work, ended):
         return found
@@ -94,6 +94,12 @@ def expected_time(store: Store, work: Work) -> RunTime | None:
         if run.algorithm == "eval" and (found := time_by_evaluation(store, work, run)):
             return found
     return None
+
+
+def _is_alike(run: Run, spec: RunSpec) -> bool:
+    """Whether it had the same model and as fast a machine."""
+    place = (run.model, run.target, run.spec.gpus)
+    return place == (spec.model, spec.target, spec.gpus)
 
 
 def _as_before(store: Store, work: Work, ended: Sequence[Run]) -> RunTime | None:
