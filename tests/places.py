@@ -6,6 +6,7 @@ TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 CALCULATOR = ROOT / "environments" / "examples" / "calculator"
 TOOL_CALCULATOR = ROOT / "environments" / "examples" / "tool_calculator"
+AGENT_CALCULATOR = ROOT / "environments" / "examples" / "agent_calculator" / "agent.py"
 AGENT_VOWELS = TESTS / "fixture_environments" / "agent_vowels"
 VOWELS = TESTS / "fixture_environments" / "vowels"
 NO_TORCH = TESTS / "no_torch"

@@ -95,3 +95,13 @@ def test_the_control_plane_is_measured_without_an_error(tmp_path: Path) -> None:
     assert all(rate > 0 for round_ in result["claims"] for rate in round_.values())
     header, *lines = control.rows(result)
     assert all(len(line) == len(header) for line in lines)
+
+
+def test_an_agent_generates_what_the_native_environment_does(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    result, table = bench("endpoint", tiny_model, tmp_path)
+    assert result["tokens"] == {"native": [8 * 3 * 24], "endpoint": [8 * 3 * 24]}
+    native, endpoint = (result["seconds"][name][0] for name in ("native", "endpoint"))
+    assert result["throughput_share"] == native / endpoint
+    assert "endpoint's share" in table

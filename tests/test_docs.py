@@ -24,7 +24,7 @@ from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.shared import playbook
 from tests.docs import NEXT, PLAYBOOK, RELIABILITY, filled, wrapped
 from tests.folders import allow
-from tests.places import ROOT
+from tests.places import AGENT_CALCULATOR, ROOT
 
 PROSE = re.compile(r"<!-- (fields|codes|tools) -->.*?<!-- /\1 -->|```.*?```", re.DOTALL)
 NAME = re.compile(r"`([a-z][a-z0-9_]*)(?:=[^`]*|\([^`]*\))?`")
@@ -203,7 +203,7 @@ async def test_the_playbooks_wrapped_objects_work(tmp_path: Path, imported: str)
 def test_every_example_in_python_runs_in_a_test():
     text = "".join(path.read_text() for path in (PLAYBOOK, *ROOT.glob("docs/*.md")))
     text += (ROOT / "README.md").read_text()
-    assert text.count("```python") == len(wrapped()) + 2 == len(STAND_INS) + 2
+    assert text.count("```python") == len(wrapped()) + 3 == len(STAND_INS) + 3
 
 
 AGENT = """
@@ -218,14 +218,20 @@ def solve(question, base_url, api_key, model):
 
 @pytest.mark.anyio
 @pytest.mark.slow
-async def test_the_playbooks_agent_answers(tmp_path: Path):
-    (source,) = re.findall(
-        r"\*\*Agents\.\*\*.*?```python\n(.*?)```", PLAYBOOK.read_text(), re.DOTALL
-    )
+@pytest.mark.parametrize(
+    ("text", "heading", "agent"),
+    [
+        (PLAYBOOK.read_text(), r"\*\*Agents\.\*\*", AGENT),
+        ((ROOT / "README.md").read_text(), "## Train the agent", AGENT_CALCULATOR.read_text()),
+    ],
+    ids=["playbook", "readme"],
+)
+async def test_the_agents_of_the_text_answer(tmp_path: Path, text: str, heading: str, agent: str):
+    (source,) = re.findall(rf"{heading}.*?```python\n(.*?)```", text, re.DOTALL)
     example_files(tmp_path)
     (tmp_path / "environment.toml").write_text("endpoint = true\n")
     (tmp_path / "environment.py").write_text(source)
-    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "agent.py").write_text(agent)
     async with await EnvironmentHost.start(tmp_path) as host:
         opening = await host.open("train", 0)
         assert (await host.step(opening.episode, "7")).done

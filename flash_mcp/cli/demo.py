@@ -35,8 +35,10 @@ from flash_mcp.judgement import curve
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import ACTIVE
 from flash_mcp.state.store import open_store
+from flash_mcp.tools.environments import TEMPLATES
 
 HELD_OUT = ("n", "success", "low", "high")
+SIDE = ("tasks", "success", "low", "high")
 
 Json = dict[str, Any]
 
@@ -135,6 +137,54 @@ async def _train(session: Session, wanted: Json) -> Json:
     session.console.print(f"  {estimate['steps']} steps, {estimate['rollouts']} rollouts")
     run_id = (await session.call("train", **wanted))["run_id"]
     return await watch(session, run_id)
+
+
+async def run_agent(console: Console, curve_path: Path, model: str | None = None) -> Json:
+    """Train the agent of the example agent_calculator: a warm-up on gold calls, then GRPO; the
+    figures of --json.
+    """
+    started = time.monotonic()
+    folder = TEMPLATES / "agent_calculator"
+    async with connected(console) as session:
+        with session.timed("environment"):
+            pushed = await session.call("env_push", folder=str(folder), name="agent_calculator")
+            checked = await session.call("env_test", environment=pushed["environment"])
+            _show_probes(console, checked)
+        wanted: Json = {"environment": pushed["environment"]}
+        if model:
+            wanted["model"] = model
+        with session.timed("sft"):
+            config = str(folder / "configs" / "sft.toml")
+            warmed = await _train(session, {**wanted, "config": config})
+        begun = f"{warmed['run_id']}@{warmed['step']}"
+        with session.timed("grpo"):
+            config = str(folder / "configs" / "rl.toml")
+            view = await _train(session, {**wanted, "config": config, "init_from_adapter": begun})
+        run_id: str = view["run_id"]
+        base = f"{warmed['run_id']}@0"
+        verdict = await session.call("compare", base=base, other=run_id)
+        for name in ("base", "other"):
+            _show_side(console, verdict[name])
+        console.print(f"  [bold]{verdict['verdict']['outcome']}[/]")
+        await _show_rollout(session, run_id)
+        await _draw(session, run_id, curve_path)
+        session.seconds["all"] = round(time.monotonic() - started, 1)
+        return {
+            "run_id": run_id,
+            "warm_up": begun,
+            "heldout_base": {key: verdict["base"][key] for key in SIDE},
+            "heldout_warm": {key: warmed["held_out"][-1][key] for key in HELD_OUT},
+            "heldout_trained": {key: verdict["other"][key] for key in SIDE},
+            "verdict": verdict["verdict"]["outcome"],
+            "tools_called": session.tools_called,
+            "seconds": session.seconds,
+        }
+
+
+def _show_side(console: Console, side: Json) -> None:
+    interval = f"95 % interval {side['low']:.3f} to {side['high']:.3f}"
+    success = f"{side['success']:.3f} of {side['tasks']} tasks ({interval})"
+    console.print(f"  held out, {_escaped(side['of'])}: {success}")
 
 
 def _figures(session: Session, view: Json, talk: Json) -> Json:
@@ -272,13 +322,21 @@ def _brief(value: Any) -> str:
 
 
 def play(
-    figures_path: Path | None, curve_path: Path, model: str | None, environment: str | None
+    figures_path: Path | None,
+    curve_path: Path,
+    model: str | None,
+    environment: str | None,
+    *,
+    agent: bool = False,
 ) -> int:
     """Play the demo, write its figures and return the exit code."""
     console = Console(soft_wrap=True)
-    with tempfile.TemporaryDirectory(prefix="flash-demo-") as folder:
-        target = Path(folder) / "calculator"
-        figures = outcome(console, run, target, curve_path, model, environment)
+    if agent:
+        figures = outcome(console, run_agent, curve_path, model)
+    else:
+        with tempfile.TemporaryDirectory(prefix="flash-demo-") as folder:
+            target = Path(folder) / "calculator"
+            figures = outcome(console, run, target, curve_path, model, environment)
     if figures is None:
         return 1
     if figures_path:

@@ -201,10 +201,13 @@ def demo(arguments: Arguments) -> int:
     Does what an agent would do, through a real MCP client over stdio: writes the calculator
     environment, publishes and checks it, trains, watches, reads rollouts, compares the base model
     with the trained one on held-out tasks, deploys the adapter and talks to it. State is kept in
-    FLASH_HOME, so that every flash-mcp command shows the run afterwards."""
+    FLASH_HOME, so that every flash-mcp command shows the run afterwards.
+
+    With --agent it trains a program that calls OpenAI's API with a tool of its own, as it is."""
     from flash_mcp.cli.demo import play  # noqa: PLC0415
 
-    return play(arguments.json, arguments.curve, arguments.model, arguments.environment)
+    chosen = (arguments.json, arguments.curve, arguments.model, arguments.environment)
+    return play(*chosen, agent=arguments.agent)
 
 
 def completion(arguments: Arguments) -> None:
@@ -573,12 +576,17 @@ COMMANDS: dict[str, Command | Group] = {
     ),
     "demo": Command(
         demo,
-        ("flash-mcp demo", "flash-mcp demo --json figures.json --curve curve.png"),
+        (
+            "flash-mcp demo",
+            "flash-mcp demo --agent",
+            "flash-mcp demo --json figures.json --curve curve.png",
+        ),
         (
             _option("--json", "write the figures to FILE", "FILE", type=Path),
             _option("--curve", f"the picture (default {CURVE})", "FILE", type=Path, default=CURVE),
             _option("--model", "base model (default: the config's)"),
             _option("--environment", "a published environment (default: the calculator)"),
+            _option("--agent", "train an agent that uses OpenAI's package", action="store_true"),
         ),
     ),
     "completion": Command(

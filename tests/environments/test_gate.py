@@ -42,11 +42,13 @@ def failures(report: Report) -> dict[str, Probe]:
     return {probe.name: probe for probe in report.probes if probe.passed is False}
 
 
-@pytest.mark.parametrize("name", ["calculator", "sort_words", "tool_calculator"])
+@pytest.mark.parametrize(
+    "name", ["calculator", "sort_words", "tool_calculator", "agent_calculator"]
+)
 async def test_the_examples_pass_every_check(name: str) -> None:
     report = await check(EXAMPLES / name)
     expected = list(PROBES)
-    if name == "tool_calculator":
+    if name in ("tool_calculator", "agent_calculator"):
         expected.insert(PROBES.index("isolation"), "tool_calls")
     assert [(probe.name, probe.passed) for probe in report.probes] == [
         (name, True) for name in expected
