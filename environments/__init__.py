@@ -12,5 +12,6 @@ from environments.base import RewardMetric as RewardMetric
 from environments.base import RewardResult as RewardResult
 from environments.base import TaskExample as TaskExample
 from environments.base import load_dataset as load_dataset
+from environments.command import EnvironmentCommand as EnvironmentCommand
 from environments.judge import JudgeRubric as JudgeRubric
 from environments.tools import EnvironmentToolUse as EnvironmentToolUse

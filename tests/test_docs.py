@@ -63,6 +63,7 @@ def known_names() -> set[str]:
             names |= literals(parameter.annotation)
     kinds = (
         environments.EnvironmentAgent,
+        environments.EnvironmentCommand,
         environments.EnvironmentToolUse,
         environments.EnvironmentSingleTurn,
         environments.JudgeRubric,
