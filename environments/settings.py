@@ -112,6 +112,10 @@ class ServingSettings:
     idle_minutes: float = 60.0
     """Minutes without a request to its server after which a deployment ends; deploy may set
     others."""
+    record_mib: float = 64.0
+    """MiB of requests that deploy(record=true) keeps for each deployment."""
+    record_days: float = 30.0
+    """Days after which a recorded request is deleted."""
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         is_admin = self.path.endswith("_lora_adapter") or self.path == "/v1/completions"
-        key = os.environ["FLASH_ADMIN_KEY" if is_admin else "VLLM_API_KEY"]
-        if self.headers["Authorization"] != f"Bearer {key}":
+        names = ["FLASH_ADMIN_KEY"] if is_admin else ["FLASH_ADMIN_KEY", "VLLM_API_KEY"]
+        keys = [f"Bearer {os.environ[name]}" for name in names]
+        if self.headers["Authorization"] not in keys:
             self.reply(401, {"error": "Unauthorized"})
         elif self.path == "/v1/load_lora_adapter":
             if Path(body["lora_path"], "broken").exists():

@@ -23,7 +23,7 @@ from flash_mcp.judgement.task_filter import TaskFilter, TaskScores
 from flash_mcp.protocol.records import Json, text_of
 
 Select = Literal["correct", "best", "best-n", "shortest", "all"]
-Source = Literal["rollouts", "evaluations"]
+Source = Literal["rollouts", "evaluations", "recordings"]
 Task = tuple[str, str]
 """Split and id."""
 Key = tuple[str, Source, int, int]

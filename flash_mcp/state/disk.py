@@ -8,6 +8,7 @@ from pathlib import Path
 from shutil import disk_usage
 
 from environments.settings import FILE, DiskSettings, load_settings
+from flash_mcp.protocol import recordings
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import (
     datasets_dir,
@@ -90,6 +91,7 @@ def usage(base: Path) -> dict[str, int]:
         "environments": [environments_dir(base)],
         "datasets": [datasets_dir(base)],
         "exports": [exports_dir(base)],
+        "recordings": [base / recordings.FOLDER],
         "the database": base.glob("flash.db*"),
         "scratch": [*base.glob("scratch*"), base / "removed", base / "adapters"],
     }

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
 
+from flash_mcp.protocol import recordings
 from flash_mcp.protocol.artifacts import delete_run
 from flash_mcp.protocol.errors import FlashError, disk_error
 from flash_mcp.protocol.paths import exports_dir
@@ -186,6 +187,8 @@ def _run(store: Store, run_id: str) -> _Found:
     deletions = [(f"DELETE FROM {table} WHERE run_id = ?", [run_id]) for table in OF_A_RUN]
     deletions.append(("DELETE FROM runs WHERE id = ?", [run_id]))
     folders = [*run_folders(store, run), *(store.base / "adapters").glob(f"{run_id}-*")]
+    served = [row.id for row in store.deployments() if row.run_id == run_id]
+    folders += [store.base / recordings.FOLDER / id for id in served]
     if run.target != LOCAL_TARGET:
         return _Found("run", run_id, run.owner, folders, deletions, used_by, on_target=run)
     return _Found(

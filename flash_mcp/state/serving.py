@@ -6,9 +6,11 @@ import hashlib
 import time
 from typing import Any
 
+from environments.settings import load_settings
 from flash_mcp.protocol.adapters import read_adapter_config
 from flash_mcp.protocol.base_models import is_named, pinned
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.recordings import Limits, Recording
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Deployment, Json, Run
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state.owners import caller
@@ -26,9 +28,10 @@ def request(
     name: str | None = None,
     port: int | None = None,
     idle_minutes: float | None = None,
+    record: bool | None = None,
 ) -> Deployment:
     """Ask for a run's checkpoint (by default the newest good one) to be served. Asking again finds
-    the first, and sets its `idle_minutes` if they are given.
+    the first, and sets its `idle_minutes` and `record` if they are given.
 
     FlashError(unknown_run | unknown_checkpoint | checkpoint_corrupt | invalid_argument |
     port_taken)."""
@@ -43,7 +46,7 @@ def request(
     live = store.deployments(LIVE_DEPLOYMENT)
     for row in live:
         if row.id == deployment_id and row.state != "stopping":
-            return _with_limit(store, row, idle_minutes)
+            return _changed(store, row, idle_minutes=idle_minutes, record=record)
         if (row.name, row.owner) == (name, run.owner) and row.id != deployment_id:
             fix = f"choose another name, or undeploy({row.id!r}) first"
             raise FlashError(
@@ -54,7 +57,8 @@ def request(
     )
     rank = read_adapter_config(adapter, "r")["r"]
     data: Json = {"rank": rank, "port": port, "thinking": bool(run.spec.thinking)}
-    data["idle_minutes"] = idle_minutes
+    data |= {"idle_minutes": idle_minutes, "record": bool(record)}
+    _record(store, deployment_id, is_on=bool(record))
     values = {
         "owner": run.owner,
         "name": name,
@@ -70,22 +74,35 @@ def request(
             raise FlashError("unknown_checkpoint", what, run_id=run_id, step=step, fix=fix)
         if not any(row.id == deployment_id for row in store.deployments()):
             return store.add_deployment({"id": deployment_id, **values, "data": data})
-        blank: dict[str, Any] = {
-            "error": None,
-            "base_url": None,
-            "pid": None,
-            "created": time.time(),
-        }
+        blank: Json = {"error": None, "base_url": None, "pid": None, "created": time.time()}
         store.update_deployment(deployment_id, state="starting", data=data, **values, **blank)
         return store.deployment(deployment_id)
 
 
-def _with_limit(store: Store, row: Deployment, idle_minutes: float | None) -> Deployment:
-    if idle_minutes is None:
+def _changed(store: Store, row: Deployment, **wanted: Any) -> Deployment:
+    """The deployment with the values that are not None."""
+    given = {name: value for name, value in wanted.items() if value is not None}
+    if not given:
         return row
-    data = {**row.data, "idle_minutes": idle_minutes}
-    store.update_deployment(row.id, expected_states=(row.state,), data=data)
+    if "record" in given:
+        _record(store, row.id, is_on=given["record"])
+    store.update_deployment(row.id, expected_states=(row.state,), data={**row.data, **given})
     return store.deployment(row.id)
+
+
+def _record(store: Store, deployment_id: str, *, is_on: bool) -> None:
+    """Begin or end the recording of a deployment's requests; its server looks at each request."""
+    recording = Recording(store.base, deployment_id)
+    if not is_on:
+        recording.stop()
+        return
+    try:
+        settings = load_settings(store.base).serving
+    except ValueError as error:
+        what = f"the settings of this server cannot be used: {error}"
+        fix = "the server's operator corrects settings.toml in FLASH_HOME"
+        raise FlashError("invalid_argument", what, fix=fix) from error
+    recording.start(Limits(int(settings.record_mib * 2**20), settings.record_days))
 
 
 def served_model(store: Store, run: Run) -> str:

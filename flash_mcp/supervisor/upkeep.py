@@ -8,6 +8,7 @@ from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 
 from environments.settings import FILE, load_settings
+from flash_mcp.protocol import recordings
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import exports_dir, runs_dir
 from flash_mcp.protocol.records import Run
@@ -63,7 +64,10 @@ class Upkeep:
             log.info("deleting a leftover: %s", path)
             delete(path)
             yield
-        allowed = load_settings(self._store.base).disk
+        settings = load_settings(self._store.base)
+        recordings.prune_all(self._store.base, settings.serving.record_days)
+        yield
+        allowed = settings.disk
         for run in ended_here(self._store, before=time.time() - allowed.optimizer_days * DAY_S):
             if drop_optimizers(run):
                 self._sizes.pop(run.id, None)

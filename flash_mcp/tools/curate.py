@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Literal, cast
 
 from anyio.to_thread import run_sync
@@ -14,6 +14,7 @@ from flash_mcp.judgement.curation import Attempt, Counts, Curated, HeldOut, Plan
 from flash_mcp.judgement.task_filter import compile_filter
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.parts import Part, Rounded
+from flash_mcp.protocol.recordings import Recording
 from flash_mcp.protocol.records import Json, Rollout, Run, text_of
 from flash_mcp.state import datasets
 from flash_mcp.state.runs import folder_of
@@ -37,7 +38,7 @@ class Example(Part):
     task_id: str
     run_id: str
     source: Source
-    """rollouts, or evaluations."""
+    """rollouts, evaluations or recordings."""
     step: int
     index: int
     """With run_id and step: what the rollouts tool shows whole."""
@@ -92,7 +93,7 @@ async def curate(
     dataset. Reading transcripts: rollouts.
 
     Args:
-        runs: Training runs and evaluations to take attempts from.
+        runs: Training runs, evaluations and recorded deployments to take attempts from.
         name: Name to keep the dataset under; only dry_run goes without.
         filter: Which tasks, default every: comparisons of avg, best, worst (rewards), n,
             n_correct and pass@k, and `solved`, with and, or, not: 'pass@4 >= 0.2 and avg < 0.9'.
@@ -101,7 +102,7 @@ async def curate(
         max_per_task: Attempts of a task at most; default: no bound, shortest: 1.
         success_threshold: Reward from which an attempt is correct, in filter and select; default:
             its own `success`.
-        source: Only training rollouts or only evaluations; default: both.
+        source: Only these; default: all.
         since_step: Only attempts of this step and later ones.
         holdout: Share of tasks held back to measure the loss on, by a hash of the id.
         deduplicate: Keep one of several attempts with the same words.
@@ -127,11 +128,13 @@ async def _curated(runs: Sequence[str], plan: Plan, name: str | None) -> Curate:
     """The dataset, kept under `name`; with None, what it would be."""
     store = open_store()
     # Reads are left to themselves when the call is: they may take longer than it has.
+    runs = list(dict.fromkeys(runs))
     rows = await run_sync(_pooled, store, runs, abandon_on_cancel=True)
     await report("asking the environment for its eval split")
     held_out = await _held_out(store, rows[0])
     await report("reading attempts")
-    curated = await run_sync(_select, rows, plan, held_out, abandon_on_cancel=True)
+    made = [_attempts_of(store, reference, plan.source) for reference in runs]
+    curated = await run_sync(_select, made, plan, held_out, abandon_on_cancel=True)
     result = Curate(
         environment=rows[0].environment_reference,
         models=sorted({row.model for row in rows}),
@@ -143,17 +146,20 @@ async def _curated(runs: Sequence[str], plan: Plan, name: str | None) -> Curate:
     if not curated.train:
         return _nothing(result, is_dry=name is None)
     if name is not None:
-        await run_sync(_keep, store, result, name, rows, curated, plan)
+        await run_sync(
+            _keep, store, result, name, dict(zip(runs, rows, strict=True)), curated, plan
+        )
     return result
 
 
 def _keep(
-    store: Store, result: Curate, name: str, rows: Sequence[Run], curated: Curated, plan: Plan
+    store: Store, result: Curate, name: str, runs: Mapping[str, Run], curated: Curated, plan: Plan
 ) -> None:
-    """Register the dataset, and say so in the result."""
+    """Register the dataset, and say so in the result. `runs` are by what the caller named."""
+    rows = list(runs.values())
     train = [attempt.row() for attempt in curated.train]
     holdout = [attempt.row() for attempt in curated.holdout]
-    manifest = _manifest(rows, curated, plan)
+    manifest = _manifest(runs, curated, plan)
     kept = datasets.register(name, train, holdout, manifest, store.base)
     result.dataset = f"{kept.name}@{kept.digest}"
     result.created = kept.created
@@ -175,11 +181,11 @@ def _check(name: str | None, plan: Plan, dry_run: bool) -> None:
         raise FlashError("invalid_argument", what, fix="pass max_per_task=4, for instance")
 
 
-def _pooled(store: Store, run_ids: Sequence[str]) -> list[Run]:
-    """The runs, each once. FlashError(invalid_argument) if their environment's version or arguments
-    differ.
+def _pooled(store: Store, references: Sequence[str]) -> list[Run]:
+    """The runs, and those of deployments. FlashError(invalid_argument) if their environment's
+    version or arguments differ.
     """
-    rows = [store.run(run_id) for run_id in dict.fromkeys(run_ids)]
+    rows = [store.run(_run_of(store, reference)) for reference in references]
     kinds = {row.id: f"{row.environment_reference} {_arguments_of(row)}" for row in rows}
     if len({*kinds.values()}) > 1:
         told = "; ".join(f"{run_id}: {kinds[run_id]}" for run_id in [*kinds][:8])
@@ -191,6 +197,13 @@ def _pooled(store: Store, run_ids: Sequence[str]) -> list[Run]:
             "the others apart",
         )
     return rows
+
+
+def _run_of(store: Store, reference: str) -> str:
+    """The run itself, or the run that a deployment serves."""
+    if reference.startswith("dep-"):
+        return str(store.deployment(reference).run_id)
+    return reference
 
 
 def _arguments_of(row: Run) -> str:
@@ -220,20 +233,29 @@ async def _held_out(store: Store, row: Run) -> HeldOut:
         return await read_held_out(host)
 
 
-def _select(rows: Sequence[Run], plan: Plan, held_out: HeldOut) -> Curated:
-    made = itertools.chain.from_iterable(read_attempts(row, plan.source) for row in rows)
-    attempts = (attempt for attempt in made if attempt.step >= plan.since_step)
+def _select(made: Iterable[Iterable[Attempt]], plan: Plan, held_out: HeldOut) -> Curated:
+    every = itertools.chain.from_iterable(made)
+    attempts = (attempt for attempt in every if attempt.step >= plan.since_step)
     return curation.curate(attempts, plan, held_out)
+
+
+def _attempts_of(store: Store, reference: str, source: Source | None) -> Iterator[Attempt]:
+    """Every attempt of a run, or what a deployment recorded."""
+    if not reference.startswith("dep-"):
+        yield from read_attempts(store.run(reference), source)
+    elif source in (None, "recordings"):
+        for row in Recording(store.base, reference).rollouts():
+            yield _attempt(reference, "recordings", 0, row)
 
 
 def read_attempts(run: Run, source: Source | None = None) -> Iterator[Attempt]:
     """Every attempt that a run has left in its folder so far."""
     folder = folder_of(run)
-    if source != "evaluations":
+    if source in (None, "rollouts"):
         for step in folder.rollout_steps():
             for row in folder.rollouts(step):
                 yield _attempt(run.id, "rollouts", step, Rollout.of(row))
-    if source != "rollouts":
+    if source in (None, "evaluations"):
         for step in folder.eval_steps():
             for row in cast("list[Json]", (folder.evaluation(step) or {}).get("rollouts", [])):
                 yield _attempt(run.id, "evaluations", step, Rollout.of({"split": "eval", **row}))
@@ -257,14 +279,15 @@ def _attempt(run_id: str, source: Source, step: int, row: Rollout) -> Attempt:
     )
 
 
-def _manifest(rows: Sequence[Run], curated: Curated, plan: Plan) -> Json:
+def _manifest(named: Mapping[str, Run], curated: Curated, plan: Plan) -> Json:
     """Where a dataset came from. Nothing in it depends on when it is made."""
+    rows = list(named.values())
     runs: list[Json] = []
-    for row in sorted(rows, key=lambda row: row.id):
-        used = [each for each in (*curated.train, *curated.holdout) if each.run_id == row.id]
+    for reference, row in sorted(named.items()):
+        used = [each for each in (*curated.train, *curated.holdout) if each.run_id == reference]
         runs.append(
             {
-                "run_id": row.id,
+                "run_id": reference,
                 "algorithm": row.algorithm,
                 "model": row.model,
                 "init_adapter": row.init_adapter,

@@ -56,6 +56,8 @@ class Deployed(Result):
     """With deploy: the same with the openai package."""
     idle_minutes: float
     """It ends after so many minutes in which nobody used its server; 0: never."""
+    record: bool | None = None
+    """True if its requests are recorded: rollouts(run_id=deployment) shows them."""
     seconds: float
     """Seconds since deploy was called."""
 
@@ -106,6 +108,7 @@ async def deploy(
     name: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9][\w.-]{0,99}$")] = None,
     port: Annotated[int | None, Field(ge=1024, le=65535)] = None,
     idle_minutes: Annotated[float | None, Field(ge=0, le=525_600)] = None,
+    record: bool | None = None,
     wait_s: Wait = 40.0,
 ) -> Deployed:
     """Serve a run's checkpoint, and its base model, with vLLM's OpenAI server.
@@ -122,12 +125,21 @@ async def deploy(
         port: Port on loopback; default: a free one.
         idle_minutes: End it after so many minutes without a request; 0: never; default: the
             operator's setting, else 60.
+        record: Record requests and answers, for rollouts and curate.
     """
     store, deadline = open_store(), deadline_after(wait_s)
     if port is not None:
         await run_sync(check_port, store, run_id, port)
     row = await run_sync(
-        lambda: request(store, run_id, step=step, name=name, port=port, idle_minutes=idle_minutes)
+        lambda: request(
+            store,
+            run_id,
+            step=step,
+            name=name,
+            port=port,
+            idle_minutes=idle_minutes,
+            record=record,
+        )
     )
     await run_sync(look_after, store)
     row = await _settled(store, row.id, ("ready", "failed", "stopped"), deadline)
@@ -403,6 +415,7 @@ def describe(store: Store, row: Deployment) -> Deployed:
         base_url=row.base_url if server else None,
         api_key_file=server.file if server else None,
         idle_minutes=idle_limit(row, store.base),
+        record=row.data.get("record") or None,
         seconds=_age_s(row),
         next=_next_step(row),
     )

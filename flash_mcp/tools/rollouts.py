@@ -10,6 +10,7 @@ from pydantic import Field
 
 from flash_mcp.judgement.failures import SAMPLE_ROLLOUTS, FailureMode, failure_counts, failure_modes
 from flash_mcp.protocol.parts import rounded
+from flash_mcp.protocol.recordings import Recording
 from flash_mcp.protocol.records import ACTIVE, Json, Rollout, Run, text_of
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.shared.fitting import (
@@ -50,8 +51,9 @@ class RolloutView(Part):
     """Its number within the step."""
     task_id: str
     """Task of the environment."""
-    reward: float
-    success: bool
+    reward: float | None = None
+    """Absent in what a deployment recorded, as is success."""
+    success: bool | None = None
     advantage: float | None = None
     """Its weight in training, relative to its group."""
     failure: FailureMode | None = None
@@ -141,6 +143,10 @@ def rollouts(
         cursor: `cursor` of the previous page, all else unchanged.
     """
     store = open_store()
+    if run_id.startswith("dep-"):
+        offset = page_offset(cursor, "rollouts") if index is None else 0
+        found = _recorded(store, run_id, contains or "", index, limit, offset)
+        return _result(found, offset, max_characters, contains or "", from_message)
     run = store.run(run_id)
     # Rollouts of an evaluation are stored under "eval", whichever split its tasks are from.
     split = "eval" if run.algorithm == "eval" else split or "train"
@@ -174,6 +180,26 @@ class _Found:
     rows: list[Rollout]
     total: int
     has_more: bool
+    is_recorded: bool = False
+    """Rows of a deployment, without rewards."""
+
+
+def _recorded(
+    store: Store, deployment: str, contains: str, index: int | None, limit: int, offset: int
+) -> _Found:
+    """What a deployment was asked and answered, newest first."""
+    store.deployment(deployment)  # FlashError(unknown_deployment) for what this caller cannot see
+    every = Recording(store.base, deployment).rollouts()
+    rows = [row for row in reversed(every) if index in (None, row.index)]
+    if contains:
+        rows = [row for row in rows if any(_holds(text_of(m), contains) for m in row.messages)]
+    page = rows[offset : offset + limit]
+    more = len(rows) > offset + limit
+    return _Found(store, deployment, "train", None, index, page, len(rows), more, is_recorded=True)
+
+
+def _holds(text: str, part: str) -> bool:
+    return part.lower() in text.lower()
 
 
 def _result(
@@ -188,12 +214,17 @@ def _result(
         failures = failure_counts(sample)
     opening = _opening(rows)
     modes = failure_modes(rows, sample)
+    if found.is_recorded:
+        modes = [None for _ in rows]
     rest = [_Shown(row, mode, len(opening)) for row, mode in zip(rows, modes, strict=True)]
     taken = sum(json_characters(message.content) + MESSAGE_FRAME for message in opening)
     taken += sum(_frame_size(row) for row in rows)
     room = min(RESULT_CHARACTERS - RESULT_FRAME - taken, max_characters)
     start = None if found.index is None else from_message
     shown, cut = _within(rest, room, around, start)
+    if found.is_recorded:
+        for row in shown:
+            row.reward = row.success = None
     return Rollouts(
         run_id=found.run_id,
         total=found.total,
@@ -364,8 +395,21 @@ def _excerpt(text: str, allowed: int, around: str) -> str:
     return f"…[{start} characters cut]… {shown} …[{after} characters cut]…"
 
 
+def _after_recorded(found: _Found, shown: list[RolloutView]) -> str:
+    id = found.run_id
+    run_id = found.store.deployment(id).run_id
+    if not shown and Recording(found.store.base, id).is_on():
+        return "nothing of that kind was recorded so far; requests to its base_url and chat are"
+    if not shown:
+        return f"nothing was recorded: deploy(run_id={run_id!r}, record=true) begins"
+    learn = f"curate(runs=[{id!r}], select='all', name='...') makes a dataset of them"
+    return f"cursor brings more; {learn}" if found.has_more else learn
+
+
 def _next_step(found: _Found, shown: list[RolloutView], was_cut: bool) -> str:
     run_id = found.run_id
+    if found.is_recorded:
+        return _after_recorded(found, shown)
     if not shown and found.index is not None:
         count = found.store.rollout_count(run_id, found.split, found.step)
         return f"this step has {count} {found.split} rollouts: index is 0 to {count - 1}"

@@ -26,6 +26,7 @@ import pytest
 from anyio.to_thread import run_sync
 
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.recordings import Recording
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Deployment
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import RunSpec, resolve
@@ -37,6 +38,7 @@ from flash_mcp.supervisor import model_servers, serving_health
 from flash_mcp.supervisor.model_servers import Deployments, Server, check_port, idle_minutes
 from flash_mcp.tools import deploy as deploy_tools
 from flash_mcp.tools.deploy import Message, _answer, chat, deploy, describe, undeploy
+from flash_mcp.tools.rollouts import rollouts
 from flash_mcp.tools.shared.snippets import snippets
 from tests.places import TESTS
 from tests.samples import sample_rollout
@@ -803,6 +805,7 @@ async def test_a_checkpoint_is_deployed_talked_to_and_undeployed(
     assert "the chat template took longer than 5 s" in caught.value.wrote
     assert (await chat(message="hello", max_tokens=4)).adapter.text
     await talk_with_tools(vllm_store, run_id, first.deployment, tiny_model)
+    await records_from_now_on(vllm_store, run_id, first.deployment)
 
     # The endpoint is anybody's who has the key, and nobody's else.
     server = Server.find(vllm_store.base, str(tiny_model))
@@ -867,6 +870,27 @@ async def talk_with_tools(store: Store, run_id: str, deployment: str, model: Pat
     template = ChatTemplate(AutoTokenizer.from_pretrained(model)).for_tools(tools)
     ids = template.prompt_ids([message.model_dump(exclude_none=True) for message in talk])
     assert answer.prompt_tokens == len(ids)
+
+
+async def records_from_now_on(store: Store, run_id: str, deployment: str) -> None:
+    """A deployment that is asked to records what it computes, token by token, until it is told
+    not to.
+    """
+    recording = Recording(store.base, deployment)
+    assert (await ready(run_id, step=5, record=True)).record
+    said = await chat(deployment, message="Say it", max_tokens=4, seed=7)
+    assert (await ready(run_id, step=5)).record, "asking again leaves that as it is"
+    (line,) = recording.lines()
+    assert line["messages"] == [{"role": "user", "content": "Say it"}]
+    assert line["answer"]["content"] == said.adapter.text
+    assert len(line["prompt_token_ids"]) == said.adapter.prompt_tokens
+    assert len(line["token_ids"]) == len(line["logprobs"]) == said.adapter.completion_tokens
+    assert max(line["logprobs"]) <= 0.0
+    shown = rollouts(deployment).rollouts[0]
+    assert shown.messages[-1].content == said.adapter.text
+    assert not (await ready(run_id, step=5, record=False)).record
+    await chat(deployment, message="not this", max_tokens=4)
+    assert len([*recording.lines()]) == 1
 
 
 OPEN_IN_VLLM = (

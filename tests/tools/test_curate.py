@@ -14,6 +14,7 @@ from mcp import Client
 from flash_mcp.protocol import run_folder
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import datasets_dir
+from flash_mcp.protocol.recordings import Limits, Recording
 from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import resolve, validate
@@ -468,3 +469,61 @@ async def test_a_model_is_fine_tuned_on_a_curated_dataset(numbers: None, tiny_mo
     assert set(held_back) == {4, 6}  # with every checkpoint
     assert held_back[6] < metrics[0]["loss"]
     assert folder.job()["dataset"]["digest"] == datasets.find(body["dataset"]).digest
+
+
+def served(run: Run, **values: Any) -> Recording:
+    """A deployment of the run that records."""
+    row = {"name": "d", "model": run.model, "run_id": run.id, "step": 1, "state": "ready"}
+    store = open_store()
+    store.add_deployment({"id": "dep-1", **row, **values})
+    recording = Recording(store.base, "dep-1")
+    recording.start(Limits(1 << 20, 30.0))
+    return recording
+
+
+def request_of(asked: str, said: str, finish: str = "stop") -> dict[str, Any]:
+    """A line as the model server writes it."""
+    example = [{"role": "user", "content": "Say 0"}, {"role": "assistant", "content": "0"}]
+    return {
+        "messages": [*example, {"role": "user", "content": asked}],
+        "tools": [],
+        "answer": {"role": "assistant", "content": said},
+        "finish": finish,
+        "prompt_token_ids": [1],
+        "token_ids": [2, 3],
+        "seconds": 0.5,
+    }
+
+
+async def test_what_a_deployment_recorded_is_shown_and_learnt_but_for_eval_tasks(client: Client):
+    recording = served(recorded(solved()))
+    body = body_of(await client.call_tool("rollouts", {"run_id": "dep-1"}))
+    assert body["rollouts"] == [] and "base_url" in body["next"]
+    for line in (
+        request_of("Say hi", "hi!"),
+        request_of("Say 104", "104!"),
+        request_of("Say bye", "bye bye bye", "length"),
+    ):
+        recording.append(line)
+    shown = body_of(await client.call_tool("rollouts", {"run_id": "dep-1", "limit": 2}))
+    newest = shown["rollouts"][0]
+    assert (shown["total"], newest["index"], newest["finish"]) == (3, 2, "length")
+    assert newest["messages"][-1]["content"] == "bye bye bye"
+    assert shown["opening"][-1]["content"] == "0"
+    assert not {"reward", "success", "failure"} & newest.keys()
+    found = {"run_id": "dep-1", "contains": "SAY 104"}
+    assert body_of(await client.call_tool("rollouts", found))["rollouts"][0]["index"] == 1
+    second = {"run_id": "dep-1", "limit": 2, "cursor": shown["cursor"]}
+    assert body_of(await client.call_tool("rollouts", second))["rollouts"][0]["index"] == 0
+    kept = await curated(client, runs=["dep-1"], select="all", name="asked")
+    counts = kept["counts"]
+    assert (counts["attempts"], counts["eval_tasks"], counts["train_rows"]) == (3, 1, 1)
+    row = json.loads((Path(kept["path"]) / "train.jsonl").read_text())
+    assert [message["content"] for message in row["messages"][2:]] == ["Say hi", "hi!"]
+    assert (row["provenance"]["run_id"], row["provenance"]["source"]) == ("dep-1", "recordings")
+    manifest = json.loads((Path(kept["path"]) / "manifest.json").read_text())
+    assert [(each["run_id"], each["rows"]) for each in manifest["runs"]] == [("dep-1", 1)]
+    code, _ = await refused(client, runs=["dep-1"], source="rollouts", name="asked")
+    assert code == "dataset_invalid"
+    code, _ = await refused(client, "rollouts", run_id="dep-2")
+    assert code == "unknown_deployment"

@@ -87,10 +87,11 @@ async def test_a_users_key_opens_the_routes_of_users_and_no_others() -> None:
 
 
 @pytest.mark.hostile("model servers")
-async def test_the_supervisors_key_loads_adapters_and_nothing_else() -> None:
+async def test_the_supervisors_key_loads_adapters_asks_for_tokens_and_nothing_else() -> None:
     loaded = await answer("POST", "/v1/load_lora_adapter", ADMIN)
     assert loaded.json() == "Bearer user", "vLLM itself asks for the users' key"
-    assert (await answer("POST", "/v1/chat/completions", ADMIN)).status_code == 404
+    assert (await answer("POST", "/v1/chat/completions", ADMIN)).json() == "Bearer user"
+    assert (await answer("POST", "/v1/responses", ADMIN)).status_code == 404
     assert (await answer("POST", "/adapters", ADMIN)).status_code == 404
 
 

@@ -10,6 +10,7 @@ vLLM asks for its key under /v1 and a few other prefixes only. Routes beside the
   with it whether the server computes, and since when no user has asked for anything (/v1/idle).
 - There is nothing else.
 
+Users' chat completions are recorded where `deploy` was asked for that (worker/engine/recorder.py).
 When the server starts, it also limits how long the model's chat template may take."""
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from environments.settings import state_directory
+from worker.engine.recorder import ROUTE, Recorder
 from worker.rollouts.rendering import limit_templates
 
 Routes = frozenset[tuple[str, str]]
@@ -47,6 +50,7 @@ ADMIN_ROUTES: Routes = frozenset(
         ("POST", "/v1/load_lora_adapter"),
         ("POST", "/v1/unload_lora_adapter"),
         ("POST", "/v1/completions"),
+        ("POST", "/v1/chat/completions"),
     }
 )
 IDLE = ("GET", "/v1/idle")
@@ -59,6 +63,7 @@ class Front:
         self.app = app
         self.user_key = os.environ["VLLM_API_KEY"]
         self.admin_key = os.environ["FLASH_ADMIN_KEY"]
+        self.recorder = Recorder(state_directory())
         self.under_way = 0
         self.used_at = time.monotonic()
 
@@ -97,7 +102,10 @@ class Front:
             return
         self.under_way += 1
         try:
-            await self.app(scope, receive, send)
+            if (scope["method"], scope["path"]) == ROUTE:
+                await self.recorder.serve(self.app, scope, receive, send)
+            else:
+                await self.app(scope, receive, send)
         finally:
             self.under_way -= 1
             self.used_at = time.monotonic()

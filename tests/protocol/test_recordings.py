@@ -1,0 +1,111 @@
+"""Files with what deployments were asked and answered."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from flash_mcp.protocol.recordings import Limits, Recording, parts, prune_all
+from tests.places import ROOT
+
+WRITER = """
+import sys
+from pathlib import Path
+from flash_mcp.protocol.recordings import Recording
+recording = Recording(Path(sys.argv[1]), "dep-1")
+for number in range(10**9):
+    recording.append({"number": number, "text": "x" * 3000})
+    print(number, flush=True)
+"""
+
+
+def started(home: Path, max_bytes: int = 1 << 20, days: float = 30.0) -> Recording:
+    recording = Recording(home, "dep-1")
+    recording.start(Limits(max_bytes, days))
+    return recording
+
+
+def line(text: str, **more: Any) -> dict[str, Any]:
+    return {
+        "messages": [{"role": "user", "content": text}],
+        "tools": [],
+        "answer": {"role": "assistant", "content": text.upper()},
+        "finish": "stop",
+        "prompt_token_ids": [1, 2, 3],
+        "token_ids": [4, 5],
+        "seconds": 0.5,
+        **more,
+    }
+
+
+def test_lines_become_conversations_without_a_reward(tmp_path: Path) -> None:
+    recording = started(tmp_path)
+    for entry in (line("a"), line("b", finish="length"), line("a")):
+        recording.append(entry)
+    first, cut, again = Recording(tmp_path, "dep-1").rollouts()
+    assert [message["content"] for message in first.messages] == ["a", "A"]
+    assert (first.turns, first.prompt_messages, first.answers) == (1, 1, ["A"])
+    assert (first.prompt_tokens, first.completion_tokens, first.finish) == (3, 2, "done")
+    assert (cut.truncated, cut.finish) == (True, "length")
+    assert first.task_id == again.task_id != cut.task_id
+    assert [row.index for row in (first, cut, again)] == [0, 1, 2]
+
+
+def test_what_was_stopped_records_no_more_and_keeps_what_it_has(tmp_path: Path) -> None:
+    recording = started(tmp_path)
+    recording.append(line("a"))
+    recording.stop()
+    recording.append(line("b"))
+    assert not recording.is_on() and len([*recording.lines()]) == 1
+
+
+def test_a_recording_keeps_within_its_bytes_and_the_newest_lines(tmp_path: Path) -> None:
+    recording = started(tmp_path, max_bytes=80_000)
+    for number in range(400):
+        recording.append({"number": number, "text": "x" * 900})
+    recording.append({"number": 400, "text": "x" * 20_000})  # longer than a part may be
+    taken = sum(part.stat().st_size for part in parts(recording.folder))
+    numbers = [entry["number"] for entry in recording.lines()]
+    assert 60_000 < taken <= 80_000
+    assert numbers == [*range(numbers[0], 400)]
+
+
+def test_lines_are_deleted_after_their_days(tmp_path: Path) -> None:
+    recording = started(tmp_path, days=2.0)
+    recording.append(line("old"))
+    (part,) = parts(recording.folder)
+    prune_all(tmp_path, days=30.0)
+    assert part.exists()
+    os.utime(part, (0, time.time() - 2.5 * 86_400))
+    prune_all(tmp_path, days=30.0)
+    assert not part.exists(), "its own limit counts"
+    recording.append(line("new"))
+    recording.stop()
+    (part,) = parts(recording.folder)
+    os.utime(part, (0, time.time() - 31 * 86_400))
+    prune_all(tmp_path, days=30.0)
+    assert not part.exists(), "one that was stopped is deleted too"
+
+
+def test_a_killed_server_loses_no_line_that_was_written(tmp_path: Path) -> None:
+    """The line that a crash tore is left out, and the next server's lines are whole."""
+    started(tmp_path, max_bytes=1 << 30)
+    command = [sys.executable, "-c", WRITER, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout
+        seen = [writer.stdout.readline() for _ in range(50)]
+        writer.send_signal(signal.SIGKILL)
+        seen += writer.stdout.readlines()
+    recording = Recording(tmp_path, "dep-1")
+    numbers = [entry["number"] for entry in recording.lines()]
+    assert numbers == [*range(len(numbers))] and len(numbers) >= len(seen) - 1
+    with parts(recording.folder)[-1].open("a") as torn:
+        torn.write(json.dumps({"number": "torn"})[:9])
+    recording.append({"number": "next"})
+    assert [entry["number"] for entry in recording.lines()] == [*numbers, "next"]
