@@ -45,41 +45,46 @@ class Lesson:
     args: Mapping[str, Any] = field(default_factory=dict)
     steps: int = 0
     fields: Mapping[str, Any] = field(default_factory=dict)
+    split: str = "eval"
+    """What is evaluated where there are no steps."""
 
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 WORDS = {"min_word_len": 3, "max_word_len": 3}
 LESSONS = [
-    Lesson("verifiers", "SingleTurnEnv chain_sum", SUMS, steps=10, fields={"max_tokens": 32}),
-    Lesson("verifiers", "SingleTurnEnv spell_backward", WORDS, steps=10, fields={"max_tokens": 32}),
+    Lesson("verifiers", "SingleTurnEnv chain_sum", SUMS, steps=8, fields={"max_tokens": 24}),
+    Lesson("verifiers", "SingleTurnEnv spell_backward", WORDS, steps=3, fields={"max_tokens": 24}),
     Lesson("verifiers", "MultiTurnEnv GuessTheNumber", fields={"max_tokens": 48}),
     Lesson("verifiers", "ToolEnv chain_sum", fields={"max_tokens": 64}),
+    Lesson("inspect", "agent_threat_bench.agent_threat_bench_memory_poison", split="train"),
+    Lesson("inspect", "agent_threat_bench.agent_threat_bench_data_exfil", split="train"),
 ]
 
 
 @dataclass(frozen=True)
 class Learned:
-    """The figures of one lesson. `low` and `high` bound each success."""
+    """The figures of one lesson: scores of the held-out tasks, and of the tasks evaluated."""
 
     lesson: Lesson
     before: Mapping[str, Any]
     after: Mapping[str, Any] | None
-    rewards: tuple[float, float] | None
     minutes: float
 
     @property
     def row(self) -> tuple[object, ...]:
-        change = "-"
-        if self.rewards:
-            change = f"{self.rewards[0]:.3f} to {self.rewards[1]:.3f}"
+        success = [_success(self.before)]
+        rewards = [f"{self.before['reward']:.3f}"]
+        if self.after:
+            success.append(_success(self.after))
+            rewards.append(f"{self.after['reward']:.3f}")
         return (
             self.lesson.hub,
             self.lesson.name,
             self.lesson.steps or "-",
-            _success(self.before),
-            _success(self.after) if self.after else "-",
-            change,
-            f"{self.minutes:.1f}",
+            self.before["n"],
+            ", then ".join(success),
+            ", then ".join(rewards),
+            f"{self.minutes:.0f}",
         )
 
 
@@ -91,7 +96,9 @@ async def learn(session: Session, lesson: Lesson) -> Learned:
     started = time.monotonic()
     args = {"name": lesson.name, **lesson.args}
     folder = str(FOLDERS / lesson.hub)
-    pushed = await session.call("env_push", name=lesson.hub, folder=folder, environment_args=args)
+    pushed = await session.call(
+        "env_push", name=lesson.hub, folder=folder, environment_args=args, load=False
+    )
     wanted = {
         "environment": pushed["environment"],
         "environment_args": args,
@@ -102,26 +109,17 @@ async def learn(session: Session, lesson: Lesson) -> Learned:
             "train", **wanted, **TRAINING, steps=lesson.steps, accept_failed_gate=True
         )
         view = await watch(session, run["run_id"])
-        scores = view["held_out"]
-        rewards = (view["reward"]["first"], view["reward"]["last"])
-        before, after = scores[0], scores[-1]
+        before, after = view["held_out"][0], view["held_out"][-1]
     else:
-        run = await session.call("evaluate", **wanted, limit=HELD_OUT)
-        view = await watch(session, run["run_id"])
-        before, after, rewards = view["scores"], None, None
-    return Learned(lesson, before, after, rewards, (time.monotonic() - started) / 60)
+        run = await session.call("evaluate", **wanted, limit=HELD_OUT, split=lesson.split)
+        await watch(session, run["run_id"])
+        found = await session.call("evaluate", **wanted, limit=HELD_OUT, split=lesson.split)
+        before, after = found["scores"], None
+    return Learned(lesson, before, after, (time.monotonic() - started) / 60)
 
 
 def table(found: list[Learned]) -> str:
-    head = (
-        "package",
-        "environment",
-        "steps",
-        "held-out success before",
-        "after",
-        "training reward, first to last steps",
-        "minutes",
-    )
+    head = ("package", "environment", "steps", "tasks", "success", "mean reward", "minutes")
     return docs.table(head, [each.row for each in found])
 
 

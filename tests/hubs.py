@@ -52,6 +52,7 @@ TURNS = 6
 CALL_TIMEOUT_S = 30.0
 LOAD_TIMEOUT_S = 120.0
 ANSWERS = {
+    "the package's own template": ("4", "8"),
     "Blackjack": ("[hit]", "[stand]", "[hit]", "[hit]", "[stand]", "[stand]"),
     "2048": ("[up]", "[left]", "[down]", "[right]"),
     "game:Game2048": (r"\boxed{up}", r"\boxed{left}", r"\boxed{down}", r"\boxed{right}"),
@@ -134,10 +135,18 @@ def hubs() -> list[Hub]:
         Hub("textarena", "textarena"),
         Hub("openenv", "openenv"),
         Hub("verifiers", "verifiers"),
+        Hub("inspect", "inspect-evals"),
+        Hub("openreward", "openreward", ["the package's own template"]),
         Hub("freesolo_single", "freesolo", ["single turn"]),
         Hub("freesolo_multi", "freesolo", ["several turns"]),
         Hub("math_verify", "math-verify", ["math-verify"]),
     ]
+
+
+def is_installed(folder: Path) -> bool:
+    """Whether this command has installed what the folder requires."""
+    digest = requirements._digest(requirements.of_folder(folder))
+    return (HOME / "interpreters" / digest / "ready").is_file()
 
 
 # -- one environment -------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
 """Adapters for environments that were written for other contracts.
 
 freesolo runs folders for that SDK unchanged. reasoning_gym has datasets by name. gym wraps objects
-with reset and step. `load_environment` may also return an object of verifiers, which `adapted`
-recognises. Each imports its package on use."""
+with reset and step. trl takes environment classes. `load_environment` may also return an object of
+verifiers or Inspect, or a class of openreward, which `adapted` recognises. Each adapter imports its
+package on use."""
 
 from __future__ import annotations
 
@@ -18,6 +19,8 @@ from environments.base import TaskExample
 
 MODULES = {
     "verifiers": "environments.adapters.verifiers",
+    "inspect_ai": "environments.adapters.inspect_tasks",
+    "openreward": "environments.adapters.openreward",
 }
 """The adapter of a package's objects, whose module has `adapt(loaded)`."""
 HELD_OUT_EVERY = 5
@@ -28,7 +31,8 @@ Row = Mapping[str, Any]
 
 def adapted(loaded: Any) -> Any:
     """An environment of this contract for an object of another one; other values as they are."""
-    for kind in cast("type[Any]", type(loaded)).__mro__:
+    found = cast("type[Any]", loaded if isinstance(loaded, type) else type(loaded))
+    for kind in found.__mro__:
         if adapter := MODULES.get(kind.__module__.partition(".")[0]):
             return importlib.import_module(adapter).adapt(loaded)
     return loaded

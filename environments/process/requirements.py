@@ -199,11 +199,6 @@ async def interpreter(
     return _python(target)
 
 
-def is_installed(folder: Path) -> bool:
-    """Whether the interpreter of this folder's requirements is ready."""
-    return (interpreters_dir() / _digest(of_folder(folder)) / "ready").is_file()
-
-
 def contract_path(python: Path) -> Path:
     """The folder from which `python` imports this package and nothing else."""
     package = Path(__file__).parents[1]

@@ -35,6 +35,7 @@ import ctypes
 import errno
 import json
 import os
+import re
 import resource
 import struct
 import sys
@@ -50,6 +51,8 @@ from environments.settings import FILE as SETTINGS_FILE
 from environments.settings import EnvironmentSettings, read_toml
 
 FILE = "environment.toml"
+OFFLINE = re.compile("on the Hub|offline mode is enabled")
+"""What datasets and huggingface_hub say without network. Their own classes differ by version."""
 UNCOUNTED = (
     "neither another user nor a user namespace can be had, and without one all processes of the "
     "user count"
@@ -199,7 +202,11 @@ def confine(bounds: Bounds, own: Own, mounts: Mounts) -> dict[str, str]:
 
 
 def explain_refusals(bounds: Bounds) -> None:
-    """Make this interpreter explain a refused network where the kernel would only refuse it."""
+    """Make this interpreter explain a refused network where the kernel would only refuse it. The
+    client of the Hugging Face hub would try again for half a minute.
+    """
+    if not bounds.has_network:
+        os.environ["HF_HUB_OFFLINE"] = "1"
     if bounds.has_endpoint and not bounds.has_network:
         sys.addaudithook(_explain_refusal_of_others)
     elif not bounds.has_network:
@@ -386,7 +393,8 @@ def refusal(error: BaseException) -> tuple[str, str] | None:
 def _refusal(error: BaseException) -> tuple[str, str] | None:
     number = error.errno if isinstance(error, OSError) else None
     usual = Needs()
-    if isinstance(error, NetworkRefusedError):
+    is_offline = isinstance(error, OSError) and OFFLINE.search(str(error))
+    if is_offline or isinstance(error, NetworkRefusedError):
         about = f"it has no network unless its {FILE} says network = true"
         return "environment_network", f"{about} and the operator's {SETTINGS_FILE} grants it"
     if isinstance(error, MemoryError) or number == errno.ENOMEM:

@@ -1,6 +1,6 @@
 """Objects of other packages as environments: what load_environment may return besides ours.
 
-The tests with the packages themselves need what `scripts/hubs --only verifiers` installs."""
+The tests with the packages themselves need what `scripts/hubs --only PACKAGE` installs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from mcp import Client
 
 from environments.adapters import tasks_of
 from environments.process import requirements
+from environments.process.faults import EnvironmentFault
 from environments.process.host import EnvironmentHost
 from flash_mcp.server.mcp_server import server
 from tests import hubs
@@ -68,6 +69,113 @@ async def test_what_cannot_run_here_is_refused_when_it_is_pushed(tmp_path: Path)
     assert "| SandboxEnv of verifiers needs a container" in text
 
 
+async def test_a_download_while_it_loads_is_refused_as_that(tmp_path: Path) -> None:
+    """The words are those of datasets 5.2, which has no class of its own for it."""
+    source = """
+        import os
+
+        def load_environment():
+            assert os.environ["HF_HUB_OFFLINE"] == "1"
+            raise ConnectionError("Couldn't reach 'openai/gsm8k' on the Hub (OfflineModeIsEnabled)")
+    """
+    (tmp_path / "environment.py").write_text(textwrap.dedent(source))
+    async with Client(server) as client:
+        text = await refusal(client, "env_push", name="sums", folder=str(tmp_path))
+    assert text.startswith("[environment_network") and "network = true" in text
+
+
+# -- classes for TRL -------------------------------------------------------------------------------
+
+GAME = """
+from environments.adapters import trl
+
+
+class Game:
+    \"\"\"As TRL takes it in environment_factory.\"\"\"
+
+    def reset(self, secret, **row):
+        self.secret, self.guesses = secret, 0
+        return f" It is below {secret + 3}."
+
+    def guess(self, number: int) -> str:
+        \"\"\"Guess the number.
+
+        Args:
+            number: The guess.
+        \"\"\"
+        self.guesses += 1
+        if number < 0:
+            raise ValueError("not negative")
+        self.found = number == self.secret
+        return "right" if self.found else "wrong"
+
+    def _hidden(self) -> str:
+        return ""
+
+    def get_reward(self):
+        return float(getattr(self, "found", False))
+
+
+def brief(prompts, completions, environments, secret, **kwargs):
+    assert prompts[0][-1]["content"].endswith(f"below {secret[0] + 3}.")
+    assert [message["role"] for message in completions[0]][0] == "assistant"
+    return [0.5 if environments[0].guesses < 2 else 0.0]
+
+
+def not_here(completions, **kwargs):
+    return [None]
+
+
+def load_environment(factory=""):
+    rows = [{"prompt": f"Guess number {n}.", "secret": n} for n in range(10)]
+    return trl.load(eval(factory) if factory else Game, rows, [brief, not_here])
+"""
+
+
+@pytest.fixture
+def game(tmp_path: Path) -> Path:
+    folder = tmp_path / "game"
+    folder.mkdir()
+    (folder / "environment.py").write_text(GAME)
+    return folder
+
+
+async def test_a_class_for_trl_is_played_by_its_methods_and_rewards(game: Path) -> None:
+    async with await EnvironmentHost.start(game) as host:
+        assert host.splits == {"train": 8, "eval": 2}
+        opening, other = [await host.open("train", 3) for _ in range(2)]
+        assert opening.messages == [{"role": "user", "content": "Guess number 3. It is below 6."}]
+        (tool,) = opening.tools
+        assert tool["function"]["name"] == "guess"
+        assert tool["function"]["description"] == "Guess the number."
+        for number, answer in ((-1, "Error: not negative"), (3, "right")):
+            guess = call("guess", f'{{"number": {number}}}')
+            step = await host.step(opening.episode, "", guess)
+            assert step.messages[0]["content"] == answer
+        assert (await host.step(opening.episode, "It was 3.")).done
+        won = await host.score(opening.episode)
+        assert (won.reward, won.success) == (1.0, True)
+        assert won.metrics == {"brief": 0.0, "Game": 1.0}
+        assert (await host.step(other.episode, "I give up.")).done
+        lost = await host.score(other.episode)
+        assert (lost.reward, lost.success) == (0.5, False), "each episode has its own object"
+
+
+@pytest.mark.parametrize(
+    ("factory", "why"),
+    [
+        ("type('Still', (), {})", "Still has no method reset"),
+        ("type('Slow', (Game,), {'wait': async_one})", "must be a function that is not async"),
+    ],
+)
+async def test_a_class_that_cannot_be_played_is_refused(game: Path, factory: str, why: str) -> None:
+    with (game / "environment.py").open("a") as source:
+        source.write("\n\nasync def async_one(self):\n    return 1\n")
+    with pytest.raises(EnvironmentFault, match=why) as caught:
+        await EnvironmentHost.start(game, args={"factory": factory})
+    assert caught.value.code == "environment_unsupported"
+
+
 # -- the packages ----------------------------------------------------------------------------------
 
 
@@ -78,7 +186,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
 
     def folder(name: str) -> Path:
         folder = hubs.FOLDERS / name
-        if not requirements.is_installed(folder):
+        if not hubs.is_installed(folder):
             pytest.skip(f"scripts/hubs --only {name} installs what this test needs")
         return folder
 
@@ -88,6 +196,38 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
 def call(name: str, arguments: str) -> list[dict[str, Any]]:
     body = {"name": name, "arguments": arguments}
     return [{"id": "call00000", "type": "function", "function": body}]
+
+
+@pytest.mark.slow
+async def test_a_tool_of_openreward_gives_the_reward_and_ends_the_episode(
+    installed: Callable[[str], Path],
+) -> None:
+    async with await EnvironmentHost.start(installed("openreward")) as host:
+        assert host.splits == {"train": 1, "eval": 1}
+        for arguments, reward in (('{"answer": "4"}', 1.0), ('{"answer": "5"}', 0.0)):
+            opening = await host.open("train", 0)
+            assert opening.messages == [{"role": "user", "content": "What is 2+2?"}]
+            wrong = await host.step(opening.episode, "", call("answer", '{"number": 4}'))
+            assert wrong.messages[0]["content"].startswith("Error: ")
+            assert (await host.step(opening.episode, "", call("answer", arguments))).done
+            score = await host.score(opening.episode)
+            assert (score.reward, score.success) == (reward, bool(reward))
+
+
+@pytest.mark.slow
+async def test_a_sample_of_inspect_is_scored_by_inspect(installed: Callable[[str], Path]) -> None:
+    args = {"name": "agent_threat_bench.agent_threat_bench_memory_poison"}
+    async with await EnvironmentHost.start(
+        installed("inspect"), args=args, timeout_s=120.0
+    ) as host:
+        opening = await host.open("train", 0)
+        assert [message["role"] for message in opening.messages] == ["system", "user"]
+        assert "memory_read" in [tool["function"]["name"] for tool in opening.tools]
+        assert (await host.step(opening.episode, "I do not know.")).done
+        score = await host.score(opening.episode)
+        scorer = "agent_threat_bench_scorer"
+        assert score.metrics == {f"{scorer}.utility": 0.0, f"{scorer}.security": 1.0}
+        assert (score.reward, score.success) == (0.5, False)
 
 
 @pytest.mark.slow
