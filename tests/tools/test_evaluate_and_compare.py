@@ -727,6 +727,7 @@ def test_as_many_evaluations_are_reckoned_with_as_a_run_makes(
 # -- measured before -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_what_was_measured_is_returned_unless_it_is_to_be_measured_again(client: Client):
     first = await evaluated(client, solved=3, limit=5)
     assert first["created"] is True
@@ -746,6 +747,7 @@ async def test_what_was_measured_is_returned_unless_it_is_to_be_measured_again(c
     assert len({first["run_id"], *(each["run_id"] for each in made)}) == len(others) + 1
 
 
+@pytest.mark.slow
 async def test_another_adapter_and_another_version_are_measured_anew(
     client: Client, tmp_path: Path
 ):
