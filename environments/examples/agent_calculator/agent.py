@@ -20,6 +20,20 @@ SCHEMA = {"type": "object", "properties": PARAMETERS, "required": list(PARAMETER
 TOOLS: Any = [{"type": "function", "function": {"name": "calculate", "parameters": SCHEMA}}]
 
 
+EXAMPLE_CALL = {"name": "calculate", "arguments": '{"left": 3, "operator": "+", "right": 4}'}
+EXAMPLE = [
+    {"role": "user", "content": "What is 3 + 4?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "call00000", "type": "function", "function": EXAMPLE_CALL}],
+    },
+    {"role": "tool", "tool_call_id": "call00000", "content": "7"},
+    {"role": "assistant", "content": "7"},
+]
+"""A small model imitates turns far better than it follows a description."""
+
+
 def calculate(arguments: str) -> str:
     """What the tool answers to a call with these arguments, which a model wrote."""
     try:
@@ -33,6 +47,7 @@ def solve(question: str, client: OpenAI, model: str) -> str:
     """The model's answer to the question; "" if it only calls the tool."""
     messages: list[Any] = [
         {"role": "system", "content": INSTRUCTIONS},
+        *EXAMPLE,
         {"role": "user", "content": question},
     ]
     for _ in range(MOST_CALLS):
