@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
@@ -121,6 +121,7 @@ def load_model(
     if trains or (adapter and default_sync(dtype) == "merged"):
         has_engine = isinstance(spec, EvalSpec) or spec.generates
         smallest = memory.Workload(0, 1, 1, max_length, 1, int(has_engine), spec.lora_rank)
+        smallest = replace(smallest, four_bit=is_four_bit(spec))
         memory.check_model(path, smallest, dtype)
         if ranks.is_first:
             sync = choose_sync(path, spec, dtype, max_length, at_once, writer, pulse)
@@ -132,6 +133,7 @@ def load_model(
             seed=spec.seed,
             dtype=dtype,
             adapter_path=adapter,
+            four_bit=is_four_bit(spec),
         )
     return Model(path, template, dtype, max_length, policy, sync)
 
@@ -163,6 +165,8 @@ def choose_sync(
 
     None where there is no choice: on the CPU, in fp32, and for a run that is too short to measure.
     """
+    if is_four_bit(spec):
+        return "adapter"  # nothing can be merged into its weights
     if not isinstance(spec, RunSpec) or spec.algorithm != "grpo":
         return None
     if default_sync(dtype) != "adapter":
@@ -192,6 +196,11 @@ def choose_sync(
         return None
     writer.event("sync", str(choice), **{way: asdict(e) for way, e in choice.figures.items()})
     return choice.sync
+
+
+def is_four_bit(spec: RunSpec | EvalSpec) -> bool:
+    """Whether the trainer's base weights have 4 bits."""
+    return isinstance(spec, RunSpec) and spec.base_precision == "nf4"
 
 
 def sequences_of(at_once: int) -> int:
@@ -477,6 +486,7 @@ class TrainingSession(Session[RunSpec]):
         return self._check_memory(work)
 
     def _check_memory(self, work: memory.Workload) -> float:
+        work = replace(work, four_bit=is_four_bit(self.spec))
         needs, keep_tokens, warning = memory.check(self.model.path, work, self.model.dtype)
         message = f"at most {needs}"
         if keep_tokens is not None:

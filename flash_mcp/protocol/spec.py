@@ -20,6 +20,7 @@ LossType = Literal["dr_grpo", "grpo", "bnpo", "dapo"]
 ImportanceSampling = Literal[
     "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "none"
 ]
+BasePrecision = Literal["full", "nf4"]
 Tracker = Literal["trackio", "wandb", "tensorboard", "mlflow"]
 Source = Literal["argument", "file", "adapter", "run", "recipe", "default"]
 
@@ -69,11 +70,12 @@ class RunSpec(BaseModel):
     """Rank of the LoRA adapter."""
     lora_alpha: Annotated[int, Field(ge=1, le=1024)] = 64
     """Scale numerator of the adapter."""
+    base_precision: BasePrecision = "full"
+    """nf4: 4-bit trainer, untested on GPUs."""
     max_tokens: Annotated[int, Field(ge=1, le=131_072)] = 512
     """Tokens the model may write in one turn."""
     max_length: Annotated[int | None, Field(ge=16, le=1_048_576)] = None
-    """Tokens of a whole conversation, prompt and environment turns included; default: the model's
-    context, at most 4096."""
+    """Tokens of a whole conversation; default: the model's context, at most 4096."""
     # vLLM takes at most 2, and treats values below 0.01 as 0.01. The trainer divides by it.
     temperature: Annotated[float, Field(ge=0.01, le=2)] = 1.0
     """Sampling temperature."""
@@ -88,7 +90,7 @@ class RunSpec(BaseModel):
     loss_type: LossType = "dr_grpo"
     """Normalisation of the GRPO loss."""
     importance_sampling: ImportanceSampling = "token_truncate"
-    """Correction of the mismatch of engine and trainer log-probabilities."""
+    """Correction for the mismatch of engine and trainer."""
     importance_sampling_clip: Annotated[float, Field(gt=1, le=100)] = 2.0
     """Upper bound of the correction ratio."""
     max_grad_norm: Annotated[float, Field(gt=0, le=1000)] = 1.0
@@ -108,27 +110,27 @@ class RunSpec(BaseModel):
     eval_examples: Annotated[int, Field(ge=1, le=100_000)] = 200
     """Rows of the eval split used, from the start."""
     init_from_adapter: str | None = None
-    """Warm start: RUN_ID, RUN_ID@STEP or a folder with a plain PEFT LoRA of every linear layer of
-    the same base model. Its rank and alpha apply."""
+    """Warm start: RUN_ID, RUN_ID@STEP or a folder with a plain PEFT LoRA of every linear layer. Its
+    rank and alpha apply."""
     environment_args: dict[str, Any] = {}
     """Keyword arguments of load_environment."""
     secrets: Annotated[list[str], Field(max_length=64)] = []
-    """Server variables that the environment may read. Values are never stored."""
+    """Server variables that the environment may read; never stored."""
     env_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
     """Seconds that one call into environment code may take."""
     env_concurrency: Annotated[int, Field(ge=1, le=4096)] = 32
     """Concurrent environment calls."""
     max_error_share: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Share of a step's rollouts, and of the tasks read before it, that may fail in environment
-    code; of gold answers at most 0.05."""
+    """Share of rollouts, and of tasks read first, that may fail in environment code; of gold
+    answers 0.05."""
     target: Annotated[str, Field(min_length=1)] = LOCAL_TARGET
     """Where it runs, as listed by catalog."""
     gpus: Annotated[int, Field(ge=1, le=MAX_GPUS)] = 1
     """GPUs that share each step. Each holds the whole model."""
     max_attempts: Annotated[int, Field(ge=1, le=100)] = 3
-    """Attempts before a run whose worker dies or stalls is given up."""
+    """Attempts before a run whose worker dies or stalls fails."""
     stall_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 900.0
-    """Seconds without progress before an attempt is restarted."""
+    """Seconds without progress before a restart."""
     max_hours: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None
     """Hours of work after which it saves and ends as cancelled."""
     max_cost: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None

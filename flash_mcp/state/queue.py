@@ -40,7 +40,15 @@ MAX_PREEMPTIONS = 50
 """A run that its engine has ended more often fails."""
 MAX_DELAY_S = 60.0
 """The longest that `requeue` lets a run wait."""
-NEWER_FIELDS = ("keep_checkpoints", "max_hours", "max_cost", "target", "report_to", "gpus")
+NEWER_FIELDS = (
+    "keep_checkpoints",
+    "max_hours",
+    "max_cost",
+    "target",
+    "report_to",
+    "gpus",
+    "base_precision",
+)
 """Fields that did not exist when the first keys were used: with its default, such a field does not
 change what was asked for."""
 ROOT = Path(__file__).parents[2]

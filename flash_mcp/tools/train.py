@@ -590,7 +590,8 @@ def _missing(report_to: Sequence[str]) -> list[str]:
 def _memory_need(spec: RunSpec, card: ModelCard) -> MemoryNeed | None:
     """On the largest GPU; on a machine without one, of its memory."""
     device = max(gpus(), key=lambda gpu: gpu.memory_gib, default=processor())
-    return memory_need(card, device, has_engine=spec.generates)
+    four_bit = spec.base_precision == "nf4"
+    return memory_need(card, device, has_engine=spec.generates, four_bit=four_bit)
 
 
 def _check_gpus(spec: RunSpec) -> None:

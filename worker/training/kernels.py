@@ -43,8 +43,10 @@ class LoraLinear(Linear):
 
 
 def _is_plain(layer: Any, name: str) -> bool:
-    """Whether the adapter is only W + scale·BA: no variant, no dropout, no bias."""
+    """Whether the adapter is only W + scale·BA: no variant, no dropout, no bias, and no 4-bit W."""
     if name not in layer.lora_A or name in layer.lora_variant:
+        return False
+    if not layer.get_base_layer().weight.is_floating_point():
         return False
     no_dropout = isinstance(layer.lora_dropout[name], torch.nn.Identity)
     return no_dropout and layer.lora_B[name].bias is None

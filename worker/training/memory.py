@@ -41,6 +41,8 @@ seldom fits the next tensor.
 """
 GPU_HEAP_OVERHEAD = 0.1
 """The same of PyTorch's allocator on a GPU. This is a guess."""
+NF4_BYTES = 0.516
+"""Bytes of a parameter in NF4: 4 bits, and scales that are quantized too."""
 KV_BLOCK_TOKENS = 32
 """Block size of the CPU's cache: the smallest that vLLM takes. Prefixes are found by whole blocks;
 with vLLM's default of 128, shorter chat prompts would never be found.
@@ -70,6 +72,8 @@ class Workload:
     lora_rank: int
     packed: bool = True
     """Whether the training pass is that of worker.training.packing, or TRL's."""
+    four_bit: bool = False
+    """Whether the trainer's linear layers are in NF4. The engine's are whole."""
     recomputed: bool = False
     """Whether activations are computed again in the backward pass (gradient checkpointing)."""
 
@@ -151,7 +155,8 @@ def estimate(model_path: Path, work: Workload, dtype: torch.dtype, capacity: int
 def estimate_model(model_path: Path, work: Workload, dtype: torch.dtype, capacity: int) -> Estimate:
     """`estimate` without the training pass."""
     model = _without_storage(model_path, dtype, work.lora_rank)
-    weights = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+    full = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+    weights = full - _saved_by_nf4(model) if work.four_bit else full
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     process = PROCESS_BYTES
     copies = ENGINE_COPIES
@@ -165,12 +170,17 @@ def estimate_model(model_path: Path, work: Workload, dtype: torch.dtype, capacit
             adapter += trained  # the engine's copy, of a larger rank but in half precision
     kv_cache = engine_weights = 0
     if work.sequences:
-        engine_weights = copies * weights
+        engine_weights = copies * full
         room = _cache_room(free, engine_weights)
         kv_cache = kv_cache_bytes(
             model.config, work.max_length, work.sequences, room, itemsize=dtype.itemsize
         )
     return Estimate(process, weights, engine_weights, kv_cache, adapter, 0, 0, 0)
+
+
+def _saved_by_nf4(model: Any) -> int:
+    adapted = [module.base_layer for module in model.modules() if hasattr(module, "base_layer")]
+    return sum(layer.weight.nbytes - round(NF4_BYTES * layer.weight.numel()) for layer in adapted)
 
 
 def check_model(model_path: Path, work: Workload, dtype: torch.dtype) -> None:

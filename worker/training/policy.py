@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,10 +13,11 @@ from peft.tuners.lora import LoraLayer
 from peft.utils import save_and_load
 from safetensors import torch as safetensors
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from flash_mcp.protocol.adapters import read_adapter_config
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.spec import check_adapter
 from worker.engine.fetch import config_of
 from worker.training.attention import attention_of
@@ -32,26 +34,46 @@ def load_policy(
     seed: int,
     dtype: torch.dtype,
     adapter_path: Path | None = None,
+    four_bit: bool = False,
 ) -> PeftModel:
     """The base model with a fresh adapter on every linear layer, or a warm start from a PEFT
     adapter.
 
-    The base keeps `dtype`; the adapter's weights are fp32. Raises FlashError(adapter_mismatch).
+    The base keeps `dtype`, or has its linear layers in NF4 if `four_bit`; the adapter's weights are
+    fp32. Raises FlashError(adapter_mismatch | engine_missing).
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     attention = attention_of(config_of(model_path))
+    quantized = _nf4(dtype, device) if four_bit else {}
     base = cast(Any, AutoModelForCausalLM).from_pretrained(
-        model_path, dtype=dtype, attn_implementation=attention
+        model_path, dtype=dtype, attn_implementation=attention, **quantized
     )
     # cuDNN's attention builds a plan for each length, and hardly two batches have the same.
     torch.backends.cuda.enable_cudnn_sdp(False)
     cast(Any, torch).manual_seed(seed)
     if device == "cuda":  # the CPU gains nothing
         fuse_norms(base)
-    model = get_peft_model(base.to(device), lora_config(rank, alpha))
+    if not four_bit:  # those are there already
+        base = base.to(device)
+    model = get_peft_model(base, lora_config(rank, alpha))
     if adapter_path is not None:
         _warm_start(model, adapter_path, rank, alpha)
     return model
+
+
+def _nf4(dtype: torch.dtype, device: str) -> Json:
+    """Arguments of from_pretrained. vLLM 0.31 has no such format: its weights stay whole."""
+    if find_spec("bitsandbytes") is None:
+        fix = "uv pip install bitsandbytes, where this server is installed; or base_precision=full"
+        what = "base_precision=nf4 needs bitsandbytes, which is not installed"
+        raise FlashError("engine_missing", what, fix=fix)
+    config = cast(Any, BitsAndBytesConfig)(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    return {"quantization_config": config, "device_map": {"": device}}
 
 
 def lora_config(rank: int, alpha: int) -> LoraConfig:
@@ -84,6 +106,8 @@ def merged_weights(model: PeftModel) -> Iterator[tuple[str, Tensor]]:
                 continue
             layer = cast(Any, module)
             linear = layer.base_layer
+            if not linear.weight.is_floating_point():
+                raise ValueError("an adapter cannot be merged into 4-bit weights")
             a_RI: Tensor = layer.lora_A[ADAPTER].weight
             b_OR: Tensor = layer.lora_B[ADAPTER].weight * layer.scaling[ADAPTER]
             dtype = linear.weight.dtype

@@ -10,8 +10,10 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.supervisor.launch.devices import Device
 
 GIB = 2**30
-WEIGHT_BYTES = 2
+WEIGHT_BYTES = 2.0
 """Of a parameter, as it is trained and served."""
+FOUR_BIT_BYTES = 0.6
+"""The trainer's with base_precision="nf4": embeddings keep their precision. An estimate."""
 COPIES = {"cpu": 3, "gpu": 2}
 """Of the base weights: one in the trainer and, with an engine, the others there. vLLM on a CPU
 keeps packed weights in addition to those that it loaded.
@@ -75,16 +77,20 @@ class MemoryNeed:
         return None
 
 
-def memory_need(card: ModelCard, device: Device, *, has_engine: bool) -> MemoryNeed | None:
+def memory_need(
+    card: ModelCard, device: Device, *, has_engine: bool, four_bit: bool = False
+) -> MemoryNeed | None:
     """None if neither the card nor the model's name says how large it is. `has_engine`: the run
-    generates.
+    generates. `four_bit`: the trainer's base weights have 4 bits.
     """
     parameters = card.parameters or _named_size(card.name)
     if not parameters:
         return None
-    one = parameters * WEIGHT_BYTES / GIB
-    copies = COPIES[device.kind] if has_engine else 1
-    return MemoryNeed(parameters, card.parameters is not None, one, copies * one, device)
+    full = parameters * WEIGHT_BYTES / GIB
+    one = parameters * FOUR_BIT_BYTES / GIB if four_bit else full
+    copies = COPIES[device.kind] - 1 if has_engine else 0
+    every = one + copies * full
+    return MemoryNeed(parameters, card.parameters is not None, one, every, device)
 
 
 def _named_size(name: str) -> float | None:
