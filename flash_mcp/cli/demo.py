@@ -134,7 +134,8 @@ async def _prepare(session: Session, folder: Path, environment: str | None) -> s
 
 async def _train(session: Session, wanted: Json) -> Json:
     estimate = (await session.call("train", **wanted, validate_only=True))["estimate"]
-    session.console.print(f"  {estimate['steps']} steps, {estimate['rollouts']} rollouts")
+    of = "rollouts" if "rollouts" in estimate else "examples"
+    session.console.print(f"  {estimate['steps']} steps, {estimate[of]} {of}")
     run_id = (await session.call("train", **wanted))["run_id"]
     return await watch(session, run_id)
 
@@ -165,7 +166,8 @@ async def run_agent(console: Console, curve_path: Path, model: str | None = None
         verdict = await session.call("compare", base=base, other=run_id)
         for name in ("base", "other"):
             _show_side(console, verdict[name])
-        console.print(f"  [bold]{verdict['verdict']['outcome']}[/]")
+        explanation = _escaped(verdict["success"]["explanation"])
+        console.print(f"  [bold]{verdict['verdict']}[/]: {explanation}", highlight=False)
         await _show_rollout(session, run_id)
         await _draw(session, run_id, curve_path)
         session.seconds["all"] = round(time.monotonic() - started, 1)
@@ -175,7 +177,7 @@ async def run_agent(console: Console, curve_path: Path, model: str | None = None
             "heldout_base": {key: verdict["base"][key] for key in SIDE},
             "heldout_warm": {key: warmed["held_out"][-1][key] for key in HELD_OUT},
             "heldout_trained": {key: verdict["other"][key] for key in SIDE},
-            "verdict": verdict["verdict"]["outcome"],
+            "verdict": verdict["verdict"],
             "tools_called": session.tools_called,
             "seconds": session.seconds,
         }
