@@ -24,7 +24,7 @@ from tests.places import ROOT
 
 DOCUMENT = ROOT / "docs" / "hubs.md"
 HELD_OUT = 40
-TRAINING = {
+TRAINING: dict[str, Any] = {
     "batch_size": 4,
     "group_size": 8,
     "learning_rate": 2e-4,
@@ -53,11 +53,21 @@ SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 WORDS = {"min_word_len": 3, "max_word_len": 3}
 LESSONS = [
     Lesson("verifiers", "SingleTurnEnv chain_sum", SUMS, steps=8, fields={"max_tokens": 24}),
-    Lesson("verifiers", "SingleTurnEnv spell_backward", WORDS, steps=3, fields={"max_tokens": 24}),
+    Lesson(
+        "verifiers",
+        "SingleTurnEnv spell_backward",
+        WORDS,
+        steps=3,
+        fields={"max_tokens": 24, "eval_examples": 20},
+    ),
     Lesson("verifiers", "MultiTurnEnv GuessTheNumber", fields={"max_tokens": 48}),
     Lesson("verifiers", "ToolEnv chain_sum", fields={"max_tokens": 64}),
-    Lesson("inspect", "agent_threat_bench.agent_threat_bench_memory_poison", split="train"),
-    Lesson("inspect", "agent_threat_bench.agent_threat_bench_data_exfil", split="train"),
+    Lesson(
+        "inspect",
+        "agent_threat_bench.agent_threat_bench_memory_poison",
+        fields={"max_tokens": 64},
+        split="train",
+    ),
 ]
 
 
@@ -106,7 +116,7 @@ async def learn(session: Session, lesson: Lesson) -> Learned:
     }
     if lesson.steps:
         run = await session.call(
-            "train", **wanted, **TRAINING, steps=lesson.steps, accept_failed_gate=True
+            "train", **{**TRAINING, **wanted}, steps=lesson.steps, accept_failed_gate=True
         )
         view = await watch(session, run["run_id"])
         before, after = view["held_out"][0], view["held_out"][-1]
