@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -106,18 +106,10 @@ class Cluster:
 
     def _start(self, program: str, *arguments: str, known_as: str = "") -> None:
         command = [find(program) or program, *arguments]
-        if program == "slurmd" and self.hidden:
-            mounts = "".join(f"mount -t tmpfs none {shlex.quote(str(p))} && " for p in self.hidden)
-            command = ["unshare", "--mount", "sh", "-c", f'{mounts}exec "$@"', "sh", *command]
-        with (self.folder / "daemons.log").open("ab") as log:
-            self.daemons[known_as or program] = subprocess.Popen(
-                command,
-                env={**os.environ, "SLURM_CONF": str(self.conf)},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        hidden = self.hidden if program == "slurmd" else ()
+        variables = {"SLURM_CONF": str(self.conf)}
+        log = self.folder / "daemons.log"
+        self.daemons[known_as or program] = daemon(command, variables, hidden, log)
 
     def kill(self, name: str) -> None:
         self.daemons[name].kill()
@@ -147,6 +139,24 @@ class Cluster:
             with suppress(OSError):
                 if f"SLURM_CONF={self.conf}".encode() in (stepd / "environ").read_bytes():
                     os.kill(int(stepd.name), signal.SIGKILL)
+
+
+def daemon(
+    command: Sequence[str], variables: Mapping[str, str], hidden: Sequence[Path], log: Path
+) -> subprocess.Popen[bytes]:
+    """Start a program in a session of its own. It finds the folders `hidden` empty."""
+    if hidden:
+        mounts = "".join(f"mount -t tmpfs none {shlex.quote(str(p))} && " for p in hidden)
+        command = ["unshare", "--mount", "sh", "-c", f'{mounts}exec "$@"', "sh", *command]
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            command,
+            env={**os.environ, **variables},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
 
 
 @contextmanager

@@ -477,7 +477,7 @@ REFERENCES = (
     "RUN_ID, the folder's name of an export, or NAME@DIGEST of an environment or dataset; another "
     "owner's is OWNER/NAME@DIGEST"
 )
-ENGINES = ("slurm",)
+ENGINES = ("slurm", "ray")
 TARGET = _option("name", "name of the target, as train's target", "NAME")
 WAIT = _option("--wait-s", "seconds for the job (default 120)", "S", type=float, default=120.0)
 RUN_ID = _option("run_id", "run id, as returned by train", "RUN_ID")
@@ -549,12 +549,15 @@ COMMANDS: dict[str, Command | Group] = {
                 ),
                 (
                     TARGET,
-                    _option("--engine", "slurm", choices=ENGINES, required=True),
+                    _option("--engine", "slurm or ray", choices=ENGINES, required=True),
                     _option("--storage", "URL, or a folder that all nodes share", required=True),
                     _option("--python", "interpreter on the nodes that has flash-mcp", "PATH"),
                     _option("--home", "FLASH_HOME on the nodes (default: of each its own)", "DIR"),
                     _option("--ssh", "host that has the engine's commands", "HOST"),
                     _repeated("--option", "argument of sbatch, such as --gres=gpu:1", "ARGUMENT"),
+                    _option("--address", "URL of Ray's dashboard", "URL"),
+                    _option("--token-file", "file here with the token of Ray's cluster", "PATH"),
+                    _repeated("--resource", "what an attempt takes of Ray, as GPU=1", "NAME=N"),
                     _repeated("--env", "variable of the attempts", "NAME=VALUE"),
                     _option("--env-file", "shell file on the nodes that sets others", "PATH"),
                     _option("--slots", "attempts submitted at once (default 8)", "N", type=int),

@@ -19,7 +19,18 @@ from flash_mcp.state.targets import (
 )
 from flash_mcp.supervisor.probe import Probed, probe
 
-SIMPLE = ("engine", "storage", "python", "home", "env_file", "ssh", "slots", "price_per_hour")
+SIMPLE = (
+    "engine",
+    "storage",
+    "python",
+    "home",
+    "env_file",
+    "ssh",
+    "address",
+    "token_file",
+    "slots",
+    "price_per_hour",
+)
 """Options of `add` that are fields of a target as they are."""
 
 
@@ -27,7 +38,8 @@ def add(arguments: argparse.Namespace) -> None:
     """As `flash-mcp target add`."""
     fields: dict[str, Any] = {name: getattr(arguments, name) for name in SIMPLE}
     fields["options"] = shlex.split(" ".join(arguments.option))
-    fields["env"] = dict(_pair(text) for text in arguments.env)
+    fields["env"] = dict(_pair("--env", text) for text in arguments.env)
+    fields["resources"] = dict(_pair("--resource", text) for text in arguments.resource)
     given = {name: value for name, value in fields.items() if value not in (None, [], {})}
     settings = new_target(home(), arguments.name, given)
     found = None if arguments.unproved else probe(arguments.name, settings, arguments.wait_s)
@@ -57,11 +69,11 @@ def remove(arguments: argparse.Namespace) -> None:
     answer(arguments, {"removed": arguments.name}, f"removed {arguments.name}")
 
 
-def _pair(text: str) -> tuple[str, str]:
+def _pair(option: str, text: str) -> tuple[str, str]:
     name, sign, value = text.partition("=")
     if not sign:
-        what = f"--env takes NAME=VALUE, not {text!r}"
-        raise FlashError("invalid_argument", what, fix="write it as --env NAME=VALUE")
+        what = f"{option} takes NAME=VALUE, not {text!r}"
+        raise FlashError("invalid_argument", what, fix=f"write it as {option} NAME=VALUE")
     return name, value
 
 

@@ -19,9 +19,9 @@ import re
 import secrets
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from environments.settings import read_small
 from flash_mcp.protocol.errors import FlashError, did_you_mean
@@ -33,6 +33,7 @@ KEY_FILE = "targets.key"
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
 AUTO = "auto"
 RESERVED = (LOCAL_TARGET, AUTO)
+Engine = Literal["slurm", "ray"]
 
 
 class TargetSettings(BaseModel):
@@ -40,7 +41,7 @@ class TargetSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    engine: Literal["slurm"]
+    engine: Engine
     """Who gives attempts a machine."""
     storage: str
     """Where run folders and artifacts lie: a URL of a store, or the absolute path of a folder that
@@ -57,6 +58,12 @@ class TargetSettings(BaseModel):
     """Host that has the engine's commands; by default this machine."""
     options: list[str] = []
     """Arguments of sbatch. For a run with gpus=N, those that ask for GPUs ask for N."""
+    address: str = ""
+    """URL of Ray's dashboard, such as http://head:8265."""
+    token_file: str | None = None
+    """File on this machine with the token of Ray's cluster."""
+    resources: dict[str, float] = {}
+    """What an attempt takes of Ray's cluster: CPU, GPU, or the cluster's own. Default: one CPU."""
     slots: Annotated[int, Field(ge=1, le=10_000)] = 8
     """Attempts that are submitted at once."""
     cache_gib: Annotated[float, Field(gt=0)] = 50.0
@@ -79,6 +86,12 @@ class TargetSettings(BaseModel):
         if wrong := [name for name in env if not re.fullmatch(r"[A-Za-z_]\w*", name)]:
             raise ValueError(f"{wrong[0]!r} is no name of a variable")
         return env
+
+    @model_validator(mode="after")
+    def _has_address(self) -> Self:
+        if (self.engine == "ray") != bool(self.address):
+            raise ValueError("engine ray needs an address, and no other has one")
+        return self
 
     def folder_of(self, run_id: str) -> str:
         """Where the run's folder lies. HOME/runs/ID is what a state directory's own folders are
@@ -179,7 +192,7 @@ def _table(name: str, settings: TargetSettings) -> str:
     lines = [f"[{name}]"]
     for field, value in settings.model_dump(exclude_defaults=True).items():
         if isinstance(value, dict):
-            table = cast("dict[str, str]", value)
+            table = cast("dict[str, str | float]", value)
             pairs = ", ".join(f"{key} = {json.dumps(each)}" for key, each in table.items())
             lines.append(f"{field} = {{ {pairs} }}")
         else:

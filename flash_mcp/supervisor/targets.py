@@ -17,6 +17,7 @@ from flash_mcp.state import queue
 from flash_mcp.state.runs import REMOTE_PATIENCE_S
 from flash_mcp.state.targets import TargetSettings, find_target, key_of, tag_of
 from flash_mcp.supervisor.launch.base import Launch, Launcher, Target
+from flash_mcp.supervisor.launch.ray import RayLauncher
 from flash_mcp.supervisor.launch.slurm import SlurmLauncher
 
 
@@ -106,6 +107,9 @@ def node_environment(settings: TargetSettings) -> dict[str, str]:
 
 
 def launcher_of(settings: TargetSettings, tag: str = "") -> Launcher:
+    if settings.engine == "ray":
+        token, resources = settings.token_file, settings.resources
+        return RayLauncher(settings.address, settings.slots, resources, token, tag)
     return SlurmLauncher(settings.slots, settings.options, settings.ssh, tag)
 
 

@@ -56,7 +56,8 @@ def test_what_was_added_is_read_back_and_what_is_removed_leaves_the_rest(tmp_pat
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("[lab]\nengine = 'pbs'\nstorage = '/s'", "engine: Input should be 'slurm'"),
+        ("[lab]\nengine = 'pbs'\nstorage = '/s'", "engine: Input should be 'slurm' or 'ray'"),
+        ("[lab]\nengine = 'ray'\nstorage = '/s'", "engine ray needs an address"),
         ("[lab]\nengine = 'slurm'\nstorage = 'here'", "storage: name a URL"),
         ("[lab]\nengine = 'slurm'", "storage: Field required"),
         ("[lab]\nengine = 'slurm'\nstorage = '/s'\ncolour = 1", "colour: Extra inputs"),

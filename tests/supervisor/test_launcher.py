@@ -13,13 +13,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.supervisor.launch.base import Handle, Hint, Launch, Launcher, MemoryLauncher
 from flash_mcp.supervisor.launch.local import REGISTER_AND_EXEC, LocalLauncher, Record
+from flash_mcp.supervisor.launch.ray import RayLauncher
 from flash_mcp.supervisor.launch.slurm import SlurmLauncher, with_gpus
-from tests import slurm
+from tests import ray_cluster, slurm
 from tests.places import ROOT
 from tests.refuse import refusing
 from tests.watch import is_running
@@ -59,7 +61,8 @@ class Harness:
 
     def launch(self, attempt: int = 1, command: list[str] | None = None) -> Launch:
         log = self.logs / f"log.{attempt}"
-        return Launch(self.run_id, attempt, command or SLEEPER, {"PATH": os.environ["PATH"]}, log)
+        variables = {"PATH": os.environ["PATH"], "OWN_KEY": f"{self.run_id}-{attempt}"}
+        return Launch(self.run_id, attempt, command or SLEEPER, variables, log)
 
     def submit(self, launcher: Launcher, attempt: int = 1) -> Handle:
         handle = launcher.submit(self.launch(attempt))
@@ -100,14 +103,35 @@ def on_slurm(tmp_path: Path) -> Harness:
     return Harness(lambda: SlurmLauncher(2), end, tmp_path / "run")
 
 
+@pytest.fixture(scope="module")
+def ray() -> Iterator[ray_cluster.Cluster]:
+    """A real Ray of two nodes."""
+    if reason := ray_cluster.missing():
+        pytest.skip(reason)
+    with ray_cluster.running() as made:
+        yield made
+
+
+def on_ray(logs: Path, cluster: ray_cluster.Cluster) -> Harness:
+    def end(handle: Handle) -> None:
+        for process in psutil.process_iter(["environ"]):
+            if (process.info["environ"] or {}).get("OWN_KEY") == handle.key:
+                process.kill()
+
+    token = str(cluster.token_file)
+    return Harness(lambda: RayLauncher(cluster.address, 2, token_file=token), end, logs)
+
+
 SLURM = pytest.param(on_slurm, marks=pytest.mark.slow)
+RAY = pytest.param(on_ray, marks=pytest.mark.slow)
 
 
-@pytest.fixture(params=[memory, local, SLURM], ids=["memory", "local", "slurm"])
+@pytest.fixture(params=[memory, local, SLURM, RAY], ids=["memory", "local", "slurm", "ray"])
 def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]:
     if request.param is on_slurm:
         request.getfixturevalue("cluster")
-    made: Harness = request.param(tmp_path)
+    more = [request.getfixturevalue("ray")] if request.param is on_ray else []
+    made: Harness = request.param(tmp_path, *more)
     made.run_id = f"run-{tmp_path.name}"
     yield made
     launcher = made.reopen()
@@ -177,6 +201,83 @@ def test_an_attempt_that_nobody_submitted_is_gone(harness: Harness) -> None:
 
 def test_polling_nothing_is_nothing(harness: Harness) -> None:
     assert harness.reopen().poll([]) == {}
+
+
+# -- Ray -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def harness_of_ray(ray: ray_cluster.Cluster, tmp_path: Path) -> Iterator[Harness]:
+    made = on_ray(tmp_path / "run", ray)
+    made.run_id = f"run-{tmp_path.name}"
+    yield made
+    for handle in made.submitted:
+        made.reopen().cancel(handle)
+
+
+@pytest.mark.slow
+def test_what_waits_for_a_node_of_ray_is_pending_with_rays_reason(harness_of_ray: Harness) -> None:
+    launcher = harness_of_ray.reopen()
+    first, second, third = (harness_of_ray.submit(launcher, attempt) for attempt in (1, 2, 3))
+    until(lambda: "waiting for resources" in launcher.poll([third])[third.key].detail)
+    assert state(launcher, third) == "pending"
+    launcher.cancel(first)
+    until(lambda: state(launcher, third) == "alive")
+    until(lambda: state(launcher, second) == "alive")
+
+
+@pytest.mark.slow
+def test_a_job_of_ray_gets_its_own_variables_and_a_failure_of_its_own_is_no_preemption(
+    harness_of_ray: Harness,
+) -> None:
+    launcher = harness_of_ray.reopen()
+    launch = harness_of_ray.launch(command=["/usr/bin/env"])
+    handle = launcher.submit(replace(launch, environment={"GIVEN": 'it\'s "quoted" ${HOME}'}))
+    until(lambda: is_gone(launcher, handle))
+    printed = (harness_of_ray.logs / "log.1").read_text()
+    assert 'GIVEN=it\'s "quoted" ${HOME}\n' in printed
+    assert "OMP_NUM_THREADS" not in printed
+
+    failed = launcher.submit(harness_of_ray.launch(2, ["/bin/false"]))
+    until(lambda: is_gone(launcher, failed))
+    hint = launcher.poll([failed])[failed.key]
+    assert (hint.is_preempted, "exit code 1" in hint.detail) == (False, True)
+    stopped = harness_of_ray.submit(launcher, 3)
+    until(lambda: state(launcher, stopped) == "alive")
+    launcher.cancel(stopped)
+    until(lambda: is_gone(launcher, stopped))
+    assert launcher.poll([stopped])[stopped.key].is_preempted
+
+
+@pytest.mark.slow
+def test_the_jobs_of_a_state_directory_on_ray_are_listed_and_no_others(
+    ray: ray_cluster.Cluster, harness_of_ray: Harness
+) -> None:
+    token = str(ray.token_file)
+    mine = RayLauncher(ray.address, token_file=token, tag="flash-mcp-1")
+    other = RayLauncher(ray.address, token_file=token, tag="flash-mcp-2")
+    first, second = harness_of_ray.submit(mine), harness_of_ray.submit(other, 2)
+    assert (mine.under_way(), other.under_way()) == ([first], [second])
+    assert harness_of_ray.reopen().under_way() == []
+
+
+@pytest.mark.slow
+def test_a_ray_that_refuses_or_does_not_answer_is_named(
+    ray: ray_cluster.Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = Launch("run-refused", 1, SLEEPER, {}, None)
+    with pytest.raises(FlashError, match="token_file") as caught:
+        RayLauncher(ray.address).submit(launch)
+    assert caught.value.code == "target_refused"
+    token = str(ray.token_file)
+    monkeypatch.setattr("flash_mcp.supervisor.launch.ray.TIMEOUT_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        launcher = RayLauncher(f"http://127.0.0.1:{silent.getsockname()[1]}", token_file=token)
+        handle = Handle("run-x-1", "run-x-1")
+        assert launcher.poll([handle])[handle.key].state == "unknown"
+        with pytest.raises(FlashError) as caught:
+            launcher.submit(launch)
+    assert caught.value.code == "target_unreachable"
 
 
 # -- Slurm -----------------------------------------------------------------------------------------

@@ -169,12 +169,12 @@ def test_a_worker_that_is_told_to_end_saves_and_another_attempt_goes_on(lab: Lab
 
 
 def test_a_job_that_is_cancelled_behind_our_back_goes_on(lab: Lab) -> None:
-    run = lab.train(max_attempts=1, steps=6)
+    run = lab.train(max_attempts=1, steps=30, save_every=5)
     lab.until(lambda: lab.now(run).step >= 1)
     assert os.system(f"scancel {lab.now(run).handle}") == 0
     ended = lab.finish(run)
-    assert (ended.state, ended.step) == ("succeeded", 6), lab.trouble()
-    assert [row.step for row in lab.store.metrics(run.id)] == [1, 2, 3, 4, 5, 6]
+    assert (ended.state, ended.step) == ("succeeded", 30), lab.trouble()
+    assert [row.step for row in lab.store.metrics(run.id)] == list(range(1, 31))
 
 
 @pytest.fixture
@@ -246,10 +246,20 @@ def test_run_folders_in_an_object_store_are_read_served_and_removed_and_no_secre
     assert everything.find(f"{BUCKET}/flash") == []
 
 
-def commands_of(page: Path) -> list[list[str]]:
-    """The commands in the first block of shell code."""
-    block = page.read_text().split("```sh\n")[1].split("```")[0]
-    return [shlex.split(line) for line in block.splitlines()]
+def commands_of(page: Path, block: int = 1) -> list[list[str]]:
+    """The commands in a block of shell code, counted from 1."""
+    text = page.read_text().split("```sh\n")[block].split("```")[0]
+    return [shlex.split(line) for line in text.splitlines()]
+
+
+def installed_python(folder: Path) -> Path:
+    """It finds flash-mcp wherever it starts, as one does that has it installed."""
+    python = folder / "python"
+    python.write_text(
+        f'#!/bin/sh\nPYTHONPATH={ROOT} OMP_NUM_THREADS=1 exec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    return python
 
 
 def test_the_commands_of_the_page_work_as_written(
@@ -259,11 +269,7 @@ def test_the_commands_of_the_page_work_as_written(
     home = hidden / "page"
     lab = Lab(home, str(tmp_path / "unused"), tmp_path / "node", tiny_model)
     remove_target(home, "lab")
-    python = tmp_path / "python"  # as an installed one: it finds flash-mcp wherever it starts
-    python.write_text(
-        f'#!/bin/sh\nPYTHONPATH={ROOT} OMP_NUM_THREADS=1 exec {sys.executable} "$@"\n'
-    )
-    python.chmod(0o755)
+    python = installed_python(tmp_path)
     monkeypatch.setenv("FLASH_HOME", str(home))
     real = {
         "/shared/flash": str(tmp_path / "shared"),

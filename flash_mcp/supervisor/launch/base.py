@@ -3,6 +3,7 @@ launcher, and what an attempt needs to run there."""
 
 from __future__ import annotations
 
+import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -87,6 +88,11 @@ class Launcher(ABC):
         those that no run waits for. Empty if the launcher cannot list them.
         """
         return []
+
+
+def exported(environment: Mapping[str, str]) -> list[str]:
+    """Commands of a shell that set these variables."""
+    return [f"export {name}={shlex.quote(value)}" for name, value in environment.items()]
 
 
 class Target(ABC):

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.supervisor.launch.base import Handle, Hint, Launch, Launcher
+from flash_mcp.supervisor.launch.base import Handle, Hint, Launch, Launcher, exported
 
 TIMEOUT_S = 10.0
 CANCEL_S = 15.0
@@ -158,6 +158,5 @@ def with_gpus(options: Sequence[str], gpus: int) -> list[str]:
 
 def script(launch: Launch) -> str:
     """The job: the attempt's environment, and its command in place of the shell."""
-    variables = [f"export {name}={shlex.quote(v)}" for name, v in launch.environment.items()]
-    lines = ["#!/bin/sh", *variables, f"exec {shlex.join(launch.command)}"]
+    lines = ["#!/bin/sh", *exported(launch.environment), f"exec {shlex.join(launch.command)}"]
     return "\n".join(lines) + "\n"
