@@ -126,6 +126,9 @@ class CostSettings:
     """Price of an hour in which a run works; by default none is shown."""
     currency: str = ""
     """What stands after a price, such as EUR."""
+    owner_per_day: float = 0.0
+    """What the runs of an owner may cost within 24 hours before their next ones wait; 0: no
+    limit."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ GPU, or of a machine without any.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,10 @@ from environments.settings import CostSettings, load_settings
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.spec import LOCAL_TARGET, RunSpec
+from flash_mcp.state.store import Store
 from flash_mcp.state.targets import FILE, find_target
+
+DAY_S = 86_400.0
 
 
 def price_of_hour(home: Path, target: str = LOCAL_TARGET) -> CostSettings:
@@ -40,6 +44,35 @@ def cost_of(used_s: Mapping[str, float], home: Path) -> str | None:
         return None
     total = sum(used_s[target] / 3600 * price.price_per_hour for target, price in prices.items())
     return f"{total:.2f} {price_of_hour(home).currency}".strip()
+
+
+def over_limit(store: Store) -> set[str]:
+    """Owners whose runs of the last 24 hours have cost what the operator allows in a day. Their
+    next runs wait. Of each run that was under way in this time at most 24 hours of work count.
+    """
+    limit = price_of_hour(store.base).owner_per_day
+    if not limit:
+        return set()
+    sql = """SELECT owner, target,
+             sum(min(used_s, ?1) * coalesce(json_extract(spec, '$.gpus'), 1)) AS seconds
+             FROM main.runs WHERE used_s > 0 AND (ended IS NULL OR ended > ?2)
+             GROUP BY owner, target"""
+    spent: dict[str, float] = {}
+    for row in store.query(sql, [DAY_S, time.time() - DAY_S]):
+        price = price_of_hour(store.base, row["target"]).price_per_hour
+        spent[row["owner"]] = spent.get(row["owner"], 0.0) + row["seconds"] / 3600 * price
+    return {owner for owner, cost in spent.items() if cost >= limit}
+
+
+def waits_for_limit(store: Store, run: Run) -> FlashError | None:
+    """Why a queued run waits, if its owner has used up a day's limit."""
+    if run.state != "queued" or run.owner not in over_limit(store):
+        return None
+    price = price_of_hour(store.base)
+    limit = f"{price.owner_per_day:g} {price.currency}".strip()
+    what = f"the runs of {run.owner} have cost {limit} within 24 hours, and others wait"
+    fix = "wait; the operator may raise owner_per_day of [cost] in settings.toml"
+    return FlashError("quota_exceeded", what, fix=fix)
 
 
 def check(spec: RunSpec, home: Path) -> None:

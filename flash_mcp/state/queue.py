@@ -188,18 +188,21 @@ FAIR_ORDER = """
     taken AS (
         SELECT owner, 1 AS running, max(0, ?1 - max(started, ?1 - ?2)) AS seconds
         FROM main.runs
-        WHERE state IN ('starting', 'running') AND (SELECT number FROM owners) > 1
+        WHERE state IN ('starting', 'running') AND target = {target}
+        AND (SELECT number FROM owners) > 1
         UNION ALL
         SELECT owner, 0, max(0, min(ended, ?1) - max(started, ?1 - ?2))
         FROM main.runs
-        WHERE ended > ?1 - ?2 AND started IS NOT NULL AND (SELECT number FROM owners) > 1),
+        WHERE ended > ?1 - ?2 AND started IS NOT NULL AND target = {target}
+        AND (SELECT number FROM owners) > 1),
     share AS (
         SELECT owner, sum(running) AS running, sum(seconds) AS seconds FROM taken GROUP BY owner)
     SELECT id FROM waiting LEFT JOIN share USING (owner)
     ORDER BY coalesce(running, 0) + place, coalesce(seconds, 0), created, id"""
 """Ids of queued runs in the order in which they start: each time from the owner with the fewest
-runs under way, then the fewest seconds used lately; within an owner, the oldest first. ?1 is the
-time, ?2 how far back use counts. A single owner's share is not looked up: it decides nothing."""
+runs under way on the target, then the fewest seconds used there lately; within an owner, the oldest
+first. ?1 is the time, ?2 how far back use counts. A single owner's share is not looked up: it
+decides nothing."""
 LATELY_S = 86_400.0
 
 
@@ -224,7 +227,7 @@ def claim(
             f"""UPDATE runs SET state = 'starting', attempt = attempt + 1,
                started = coalesce(started, ?1), updated = ?1, handle = NULL, waits_for = NULL
                WHERE state = 'queued'
-               AND id = ({FAIR_ORDER.format(condition=may_start)} LIMIT 1)
+               AND id = ({FAIR_ORDER.format(condition=may_start, target="?5")} LIMIT 1)
                AND coalesce(json_extract(spec, '$.gpus'), 1) <= ?6
                RETURNING *""",
             [now, LATELY_S, now + MAX_DELAY_S, json.dumps(list(waiting)), target, gpus],
@@ -237,7 +240,7 @@ def queued_ahead(store: Store, run: Run) -> int | None:
     queued.
     """
     values = [time.time(), LATELY_S, run.target]
-    order = store.query(FAIR_ORDER.format(condition="target = ?3"), values)
+    order = store.query(FAIR_ORDER.format(condition="target = ?3", target="?3"), values)
     ids = [row["id"] for row in order]
     return ids.index(run.id) if run.id in ids else None
 

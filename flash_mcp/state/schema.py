@@ -177,6 +177,14 @@ def _removed_folders(db: Database) -> None:  # pyright: ignore[reportUnusedFunct
     )
 
 
+@migrations(name="runs_by_end_on_target")
+def _runs_by_end_on_target(db: Database) -> None:  # pyright: ignore[reportUnusedFunction]
+    """As before, for each target."""
+    execute(db, "DROP INDEX runs_by_end")
+    columns = "ended, owner, started, target"
+    execute(db, f"CREATE INDEX runs_by_end ON runs ({columns}) WHERE ended IS NOT NULL")
+
+
 @cache
 def schema() -> int:
     """The number of migrations that this code knows."""

@@ -251,7 +251,8 @@ class Attendant:
         """
         with self.store.transaction():  # a run that is enqueued after the look cannot be claimed
             runs = self.store.active_runs()
-            waiting = [run.id for run in runs if self._has_to_wait(run)]
+            over = costs.over_limit(self.store)
+            waiting = [run.id for run in runs if run.owner in over or self._has_to_wait(run)]
             enough_for_any = self.launcher.slots_of(MAX_GPUS) <= room
             gpus = MAX_GPUS if enough_for_any else room
             return queue.claim(self.store, waiting, self.target.name, gpus=gpus)

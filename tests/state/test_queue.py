@@ -429,6 +429,20 @@ def test_the_owner_who_used_least_of_late_is_next(store: Store, clock: Clock) ->
     assert [claim(store).owner for _ in range(6)] == ["bob", "carol", "alice"] * 2
 
 
+def test_what_an_owner_uses_on_one_target_is_no_share_of_another(
+    store: Store, clock: Clock
+) -> None:
+    enqueue_as("alice", store, 3)
+    assert claim(store).owner == "alice"
+    clock.now += 500
+    mine = [*enqueue_as("alice", store), *enqueue_as("bob", store)]
+    for run_id in mine:
+        store.execute("UPDATE runs SET target = 'lab' WHERE id = ?", [run_id])
+    assert [queue.queued_ahead(store, store.run(run_id)) for run_id in mine] == [0, 1]
+    found = queue.claim(store, target="lab")
+    assert found and found.owner == "alice"  # hers waited longer, and neither has run there
+
+
 def test_what_was_used_long_ago_does_not_count(store: Store, clock: Clock) -> None:
     enqueue_as("alice", store)
     run = claim(store)

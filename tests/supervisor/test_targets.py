@@ -320,3 +320,24 @@ def test_secrets_are_sealed_for_an_attempt_that_asks_and_a_supervisor_without_th
     assert sealed and receiver.open(sealed) == {"PLANTED_KEY": "planted"}
     bench.tick()
     assert not [name for name in RunFolder(run.folder)._find() if name.startswith(("key", "seal"))]
+
+
+def test_the_next_runs_of_an_owner_wait_while_those_of_a_day_have_cost_the_limit(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "obstacle", lambda _: None)  # no supervisor's process runs here
+    settings = '[cost]\nprice_per_hour = 2.0\ncurrency = "EUR"\nowner_per_day = 3.0\n'
+    (bench.store.base / "settings.toml").write_text(settings)
+    spent = bench.train("local")
+    columns = "state = 'succeeded', started = 1, used_s = 5400, ended"
+    sql = f"UPDATE runs SET {columns} = ? WHERE id = ?"
+    bench.store.execute(sql, [time.time() - 60, spent.id])
+    run = bench.train()
+    bench.tick()
+    assert bench.now(run).state == "queued"
+    (why,) = waiting.obstacles(bench.store, bench.now(run))
+    assert "quota_exceeded" in why and "3 EUR within 24 hours" in why
+
+    bench.store.execute(sql, [time.time() - 90_000, spent.id])
+    assert waiting.obstacles(bench.store, bench.now(run)) == []
+    bench.until(lambda: bench.now(run).handle)

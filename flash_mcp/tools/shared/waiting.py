@@ -15,7 +15,7 @@ from flash_mcp.protocol import base_models
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import ACTIVE, EnvironmentVersion, Json, Run
 from flash_mcp.protocol.spec import LOCAL_TARGET, EvalSpec, ResolvedEval
-from flash_mcp.state import queue
+from flash_mcp.state import costs, queue
 from flash_mcp.state.disk import LEAST_FREE_BYTES
 from flash_mcp.state.references import Subject
 from flash_mcp.state.store import Store
@@ -234,6 +234,8 @@ def obstacles(store: Store, run: Run) -> list[str]:
         return [str(FlashError.from_dict(run.error))]
     if run.target != LOCAL_TARGET and (found := _target_trouble(store, run)):
         return found
+    if limit := costs.waits_for_limit(store, run):
+        return [str(limit)]
     is_here = run.target == LOCAL_TARGET
     if is_here and run.state == "queued" and (users := devices_in_use(store.base)):
         what = f"every GPU is used by {', '.join(users)}"
