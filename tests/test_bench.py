@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bench import control
+from bench import control, fairness
 
 pytestmark = pytest.mark.slow
 
@@ -105,3 +105,15 @@ def test_an_agent_generates_what_the_native_environment_does(
     native, endpoint = (result["seconds"][name][0] for name in ("native", "endpoint"))
     assert result["throughput_share"] == native / endpoint
     assert "endpoint's share" in table
+
+
+@pytest.mark.slow
+def test_owners_get_equal_shares_of_three_targets_and_one_who_brings_little_waits_little(
+    tmp_path: Path,
+) -> None:
+    """The small form of `python -m bench.fairness`."""
+    found = fairness.simulate(tmp_path, 400, 40)
+    assert found.ended == 400 + len(found.waits_s)
+    used = [found.used[owner] for owner in fairness.OWNERS]
+    assert min(used) > 0.7 * max(used), found.used
+    assert found.waits_s and max(found.waits_s) <= 1.5 * fairness.RUN_S[1]

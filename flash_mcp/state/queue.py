@@ -212,16 +212,18 @@ def claim(
     target: str = LOCAL_TARGET,
     *,
     gpus: int = MAX_GPUS,
+    over: Collection[str] = (),
 ) -> Run | None:
     """Take the target's next run that may start, in FAIR_ORDER: it is now `starting`, with the next
     attempt. None where there is none, and where it needs more than `gpus`.
 
-    `waiting` are ids of runs that cannot start yet.
+    `waiting` are ids of runs that cannot start yet, `over` owners whose runs cannot.
     """
     now = time.time()
     # A delay above the maximum means that the clock was set back.
     may_start = """target = ?5 AND (not_before <= ?1 OR not_before > ?3)
-        AND id NOT IN (SELECT value FROM json_each(?4))"""
+        AND id NOT IN (SELECT value FROM json_each(?4))
+        AND owner NOT IN (SELECT value FROM json_each(?7))"""
     with store.transaction():
         rows = store.query(
             f"""UPDATE runs SET state = 'starting', attempt = attempt + 1,
@@ -230,7 +232,15 @@ def claim(
                AND id = ({FAIR_ORDER.format(condition=may_start, target="?5")} LIMIT 1)
                AND coalesce(json_extract(spec, '$.gpus'), 1) <= ?6
                RETURNING *""",
-            [now, LATELY_S, now + MAX_DELAY_S, json.dumps(list(waiting)), target, gpus],
+            [
+                now,
+                LATELY_S,
+                now + MAX_DELAY_S,
+                json.dumps(list(waiting)),
+                target,
+                gpus,
+                json.dumps(list(over)),
+            ],
         )
     return Run.of(rows[0]) if rows else None
 

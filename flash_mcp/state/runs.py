@@ -68,6 +68,30 @@ class RunTable(Connection):
         sql = f"SELECT * FROM runs WHERE state IN ({marks(ACTIVE)}) ORDER BY created, id"
         return [Run.of(row) for row in self.query(sql, ACTIVE)]
 
+    def taken_runs(self, target: str) -> list[Run]:
+        """Runs of the target with an attempt under way, oldest first."""
+        sql = """SELECT * FROM runs WHERE state IN ('starting', 'running') AND target = ?
+                 ORDER BY created, id"""
+        return [Run.of(row) for row in self.query(sql, [target])]
+
+    def active_with_secrets(self) -> list[Run]:
+        """Runs that have not ended and need secrets."""
+        sql = f"""SELECT * FROM runs WHERE state IN ({marks(ACTIVE)})
+                  AND json_array_length(spec, '$.secrets') > 0"""
+        return [Run.of(row) for row in self.query(sql, ACTIVE)]
+
+    def may_have_to_wait(self, target: str) -> list[Run]:
+        """The target's queued runs that need secrets, or found a disk full."""
+        sql = """SELECT * FROM runs WHERE state = 'queued' AND target = ?
+                 AND (json_array_length(spec, '$.secrets') > 0
+                      OR json_extract(error, '$.code') = 'disk_full')"""
+        return [Run.of(row) for row in self.query(sql, [target])]
+
+    def active_targets(self) -> set[str]:
+        """Targets with runs that have not ended. Many may be queued: their rows are not read."""
+        sql = f"SELECT DISTINCT target FROM runs WHERE state IN ({marks(ACTIVE)})"
+        return {row["target"] for row in self.query(sql, ACTIVE)}
+
     def overlap(self, run: Run) -> Json | None:
         """What the splits of a run's environment version share, as a run that trained on it
         recorded; None: nothing.

@@ -74,8 +74,8 @@ class Janitor:
         handles = self.target.launcher.under_way()
         if not handles:
             return
-        runs = [run for run in self.store.active_runs() if run.target == self.target.name]
-        live = {f"{run.id}-{run.attempt}" for run in runs if run.state != "queued"}
+        taken = self.store.taken_runs(self.target.name)
+        live = {f"{run.id}-{run.attempt}" for run in taken}
         over = [handle for handle in handles if handle.key not in live]
         for handle in over[:MAX_JOBS]:
             log.warning("%s: ending job %s, which no run waits for", handle.key, handle.id)

@@ -31,11 +31,10 @@ def look_after(store: Store) -> None:
     supervisor keeps running.
     """
     with acting_as(LOCAL):
-        runs = store.active_runs()
-        if not runs and not store.deployments(LIVE_DEPLOYMENT):
+        if not store.active_targets() and not store.deployments(LIVE_DEPLOYMENT):
             return
         ensure_supervisor(store.base)
-        for run in runs:
+        for run in store.active_with_secrets():
             secrets.hand_over(store.base, run.id, run.spec.secrets)
 
 

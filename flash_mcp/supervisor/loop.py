@@ -211,9 +211,8 @@ class Attendant:
         self._attempts: dict[str, Attempt] = {}
         self._troubles: dict[tuple[str, str], Trouble] = {}
 
-    def attend(self, active: Sequence[Run]) -> None:
-        """Do whatever is due for the target's active runs."""
-        taken = [run for run in active if run.state != "queued"]
+    def attend(self, taken: Sequence[Run]) -> None:
+        """Do whatever is due for the target's runs that are under way, and start others."""
         for run in taken:
             self._guarded("attach", run, self._attach)
         handles = [attempt.handle for attempt in self._attempts.values()]
@@ -250,12 +249,12 @@ class Attendant:
         ones do not overtake it: else one that needs many GPUs might never start.
         """
         with self.store.transaction():  # a run that is enqueued after the look cannot be claimed
-            runs = self.store.active_runs()
+            runs = self.store.may_have_to_wait(self.target.name)
+            waiting = [run.id for run in runs if self._has_to_wait(run)]
             over = costs.over_limit(self.store)
-            waiting = [run.id for run in runs if run.owner in over or self._has_to_wait(run)]
             enough_for_any = self.launcher.slots_of(MAX_GPUS) <= room
             gpus = MAX_GPUS if enough_for_any else room
-            return queue.claim(self.store, waiting, self.target.name, gpus=gpus)
+            return queue.claim(self.store, waiting, self.target.name, gpus=gpus, over=over)
 
     def _has_to_wait(self, run: Run) -> bool:
         """Whether it lacks secrets, or the space for the checkpoint that did not fit."""
@@ -658,13 +657,14 @@ class Supervisor(Attendant):
 
     def tick(self) -> bool:
         """Whether there is anything to look after."""
-        known = self.vault.run_ids()  # first: a run has its row before its secrets are given
-        active = self.store.active_runs()
-        for ended in known - {run.id for run in active}:
-            self.vault.forget(ended)
-        self.attend([run for run in active if run.target == LOCAL_TARGET])
-        self._tend_elsewhere({run.target for run in active})
-        return self._serve() or bool(active)
+        # First: a run has its row before its secrets are given.
+        if known := self.vault.run_ids():
+            for ended in known - {run.id for run in self.store.active_with_secrets()}:
+                self.vault.forget(ended)
+        targets = self.store.active_targets()
+        self.attend(self.store.taken_runs(LOCAL_TARGET))
+        self._tend_elsewhere(set(targets))
+        return self._serve() or bool(targets)
 
     def _tend_elsewhere(self, targets: set[str]) -> None:
         """Keep a thread for each of these targets: one that does not answer delays no other. Others
@@ -740,7 +740,9 @@ def supervise(
                 supervisor.vault.close()
                 ticker.close()
         # Whoever enqueued while the lock was held saw it held and started no other.
-        if not supervisor.store.active_runs() and not supervisor.store.deployments(LIVE_DEPLOYMENT):
+        if not supervisor.store.active_targets() and not supervisor.store.deployments(
+            LIVE_DEPLOYMENT
+        ):
             return True
 
 

@@ -21,7 +21,7 @@ class Attends(Protocol):
 
     janitor: Janitor
 
-    def attend(self, active: Sequence[Run]) -> None: ...
+    def attend(self, taken: Sequence[Run]) -> None: ...
 
 
 class RemoteTargets:
@@ -76,10 +76,9 @@ class TargetThread(threading.Thread):
 
     def _attend(self, store: Store) -> bool:
         """Whether anything is left to do."""
-        active = [run for run in store.active_runs() if run.target == self.target]
         self._attendant = self._attendant or self.targets.attendant_of(self.target)
-        if not active:
+        if self.target not in store.active_targets():
             return self._attendant.janitor.clear()
-        self._attendant.attend(active)
+        self._attendant.attend(store.taken_runs(self.target))
         self._attendant.janitor.step()
         return True

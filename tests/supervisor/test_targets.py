@@ -90,8 +90,7 @@ class Bench:
             self.tick()
 
     def tick(self) -> None:
-        runs = self.store.active_runs()
-        self.attendant.attend([run for run in runs if run.target == "lab"])
+        self.attendant.attend(self.store.taken_runs("lab"))
 
     def now(self, run: Run) -> Run:
         return self.store.run(run.id)
@@ -99,9 +98,9 @@ class Bench:
     def start(self, run: Run) -> RunWriter:
         """The engine gives the newest attempt a machine, and it beats."""
         attempt = self.now(run).attempt
-        self.lab.engine.hints[f"{run.id}-{attempt}"] = Hint("alive")
         writer = RunFolder(run.folder).claim(attempt)
         writer.beat(1, "train")
+        self.lab.engine.hints[f"{run.id}-{attempt}"] = Hint("alive")
         self.until(lambda: self.now(run).state == "running")
         return writer
 
@@ -116,12 +115,12 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 def test_a_run_that_waits_for_a_machine_burns_no_attempt_and_says_what_it_waits_for(
     bench: Bench,
 ) -> None:
-    run = bench.train(stall_timeout_s=0.02, max_attempts=1)
+    run = bench.train(stall_timeout_s=0.5, max_attempts=1)
     bench.until(lambda: bench.now(run).waits_for)
     waiting = bench.now(run)
     assert (waiting.state, waiting.waits_for) == ("starting", "Resources")
     attempt = bench.attendant._attempts[run.id]
-    bench.until(lambda: attempt.watched_s > 10 * 0.02)
+    bench.until(lambda: attempt.watched_s > 3 * 0.5)
     assert bench.now(run).attempt == 1
     bench.lab.engine.hints[f"{run.id}-1"] = Hint("pending", "Priority")
     bench.until(lambda: bench.now(run).waits_for == "Priority")
