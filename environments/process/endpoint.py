@@ -271,6 +271,9 @@ class AgentEpisode(EnvironmentMultiTurn):
         self._tools = call.tools
         return call.messages
 
+    async def sft_completion(self, example: TaskExample) -> list[ChatMessage]:
+        return await self._begin(self._agent.sft_completion, example)
+
     def max_episode_turns(self, example: TaskExample) -> int:
         return self._agent.max_calls
 

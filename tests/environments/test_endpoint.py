@@ -267,6 +267,16 @@ answer = say(user("x"))
     assert [(call.parent, len(call.messages)) for call in calls] == expected
 
 
+async def test_the_gold_messages_of_an_agent_are_its_own(tmp_path: Path) -> None:
+    source = """
+        class Sample(Sample):
+            def sft_completion(self, example):
+                return [{"role": "assistant", "content": f"gold of {example.id}"}]
+    """
+    async with agents(tmp_path / "agent", "", source=source) as host:
+        assert await host.gold("train", 0) == [{"role": "assistant", "content": "gold of t0"}]
+
+
 BOTH = """
 def say(text):
     told.append(ask([user(text)])[1]["choices"][0]["message"]["content"])
