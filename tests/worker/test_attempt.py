@@ -404,8 +404,8 @@ def test_a_cancel_in_mid_rollout_saves_what_was_trained_and_ends_as_cancelled(
     assert step >= 2 and run.newest_good_checkpoint() == step
 
 
-def test_a_cancel_between_two_steps_counts_the_step_that_was_made() -> None:
-    pulse = Pulse(cast(Any, None))
+def test_a_cancel_between_two_steps_counts_the_step_that_was_made(tmp_path: Path) -> None:
+    pulse = Pulse(make_run(tmp_path / "run", tmp_path).claim(1))
     pulse.step = 5
     pulse.cancelled.set()
     with pytest.raises(Cancelled):
