@@ -188,7 +188,8 @@ def _run(store: Store, run_id: str) -> _Found:
     deletions.append(("DELETE FROM runs WHERE id = ?", [run_id]))
     folders = [*run_folders(store, run), *(store.base / "adapters").glob(f"{run_id}-*")]
     served = [row.id for row in store.deployments() if row.run_id == run_id]
-    folders += [store.base / recordings.FOLDER / id for id in served]
+    recorded = [store.base / recordings.FOLDER / id for id in served]
+    folders += [folder for folder in recorded if folder.exists()]
     if run.target != LOCAL_TARGET:
         return _Found("run", run_id, run.owner, folders, deletions, used_by, on_target=run)
     return _Found(
