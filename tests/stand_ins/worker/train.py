@@ -28,7 +28,14 @@ def state_after(steps: int) -> str:
     return state
 
 
-def train(job: dict[str, Any], spec: Any, writer: RunWriter, pulse: Pulse, scratch: Path) -> int:
+def train(
+    job: dict[str, Any],
+    spec: Any,
+    writer: RunWriter,
+    pulse: Pulse,
+    scratch: Path,
+    ranks: Any,
+) -> int:
     """As worker.train.train: the last step."""
     resumed = writer.folder.newest_good_checkpoint() or 0
     state = ""
