@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 import traceback
-import warnings
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, cast
@@ -36,26 +35,13 @@ from flash_mcp.protocol.sealing import TOKEN, Receiver
 from flash_mcp.protocol.spec import EvalSpec, RunSpec, stored_spec
 from worker.heartbeat import Cancelled, Pulse
 from worker.imports import quick_imports
+from worker.process import prepare_process
 from worker.ranks import Ranks, serve_rank, started, variables
 
 log = logging.getLogger("worker")
 ANOTHER_MAY_CURE = ("artifact_damaged", "disk_full", "preempted", "secret_missing")
 """Errors after which another attempt of the run may succeed."""
 SECRETS_EVERY_S = 1.0
-PROCESS_SETTINGS = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # vLLM would pin the trainer's threads too
-    # Per-request seeds and processed log-probabilities never use it.
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "TRANSFORMERS_VERBOSITY": "error",
-    "VLLM_NO_USAGE_STATS": "1",
-    "TRL_EXPERIMENTAL_SILENCE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "HF_HUB_DISABLE_TELEMETRY": "1",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-}
-"""Environment variables that torch and vLLM read when they are imported."""
 
 
 def main() -> int:
@@ -205,17 +191,6 @@ def _sweep_scratch(url: str) -> str:
     for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         shutil.rmtree(left, ignore_errors=True)
     return prefix
-
-
-def prepare_process() -> None:
-    """Set what torch and vLLM read when they are imported."""
-    for name, value in PROCESS_SETTINGS.items():
-        os.environ.setdefault(name, value)
-    # One GPU: with several, the trainer would spread its batch over them and ask for as many times
-    # the rollouts.
-    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    logging.getLogger("vllm").setLevel(logging.ERROR)
 
 
 def _explained(raised: BaseException, phase: str) -> FlashError:

@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from flash_mcp.protocol.errors import FlashError
+from worker.process import prepare_process
 
 if TYPE_CHECKING:
     from worker.engine.vllm import Sync
@@ -118,13 +120,15 @@ def _read(cache: Path) -> dict[str, dict[str, dict[str, float]]]:
 def _measured(load: Load, way: Sync, is_cancelled: Callable[[], bool]) -> Figures | None:
     command = [sys.executable, "-m", "worker.engine.measure", json.dumps(asdict(load)), way]
     deadline = time.monotonic() + LIMIT_S
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as child:
+    # A file: a pipe is held open by whatever the engine started and left.
+    with tempfile.TemporaryFile() as output:
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output)
         while child.poll() is None:
             if is_cancelled() or time.monotonic() > deadline:
                 child.kill()
             time.sleep(0.1)
-        assert child.stdout
-        printed = child.stdout.read().decode().splitlines()
+        output.seek(0)
+        printed = output.read().decode().splitlines()
     if is_cancelled():
         return None
     if child.returncode:
@@ -171,6 +175,7 @@ def measure(load: Load, way: Sync) -> Figures:
 
 
 if __name__ == "__main__":
+    prepare_process()  # with the settings of a worker, the engine is no process of its own
     given = Load(**json.loads(sys.argv[1]))
     found = measure(given, cast("Sync", sys.argv[2]))
     sys.stdout.write(f"{json.dumps(asdict(found))}\n")

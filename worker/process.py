@@ -1,0 +1,33 @@
+"""What a process sets before it imports torch and vLLM."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+
+PROCESS_SETTINGS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # vLLM would pin the trainer's threads too
+    # Per-request seeds and processed log-probabilities never use it.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TRL_EXPERIMENTAL_SILENCE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
+"""Environment variables that torch and vLLM read when they are imported."""
+
+
+def prepare_process() -> None:
+    """Set what torch and vLLM read when they are imported."""
+    for name, value in PROCESS_SETTINGS.items():
+        os.environ.setdefault(name, value)
+    # One GPU: with several, the trainer would spread its batch over them and ask for as many times
+    # the rollouts.
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    logging.getLogger("vllm").setLevel(logging.ERROR)
