@@ -188,7 +188,8 @@ def _mcnemar(differences: Sequence[float]) -> _Measured:
     return _Measured(
         test="mcnemar_exact",
         change=change,
-        interval=Interval(middle - half, middle + half),
+        # Shares differ by 1 at most.
+        interval=Interval(max(middle - half, -1.0), min(middle + half, 1.0)),
         significant=p < SIGNIFICANT,
         tasks=count,
         spread=changed - change**2,

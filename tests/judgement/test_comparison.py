@@ -42,6 +42,12 @@ def test_the_verdict_on_successes_of_the_same_tasks(won: int, lost: int, same: i
     assert "McNemar" in found.explanation
 
 
+@pytest.mark.parametrize(("won", "lost", "bound"), [(200, 0, "high"), (0, 200, "low")])
+def test_the_interval_of_a_change_of_success_ends_at_1(won: int, lost: int, bound: str):
+    found = paired(won, lost, 0)
+    assert abs(getattr(found, bound)) == 1.0
+
+
 def test_an_interval_without_zero_is_not_called_chance_for_want_of_tasks():
     few = comparison.compare_unpaired([1.0] * 8, [0.0] * 8, effect=0.05)
     assert few.outcome == "underpowered" and few.high < 0
