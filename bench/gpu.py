@@ -10,7 +10,6 @@ model on the CPU: that shows that the check works, and measures nothing."""
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import subprocess
@@ -18,9 +17,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
-Json = dict[str, Any]
+from bench.gpu_results import Results
+
 LIMITS_S = {
     "environment": 120,
     "trainer": 420,
@@ -100,26 +99,14 @@ def run_stage(name: str, out: Path, *, cpu: bool) -> int:
     # Imported here: torch and vLLM are for the stages' own processes.
     from bench import gpu_stages  # noqa: PLC0415
 
+    stage = getattr(gpu_stages, name, None)
+    if stage is None:
+        from bench import gpu_model  # noqa: PLC0415
+
+        stage = getattr(gpu_model, name)
     with tempfile.TemporaryDirectory(prefix="flash-gpu-check-") as scratch:
-        stage = getattr(gpu_stages, name)
         stage(gpu_stages.Place(Path(scratch), Results(out, name), cpu=cpu))
     return 0
-
-
-class Results:
-    """The figures of a stage, in a file that is whole after each of them."""
-
-    def __init__(self, out: Path, stage: str) -> None:
-        self.out = out
-        self._path = out / f"{stage}.json"
-
-    def read(self) -> Json:
-        return json.loads(self._path.read_text()) if self._path.exists() else {}
-
-    def add(self, **figures: Any) -> None:
-        whole = self._path.with_suffix(".new")
-        whole.write_text(json.dumps(self.read() | figures, indent=1))
-        whole.replace(self._path)
 
 
 def report(out: Path) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from bench import step as bench_step
-from bench.gpu import Results
+from bench.gpu_results import Results
 from bench.gpu_stages import GIB, RANK, Place, seconds_of
 from flash_mcp.protocol.spec import RunSpec, resolve
 from tests.places import ROOT

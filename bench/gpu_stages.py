@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.gpu import Results
+from bench.gpu_results import Results
 from flash_mcp.supervisor.launch import devices
 from tests.attempts import Attempt, make_run
 from tests.places import ROOT
@@ -104,20 +104,6 @@ def environment(place: Place) -> None:
     target = torch.empty_like(source)
     rate = 2 * source.nbytes / seconds_of(lambda: target.copy_(source), 10)
     add(copy_gb_per_s=rate / 1e9)
-
-
-def trainer(place: Place) -> None:
-    """A step's forward and backward passes on random weights, without an engine."""
-    from bench import gpu_model  # noqa: PLC0415
-
-    gpu_model.trainer(place)
-
-
-def engine(place: Place) -> None:
-    """The start of an engine, its syncs and its rate."""
-    from bench import gpu_model  # noqa: PLC0415
-
-    gpu_model.engine(place)
 
 
 # -- whole runs ------------------------------------------------------------------------------------

@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 
 from bench import gpu
+from bench.gpu_results import Results
 from tests import conftest
 from tests.places import ROOT
 
 
 def test_a_stage_that_hangs_is_ended_and_the_report_shows_what_it_found(tmp_path: Path) -> None:
-    gpu.Results(tmp_path, "engine").add(tokens_per_s=12345.678)
+    Results(tmp_path, "engine").add(tokens_per_s=12345.678)
     assert not gpu.start_stage("engine", tmp_path, 0.01, cpu=True)
-    gpu.Results(tmp_path, "loop").add(stage="ok")
+    Results(tmp_path, "loop").add(stage="ok")
     text = gpu.report(tmp_path)
     assert "| engine | tokens_per_s | 1.235e+04 |" in text
     assert "| engine | stage | ended after its limit of 0 s |" in text
