@@ -63,6 +63,12 @@ class EnvironmentSettings:
     def most_at_once(self) -> int:
         return self.at_once or max(16, int(_machine_gib()))
 
+    def most_of(self, owner: str) -> int:
+        """Environments of this owner that run at the same time."""
+        if owner == LOCAL_OWNER:
+            return self.most_at_once
+        return min(self.most_at_once, self.at_once_per_owner)
+
     def grants_network(self, identity: str) -> bool:
         return "*" in self.network or identity in self.network
 

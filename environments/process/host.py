@@ -572,9 +572,7 @@ async def _place(known_as: str, timeout_s: float) -> tuple[Path, ExitStack]:
     """A scratch folder, which is also a place among the environments that may run at once."""
     operator = _allowed()
     owner = known_as.rpartition("/")[0] or LOCAL_OWNER
-    most_of_owner = operator.at_once_per_owner
-    if owner == LOCAL_OWNER:
-        most_of_owner = operator.most_at_once
+    most_of_owner = operator.most_of(owner)
     deadline = time.monotonic() + timeout_s
     while True:
         try:

@@ -23,6 +23,7 @@ from environments.process import sandbox
 from environments.process.foreign import plain_name
 from environments.process.host import EnvironmentFault, EnvironmentHost
 from environments.process.sandbox import Needs
+from environments.settings import load_settings
 from flash_mcp.judgement import statistics
 from flash_mcp.judgement.attempts import DEFAULT_MAX_LENGTH
 from flash_mcp.judgement.curation import prompt_digest
@@ -358,7 +359,7 @@ async def _plan(
         check_machine()
     check_target(store, spec.target)
     if is_here:
-        await run_sync(_check_gpus, spec)
+        await run_sync(_check_gpus, spec, environment.owner)
     memory = await run_sync(_memory_need, spec, card) if is_here else None
     if memory and not first:
         memory.check()
@@ -594,16 +595,28 @@ def _memory_need(spec: RunSpec, card: ModelCard) -> MemoryNeed | None:
     return memory_need(card, device, has_engine=spec.generates, four_bit=four_bit)
 
 
-def _check_gpus(spec: RunSpec) -> None:
-    """FlashError(device_unsupported) if this machine has fewer GPUs, or without any, processors."""
+def _check_gpus(spec: RunSpec, owner: str) -> None:
+    """FlashError(device_unsupported) if this machine has fewer GPUs, or without any, processors;
+    FlashError(environments_busy) if it never runs an environment of `owner` for each of them.
+    """
     if spec.gpus == 1:
         return
     cards = find_gpus()
     has = len(cards) or processor().cores or 1
-    if spec.gpus <= has:
+    if spec.gpus > has:
+        what = f"gpus={spec.gpus}, and this machine has {has} {'GPUs' if cards else 'processors'}"
+        raise FlashError("device_unsupported", what, fix=f"use gpus={has}, or another target")
+    try:
+        most = load_settings().environments.most_of(owner)
+    except ValueError:  # settings.toml cannot be used: loading the environment says so
         return
-    what = f"gpus={spec.gpus}, and this machine has {has} {'GPUs' if cards else 'processors'}"
-    raise FlashError("device_unsupported", what, fix=f"use gpus={has}, or another target")
+    if spec.gpus > most:
+        what = f"each GPU needs an environment, and {most} of one owner may run at once"
+        fix = (
+            f"use gpus={most}, or raise `at_once` and `at_once_per_owner` under [environments] "
+            "in settings.toml of FLASH_HOME"
+        )
+        raise FlashError("environments_busy", what, gpus=spec.gpus, fix=fix)
 
 
 def _check_lengths(spec: RunSpec, card: ModelCard, prompt_tokens: int) -> None:

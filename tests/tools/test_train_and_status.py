@@ -469,6 +469,20 @@ async def test_a_model_that_cannot_fit_the_machine_is_refused_with_the_estimate(
     assert not any("memory" in note for note in notes)
 
 
+async def test_more_gpus_than_environments_may_run_at_once_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    push_echo(tmp_path)
+    monkeypatch.setattr("flash_mcp.tools.train.find_gpus", lambda: list("0123"))
+    wanted = {"environment": "echo", "validate_only": True}
+    assert await call("train", **wanted, gpus=4)
+    (home() / "settings.toml").write_text("[environments]\nat_once = 3\n")
+    error = await refused("train", **wanted, gpus=4)
+    assert error.code == "environments_busy" and "use gpus=3" in error.fix
+    assert (await refused("train", **wanted, gpus=5)).code == "invalid_argument"
+    assert await call("train", **wanted, gpus=3)
+
+
 async def test_a_tracker_that_is_not_installed_is_named_before_the_run(tmp_path: Path):
     push_echo(tmp_path)
     wanted = {"environment": "echo", "validate_only": True}
