@@ -64,7 +64,7 @@ def load_policy(
 def _nf4(dtype: torch.dtype, device: str) -> Json:
     """Arguments of from_pretrained. vLLM 0.31 has no such format: its weights stay whole."""
     if find_spec("bitsandbytes") is None:
-        fix = "uv pip install bitsandbytes, where this server is installed; or base_precision=full"
+        fix = "uv pip install bitsandbytes (the extra nf4), or base_precision=full"
         what = "base_precision=nf4 needs bitsandbytes, which is not installed"
         raise FlashError("engine_missing", what, fix=fix)
     config = cast(Any, BitsAndBytesConfig)(
