@@ -156,18 +156,18 @@ class Chat(Dialect):
     }
 
     def read(self, body: Json, kept: Kept) -> Asked:
-        value = body.get("messages")
-        if not isinstance(value, list) or not value:
+        given = as_list(body.get("messages"))
+        if not given:
             raise invalid("messages must be a list of at least one message", "messages")
-        messages = [_message(as_object(message)) for message in as_list(value)]
+        messages = [_message(as_object(message)) for message in given]
         tools = _tools(as_list(body.get("tools")))
         self.check(body)
         return Asked(body, messages, tools, _identity("chatcmpl-"))
 
     def whole(self, answer: Answer, asked: Asked) -> Json:
-        message = {**answer.turn, "content": answer.turn["content"] or None, "refusal": None}
-        if not answer.calls:
-            message["content"] = answer.turn["content"]
+        message = {**answer.turn, "refusal": None}
+        if answer.calls and not answer.text:
+            message["content"] = None
         finish = answer.finish_reason
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish}
         usage = answer.usage.fields()
@@ -344,8 +344,8 @@ def _add_item(messages: list[ChatMessage], item: Json) -> None:
         call = {"id": item.get("call_id"), "name": item.get("name")}
         _add_calls(messages, [{**call, "arguments": item.get("arguments", "{}")}])
     elif kind == "function_call_output":
-        answered = {"tool_call_id": str(item.get("call_id", ""))}
-        messages.append({"role": "tool", "content": _text(item.get("output")), **answered})
+        result = {"content": item.get("output"), "tool_call_id": item.get("call_id", "")}
+        messages.append(_message({"role": "tool", **result}))
     elif kind != "reasoning":
         raise invalid(f"an item of type {kind!r:.40} cannot be read here", "input")
 
@@ -354,10 +354,8 @@ def _add_calls(messages: list[ChatMessage], calls: list[Json]) -> None:
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     turn = messages[-1]
-    try:
-        messages[-1] = {**turn, "tool_calls": turn.get("tool_calls", []) + tool_calls_of(calls)}
-    except ValueError as error:
-        raise invalid(str(error), "input") from error
+    called = turn.get("tool_calls", []) + _calls(calls, "input")
+    messages[-1] = {**turn, "tool_calls": called}
 
 
 # -- Anthropic's messages --------------------------------------------------------------------------
@@ -465,8 +463,8 @@ def _add_turn(messages: list[ChatMessage], turn: Json) -> None:
     calls: list[Json] = []
     for part in map(as_object, as_list(content)):
         if part.get("type") == "tool_result":
-            answered = {"tool_call_id": str(part.get("tool_use_id", ""))}
-            messages.append({"role": "tool", "content": _text(part.get("content")), **answered})
+            result = {"content": part.get("content"), "tool_call_id": part.get("tool_use_id", "")}
+            messages.append(_message({"role": "tool", **result}))
         elif part.get("type") == "tool_use":
             called = {"id": part.get("id"), "name": part.get("name")}
             calls.append({**called, "arguments": part.get("input", {})})
@@ -489,11 +487,15 @@ def _message(message: Json) -> ChatMessage:
     if role == "tool":
         said["tool_call_id"] = str(message.get("tool_call_id", ""))
     if role == "assistant" and message.get("tool_calls"):
-        try:
-            said["tool_calls"] = tool_calls_of(message["tool_calls"])
-        except ValueError as error:
-            raise invalid(str(error), "messages") from error
+        said["tool_calls"] = _calls(message["tool_calls"], "messages")
     return said
+
+
+def _calls(value: Any, param: str) -> list[Json]:
+    try:
+        return tool_calls_of(value)
+    except ValueError as error:
+        raise invalid(str(error), param) from error
 
 
 def _text(content: Any) -> str:
