@@ -120,6 +120,10 @@ class Ranks:
         """Rank 0's value, on every rank."""
         return self.gather(value if self.is_first else cast(T, None))[0]
 
+    def from_first(self, make: Callable[[], T]) -> T:
+        """What rank 0 makes, on every rank. The others do not call `make`."""
+        return self.share(make() if self.is_first else cast(T, None))
+
     def _finish(self, work: Any) -> None:
         pause_s = POLL_S[0]
         while not work.is_completed():

@@ -101,11 +101,7 @@ def load_model(
         tell(stage, share)
 
     pinned = _pinned_commit(writer.folder) or job.get("lineage", {}).get("model_commit")
-    fetched: Path | None = None
-    if ranks.is_first:
-        fetched = ensure(spec.model, revision=pinned, on_progress=on_fetched)
-    path = ranks.share(fetched)
-    assert path
+    path = ranks.from_first(lambda: ensure(spec.model, revision=pinned, on_progress=on_fetched))
     if commit := commit_of(path):
         writer.event("model", f"{spec.model} at commit {commit}", commit=commit)
     config = config_of(path)
@@ -123,9 +119,9 @@ def load_model(
         smallest = memory.Workload(0, 1, 1, max_length, 1, int(has_engine), spec.lora_rank)
         smallest = replace(smallest, four_bit=is_four_bit(spec))
         memory.check_model(path, smallest, dtype)
-        if ranks.is_first:
-            sync = choose_sync(path, spec, dtype, max_length, at_once, writer, pulse)
-        sync = ranks.share(sync)
+        sync = ranks.from_first(
+            lambda: choose_sync(path, spec, dtype, max_length, at_once, writer, pulse)
+        )
         policy = load_policy(
             path,
             rank=spec.lora_rank,
@@ -533,12 +529,12 @@ class TrainingSession(Session[RunSpec]):
         """Write a step's rollouts and leave their metrics to the reporter."""
         from worker.training.grpo import (  # noqa: PLC0415  only GRPO needs TRL's
             group_advantages,
+            groups_of,
             scales_advantages,
         )
 
         spec = self.spec
-        size = spec.rollouts_per_prompt
-        groups = [rollouts[at : at + size] for at in range(0, len(rollouts), size)]
+        groups = groups_of(rollouts, spec.rollouts_per_prompt)
         rows: list[records.Rollout] = []
         for group in groups:
             advantages_G = cast(Any, group_advantages(group, scale=scales_advantages(spec)))

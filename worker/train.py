@@ -50,12 +50,13 @@ def train(
             session.resumed_at = session.reporter.saved_step = resume_from[0]
         watched = {"max_error_share": spec.max_error_share, "advance": pulse.advance}
         tasks = RESUMED_TASKS if resume_from else PREFLIGHT_TASKS
-        lengths = (0, 0)
-        if ranks.is_first:
-            model = session.model
-            looking = preflight(session.host, model.template, model.max_length, tasks, **watched)
-            lengths = session.wait(looking)
-        longest, turns = ranks.share(lengths)
+        host = session.host
+        model = session.model
+        longest, turns = ranks.from_first(
+            lambda: session.wait(
+                preflight(host, model.template, model.max_length, tasks, **watched)
+            )
+        )
         policy = session.model.policy
         assert isinstance(policy, PeftModel)
         packed = can_pack(policy.get_base_model())
@@ -97,11 +98,10 @@ def _sft_trainer(
         what = "sft on several GPUs needs the packed pass, which this model lacks"
         raise FlashError("invalid_argument", what, gpus=session.ranks.count, fix="use gpus=1")
     session.pulse.enter("dataset")
-    rows: dict[str, list[Row]] = {}
-    if session.ranks.is_first:
-        dataset = job.get("dataset")
-        rows = dataset_rows(dataset, template) if dataset else _gold_rows(session)
-    rows = session.ranks.share(rows)
+    dataset = job.get("dataset")
+    rows = session.ranks.from_first(
+        lambda: dataset_rows(dataset, template) if dataset else _gold_rows(session)
+    )
     keep_tokens = session.check_batch_memory(rows["train"], packed=common["packed"])
     common["keep_tokens"] = session.ranks.share(keep_tokens)
     trainer = make_sft_trainer(
@@ -174,7 +174,7 @@ def _resume_point(
     writer: RunWriter, scratch: Path, ranks: Ranks = ALONE
 ) -> tuple[int, Path] | None:
     """The step and the folder of the newest good checkpoint."""
-    step = ranks.share(writer.folder.newest_good_checkpoint() if ranks.is_first else None)
+    step = ranks.from_first(writer.folder.newest_good_checkpoint)
     if step is None:
         return None
     path = writer.folder.fetch_checkpoint(step, scratch / "resume")

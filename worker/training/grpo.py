@@ -110,9 +110,8 @@ class Trainer(GRPOTrainer):
         """Micro-batch `_step % own_groups` of this rank's rollouts of the step: one group of G."""
         micro = self._step % self._own_groups
         if micro == 0 or self._buffered_inputs is None:
-            size = self._group_size
             rollouts = self._rollouts_of(self.state.global_step + 1)
-            groups = [rollouts[at : at + size] for at in range(0, len(rollouts), size)]
+            groups = groups_of(rollouts, self._group_size)
             buffered: list[dict[str, Any]] = [self._tensors(group) for group in groups]
             trained = torch.stack([inputs["tool_mask"].sum() for inputs in buffered]).sum()
             trained = self._ranks.sum(trained)
@@ -369,6 +368,11 @@ def _arguments(
         vllm_importance_sampling_mode="token_truncate" if mode == "none" else mode,
         vllm_importance_sampling_clip_max=spec.importance_sampling_clip,
     )
+
+
+def groups_of(rollouts: Sequence[Rollout], size: int) -> list[Sequence[Rollout]]:
+    """The rollouts of each group, of so many that are next to each other."""
+    return [rollouts[at : at + size] for at in range(0, len(rollouts), size)]
 
 
 def scales_advantages(spec: RunSpec) -> bool:
