@@ -19,7 +19,7 @@ from tests.supervisor.test_loop import wait_for
 @pytest.mark.slow
 def test_the_fast_tests_are_collected_without_torch_and_vllm() -> None:
     """While they run, the fixture no_torch keeps both from being imported."""
-    environment = {**os.environ, "PYTHONPATH": str(TESTS / "no_torch")}
+    environment = {**os.environ, "PYTHONPATH": str(TESTS / "no_torch"), "PYTEST_ADDOPTS": ""}
     command = [
         sys.executable,
         "-m",
