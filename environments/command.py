@@ -16,19 +16,22 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import tempfile
 from abc import abstractmethod
-from asyncio.subprocess import DEVNULL, PIPE, STDOUT
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from environments.base import EnvironmentAgent, RewardResult, TaskExample
+from environments.process.programs import room, start
 
 REWARD_FILE = "FLASH_REWARD_FILE"
+REWARD_NAME = "reward.json"
 SHOWN_CHARACTERS = 2000
+MAX_OUTPUT_BYTES = 8 << 20
+"""Of what a program printed, its `reward` gets the end."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class EnvironmentCommand(EnvironmentAgent):
         """The reward. By default the program's own: it writes {"score": NUMBER} and the other
         fields of RewardResult, as JSON, to the file that $FLASH_REWARD_FILE names.
         """
-        file = ended.folder / "reward.json"
+        file = ended.folder / REWARD_NAME
         if not file.is_file():
             printed = ended.output[-SHOWN_CHARACTERS:]
             what = f"the command wrote no reward and ended with code {ended.code}"
@@ -70,22 +73,45 @@ class EnvironmentCommand(EnvironmentAgent):
     async def run(
         self, example: TaskExample, base_url: str, api_key: str, model: str
     ) -> RewardResult:
-        command = list(self.command(example))
-        with tempfile.TemporaryDirectory() as scratch:
-            folder = Path(scratch)
-            given = {REWARD_FILE: str(folder / "reward.json"), "MODEL": model}
-            for firm in ("OPENAI", "ANTHROPIC"):
-                given |= {f"{firm}_BASE_URL": base_url, f"{firm}_API_KEY": api_key}
-                given[f"{firm}_MODEL"] = model
-            env = {**os.environ, **given, **self.variables(example)}
-            pipes: Any = {"stdin": DEVNULL, "stdout": PIPE, "stderr": STDOUT}
-            process = await asyncio.create_subprocess_exec(*command, cwd=folder, env=env, **pipes)
+        async with room() as place:
+            ended = await self._ended(example, place, _model_variables(base_url, api_key, model))
+            return await asyncio.to_thread(self.reward, example, ended)
+
+    async def _ended(
+        self, example: TaskExample, place: Path, model_variables: dict[str, str]
+    ) -> EndedCommand:
+        """Run the program in `place`."""
+        folder = place / "work"
+        given = {
+            "HOME": str(place / "home"),
+            "TMPDIR": str(place / "tmp"),
+            REWARD_FILE: str(folder / REWARD_NAME),
+            **model_variables,
+            **self.variables(example),
+        }
+        env = {**os.environ, **given}
+        # A file, as a program in the background may hold a pipe open.
+        with tempfile.TemporaryFile() as printed:
+            process = await start(list(self.command(example)), place, env, printed)
             try:
-                printed, _ = await process.communicate()
+                code = await process.wait()
             finally:
                 with suppress(ProcessLookupError):
-                    process.kill()
+                    os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
-            output = printed.decode(errors="replace")
-            ended = EndedCommand(process.returncode or 0, output, folder)
-            return await asyncio.to_thread(self.reward, example, ended)
+            size = printed.seek(0, os.SEEK_END)
+            printed.seek(max(0, size - MAX_OUTPUT_BYTES))
+            output = printed.read().decode(errors="replace")
+        if code < 0:
+            what = f"the command was killed by {signal.Signals(-code).name}"
+            raise RuntimeError(f"{what}. It printed: {output[-SHOWN_CHARACTERS:]}")
+        return EndedCommand(code, output, folder)
+
+
+def _model_variables(base_url: str, api_key: str, model: str) -> dict[str, str]:
+    found = {"MODEL": model}
+    for firm in ("OPENAI", "ANTHROPIC"):
+        found[f"{firm}_BASE_URL"] = base_url
+        found[f"{firm}_API_KEY"] = api_key
+        found[f"{firm}_MODEL"] = model
+    return found

@@ -23,6 +23,10 @@ KINDS = {
     "state": "state behind links, terminals, homes, inherited descriptors, more than one folder to write to",
     "processes": "other processes and their limits, with and without namespaces",
     "network": "the network: by other programs, by pairs of sockets, by a grant of its own or of another name",
+    "sessions": (
+        "the program of another rollout: its key, memory, files and processes, those of the server "
+        "that both ask, and requests with keys that it guesses"
+    ),
     "resources": "using up memory, kernel memory, processes, files, the log, our own memory, all places",
     "leftovers": "outliving the run: daemons, killed wardens, fork bombs and chains without namespaces",
     "unprotected": "running where files cannot be protected",

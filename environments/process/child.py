@@ -54,7 +54,7 @@ from environments.base import (
     UnsupportedError,
 )
 from environments.judge import JudgeRubric
-from environments.process import sandbox
+from environments.process import programs, sandbox
 from environments.process.faults import EnvironmentFault
 from environments.process.generators import Generators, switch_global_generators
 from environments.process.redaction import Redactor
@@ -756,6 +756,7 @@ def main() -> None:
     os.set_inheritable(requests, False)
     os.set_inheritable(replies, False)
     sandbox.explain_refusals(bounds)
+    programs.bounds = bounds
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     sys.path.insert(0, bounds.folder)

@@ -213,7 +213,9 @@ def own_mounts(writable: tuple[str, ...], shm_bytes: int, own: Own) -> Mounts:
     proc = own.process_tree
     if own.has_processes:
         # Where a container hides parts of /proc, the kernel refuses a user namespace a whole one.
-        proc = _refused("/proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, kind="proc")
+        # A program with rules of its own (programs.py) finds no process of others in it.
+        flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
+        proc = _refused("/proc", flags, kind="proc", options="hidepid=ptraceable")
     attributes = ""
     try:
         for folder in writable:

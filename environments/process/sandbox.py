@@ -24,6 +24,9 @@ Linux, no helper program and no root.
 In any case seccomp refuses changes of another process's limits, and without a PID namespace of its
 priority and its processors too.
 
+A program that the code starts for one rollout may get rules of its own within these
+(environments/process/programs.py).
+
 The sandbox does not limit CPU time, the number of files in the temporary folder, what one episode
 learns of another in the same process, or, with network, servers that listen on this machine's own
 addresses. Environment code shares a kernel with its host.
@@ -39,8 +42,9 @@ import re
 import resource
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -277,14 +281,54 @@ passwd pki/tls/certs pki/ca-trust protocols resolv.conf services ssl/certs ssl/o
 """What programs look up in /etc. The rest of it may be secret."""
 DEVICES = ("null", "zero", "full", "random", "urandom")
 TERMINALS = ("tty", "ptmx", "pts")
+SHARED_MEMORY = Path("/dev/shm")
 
 
 def _restrict_files(bounds: Bounds, mounts: Mounts) -> tuple[str, str]:
     """Why files and signals are not protected; "" for each that is."""
-    version = libc.syscall(LANDLOCK_CREATE_RULESET, None, 0, VERSION_FLAG)
+    version = landlock_version()
     if version < 1:
         why = f"this kernel has no Landlock ({os.strerror(ctypes.get_errno())})"
         return why, why
+    try:
+        rules = _ruleset(version, partial(_rules, bounds, mounts))
+        checked(libc.syscall(LANDLOCK_RESTRICT_SELF, rules, 0))
+        os.close(rules)
+    except OSError as error:
+        return str(error), str(error)
+    if version >= 6:
+        return "", ""
+    return "", f"this kernel has Landlock {version}, which leaves signals alone; 6 does not"
+
+
+def program_rules(bounds: Bounds, folder: Path, unseen: Path) -> int:
+    """The descriptor of Landlock rules for a program that the code starts: it may do what the code
+    may, but in the scratch folder it writes to `folder` alone, and opens nothing else of `unseen`.
+    The rules also keep it from all processes but those that it starts. OSError if this kernel has
+    no Landlock.
+    """
+    # The code's own rules hold too, so these hide nothing else.
+    inner = replace(bounds, hidden=os.devnull, written=(str(folder),))
+
+    def rules(handled: int) -> Iterator[tuple[Path, int]]:
+        for path, rights in _rules(inner, Mounts(terminals=True), handled):
+            # Without the names in there it finds nothing of others.
+            yield path, rights & ~READ_DIR if path == SHARED_MEMORY else rights
+        for entry in Path(bounds.scratch).iterdir():
+            if entry != unseen:
+                yield entry, READ
+
+    return _ruleset(checked(landlock_version()), rules)
+
+
+def landlock_version() -> int:
+    return libc.syscall(LANDLOCK_CREATE_RULESET, None, 0, VERSION_FLAG)
+
+
+def _ruleset(version: int, rules: Callable[[int], Iterable[tuple[Path, int]]]) -> int:
+    """The descriptor of a set of rules: `rules` gets all rights that are handled, and says which
+    paths have which of them.
+    """
     # A kernel accepts only the rights that it knows. It does not restrict the others.
     handled = ALL_OF_VERSION_1
     for right, since in ((REFER, 2), (TRUNCATE, 3), (IOCTL_DEV, 5)):
@@ -298,17 +342,14 @@ def _restrict_files(bounds: Bounds, mounts: Mounts) -> tuple[str, str]:
         size = 24
         scoped = SCOPE_ABSTRACT_SOCKETS | SCOPE_SIGNALS
     attributes = struct.pack("QQQ", handled, 0, scoped)
+    found = checked(libc.syscall(LANDLOCK_CREATE_RULESET, attributes, ctypes.c_size_t(size), 0))
     try:
-        rules = checked(libc.syscall(LANDLOCK_CREATE_RULESET, attributes, ctypes.c_size_t(size), 0))
-        for path, rights in _rules(bounds, mounts, handled):
-            _allow(rules, path, rights & handled)
-        checked(libc.syscall(LANDLOCK_RESTRICT_SELF, rules, 0))
-        os.close(rules)
-    except OSError as error:
-        return str(error), str(error)
-    if scoped:
-        return "", ""
-    return "", f"this kernel has Landlock {version}, which leaves signals alone; 6 does not"
+        for path, rights in rules(handled):
+            _allow(found, path, rights & handled)
+    except BaseException:
+        os.close(found)
+        raise
+    return found
 
 
 def _rules(bounds: Bounds, mounts: Mounts, handled: int) -> Iterator[tuple[Path, int]]:
@@ -337,7 +378,7 @@ def _rules(bounds: Bounds, mounts: Mounts, handled: int) -> Iterator[tuple[Path,
     shared = READ | WRITE_FILE | TRUNCATE | REMOVE_FILE | MAKE_REG
     if mounts.shm:
         shared = handled
-    yield Path("/dev/shm"), shared
+    yield SHARED_MEMORY, shared
 
 
 def _without(root: Path, hidden: Path) -> list[Path]:

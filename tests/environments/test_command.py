@@ -38,9 +38,27 @@ PROGRAMS = {
     """,
     "fails": "import openai; openai.OpenAI().responses.create(model='policy', input='x'); 1 / 0",
     "hangs": """
-        import openai, time
+        import openai, subprocess, sys, time
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         openai.OpenAI().responses.create(model="policy", input="x")
         time.sleep(600)
+    """,
+    "leaves a program": """
+        import openai, subprocess, sys
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        openai.OpenAI().responses.create(model="policy", input="x")
+        open("reward.json", "w").write('{"score": 1.0}')
+    """,
+    "prints": """
+        import openai
+        openai.OpenAI().responses.create(model="policy", input="x")
+        print("printed")
+    """,
+    "is killed": """
+        import openai, os
+        openai.OpenAI().responses.create(model="policy", input="x")
+        print("so far", flush=True)
+        os.kill(os.getpid(), 9)
     """,
 }
 SOURCE = """
@@ -60,9 +78,9 @@ class Sample(EnvironmentCommand):
 """
 
 
-async def commands(folder: Path, name: str, **options: float) -> EnvironmentHost:
+async def commands(folder: Path, name: str, source: str = "", **options: float) -> EnvironmentHost:
     returns = f"Sample([{textwrap.dedent(PROGRAMS[name])!r}])"
-    environment_folder(folder, SOURCE, returns=returns)
+    environment_folder(folder, SOURCE + textwrap.dedent(source), returns=returns)
     (folder / "environment.toml").write_text("endpoint = true\n")
     return await EnvironmentHost.start(folder, **options)
 
@@ -89,10 +107,56 @@ async def test_a_command_that_writes_no_reward_fails_its_rollout(tmp_path: Path)
 async def test_a_command_ends_with_its_rollout(tmp_path: Path) -> None:
     async with await commands(tmp_path / "agent", "hangs", timeout_s=20) as host:
         opening = await host.open("train", 0)
-        running = children(b"time.sleep(600)")
-        assert len(running) == 1
+        assert len(children(b"time.sleep(600)")) == 2
         await host.close(opening.episode)
         assert children(b"time.sleep(600)") == []
+
+
+async def test_what_a_command_leaves_running_ends_with_it(tmp_path: Path) -> None:
+    async with await commands(tmp_path / "agent", "leaves a program", timeout_s=20) as host:
+        opening = await host.open("train", 0)
+        assert (await host.step(opening.episode, "4")).done
+        assert children(b"time.sleep(600)") == []
+        assert (await host.score(opening.episode)).reward == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "command", "expected"),
+    [
+        ("is killed", "", "killed by SIGKILL. It printed: so far"),
+        ("prints", "['no-such-program']", "there is no program 'no-such-program'"),
+        ("prints", "[no_program()]", "Exec format error"),
+    ],
+)
+async def test_a_command_that_is_killed_or_does_not_start_has_no_reward(
+    name: str, command: str, expected: str, tmp_path: Path
+) -> None:
+    source = """
+        import tempfile
+
+
+        def no_program():
+            path = os.path.join(tempfile.gettempdir(), "no-program")
+            with open(path, "w") as file:
+                file.write("no program")
+            os.chmod(path, 0o700)
+            return path
+
+
+        class Sample(Sample):
+            def reward(self, example, ended):
+                return RewardResult(0.0)
+    """
+    if command:
+        source += f"""
+            def command(self, example):
+                return {command}
+    """
+    async with await commands(tmp_path / "agent", name, source=source) as host:
+        with pytest.raises(EnvironmentFault, match=expected) as caught:
+            opening = await host.open("train", 0)
+            await host.step(opening.episode, "4")
+        assert caught.value.code in ("environment_error", "environment_access")
 
 
 def children(said: bytes) -> list[str]:

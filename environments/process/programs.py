@@ -1,0 +1,89 @@
+"""Programs that environment code starts for one rollout, each kept from those of the others.
+
+    async with room() as folder:
+        process = await start(command, folder, os.environ, file_that_it_prints_to)
+
+All programs of an environment run as one user. A program gets Landlock rules of its own, within
+the sandbox of the environment: it opens its own folder and nothing of the others, and can neither
+trace nor signal a process that it did not start. Where /proc is the sandbox's own, it does not see
+them either."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sys
+import tempfile
+from asyncio.subprocess import DEVNULL, STDOUT, Process
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import IO
+
+from environments.process import scratch
+from environments.process.sandbox import (
+    LANDLOCK_RESTRICT_SELF,
+    Bounds,
+    landlock_version,
+    program_rules,
+)
+
+LAUNCH = f"""
+import ctypes, os, signal, sys
+rules = int(sys.argv[1])
+try:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syscall({LANDLOCK_RESTRICT_SELF}, rules, 0):
+        raise OSError(ctypes.get_errno(), "Landlock refused the rules of this program")
+    os.close(rules)
+    os.execvp(sys.argv[2], sys.argv[2:])
+except OSError as error:
+    print(error, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)  # no exit code of the program's
+"""
+bounds: Bounds | None = None
+"""Those of the sandbox that this process is in."""
+
+
+@asynccontextmanager
+async def room() -> AsyncGenerator[Path]:
+    """A folder for one program: it has `work`, `home` and `tmp`. Removed afterwards."""
+    folder = _made_room()
+    try:
+        yield folder
+    finally:
+        await asyncio.to_thread(scratch.remove, folder)
+
+
+def _made_room() -> Path:
+    rooms = Path(tempfile.gettempdir(), "programs")
+    rooms.mkdir(exist_ok=True)
+    folder = Path(tempfile.mkdtemp(dir=rooms))
+    for name in ("work", "home", "tmp"):
+        (folder / name).mkdir()
+    return folder
+
+
+async def start(
+    command: Sequence[str], folder: Path, env: Mapping[str, str], printed: IO[bytes]
+) -> Process:
+    """Start the program that has this room, in `work`, as the first process of a group. OSError if
+    there is no such program; it is killed if it cannot be run or cannot be kept apart.
+    """
+    if shutil.which(command[0], path=env.get("PATH")) is None:
+        raise FileNotFoundError(f"there is no program {command[0]!r:.200}")
+    rules: tuple[int, ...] = ()
+    # Without Landlock the operator has let code run unprotected.
+    if bounds is not None and landlock_version() >= 1:
+        rules = (program_rules(bounds, folder, folder.parent),)
+        command = [sys.executable, "-I", "-S", "-c", LAUNCH, str(*rules), *command]
+    try:
+        return await asyncio.create_subprocess_exec(
+            *command,
+            cwd=folder / "work", env=env, stdin=DEVNULL, stdout=printed, stderr=STDOUT,
+            pass_fds=rules, start_new_session=True,
+        )  # fmt: skip
+    finally:
+        for descriptor in rules:
+            os.close(descriptor)
