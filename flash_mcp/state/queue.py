@@ -178,22 +178,39 @@ def job(run: Run) -> Json:
     }
 
 
+ALL_QUEUED = """
+    SELECT id, owner, created, row_number() OVER (PARTITION BY owner ORDER BY created, id) AS place
+    FROM main.runs WHERE state = 'queued' AND target = ?3"""
+FIRST_QUEUED = """
+    SELECT id, owner, created, 1 AS place FROM main.runs WHERE id IN (
+        WITH RECURSIVE queued_owners(name) AS (
+            SELECT min(owner) FROM main.runs WHERE state = 'queued' AND target = ?3
+            UNION ALL
+            SELECT (SELECT min(owner) FROM main.runs
+                    WHERE state = 'queued' AND target = ?3 AND owner > name)
+            FROM queued_owners WHERE name IS NOT NULL)
+        SELECT (SELECT id FROM main.runs
+                WHERE state = 'queued' AND target = ?3 AND owner = name
+                AND (not_before <= ?1 OR not_before > ?4)
+                AND id NOT IN (SELECT value FROM json_each(?5))
+                AND owner NOT IN (SELECT value FROM json_each(?6))
+                ORDER BY created, id LIMIT 1)
+        FROM queued_owners)"""
+"""The oldest run of each owner that may start. Each is looked up in an index: ten thousand may be
+queued. ?4 is the latest that a run can have to wait until: a delay above the maximum means that the
+clock was set back."""
 FAIR_ORDER = """
-    WITH waiting AS (
-        SELECT id, owner, created,
-               row_number() OVER (PARTITION BY owner ORDER BY created, id) AS place
-        FROM main.runs
-        WHERE state = 'queued' AND {condition}),
+    WITH waiting AS ({waiting}),
     owners AS (SELECT count(DISTINCT owner) AS number FROM waiting),
     taken AS (
         SELECT owner, 1 AS running, max(0, ?1 - max(started, ?1 - ?2)) AS seconds
         FROM main.runs
-        WHERE state IN ('starting', 'running') AND target = {target}
+        WHERE state IN ('starting', 'running') AND target = ?3
         AND (SELECT number FROM owners) > 1
         UNION ALL
         SELECT owner, 0, max(0, min(ended, ?1) - max(started, ?1 - ?2))
         FROM main.runs
-        WHERE ended > ?1 - ?2 AND started IS NOT NULL AND target = {target}
+        WHERE ended > ?1 - ?2 AND started IS NOT NULL AND target = ?3
         AND (SELECT number FROM owners) > 1),
     share AS (
         SELECT owner, sum(running) AS running, sum(seconds) AS seconds FROM taken GROUP BY owner)
@@ -201,8 +218,8 @@ FAIR_ORDER = """
     ORDER BY coalesce(running, 0) + place, coalesce(seconds, 0), created, id"""
 """Ids of queued runs in the order in which they start: each time from the owner with the fewest
 runs under way on the target, then the fewest seconds used there lately; within an owner, the oldest
-first. ?1 is the time, ?2 how far back use counts. A single owner's share is not looked up: it
-decides nothing."""
+first. ?1 is the time, ?2 how far back use counts, ?3 the target. A single owner's share is not
+looked up: it decides nothing."""
 LATELY_S = 86_400.0
 
 
@@ -220,26 +237,22 @@ def claim(
     `waiting` are ids of runs that cannot start yet, `over` owners whose runs cannot.
     """
     now = time.time()
-    # A delay above the maximum means that the clock was set back.
-    may_start = """target = ?5 AND (not_before <= ?1 OR not_before > ?3)
-        AND id NOT IN (SELECT value FROM json_each(?4))
-        AND owner NOT IN (SELECT value FROM json_each(?7))"""
     with store.transaction():
         rows = store.query(
             f"""UPDATE runs SET state = 'starting', attempt = attempt + 1,
                started = coalesce(started, ?1), updated = ?1, handle = NULL, waits_for = NULL
                WHERE state = 'queued'
-               AND id = ({FAIR_ORDER.format(condition=may_start, target="?5")} LIMIT 1)
-               AND coalesce(json_extract(spec, '$.gpus'), 1) <= ?6
+               AND id = ({FAIR_ORDER.format(waiting=FIRST_QUEUED)} LIMIT 1)
+               AND coalesce(json_extract(spec, '$.gpus'), 1) <= ?7
                RETURNING *""",
             [
                 now,
                 LATELY_S,
+                target,
                 now + MAX_DELAY_S,
                 json.dumps(list(waiting)),
-                target,
-                gpus,
                 json.dumps(list(over)),
+                gpus,
             ],
         )
     return Run.of(rows[0]) if rows else None
@@ -250,7 +263,7 @@ def queued_ahead(store: Store, run: Run) -> int | None:
     queued.
     """
     values = [time.time(), LATELY_S, run.target]
-    order = store.query(FAIR_ORDER.format(condition="target = ?3", target="?3"), values)
+    order = store.query(FAIR_ORDER.format(waiting=ALL_QUEUED), values)
     ids = [row["id"] for row in order]
     return ids.index(run.id) if run.id in ids else None
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+from pathlib import Path
 from typing import Any
 
 from flash_mcp.protocol.errors import FlashError, did_you_mean
@@ -10,6 +12,7 @@ from flash_mcp.protocol.records import ACTIVE, Json, Run
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import LOCAL_TARGET
 from flash_mcp.state.database import Connection, marks
+from flash_mcp.state.owners import caller
 
 RECENT_S = 7 * 86_400.0
 REMOTE_PATIENCE_S = 5.0
@@ -25,6 +28,11 @@ def folder_of(run: Run) -> RunFolder:
 
 class RunTable(Connection):
     """Runs: one row each."""
+
+    def __init__(self, base: Path) -> None:
+        super().__init__(base)
+        self._taken: dict[tuple[str, str], dict[str, Run]] = {}
+        """Of an owner's look at a target: its runs as they were read last."""
 
     def run(self, run_id: str) -> Run:
         """FlashError(unknown_run) where there is none of that id."""
@@ -69,10 +77,22 @@ class RunTable(Connection):
         return [Run.of(row) for row in self.query(sql, ACTIVE)]
 
     def taken_runs(self, target: str) -> list[Run]:
-        """Runs of the target with an attempt under way, oldest first."""
-        sql = """SELECT * FROM runs WHERE state IN ('starting', 'running') AND target = ?
+        """Runs of the target with an attempt under way, oldest first. Only rows that have changed
+        since the last call are read: hundreds may be under way.
+        """
+        sql = """SELECT id, updated FROM runs WHERE state IN ('starting', 'running') AND target = ?
                  ORDER BY created, id"""
-        return [Run.of(row) for row in self.query(sql, [target])]
+        updated = {row["id"]: row["updated"] for row in self.query(sql, [target])}
+        before = self._taken.get((caller().owner, target), {})
+        taken = {
+            run_id: run for run_id, run in before.items() if updated.get(run_id) == run.updated
+        }
+        rows = """SELECT * FROM runs WHERE id IN (SELECT value FROM json_each(?))
+                  AND state IN ('starting', 'running')"""
+        changed = json.dumps([run_id for run_id in updated if run_id not in taken])
+        taken |= {row["id"]: Run.of(row) for row in self.query(rows, [changed])}
+        self._taken[caller().owner, target] = taken
+        return [taken[run_id] for run_id in updated if run_id in taken]
 
     def active_with_secrets(self) -> list[Run]:
         """Runs that have not ended and need secrets."""
@@ -82,15 +102,23 @@ class RunTable(Connection):
 
     def may_have_to_wait(self, target: str) -> list[Run]:
         """The target's queued runs that need secrets, or found a disk full."""
-        sql = """SELECT * FROM runs WHERE state = 'queued' AND target = ?
-                 AND (json_array_length(spec, '$.secrets') > 0
-                      OR json_extract(error, '$.code') = 'disk_full')"""
+        sql = """SELECT * FROM runs WHERE state = 'queued' AND target = ?1
+                 AND json_array_length(spec, '$.secrets') > 0
+                 UNION
+                 SELECT * FROM runs WHERE state = 'queued' AND target = ?1
+                 AND json_extract(error, '$.code') = 'disk_full'"""
         return [Run.of(row) for row in self.query(sql, [target])]
 
     def active_targets(self) -> set[str]:
-        """Targets with runs that have not ended. Many may be queued: their rows are not read."""
-        sql = f"SELECT DISTINCT target FROM runs WHERE state IN ({marks(ACTIVE)})"
-        return {row["target"] for row in self.query(sql, ACTIVE)}
+        """Targets with runs of any owner that have not ended. Only indexes are read: many may be
+        queued.
+        """
+        sql = """SELECT DISTINCT target FROM main.runs INDEXED BY runs_queued
+                 WHERE state = 'queued'
+                 UNION
+                 SELECT DISTINCT target FROM main.runs INDEXED BY runs_taken
+                 WHERE state IN ('starting', 'running')"""
+        return {row["target"] for row in self.query(sql)}
 
     def overlap(self, run: Run) -> Json | None:
         """What the splits of a run's environment version share, as a run that trained on it

@@ -185,6 +185,23 @@ def _runs_by_end_on_target(db: Database) -> None:  # pyright: ignore[reportUnuse
     execute(db, f"CREATE INDEX runs_by_end ON runs ({columns}) WHERE ended IS NOT NULL")
 
 
+@migrations(name="active_runs")
+def _active_runs(db: Database) -> None:  # pyright: ignore[reportUnusedFunction]
+    """What a look at a target asks about its runs that have not ended: thousands may be queued, and
+    hundreds under way.
+    """
+    indexes = {
+        "runs_queued": "(target, owner, created, id, not_before) WHERE state = 'queued'",
+        "runs_taken": """(target, created, id, updated, owner, started, state)
+            WHERE state IN ('starting', 'running')""",
+        "runs_with_secrets": "(state, target) WHERE json_array_length(spec, '$.secrets') > 0",
+        "runs_short_of_space": """(state, target)
+            WHERE json_extract(error, '$.code') = 'disk_full'""",
+    }
+    for name, what in indexes.items():
+        execute(db, f"CREATE INDEX {name} ON runs {what}")
+
+
 @cache
 def schema() -> int:
     """The number of migrations that this code knows."""

@@ -6,9 +6,11 @@ import random
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -494,3 +496,60 @@ def test_in_a_simulated_week_owners_get_equal_shares_and_nobody_starves(
     assert 0.8 < used["alice"] / used["bob"] < 1.25
     assert waits
     assert max(waits) <= 1.5 * max(seconds.values())  # the run that was under way when she came
+
+
+def steps_of(store: Store, act: Callable[[], object]) -> int:
+    """Instructions of SQLite that `act` takes."""
+    found = 0
+
+    def count() -> int:
+        nonlocal found
+        found += 1
+        return 0
+
+    connection = store._db.conn
+    connection.set_progress_handler(count, 1)
+    act()
+    connection.set_progress_handler(None, 1)
+    return found
+
+
+def test_a_look_at_the_queue_takes_no_longer_with_many_runs_in_it(store: Store) -> None:
+    for owner in ("a", "b"):
+        enqueue_as(owner, store, 20)
+    looks = {
+        "claim": lambda: queue.claim(store),
+        "runs that may have to wait": lambda: store.may_have_to_wait("local"),
+        "runs with secrets": store.active_with_secrets,
+    }
+    few = {name: steps_of(store, look) for name, look in looks.items()}
+    for owner in ("a", "b"):
+        enqueue_as(owner, store, 180)
+    many = {name: steps_of(store, look) for name, look in looks.items()}
+    assert all(many[name] <= 1.5 * few[name] for name in looks), (few, many)
+
+
+def test_a_look_at_runs_under_way_reads_those_that_have_changed(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(10):
+        enqueue(store)
+    claimed = claim_all(store)
+    read: list[str] = []
+    of = Run.of
+
+    def note(fields: Mapping[str, Any]) -> Run:
+        read.append(fields["id"])
+        return of(fields)
+
+    monkeypatch.setattr(Run, "of", note)
+    assert store.taken_runs("local") == claimed
+    read.clear()
+    changed, ended = claimed[3], claimed[5]
+    queue.record_handle(store, changed.id, 1, "job 7")
+    end(store, ended)
+    taken = {run.id: run for run in store.taken_runs("local")}
+    assert read == [changed.id]
+    assert taken[changed.id].handle == "job 7"
+    assert list(taken) == [run.id for run in claimed if run is not ended]
+    assert store.taken_runs("elsewhere") == []
