@@ -1,10 +1,12 @@
-"""An agent's conversations as tokens: what is trained is what was sampled, whatever the agent does."""
+"""An agent's conversations as tokens: what is trained is what was sampled, whatever the agent does.
+FLASH_SLOW=1 plays 10,000 of them."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
+import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,7 +28,7 @@ from worker.rollouts.transcript import ChatTemplate
 from worker.rollouts.turns import Sampling
 from worker.training.packing import paths_of
 
-CONVERSATIONS = 1000
+CONVERSATIONS = 10_000 if os.environ.get("FLASH_SLOW") else 1000
 AT_ONCE = 500
 
 
@@ -61,6 +63,8 @@ class Fuzzer(EnvironmentAgent):
                     raise answer
                 answers += 1
                 histories.append(self._next(rng, body["messages"], answer.turn))
+            if answers and rng.random() < 0.1:
+                await self._ask_again(session, bodies, found)
             act = rng.random()
             if act < 0.05:
                 raise ValueError("the agent fails")
@@ -73,6 +77,15 @@ class Fuzzer(EnvironmentAgent):
                 asking.cancel()
                 await asyncio.sleep(1)
         return RewardResult(1.0)
+
+    async def _ask_again(
+        self, session: Session, bodies: Sequence[Any], found: Sequence[Any]
+    ) -> None:
+        """Send the last request again, as a client does whose answer was lost."""
+        first = [each for body, each in zip(bodies, found, strict=True) if body == bodies[-1]]
+        if isinstance(first[-1], Answer):
+            again = await ask(session, bodies[-1], is_retry=True)
+            assert again in first
 
     def _next(self, rng: random.Random, messages: list[Any], turn: Any) -> list[Any]:
         """How the conversation goes on after this turn of the model."""
@@ -143,9 +156,9 @@ class InProcess:
             await found[0].close_episode()
 
 
-async def ask(session: Session, body: Any) -> Answer:
+async def ask(session: Session, body: Any, *, is_retry: bool = False) -> Answer:
     asked = DIALECTS["/chat/completions"].read(body, {})
-    return await session.ask(asked.messages, asked.tools, is_retry=False)
+    return await session.ask(asked.messages, asked.tools, is_retry=is_retry)
 
 
 class Recorder(FakeEngine):

@@ -1,0 +1,192 @@
+"""Many agents at once, each a program of its own, and SIGKILL in the middle of their sessions."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from environments.process.host import EnvironmentHost
+from tests.attempts import Attempt, make_run
+from tests.environments.test_programs import CLIENT
+from tests.folders import environment_folder
+from tests.tiny import make_tokenizer
+from tests.virtual import FakeEngine
+from worker.rollouts.scheduler import Generator, Limits, Rollout, Task, collect
+from worker.rollouts.transcript import ChatTemplate
+from worker.rollouts.turns import Completion, Sampling
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a namespace needs Linux"),
+]
+SESSIONS = 32
+CALLS = 3
+SOURCE = """
+import sys
+from environments import EnvironmentCommand
+
+
+class Sample(EnvironmentCommand):
+    dataset = [TaskExample({}, f"question {n}", id=f"t{n}") for n in range(64)]
+
+    def command(self, example):
+        return [sys.executable, f"{os.path.dirname(__file__)}/agent.py", example.input]
+"""
+PROGRAM = (
+    CLIENT
+    + f"""
+heard = []
+last = {{}}
+for number in range({CALLS}):
+    status, answer = ask(input=f"{{sys.argv[1]}}, {{number}}", **last)
+    assert status == 200, answer
+    heard.append(answer["output"][0]["content"][0]["text"])
+    last = {{"previous_response_id": answer["id"]}}
+end(reason=json.dumps(heard))
+"""
+)
+
+
+@dataclass
+class Striking(FakeEngine):
+    """Does something at the turns with these numbers, and decodes none before so many have come."""
+
+    strikes: dict[int, Callable[[], None]] = field(default_factory=dict)
+    waits_for: int = 0
+    turns: int = 0
+
+    def submit(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling) -> None:
+        super().submit(request_id, prompt_ids, sampling)
+        self.turns += 1
+        self.strikes.get(self.turns, lambda: None)()
+
+    def step(self) -> list[tuple[str, Completion]]:
+        return super().step() if self.turns >= self.waits_for else []
+
+
+@asynccontextmanager
+async def programs(folder: Path) -> AsyncGenerator[EnvironmentHost]:
+    environment_folder(folder, SOURCE)
+    (folder / "agent.py").write_text(PROGRAM)
+    (folder / "environment.toml").write_text("endpoint = true\nprocesses = 1000\n")
+    async with await EnvironmentHost.start(folder, timeout_s=120) as host:
+        yield host
+
+
+async def rollouts_of(host: EnvironmentHost, engine: FakeEngine, first: int = 0) -> list[Rollout]:
+    generator = Generator(engine, run_step=engine.run_step)
+    template = ChatTemplate(make_tokenizer())
+    tasks = [Task("train", first + n, n, n, n) for n in range(SESSIONS)]
+    found = await collect(tasks, host, generator, template, Limits(max_tokens=8, max_length=400))
+    await generator.aclose()
+    return found
+
+
+def heard(rollout: Rollout) -> bool:
+    """Whether the agent asked its own question and heard what the model said to it. Raises if it
+    heard anything else.
+    """
+    if rollout.error:
+        return False
+    assert rollout.transcript
+    messages = rollout.transcript.messages
+    number = rollout.task.example
+    asked = [each["content"] for each in messages if each["role"] == "user"]
+    assert asked == [f"question {number}, {call}" for call in range(CALLS)]
+    said = [each["content"] for each in messages if each["role"] == "assistant"]
+    assert json.loads(rollout.reason or "") == said
+    assert rollout.reward == 1 and rollout.turns == CALLS
+    return True
+
+
+def agents(folder: Path) -> list[psutil.Process]:
+    """The agents that run now."""
+    found: list[psutil.Process] = []
+    for process in psutil.process_iter(["cmdline"]):
+        words: list[str] = process.info["cmdline"] or []
+        if str(folder / "agent.py") in words[:2]:
+            found.append(process)
+    return found
+
+
+@pytest.mark.anyio
+async def test_as_many_sessions_at_once_keep_to_themselves_though_some_are_killed(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "agents"
+    rng = random.Random(4)
+    killed: set[int] = set()
+
+    def kill() -> None:
+        process = rng.choice(agents(folder))
+        killed.add(int(process.cmdline()[2].split()[1]))
+        process.kill()
+
+    async with programs(folder) as host:
+        engine = Striking(waits_for=SESSIONS)
+        undisturbed = await rollouts_of(host, engine)
+        assert all(map(heard, undisturbed)), [each.error for each in undisturbed]
+        assert engine.turns == SESSIONS * CALLS and max(engine.batches) == SESSIONS
+        moments = rng.sample(range(1, SESSIONS * 2), 8)
+        disturbed = await rollouts_of(host, Striking(strikes=dict.fromkeys(moments, kill)))
+        assert {each.task.example for each in disturbed if not heard(each)} == killed
+        assert all("killed by SIGKILL" in each.error["what"] for each in disturbed if each.error)
+        assert agents(folder) == []
+
+
+@pytest.mark.anyio
+async def test_when_the_process_that_serves_the_model_is_killed_its_sessions_fail_and_no_others(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "agents"
+    async with programs(folder) as host:
+        server = next(
+            each
+            for each in psutil.Process(host._children[-1]._transport.get_pid()).children(
+                recursive=True
+            )
+            if "environments.process.child" in each.cmdline()
+        )
+        rollouts = await rollouts_of(host, Striking(strikes={SESSIONS + 3: server.kill}))
+        lost = [each for each in rollouts if not heard(each)]
+        assert lost and all(
+            each.error["code"] == "environment_error" for each in lost if each.error
+        )
+        assert agents(folder) == [], "no agent outlives the process that serves its model"
+        assert all(map(heard, await rollouts_of(host, FakeEngine(), first=SESSIONS)))
+
+
+def test_a_worker_that_is_killed_leaves_no_agent_and_the_next_attempt_ends_the_run(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    folder = environment_folder(tmp_path / "agents", SOURCE)
+    (folder / "agent.py").write_text(PROGRAM)
+    (folder / "environment.toml").write_text("endpoint = true\n")
+    quick = {"steps": 2, "batch_size": 2, "group_size": 4, "max_tokens": 8, "max_length": 400}
+    run = make_run(tmp_path / "run", tiny_model, environment=folder, **quick)
+    with Attempt(run) as attempt:
+        attempt.wait_until(lambda: run.rollout_steps() and agents(folder))
+        attempt.process.kill()
+        attempt.wait()
+        deadline = time.monotonic() + 60
+        while agents(folder):
+            assert time.monotonic() < deadline, "an agent outlives its worker"
+            time.sleep(0.02)
+    with Attempt(run, 2) as attempt:
+        assert attempt.wait() == 0, attempt.log_path.read_text()
+    assert [*run.rollout_steps()] == [1, 2]
+    for step in run.rollout_steps():
+        rows: list[Any] = run.rollouts(step)
+        assert [(row["error"], row["turns"], row["reward"]) for row in rows] == [
+            (None, CALLS, 1)
+        ] * 8
