@@ -16,12 +16,8 @@ from hypothesis import settings
 from flash_mcp.protocol.paths import models_dir
 from flash_mcp.supervisor.launch.devices import installed
 from tests import reaper
-from tests.places import NO_TORCH
+from tests.places import NO_TORCH, WHEELS
 
-WHEELS = Path(sys.prefix, "wheels")
-"""What environments' interpreters are made of, where scripts/test has fetched it: see
-tests/packages.txt.
-"""
 SHARED_MODELS = (
     models_dir()
 )  # read before any test has a home of its own: real models are fetched once

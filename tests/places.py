@@ -1,5 +1,6 @@
 """Where things lie in the repository."""
 
+import sys
 from pathlib import Path
 
 TESTS = Path(__file__).parent
@@ -11,3 +12,5 @@ AGENT_VOWELS = TESTS / "fixture_environments" / "agent_vowels"
 VOWELS = TESTS / "fixture_environments" / "vowels"
 NO_TORCH = TESTS / "no_torch"
 """Modules named torch and vllm that refuse to be imported."""
+WHEELS = Path(sys.prefix, "wheels")
+"""What environments' interpreters are made of, where scripts/test has fetched it: see packages.txt."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -15,12 +19,28 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.supervisor.launch.devices import Device
 from flash_mcp.tools.shared.memory_need import memory_need
 from tests.attempts import Attempt, make_run
+from tests.places import ROOT, WHEELS
 from worker.training import memory, packing, policy
 from worker.training.policy import load_policy, merged_weights
 
 needs_bitsandbytes = pytest.mark.skipif(
     find_spec("bitsandbytes") is None, reason="needs bitsandbytes"
 )
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is not None, reason="they run by themselves")
+def test_those_that_need_bitsandbytes_pass_with_it(tmp_path: Path) -> None:
+    """It is kept out of the tests' environment: peft imports it, a second of each worker's start."""
+    wheels = list(WHEELS.glob("bitsandbytes-*.whl"))
+    if not wheels:
+        pytest.skip("scripts/test fetches bitsandbytes")
+    with ZipFile(wheels[0]) as wheel:
+        wheel.extractall(tmp_path / "packages")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    command += ["-k", "in_nf4_has or in_nf4_trains"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "packages"), "PYTEST_ADDOPTS": ""}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert "2 passed" in done.stdout, done.stdout + done.stderr
 
 
 def made(model: Path, *, four_bit: bool) -> Any:
