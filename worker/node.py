@@ -18,11 +18,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from types import FrameType
 from typing import IO
+
+import psutil
 
 from environments.process.kernel import die_with_parent
 from flash_mcp.protocol.errors import FlashError
@@ -71,10 +74,12 @@ def probe(folder: RunFolder) -> None:
         assert error.code == "fenced"
     else:
         raise SystemExit("two attempts could claim one run: the storage has no exclusive create")
+    devices = _devices()
     found: Json = {
         "host": socket.gethostname(),
         "version": metadata.version("flash-mcp"),
-        "devices": _devices(),
+        "devices": devices,
+        "cards": _cards(devices),
         "missing": missing_packages(),
         "clock_s": round(time.time() - asked_at, 1),
     }
@@ -88,6 +93,18 @@ def _devices() -> list[str]:
         command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
         told = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
         found = [*told.stdout.splitlines(), *found]
+    return found
+
+
+def _cards(devices: Sequence[str]) -> Json:
+    """What an attempt computes with, as targets.toml has it."""
+    memory = psutil.virtual_memory().total / 2**30
+    found: Json = {"kind": "cpu", "name": "processors", "memory_gib": round(memory, 1)}
+    lines = [line for line in devices if line.endswith("MiB")]
+    if lines:
+        name, _, size = lines[0].rpartition(", ")
+        found = {"name": name, "memory_gib": round(float(size.split()[0]) / 1024, 1)}
+        found["count"] = len(lines)
     return found
 
 

@@ -11,8 +11,10 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import home
 from flash_mcp.state.targets import (
     FILE,
+    Cards,
     find_target,
     new_target,
+    note_cards,
     remove_target,
     targets,
     write_target,
@@ -43,6 +45,8 @@ def add(arguments: argparse.Namespace) -> None:
     given = {name: value for name, value in fields.items() if value not in (None, [], {})}
     settings = new_target(home(), arguments.name, given)
     found = None if arguments.unproved else probe(arguments.name, settings, arguments.wait_s)
+    if found and settings.cards is None:
+        settings = settings.model_copy(update={"cards": Cards(**found.cards)})
     write_target(home(), arguments.name, settings)
     body = {"target": arguments.name, "file": str(home() / FILE), **_probed(found)}
     answer(arguments, body, "\n".join(render(body)))
@@ -51,7 +55,10 @@ def add(arguments: argparse.Namespace) -> None:
 def check(arguments: argparse.Namespace) -> None:
     """Prove a target with a job of a second, as `target add` does."""
     settings = find_target(home(), arguments.name)
-    body = {"target": arguments.name, **_probed(probe(arguments.name, settings, arguments.wait_s))}
+    found = probe(arguments.name, settings, arguments.wait_s)
+    if settings.cards is None:
+        note_cards(home(), arguments.name, Cards(**found.cards))
+    body = {"target": arguments.name, **_probed(found)}
     answer(arguments, body, "\n".join(render(body)))
 
 

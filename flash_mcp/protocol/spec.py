@@ -22,11 +22,13 @@ ImportanceSampling = Literal[
 ]
 BasePrecision = Literal["full", "nf4"]
 Tracker = Literal["trackio", "wandb", "tensorboard", "mlflow"]
-Source = Literal["argument", "file", "adapter", "run", "recipe", "default"]
+Source = Literal["argument", "file", "adapter", "run", "recipe", "default", "auto"]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 LOCAL_TARGET = "local"
 """The target that is the server's own machine."""
+AUTO = "auto"
+"""Stands for the cheapest target that can take the run."""
 MAX_GPUS = 64
 RECIPES: dict[str, dict[str, Any]] = {
     "grpo": {"steps": 150, "batch_size": 4, "group_size": 8, "learning_rate": 1e-5},
@@ -124,7 +126,7 @@ class RunSpec(BaseModel):
     """Share of rollouts, and of tasks read first, that may fail in environment code; of gold
     answers 0.05."""
     target: Annotated[str, Field(min_length=1)] = LOCAL_TARGET
-    """Where it runs, as listed by catalog."""
+    """As listed by catalog; auto: the cheapest that fits."""
     gpus: Annotated[int, Field(ge=1, le=MAX_GPUS)] = 1
     """GPUs that share each step. Each holds the whole model."""
     max_attempts: Annotated[int, Field(ge=1, le=100)] = 3

@@ -28,7 +28,14 @@ from flash_mcp.protocol.paths import runs_dir
 from flash_mcp.protocol.records import ACTIVE, EnvironmentVersion, Json, Run
 from flash_mcp.protocol.run_files import Beat
 from flash_mcp.protocol.run_folder import RunFolder
-from flash_mcp.protocol.spec import LOCAL_TARGET, MAX_GPUS, ResolvedEval, ResolvedSpec, default_of
+from flash_mcp.protocol.spec import (
+    AUTO,
+    LOCAL_TARGET,
+    MAX_GPUS,
+    ResolvedEval,
+    ResolvedSpec,
+    default_of,
+)
 from flash_mcp.state.owners import caller
 from flash_mcp.state.store import Store
 from flash_mcp.state.targets import find_target
@@ -447,6 +454,8 @@ def asked_before(
 def request_digest(resolved: ResolvedSpec | ResolvedEval) -> str:
     """What a repeated idempotency key has to agree with."""
     asked = resolved.spec.model_dump()
+    if resolved.sources.get("target") == AUTO:
+        asked["target"] = AUTO
     for name in NEWER_FIELDS:
         if name in asked and asked[name] == default_of(name):
             del asked[name]

@@ -135,6 +135,11 @@ class RunTable(Connection):
                   WHERE state IN ({marks(ACTIVE)}) GROUP BY target, state"""
         return {(row["target"], row["state"]): row["n"] for row in self.query(sql, ACTIVE)}
 
+    def targets_with_waiting(self) -> set[str]:
+        """Targets that have given some attempt, of any owner, no machine yet."""
+        sql = "SELECT DISTINCT target FROM main.runs WHERE state = 'starting' AND waits_for <> ''"
+        return {row["target"] for row in self.query(sql)}
+
     def used_s_by_target(self) -> dict[str, tuple[float, float]]:
         """{target: (seconds that all runs worked, the same times their GPUs)}"""
         sql = """SELECT target, sum(used_s) AS used_s,

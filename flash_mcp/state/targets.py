@@ -26,14 +26,32 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from environments.settings import read_small
 from flash_mcp.protocol.errors import FlashError, did_you_mean
 from flash_mcp.protocol.paths import write_private
-from flash_mcp.protocol.spec import LOCAL_TARGET, explain
+from flash_mcp.protocol.spec import AUTO, LOCAL_TARGET, explain
 
 FILE = "targets.toml"
 KEY_FILE = "targets.key"
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
-AUTO = "auto"
+HEADER = re.compile(r"\s*\[\s*([^].\s]+)")
+"""How a table begins."""
 RESERVED = (LOCAL_TARGET, AUTO)
 Engine = Literal["slurm", "ray"]
+
+
+class Cards(BaseModel):
+    """What a node gives an attempt to compute with."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    name: str
+    memory_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    """Of one card; of the machine if it has none."""
+    kind: Literal["gpu", "cpu"] = "gpu"
+    count: Annotated[int, Field(ge=1)] = 1
+    """Cards of a node."""
+
+    def __str__(self) -> str:
+        number = f"{self.count} x " if self.count > 1 else ""
+        return f"{number}{self.name}, {self.memory_gib:g} GiB"
 
 
 class TargetSettings(BaseModel):
@@ -70,6 +88,8 @@ class TargetSettings(BaseModel):
     """GiB of artifacts that a node keeps."""
     price_per_hour: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None
     """Price of an hour of one attempt, with each GPU."""
+    cards: Cards | None = None
+    """What its nodes have, for target="auto"; the job that proves the target finds it."""
 
     @field_validator("storage")
     @classmethod
@@ -159,6 +179,17 @@ def write_target(base: Path, name: str, settings: TargetSettings) -> None:
     write_private(path, before + _table(name, settings))
 
 
+def note_cards(base: Path, name: str, cards: Cards) -> None:
+    """Write what the nodes of a target have into its table, which does not say so yet."""
+    path = base / FILE
+    line = _line("cards", cards.model_dump(exclude_defaults=True))
+    lines = path.read_text().splitlines(keepends=True)
+    for number, text in enumerate(lines):
+        if (header := HEADER.match(text)) and header[1].strip("\"'") == name:
+            lines[number] = f"{text.rstrip()}\n{line}\n"
+    write_private(path, "".join(lines))
+
+
 def remove_target(base: Path, name: str) -> None:
     """Delete a target's table. FlashError(unknown_target | targets_invalid)."""
     find_target(base, name)
@@ -166,7 +197,7 @@ def remove_target(base: Path, name: str) -> None:
     kept: list[str] = []
     is_kept = True
     for line in path.read_text().splitlines(keepends=True):
-        if header := re.match(r"\s*\[\s*([^].\s]+)", line):
+        if header := HEADER.match(line):
             is_kept = header[1].strip("\"'") != name
         if is_kept:
             kept.append(line)
@@ -191,10 +222,13 @@ def _table(name: str, settings: TargetSettings) -> str:
     """TOML's texts, lists and numbers are written as in JSON."""
     lines = [f"[{name}]"]
     for field, value in settings.model_dump(exclude_defaults=True).items():
-        if isinstance(value, dict):
-            table = cast("dict[str, str | float]", value)
-            pairs = ", ".join(f"{key} = {json.dumps(each)}" for key, each in table.items())
-            lines.append(f"{field} = {{ {pairs} }}")
-        else:
-            lines.append(f"{field} = {json.dumps(value)}")
+        lines.append(_line(field, value))
     return "\n".join(lines) + "\n"
+
+
+def _line(field: str, value: Any) -> str:
+    if not isinstance(value, dict):
+        return f"{field} = {json.dumps(value)}"
+    table = cast("dict[str, str | float]", value)
+    pairs = ", ".join(f"{key} = {json.dumps(each)}" for key, each in table.items())
+    return f"{field} = {{ {pairs} }}"

@@ -32,6 +32,8 @@ class Probed:
     devices: list[str]
     missing: list[str]
     """Packages of the worker that are not installed."""
+    cards: Json
+    """The fields of Cards."""
     clock_s: float
     """How much later it was there when the job started than here when it was submitted."""
 

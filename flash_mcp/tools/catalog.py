@@ -96,6 +96,8 @@ class Target(Part):
     """Pass as `target` of train and evaluate."""
     engine: str
     """What gives its runs a machine."""
+    cards: str | None = None
+    """What its nodes have."""
     slots: int
     """Runs that are submitted at once."""
     running: int
@@ -223,6 +225,7 @@ def _targets(store: Store) -> list[Target]:
         Target(
             name=name,
             engine=settings.engine,
+            cards=settings.cards and str(settings.cards),
             slots=settings.slots,
             running=counts.get((name, "running"), 0),
             waiting=counts.get((name, "queued"), 0) + counts.get((name, "starting"), 0),

@@ -13,10 +13,11 @@ from pydantic import Field
 
 from environments.process.foreign import plain_name
 from flash_mcp.judgement import health
+from flash_mcp.protocol import base_models
 from flash_mcp.protocol.errors import FlashError, nearest
 from flash_mcp.protocol.records import EnvironmentVersion, Json, Run
-from flash_mcp.protocol.spec import DEFAULT_MODEL, LOCAL_TARGET
-from flash_mcp.state import references
+from flash_mcp.protocol.spec import AUTO, DEFAULT_MODEL, LOCAL_TARGET, ResolvedEval
+from flash_mcp.state import queue, references
 from flash_mcp.state.queue import Label
 from flash_mcp.state.references import Subject
 from flash_mcp.state.store import Store, open_store
@@ -31,7 +32,9 @@ from flash_mcp.tools.shared.loading import (
     check_target,
     loaded,
 )
+from flash_mcp.tools.shared.memory_need import memory_need
 from flash_mcp.tools.shared.next_steps import Situation, next_of
+from flash_mcp.tools.shared.placing import placed
 from flash_mcp.tools.shared.scores import Scores, scores, thoughts
 from flash_mcp.tools.shared.waiting import WAIT_LIMIT_S, ended, submit, tried_again
 
@@ -122,7 +125,7 @@ async def evaluate(
         max_length: Tokens of a conversation; default the run's, else at most 4096.
         stop_sequences: Strings that end a turn.
         thinking: Chat template with thinking; default the run's.
-        target: Where it runs, as listed by catalog; default local.
+        target: As for train.
         seed: Seed of sampling; default 0.
         again: Measure anew what was measured alike before, instead of returning that.
         idempotency_key: A second call with the same key returns the first evaluation.
@@ -161,7 +164,8 @@ async def _measure(
     subject = await run_sync(references.find_subject, store, model)
     reference = _environment_of(environment, subject)
     row = await run_sync(references.environment, store, reference)
-    check_target(store, given.get("target") or LOCAL_TARGET)
+    if given["target"] != AUTO:
+        check_target(store, given["target"] or LOCAL_TARGET)
     resolved = functools.partial(
         resolve.resolve_eval,
         subject,
@@ -175,9 +179,10 @@ async def _measure(
     await report("loading the environment in a child process")
     known = await task_names(row, asked.split, values.environment_args, values.secrets)
     tasks = _chosen(known, asked)
+    asked_for, why = await run_sync(_placed, store, subject, resolved(tasks=tasks), idempotency_key)
     run, created, trouble = await submit(
         store,
-        resolved(tasks=tasks),
+        asked_for,
         row,
         subject,
         idempotency_key,
@@ -187,9 +192,21 @@ async def _measure(
     if trouble is None:
         run = await ended(store, run.id, started + min(wait_s, WAIT_LIMIT_S))
     result = await run_sync(_describe, store, run, subject, len(known), created)
+    if why and created:
+        result.notes = [why, *(result.notes or [])]
     if trouble:
         result.next = f"{trouble} The evaluation is queued. {tried_again(run.id)}"
     return result
+
+
+def _placed(
+    store: Store, subject: Subject, resolved: ResolvedEval, key: str | None
+) -> tuple[ResolvedEval, str | None]:
+    """With a target in place of "auto", and why that one."""
+    card = base_models.find(subject.model)
+    first = queue.asked_before(store, resolved, key)
+    need_on = functools.partial(memory_need, card, has_engine=True, trains=False)
+    return placed(store, resolved, need_on, first and first.target)
 
 
 def _environment_of(environment: str | None, subject: Subject) -> str:

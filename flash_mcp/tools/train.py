@@ -36,7 +36,7 @@ from flash_mcp.state.datasets import Dataset
 from flash_mcp.state.queue import Label
 from flash_mcp.state.references import Subject
 from flash_mcp.state.store import Store, open_store
-from flash_mcp.supervisor.launch.devices import gpus, processor
+from flash_mcp.supervisor.launch.devices import Device, gpus, processor
 from flash_mcp.supervisor.launch.local import find_gpus
 from flash_mcp.tools.shared import resume as resumption
 from flash_mcp.tools.shared.disk_need import DiskNeed, disk_need
@@ -53,6 +53,7 @@ from flash_mcp.tools.shared.loading import (
 )
 from flash_mcp.tools.shared.memory_need import MemoryNeed, memory_need
 from flash_mcp.tools.shared.next_steps import after_sample, after_train
+from flash_mcp.tools.shared.placing import placed
 from flash_mcp.tools.shared.preflight import (
     GROUP_SIZE,
     SAMPLE_LIMIT_S,
@@ -131,7 +132,8 @@ class Train(Result):
     values: dict[str, Any]
     """Every field of the run with its value."""
     sources: dict[str, list[str]]
-    """Where values came from: argument, file or adapter; all others from the recipe."""
+    """Where values came from: argument, file, adapter, or auto for a target; all others from the
+    recipe."""
     sample: Sample | None = None
     """With sample: what the model does now."""
     notes: list[str] | None = None
@@ -305,6 +307,8 @@ class _Plan:
     memory: MemoryNeed | None
     work: Work
     gate: GateVerdict
+    placed: str | None
+    """Why it is to run where it is, if nobody named the target."""
     is_repeated: bool
     """An earlier call with the same idempotency_key made this run."""
 
@@ -341,13 +345,15 @@ async def _plan(
 ) -> _Plan:
     store = open_store()
     resolved, card, dataset = await run_sync(resolved_spec, store, given, config)
+    first = await run_sync(queue.asked_before, store, resolved, idempotency_key)
+    need_on = functools.partial(_need_on, resolved.spec, card)
+    resolved, why = await run_sync(placed, store, resolved, need_on, first and first.target)
     spec = resolved.spec
     costs.check(spec, store.base)
     if sample and spec.algorithm != "grpo":
         what = "sample works with algorithm=grpo only"
         fix = "leave sample out; evaluate measures what the model does now"
         raise FlashError("invalid_argument", what, fix=fix)
-    first = await run_sync(queue.asked_before, store, resolved, idempotency_key)
     if first:
         environment = await run_sync(references.environment, store, first.environment_reference)
         adapter = first.init_adapter
@@ -388,6 +394,7 @@ async def _plan(
         memory=memory,
         work=work,
         gate=gate,
+        placed=why,
         is_repeated=first is not None,
     )
 
@@ -568,7 +575,8 @@ def _notes(plan: _Plan) -> list[str]:
 
 def _more_notes(plan: _Plan) -> list[str]:
     needs = [need for need in (plan.memory, plan.need) if need]
-    notes = [shortage for need in needs if (shortage := need.warning())]
+    notes = [plan.placed] if plan.placed else []
+    notes += [shortage for need in needs if (shortage := need.warning())]
     if missing := _missing(plan.spec.report_to):
         notes.append(f"not installed here, so it gets no metrics: {', '.join(missing)}")
     tested = f"env_test(environment={plan.environment.reference!r})"
@@ -590,7 +598,10 @@ def _missing(report_to: Sequence[str]) -> list[str]:
 
 def _memory_need(spec: RunSpec, card: ModelCard) -> MemoryNeed | None:
     """On the largest GPU; on a machine without one, of its memory."""
-    device = max(gpus(), key=lambda gpu: gpu.memory_gib, default=processor())
+    return _need_on(spec, card, max(gpus(), key=lambda gpu: gpu.memory_gib, default=processor()))
+
+
+def _need_on(spec: RunSpec, card: ModelCard, device: Device) -> MemoryNeed | None:
     four_bit = spec.base_precision == "nf4"
     return memory_need(card, device, has_engine=spec.generates, four_bit=four_bit)
 

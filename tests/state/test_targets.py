@@ -12,9 +12,11 @@ from flash_mcp.cli.main import main
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.state.targets import (
     FILE,
+    Cards,
     TargetSettings,
     find_target,
     new_target,
+    note_cards,
     remove_target,
     targets,
     write_target,
@@ -63,6 +65,10 @@ def test_what_was_added_is_read_back_and_what_is_removed_leaves_the_rest(tmp_pat
         ("[lab]\nengine = 'slurm'\nstorage = '/s'\ncolour = 1", "colour: Extra inputs"),
         ("[local]\nengine = 'slurm'\nstorage = '/s'", "'local' cannot be a target's name"),
         ("[lab]\nengine = 'slurm'\nstorage = '/s'\nenv = {'a b' = '1'}", "'a b' is no name"),
+        (
+            "[lab]\nengine = 'slurm'\nstorage = '/s'\ncards = {name = 'a', memory_gib = 0}",
+            "cards.memory_gib: Input should be greater than 0",
+        ),
         ("lab = 1", "lab is no table"),
         ("[lab", "cannot be read"),
     ],
@@ -75,6 +81,18 @@ def test_a_wrong_file_is_refused_with_what_is_wrong_in_it(
         targets(tmp_path)
     assert caught.value.code == "targets_invalid"
     assert says in str(caught.value)
+
+
+def test_what_the_nodes_have_is_noted_in_the_table_and_all_else_stays(tmp_path: Path) -> None:
+    for name in ("lab", "other"):
+        write_target(tmp_path, name, new_target(tmp_path, name, SLURM))
+    path = tmp_path / FILE
+    path.write_text(path.read_text().replace("[lab]", "[lab]  # ours"))
+    cards = Cards(name='an "A100"', memory_gib=80.0, count=8)
+    note_cards(tmp_path, "lab", cards)
+    assert find_target(tmp_path, "lab") == TargetSettings(**SLURM, cards=cards)
+    assert find_target(tmp_path, "other") == TargetSettings(**SLURM)
+    assert path.read_text().startswith("[lab]  # ours\ncards = ")
 
 
 def test_the_commands_add_list_and_remove(

@@ -269,6 +269,7 @@ def test_the_commands_of_the_page_work_as_written(
     home = hidden / "page"
     lab = Lab(home, str(tmp_path / "unused"), tmp_path / "node", tiny_model)
     remove_target(home, "lab")
+    (home / "settings.toml").write_text("[cost]\nprice_per_hour = 5.0\n")  # dearer than the lab
     python = installed_python(tmp_path)
     monkeypatch.setenv("FLASH_HOME", str(home))
     real = {
@@ -294,6 +295,8 @@ def test_the_commands_of_the_page_work_as_written(
     assert (checked["version"], checked["missing"]) == (__version__, [])
     assert abs(checked["clock_s"]) < 120
     assert "CPUs" in checked["devices"][-1]
+    cards = find_target(home, "lab").cards
+    assert cards and cards.memory_gib == checked["cards"]["memory_gib"] > 0
     assert find_target(home, "lab").storage == real["/shared/flash"]
     assert [run.target for run in lab.store.runs()] == ["lab", "lab"]
     deadline = time.monotonic() + TIMEOUT_S

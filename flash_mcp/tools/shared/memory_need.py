@@ -78,7 +78,12 @@ class MemoryNeed:
 
 
 def memory_need(
-    card: ModelCard, device: Device, *, has_engine: bool, four_bit: bool = False
+    card: ModelCard,
+    device: Device,
+    *,
+    has_engine: bool,
+    four_bit: bool = False,
+    trains: bool = True,
 ) -> MemoryNeed | None:
     """None if neither the card nor the model's name says how large it is. `has_engine`: the run
     generates. `four_bit`: the trainer's base weights have 4 bits.
@@ -89,7 +94,7 @@ def memory_need(
     full = parameters * WEIGHT_BYTES / GIB
     one = parameters * FOUR_BIT_BYTES / GIB if four_bit else full
     copies = COPIES[device.kind] - 1 if has_engine else 0
-    every = one + copies * full
+    every = (one if trains else 0.0) + copies * full
     return MemoryNeed(parameters, card.parameters is not None, one, every, device)
 
 

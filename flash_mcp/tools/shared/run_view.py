@@ -22,7 +22,7 @@ from flash_mcp.protocol.records import (
     RunState,
     StepMetrics,
 )
-from flash_mcp.protocol.spec import LOCAL_TARGET
+from flash_mcp.protocol.spec import AUTO, LOCAL_TARGET
 from flash_mcp.state import costs, queue
 from flash_mcp.state.history import RunHistory, read_log
 from flash_mcp.state.references import split_size
@@ -453,7 +453,7 @@ def by_source(sources: Mapping[str, str]) -> dict[str, list[str]]:
     """The fields whose value somebody gave, by where."""
     found: dict[str, list[str]] = {}
     for name, source in sources.items():
-        if source in ("argument", "file", "adapter"):
+        if source in ("argument", "file", "adapter", AUTO):
             found.setdefault(source, []).append(name)
     return found
 

@@ -1,0 +1,151 @@
+"""target="auto": the cheapest place whose cards hold the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.packages import missing_packages
+from flash_mcp.protocol.spec import LOCAL_TARGET, ResolvedEval, ResolvedSpec
+from flash_mcp.state import costs
+from flash_mcp.state.store import Store
+from flash_mcp.state.targets import AUTO, TargetSettings, targets
+from flash_mcp.supervisor.launch.devices import Device, gpus, processor
+from flash_mcp.tools.shared.memory_need import MemoryNeed
+
+Resolved = TypeVar("Resolved", ResolvedSpec, ResolvedEval)
+NeedOn = Callable[[Device], MemoryNeed | None]
+"""What the model needs on a device; None if nobody knows how large it is."""
+WEIGHTS_SHARE = 0.85
+"""Of a card's memory that weights may take; the rest is for the cache and the training pass."""
+SHOWN = 6
+"""Places that were not chosen and are named."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run may go."""
+
+    name: str
+    cards: Device | None
+    """One card of a node, or the processor; None if it is not known."""
+    count: int = 1
+    """Cards of a node."""
+    price_per_hour: float = 0.0
+    """Without a price, 0."""
+    trouble: str = ""
+    """Why no run can go there."""
+    is_full: bool = False
+    """Whether a run would have to wait there."""
+
+    def refusal(self, need_on: NeedOn, cards: int) -> str:
+        """Why a run with so many cards cannot go there; empty if it can."""
+        if self.trouble or self.cards is None:
+            return self.trouble or f"its cards are not known: `flash-mcp target check {self.name}`"
+        if cards > self.count and self.cards.kind == "gpu":
+            return f"a node has {self.count} GPUs, as targets.toml says"
+        need = need_on(self.cards)
+        if need and need.all_gib > WEIGHTS_SHARE * self.cards.memory_gib:
+            return f"{need.all_gib:.1f} GiB of weights do not fit {_gib(self.cards)}"
+        return ""
+
+    def __str__(self) -> str:
+        assert self.cards
+        price = f"{self.price_per_hour:g} an hour" if self.price_per_hour else "no price"
+        return f"{price}, {_gib(self.cards)}{', full' if self.is_full else ''}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The chosen place, and why."""
+
+    target: str
+    why: str
+
+
+def choose(places: Sequence[Place], need_on: NeedOn, cards: int = 1) -> Choice:
+    """The cheapest place that has room, of those with GPUs if the model fits any of them.
+
+    FlashError(device_unsupported) if it fits none. A place that is full is chosen if all are.
+    """
+    refusals = {place.name: place.refusal(need_on, cards) for place in places}
+    fitting = sorted((place for place in places if not refusals[place.name]), key=_order)
+    if not fitting:
+        said = "; ".join(f"{name}: {why}" for name, why in refusals.items())
+        fix = "use a smaller model, or add a target with larger cards: `flash-mcp target add`"
+        raise FlashError("device_unsupported", f"no target can take the run: {said}", fix=fix)
+    best, *others = fitting
+    rest = [f"{place.name} ({place})" for place in others]
+    rest += [f"not {name} ({why})" for name, why in refusals.items() if why]
+    why = f"target=auto chose {best.name}: {best}"
+    if need := best.cards and need_on(best.cards):
+        why += f", for {need.all_gib:.1f} GiB of weights"
+    if rest:
+        why += f"; others: {', '.join(rest[:SHOWN])}"
+    if len(rest) > SHOWN:
+        why += f" and {len(rest) - SHOWN} more"
+    return Choice(best.name, why)
+
+
+def placed(
+    store: Store, resolved: Resolved, need_on: NeedOn, known: str | None = None
+) -> tuple[Resolved, str | None]:
+    """The spec with a target in place of "auto", and why that one. `known` is the target that an
+    earlier call with the same idempotency key was given.
+    """
+    if resolved.spec.target != AUTO:
+        return resolved, None
+    choice = Choice(known or "", "")
+    if known is None:
+        choice = choose(places(store), need_on, resolved.spec.gpus)
+    spec = resolved.spec.model_copy(update={"target": choice.target})
+    sources = {**resolved.sources, "target": AUTO}
+    return resolved.model_copy(update={"spec": spec, "sources": sources}), choice.why or None
+
+
+def places(store: Store) -> list[Place]:
+    """This machine and every target, as far as the server knows without asking them."""
+    counts = store.counts_by_target()
+    active: dict[str, int] = {}
+    for (name, _), number in counts.items():
+        active[name] = active.get(name, 0) + number
+    waiting = store.targets_with_waiting()
+    found = [_here(store, active.get(LOCAL_TARGET, 0))]
+    for name, settings in targets(store.base).items():
+        is_full = active.get(name, 0) >= settings.slots or name in waiting
+        found.append(_elsewhere(name, settings, is_full=is_full))
+    return found
+
+
+def _here(store: Store, active: int) -> Place:
+    missing = missing_packages()
+    cards = gpus()
+    return Place(
+        LOCAL_TARGET,
+        max(cards, key=lambda card: card.memory_gib, default=processor()),
+        count=max(1, len(cards)),
+        price_per_hour=costs.price_of_hour(store.base).price_per_hour,
+        trouble=f"not installed here: {', '.join(missing)}" if missing else "",
+        is_full=active >= max(1, len(cards)),
+    )
+
+
+def _elsewhere(name: str, settings: TargetSettings, *, is_full: bool) -> Place:
+    cards = settings.cards
+    device = cards and Device(cards.kind, cards.name, cards.memory_gib, cards.memory_gib)
+    price = settings.price_per_hour or 0.0
+    return Place(name, device, cards.count if cards else 1, price, is_full=is_full)
+
+
+def _order(place: Place) -> tuple[bool, bool, float, bool, str]:
+    """Processors last: there a run takes many times as long, whatever an hour costs."""
+    assert place.cards
+    is_slow = place.cards.kind != "gpu"
+    is_away = place.name != LOCAL_TARGET
+    return is_slow, place.is_full, place.price_per_hour, is_away, place.name
+
+
+def _gib(cards: Device) -> str:
+    return f"{cards.memory_gib:g} GiB of {cards.name}"
