@@ -15,25 +15,29 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from gzip import BadGzipFile
 from pathlib import Path
 from typing import IO
 
+from environments import settings
 from flash_mcp import __version__
 from flash_mcp.protocol.errors import FlashError, disk_error
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.state import targets
 from flash_mcp.state.store import Store
 
 FOLDERS = ("environments", "datasets", "runs")
+SETTINGS = (settings.FILE, targets.FILE, targets.KEY_FILE)
+"""Files that are restored where they are missing: a machine may have its own."""
 LABEL = "backup.json"
 
 
 @dataclass(frozen=True)
 class Summary:
     """What a backup holds. `damaged` are checkpoints that do not match their checksums, as
-    RUN_ID/STEP.
+    RUN_ID/STEP. `left` are files of settings that were there already and stayed as they were.
     """
 
     file: str
@@ -42,6 +46,7 @@ class Summary:
     environments: int
     saved: str
     damaged: list[str]
+    left: list[str] = field(default_factory=list[str])
 
 
 def backup(base: Path, file: Path) -> Summary:
@@ -111,16 +116,19 @@ def restore(base: Path, file: Path) -> Summary:
             store = Store(staged)
             store.check()
             store.close()
-            for name in (*FOLDERS, "flash.db"):  # the database last: with it the state is whole
+            left = [name for name in SETTINGS if (base / name).exists()]
+            here = [name for name in SETTINGS if name not in left]
+            for name in (*here, *FOLDERS, "flash.db"):  # with the database the state is whole
                 if (staged / name).exists():
                     (staged / name).rename(base / name)
     except OSError as error:
         raise disk_error(error, base) from error
-    return _summary(base, file, label["time"], _damaged(base))
+    return replace(_summary(base, file, label["time"], _damaged(base)), left=left)
 
 
 def _files(base: Path) -> Iterator[Path]:
     """What there is to save. Folders that are removed meanwhile are skipped, as by os.walk."""
+    yield from (base / name for name in SETTINGS if (base / name).is_file())
     for folder in FOLDERS:
         for parent, below, names in os.walk(base / folder):
             # Names with a leading dot are being written: anywhere in a run, elsewhere where

@@ -77,6 +77,8 @@ def test_backup_and_restore_as_commands(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     run, archive = finished_run(tmp_path), tmp_path / "state.tar.gz"
+    for name in ("settings.toml", "targets.toml", "targets.key"):
+        (flash_home / name).write_text(f"# {name}\n")
     (flash_home / "models").mkdir()
     (flash_home / "models" / "weights").write_bytes(b"to be fetched again")
     assert main.main(["backup", str(archive)]) == 0
@@ -87,11 +89,18 @@ def test_backup_and_restore_as_commands(
             name for name in saved.getnames() if "models" in name or "lock" in name or "log" in name
         ]
     before = sorted(flash_home.rglob("*"))
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "targets.toml").write_text("# its own\n")
     monkeypatch.setenv("FLASH_HOME", str(tmp_path / "elsewhere"))
     assert main.main(["restore", str(archive)]) == 0
     out = capsys.readouterr()
     assert main.main(["backup", str(tmp_path / "again.tar"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["runs"] == 1
+    there = tmp_path / "elsewhere"
+    assert "left: targets.toml" in out.out
+    assert (there / "targets.toml").read_text() == "# its own\n"
+    assert (there / "settings.toml").read_text() == "# settings.toml\n"
+    assert (there / "targets.key").read_text() == "# targets.key\n"
     assert "runs: 1" in out.out and "exists already" in out.err and "already" in out.err
     store = Store(tmp_path / "elsewhere")
     assert store.run(run.id).state == "succeeded" and len(store.metrics(run.id)) == 20
