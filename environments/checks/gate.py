@@ -507,6 +507,12 @@ class _Gate:
                 if message["role"] == "tool" and message["content"].startswith(TOOL_ERROR):
                     what = f"{task}: a gold call is answered with {shown([message['content']])}"
                     raise _SkippedError(what, "make the tool work, or correct the gold call")
+        with_tools = [turns for task, turns in self._golds.items() if self._tools[task]]
+        turns = chain.from_iterable(with_tools)
+        if with_tools and not any(isinstance(turn, Turn) and turn.tool_calls for turn in turns):
+            what = f"the gold messages of {len(with_tools)} tasks with tools call none"
+            fix = "write the calls into sft_completion: `sft` would teach the model to call no tool"
+            raise _SkippedError(what, fix)
         return f"{count} bad or odd calls: none raised, none was a success"
 
     async def _check_isolation(self, host: EnvironmentHost) -> str:

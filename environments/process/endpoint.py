@@ -101,7 +101,8 @@ class Session:
         self.refusal: ApiError | None = None
         """What every further request is answered with, once the rollout is at a limit."""
         self.was_refused = False
-        self.is_at_limit = False
+        self.limit: ApiError | None = None
+        """The limit of the rollout that a request met."""
         self.asked: asyncio.Queue[AgentCall] = asyncio.Queue()
         self.kept: dict[str, list[ChatMessage]] = {}
         """The conversation up to each reply of OpenAI's responses, by its id."""
@@ -142,7 +143,8 @@ class Session:
             self.was_refused = True
             raise self.refusal
         if limit := self._limit():
-            self.was_refused = self.is_at_limit = True
+            self.was_refused = True
+            self.limit = limit
             raise limit
         if sum(not call.answer.done() for call in self._calls) >= MOST_AT_ONCE:
             what = f"{MOST_AT_ONCE} requests of this run wait already; send this one again later"
@@ -327,7 +329,7 @@ class AgentEpisode(EnvironmentMultiTurn):
     @property
     def is_at_limit(self) -> bool:
         """Whether a request was refused because the rollout is at a limit."""
-        return self._session.is_at_limit
+        return self._session.limit is not None
 
     async def score_episode(self, example: TaskExample, episode: EnvironmentEpisode) -> Any:
         """What `run` returns. If the conversation is at a limit, the agent learns it as from any
@@ -335,11 +337,11 @@ class AgentEpisode(EnvironmentMultiTurn):
         """
         session = self._session
         assert self._running is not None
-        if self._turns >= self._agent.max_calls or session.is_at_limit:
+        what = "the conversation is longer than the model's context"
+        error = ApiError(400, "context_length_exceeded", what, "messages")
+        if self._turns >= self._agent.max_calls:
             error = _at_most(self._agent.max_calls)
-        else:
-            what = "the conversation is longer than the model's context"
-            error = ApiError(400, "context_length_exceeded", what, "messages")
+        error = session.limit or error
         session.refuse(error)
         try:
             return await asyncio.shield(self._running)

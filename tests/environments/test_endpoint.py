@@ -22,7 +22,7 @@ from environments.checks.playing import Task, Turn, play
 from environments.process import host as host_module
 from environments.process.dialects import ApiError
 from environments.process.endpoint import Session
-from environments.process.host import EnvironmentFault, EnvironmentHost
+from environments.process.host import EnvironmentFault, EnvironmentHost, Score
 from environments.process.replies import AgentCall, Usage
 from tests.folders import environment_folder
 from tests.places import ROOT
@@ -379,14 +379,18 @@ async def test_a_run_has_a_budget_of_tokens_and_of_time(tmp_path: Path) -> None:
         class Sample(Sample):
             max_tokens = 8
     """
-    async with agents(tmp_path / "agent", LIMITS, source=source) as host:
-        episode = (await host.open("train", 0)).episode
-        await host.answer_call(episode, 0, "y", usage=Usage(9, 4))
-        await host.next_call(episode)
-        await host.answer_call(episode, 1, "y", usage=Usage(9, 4))
-        assert await host.next_call(episode) == "max_turns"
-        score = await host.score(episode)
-    assert json.loads(score.reason or "") == [200, 200, 429, "insufficient_quota"]
+    scores: list[Score] = []
+    async with agents(tmp_path / "agent", LIMITS, LIMITS + "1 / 0", source=source) as host:
+        for index in range(2):
+            episode = (await host.open("train", index)).episode
+            await host.answer_call(episode, 0, "y", usage=Usage(9, 4))
+            await host.next_call(episode)
+            await host.answer_call(episode, 1, "y", usage=Usage(9, 4))
+            assert await host.next_call(episode) == "max_turns"
+            scores.append(await host.score(episode))
+    ended, raised = scores
+    assert json.loads(ended.reason or "") == [200, 200, 429, "insufficient_quota"]
+    assert raised.reward == 0 and "written the 8 tokens of this run, and" in (raised.reason or "")
     session = Session(max_calls=1, max_seconds=0.0)
     with pytest.raises(ApiError, match="seconds of this run are over") as caught:
         await session.ask([{"role": "user", "content": "x"}], [], is_retry=False)
@@ -542,7 +546,7 @@ async def test_only_what_asks_for_an_endpoint_gets_sockets(tmp_path: Path) -> No
 PLAY = """
 import asyncio, json, sys
 from pathlib import Path
-from environments.process.host import EnvironmentFault, EnvironmentHost
+from environments.process.host import EnvironmentFault, EnvironmentHost, Score
 
 async def main():
     try:

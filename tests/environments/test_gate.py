@@ -137,6 +137,23 @@ async def test_what_is_wrong_with_the_answers_to_tool_calls_is_found(
     )
 
 
+async def test_gold_messages_that_call_no_tool_are_named(tmp_path: Path) -> None:
+    source = """
+        class Silent(Doubling):
+            def score_episode(self, example, episode):
+                right = episode.response_text == example.output
+                return RewardResult(float(right), success=right)
+            def sft_completion(self, example):
+                return [{"role": "assistant", "content": example.output}]
+    """
+    source = DOUBLING + textwrap.dedent(source)
+    report = await check(environment_folder(tmp_path, source, returns="Silent()"))
+    (tools,) = [probe for probe in report.probes if probe.name == "tool_calls"]
+    assert tools.passed is None and report.passed
+    assert tools.evidence == "the gold messages of 8 tasks with tools call none"
+    assert "sft_completion" in tools.fix
+
+
 FAULTS = {
     "a scorer that raises on junk": (
         "def score_response(self, example, text): return RewardResult(float(int(text or 0) == int(example.output)))",
