@@ -255,8 +255,9 @@ class EnvironmentAgent(Environment):
     """A program that asks a model through OpenAI's or Anthropic's API and ends with a reward:
     implement `run`.
 
-    It needs `endpoint = true` in environment.toml. `tools` and `score_group` do not apply to it:
-    the agent sends its tools with its requests."""
+    It needs `endpoint = true` in environment.toml. `tools` do not apply to it: the agent sends its
+    tools with its requests. If it defines `score_group`, the reward that `run` returns is that of a
+    rollout alone, and the result's `metadata` joins the metadata of its EnvironmentEpisode."""
 
     max_calls: int = 32
     """How many requests one run may make."""

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from environments.base import TaskExample
+from environments.base import ChatMessage, TaskExample
+from environments.tools import text_of
 
 MODULES = {
     "verifiers": "environments.adapters.verifiers",
@@ -48,7 +49,8 @@ def tasks_of(
 
     A task's id is a digest of its row but for the fields `without`, which number it. Rows that
     repeat are left out, and so are train rows that are held out. Without any `held_out` it is every
-    fifth row, and without `rows` the same share of `held_out` remains for evaluation."""
+    fifth row, and without `rows` the same share of `held_out` remains for evaluation. A row's
+    `completion`, a text or messages, is its gold answer."""
     eval_tasks = _by_id(held_out, question, {*without})
     train_tasks = _by_id(rows, question, {*without})
     if not eval_tasks or not train_tasks:
@@ -67,12 +69,34 @@ def _by_id(
         fields = {name: value for name, value in row.items() if name not in without}
         text = json.dumps(fields, sort_keys=True, default=str)
         id = hashlib.sha256(text.encode()).hexdigest()[:16]
-        found.setdefault(id, TaskExample(record=row, input=question(row), id=id))
+        task = TaskExample(record=row, input=question(row), id=id, output=_gold(row))
+        found.setdefault(id, task)
     asked = [task.input for task in found.values()]
     if len(set(asked)) == len(asked):
         return found
     # Games open alike for every task. What is asked tells tasks apart, so it names the task.
     return {id: replace(task, input=f"{task.input}\n(task {id})") for id, task in found.items()}
+
+
+def _gold(row: Row) -> str | list[ChatMessage] | None:
+    gold: Any = row.get("completion")
+    if gold is None or isinstance(gold, str):
+        return gold
+    # A table of messages has each key in all of them.
+    return [{name: value for name, value in each.items() if value is not None} for each in gold]
+
+
+def prompt_messages(row: Row) -> list[ChatMessage]:
+    """The messages of a row's `prompt`. A text is the user's."""
+    prompt: Any = row.get("prompt") or ""
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return [dict(message) for message in prompt]
+
+
+def prompt_text(row: Row) -> str:
+    """What the messages of a row's `prompt` say."""
+    return "\n\n".join(map(text_of, prompt_messages(row)))
 
 
 def takes_keyword(function: Callable[..., Any], name: str) -> bool:

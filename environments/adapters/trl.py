@@ -9,10 +9,10 @@ public methods are the tools; `get_reward()` and reward functions, which get lis
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from environments.adapters import tasks_of
+from environments.adapters import Row, prompt_messages, prompt_text, tasks_of
 from environments.base import (
     ChatMessage,
     EnvironmentEpisode,
@@ -25,8 +25,6 @@ from environments.tools import EnvironmentToolUse
 
 OWN = ("reset", "get_reward")
 """Methods that are no tools."""
-
-Row = Mapping[str, Any]
 
 
 def load(
@@ -64,7 +62,7 @@ class FactoryEnvironment(EnvironmentToolUse):
         max_turns: int,
         success_at: float,
     ) -> None:
-        self.dataset, self.eval_dataset = tasks_of(rows, held_out, _question)
+        self.dataset, self.eval_dataset = tasks_of(rows, held_out, prompt_text)
         self.max_turns = max_turns
         self._factory = factory
         self._functions = functions
@@ -74,7 +72,7 @@ class FactoryEnvironment(EnvironmentToolUse):
 
     def start_episode(self, example: TaskExample, prompt_text: str) -> list[ChatMessage]:
         self._object = self._factory()
-        messages = _messages(example.record)
+        messages = prompt_messages(example.record)
         if observation := self._object.reset(**example.record):
             last = messages[-1]
             messages = [*messages[:-1], {**last, "content": last["content"] + observation}]
@@ -108,14 +106,3 @@ def _methods(instance: object) -> list[str]:
     """Names of the public methods of its class, in the order of TRL, which is the alphabet's."""
     found = inspect.getmembers(type(instance), inspect.isfunction)
     return [name for name, _ in found if not name.startswith("_")]
-
-
-def _messages(row: Row) -> list[ChatMessage]:
-    prompt: Any = row.get("prompt") or ""
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    return [dict(message) for message in prompt]
-
-
-def _question(row: Row) -> str:
-    return "\n\n".join(message["content"] for message in _messages(row))

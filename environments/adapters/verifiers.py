@@ -3,24 +3,31 @@
     from wordle import load_environment     # all that environment.py needs, with endpoint = true
 
 verifiers plays each rollout itself, with its own client against the rollout's endpoint, and its
-rubric scores it. The adapter only chooses tasks. Seen to work with verifiers 0.3.1."""
+rubric scores it, together with the others of its group if it has rewards of groups. The adapter
+only chooses tasks. Seen to work with verifiers 0.3.1."""
+
+# Any method of an environment may be `async def`.
+# pyright: reportIncompatibleMethodOverride=false
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import importlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from environments.adapters import tasks_of
+from environments.adapters import Row, prompt_text, tasks_of
 from environments.base import (
     EnvironmentAgent,
+    EnvironmentEpisode,
     RewardMetric,
     RewardResult,
     TaskExample,
     UnsupportedError,
 )
-from environments.tools import text_of
 
 UNBOUNDED_CALLS = 64
 """Answers that a rollout gets if its environment sets no max_turns."""
@@ -36,7 +43,11 @@ FAILED = {"Error", "InfraError", "TunnelError", "SandboxError", "BrowserSandboxE
 """Errors of a rollout that say nothing about the model."""
 
 
-def adapt(loaded: Any) -> VerifiersEnvironment:
+STATE = "verifiers_state"
+"""Where a rollout's metadata holds verifiers' record of it."""
+
+
+def adapt(loaded: Any) -> EnvironmentAgent:
     """The environment of an object of verifiers. Raises UnsupportedError."""
     for kind in type(loaded).__mro__:
         if needed := ELSEWHERE.get(kind.__name__):
@@ -47,9 +58,8 @@ def adapt(loaded: Any) -> VerifiersEnvironment:
     members = getattr(loaded, "envs", ())  # an EnvGroup has several
     for member in members:
         adapt(member)
-    if loaded.requires_group_rollouts:
-        what = "its rubric scores the rollouts of a group together"
-        raise UnsupportedError(f"{what}, and an agent's rollout is scored when it ends")
+    if any(each.requires_group_rollouts for each in (loaded, *members)):
+        return GroupedEnvironment(loaded)
     return VerifiersEnvironment(loaded)
 
 
@@ -59,23 +69,26 @@ class VerifiersEnvironment(EnvironmentAgent):
     def __init__(self, loaded: Any) -> None:
         logging.getLogger("httpx").setLevel(logging.WARNING)  # verifiers asks for its every request
         self._loaded = loaded
-        rows: list[Mapping[str, Any]] = []
+        rows: list[Row] = []
         if loaded.build_dataset() is not None:
             rows = list(loaded.get_dataset())
-        held_out: list[Mapping[str, Any]] = []
+        held_out: list[Row] = []
         if loaded.build_eval_dataset() is not None:
             held_out = list(loaded.get_eval_dataset())
-        self.dataset, self.eval_dataset = tasks_of(rows, held_out, _question, {"example_id"})
+        self.dataset, self.eval_dataset = tasks_of(rows, held_out, prompt_text, {"example_id"})
         turns = getattr(loaded, "max_turns", UNBOUNDED_CALLS)
         self.max_calls = turns if turns > 0 else UNBOUNDED_CALLS
         self._client: Any = None
 
-    async def run(  # pyright: ignore[reportIncompatibleMethodOverride]
+    async def run(
         self, example: TaskExample, base_url: str, api_key: str, model: str
     ) -> RewardResult:
         row = dict(example.record)
         client = self._model(base_url, api_key)
-        output = await self._loaded.run_rollout(row, client, model, {"n": 1})
+        return self._result(await self._loaded.run_rollout(row, client, model, {"n": 1}))
+
+    def _result(self, output: Mapping[str, Any]) -> RewardResult:
+        """Raises RuntimeError if something other than the model failed."""
         error = output.get("error")
         reason = output.get("stop_condition")
         if error is not None:
@@ -101,9 +114,37 @@ class VerifiersEnvironment(EnvironmentAgent):
         return clients.OpenAIChatCompletionsClient(own)
 
 
-def _question(row: Mapping[str, Any]) -> str:
-    """The messages of a row's prompt as text."""
-    prompt: Any = row.get("prompt")
-    if isinstance(prompt, str):
-        return prompt
-    return "\n\n".join(text_of(dict(message)) for message in prompt or ())
+class GroupedEnvironment(VerifiersEnvironment):
+    """An object of verifiers whose rubric compares the rollouts of a task. One that is alone, as in
+    a held-out evaluation, is a group of one."""
+
+    _state: Any = None
+
+    async def run(
+        self, example: TaskExample, base_url: str, api_key: str, model: str
+    ) -> RewardResult:
+        row = dict(example.record)
+        client = self._model(base_url, api_key)
+        self._state = await self._loaded.rollout(row, client, model, {"n": 1})
+        (result,) = await self._scored([copy.copy(self._state)])
+        return replace(result, metadata={STATE: self._state})
+
+    async def score_group(
+        self, example: TaskExample, episodes: Sequence[EnvironmentEpisode]
+    ) -> Sequence[RewardResult]:
+        states = [each.metadata[STATE] for each in episodes if STATE in each.metadata]
+        scored = iter(await self._scored(states) if states else ())
+        ended = RewardResult(0.0, success=False, reason="it ended at a limit")
+        return [next(scored) if STATE in each.metadata else ended for each in episodes]
+
+    async def _scored(self, states: list[Any]) -> list[RewardResult]:
+        saving = importlib.import_module("verifiers.legacy.utils.save_utils")
+        await self._loaded.rubric.score_group(states)
+        found: list[RewardResult] = []
+        for state in states:
+            found.append(self._result(await asyncio.to_thread(saving.state_to_output, state)))
+        return found
+
+    async def close_episode(self) -> None:
+        if self._state is not None:
+            await self._loaded.rubric.cleanup(self._state)

@@ -74,6 +74,7 @@ MAX_REPLY_BYTES = 8 << 20
 PAGE_CHARACTERS = MAX_REPLY_BYTES // 16
 """Size of one page of the task list. In JSON a character takes up to 12 bytes."""
 CANCEL_TIMEOUT_S = 1.0
+ALONE = "score_episode must return a RewardResult"
 
 
 _redactor = Redactor(())
@@ -185,6 +186,7 @@ class Child:
                 "EnvironmentAgent; "
                 "environments.adapters.gym.GymEnvironment wraps objects with reset and step"
             )
+        scores_groups = type(environment).score_group is not Environment.score_group
         if isinstance(environment, EnvironmentAgent):
             environment = _served(environment, self._call)
             self._is_agent = True
@@ -196,7 +198,7 @@ class Child:
         return {
             "splits": {name: len(examples) for name, examples in self._splits.items()},
             "max_score_concurrency": score_concurrency,
-            "scores_groups": type(environment).score_group is not Environment.score_group,
+            "scores_groups": scores_groups,
             "generated": kept.names(),
         }
 
@@ -336,12 +338,15 @@ class Child:
     ) -> dict[str, Any]:
         state = self._episode(episode)
         try:
-            finished = await self._finished(state, latency_ms, total_tokens)
-            score = state.environment.score_episode
-            result = await self._call(score, state.example, finished, pool=self._score_pool)
-            return _score(result, "score_episode must return a RewardResult")
+            return _score(await self._alone(state, latency_ms, total_tokens), ALONE)
         finally:
             await self.op_close_episode(episode)
+
+    async def _alone(self, state: Episode, latency_ms: int, total_tokens: int) -> Any:
+        """What score_episode returns."""
+        finished = await self._finished(state, latency_ms, total_tokens)
+        score = state.environment.score_episode
+        return await self._call(score, state.example, finished, pool=self._score_pool)
 
     async def op_score_group(self, episodes: list[tuple[int, int, int]]) -> list[dict[str, Any]]:
         """The scores of these episodes of one task: (episode, latency_ms, total_tokens) each."""
@@ -354,6 +359,10 @@ class Child:
                 state = self._episode(number)
                 if state.example is not example:
                     raise _error("the episodes of a group must belong to one task")
+                if self._is_agent:
+                    result = await self._alone(state, latency_ms, total_tokens)
+                    _score(result, ALONE)
+                    state.metadata.update(result.metadata)
                 finished.append(await self._finished(state, latency_ms, total_tokens))
             # What the scorer draws does not depend on what the episodes drew.
             Generators(f"group {_task_id(example)}").use()
@@ -572,8 +581,6 @@ def _check_tasks(attribute: str, examples: Sequence[Any]) -> None:
 
 def _served(agent: EnvironmentAgent, call: Callable[..., Coroutine[Any, Any, Any]]) -> Environment:
     """The agent as an environment of many turns."""
-    if type(agent).score_group is not Environment.score_group:
-        raise _invalid("an EnvironmentAgent has no score_group: run returns the reward of each")
     # Imported here: a web server takes time to import, and only agents need it.
     from environments.process.endpoint import AgentEpisode, Endpoint  # noqa: PLC0415
 

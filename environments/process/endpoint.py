@@ -350,6 +350,9 @@ class AgentEpisode(EnvironmentMultiTurn):
                 raise
             return RewardResult(0.0, success=False, reason=f"{error}, and {fault.what}")
 
+    def score_group(self, example: TaskExample, episodes: Sequence[EnvironmentEpisode]) -> Any:
+        return self._agent.score_group(example, episodes)
+
     async def close_episode(self) -> None:
         """End the agent. A thread cannot be ended: this call then lasts until the host gives it up,
         and starts another process for the episodes to come.

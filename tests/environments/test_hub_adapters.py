@@ -16,7 +16,7 @@ from mcp import Client
 from environments.adapters import tasks_of
 from environments.process import requirements
 from environments.process.faults import EnvironmentFault
-from environments.process.host import EnvironmentHost
+from environments.process.host import Ended, EnvironmentHost
 from flash_mcp.server.mcp_server import server
 from tests import hubs
 from tests.calls import refusal
@@ -36,6 +36,28 @@ def test_rows_become_tasks_that_are_in_one_split_only() -> None:
     assert [task.record for task in evaluation] == [held_out[0]]
     again, _ = tasks_of([{**rows[1], "number": 0}], held_out, question, {"number"})
     assert [task.id for task in again] == [task.id for task in train]
+
+
+def test_the_completion_of_a_row_is_its_gold_answer() -> None:
+    call = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    messages = [
+        {"role": "assistant", "content": "", "tool_calls": [call], "tool_call_id": None},
+        {"role": "tool", "content": "2", "tool_calls": None, "tool_call_id": "call00000"},
+    ]
+    rows = [
+        {"question": "1 + 1", "completion": "2"},
+        {"question": "2 + 2", "completion": messages},
+        {"question": "3 + 3"},
+    ]
+    tasks, _ = tasks_of(rows, [{"question": "4 + 4"}], question)
+    assert [task.output for task in tasks] == [
+        "2",
+        [
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "2", "tool_call_id": "call00000"},
+        ],
+        None,
+    ]
 
 
 @pytest.mark.parametrize("given", ["rows", "held_out"])
@@ -251,3 +273,21 @@ async def test_a_rubric_of_verifiers_scores_what_its_tools_led_to(
         assert (await host.step(opening.episode, f"\\boxed{{{eval(sum_)}}}")).done
         right = await host.score(opening.episode)
         assert (right.reward, right.success) == (1.0, True)
+
+
+@pytest.mark.slow
+async def test_a_rubric_of_verifiers_compares_the_rollouts_of_a_task(
+    installed: Callable[[str], Path],
+) -> None:
+    args = {"name": "group rewards"}
+    async with await EnvironmentHost.start(installed("verifiers"), args=args) as host:
+        assert host.scores_groups
+        openings = [await host.open("train", 0) for _ in range(3)]
+        for opening, text in zip(openings, ("no idea", "none", "nothing"), strict=True):
+            assert (await host.step(opening.episode, text)).done
+        scores = await host.score_group([Ended(each.episode) for each in openings])
+        assert [score.metrics["briefest"] for score in scores] == [0.0, 1.0, 0.0]
+        assert [score.reward for score in scores] == [0.0, 0.5, 0.0]
+        alone = await host.open("train", 0)
+        assert (await host.step(alone.episode, "a long answer")).done
+        assert (await host.score(alone.episode)).metrics["briefest"] == 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,29 @@ RANKED = """
             texts = sorted(episode.response_text for episode in episodes)
             shares = [texts.index(episode.response_text) / len(texts) for episode in episodes]
             return [RewardResult(share, metrics=[RewardMetric("of", len(texts))]) for share in shares]
+"""
+
+AGENTS = """
+    import json
+    from urllib.request import Request, urlopen
+    from environments import EnvironmentAgent
+
+    class Sample(EnvironmentAgent):
+        dataset = tasks()
+
+        def run(self, example, base_url, api_key, model):
+            if example.id == "t1":
+                raise ValueError("it failed before it asked")
+            messages = [{"role": "user", "content": example.input}]
+            body = json.dumps({"model": model, "messages": messages}).encode()
+            headers = {"Authorization": f"Bearer {api_key}"}
+            with urlopen(Request(f"{base_url}/chat/completions", body, headers)) as reply:
+                said = json.load(reply)["choices"][0]["message"]["content"]
+            return RewardResult(-1.0, success=False, metadata={"said": said})
+
+        async def score_group(self, example, episodes):
+            texts = sorted(each.metadata["said"] for each in episodes)
+            return [RewardResult(texts.index(each.metadata["said"]) / len(texts)) for each in episodes]
 """
 
 
@@ -70,6 +94,24 @@ async def test_a_scorer_ranks_the_rollouts_of_a_group(tmp_path: Path) -> None:
         assert rollout.error["code"] == "environment_error"
         assert "score_group must return a list of 6 RewardResults" in rollout.error["what"]
     assert (alone[0].reward, alone[0].metrics) == (0.0, {})  # by score_episode
+
+
+@pytest.mark.anyio
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a namespace needs Linux")
+async def test_a_scorer_ranks_the_runs_of_an_agent(tmp_path: Path) -> None:
+    tasks = task_groups("train", [0, 1], 6, lambda example, index, attempt: index)
+    folder = environment_folder(tmp_path, AGENTS)
+    (folder / "environment.toml").write_text("endpoint = true\n")
+    async with await EnvironmentHost.start(folder) as host:
+        rollouts = await rolled(tasks, host)
+        alone = await rolled([Task("train", 0, 0, 0, seed=5)], host)
+    texts = sorted(map(said, rollouts[:6]))
+    assert [r.reward for r in rollouts[:6]] == [texts.index(said(r)) / 6 for r in rollouts[:6]]
+    assert len({r.reward for r in rollouts[:6]}) > 2
+    assert all("failed before it asked" in r.error["what"] for r in rollouts[6:] if r.error)
+    assert [r.finish for r in rollouts[6:]] == ["error"] * 6
+    assert alone[0].reward == -1.0  # what `run` returned
 
 
 def test_a_group_waits_for_its_last_and_for_no_other_group() -> None:

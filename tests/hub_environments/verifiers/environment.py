@@ -1,5 +1,8 @@
 """verifiers: its environments of reasoning-gym and of gym-like games, one of its ToolEnv with its
-MathRubric in a group of rubrics, and an EnvGroup of two. All data is generated."""
+MathRubric in a group of rubrics, an EnvGroup of two, and a rubric that compares the rollouts of a
+task. All data is generated."""
+
+import json
 
 import gem
 import reasoning_gym
@@ -23,9 +26,9 @@ def load_environment(name="", **options):
 
 
 def single_turn(dataset="chain_sum", train=500, held_out=100, **config):
-    """A dataset of reasoning-gym; `config` sets its difficulty."""
+    """A dataset of reasoning-gym, with gold answers; `config` sets its difficulty."""
     spec = {"name": dataset, "weight": 1.0, "config": config}
-    return ReasoningGymEnv(
+    environment = ReasoningGymEnv(
         [spec],
         num_train_examples=train,
         num_eval_examples=held_out,
@@ -33,6 +36,14 @@ def single_turn(dataset="chain_sum", train=500, held_out=100, **config):
         system_prompt="Write the answer, and nothing else.",
         parser=vf.Parser(),
     )
+
+    def gold(row):
+        place = int(row["answer"])
+        return {"completion": environment.rg_dataset[place]["answer"]}
+
+    environment.dataset = environment.build_dataset().map(gold)
+    environment.eval_dataset = environment.build_eval_dataset().map(gold)
+    return environment
 
 
 def letters(**config):
@@ -52,7 +63,7 @@ def tools(train=500, held_out=100):
     rubric = vf.RubricGroup([vf.MathRubric(), vf.Rubric([called], [0.2])])
     config = {"size": train + held_out, "min_terms": 2, "max_terms": 2, "max_digits": 2}
     items = [
-        {"question": item["question"], "answer": item["answer"]}
+        {"question": item["question"], "answer": item["answer"], "completion": calls(item)}
         for item in reasoning_gym.create_dataset("chain_sum", seed=0, **config)
     ]
     return vf.ToolEnv(
@@ -65,8 +76,32 @@ def tools(train=500, held_out=100):
     )
 
 
+def calls(item):
+    """The gold messages of a sum of two numbers."""
+    left, sign, right = item["metadata"]["expression"].split()
+    arguments = json.dumps({"a": int(left), "b": int(right)})
+    function = {"name": "add" if sign == "+" else "subtract", "arguments": arguments}
+    call = {"id": "call00000", "type": "function", "function": function}
+    return [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call00000", "content": item["answer"]},
+        {"role": "assistant", "content": f"\\boxed{{{item['answer']}}}"},
+    ]
+
+
 def group():
     return vf.EnvGroup([single_turn(), game()], env_names=["sum", "game"])
+
+
+def ranked(**config):
+    environment = single_turn(**config)
+    environment.add_rubric(vf.Rubric([briefest], [0.5]))
+    return environment
+
+
+def briefest(completions, **kwargs) -> list[float]:
+    lengths = [len(completion[-1].content) for completion in completions]
+    return [float(length == min(lengths)) for length in lengths]
 
 
 def add(a: int, b: int) -> int:
@@ -89,4 +124,5 @@ MAKERS = {
     "MultiTurnEnv GuessTheNumber": game,
     "ToolEnv chain_sum": tools,
     "EnvGroup": group,
+    "group rewards": ranked,
 }
