@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -56,6 +57,8 @@ BEATS_PER_S = 20.0
 """Heartbeats of a target that are asked for: with many runs, each less often."""
 CLAIM_S = 0.5
 """Attempts are started for so long before the others are looked after again."""
+READ_S = 0.5
+"""Folders elsewhere are read for so long in one look; the next look begins with the others."""
 SHORT_OF_MEMORY = 0.05
 """If less than this share of memory was free at the last heartbeat, report `out_of_memory`."""
 
@@ -101,6 +104,22 @@ MAX_DAMAGED = 10
 """Damaged files of a run that are reported."""
 
 
+class Turn:
+    """The time that one look has for something. It is enough for one item, however short it is."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._until: float | None = None
+
+    def is_over(self) -> bool:
+        """Whether the next item has to wait for the next look."""
+        now = time.monotonic()
+        if self._until is None:
+            self._until = now + self.seconds
+            return False
+        return now >= self._until
+
+
 @dataclass
 class Attempt:
     """What is known of an attempt beyond its row.
@@ -136,6 +155,8 @@ class Attempt:
     """How many files it had written by then."""
     has_secrets: bool = False
     """They were sealed for it; of an attempt on another machine."""
+    read_began: float = 0.0
+    """When its folder elsewhere was last read, by this process's clock."""
     cancelled_at: float | None = None
     result_at: float | None = None
 
@@ -213,21 +234,36 @@ class Attendant:
 
     def attend(self, taken: Sequence[Run]) -> None:
         """Do whatever is due for the target's runs that are under way, and start others."""
+        attaching = self._turn()
         for run in taken:
-            self._guarded("attach", run, self._attach)
+            if not self._is_attached(run) and not attaching.is_over():
+                self._guarded("attach", run, self._attach)
         handles = [attempt.handle for attempt in self._attempts.values()]
         hints = self.launcher.poll(handles) if handles else {}
         self._read_beats(taken)
-        for run in taken:
-            self._guarded("advance", run, lambda run: self._advance(run, hints))
+        reading = self._turn()
+        for run in sorted(taken, key=self._read_began):
+            self._guarded("advance", run, lambda run: self._advance(run, hints, reading))
         room = self.launcher.capacity - sum(self._slots(run) for run in taken)
-        until = time.monotonic() + CLAIM_S
+        claiming = Turn(CLAIM_S)
         while room > 0:
-            claimed = self._claim(room) if time.monotonic() < until else None
+            claimed = None if claiming.is_over() else self._claim(room)
             if claimed is None:
                 break
             room -= self._slots(claimed)
             self._guarded("attach", claimed, self._attach)
+
+    def _turn(self) -> Turn:
+        """For what costs requests to a store elsewhere."""
+        return Turn(math.inf if self.target.name == LOCAL_TARGET else READ_S)
+
+    def _is_attached(self, run: Run) -> bool:
+        known = self._attempts.get(run.id)
+        return known is not None and known.number == run.attempt
+
+    def _read_began(self, run: Run) -> float:
+        known = self._attempts.get(run.id)
+        return known.read_began if known else 0.0
 
     def _read_beats(self, taken: Sequence[Run]) -> None:
         """Ask a store for all heartbeats that are due, at once."""
@@ -314,9 +350,9 @@ class Attendant:
 
     def _attach(self, run: Run) -> None:
         """Start the run's attempt, or find it where another supervisor had started it."""
-        known = self._attempts.get(run.id)
-        if known and known.number == run.attempt:
+        if self._is_attached(run):
             return
+        known = self._attempts.get(run.id)
         folder = self._folder(run)
         # An engine forgets attempts that have ended: what it took is not submitted again.
         handle = Handle(f"{run.id}-{run.attempt}", run.handle or "")
@@ -340,9 +376,9 @@ class Attendant:
     def _folder(self, run: Run) -> RunFolder:
         return RunFolder(run.folder, patience_s=self.target.patience_s)
 
-    def _advance(self, run: Run, hints: dict[str, Hint]) -> None:
-        """Resolve the run's state from its folder. The hints are older: who was gone has written
-        its last word.
+    def _advance(self, run: Run, hints: dict[str, Hint], reading: Turn) -> None:
+        """Resolve the run's state from its folder, if it is its turn. The hints are older: who was
+        gone has written its last word.
         """
         attempt = self._attempts.get(run.id)
         if attempt is None or attempt.number != run.attempt:
@@ -355,17 +391,14 @@ class Attendant:
             run = queue.request_cancel(self.store, run.id, spent)
         if run.cancel_requested and attempt.cancelled_at is None:
             self._request_cancel(run, attempt)
-        is_here = self.target.name == LOCAL_TARGET
-        beat = attempt.folder.beat() if is_here else attempt.read_beat
-        is_new, moved = attempt.observe(beat)
-        if beat and is_new:
-            self._record_beat(attempt, beat, moved)
-        if run.spec.secrets and is_new:
-            self._hand_over_secrets(run, attempt)
+        self._take_beat(run, attempt)
         hint = hints.get(attempt.handle.key, Hint("unknown"))
         self._note_wait(run, attempt, hint)
         result = retryable = None
-        if is_here or attempt.has_news(hint):
+        if self.target.name == LOCAL_TARGET or attempt.has_news(hint):
+            if reading.is_over():
+                return
+            attempt.read_began = time.monotonic()
             with attempt.folder.listed():
                 self._read(run, attempt)
                 result = final_result(attempt.folder)
@@ -374,6 +407,17 @@ class Attendant:
             self._settle(run, attempt, result, hint)
         elif error := retryable or self._diagnose(run, attempt, hint):
             self._replace(run, attempt, error)
+
+    def _take_beat(self, run: Run, attempt: Attempt) -> None:
+        """Store a new heartbeat, and give the attempt the secrets that it asks for."""
+        is_here = self.target.name == LOCAL_TARGET
+        beat = attempt.folder.beat() if is_here else attempt.read_beat
+        is_new, moved = attempt.observe(beat)
+        if beat and is_new:
+            queue.mark_running(self.store, run.id, attempt.number)
+            queue.record_beat(self.store, run.id, attempt.number, beat, progressed=moved)
+        if run.spec.secrets and is_new:
+            self._hand_over_secrets(run, attempt)
 
     def _request_cancel(self, run: Run, attempt: Attempt) -> None:
         """Ask the worker to save and end; the time that it has for this begins."""
@@ -423,10 +467,6 @@ class Attendant:
         attempt.hold_clocks()
         if attempt.pending_at is None:
             attempt.pending_at = attempt.watched_s
-
-    def _record_beat(self, attempt: Attempt, beat: Beat, moved: bool) -> None:
-        queue.mark_running(self.store, attempt.run_id, attempt.number)
-        queue.record_beat(self.store, attempt.run_id, attempt.number, beat, progressed=moved)
 
     def _note_damage(self, run: Run, attempt: Attempt) -> None:
         """Say once of each damaged file what is wrong with it."""

@@ -30,7 +30,7 @@ BUCKET = "runs"
 
 
 SERVER = """
-import logging, sys, threading
+import logging, sys, threading, time
 from moto.moto_server import threaded_moto_server
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication
 from moto.s3.responses import S3Response
@@ -46,9 +46,11 @@ def put_object(self):
 
 class Counting(DomainDispatcherApplication):
     requests = 0
+    delay_s = 0.0
 
     def __call__(self, environ, start_response):
         Counting.requests += 1
+        time.sleep(Counting.delay_s)
         return super().__call__(environ, start_response)
 
 
@@ -57,10 +59,12 @@ S3Response.put_object = put_object
 logging.getLogger("werkzeug").setLevel(logging.ERROR)
 for line in sys.stdin:
     if line == "start\\n":
-        server = ThreadedMotoServer("127.0.0.1", int(sys.argv[1]), verbose=False)
+        server = ThreadedMotoServer(sys.argv[2], int(sys.argv[1]), verbose=False)
         server.start()
     elif line == "stop\\n":
         server.stop()
+    elif line.startswith("delay"):
+        Counting.delay_s = float(line.split()[1])
     print(Counting.requests, flush=True)
 """
 
@@ -71,19 +75,19 @@ class ObjectStore:
     In a process of its own: a vLLM engine that is started later looks at every module, and trips
     over those of flask."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
         with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
+            probe.bind((host, 0))
             self.port = int(probe.getsockname()[1])
         self.environment = {
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
+            "AWS_ENDPOINT_URL": f"http://{host}:{self.port}",
             "AWS_ACCESS_KEY_ID": "key-of-the-test",
             "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
             "AWS_DEFAULT_REGION": "us-east-1",
             "AWS_MAX_ATTEMPTS": "1",  # the client's own retries would hide ours
-            "NO_PROXY": "127.0.0.1",
+            "NO_PROXY": f"127.0.0.1,{host}",
         }
-        command = [sys.executable, "-c", SERVER, str(self.port)]
+        command = [sys.executable, "-c", SERVER, str(self.port), host]
         # File systems are kept for each process, with the endpoint of an earlier store.
         fsspec.get_filesystem_class("s3").clear_instance_cache()
         self._process = subprocess.Popen(
@@ -113,6 +117,10 @@ class ObjectStore:
             yield
         finally:
             self._process.send_signal(signal.SIGCONT)
+
+    def delay(self, seconds: float) -> None:
+        """Let each answer take so much longer from now on."""
+        self._tell(f"delay {seconds}")
 
     @contextmanager
     def away(self) -> Generator[None]:

@@ -15,7 +15,7 @@ from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from flash_mcp.state import queue
 from flash_mcp.state.targets import new_target, remove_target, write_target
 from flash_mcp.supervisor.launch.base import Hint
-from flash_mcp.supervisor.loop import Supervisor
+from flash_mcp.supervisor.loop import READ_S, Supervisor
 from flash_mcp.tools.shared.run_view import report_on
 from tests.protocol.test_run_folder import BUCKET, ObjectStore, adapter, object_store
 from tests.supervisor.test_targets import HASTE, Bench, Lab
@@ -31,13 +31,13 @@ def bench(s3: ObjectStore, tmp_path: Path) -> Iterator[Bench]:
     remove_target(made.store.base, "lab")
     fields = {"engine": "slurm", "storage": f"s3://{BUCKET}/{tmp_path.name}"}
     write_target(made.store.base, "lab", new_target(made.store.base, "lab", fields))
-    made.lab.engine.capacity = RUNS
     yield made
     made.store.close()
 
 
-def started(bench: Bench) -> tuple[list[Run], list[RunWriter]]:
-    runs = [bench.train() for _ in range(RUNS)]
+def started(bench: Bench, number: int = RUNS) -> tuple[list[Run], list[RunWriter]]:
+    bench.lab.engine.capacity = number
+    runs = [bench.train() for _ in range(number)]
     bench.until(lambda: all(bench.now(run).handle for run in runs))
     return runs, [bench.start(run) for run in runs]
 
@@ -81,6 +81,23 @@ def test_a_look_at_a_run_costs_one_request_and_a_step_a_few_however_long_the_run
     made, look, saving = found[-1]
     print(f"step: {made} by the worker, {look} by the supervisor; saving {saving - made} more")  # noqa: T201
     assert cost(s3, bench) == RUNS
+
+
+def test_a_look_at_many_runs_with_news_in_a_slow_store_ends_soon(
+    s3: ObjectStore, bench: Bench, tmp_path: Path
+) -> None:
+    number, delay_s = 20, 0.03
+    runs, writers = started(bench, number)
+    cost(s3, bench)
+    for writer in writers:
+        make_step(writer, 1, tmp_path)
+    s3.delay(delay_s)
+    began = time.monotonic()
+    look = cost(s3, bench)
+    print(f"a look at {number} runs: {time.monotonic() - began:.2f} s")  # noqa: T201
+    s3.delay(0)
+    assert look <= number + READ_S / delay_s + 5  # heartbeats, and one run may be longer
+    bench.until(lambda: all(bench.store.metrics(run.id) for run in runs))
 
 
 def test_a_store_that_says_nothing_holds_up_no_run_elsewhere_and_no_tool(

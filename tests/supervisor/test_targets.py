@@ -18,7 +18,7 @@ from flash_mcp.state import queue
 from flash_mcp.state.store import Store
 from flash_mcp.state.targets import find_target, key_of, new_target, write_target
 from flash_mcp.supervisor.launch.base import Handle, Hint, Launch, MemoryLauncher, Target
-from flash_mcp.supervisor.loop import Attendant, Patience, Supervisor
+from flash_mcp.supervisor.loop import Attempt, Attendant, Patience, Supervisor
 from flash_mcp.supervisor.secrets import Vault
 from flash_mcp.supervisor.targets import RemoteTarget
 from flash_mcp.tools.shared import waiting
@@ -224,6 +224,33 @@ def test_each_target_has_slots_and_a_queue_of_its_own(bench: Bench) -> None:
     ]  # fmt: skip
     assert queue.queued_ahead(bench.store, bench.now(second)) == 0
     assert queue.queued_ahead(bench.store, bench.now(here)) == 0
+
+
+def test_a_look_reads_folders_for_a_while_and_the_next_one_begins_with_the_others(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.lab.engine.capacity = 3
+    runs = [bench.train() for _ in range(3)]
+    bench.until(lambda: all(bench.now(run).handle for run in runs))
+    writers = [bench.start(run) for run in runs]
+    bench.until(lambda: all(each.writes_read is not None for each in attempts(bench)))
+    monkeypatch.setattr("flash_mcp.supervisor.loop.READ_S", 0.0)
+    monkeypatch.setattr(Attempt, "has_news", lambda *_: True)
+    writers[1].commit_result("succeeded", 1)
+    bench.lab.engine.hints[f"{runs[1].id}-1"] = Hint("gone")
+    for step in (1, 2, 3):
+        for writer in writers:
+            writer.metrics(step, {"loss": 1.0})
+        before = [bench.store.metrics(run.id) for run in runs]
+        bench.tick()
+        after = [bench.store.metrics(run.id) for run in runs]
+        assert sum(old != new for old, new in zip(before, after, strict=True)) == 1
+    assert all(bench.store.metrics(run.id) for run in runs)
+    assert [bench.now(run).state for run in runs] == ["running", "succeeded", "running"]
+
+
+def attempts(bench: Bench) -> list[Attempt]:
+    return list(bench.attendant._attempts.values())
 
 
 def test_a_target_that_does_not_answer_delays_no_other(bench: Bench) -> None:
