@@ -3,21 +3,32 @@
     native     EnvironmentMultiTurn: the worker gives it each turn of the model
     endpoint   EnvironmentAgent: a program with the `openai` package asks for each turn
 
-Both run in the sandbox, with the same engine, prompts, seeds and token budgets. No turn ends early,
-so that both generate the same number of tokens."""
+Throughput: both run in the sandbox, with the same engine, prompts, seeds and token budgets. No turn
+ends early, so that both generate the same number of tokens.
+
+Learning: runs of the calculator with its own config, by a real worker. The endpoint's agent plays
+the same conversation with the same scorer. Their samples differ, because the seed of an agent's
+turn depends on its prompt. `noise` is twice the standard error of the difference over the seeds.
+
+Both take turns: a load on the machine hits both."""
 
 from __future__ import annotations
 
 import json
+import math
+import os
+import shutil
 import statistics
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from transformers import AutoTokenizer
 
+from bench import whole
 from bench.rollouts import GROUP, MAX_LENGTH, REPLY, TOKENS, MeteredEngine, messages, rotated
 from environments.process.host import EnvironmentHost
 from worker.event_loop import AsyncRunner
@@ -73,9 +84,110 @@ class Sample(EnvironmentAgent):
         return RewardResult(0.0)
 """,
 }
+LEARNER = """
+from copy import copy
+
+from calculator import MAX_TURNS, Calculator
+from environments import EnvironmentAgent, EnvironmentEpisode, EnvironmentTurn
+from openai import OpenAI
+
+CLIENT = OpenAI(base_url="http://127.0.0.1", api_key="none")
+
+
+class Agent(EnvironmentAgent):
+    max_calls = MAX_TURNS
+
+    def __init__(self):
+        self.calculator = Calculator()
+        self.dataset = self.calculator.dataset
+        self.eval_dataset = self.calculator.eval_dataset
+
+    def run(self, example, base_url, api_key, model):
+        chat = CLIENT.with_options(base_url=base_url, api_key=api_key).chat.completions
+        calculator = copy(self.calculator)
+        messages = calculator.start_episode(example, "")
+        turns = []
+        for _ in range(MAX_TURNS):
+            text = chat.create(model=model, messages=messages).choices[0].message.content
+            turns.append(EnvironmentTurn("assistant", text))
+            messages.append({"role": "assistant", "content": text})
+            step = calculator.step_episode(example, messages, text)
+            if step.done:
+                break
+            messages += step.messages
+        return calculator.score_episode(example, EnvironmentEpisode(messages, text, turns))
+
+
+def load_environment():
+    return Agent()
+"""
+"""The calculator's own class and scorer, played by an agent."""
+LATE_STEPS = 3
 
 
 def run(model_path: Path, *, repeat: int, quick: bool) -> Json:
+    """{"throughput", "learning", "load"}; the load is the machine's average at the start and the
+    end.
+    """
+    before = os.getloadavg()[0]
+    throughput = _throughput(model_path, repeat, quick)
+    learning = _learning(model_path, repeat, 2 if quick else 8)
+    return {
+        "throughput": throughput,
+        "learning": learning,
+        "load": [round(before, 1), round(os.getloadavg()[0], 1)],
+    }
+
+
+def _learning(model_path: Path, seeds: int, steps: int) -> Json:
+    """Runs of both with each seed; the rewards of the last steps, their difference and its noise;
+    and the median ratio of the times that rollouts took.
+    """
+    attempts: dict[str, list[Json]] = {name: [] for name in SOURCES}
+    with tempfile.TemporaryDirectory() as scratch:
+        folders = {"native": whole.CALCULATOR, "endpoint": _learner(Path(scratch, "calculator"))}
+        for seed in range(seeds):
+            for name in rotated(list(SOURCES), seed):
+                made = whole.attempt("worker.main", model_path, seed, steps, folders[name])
+                attempts[name].append(made)
+                said = f"{name}, seed {seed}: {_curve(made)}; {made['rollout_s']:.2f} s of rollouts"
+                sys.stderr.write(f"{said} a step\n")
+    late = {
+        name: [statistics.fmean(each["reward"][-LATE_STEPS:]) for each in made]
+        for name, made in attempts.items()
+    }
+    pairs = zip(attempts["native"], attempts["endpoint"], strict=True)
+    return {
+        "steps": steps,
+        "attempts": attempts,
+        "late_reward": late,
+        "difference": statistics.fmean(late["endpoint"]) - statistics.fmean(late["native"]),
+        "noise": 2 * math.hypot(*map(_standard_error, late.values())),
+        "throughput_share": statistics.median(
+            native["rollout_s"] / endpoint["rollout_s"] for native, endpoint in pairs
+        ),
+    }
+
+
+def _curve(attempt: Json) -> str:
+    return " ".join(f"{value:.2f}" for value in attempt["reward"])
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    if len(values) < 2:
+        return 0.0
+    return statistics.stdev(values) / math.sqrt(len(values))
+
+
+def _learner(folder: Path) -> Path:
+    shutil.copytree(whole.CALCULATOR, folder)
+    (folder / "environment.py").rename(folder / "calculator.py")
+    (folder / "environment.py").write_text(LEARNER)
+    (folder / "environment.toml").write_text("endpoint = true\n")
+    return folder
+
+
+def _throughput(model_path: Path, repeat: int, quick: bool) -> Json:
     """Seconds and tokens of every repeat of both, and the median ratio of their throughputs."""
     count = 8 if quick else 32
     template = ChatTemplate(AutoTokenizer.from_pretrained(model_path))
@@ -132,6 +244,23 @@ def _rollouts(
 
 def rows(result: Json) -> Iterator[list[str]]:
     """The table, its header first."""
-    yield ["rollouts", "native, s", "endpoint, s", "endpoint's share of the throughput"]
-    medians = [f"{statistics.median(result['seconds'][name]):.2f}" for name in SOURCES]
-    yield [str(result["rollouts"]), *medians, f"{result['throughput_share']:.2f}"]
+    yield ["", "native", "endpoint", "endpoint to native", "goal"]
+    found = result["throughput"]
+    medians = [f"{statistics.median(found['seconds'][name]):.2f} s" for name in SOURCES]
+    share = f"{found['throughput_share']:.2f} of the throughput"
+    yield [f"{found['rollouts']} rollouts of {TURNS} turns", *medians, share, "0.9"]
+    learning = result["learning"]
+    attempts = learning["attempts"]
+    medians = [
+        f"{statistics.median(each['rollout_s'] for each in attempts[name]):.2f} s"
+        for name in SOURCES
+    ]
+    share = f"{learning['throughput_share']:.2f} of the throughput"
+    yield ["rollouts of a calculator step", *medians, share, "0.9"]
+    late = [" ".join(f"{value:.2f}" for value in learning["late_reward"][name]) for name in SOURCES]
+    difference = f"{learning['difference']:+.3f}, noise {learning['noise']:.3f}"
+    what = f"reward of the last {LATE_STEPS} of {learning['steps']} steps, by seed"
+    yield [what, *late, difference, "in the noise"]
+    for seed, pair in enumerate(zip(*attempts.values(), strict=True)):
+        yield [f"reward by step, seed {seed}", *map(_curve, pair), "", ""]
+    yield [f"load {result['load'][0]} at the start, {result['load'][1]} at the end", "", "", "", ""]

@@ -35,7 +35,7 @@ def run(model_path: Path, *, repeat: int, quick: bool) -> Json:
     attempts: dict[str, list[Json]] = {name: [] for name in MODULES}
     for seed in range(repeat):
         for name in list(MODULES) if seed % 2 == 0 else list(MODULES)[::-1]:
-            attempts[name].append(_attempt(MODULES[name], model_path, seed, steps))
+            attempts[name].append(attempt(MODULES[name], model_path, seed, steps))
     ours, theirs = attempts["ours"], attempts["plain trl"]
     return {
         "steps": steps,
@@ -43,17 +43,19 @@ def run(model_path: Path, *, repeat: int, quick: bool) -> Json:
         "over_trl": statistics.median(
             their["step_s"] / mine["step_s"] for their, mine in zip(theirs, ours, strict=True)
         ),
-        "sync_share": statistics.median(attempt["sync_s"] / attempt["step_s"] for attempt in ours),
-        "start_s": statistics.median(attempt["start_s"] for attempt in ours),
+        "sync_share": statistics.median(mine["sync_s"] / mine["step_s"] for mine in ours),
+        "start_s": statistics.median(mine["start_s"] for mine in ours),
     }
 
 
-def _attempt(module: str, model_path: Path, seed: int, steps: int) -> Json:
-    """Means over the steps but the first, which has nothing to sync and allocates; `start_s` ends
-    with the first.
+def attempt(
+    module: str, model_path: Path, seed: int, steps: int, environment: Path = CALCULATOR
+) -> Json:
+    """A run of `environment` with the calculator's config. Means over the steps but the first,
+    which has nothing to sync and allocates; `start_s` ends with the first.
     """
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
-        folder = _folder(Path(scratch, "run"), model_path, seed, steps)
+        folder = _folder(Path(scratch, "run"), model_path, seed, steps, environment)
         log = Path(folder.path("log.1"))
         started = time.time()
         with log.open("wb") as stream:
@@ -85,7 +87,7 @@ def _attempt(module: str, model_path: Path, seed: int, steps: int) -> Json:
     }
 
 
-def _folder(path: Path, model_path: Path, seed: int, steps: int) -> RunFolder:
+def _folder(path: Path, model_path: Path, seed: int, steps: int, environment: Path) -> RunFolder:
     """A run as the calculator's own config asks for it, but shorter and without evaluation."""
     fields = read_toml(CALCULATOR / "configs" / "rl.toml")
     fields |= {"model": str(model_path), "seed": seed, "steps": steps, "save_every": steps}
@@ -96,7 +98,7 @@ def _folder(path: Path, model_path: Path, seed: int, steps: int) -> RunFolder:
             "run_id": path.name,
             "spec": resolved.spec.model_dump(),
             "sources": resolved.sources,
-            "environment": {"name": CALCULATOR.name, "digest": "", "path": str(CALCULATOR)},
+            "environment": {"name": environment.name, "digest": "", "path": str(environment)},
             "model": str(model_path),
             "init_adapter": None,
             "created": time.time(),
@@ -118,10 +120,10 @@ def rows(result: Json) -> Iterator[list[str]]:
     ]
     for name, attempts in result["attempts"].items():
         medians = [
-            statistics.median(attempt[part] for attempt in attempts)
+            statistics.median(each[part] for each in attempts)
             for part in ("step_s", "rollout_s", "sync_s", "train_s", "start_s")
         ]
-        rewards = zip(*(attempt["reward"] for attempt in attempts), strict=True)
+        rewards = zip(*(each["reward"] for each in attempts), strict=True)
         yield [
             name,
             *(f"{value:.2f}" for value in medians),

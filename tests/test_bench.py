@@ -101,10 +101,13 @@ def test_an_agent_generates_what_the_native_environment_does(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     result, table = bench("endpoint", tiny_model, tmp_path)
-    assert result["tokens"] == {"native": [8 * 3 * 24], "endpoint": [8 * 3 * 24]}
-    native, endpoint = (result["seconds"][name][0] for name in ("native", "endpoint"))
-    assert result["throughput_share"] == native / endpoint
-    assert "endpoint's share" in table
+    throughput, learning = result["throughput"], result["learning"]
+    assert throughput["tokens"] == {"native": [8 * 3 * 24], "endpoint": [8 * 3 * 24]}
+    native, endpoint = (throughput["seconds"][name][0] for name in ("native", "endpoint"))
+    assert throughput["throughput_share"] == native / endpoint
+    assert [len(made[0]["reward"]) for made in learning["attempts"].values()] == [2, 2]
+    assert learning["noise"] == 0, "one seed has none"
+    assert "of the throughput" in table and "reward by step, seed 0" in table
 
 
 @pytest.mark.slow
