@@ -30,6 +30,7 @@ from environments.base import (
 
 Json = dict[str, Any]
 MAX_TOOLS = 128
+MAX_DEPTH = 64
 TOOL_ERROR = "Error: "
 """How an answer to a call that failed begins."""
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
@@ -172,7 +173,16 @@ def _checked(tool: Any) -> Json:
     }
     if not isinstance(shown["parameters"], Mapping):
         raise ValueError(f"the parameters of the tool {name} must be a JSON schema")
+    if _is_deeper(shown["parameters"], MAX_DEPTH):
+        raise ValueError(f"the parameters of the tool {name} have more than {MAX_DEPTH} levels")
     return {"type": "function", "function": shown}
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    inner = [*as_object(value).values(), *as_list(value)]
+    if levels == 0:
+        return bool(inner)
+    return any(_is_deeper(each, levels - 1) for each in inner)
 
 
 # -- calls -----------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ class ApiError(Exception):
 
     @property
     def kind(self) -> str:
-        kinds = {401: "authentication_error", 429: "rate_limit_error"}
+        kinds = {401: "authentication_error", 429: "rate_limit_error", 500: "api_error"}
         return kinds.get(self.status, "invalid_request_error")
 
 
@@ -115,8 +115,26 @@ class Dialect:
     served: ClassVar[Mapping[str, Any]] = {}
     """Fields that would change the answer, with the only value that is served."""
 
+    replies: str
+    """How the identity of a reply begins."""
+
     def read(self, body: Json, kept: Kept) -> Asked:
         """Raises ApiError."""
+        messages = self.messages(body, kept)
+        tools = self.tools(body)
+        self.check(body)
+        return Asked(body, messages, tools, f"{self.replies}{secrets.token_hex(12)}")
+
+    def messages(self, body: Json, kept: Kept) -> list[ChatMessage]:
+        """The conversation that a request continues. Raises ApiError."""
+        raise NotImplementedError
+
+    def tools(self, body: Json) -> list[Json]:
+        """Raises ApiError."""
+        return _tools(as_list(body.get("tools")))
+
+    def turn(self, reply: Json) -> ChatMessage:
+        """The model's turn in a whole reply of another server. Raises ApiError."""
         raise NotImplementedError
 
     def whole(self, answer: Answer, asked: Asked) -> Json:
@@ -145,6 +163,7 @@ class Dialect:
 
 class Chat(Dialect):
     ends_with = "[DONE]"
+    replies = "chatcmpl-"
     served: ClassVar[Mapping[str, Any]] = {
         "n": 1,
         "logprobs": False,
@@ -155,14 +174,11 @@ class Chat(Dialect):
         "modalities": ["text"],
     }
 
-    def read(self, body: Json, kept: Kept) -> Asked:
+    def messages(self, body: Json, kept: Kept) -> list[ChatMessage]:
         given = as_list(body.get("messages"))
         if not given:
             raise invalid("messages must be a list of at least one message", "messages")
-        messages = [_message(as_object(message)) for message in given]
-        tools = _tools(as_list(body.get("tools")))
-        self.check(body)
-        return Asked(body, messages, tools, _identity("chatcmpl-"))
+        return [_message(as_object(message)) for message in given]
 
     def whole(self, answer: Answer, asked: Asked) -> Json:
         message = {**answer.turn, "refusal": None}
@@ -206,6 +222,7 @@ class Chat(Dialect):
 
 
 class Responses(Dialect):
+    replies = "resp_"
     served: ClassVar[Mapping[str, Any]] = {
         "tool_choice": "auto",
         "background": False,
@@ -215,11 +232,11 @@ class Responses(Dialect):
         "text": {"format": {"type": "text"}},
     }
 
-    def read(self, body: Json, kept: Kept) -> Asked:
+    def messages(self, body: Json, kept: Kept) -> list[ChatMessage]:
         given = body.get("input")
         items = [{"role": "user", "content": given}] if isinstance(given, str) else as_list(given)
         before = body.get("previous_response_id")
-        if before is not None and before not in kept:
+        if before is not None and not (isinstance(before, str) and before in kept):
             what = f"there is no response {before!r:.80} of this run"
             raise ApiError(404, "previous_response_not_found", what, "previous_response_id")
         messages = [*kept[before]] if before is not None else []
@@ -229,10 +246,20 @@ class Responses(Dialect):
             _add_item(messages, as_object(item))
         if not items or not messages:
             raise invalid("input must be a text or a list of at least one item", "input")
-        tools = [tool for tool in as_list(body.get("tools")) if _is_function(tool)]
+        return messages
+
+    def tools(self, body: Json) -> list[Json]:
+        return _tools([tool for tool in as_list(body.get("tools")) if _is_function(tool)])
+
+    def turn(self, reply: Json) -> ChatMessage:
+        messages: list[ChatMessage] = [{"role": "assistant", "content": ""}]
+        for item in as_list(reply.get("output")):
+            _add_item(messages, as_object(item))
+        return messages[-1]
+
+    def check(self, body: Json) -> None:
         format_only = {"format": as_object(body.get("text")).get("format") or {"type": "text"}}
-        self.check({**body, "text": format_only})
-        return Asked(body, messages, _tools(tools), _identity("resp_"))
+        super().check({**body, "text": format_only})
 
     def whole(self, answer: Answer, asked: Asked) -> Json:
         return self._response(answer, asked, self._items(answer, asked), "completed")
@@ -362,9 +389,10 @@ def _add_calls(messages: list[ChatMessage], calls: list[Json]) -> None:
 
 
 class Messages(Dialect):
+    replies = "msg_"
     served: ClassVar[Mapping[str, Any]] = {"stop_sequences": []}
 
-    def read(self, body: Json, kept: Kept) -> Asked:
+    def messages(self, body: Json, kept: Kept) -> list[ChatMessage]:
         messages: list[ChatMessage] = []
         if body.get("system"):
             messages.append({"role": "system", "content": _text(body["system"])})
@@ -373,17 +401,27 @@ class Messages(Dialect):
             raise invalid("messages must be a list of at least one message", "messages")
         for turn in turns:
             _add_turn(messages, as_object(turn))
-        choice = as_object(body.get("tool_choice")).get("type", "auto")
-        if choice != "auto":
-            what = f"tool_choice={choice!r:.40} is not supported here: leave it out"
-            raise ApiError(400, "unsupported_value", what, "tool_choice")
-        self.check(body)
+        return messages
+
+    def tools(self, body: Json) -> list[Json]:
         tools: list[Json] = []
         for tool in map(as_object, as_list(body.get("tools"))):
             if tool.get("type", "custom") == "custom":
                 named = {"name": tool.get("name"), "description": tool.get("description")}
                 tools.append({**named, "parameters": tool.get("input_schema")})
-        return Asked(body, messages, _tools(tools), _identity("msg_"))
+        return _tools(tools)
+
+    def turn(self, reply: Json) -> ChatMessage:
+        messages: list[ChatMessage] = []
+        _add_turn(messages, reply)
+        return messages[-1]
+
+    def check(self, body: Json) -> None:
+        choice = as_object(body.get("tool_choice")).get("type", "auto")
+        if choice != "auto":
+            what = f"tool_choice={choice!r:.40} is not supported here: leave it out"
+            raise ApiError(400, "unsupported_value", what, "tool_choice")
+        super().check(body)
 
     def _message(self, answer: Answer, asked: Asked) -> Json:
         reasons = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}
@@ -520,10 +558,6 @@ def _tools(value: list[Any]) -> list[Json]:
         return tool_schemas(value)
     except (TypeError, ValueError) as error:
         raise invalid(str(error), "tools") from error
-
-
-def _identity(prefix: str) -> str:
-    return f"{prefix}{secrets.token_hex(12)}"
 
 
 def count_tokens(asked: Asked) -> Json:

@@ -30,6 +30,7 @@ import socket
 import socketserver
 import threading
 import time
+import traceback
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import suppress
@@ -57,13 +58,16 @@ from environments.process.dialects import (
     invalid,
 )
 from environments.process.faults import EnvironmentFault
-from environments.process.replies import ANSWER_ROLES, NO_USAGE, AgentCall, Usage
+from environments.process.replies import ANSWER_ROLES, NO_USAGE, AgentCall, Usage, finite_float
 from environments.tools import as_object
 
 Json = dict[str, Any]
 COUNT_TOKENS = "/count_tokens"
 """Ends the path of a request that is only counted."""
-MAX_BODY_BYTES = 4 << 20
+MAX_BODY_BYTES = 2 << 20
+"""On its way to the model a text may take three times as many bytes, and a reply of this process
+has 8 MiB at most.
+"""
 MOST_DISCARDED_BYTES = 64 << 20
 MOST_AT_ONCE = 8
 """Requests of one session that may wait at the same time. Each has a thread."""
@@ -445,7 +449,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = True
         try:
             serve(self._body())
-        except ApiError as error:
+        except OSError:
+            raise  # the client went away
+        except Exception as raised:
+            error = ApiError(500, "server_error", f"this request broke the server: {raised!r:.200}")
+            if isinstance(raised, ApiError):
+                error = raised
+            else:
+                traceback.print_exc()
             place = self._place.removesuffix(COUNT_TOKENS)
             dialect = DIALECTS.get(place, DIALECTS["/chat/completions"])
             self._send(error.status, dialect.error(error), may_retry=error.may_retry)
@@ -468,7 +479,7 @@ class _Handler(BaseHTTPRequestHandler):
         if dialect is None:
             raise self._unknown()
         try:
-            request: Any = json.loads(body)
+            request: Any = json.loads(body, parse_float=finite_float, parse_constant=finite_float)
         except (ValueError, RecursionError) as error:
             raise invalid("the body is not JSON") from error
         asked = dialect.read(as_object(request), session.kept)

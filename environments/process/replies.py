@@ -103,8 +103,8 @@ def parse(line: bytes) -> dict[str, Any]:
         parsed = json.loads(
             line.decode("ascii"),
             object_pairs_hook=_object,
-            parse_float=_finite_float,
-            parse_constant=_finite_float,
+            parse_float=finite_float,
+            parse_constant=finite_float,
         )
     except (ValueError, RecursionError) as error:
         raise ForgedError from error
@@ -326,7 +326,8 @@ def _encodable(value: Any, depth: int) -> Any:
     return value
 
 
-def _finite_float(text: str) -> float:
+def finite_float(text: str) -> float:
+    """For json.loads. ForgedError, which is a ValueError, for what is no number in JSON."""
     number = float(text)
     if not math.isfinite(number):
         raise ForgedError

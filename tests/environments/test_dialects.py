@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from environments.process.dialects import DIALECTS, Answer, ApiError
 from environments.process.host import EnvironmentHost
 from environments.process.replies import AgentCall, Usage
+from environments.tools import as_object
 from tests.environments.test_endpoint import CALL, TOOL, agents
 
 pytestmark = [
@@ -218,3 +222,83 @@ async def test_each_api_answers_errors_in_its_own_form(tmp_path: Path) -> None:
     assert unknown[0] == 401 and unknown[1]["type"] == "authentication_error"
     assert empty[0] in (400, 401)
     assert long[0] == 400 and long[1]["message"].startswith("prompt is too long")
+
+
+ODD = (
+    None, True, 0, -1, 10**30, 0.5, "", "x", "\ud800", [], [[]], [None], {}, {"type": []}, {"": {}},
+    {"type": "text", "text": 7}, {"role": "user"}, {"name": "f"}, {"function": {}},
+)  # fmt: skip
+BODIES = {
+    "/chat/completions": {
+        "model": "policy",
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "x"}]},
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "call00000", "content": "1"},
+        ],
+        "tools": [TOOL],
+        "stream_options": {"include_usage": True},
+        "response_format": {"type": "text"},
+    },
+    "/responses": {
+        "model": "policy",
+        "instructions": "y",
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "x"}]},
+            {"type": "reasoning", "summary": []},
+            {"type": "function_call", "call_id": "1", "name": "add", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "1", "output": "2"},
+        ],
+        "previous_response_id": "resp_1",
+        "tools": [{"type": "function", "name": "add", "parameters": {}}],
+        "text": {"format": {"type": "text"}},
+        "metadata": {},
+    },
+    "/messages": {
+        "model": "policy",
+        "system": [{"type": "text", "text": "y"}],
+        "messages": [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "add", "input": {}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "2"}]},
+        ],
+        "tools": [{"name": "add", "input_schema": {}}],
+        "tool_choice": {"type": "auto"},
+    },
+}  # fmt: skip
+
+
+def changed(rng: random.Random, value: Any) -> Any:
+    """The JSON value with something odd in one place."""
+    places: list[Any] = []
+    if isinstance(value, (dict, list)):
+        places = [*value] if isinstance(value, dict) else [*range(len(value))]
+    if not places or rng.random() < 0.1:
+        return rng.choice(ODD)
+    place = rng.choice(places)
+    inner = value[place]
+    is_left = isinstance(inner, (dict, list)) and rng.random() < 0.8
+    odd = changed(rng, inner) if is_left else rng.choice(ODD)
+    if isinstance(value, dict):
+        return {**value, place: odd}
+    return [*value[:place], odd, *value[place + 1 :]]
+
+
+@pytest.mark.parametrize("place", BODIES)
+def test_whatever_is_asked_is_answered_or_refused(place: str) -> None:
+    rng = random.Random(place)
+    dialect = DIALECTS[place]
+    outcomes: Counter[int] = Counter()
+    for case in range(3000):
+        body = BODIES[place]
+        for _ in range(rng.randint(0, 3)):
+            body = changed(rng, body)
+        answer = Answer({"role": "assistant", "content": "x", "tool_calls": [CALL]}, Usage(), case)
+        try:
+            asked = dialect.read(as_object(body), {"resp_1": [{"role": "user", "content": "z"}]})
+            json.dumps([dialect.whole(answer, asked), *dialect.events(answer, asked)])
+            outcomes[200] += 1
+        except ApiError as error:
+            json.dumps(dialect.error(error))
+            outcomes[error.status] += 1
+    assert min(outcomes.values()) > 50 and set(outcomes) == {200, 400, 404}, outcomes

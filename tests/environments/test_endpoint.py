@@ -185,6 +185,12 @@ REFUSED = """
     told.append(ask([]))
     told.append(ask([user("x")], tools=[7]))
     told.append(ask([user("x" * 10_000_000)]))
+    deep = {}
+    for _ in range(200): deep = {"properties": deep}
+    told.append(ask([user("x")], tools=[{"name": "f", "parameters": deep}]))
+    told.append(ask([user("x")], tools=[{"name": "f", "parameters": {"maximum": float("nan")}}]))
+    told.append(ask([user("x")], metadata={"n": float("inf")}))
+    told.append(ask([user("x")], previous_response_id=[], input="x", path="/responses"))
     told.append(ask([user("x")], headers={"Transfer_Encoding": "chunked"}))
     ask([user("x")])
 """
@@ -203,6 +209,10 @@ async def test_what_is_not_served_is_answered_as_an_api_does(tmp_path: Path) -> 
         (400, "invalid_value"),
         (400, "invalid_value"),
         (413, "request_too_large"),
+        (400, "invalid_value"),
+        (400, "invalid_value"),
+        (400, "invalid_value"),
+        (404, "previous_response_not_found"),
         (411, "length_required"),
     ]
 
