@@ -33,6 +33,14 @@ def state_directory() -> Path:
     return Path(os.environ.get("FLASH_HOME") or "~/.flash-mcp").expanduser().absolute()
 
 
+def machine_directory() -> Path:
+    """The part of FLASH_HOME that belongs to this machine, where machines may share FLASH_HOME: a
+    target's nodes. FLASH_MACHINE names it.
+    """
+    machine = os.environ.get("FLASH_MACHINE")
+    return state_directory() / "machines" / machine if machine else state_directory()
+
+
 @dataclass(frozen=True)
 class EnvironmentSettings:
     """What environment code may have."""

@@ -26,9 +26,10 @@ from typing import Any, NoReturn, cast
 import psutil
 
 from environments.process.host import EnvironmentFault
+from environments.settings import machine_directory
 from flash_mcp.protocol.artifacts import Artifacts, placed, trim
 from flash_mcp.protocol.errors import FlashError, disk_error
-from flash_mcp.protocol.paths import home, scratch_prefix
+from flash_mcp.protocol.paths import scratch_prefix
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import PATIENCE_S, RunFolder, RunWriter
 from flash_mcp.protocol.sealing import TOKEN, Receiver
@@ -150,7 +151,7 @@ def _work(job: Json, writer: RunWriter, pulse: Pulse) -> int:
     prepare_process()
     if storage := job.get("storage"):
         pulse.enter("artifacts")
-        cache = home() / "artifacts"
+        cache = machine_directory() / "artifacts"
         artifacts = Artifacts(storage["url"], patience_s=PATIENCE_S)
         job = placed(job, artifacts, cache)
         spec = stored_spec(job["spec"])

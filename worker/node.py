@@ -21,7 +21,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import metadata
-from pathlib import Path
 from types import FrameType
 from typing import IO
 
@@ -29,6 +28,7 @@ import psutil
 
 from environments.process.kernel import die_with_parent
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.node_code import use_own_home
 from flash_mcp.protocol.packages import missing_packages
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import RunFolder, final_result
@@ -45,6 +45,7 @@ def main() -> int:
     parser.add_argument("folder", help="the run folder: a path or any fsspec URL")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--attempt", type=int, help="number of this attempt")
+    parser.add_argument("--version", help="of flash-mcp, that the server has")
     what.add_argument("--probe", action="store_true", help="only say what is here")
     args = parser.parse_args()
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
@@ -56,10 +57,26 @@ def main() -> int:
     if final_result(folder):
         log.info("the run has its result")
         return 0
+    if args.version and args.version != version():
+        refuse(folder, args.attempt, args.version)
+        return 1
     with tempfile.TemporaryFile() as output:
         command = [sys.executable, "-P", "-m", "worker.main", args.folder]
         code = attend([*command, "--attempt", str(args.attempt)], output, folder, args.attempt)
     return code if code >= 0 else 128 - code
+
+
+def version() -> str:
+    """Of flash-mcp, as it is installed here."""
+    return metadata.version("flash-mcp")
+
+
+def refuse(folder: RunFolder, attempt: int, wanted: str) -> None:
+    """End a run whose node has another version: it may read files in another way."""
+    what = f"the node {socket.gethostname()} has flash-mcp {version()}; the server has {wanted}"
+    fix = 'install that version there, in its image if it has one, or use setup = "uv"'
+    error = FlashError("target_refused", what, fix=fix)
+    folder.claim(attempt).commit_result("failed", 0, error)
 
 
 def probe(folder: RunFolder) -> None:
@@ -77,7 +94,7 @@ def probe(folder: RunFolder) -> None:
     devices = _devices()
     found: Json = {
         "host": socket.gethostname(),
-        "version": metadata.version("flash-mcp"),
+        "version": version(),
         "devices": devices,
         "cards": _cards(devices),
         "missing": missing_packages(),
@@ -106,18 +123,6 @@ def _cards(devices: Sequence[str]) -> Json:
         found = {"name": name, "memory_gib": round(float(size.split()[0]) / 1024, 1)}
         found["count"] = len(lines)
     return found
-
-
-def use_own_home() -> None:
-    """FLASH_HOME of this node, unless the target gives one. A home that nodes share is no place for
-    caches.
-    """
-    if "FLASH_HOME" not in os.environ:
-        home = Path(tempfile.gettempdir(), f"flash-mcp-{os.getuid()}")
-        home.mkdir(mode=0o700, exist_ok=True)
-        if home.stat().st_uid != os.getuid():
-            sys.exit(f"{home} belongs to somebody else: give the target a home")
-        os.environ["FLASH_HOME"] = str(home)
 
 
 def attend(command: list[str], output: IO[bytes], folder: RunFolder, attempt: int) -> int:

@@ -57,7 +57,7 @@ from environments.process.faults import EnvironmentFault
 from environments.process.foreign import visible
 from environments.process.locks import lock as wait_for_lock
 from environments.process.locks import try_lock
-from environments.settings import load_settings, read_small, state_directory
+from environments.settings import load_settings, machine_directory, read_small, state_directory
 
 FILE = "requirements.txt"
 PROJECT_FILE = "pyproject.toml"
@@ -99,7 +99,7 @@ another.
 
 def interpreters_dir() -> Path:
     """Holds a folder DIGEST for every installed set of requirements."""
-    return state_directory() / "interpreters"
+    return machine_directory() / "interpreters"
 
 
 def of_folder(folder: Path) -> list[str]:

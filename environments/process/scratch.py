@@ -23,7 +23,7 @@ from collections import Counter
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from environments.settings import state_directory
+from environments.settings import machine_directory
 
 MIN_AGE_S = 60.0
 """The process that made a younger folder may not have locked it yet."""
@@ -42,7 +42,7 @@ def scratch_folder(owner: str, most: int, most_of_owner: int) -> tuple[Path, Exi
 
     BusyError if `most` folders are locked, `most_of_owner` of them the owner's, or if another
     process counts them at this moment."""
-    home = state_directory() / "scratch"
+    home = machine_directory() / "scratch"
     home.mkdir(parents=True, exist_ok=True)
     home.chmod(0o700)
     threading.Thread(target=_sweep, args=(home,), daemon=True, name="scratch").start()

@@ -478,6 +478,8 @@ REFERENCES = (
     "owner's is OWNER/NAME@DIGEST"
 )
 ENGINES = ("slurm", "ray")
+SETUPS = ("path", "image", "uv")
+PACKAGES = ("install", "node")
 TARGET = _option("name", "name of the target, as train's target", "NAME")
 WAIT = _option("--wait-s", "seconds for the job (default 120)", "S", type=float, default=120.0)
 RUN_ID = _option("run_id", "run id, as returned by train", "RUN_ID")
@@ -551,7 +553,9 @@ COMMANDS: dict[str, Command | Group] = {
                     TARGET,
                     _option("--engine", "slurm or ray", choices=ENGINES, required=True),
                     _option("--storage", "URL, or a folder that all nodes share", required=True),
-                    _option("--python", "interpreter on the nodes that has flash-mcp", "PATH"),
+                    _option("--setup", "how nodes get flash-mcp: path, image, uv", choices=SETUPS),
+                    _option("--packages", "with uv: install or node", choices=PACKAGES),
+                    _option("--python", "interpreter on the nodes", "PATH"),
                     _option("--home", "FLASH_HOME on the nodes (default: of each its own)", "DIR"),
                     _option("--ssh", "host that has the engine's commands", "HOST"),
                     _repeated("--option", "argument of sbatch, such as --gres=gpu:1", "ARGUMENT"),

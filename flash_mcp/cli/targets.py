@@ -24,6 +24,8 @@ from flash_mcp.supervisor.probe import Probed, probe
 SIMPLE = (
     "engine",
     "storage",
+    "setup",
+    "packages",
     "python",
     "home",
     "env_file",

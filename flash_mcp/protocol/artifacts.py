@@ -60,6 +60,10 @@ class Artifacts:
         self._known[folder] = (fingerprint, digest)
         return digest
 
+    def url_of(self, digest: str) -> str:
+        """Path or URL of the archive."""
+        return f"{self.url}/{digest}.tar"
+
     def release(self, digest: str, run_id: str) -> None:
         """The run is removed: delete the artifact unless another run needs it. A run that starts to
         need it in this moment stores it again with its next attempt.
@@ -169,7 +173,12 @@ def trim(cache: Path, limit_bytes: float) -> None:
             total -= sizes[folder]
 
 
-PLACES = (("environment", "path"), ("init_adapter", "path"), ("dataset", "path"))
+PLACES = (
+    ("environment", "path"),
+    ("init_adapter", "path"),
+    ("dataset", "path"),
+    ("code", "path"),
+)
 """Where a job names a folder. `model` names one too, if it is a path."""
 
 
@@ -183,12 +192,15 @@ def packed(job: Json, artifacts: Artifacts) -> Json:
 
 
 def placed(job: Json, artifacts: Artifacts, cache: Path) -> Json:
-    """The inverse on a node: every artifact fetched, and named by its folder there."""
+    """The inverse on a node: every artifact fetched, and named by its folder there. The code is
+    what runs.
+    """
 
     def fetched(name: str) -> str:
         return str(artifacts.fetch(name.removeprefix(MARK), cache))
 
-    return _replaced(job, lambda text: text.startswith(MARK), fetched)
+    needed = {part: body for part, body in job.items() if part != "code"}
+    return _replaced(needed, lambda text: text.startswith(MARK), fetched)
 
 
 def delete_run(folder: RunFolder, patience_s: float) -> None:

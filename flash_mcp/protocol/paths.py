@@ -27,12 +27,14 @@ def home() -> Path:
     return path
 
 
-def write_private(path: Path, text: str) -> None:
-    """Write a file whole or not at all, for this user alone."""
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+def write_private(path: Path, content: str | bytes, scratch: Path | None = None) -> None:
+    """Write a file whole or not at all, for this user alone. `scratch` is a folder of the same
+    disk for the part that is not whole.
+    """
+    part = (scratch or path.parent) / f".{path.name}.{secrets.token_hex(4)}"
     part.touch(mode=0o600)
     try:
-        part.write_text(text)
+        part.write_bytes(content.encode() if isinstance(content, str) else content)
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)

@@ -64,8 +64,15 @@ class TargetSettings(BaseModel):
     storage: str
     """Where run folders and artifacts lie: a URL of a store, or the absolute path of a folder that
     the server and all nodes share."""
-    python: str = "python3"
-    """Interpreter on the nodes that has flash-mcp and its worker's packages."""
+    setup: Literal["path", "image", "uv"] = "path"
+    """How nodes get flash-mcp. path: `python` has it. image: so has that of a container, which
+    `options` or the cluster start. uv: attempts bring the server's own version, and uv on the node
+    installs it once."""
+    packages: Literal["install", "node"] = "install"
+    """With setup uv, where all other packages come from. install: uv fetches them, with those of
+    [cpu] or [gpu]. node: `python` has them."""
+    python: str = ""
+    """Interpreter on the nodes; default python3, and with setup uv one that uv finds."""
     home: str | None = None
     """FLASH_HOME on the nodes; by default a folder of each node's own. It holds caches."""
     env: dict[str, str] = {}
@@ -109,6 +116,8 @@ class TargetSettings(BaseModel):
 
     @model_validator(mode="after")
     def _has_address(self) -> Self:
+        if self.packages == "node" and not (self.setup == "uv" and self.python):
+            raise ValueError("packages = node needs setup = uv, and the python that has them")
         if (self.engine == "ray") != bool(self.address):
             raise ValueError("engine ray needs an address, and no other has one")
         return self

@@ -8,15 +8,19 @@ import time
 from dataclasses import dataclass, fields
 
 from flash_mcp import __version__
+from flash_mcp.protocol.artifacts import Artifacts
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.paths import home
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state.runs import REMOTE_PATIENCE_S
 from flash_mcp.state.targets import TargetSettings
+from flash_mcp.supervisor.code_archive import code_folder
 from flash_mcp.supervisor.launch.base import Handle, Launch, Launcher
-from flash_mcp.supervisor.targets import launcher_of, node_environment, on_node
+from flash_mcp.supervisor.targets import Code, launcher_of, node_environment, on_node
 
 PROBE_S = 120.0
+SETUP_FIX = "correct the target's setup, packages or python; docs/targets.md describes them"
 POLL_S = 0.5
 GONE_S = 10.0
 """A file may become visible so long after the job that wrote it has ended."""
@@ -42,10 +46,15 @@ def probe(name: str, settings: TargetSettings, wait_s: float = PROBE_S) -> Probe
     """Run the job. FlashError(target_unreachable | target_refused | store_unreachable)."""
     key = f"probe-{secrets.token_hex(4)}"
     folder = RunFolder(settings.folder_of(key), patience_s=REMOTE_PATIENCE_S)
-    command = on_node(settings, ["worker.node", folder.url, "--probe"])
+    artifacts = Artifacts(settings.storage, patience_s=REMOTE_PATIENCE_S)
     launcher = launcher_of(settings)
     handle: Handle | None = None
+    code: Code | None = None
     try:
+        if settings.setup == "uv":
+            digest = artifacts.put(code_folder(home()), key)
+            code = Code(artifacts.url_of(digest), digest, f"{folder.url}/log.1")
+        command = on_node(settings, ["worker.node", folder.url, "--probe"], code)
         folder.create({"time": time.time()})
         handle = launcher.submit(Launch(key, 1, command, node_environment(settings), None))
         return _checked(name, _answer(name, folder, launcher, handle, command, wait_s))
@@ -53,6 +62,8 @@ def probe(name: str, settings: TargetSettings, wait_s: float = PROBE_S) -> Probe
         if handle:
             launcher.cancel(handle)
         folder.remove()
+        if code:
+            artifacts.release(code.digest, key)
 
 
 def _answer(
@@ -73,7 +84,9 @@ def _answer(
         if hint.state == "gone" and gone_at is None:
             gone_at = time.monotonic()
         if gone_at is not None and time.monotonic() - gone_at > GONE_S:
-            what = f"the probe of {name} ended without a word ({hint.detail})"
+            what = f"the probe of {name} ended without an answer ({hint.detail})"
+            if said := folder.log_tail(1):
+                raise FlashError("target_refused", f"{what}: {said}", fix=SETUP_FIX)
             needs = "python must exist there, with flash-mcp, and reach the storage with its keys"
             fix = f"run this on a node: {shlex.join(command)}; {needs}"
             raise FlashError("target_refused", what, fix=fix)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import hmac
+import json
 import os
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from flash_mcp.protocol import sealing
-from flash_mcp.protocol.artifacts import Artifacts, packed
+from flash_mcp import __version__
+from flash_mcp.protocol import node_code, sealing
+from flash_mcp.protocol.artifacts import MARK, Artifacts, packed
 from flash_mcp.protocol.records import Json, Run
 from flash_mcp.protocol.run_folder import PATIENCE_S
 from flash_mcp.protocol.spec import LOCAL_TARGET
 from flash_mcp.state import queue
 from flash_mcp.state.runs import REMOTE_PATIENCE_S
 from flash_mcp.state.targets import TargetSettings, find_target, key_of, tag_of
+from flash_mcp.supervisor.code_archive import code_folder
 from flash_mcp.supervisor.launch.base import Launch, Launcher, Target
 from flash_mcp.supervisor.launch.ray import RayLauncher
 from flash_mcp.supervisor.launch.slurm import SlurmLauncher
@@ -52,7 +57,12 @@ class RemoteTarget(Target):
     patience_s = REMOTE_PATIENCE_S
 
     def __init__(
-        self, name: str, settings: TargetSettings, launcher: Launcher, key: bytes = b""
+        self,
+        name: str,
+        settings: TargetSettings,
+        launcher: Launcher,
+        key: bytes = b"",
+        code: Path | None = None,
     ) -> None:
         self.name = name
         self.key = key
@@ -60,20 +70,34 @@ class RemoteTarget(Target):
         self.settings = settings
         self.launcher = launcher
         self.artifacts = Artifacts(settings.storage, patience_s=REMOTE_PATIENCE_S)
+        self.code = code
+        """The folder with the wheel, if attempts bring it."""
+        self._code_digest = ""
 
     def job(self, run: Run) -> Json:
         cache_bytes = int(self.settings.cache_gib * 2**30)
         storage = {"url": self.settings.storage, "cache_bytes": cache_bytes}
-        return {**packed(queue.job(run), self.artifacts), "storage": storage}
+        job = queue.job(run)
+        if self.code:
+            job["code"] = {"path": str(self.code)}
+        job = packed(job, self.artifacts)
+        if self.code:
+            self._code_digest = job["code"]["path"].removeprefix(MARK)
+        return {**job, "storage": storage}
 
     def launch(self, run: Run, secrets: Mapping[str, str]) -> Launch:
         variables = node_environment(self.settings)
         if run.spec.secrets:
             variables[sealing.TOKEN] = self._token(run)
+        named = ["worker.node", run.folder, "--attempt", str(run.attempt)]
+        code = None
+        if self.code:
+            archive = self.artifacts.url_of(self._code_digest)
+            code = Code(archive, self._code_digest, f"{run.folder}/log.{run.attempt}")
         return Launch(
             run.id,
             run.attempt,
-            on_node(self.settings, ["worker.node", run.folder, "--attempt", str(run.attempt)]),
+            on_node(self.settings, [*named, "--version", __version__], code),
             variables,
             None,
             gpus=run.spec.gpus,
@@ -91,13 +115,37 @@ def _name(run: Run) -> str:
     return f"{run.id}-{run.attempt}"
 
 
-def on_node(settings: TargetSettings, module: Sequence[str]) -> list[str]:
+@dataclass(frozen=True)
+class Code:
+    """What an attempt brings with it: an archive of `code_folder`, and its log's place."""
+
+    archive: str
+    digest: str
+    log: str
+
+
+def on_node(settings: TargetSettings, module: Sequence[str], code: Code | None = None) -> list[str]:
     """The command that runs a module of ours on a node."""
-    command = [settings.python, "-P", "-m", *module]
+    command = [settings.python or "python3", "-P", "-m", *module]
+    if code:
+        command = _with_code(settings, code, module)
     if settings.env_file is None:
         return command
     sourced = f'set -a; . {shlex.quote(settings.env_file)}; set +a; exec "$@"'
     return ["/bin/sh", "-c", sourced, "sh", *command]
+
+
+def _with_code(settings: TargetSettings, code: Code, module: Sequence[str]) -> list[str]:
+    is_whole = settings.packages == "node"
+    order = json.dumps({**vars(code), "own_packages": is_whole})
+    program = ["-P", "-c", Path(node_code.__file__).read_text(), order, *module]
+    if is_whole:
+        return [settings.python, *program]
+    python = settings.python or f"{sys.version_info.major}.{sys.version_info.minor}"
+    uv = ["uv", "run", "--no-project", "--no-config", "--quiet", "--python", python]
+    if "://" in settings.storage:
+        uv += ["--with", "fsspec", "--with", "s3fs"]
+    return [*uv, "python", *program]
 
 
 def node_environment(settings: TargetSettings) -> dict[str, str]:
@@ -116,4 +164,5 @@ def launcher_of(settings: TargetSettings, tag: str = "") -> Launcher:
 def open_target(base: Path, name: str) -> Target:
     """The target of that name. FlashError(unknown_target | targets_invalid)."""
     settings = find_target(base, name)
-    return RemoteTarget(name, settings, launcher_of(settings, tag_of(base)), key_of(base))
+    code = code_folder(base) if settings.setup == "uv" else None
+    return RemoteTarget(name, settings, launcher_of(settings, tag_of(base)), key_of(base), code)

@@ -133,7 +133,7 @@ def test_a_run_trains_on_a_node_that_sees_nothing_of_the_state_directory(
     assert Path(lab.store.checkpoint(run.id).path, "adapter_model.safetensors").is_file()
     assert "step 3/3" in lab.store.log(run.id)
     assert str(lab.home) not in Path(run.folder, "job.json").read_text()
-    cached = (tmp_path / "node" / "artifacts").iterdir()
+    cached = next((tmp_path / "node").glob("machines/*/artifacts")).iterdir()
     assert len([path for path in cached if path.is_dir()]) == 2  # model and environment
 
     # An adapter that was trained there is a start and is evaluated there.
@@ -143,6 +143,24 @@ def test_a_run_trains_on_a_node_that_sees_nothing_of_the_state_directory(
     resolved = resolve(RunSpec.model_validate({**spec, "steps": 1}))
     later, _ = queue.enqueue(lab.store, resolved, lab.environment, adapter)
     assert lab.finish(later).state == "succeeded", lab.trouble()
+
+
+def test_attempts_bring_the_servers_code_to_a_node_that_does_not_have_it(
+    hidden: Path, tmp_path: Path, tiny_model: Path
+) -> None:
+    """The node's interpreter has the other packages: fetching them takes the network."""
+    node = tmp_path / "node"
+    setup = {"setup": "uv", "packages": "node"}
+    lab = Lab(hidden / "uv", str(tmp_path / "shared"), node, tiny_model, **setup)
+    path = lab.home / "targets.toml"
+    path.write_text(path.read_text().replace("PYTHONPATH", "UNUSED"))
+    run = lab.train(steps=1)
+    lab.until(lambda: lab.now(run).phase)
+    packages = next(node.glob("machines/*/code/*/packages"))
+    assert worker_of(run).environ()["PYTHONPATH"] == str(packages)
+    assert lab.finish(run).state == "succeeded", lab.trouble()
+    removal.remove(lab.store, run.id)
+    assert not list(Path(lab.storage, "artifacts").glob("*.tar"))
 
 
 def test_a_worker_that_is_told_to_end_saves_and_another_attempt_goes_on(lab: Lab) -> None:
@@ -278,7 +296,8 @@ def test_the_commands_of_the_page_work_as_written(
         "calculator": "vowels",
     }
     printed: dict[str, str] = {}
-    for program, *arguments in commands_of(ROOT / "docs" / "targets.md"):
+    page = ROOT / "docs" / "targets.md"
+    for program, *arguments in [*commands_of(page), *commands_of(page, 3)]:
         assert program == "flash-mcp"
         command = [real.get(word, word) for word in arguments]
         if command[0] in ("train", "evaluate"):

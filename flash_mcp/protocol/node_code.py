@@ -1,0 +1,172 @@
+"""Puts the server's version of flash-mcp on a node, and becomes a module of it there. It uses the
+standard library, and fsspec for a store: nothing of ours is on the node yet.
+
+    python -c TEXT-OF-THIS-FILE ORDER MODULE ARGUMENT ...
+
+ORDER is what `Order` is, as JSON. Attempts of a node share HOME/code/NAME: the first one installs,
+under a lock, and others wait. A file READY says that it is whole."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib
+import io
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from pathlib import Path
+from typing import IO, Any, NoReturn, TypedDict
+
+READY = "ready"
+KEPT_S = 7 * 86_400.0
+"""Installations that were not used for so long are removed."""
+TAIL = 4000
+
+
+class Order(TypedDict):
+    """What to install."""
+
+    archive: str
+    """Path or URL of an archive with the wheel and files of pins."""
+    digest: str
+    """The archive's sha256."""
+    own_packages: bool
+    """Whether the interpreter has the packages that flash-mcp needs; else uv installs them."""
+    log: str
+    """Path or URL of the file that is told what went wrong."""
+
+
+def main() -> NoReturn:
+    order: Order = json.loads(sys.argv[1])
+    try:
+        command = _command(order)
+    except Exception as error:
+        said = f"flash-mcp could not be installed on this node: {error}"
+        if isinstance(error, subprocess.CalledProcessError):
+            said += f"\n{error.stdout}"
+        _store(order["log"], said[-TAIL:])
+        sys.exit(said)
+    os.execv(command[0], [*command, "-m", *sys.argv[2:]])
+
+
+def use_own_home() -> None:
+    """FLASH_HOME of this node, unless the target gives one. Nodes may share that: caches lie in a
+    part of it for each.
+    """
+    os.environ["FLASH_MACHINE"] = socket.gethostname()
+    if "FLASH_HOME" not in os.environ:
+        home = Path(tempfile.gettempdir(), f"flash-mcp-{os.getuid()}")
+        home.mkdir(mode=0o700, exist_ok=True)
+        if home.stat().st_uid != os.getuid():
+            sys.exit(f"{home} belongs to somebody else: give the target a home")
+        os.environ["FLASH_HOME"] = str(home)
+
+
+def _command(order: Order) -> list[str]:
+    """The interpreter with flash-mcp."""
+    use_own_home()
+    extra = "gpu" if shutil.which("nvidia-smi") else "cpu"
+    kind = "code" if order["own_packages"] else extra
+    caches = Path(os.environ["FLASH_HOME"], "machines", os.environ["FLASH_MACHINE"])
+    folder = caches / "code" / f"{order['digest'][:16]}-{kind}"
+    folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    lock = folder.with_suffix(".lock").open("a")
+    os.set_inheritable(lock.fileno(), True)  # held until the module has ended
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    os.utime(folder.with_suffix(".lock"))
+    if not (folder / READY).exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        _unpack(order, folder)
+        _install(folder, extra, own_packages=order["own_packages"])
+        (folder / READY).touch()
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    _clear(folder)
+    if not order["own_packages"]:
+        return [str(folder / "venv" / "bin" / "python"), "-P"]
+    before = os.environ.get("PYTHONPATH")
+    paths = [str(folder / "packages"), *([before] if before else [])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    return [sys.executable, "-P"]
+
+
+def _unpack(order: Order, folder: Path) -> None:
+    with _opened(order["archive"], "rb") as stream:
+        body = stream.read()
+    if hashlib.sha256(body).hexdigest() != order["digest"]:
+        raise ValueError(f"{order['archive']} does not match its checksum")
+    with tarfile.open(fileobj=io.BytesIO(body)) as archive:
+        archive.extractall(folder, filter="data")
+
+
+def _install(folder: Path, extra: str, *, own_packages: bool) -> None:
+    """With uv: the wheel alone, or an environment with all that it needs."""
+    wheel = next(folder.glob("*.whl"))
+    if own_packages:
+        python = ["--python", sys.executable]
+        _uv(
+            "pip", "install", *python, "--no-deps", "--target", str(folder / "packages"), str(wheel)
+        )
+        return
+    _uv("venv", "--python", sys.executable, str(folder / "venv"))
+    python = ["--python", str(folder / "venv" / "bin" / "python")]
+    options = ["--overrides", str(folder / "overrides.txt")]
+    if (pins := folder / f"constraints-{extra}.txt").exists():
+        options += ["--constraints", str(pins)]
+    if extra == "cpu" and "UV_FIND_LINKS" not in os.environ:
+        os.environ.setdefault("UV_TORCH_BACKEND", "cpu")
+    wanted = f"flash-mcp[{extra},s3] @ {wheel.as_uri()}"
+    _uv("pip", "install", "--compile-bytecode", *python, *options, wanted)
+
+
+def _uv(*arguments: str) -> None:
+    places = f"{os.environ.get('PATH', os.defpath)}{os.pathsep}{Path(sys.executable).parent}"
+    uv = os.environ.get("UV") or shutil.which("uv", path=places)
+    if uv is None:
+        raise FileNotFoundError(f"there is no uv in {places}")
+    # Its own settings, and no pyproject.toml of a folder above.
+    command = [uv, *arguments, "--quiet", "--no-config"]
+    subprocess.run(
+        command, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def _clear(used: Path) -> None:
+    """Remove other versions that nobody uses."""
+    for path in used.parent.glob("*.lock"):
+        folder = path.with_suffix("")
+        if folder == used or time.time() - path.stat().st_mtime < KEPT_S:
+            continue
+        with path.open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _store(place: str, text: str) -> None:
+    """Tell whoever reads this attempt's log, as far as that works."""
+    try:
+        with _opened(place, "wb") as stream:
+            stream.write(text.encode())
+    except Exception as error:
+        sys.stderr.write(f"the log cannot be stored: {error!r}\n")
+
+
+def _opened(place: str, mode: str) -> IO[bytes]:
+    if "://" not in place:
+        return Path(place).open(mode)  # pyright: ignore[reportReturnType]
+    fsspec: Any = importlib.import_module("fsspec")
+    return fsspec.open(place, mode).open()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""How an attempt brings this version of flash-mcp to a node, with real uv."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from environments.process import requirements
+from environments.process.scratch import scratch_folder
+from flash_mcp import __version__
+from flash_mcp.protocol import node_code
+from flash_mcp.protocol.artifacts import Artifacts
+from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.state.targets import TargetSettings
+from flash_mcp.supervisor.code_archive import code_folder
+from flash_mcp.supervisor.targets import Code, on_node
+from tests.places import ROOT
+
+pytestmark = pytest.mark.slow
+
+UV = Path(sys.executable).with_name("uv")
+
+
+class Node:
+    """A machine that shares a storage, and no more. Its uv notes each call."""
+
+    def __init__(self, tmp_path: Path, flash_home: Path) -> None:
+        self.storage = tmp_path / "shared"
+        self.home = tmp_path / "node"
+        self.caches = self.home / "machines" / socket.gethostname()
+        self.calls = tmp_path / "calls"
+        self.log = tmp_path / "log.1"
+        programs = tmp_path / "bin"
+        programs.mkdir()
+        (programs / "uv").write_text(f'#!/bin/sh\necho "$*" >>{self.calls}\nexec {UV} "$@"\n')
+        (programs / "uv").chmod(0o755)
+        flash_home.mkdir(exist_ok=True)
+        artifacts = Artifacts(str(self.storage), patience_s=5)
+        self.digest = artifacts.put(code_folder(flash_home), "run-1")
+        self.archive = Path(artifacts.url_of(self.digest))
+        self.variables = {"PATH": f"{programs}:/usr/bin:/bin", "FLASH_HOME": str(self.home)}
+
+    def start(self, *module: str, **variables: str) -> subprocess.Popen[str]:
+        """Without site-packages, so that no flash-mcp of this machine is found."""
+        fields = {"setup": "uv", "packages": "node", "python": sys.executable}
+        settings = TargetSettings(engine="slurm", storage=str(self.storage), **fields)  # pyright: ignore
+        code = Code(str(self.archive), self.digest, str(self.log))
+        command = on_node(settings, module, code)
+        return subprocess.Popen(
+            [command[0], "-S", *command[1:]], env={**self.variables, **variables}, cwd="/",
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+
+    def run(self, *module: str, **variables: str) -> tuple[int, str]:
+        process = self.start(*module, **variables)
+        said, _ = process.communicate(timeout=120)
+        return process.returncode, said
+
+
+@pytest.fixture
+def node(tmp_path: Path, flash_home: Path) -> Node:
+    return Node(tmp_path, flash_home)
+
+
+def test_two_attempts_at_once_share_one_installation_of_the_servers_version(node: Node) -> None:
+    processes = [node.start("inspect", "--details", "worker.node") for _ in range(2)]
+    for process in processes:
+        said, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, said
+        assert f"Origin: {node.caches}/code/{node.digest[:16]}-code/packages/worker/" in said
+    assert len(node.calls.read_text().splitlines()) == 1
+    installed = next(node.caches.glob("code/*/packages/flash_mcp-*.dist-info"))
+    assert f"Version: {__version__}\n" in (installed / "METADATA").read_text()
+    for path in (ROOT / "flash_mcp").rglob("*.py"):
+        assert (installed.parent / path.relative_to(ROOT)).read_bytes() == path.read_bytes()
+
+
+def test_an_installation_that_was_broken_off_is_made_anew(node: Node) -> None:
+    left = node.caches / "code" / f"{node.digest[:16]}-code"
+    (left / "packages").mkdir(parents=True)
+    assert node.run("inspect", "flash_mcp")[0] == 0
+    assert (left / "ready").exists()
+
+
+def test_what_goes_wrong_is_in_the_log_that_the_server_reads(node: Node) -> None:
+    code, said = node.run("inspect", "flash_mcp", PATH="/bin", UV="/no/uv")
+    assert code == 1 and "could not be installed on this node" in said
+    assert "/no/uv" in node.log.read_text()
+    with node.archive.open("ab") as stream:
+        stream.write(b"damage")
+    code, _ = node.run("inspect", "flash_mcp")
+    assert code == 1
+    assert f"{node.archive} does not match its checksum" in node.log.read_text()
+
+
+def test_versions_that_nobody_used_for_a_week_are_removed(node: Node) -> None:
+    long_ago = time.time() - 8 * 86_400
+    for name in ("old", "used", "new"):
+        (node.caches / "code" / name).mkdir(parents=True)
+        lock = node.caches / "code" / f"{name}.lock"
+        lock.touch()
+        if name != "new":
+            os.utime(lock, (long_ago, long_ago))
+    with (node.caches / "code" / "used.lock").open() as held:
+        node_code.fcntl.flock(held, node_code.fcntl.LOCK_SH)
+        assert node.run("inspect", "flash_mcp")[0] == 0
+    assert not (node.caches / "code" / "old").exists()
+    assert (node.caches / "code" / "used").exists() and (node.caches / "code" / "new").exists()
+
+
+def test_the_code_is_the_same_bytes_each_time(flash_home: Path) -> None:
+    flash_home.mkdir(exist_ok=True)
+    first = {path.name: path.read_bytes() for path in code_folder(flash_home).iterdir()}
+    shutil.rmtree(flash_home / "code")
+    assert {path.name: path.read_bytes() for path in code_folder(flash_home).iterdir()} == first
+
+
+def test_a_node_with_another_version_is_refused_with_both(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.create({"run_id": "run-1"})
+    command = [sys.executable, "-m", "worker.node", folder.url, "--attempt", "1"]
+    done = subprocess.run(
+        [*command, "--version", "9.9.9"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    result = json.loads((tmp_path / "run" / "result.1.json").read_text())
+    error = result["error"]
+    assert (result["state"], error["code"]) == ("failed", "target_refused")
+    assert f"has flash-mcp {__version__}; the server has 9.9.9" in error["what"]
+
+
+def test_nodes_that_share_a_home_have_caches_of_their_own(
+    flash_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for machine in ("one", "two"):
+        monkeypatch.setenv("FLASH_MACHINE", machine)
+        caches = flash_home / "machines" / machine
+        assert requirements.interpreters_dir() == caches / "interpreters"
+        folder, held = scratch_folder("me", 1, 1)  # no more than one at once, on each machine
+        with held:
+            assert folder.parent == caches / "scratch"
