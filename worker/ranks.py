@@ -11,10 +11,8 @@ The exchange is a gloo group beside torch's default one, which belongs to vLLM's
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -100,21 +98,23 @@ class Ranks:
         tensor.data.copy_(value)
 
     def gather(self, value: T) -> list[T]:
-        """The value of every rank, in their order, on each of them."""
+        """The value of every rank, in their order, on each of them. It is JSON, so that a program
+        on this machine that got into the exchange could not run code; tuples become lists.
+        """
         if self._group is None:
             return [value]
         import torch  # noqa: PLC0415
 
-        packed = torch.frombuffer(_pickled(value), dtype=torch.uint8)
+        packed = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.count)]
         self._finish(self._group.allgather([sizes], [torch.tensor([len(packed)])]))
-        longest = max(int(size) for size in sizes)
-        padded = torch.zeros(longest, dtype=torch.uint8)
+        lengths = [int(size) for size in sizes]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(packed)] = packed
         buffers = [torch.empty_like(padded) for _ in range(self.count)]
         self._finish(self._group.allgather([buffers], [padded]))
-        # The ranks are processes of this attempt: what they send is as good as our own.
-        return [pickle.loads(bytes(buffer.numpy())) for buffer in buffers]
+        pairs = zip(buffers, lengths, strict=True)
+        return [json.loads(bytes(buffer[:length].numpy())) for buffer, length in pairs]
 
     def share(self, value: T) -> T:
         """Rank 0's value, on every rank."""
@@ -131,35 +131,11 @@ class Ranks:
                 raise Cancelled
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, POLL_S[1])
-        try:
-            work.wait()
-        except RuntimeError:
-            # The connection broke because a rank ended. Rank 0's watch says why, and ends us all.
-            time.sleep(LEAVE_S)
-            raise
+        work.wait()
 
 
 ALONE = Ranks()
 """The ranks of a run of one process."""
-
-
-class _Pickler(pickle.Pickler):
-    def reducer_override(self, obj: Any) -> Any:
-        from worker.rollouts.transcript import ChatTemplate  # noqa: PLC0415
-
-        # A transcript's template holds the tokenizer. Records and metrics read its tools only.
-        return (_Template, (obj.tools,)) if isinstance(obj, ChatTemplate) else NotImplemented
-
-
-class _Template:
-    def __init__(self, tools: list[Json]) -> None:
-        self.tools = tools
-
-
-def _pickled(value: Any) -> bytearray:
-    stream = io.BytesIO()
-    _Pickler(stream).dump(value)
-    return bytearray(stream.getbuffer())
 
 
 # -- processes -------------------------------------------------------------------------------------
@@ -223,6 +199,10 @@ def started(
         yield ranks
         if not pulse.cancelled.is_set():  # else they wait for a step that this rank leaves out
             _wait_for(children)
+    except RuntimeError:
+        # Perhaps a connection broke because a rank ended. Then the watch says why, and ends us all.
+        watch.join(LEAVE_S)
+        raise
     finally:
         is_over.set()
         watch.join()
@@ -312,6 +292,8 @@ def serve_rank(
         ranks.connect(scratch)
         work(given["job"], pulse.writer, pulse, own, ranks)
     except BaseException as raised:  # the last place where this rank can say why it ended
+        if isinstance(raised, RuntimeError):
+            time.sleep(LEAVE_S)  # perhaps another rank ended: see `started`
         error = explain(raised, pulse.phase)
         _error_file(scratch, rank).write_text(json.dumps(error.to_dict()))
         return 1

@@ -101,7 +101,9 @@ def load_model(
         tell(stage, share)
 
     pinned = _pinned_commit(writer.folder) or job.get("lineage", {}).get("model_commit")
-    path = ranks.from_first(lambda: ensure(spec.model, revision=pinned, on_progress=on_fetched))
+    path = Path(
+        ranks.from_first(lambda: str(ensure(spec.model, revision=pinned, on_progress=on_fetched)))
+    )
     if commit := commit_of(path):
         writer.event("model", f"{spec.model} at commit {commit}", commit=commit)
     config = config_of(path)
@@ -516,12 +518,20 @@ class TrainingSession(Session[RunSpec]):
         self.pulse.enter("rollout", of=len(tasks))
         started = time.monotonic()
         rollouts = self.collect(own, self.limits)
-        parts = self.ranks.gather(rollouts)
+        every = self._from_all(rollouts)
         if self.ranks.is_first:
-            every = sorted(itertools.chain.from_iterable(parts), key=lambda each: each.task.index)
             self._report_rollouts(step, every, time.monotonic() - started, sync_s)
         self.pulse.enter("train")
         return rollouts
+
+    def _from_all(self, rollouts: list[Rollout]) -> list[Rollout]:
+        """The rollouts of all ranks, in the order of the step."""
+        if self.ranks.count == 1:
+            return rollouts
+        parts = self.ranks.gather([each.packed() for each in rollouts])
+        template = self.model.template
+        every = [Rollout.unpacked(each, template) for part in parts for each in part]
+        return sorted(every, key=lambda each: each.task.index)
 
     def _report_rollouts(
         self, step: int, rollouts: list[Rollout], rollout_s: float, sync_s: float
@@ -569,9 +579,10 @@ class TrainingSession(Session[RunSpec]):
         tasks = task_groups("eval", range(total), 1, lambda example, index, attempt: index)
         mine = self.ranks.mine(tasks)
         self.collect_blocks(mine, limits, lambda rollout: own.append(rollout.record(step)))
-        rows = list(itertools.chain.from_iterable(self.ranks.gather(own)))
+        parts = self.ranks.gather([row.fields() for row in own])
         if not self.ranks.is_first:
             return
+        rows = [records.Rollout.of(fields) for part in parts for fields in part]
         rows.sort(key=lambda row: row.index)
         summary = summarize_evaluation(rows, seconds=time.monotonic() - started)
         summary |= self.constant_level("eval", range(total))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -22,11 +23,14 @@ from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import validate
 from tests.attempts import Attempt, make_run
 from tests.places import ROOT
-from tests.tiny import make_tiny_model
+from tests.tiny import make_tiny_model, make_tokenizer
 from tests.watch import listening_ports
 from tests.worker.test_grpo import MAX_COMPLETION, SIZE, make_policy, make_rollouts, settings_of
 from worker.heartbeat import Cancelled, Pulse
 from worker.ranks import Ranks, variables
+from worker.rollouts.scheduler import Rollout
+from worker.rollouts.transcript import ChatTemplate, Transcript
+from worker.rollouts.turns import Completion
 from worker.training.grpo import Trainer
 from worker.training.sft import make_sft_trainer
 
@@ -89,6 +93,11 @@ class Step:
         parts = [each for each in self.policy.named_parameters() if each[1].requires_grad]
         return {name: (p.grad if gradients else p.data).clone() for name, p in parts}
 
+    def numbers(self) -> list[Any]:
+        """Gradients and weights; JSON keeps every bit of them."""
+        both = [*self.trained(gradients=True).values(), *self.trained(gradients=False).values()]
+        return [each.tolist() for each in both]
+
 
 def as_second_rank(model: Path, out: Path) -> None:
     """The other process of the test of gradients."""
@@ -96,7 +105,7 @@ def as_second_rank(model: Path, out: Path) -> None:
     ranks.connect(out)
     for case in CASES:
         step = Step(model, out / "second", ranks, case)
-        ranks.gather([step.trained(gradients=is_gradient) for is_gradient in (True, False)])
+        ranks.gather(step.numbers())
 
 
 @pytest.fixture(scope="module")
@@ -128,9 +137,8 @@ as_second_rank(Path({str(exact_model)!r}), Path({str(tmp_path)!r}))
             for name, gradient in first.trained(gradients=True).items():
                 close = {"rtol": 1e-6, "atol": 1e-6 * largest}
                 torch.testing.assert_close(gradient, expected[name], **close)
-            own = [first.trained(gradients=is_gradient) for is_gradient in (True, False)]
-            for mine, theirs in zip(own, ranks.gather(own)[1], strict=True):
-                assert all(torch.equal(mine[name], theirs[name]) for name in mine), case
+            own, others = ranks.gather(first.numbers())
+            assert own == others, case
     assert second.returncode == 0
 
 
@@ -198,6 +206,25 @@ def test_a_run_of_two_ranks_is_that_of_one_though_a_rank_is_killed_and_one_goes_
     assert [row["messages"] for row in first["rollouts"]] == [
         row["messages"] for row in second["rollouts"]
     ]
+
+
+def test_a_rollout_travels_as_json_and_arrives_whole() -> None:
+    tokenizer = make_tokenizer()
+    template = ChatTemplate(tokenizer)
+    first, second = make_rollouts(tokenizer, 1, groups=1)[:2]
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+    first.transcript = Transcript(template, [{"role": "user", "content": "what\u2028?"}], tools)
+    first.transcript.add_answer(Completion([65, 66, 67], [-0.1, -1 / 3, -2.0], "length"))
+    first.transcript.forks = [(40, 3)]
+    first.metrics = {"part": 1 / 3}
+    second.error = {"code": "environment_error", "what": "it fell"}
+    for rollout in (first, second):
+        arrived = Rollout.unpacked(json.loads(json.dumps(rollout.packed())), template)
+        assert arrived.record(3, 0.5) == rollout.record(3, 0.5)
+        assert arrived.task == rollout.task and arrived.error == rollout.error
+        assert arrived.transcript and rollout.transcript
+        assert arrived.transcript.packed() == rollout.transcript.packed()
+        assert arrived.transcript.template.tools == rollout.transcript.template.tools
 
 
 def test_a_cancel_ends_the_wait_for_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

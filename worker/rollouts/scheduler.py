@@ -23,7 +23,7 @@ import zlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, Self
 
 from environments.checks.playing import together
 from environments.process.foreign import plain_name
@@ -136,6 +136,19 @@ class Rollout:
     reason: str | None = None
     error: dict[str, str] | None = None
     seconds: float = 0.0
+
+    def packed(self) -> Json:
+        """The ended rollout as JSON, for another process."""
+        transcript = self.transcript.packed() if self.transcript else None
+        return {**vars(self), "task": vars(self.task), "transcript": transcript}
+
+    @classmethod
+    def unpacked(cls, packed: Json, template: ChatTemplate) -> Self:
+        """The inverse of `packed`. `template` is the model's."""
+        task = Task(**packed["task"])
+        given = packed["transcript"]
+        transcript = Transcript.unpacked(given, template) if given else None
+        return cls(**{**packed, "task": task, "transcript": transcript})
 
     def record(self, step: int, advantage: float | None = None) -> records.Rollout:
         """The rollout as rollouts/STEP.jsonl and evals/STEP.json hold it."""

@@ -223,6 +223,18 @@ class ChatTemplate:
             raise _unsupported(what, "use a model whose template leaves earlier turns as they are")
 
 
+PACKED = (
+    "messages",
+    "prompt_ids",
+    "completion_ids",
+    "mask",
+    "logprobs",
+    "truncated",
+    "forks",
+    "branches",
+)
+
+
 @dataclass
 class Transcript:
     """One conversation as tokens.
@@ -251,6 +263,20 @@ class Transcript:
         self.template = self.template.for_tools(tools)
         self.messages = [dict(message) for message in self.messages]
         self.prompt_ids = self.template.prompt_ids(self.messages)
+
+    def packed(self) -> Json:
+        """The transcript as JSON, without what only a conversation that goes on needs."""
+        return {"tools": self.template.tools, **{name: getattr(self, name) for name in PACKED}}
+
+    @classmethod
+    def unpacked(cls, packed: Json, template: ChatTemplate) -> Self:
+        """The inverse of `packed`."""
+        made = object.__new__(cls)
+        made.template = template.for_tools(packed["tools"])
+        for name in PACKED:
+            setattr(made, name, packed[name])
+        made.forks = [(start, after) for start, after in made.forks]
+        return made
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
