@@ -2,16 +2,16 @@
 
     scripts/hubs --learn [--only PACKAGE] [--write]
 
-Each environment is pushed, and the default model trains in it for some steps, with the same held-out
-tasks evaluated before and after; an environment that is only for evaluation is evaluated. Everything
-goes through the product's tools, in the interpreters that scripts/hubs installs. The rows that
---write puts into docs/hubs.md are those of one run each."""
+Each environment is pushed, and the default model trains in it: a warm-up on gold answers if there
+are some, and then GRPO, with the same held-out tasks evaluated before and after each. An environment
+that is only for evaluation is evaluated. Everything goes through the product's tools, in the
+interpreters that scripts/hubs installs. --write puts the rows into docs/hubs.md."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,25 +24,26 @@ from tests.places import ROOT
 
 DOCUMENT = ROOT / "docs" / "hubs.md"
 HELD_OUT = 40
-TRAINING: dict[str, Any] = {
-    "batch_size": 4,
-    "group_size": 8,
-    "learning_rate": 2e-4,
+COMMON: dict[str, Any] = {
     "lora_rank": 16,
     "lora_alpha": 32,
-    "eval_before": True,
     "eval_after": True,
     "eval_examples": HELD_OUT,
+    "accept_failed_gate": True,
 }
+SFT: dict[str, Any] = {"algorithm": "sft", "batch_size": 8, "learning_rate": 2e-4}
+GRPO: dict[str, Any] = {"batch_size": 4, "group_size": 8, "learning_rate": 2e-4}
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """One environment. `args` go to its load_environment; without `steps` it is evaluated."""
+    """One environment. `args` go to its load_environment. Without steps it is evaluated."""
 
     hub: str
     name: str
     args: Mapping[str, Any] = field(default_factory=dict)
+    warm_up: int = 0
+    """Steps of SFT before the steps of GRPO."""
     steps: int = 0
     fields: Mapping[str, Any] = field(default_factory=dict)
     split: str = "eval"
@@ -50,18 +51,19 @@ class Lesson:
 
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-WORDS = {"min_word_len": 3, "max_word_len": 3}
 LESSONS = [
-    Lesson("verifiers", "SingleTurnEnv chain_sum", SUMS, steps=8, fields={"max_tokens": 24}),
     Lesson(
         "verifiers",
-        "SingleTurnEnv spell_backward",
-        WORDS,
-        steps=3,
-        fields={"max_tokens": 24, "eval_examples": 20},
+        "SingleTurnEnv chain_sum",
+        SUMS,
+        warm_up=12,
+        steps=8,
+        fields={"max_tokens": 8},
     ),
-    Lesson("verifiers", "MultiTurnEnv GuessTheNumber", fields={"max_tokens": 48}),
-    Lesson("verifiers", "ToolEnv chain_sum", fields={"max_tokens": 64}),
+    Lesson("verifiers", "ToolEnv chain_sum", warm_up=12, steps=3, fields={"max_tokens": 40}),
+    Lesson("verifiers", "MultiTurnEnv GuessTheNumber", steps=2, fields={"max_tokens": 16}),
+    Lesson("verifiers", "group rewards", SUMS, steps=2, fields={"max_tokens": 8}),
+    Lesson("verifiers_tasksets", "one agent", steps=2, fields={"max_tokens": 8}),
     Lesson(
         "inspect",
         "agent_threat_bench.agent_threat_bench_memory_poison",
@@ -73,27 +75,25 @@ LESSONS = [
 
 @dataclass(frozen=True)
 class Learned:
-    """The figures of one lesson: scores of the held-out tasks, and of the tasks evaluated."""
+    """The figures of one lesson: scores of the held-out tasks at first and after each training, or
+    of the tasks evaluated.
+    """
 
     lesson: Lesson
-    before: Mapping[str, Any]
-    after: Mapping[str, Any] | None
+    scores: Sequence[Mapping[str, Any]]
     minutes: float
 
     @property
     def row(self) -> tuple[object, ...]:
-        success = [_success(self.before)]
-        rewards = [f"{self.before['reward']:.3f}"]
-        if self.after:
-            success.append(_success(self.after))
-            rewards.append(f"{self.after['reward']:.3f}")
+        lesson = self.lesson
+        steps = {"SFT": lesson.warm_up, "GRPO": lesson.steps}
         return (
-            self.lesson.hub,
-            self.lesson.name,
-            self.lesson.steps or "-",
-            self.before["n"],
-            ", then ".join(success),
-            ", then ".join(rewards),
+            lesson.hub,
+            lesson.name,
+            ", ".join(f"{count} {kind}" for kind, count in steps.items() if count) or "-",
+            self.scores[0]["n"],
+            ", then ".join(map(_success, self.scores)),
+            ", then ".join(f"{scores['reward']:.3f}" for scores in self.scores),
             f"{self.minutes:.0f}",
         )
 
@@ -109,23 +109,34 @@ async def learn(session: Session, lesson: Lesson) -> Learned:
     pushed = await session.call(
         "env_push", name=lesson.hub, folder=folder, environment_args=args, load=False
     )
-    wanted = {
-        "environment": pushed["environment"],
-        "environment_args": args,
-        **lesson.fields,
-    }
+    wanted = {"environment": pushed["environment"], "environment_args": args, **lesson.fields}
     if lesson.steps:
-        run = await session.call(
-            "train", **{**TRAINING, **wanted}, steps=lesson.steps, accept_failed_gate=True
-        )
-        view = await watch(session, run["run_id"])
-        before, after = view["held_out"][0], view["held_out"][-1]
+        scores = await _trained(session, lesson, {**COMMON, **wanted})
     else:
-        run = await session.call("evaluate", **wanted, limit=HELD_OUT, split=lesson.split)
+        wanted |= {"limit": HELD_OUT, "split": lesson.split}
+        run = await session.call("evaluate", **wanted)
         await watch(session, run["run_id"])
-        found = await session.call("evaluate", **wanted, limit=HELD_OUT, split=lesson.split)
-        before, after = found["scores"], None
-    return Learned(lesson, before, after, (time.monotonic() - started) / 60)
+        scores = [(await session.call("evaluate", **wanted))["scores"]]
+    return Learned(lesson, scores, (time.monotonic() - started) / 60)
+
+
+async def _trained(
+    session: Session, lesson: Lesson, wanted: dict[str, Any]
+) -> list[Mapping[str, Any]]:
+    """The scores before and after each training."""
+    scores: list[Mapping[str, Any]] = []
+    if lesson.warm_up:
+        run = await session.call("train", **SFT, **wanted, steps=lesson.warm_up, eval_before=True)
+        view = await watch(session, run["run_id"])
+        scores += [view["held_out"][0], view["held_out"][-1]]
+        wanted = {**wanted, "init_from_adapter": f"{view['run_id']}@{view['step']}"}
+    run = await session.call(
+        "train", **GRPO, **wanted, steps=lesson.steps, eval_before=not lesson.warm_up
+    )
+    view = await watch(session, run["run_id"])
+    if not scores:
+        scores.append(view["held_out"][0])
+    return [*scores, view["held_out"][-1]]
 
 
 def table(found: list[Learned]) -> str:

@@ -61,6 +61,7 @@ ANSWERS = {
     "GuessTheNumber": ("[7]", "[12]", "[3]", "[18]"),
     "game:": (r"\boxed{5}", r"\boxed{1 2}", r"\boxed{crane}", r"\boxed{up}", "nothing"),
     "reasoning-gym:": ("<answer>7</answer>",),
+    "openenv echo": ("hello", "good bye"),
     "": ("[1]", "[up]", "[2 1]", "[crane]", "$1/2$", "nothing"),
 }
 """What is answered, by the beginning of the environment's name: the longest that fits."""
@@ -102,7 +103,8 @@ class Tried:
 @dataclass
 class Hub:
     """One package. `name` is that of its folder in tests/hub_environments, but for reasoning-gym.
-    Without `names` its environment lists them.
+    Without `names` its environment lists them. Rows with another `title` than the package's name
+    are rows of their own.
     """
 
     name: str
@@ -110,6 +112,10 @@ class Hub:
     names: list[str] = field(default_factory=list)
     version: str = ""
     tried: list[Tried] = field(default_factory=list)
+    title: str = ""
+
+    def __post_init__(self) -> None:
+        self.title = self.title or self.package
 
     def folder(self, environment: str, scratch: Path) -> Path:
         """The environment's folder; those of reasoning-gym are written as the product does it."""
@@ -135,6 +141,7 @@ def hubs() -> list[Hub]:
         Hub("textarena", "textarena"),
         Hub("openenv", "openenv"),
         Hub("verifiers", "verifiers"),
+        Hub("verifiers_tasksets", "verifiers", title="verifiers, tasksets"),
         Hub("inspect", "inspect-evals"),
         Hub("openreward", "openreward", ["the package's own template"]),
         Hub("freesolo_single", "freesolo", ["single turn"]),
@@ -181,7 +188,7 @@ async def try_one(hub: Hub, name: str, scratch: Path) -> Tried:
         tried.refused = f"[{fault.code}] {fault.what}\n{fault.traceback[-1500:]}".strip()
     tried.seconds = round(time.monotonic() - started, 1)
     outcome = tried.refused.partition("\n")[0] or tried.unequal or "equal"
-    sys.stderr.write(f"{hub.package} {name}: {outcome[:150]} ({tried.seconds} s)\n")
+    sys.stderr.write(f"{hub.title} {name}: {outcome[:150]} ({tried.seconds} s)\n")
     return tried
 
 
@@ -257,7 +264,7 @@ def table(found: list[Hub]) -> str:
         counts = Counter(tried.reason for tried in hub.tried if tried.refused)
         reasons = ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
         equal = f"{sum(not tried.unequal for tried in ran)} of {len(ran)}"
-        rows.append((hub.package, hub.version, len(hub.tried), len(ran), reasons or "-", equal))
+        rows.append((hub.title, hub.version, len(hub.tried), len(ran), reasons or "-", equal))
     head = (
         "package",
         "version",
@@ -270,12 +277,12 @@ def table(found: list[Hub]) -> str:
 
 
 def joined(found: list[Hub]) -> list[Hub]:
-    """One Hub for each package."""
-    by_package: dict[str, Hub] = {}
+    """One Hub for each row."""
+    rows: dict[str, Hub] = {}
     for hub in found:
-        known = by_package.setdefault(hub.package, Hub(hub.name, hub.package, [], hub.version))
-        known.tried += hub.tried
-    return list(by_package.values())
+        new = Hub(hub.name, hub.package, [], hub.version, title=hub.title)
+        rows.setdefault(hub.title, new).tried += hub.tried
+    return list(rows.values())
 
 
 def write(text: str, document: Path, block: str) -> None:

@@ -4,7 +4,8 @@
 
 verifiers plays each rollout itself, with its own client against the rollout's endpoint, and its
 rubric scores it, together with the others of its group if it has rewards of groups. The adapter
-only chooses tasks. Seen to work with verifiers 0.3.1."""
+only chooses tasks. Seen to work with verifiers 0.3.1; for tasksets of 0.4 see verifiers_tasksets.
+"""
 
 # Any method of an environment may be `async def`.
 # pyright: reportIncompatibleMethodOverride=false
@@ -19,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from environments.adapters import Row, prompt_text, tasks_of
+from environments.adapters import Row, prompt_text, tasks_of, verifiers_tasksets
 from environments.base import (
     EnvironmentAgent,
     EnvironmentEpisode,
@@ -49,12 +50,11 @@ STATE = "verifiers_state"
 
 def adapt(loaded: Any) -> EnvironmentAgent:
     """The environment of an object of verifiers. Raises UnsupportedError."""
+    if not hasattr(loaded, "run_rollout"):
+        return verifiers_tasksets.adapt(loaded)
     for kind in type(loaded).__mro__:
         if needed := ELSEWHERE.get(kind.__name__):
             raise UnsupportedError(f"{kind.__name__} of verifiers needs {needed}")
-    if not hasattr(loaded, "run_rollout"):
-        what = f"{type(loaded).__module__}.{type(loaded).__qualname__}"
-        raise UnsupportedError(f"{what} is no environment with rollouts; use verifiers 0.3.1")
     members = getattr(loaded, "envs", ())  # an EnvGroup has several
     for member in members:
         adapt(member)

@@ -291,3 +291,53 @@ async def test_a_rubric_of_verifiers_compares_the_rollouts_of_a_task(
         alone = await host.open("train", 0)
         assert (await host.step(alone.episode, "a long answer")).done
         assert (await host.score(alone.episode)).metrics["briefest"] == 1.0
+
+
+@pytest.mark.slow
+async def test_a_taskset_of_verifiers_is_played_by_an_agent(
+    installed: Callable[[str], Path],
+) -> None:
+    args = {"name": "one agent"}
+    async with await EnvironmentHost.start(installed("verifiers_tasksets"), args=args) as host:
+        opening = await host.open("train", 0)
+        assert [message["role"] for message in opening.messages] == ["system", "user"]
+        assert opening.tools == []
+        (sum_,) = re.findall(r"[-+\d ]*\d", opening.messages[-1]["content"])
+        assert (await host.step(opening.episode, f"{eval(sum_)}")).done
+        right = await host.score(opening.episode)
+        assert (right.reward, right.success, right.reason) == (1.0, True, "agent_completed")
+        assert right.metrics["right"] == 1.0
+        opening = await host.open("train", 0)
+        assert (await host.step(opening.episode, "no idea")).done
+        wrong = await host.score(opening.episode)
+        assert (wrong.reward, wrong.metrics["length"]) == (0.0, 7.0)
+
+
+@pytest.mark.slow
+async def test_a_shell_of_verifiers_runs_in_the_environment(
+    installed: Callable[[str], Path],
+) -> None:
+    args = {"name": "one agent with a shell"}
+    async with await EnvironmentHost.start(installed("verifiers_tasksets"), args=args) as host:
+        opening = await host.open("train", 0)
+        assert [tool["function"]["name"] for tool in opening.tools] == ["bash", "edit"]
+        step = await host.step(opening.episode, "", call("bash", '{"command": "echo $((6 * 7))"}'))
+        assert [(each["role"], each["content"]) for each in step.messages] == [("tool", "42\n")]
+        assert (await host.step(opening.episode, "It is 42.")).done
+        assert (await host.score(opening.episode)).metrics["length"] == 9.0
+
+
+@pytest.mark.slow
+async def test_an_environment_of_openenv_is_a_taskset_of_verifiers(
+    installed: Callable[[str], Path],
+) -> None:
+    """All of it is of the two packages: the taskset, the server, and the environment."""
+    args = {"name": "openenv echo"}
+    async with await EnvironmentHost.start(installed("verifiers_tasksets"), args=args) as host:
+        opening = await host.open("train", 0)
+        assert "Echo environment ready!" in opening.messages[0]["content"]
+        step = await host.step(opening.episode, "hello there")
+        assert '"message_length": 11' in step.messages[0]["content"]
+        assert (await host.step(opening.episode, "bye")).done
+        score = await host.score(opening.episode)
+        assert score.metrics["openenv_reward"] == pytest.approx(1.4)
