@@ -547,9 +547,11 @@ class Attendant:
         """
         self.launcher.cancel(attempt.handle)
         with self._despite_trouble(run):
+            # Asked first: an attempt that still ends writes its result after all else.
+            result = final_result(attempt.folder)
             attempt.reader.read(now=True)
             self._store_log(attempt)
-            if result := final_result(attempt.folder):
+            if result:
                 self._finish(run, result["state"], result["step"], result["error"])
                 return
         if attempt.is_short_of_space and error.code == "worker_failed":
@@ -820,5 +822,7 @@ def main() -> None:
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
         stream=sys.stderr,
     )
+    for chatty in ("httpx", "botocore", "aiobotocore"):  # a line for each look at a target
+        logging.getLogger(chatty).setLevel(logging.WARNING)
     patience = Patience(idle_exit_s=arguments.idle_exit_s)
     supervise(arguments.home or home(), lambda base: Supervisor(base, patience=patience))

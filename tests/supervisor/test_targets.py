@@ -17,6 +17,7 @@ from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state import queue
 from flash_mcp.state.store import Store
 from flash_mcp.state.targets import find_target, key_of, new_target, write_target
+from flash_mcp.supervisor.ingest import Reader
 from flash_mcp.supervisor.launch.base import Handle, Hint, Launch, MemoryLauncher, Target
 from flash_mcp.supervisor.loop import Attempt, Attendant, Patience, Supervisor
 from flash_mcp.supervisor.secrets import Vault
@@ -34,6 +35,7 @@ class Engine(MemoryLauncher):
     def __init__(self) -> None:
         super().__init__()
         self.submitted: list[str] = []
+        self.cancelled: list[Handle] = []
         self.answers = threading.Event()
         self.answers.set()
 
@@ -41,6 +43,10 @@ class Engine(MemoryLauncher):
         self.submitted.append(launch.key)
         self.hints.setdefault(launch.key, Hint("pending", "Resources"))
         return Handle(launch.key, f"job {len(self.submitted)}")
+
+    def cancel(self, handle: Handle) -> None:
+        self.cancelled.append(handle)
+        super().cancel(handle)
 
     def poll(self, handles: Sequence[Handle]) -> dict[str, Hint]:
         self.answers.wait()
@@ -115,12 +121,12 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 def test_a_run_that_waits_for_a_machine_burns_no_attempt_and_says_what_it_waits_for(
     bench: Bench,
 ) -> None:
-    run = bench.train(stall_timeout_s=0.5, max_attempts=1)
+    run = bench.train(stall_timeout_s=0.1, max_attempts=1)
     bench.until(lambda: bench.now(run).waits_for)
     waiting = bench.now(run)
     assert (waiting.state, waiting.waits_for) == ("starting", "Resources")
     attempt = bench.attendant._attempts[run.id]
-    bench.until(lambda: attempt.watched_s > 3 * 0.5)
+    bench.until(lambda: attempt.watched_s > 10 * 0.1)
     assert bench.now(run).attempt == 1
     bench.lab.engine.hints[f"{run.id}-1"] = Hint("pending", "Priority")
     bench.until(lambda: bench.now(run).waits_for == "Priority")
@@ -187,6 +193,28 @@ def test_a_run_that_is_preempted_without_end_fails(
     bench.lab.engine.hints |= {f"{run.id}-{attempt}": gone for attempt in (1, 2, 3)}
     bench.until(lambda: bench.now(run).ended)
     assert (bench.now(run).state, bench.now(run).attempt) == ("failed", 3)
+
+
+def test_an_attempt_that_ends_while_it_is_given_up_is_read_to_its_end(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = bench.train()
+    bench.until(lambda: bench.now(run).handle)
+    writer = bench.start(run)
+    read = Reader.read
+
+    def read_too_early(reader: Reader, *, now: bool = False) -> bool:
+        found = read(reader, now=now)
+        if bench.lab.engine.cancelled and not writer.folder.result():
+            writer.metrics(1, {"loss": 1.0})
+            writer.commit_result("succeeded", 1)
+        return found
+
+    monkeypatch.setattr(Reader, "read", read_too_early)
+    bench.lab.engine.hints[f"{run.id}-1"] = Hint("gone", "CANCELLED", is_preempted=True)
+    bench.until(lambda: bench.now(run).ended)
+    assert bench.now(run).state == "succeeded"
+    assert [row.step for row in bench.store.metrics(run.id)] == [1]
 
 
 def test_what_an_engine_took_is_not_submitted_again_by_the_next_supervisor(bench: Bench) -> None:
