@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import hashlib
 import json
 import os
 import random
@@ -39,6 +38,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flash_mcp.protocol.errors import CODES
+from flash_mcp.protocol.paths import scratch_prefix
 from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state.store import Store
@@ -336,14 +336,26 @@ async def _serve(agent: Agent, chaos: Chaos, run_id: str) -> None:
 
 
 def check(store: Store, run: Run, steps: int, outcome: Outcome) -> None:
-    """What has to be true of every run, whatever happened to it."""
+    """What has to be true of a store with one run, whatever happened to it."""
+    if len(store.runs()) != 1:
+        outcome.defects.append(f"{len(store.runs())} runs instead of 1")
+    outcome.defects += defects_of(store, run, steps, is_quick=outcome.flavour == "quick")
+    integrity = store.query("PRAGMA integrity_check")
+    if integrity != [{"integrity_check": "ok"}]:
+        outcome.defects.append(f"integrity: {integrity}")
+
+
+def defects_of(store: Store, run: Run, steps: int, *, is_quick: bool) -> list[str]:
+    """What is wrong with a run that must have succeeded after so many steps, each saved. The state
+    of a quick one is the chain of hashes.
+    """
+    defects: list[str] = []
 
     def expect(what: str, found: object, wanted: object) -> None:
         if found != wanted:
-            outcome.defects.append(f"{what}: {found!r} instead of {wanted!r}")
+            defects.append(f"{what}: {found!r} instead of {wanted!r}")
 
     folder, every = RunFolder(run.folder), list(range(1, steps + 1))
-    expect("runs", len(store.runs()), 1)
     expect("state and step", (run.state, run.step), ("succeeded", steps))
     expect("result", (folder.result() or {}).get("state"), "succeeded")
     expect("steps with metrics", [row.step for row in store.metrics(run.id)], every)
@@ -353,14 +365,23 @@ def check(store: Store, run: Run, steps: int, outcome: Outcome) -> None:
         rows = store.rollouts(run.id, step=step, order="index", limit=999)
         expect(f"rollouts of step {step}", [row.index for row in rows], list(range(len(rows))))
     expect("steps with checkpoints", [row.step for row in store.checkpoints(run.id)], every)
-    for step in folder.checkpoint_steps():
-        saved = folder.verify_checkpoint(step)
-        if outcome.flavour == "quick":
-            state = Path(saved["path"], "state").read_text()
-            expect(f"state after step {step}", state, state_after(step))
-    prefix = f"flash-{hashlib.sha256(run.folder.encode()).hexdigest()[:12]}-"
-    expect("scratch folders", list(Path(tempfile.gettempdir()).glob(f"{prefix}*")), [])
-    expect("integrity", store.query("PRAGMA integrity_check"), [{"integrity_check": "ok"}])
+    with tempfile.TemporaryDirectory() as scratch, folder.listed():
+        for step in folder.checkpoint_steps():
+            saved = folder.fetch_checkpoint(step, Path(scratch, str(step)))
+            if is_quick:
+                state = (saved / "state").read_text()
+                expect(f"state after step {step}", state, state_after(step))
+    left = list(Path(tempfile.gettempdir()).glob(f"{scratch_prefix(run.folder)}*"))
+    expect("scratch folders", left, [])
+    return defects
+
+
+def seen_in(folder: RunFolder) -> list[object]:
+    """What a reader sees of a run folder that no attempt may change any more."""
+    with folder.listed():
+        steps = [folder.metrics(step) for step in folder.metric_steps()]
+        saved = [folder.manifest(step) for step in folder.checkpoint_steps()]
+        return [*steps, *saved, folder.result()]
 
 
 def _everything(store: Store, run: Run) -> dict[str, Any]:

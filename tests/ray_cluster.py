@@ -15,7 +15,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
+import psutil
 
+from tests.network import Network
 from tests.places import ROOT
 from tests.slurm import daemon, free_ports, wait_for
 
@@ -32,33 +34,72 @@ class Cluster:
     On both, the folders `hidden` are empty.
     """
 
-    def __init__(self, folder: Path, hidden: Sequence[Path] = ()) -> None:
+    def __init__(
+        self, folder: Path, hidden: Sequence[Path] = (), network: Network | None = None
+    ) -> None:
         self.folder = folder
         self.hidden = hidden
+        self.network = network
+        self.host = network.address if network else "127.0.0.1"
         self.token_file = folder / "token"
         self.token_file.write_text(secrets.token_hex(32))
         self.port, dashboard, self.client_port = free_ports(3)
-        self.address = f"http://127.0.0.1:{dashboard}"
+        self.address = f"http://{self.host}:{dashboard}"
         self.dashboard_port = dashboard
         self.nodes: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self) -> None:
-        head = [f"--port={self.port}", f"--dashboard-port={self.dashboard_port}", "--head"]
-        head += ["--dashboard-host=127.0.0.1", f"--ray-client-server-port={self.client_port}"]
-        self._start("head", *head, f"--temp-dir={self.folder}")
-        wait_for(lambda: self.alive_nodes() == 1)
-        self._start("other", f"--address=127.0.0.1:{self.port}")
-        wait_for(lambda: self.alive_nodes() == 2)
+        for number, name in enumerate(("head", "other"), 1):
+            self.start_node(name)
+            wait_for(lambda number=number: self._has_nodes(number))
 
-    def _start(self, name: str, *options: str) -> None:
-        common = ["--node-ip-address=127.0.0.1", "--num-cpus=1", "--disable-usage-stats", "--block"]
-        command = [str(RAY), "start", *options, *common]
+    def _has_nodes(self, number: int) -> bool:
+        """A node that did not come up within Ray's 30 s is started again: the machine was busy."""
+        self.mend()
+        return self.alive_nodes() == number
+
+    def start_node(self, name: str) -> None:
+        """`head`, or `other`, which alone has the resource `other`."""
+        own = self.network.addresses[name] if self.network and name == "other" else self.host
+        options = [f"--address={self.host}:{self.port}", '--resources={"other": 1}']
+        if name == "head":
+            options = [f"--port={self.port}", f"--dashboard-port={self.dashboard_port}", "--head"]
+            options += [f"--dashboard-host={self.host}", f"--temp-dir={self.folder}"]
+            options += [f"--ray-client-server-port={self.client_port}"]
+        options += [f"--node-ip-address={own}", "--num-cpus=1", "--disable-usage-stats", "--block"]
+        command = [str(RAY), "start", *options]
         variables = {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(self.token_file),
             "FLASH_RAY_CLUSTER": str(self.folder),
         }
-        self.nodes[name] = daemon(command, variables, self.hidden, self.folder / f"{name}.log")
+        log = self.folder / f"{name}.log"
+        if self.network and name == "other":
+            command = self.network.within(name, command)
+        self.nodes[name] = daemon(command, variables, self.hidden, log)
+
+    def daemon_of(self, name: str, program: str) -> psutil.Process:
+        """A node's `raylet`, or `gcs_server` of the head. LookupError if it does not run."""
+        node = psutil.Process(self.nodes[name].pid)
+        for process in node.children(recursive=True):
+            with suppress(psutil.Error):
+                if process.name() == program:
+                    return process
+        raise LookupError(f"{name} has no {program}")
+
+    def mend(self) -> None:
+        """Start nodes again that have ended, as a service manager does. A new head knows nothing of
+        the other node.
+        """
+        ended = [name for name, node in self.nodes.items() if node.poll() is not None]
+        if "head" in ended and "other" in self.nodes:
+            with suppress(LookupError, psutil.Error):
+                self.daemon_of("other", "raylet").kill()
+            self.nodes["other"].kill()
+            self.nodes["other"].wait()
+            ended = ["head", "other"]
+        for name in ended:
+            self.start_node(name)
 
     def alive_nodes(self) -> int:
         headers = {"Authorization": f"Bearer {self.token_file.read_text()}"}
@@ -80,10 +121,10 @@ class Cluster:
 
 
 @contextmanager
-def running(hidden: Sequence[Path] = ()) -> Generator[Cluster]:
+def running(hidden: Sequence[Path] = (), network: Network | None = None) -> Generator[Cluster]:
     """A cluster that is ready."""
     folder = Path(tempfile.mkdtemp(prefix="ray-"))  # short: it holds sockets
-    cluster = Cluster(folder, hidden)
+    cluster = Cluster(folder, hidden, network)
     try:
         cluster.start()
         yield cluster

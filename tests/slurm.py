@@ -18,12 +18,14 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tests.network import Network
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scancel", "sinfo")
 NODES = ("n1", "n2")
-READY_S = 60.0
+READY_S = 180.0
 CONFIG = """
 ClusterName=rehearsal
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={host}({addresses[0]})
 SlurmctldPort={ports[0]}
 SlurmUser={user}
 SlurmdUser={user}
@@ -47,8 +49,8 @@ ReturnToService=2
 SchedulerParameters=sched_interval=1,batch_sched_delay=0,sched_min_interval=0
 SlurmdTimeout=10
 KillWait=5
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=1 State=UNKNOWN
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=1 State=UNKNOWN
+NodeName=n1 NodeHostname={host} NodeAddr={addresses[1]} Port={ports[1]} CPUs=1 State=UNKNOWN
+NodeName=n2 NodeHostname={host} NodeAddr={addresses[2]} Port={ports[2]} CPUs=1 State=UNKNOWN
 PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -70,9 +72,12 @@ class Cluster:
     empty, as on a machine that is not this one.
     """
 
-    def __init__(self, folder: Path, hidden: Sequence[Path] = ()) -> None:
+    def __init__(
+        self, folder: Path, hidden: Sequence[Path] = (), network: Network | None = None
+    ) -> None:
         self.folder = folder
         self.hidden = hidden
+        self.network = network
         self.conf = folder / "slurm.conf"
         self.daemons: dict[str, subprocess.Popen[bytes]] = {}
         for name in ("state", *NODES):
@@ -82,7 +87,12 @@ class Cluster:
         key.write_bytes(os.urandom(64))
         key.chmod(0o600)
         host = socket.gethostname().split(".")[0]
-        text = CONFIG.format(host=host, ports=free_ports(3), user="root", folder=folder)
+        addresses = ["127.0.0.1"] * 3
+        if network:
+            addresses = [network.address, *(network.addresses[name] for name in NODES)]
+        text = CONFIG.format(
+            host=host, addresses=addresses, ports=free_ports(3), user="root", folder=folder
+        )
         self.conf.write_text(text)
 
     def start(self) -> None:
@@ -109,7 +119,15 @@ class Cluster:
         hidden = self.hidden if program == "slurmd" else ()
         variables = {"SLURM_CONF": str(self.conf)}
         log = self.folder / "daemons.log"
+        if self.network and known_as:
+            command = self.network.within(known_as, command)
         self.daemons[known_as or program] = daemon(command, variables, hidden, log)
+
+    def mend(self) -> None:
+        """Start daemons again that have ended, as a service manager does."""
+        for name, process in self.daemons.items():
+            if process.poll() is not None:
+                self.start_daemon(name)
 
     def kill(self, name: str) -> None:
         self.daemons[name].kill()
@@ -160,10 +178,12 @@ def daemon(
 
 
 @contextmanager
-def running(folder: Path | None = None, hidden: Sequence[Path] = ()) -> Generator[Cluster]:
+def running(
+    folder: Path | None = None, hidden: Sequence[Path] = (), network: Network | None = None
+) -> Generator[Cluster]:
     """A cluster that is ready, with SLURM_CONF set within."""
     made = folder or Path(tempfile.mkdtemp(prefix="slurm-"))
-    cluster = Cluster(made, hidden)
+    cluster = Cluster(made, hidden, network)
     before = os.environ.get("SLURM_CONF")
     try:
         cluster.start()
@@ -189,7 +209,7 @@ def wait_for(condition: object) -> None:
     assert callable(condition)
     deadline = time.monotonic() + READY_S
     while not condition():
-        assert time.monotonic() < deadline, "Slurm was not ready in time"
+        assert time.monotonic() < deadline, "the cluster was not ready in time"
         time.sleep(0.05)
 
 

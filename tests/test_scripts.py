@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import psutil
@@ -13,6 +14,8 @@ import pytest
 
 from tests import reaper
 from tests.places import ROOT, TESTS
+from tests.scale import strikes
+from tests.scale.rehearsal import ENGINES
 from tests.supervisor.test_loop import wait_for
 
 
@@ -162,3 +165,13 @@ def test_a_function_that_is_too_long_or_too_complex_is_named(tmp_path: Path) -> 
     assert sizes(tmp_path, long).startswith(f"{name}: 61 lines, complexity 1;")
     assert sizes(tmp_path, complex_).startswith(f"{name}: 21 lines, complexity 21;")
     assert sizes(tmp_path, "        x += 1\n" * 59) == ""
+
+
+def test_the_faults_of_a_rehearsal_are_of_all_kinds_and_those_of_its_seed() -> None:
+    faults = strikes.plan(0, 30)
+    counts = Counter(fault.kind for fault in faults)
+    assert set(counts) == set(strikes.KINDS)
+    assert set(counts.values()) == {3, 4}
+    assert faults == strikes.plan(0, 30) != strikes.plan(1, 30)
+    for engine in ENGINES:
+        assert not any("{" in strikes.shown(engine, kind) for kind in counts)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import psutil
@@ -53,7 +54,7 @@ def load_environment(needs_secret=False, **arguments):
 class Lab:
     """A state directory, a cluster whose nodes do not see it, and a folder that both share."""
 
-    def __init__(self, home: Path, storage: str, node: Path, model: Path, **more: str) -> None:
+    def __init__(self, home: Path, storage: str, node: Path, model: Path, **more: Any) -> None:
         self.home = home
         self.store = Store(home)
         self.storage = storage

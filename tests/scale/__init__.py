@@ -1,0 +1,1 @@
+"""`scripts/scale`: a cluster on this machine, what it must show, and its table."""

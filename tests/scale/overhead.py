@@ -1,0 +1,59 @@
+"""What a target costs against this machine: seconds to the first step, seconds of a step, and
+requests to the store.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from tests.scale.rehearsal import Rehearsal
+
+STEPS = 5
+IDLE_S = 60.0
+
+
+@dataclass
+class Cost:
+    """Of one run of the tiny model. Requests of a step are those of the supervisor and the node."""
+
+    target: str
+    first_step_s: float
+    step_s: float
+    step_requests: float | None = None
+    idle_requests: int | None = None
+    """In a minute in which the run makes no progress."""
+
+
+def measure(rehearsal: Rehearsal, target: str) -> Cost:
+    """A run of STEPS steps, and on a target a minute of one that waits for its environment."""
+    called = time.time()
+    run_id = rehearsal.train(target, steps=STEPS, save_every=STEPS)
+    store, objects = rehearsal.store, rehearsal.objects
+    rehearsal.until(lambda: store.run(run_id).step >= 1, "the first step")
+    before, first = objects.requests(), store.run(run_id).step
+    rehearsal.until(lambda: store.run(run_id).step >= STEPS - 1, "the last step but one")
+    made, last = objects.requests() - before, store.run(run_id).step
+    rehearsal.ended(run_id)
+    times = [row.time for row in store.metrics(run_id)]
+    step_s = (times[-1] - times[0]) / (STEPS - 1)
+    cost = Cost(target, times[0] - called, step_s)
+    if target != "local":
+        cost.step_requests = made / max(1, last - first)
+        cost.idle_requests = _while_idle(rehearsal, target)
+    return cost
+
+
+def _while_idle(rehearsal: Rehearsal, target: str) -> int:
+    """Requests of a minute in which the environment scores one answer."""
+    arguments = f"{{pause_s = {2 * IDLE_S}}}"
+    run_id = rehearsal.train(target, steps=1, environment_args=arguments, env_timeout_s=300)
+    store, objects = rehearsal.store, rehearsal.objects
+    rehearsal.until(lambda: str(store.run(run_id).phase).startswith("rollout"), "its rollouts")
+    time.sleep(10)
+    before = objects.requests()
+    time.sleep(IDLE_S)
+    made = objects.requests() - before
+    rehearsal.flash("cancel", run_id)
+    rehearsal.until(lambda: store.run(run_id).ended, "the end of a cancelled run")
+    return made

@@ -1,0 +1,212 @@
+"""Faults of a cluster at random moments of many runs."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import psutil
+
+from flash_mcp.protocol.records import Run
+from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.spec import RunSpec, resolve
+from flash_mcp.state import queue
+from flash_mcp.supervisor.process import Holder
+from tests.crash import defects_of, seen_in
+from tests.scale.rehearsal import Rehearsal
+from tests.slurm import Cluster as Slurm
+
+KINDS = ("worker", "wrapper", "minder", "node", "controller", "supervisor", "link", "store", "cancel")  # fmt: skip
+NAMES = {
+    "slurm": {"minder": "slurmstepd", "node": "slurmd", "controller": "slurmctld"},
+    "ray": {"minder": "job supervisor", "node": "raylet", "controller": "gcs_server"},
+}
+"""What an engine calls the process that starts an attempt, a node's daemon, and its head."""
+SHOWN = {
+    "worker": "worker killed",
+    "wrapper": "wrapper killed",
+    "minder": "{} killed",
+    "node": "{} killed, started again after 15 s",
+    "controller": "{} killed, started again after 15 s",
+    "supervisor": "supervisor killed",
+    "link": "link of a node cut for 40 s",
+    "store": "store frozen for 60 s",
+    "cancel": "job cancelled behind our back",
+}
+TARGET = "quick"
+STEPS = 15
+PAUSE_S = 4.0
+"""The longest between the end of a fault and the next."""
+DOWN_S = 15.0
+CUT_S = 40.0
+FROZEN_S = 60.0
+OUTLIVE_S = 120.0
+"""How long a process may need to see that its attempt was replaced."""
+
+
+def shown(engine: str, kind: str) -> str:
+    return SHOWN[kind].format(NAMES[engine].get(kind, ""))
+
+
+@dataclass
+class Strike:
+    kind: str
+    pause_s: float
+    struck: bool = False
+
+
+def plan(seed: int, number: int) -> list[Strike]:
+    """So many faults, of each kind about as many, in random order."""
+    chance = random.Random(seed)
+    kinds = [KINDS[place % len(KINDS)] for place in range(number)]
+    chance.shuffle(kinds)
+    return [Strike(kind, round(chance.uniform(0, PAUSE_S), 2)) for kind in kinds]
+
+
+class Strikes(threading.Thread):
+    """Strikes as planned, each while a run is under way, and spread over all runs."""
+
+    def __init__(
+        self,
+        rehearsal: Rehearsal,
+        faults: list[Strike],
+        runs: int,
+        seed: int,
+        say: Callable[[str], None],
+    ) -> None:
+        super().__init__(name="strikes", daemon=True)
+        self.rehearsal = rehearsal
+        self.faults = faults
+        self.runs = runs
+        self.ended = 0
+        """Runs that have ended."""
+        self.chance = random.Random(seed)
+        self.say = say
+        self.over = threading.Event()
+        self._down_until = 0.0
+
+    def run(self) -> None:
+        for place, fault in enumerate(self.faults):
+            while self.ended < place * self.runs // len(self.faults) - 1:
+                if self.over.wait(0.2):
+                    break
+            self.over.wait(fault.pause_s)
+            while not fault.struck and not self.over.is_set():
+                try:
+                    fault.struck = self._strike(fault.kind)
+                except (psutil.Error, LookupError, OSError):  # it has just ended
+                    fault.struck = False
+                self.over.wait(0.2)
+        self.rehearsal.store.close()
+
+    def mend(self) -> None:
+        """Start again what was killed, once it was down for long enough."""
+        if time.monotonic() >= self._down_until:
+            self.rehearsal.cluster.mend()
+
+    def _strike(self, kind: str) -> bool:
+        """Whether there was a victim."""
+        taken = self.rehearsal.store.taken_runs(TARGET)
+        running = [run for run in taken if run.state == "running" and run.handle]
+        if not running or time.monotonic() < self._down_until:
+            return False
+        run = self.chance.choice(running)
+        acts: dict[str, Callable[[Run], None]] = {
+            "worker": lambda run: self.rehearsal.processes("worker.main", run)[0].kill(),
+            "wrapper": lambda run: self.rehearsal.processes("worker.node", run)[0].kill(),
+            "minder": lambda run: self._minder(run).kill(),
+            "node": lambda _: self._kill_node(),
+            "controller": lambda _: self._kill_controller(),
+            "supervisor": lambda _: self._kill_supervisor(),
+            "link": lambda _: self._cut(),
+            "store": lambda _: self._freeze(),
+            "cancel": self.rehearsal.end_behind_our_back,
+        }
+        acts[kind](run)
+        self.say(f"{run.id} at step {run.step}: {shown(self.rehearsal.engine, kind)}")
+        return True
+
+    def _minder(self, run: Run) -> psutil.Process:
+        """The engine's process that started the attempt. LookupError if there is none."""
+        for process in self.rehearsal.processes("worker.node", run)[0].parents():
+            words = process.cmdline()
+            if process.name() == "slurmstepd" or (words and words[0].startswith("ray::")):
+                return process
+        raise LookupError("the attempt has no minder")
+
+    def _kill_node(self) -> None:
+        cluster = self.rehearsal.cluster
+        self._down_until = time.monotonic() + DOWN_S
+        if isinstance(cluster, Slurm):
+            cluster.kill(self.chance.choice(list(self.rehearsal.network.addresses)))
+        else:
+            cluster.daemon_of("other", "raylet").kill()
+
+    def _kill_controller(self) -> None:
+        cluster = self.rehearsal.cluster
+        self._down_until = time.monotonic() + DOWN_S
+        if isinstance(cluster, Slurm):
+            cluster.kill("slurmctld")
+        else:
+            cluster.daemon_of("head", "gcs_server").kill()
+
+    def _kill_supervisor(self) -> None:
+        holder = Holder.read(self.rehearsal.home)
+        if holder is None or not holder.is_supervisor_of(self.rehearsal.home):
+            raise LookupError("no supervisor runs")
+        holder.kill(self.rehearsal.home)
+
+    def _cut(self) -> None:
+        with self.rehearsal.network.cut(self.chance.choice(list(self.rehearsal.network.addresses))):
+            self.over.wait(CUT_S)
+
+    def _freeze(self) -> None:
+        with self.rehearsal.objects.frozen():
+            self.over.wait(FROZEN_S)
+
+
+class Runs:
+    """Quick runs on the target, and what each had committed when it ended."""
+
+    def __init__(self, rehearsal: Rehearsal, number: int) -> None:
+        self.rehearsal = rehearsal
+        self.store = rehearsal.store
+        environment = self.store.environment("vowels")
+        spec = {"environment": "vowels", "target": TARGET, "steps": STEPS, "save_every": 1,
+                "keep_checkpoints": 100, "max_attempts": 20}  # fmt: skip
+        resolved = resolve(RunSpec.model_validate(spec))
+        self.ids = [queue.enqueue(self.store, resolved, environment)[0].id for _ in range(number)]
+        self.committed: dict[str, list[object]] = {}
+
+    def note_ended(self) -> int:
+        """Keep what runs that have ended since left; how many have ended."""
+        for run in self.store.runs(limit=len(self.ids)):
+            if run.ended and run.id in self.ids and run.id not in self.committed:
+                self.committed[run.id] = seen_in(RunFolder(run.folder))
+        return len(self.committed)
+
+    def defects(self) -> dict[str, list[str]]:
+        """{run: what is wrong with it}, of runs where something is."""
+        processes = self.rehearsal.processes
+        deadline = time.monotonic() + OUTLIVE_S
+        while (left := processes("worker.main")) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        found = {"processes": [f"outlived its run: {process.cmdline()}" for process in left]}
+        for run_id in self.ids:
+            run = self.store.run(run_id)
+            if run.ended is None:
+                found[run_id] = [f"has not ended: {run.state}, attempt {run.attempt}, {run.error}"]
+                continue
+            found[run_id] = defects_of(self.store, run, STEPS, is_quick=True)
+            if seen_in(RunFolder(run.folder)) != self.committed[run_id]:
+                found[run_id].append("its folder changed after its end")
+            epochs = [row.epoch for row in self.store.metrics(run_id)]
+            if epochs != sorted(epochs):
+                found[run_id].append(f"attempts of its steps: {epochs}")
+        return {name: wrong for name, wrong in found.items() if wrong}
+
+    def attempts(self) -> int:
+        return sum(self.store.run(run_id).attempt for run_id in self.ids)
