@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, cast
 from uuid import uuid4
 
 from flash_mcp.protocol.errors import FlashError
@@ -29,8 +29,8 @@ from flash_mcp.protocol.run_folder import RunFolder, connect, sha256_of
 
 MARK = "artifact:"
 CHUNK_BYTES = 4 << 20
-_IN_USE: dict[Path, IO[str]] = {}
-"""Open lock files: the kernel lets go of them when the process ends."""
+_IN_USE: dict[Path, int] = {}
+"""File descriptors of lock files: the kernel lets go of them when the process ends."""
 
 
 class Artifacts:
@@ -111,7 +111,9 @@ class Artifacts:
         cache.mkdir(parents=True, exist_ok=True, mode=0o700)
         with ExitStack() as opened:
             lock = _IN_USE.get(target)
-            lock = lock or opened.enter_context(target.with_suffix(".lock").open("a"))
+            if lock is None:
+                lock = os.open(target.with_suffix(".lock"), os.O_CREAT | os.O_RDWR, 0o600)
+                opened.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not target.is_dir():
                 with tempfile.TemporaryDirectory(prefix=".part-", dir=cache) as scratch:
