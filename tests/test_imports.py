@@ -4,7 +4,7 @@ import ast
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -59,20 +59,25 @@ def roots(names: set[str]) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
-def imports_of(package: str) -> Iterator[tuple[str, str]]:
+@cache
+def imports_of(package: str) -> list[tuple[str, str]]:
     """(module, imported module) for every import of ours in the package, those within functions
     included.
     """
     known = {name for package in PACKAGES for name in modules_of(package)}
+    found: list[tuple[str, str]] = []
     for name in modules_of(package):
         path = ROOT / name.replace(".", "/")
         source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
         for node in ast.walk(ast.parse(source.read_text())):
+            targets: set[str] = set()
             if isinstance(node, ast.Import):
-                yield from ((name, alias.name) for alias in node.names if alias.name in known)
+                targets = {alias.name for alias in node.names} & known
             elif isinstance(node, ast.ImportFrom) and node.module:
-                targets = {f"{node.module}.{alias.name}" for alias in node.names}
-                yield from ((name, target) for target in targets & known or {node.module} & known)
+                targets = {f"{node.module}.{alias.name}" for alias in node.names} & known
+                targets = targets or {node.module} & known
+            found += [(name, target) for target in sorted(targets)]
+    return found
 
 
 def floor_of(module: str) -> int | None:

@@ -108,8 +108,8 @@ def test_mcnemar_is_the_exact_binomial_test_of_the_changed_pairs(won: int, lost:
     assert statistics.mcnemar(won, lost) == pytest.approx(expected)
 
 
-@settings(max_examples=20)
-@given(st.lists(st.floats(-1, 1), min_size=20, max_size=80), st.integers(0, 5))
+@settings(max_examples=8)
+@given(st.lists(st.floats(-1, 1), min_size=20, max_size=40), st.integers(0, 5))
 def test_the_bootstrap_interval_is_scipys_but_for_the_draws(values: list[float], seed: int):
     theirs = scipy_stats.bootstrap(
         (values,),
