@@ -12,18 +12,21 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
 
 from flash_mcp.cli.demo import Session, connected, watch
+from flash_mcp.protocol.errors import FlashError
 from tests import docs
 from tests.hubs import FOLDERS
 from tests.places import ROOT
 
 DOCUMENT = ROOT / "docs" / "hubs.md"
-HELD_OUT = 40
+HELD_OUT = 24
+TRIES = 5
 COMMON: dict[str, Any] = {
     "lora_rank": 16,
     "lora_alpha": 32,
@@ -32,7 +35,7 @@ COMMON: dict[str, Any] = {
     "accept_failed_gate": True,
 }
 SFT: dict[str, Any] = {"algorithm": "sft", "batch_size": 8, "learning_rate": 2e-4}
-GRPO: dict[str, Any] = {"batch_size": 4, "group_size": 8, "learning_rate": 2e-4}
+GRPO: dict[str, Any] = {"batch_size": 4, "group_size": 8, "learning_rate": 1e-4}
 
 
 @dataclass(frozen=True)
@@ -52,23 +55,23 @@ class Lesson:
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 LESSONS = [
+    Lesson("verifiers", "ToolEnv chain_sum", warm_up=10, steps=2, fields={"max_tokens": 40}),
+    Lesson("verifiers", "MultiTurnEnv GuessTheNumber", steps=2, fields={"max_tokens": 16}),
+    Lesson("verifiers_tasksets", "one agent", steps=2, fields={"max_tokens": 8}),
+    Lesson("verifiers", "group rewards", SUMS, steps=2, fields={"max_tokens": 8}),
+    Lesson(
+        "inspect",
+        "agent_threat_bench.agent_threat_bench_memory_poison",
+        fields={"max_tokens": 64},
+        split="train",
+    ),
     Lesson(
         "verifiers",
         "SingleTurnEnv chain_sum",
         SUMS,
         warm_up=12,
         steps=8,
-        fields={"max_tokens": 8},
-    ),
-    Lesson("verifiers", "ToolEnv chain_sum", warm_up=12, steps=3, fields={"max_tokens": 40}),
-    Lesson("verifiers", "MultiTurnEnv GuessTheNumber", steps=2, fields={"max_tokens": 16}),
-    Lesson("verifiers", "group rewards", SUMS, steps=2, fields={"max_tokens": 8}),
-    Lesson("verifiers_tasksets", "one agent", steps=2, fields={"max_tokens": 8}),
-    Lesson(
-        "inspect",
-        "agent_threat_bench.agent_threat_bench_memory_poison",
-        fields={"max_tokens": 64},
-        split="train",
+        fields={"max_tokens": 8, "eval_examples": 40},
     ),
 ]
 
@@ -114,10 +117,17 @@ async def learn(session: Session, lesson: Lesson) -> Learned:
         scores = await _trained(session, lesson, {**COMMON, **wanted})
     else:
         wanted |= {"limit": HELD_OUT, "split": lesson.split}
-        run = await session.call("evaluate", **wanted)
-        await watch(session, run["run_id"])
+        await watch(session, await _begun(session, "evaluate", **wanted))
         scores = [(await session.call("evaluate", **wanted))["scores"]]
     return Learned(lesson, scores, (time.monotonic() - started) / 60)
+
+
+async def _begun(session: Session, tool: str, **wanted: Any) -> str:
+    """The id of a new run. To load an environment may take too long while others compute."""
+    for _ in range(TRIES - 1):
+        with suppress(FlashError):
+            return (await session.call(tool, **wanted))["run_id"]
+    return (await session.call(tool, **wanted))["run_id"]
 
 
 async def _trained(
@@ -126,14 +136,12 @@ async def _trained(
     """The scores before and after each training."""
     scores: list[Mapping[str, Any]] = []
     if lesson.warm_up:
-        run = await session.call("train", **SFT, **wanted, steps=lesson.warm_up, eval_before=True)
-        view = await watch(session, run["run_id"])
+        warm = {**wanted, "steps": lesson.warm_up, "eval_before": True}
+        view = await watch(session, await _begun(session, "train", **SFT, **warm))
         scores += [view["held_out"][0], view["held_out"][-1]]
         wanted = {**wanted, "init_from_adapter": f"{view['run_id']}@{view['step']}"}
-    run = await session.call(
-        "train", **GRPO, **wanted, steps=lesson.steps, eval_before=not lesson.warm_up
-    )
-    view = await watch(session, run["run_id"])
+    wanted = {**wanted, "steps": lesson.steps, "eval_before": not lesson.warm_up}
+    view = await watch(session, await _begun(session, "train", **GRPO, **wanted))
     if not scores:
         scores.append(view["held_out"][0])
     return [*scores, view["held_out"][-1]]

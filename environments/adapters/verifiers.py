@@ -78,7 +78,8 @@ class VerifiersEnvironment(EnvironmentAgent):
         self.dataset, self.eval_dataset = tasks_of(rows, held_out, prompt_text, {"example_id"})
         turns = getattr(loaded, "max_turns", UNBOUNDED_CALLS)
         self.max_calls = turns if turns > 0 else UNBOUNDED_CALLS
-        self._client: Any = None
+        openai = importlib.import_module("openai")
+        self._client = openai.AsyncOpenAI(base_url="http://127.0.0.1", api_key="of each rollout")
 
     async def run(
         self, example: TaskExample, base_url: str, api_key: str, model: str
@@ -107,9 +108,6 @@ class VerifiersEnvironment(EnvironmentAgent):
     def _model(self, base_url: str, api_key: str) -> Any:
         """A client of verifiers for one rollout. All share one pool of connections."""
         clients = importlib.import_module("verifiers.legacy.clients")
-        if self._client is None:
-            openai = importlib.import_module("openai")
-            self._client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
         own = self._client.with_options(base_url=base_url, api_key=api_key)
         return clients.OpenAIChatCompletionsClient(own)
 

@@ -100,7 +100,8 @@ class TasksetEnvironment(EnvironmentAgent):
         self.max_calls = sum(turns)
         self._keys = itertools.count()
         self._serving = asyncio.Lock()
-        self._served: Any = None
+        self._served: list[Any] = []
+        """What the rollouts, whose objects are copies of this one, share."""
 
     def _question(self, row: Row) -> str:
         data = self._tasks[row["idx"]].data
@@ -130,10 +131,10 @@ class TasksetEnvironment(EnvironmentAgent):
     async def _serve(self) -> None:
         """Start what the rollouts share. It ends with this process."""
         async with self._serving:
-            if self._served is None:
+            if not self._served:
                 served = self._loaded.serving()
                 await served.__aenter__()
-                self._served = served
+                self._served.append(served)
 
 
 def _result(traces: Sequence[Any]) -> RewardResult:
