@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from environments.process import requirements
@@ -23,6 +24,7 @@ from flash_mcp.state.targets import TargetSettings
 from flash_mcp.supervisor.code_archive import code_folder
 from flash_mcp.supervisor.targets import Code, on_node
 from tests.places import ROOT
+from tests.protocol.test_run_folder import BUCKET, ObjectStore
 
 pytestmark = pytest.mark.slow
 
@@ -32,8 +34,8 @@ UV = Path(sys.executable).with_name("uv")
 class Node:
     """A machine that shares a storage, and no more. Its uv notes each call."""
 
-    def __init__(self, tmp_path: Path, flash_home: Path) -> None:
-        self.storage = tmp_path / "shared"
+    def __init__(self, tmp_path: Path, flash_home: Path, storage: str = "") -> None:
+        self.storage = storage or str(tmp_path / "shared")
         self.home = tmp_path / "node"
         self.caches = self.home / "machines" / socket.gethostname()
         self.calls = tmp_path / "calls"
@@ -43,19 +45,20 @@ class Node:
         (programs / "uv").write_text(f'#!/bin/sh\necho "$*" >>{self.calls}\nexec {UV} "$@"\n')
         (programs / "uv").chmod(0o755)
         flash_home.mkdir(exist_ok=True)
-        artifacts = Artifacts(str(self.storage), patience_s=5)
+        artifacts = Artifacts(self.storage, patience_s=5)
         self.digest = artifacts.put(code_folder(flash_home), "run-1")
-        self.archive = Path(artifacts.url_of(self.digest))
+        self.archive = artifacts.url_of(self.digest)
         self.variables = {"PATH": f"{programs}:/usr/bin:/bin", "FLASH_HOME": str(self.home)}
 
     def start(self, *module: str, **variables: str) -> subprocess.Popen[str]:
         """Without site-packages, so that no flash-mcp of this machine is found."""
         fields = {"setup": "uv", "packages": "node", "python": sys.executable}
-        settings = TargetSettings(engine="slurm", storage=str(self.storage), **fields)  # pyright: ignore
-        code = Code(str(self.archive), self.digest, str(self.log))
+        settings = TargetSettings(engine="slurm", storage=self.storage, **fields)  # pyright: ignore
+        code = Code(self.archive, self.digest, str(self.log))
         command = on_node(settings, module, code)
+        alone = [] if "://" in self.storage else ["-S"]  # a store needs fsspec
         return subprocess.Popen(
-            [command[0], "-S", *command[1:]], env={**self.variables, **variables}, cwd="/",
+            [command[0], *alone, *command[1:]], env={**self.variables, **variables}, cwd="/",
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
 
@@ -83,6 +86,21 @@ def test_two_attempts_at_once_share_one_installation_of_the_servers_version(node
         assert (installed.parent / path.relative_to(ROOT)).read_bytes() == path.read_bytes()
 
 
+def test_the_code_comes_out_of_an_object_store_too(
+    tmp_path: Path, flash_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = ObjectStore()
+    for name, value in store.environment.items():
+        monkeypatch.setenv(name, value)
+    fsspec.filesystem("s3", skip_instance_cache=True).mkdir(BUCKET)
+    node = Node(tmp_path, flash_home, f"s3://{BUCKET}/flash")
+    module = ("inspect", "--details", "worker.node")
+    code, said = node.run(*module, **store.environment)
+    store.end()
+    assert code == 0, said
+    assert f"Origin: {node.caches}/code/" in said
+
+
 def test_an_installation_that_was_broken_off_is_made_anew(node: Node) -> None:
     left = node.caches / "code" / f"{node.digest[:16]}-code"
     (left / "packages").mkdir(parents=True)
@@ -94,7 +112,7 @@ def test_what_goes_wrong_is_in_the_log_that_the_server_reads(node: Node) -> None
     code, said = node.run("inspect", "flash_mcp", PATH="/bin", UV="/no/uv")
     assert code == 1 and "could not be installed on this node" in said
     assert "/no/uv" in node.log.read_text()
-    with node.archive.open("ab") as stream:
+    with Path(node.archive).open("ab") as stream:
         stream.write(b"damage")
     code, _ = node.run("inspect", "flash_mcp")
     assert code == 1

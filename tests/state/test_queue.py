@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 import subprocess
 import sys
@@ -21,12 +23,22 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import EnvironmentVersion, Run
 from flash_mcp.protocol.run_files import Beat
 from flash_mcp.protocol.run_folder import RunFolder
-from flash_mcp.protocol.spec import RunSpec, resolve
+from flash_mcp.protocol.spec import ResolvedSpec, RunSpec, resolve
 from flash_mcp.state import costs, queue
 from flash_mcp.state.owners import Caller, Limits, acting_as
 from flash_mcp.state.store import Store
 
 LOST = FlashError("worker_failed", "gone")
+NEWER = {
+    "base_precision",
+    "gpus",
+    "keep_checkpoints",
+    "max_cost",
+    "max_hours",
+    "report_to",
+    "target",
+}
+"""Fields of a run that the first version did not have."""
 
 
 @pytest.fixture
@@ -100,6 +112,17 @@ def test_the_same_key_and_request_give_the_first_run(store: Store) -> None:
     again, created_again = enqueue(store, key="k", steps=5)
     assert (created, created_again) == (True, False)
     assert again.id == first.id
+
+
+def test_a_key_of_an_older_version_matches_and_one_of_an_auto_target_whichever_it_got() -> None:
+    spec = RunSpec(environment="calc", steps=5)
+    older = {name: value for name, value in spec.model_dump().items() if name not in NEWER}
+    digest = hashlib.sha256(json.dumps(older, sort_keys=True).encode()).hexdigest()
+    assert queue.request_digest(resolve(spec)) == digest
+    asked = resolve(RunSpec(environment="calc", steps=5, target="auto"))
+    got = asked.spec.model_copy(update={"target": "lab"})
+    placed = ResolvedSpec(spec=got, sources={**asked.sources, "target": "auto"})
+    assert queue.request_digest(placed) == queue.request_digest(asked) != digest
 
 
 def test_the_same_key_with_another_request_is_a_conflict_and_makes_nothing(store: Store) -> None:

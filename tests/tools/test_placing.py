@@ -133,3 +133,22 @@ async def test_a_target_whose_engine_lets_a_run_wait_has_no_room() -> None:
     assert (await call("train", validate_only=True)).values["target"] == "near"
     queue.record_wait(store, claimed.id, claimed.attempt, "Resources")
     assert (await call("train", validate_only=True)).values["target"] == "lab"
+
+
+@pytest.mark.anyio
+@pytest.mark.usefixtures("lab_and_near")
+async def test_a_server_without_training_packages_trains_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in ("placing", "loading"):
+        monkeypatch.setattr(
+            f"flash_mcp.tools.shared.{module}.missing_packages", lambda: ["torch", "vllm"]
+        )
+    (home() / "settings.toml").unlink()  # without a price this machine would be the cheapest
+    chosen = await call("train", steps=3)
+    assert chosen.values["target"] == "near"
+    assert any("not local (not installed here: torch, vllm)" in note for note in chosen.notes)
+    named = await TOOLS["train"].function(environment="echo", target="lab")
+    assert named.state == "queued"
+    with pytest.raises(FlashError, match="engine_missing"):
+        await TOOLS["train"].function(environment="echo", target="local")
