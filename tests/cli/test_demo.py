@@ -1,0 +1,45 @@
+"""`flash-mcp demo --agent` on the tiny model, with a few steps: what it plays, prints and writes."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from flash_mcp.cli import demo
+from tests.places import AGENT_CALCULATOR
+
+pytestmark = pytest.mark.slow
+SHORT = {"steps": 1, "batch_size": 1, "group_size": 2, "max_tokens": 4, "eval_examples": 2}
+
+
+def test_the_demo_of_an_agent_goes_from_a_push_to_a_verdict(
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "templates" / "agent_calculator"
+    shutil.copytree(AGENT_CALCULATOR.parent, folder)
+    for config in folder.glob("configs/*.toml"):
+        text = config.read_text().replace("[rollouts]", "[rollouts]\nmax_length = 2048")
+        for name, value in SHORT.items():
+            text = re.sub(rf"^{name} = \d+", f"{name} = {value}", text, flags=re.MULTILINE)
+        config.write_text(text)
+    monkeypatch.setattr(demo, "TEMPLATES", folder.parent)
+    written = tmp_path / "figures.json"
+    curve = tmp_path / "curve.png"
+    assert demo.play(written, curve, str(tiny_model), None, agent=True) == 0, capsys.readouterr()
+    figures = json.loads(written.read_text())
+    assert figures["tools_called"] == [
+        "env_push", "env_test", "train", "status", "compare", "rollouts",
+    ]  # fmt: skip
+    assert figures["warm_up"].endswith("@1") and figures["heldout_warm"]["n"] == 2
+    assert figures["heldout_base"]["tasks"] == figures["heldout_trained"]["tasks"] == 2
+    assert curve.read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert "passed tool_calls: " in printed and figures["verdict"] in printed
+    assert f"flash-mcp status {figures['run_id']}" in printed
