@@ -805,7 +805,7 @@ async def test_a_checkpoint_is_deployed_talked_to_and_undeployed(
     assert "the chat template took longer than 5 s" in caught.value.wrote
     assert (await chat(message="hello", max_tokens=4)).adapter.text
     await talk_with_tools(vllm_store, run_id, first.deployment, tiny_model)
-    await records_from_now_on(vllm_store, run_id, first.deployment)
+    await records_from_now_on(vllm_store, run_id, first.deployment, tiny_model)
 
     # The endpoint is anybody's who has the key, and nobody's else.
     server = Server.find(vllm_store.base, str(tiny_model))
@@ -872,7 +872,7 @@ async def talk_with_tools(store: Store, run_id: str, deployment: str, model: Pat
     assert answer.prompt_tokens == len(ids)
 
 
-async def records_from_now_on(store: Store, run_id: str, deployment: str) -> None:
+async def records_from_now_on(store: Store, run_id: str, deployment: str, model: Path) -> None:
     """A deployment that is asked to records what it computes, token by token, until it is told
     not to.
     """
@@ -888,9 +888,35 @@ async def records_from_now_on(store: Store, run_id: str, deployment: str) -> Non
     assert max(line["logprobs"]) <= 0.0
     shown = rollouts(deployment).rollouts[0]
     assert shown.messages[-1].content == said.adapter.text
+    await records_other_apis(store, deployment, model)
     assert not (await ready(run_id, step=5, record=False)).record
     await chat(deployment, message="not this", max_tokens=4)
-    assert len([*recording.lines()]) == 1
+    assert len([*recording.lines()]) == 5
+
+
+async def records_other_apis(store: Store, deployment: str, model: Path) -> None:
+    server = Server.find(store.base, str(model))
+    assert server
+    url = f"http://127.0.0.1:{server.port}/v1"
+    hello = {"role": "user", "content": "Say it"}
+    async with httpx.AsyncClient(base_url=url, headers=server.headers, timeout=60) as client:
+        for path, asked in (
+            ("/responses", {"input": [hello], "max_output_tokens": 4}),
+            ("/messages", {"messages": [hello], "max_tokens": 4}),
+        ):
+            for streams in (False, True):
+                body = {**asked, "model": deployment, "stream": streams}
+                answer = await client.post(path, json=body)
+                assert answer.is_success, answer.text
+                assert '"tokens":' not in answer.text
+    _, *lines = Recording(store.base, deployment).lines()
+    for line in lines:
+        assert line["messages"] == [hello] and line["answer"]["content"]
+        assert line["prompt_tokens"] > 4 and line["completion_tokens"] == 4
+        assert line["finish"] == "length"
+    *responses, _, _ = lines
+    assert [len(line["token_ids"]) for line in lines] == [4, 4, 0, 0]
+    assert [len(line["prompt_token_ids"]) for line in responses] == [lines[0]["prompt_tokens"]] * 2
 
 
 OPEN_IN_VLLM = (

@@ -66,6 +66,12 @@ async def test_without_a_key_nothing_but_health_answers(method: str, path: str) 
         assert "api_key_file" in error["message"]
 
 
+async def test_clients_of_anthropics_api_send_their_key_in_their_own_header() -> None:
+    served = await answer("POST", "/v1/messages", {"x-api-key": "user"})
+    assert served.json() == USER["authorization"], "vLLM reads no other header"
+    assert (await answer("POST", "/v1/messages", {"x-api-key": "user2"})).status_code == 401
+
+
 async def test_health_needs_no_key() -> None:
     assert (await answer("GET", "/health")).status_code == 200
 

@@ -30,6 +30,9 @@ async def behind(scope: Scope, receive: Receive, send: Send) -> None:
     request = Request(scope, receive)
     asked = await request.json()
     assert int(request.headers["content-length"]) == len(await request.body())
+    if scope["path"] != "/v1/chat/completions":
+        await other_apis(asked, scope["path"])(scope, receive, send)
+        return
     if asked["messages"][0]["content"] == "refuse":
         await JSONResponse({"error": {"message": "no"}}, 400)(scope, receive, send)
         return
@@ -66,6 +69,80 @@ async def events() -> Any:
         yield text[start : start + 37].encode()
 
 
+RESPONSE: dict[str, Any] = {
+    "object": "response",
+    "status": "incomplete",
+    "input_messages": None,
+    "output_messages": None,
+    "output": [
+        {"type": "reasoning", "content": []},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "hello"}]},
+        {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'},
+    ],
+    "usage": {"input_tokens": 2, "output_tokens": 3},
+}  # fmt: skip
+RAW = {
+    "input_messages": [{"message": "x", "tokens": [1, 2]}],
+    "output_messages": [{"message": "y", "tokens": [3, 4, 5]}],
+}
+MESSAGE: dict[str, Any] = {
+    "type": "message",
+    "role": "assistant",
+    "content": [
+        {"type": "text", "text": "hello"},
+        {"type": "tool_use", "id": "c1", "name": "add", "input": {"a": 1}},
+    ],
+    "stop_reason": "tool_use",
+    "usage": {"input_tokens": 1, "output_tokens": 3, "cache_read_input_tokens": 1},
+}
+MESSAGE_EVENTS: list[dict[str, Any]] = [
+    {"type": "message_start", "message": {**MESSAGE, "content": [], "stop_reason": None}},
+    {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
+    {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "hel"}},
+    {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "lo"}},
+    {"type": "content_block_stop", "index": 0},
+    {
+        "type": "content_block_start",
+        "index": 1,
+        "content_block": {"type": "tool_use", "id": "c1", "name": "add", "input": {}},
+    },
+    {"type": "content_block_delta", "index": 1, "delta": {"partial_json": '{"a"'}},
+    {"type": "content_block_delta", "index": 1, "delta": {"partial_json": ": 1}"}},
+    {"type": "content_block_stop", "index": 1},
+    {
+        "type": "message_delta",
+        "delta": {"stop_reason": "tool_use"},
+        "usage": MESSAGE["usage"],
+    },
+    {"type": "message_stop"},
+]
+
+
+def other_apis(asked: dict[str, Any], path: str) -> Any:
+    """What vLLM answers to a request of OpenAI's responses or Anthropic's messages."""
+    if path == "/v1/messages":
+        whole = MESSAGE
+        parts = MESSAGE_EVENTS
+    else:
+        whole = RESPONSE | (RAW if asked.get("enable_response_messages") else {})
+        begun = {**RESPONSE, "status": "in_progress", "output": []}
+        parts = [
+            {"type": "response.created", "response": begun},
+            {"type": "response.output_text.delta", "delta": "data: hello"},
+            {"type": "response.incomplete", "response": whole},
+        ]
+    if not asked.get("stream"):
+        return JSONResponse(whole)
+    text = "".join(f"event: {each['type']}\ndata: {json.dumps(each)}\n\n" for each in parts)
+    pieces = (text[start : start + 41].encode() for start in range(0, len(text), 41))
+
+    async def sent() -> Any:
+        for piece in pieces:
+            yield piece
+
+    return StreamingResponse(sent(), media_type="text/event-stream")
+
+
 @pytest.fixture
 def recording(tmp_path: Path) -> Recording:
     recording = Recording(tmp_path, "dep-1")
@@ -74,7 +151,11 @@ def recording(tmp_path: Path) -> Recording:
 
 
 async def ask(
-    home: Path, monkeypatch: pytest.MonkeyPatch, key: str = "user", **fields: Any
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    key: str = "user",
+    path: str = "/chat/completions",
+    **fields: Any,
 ) -> httpx.Response:
     for name, value in (
         ("VLLM_API_KEY", "user"),
@@ -86,7 +167,7 @@ async def ask(
     transport = httpx.ASGITransport(app=Front(behind))
     headers = {"authorization": f"Bearer {key}"}
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-        return await client.post("/v1/chat/completions", headers=headers, json={**ASKED, **fields})
+        return await client.post(f"/v1{path}", headers=headers, json={**ASKED, **fields})
 
 
 async def test_an_answer_is_recorded_with_its_tokens_and_without_secrets(
@@ -136,4 +217,53 @@ async def test_nothing_else_is_recorded(
     assert (refused.status_code, refused.json()["error"]["message"]) == (400, "no")
     recording.stop()
     await ask(tmp_path, monkeypatch)
+    assert [*recording.lines()] == []
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_response_is_recorded_with_its_token_ids(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recording: Recording, streams: bool
+) -> None:
+    tools = [{"type": "function", **TOOLS[0]["function"]}]
+    asked: dict[str, Any] = {"input": "my key: sk-12345678", "instructions": "y", "tools": tools}
+    answer = await ask(tmp_path, monkeypatch, path="/responses", stream=streams, **asked)
+    assert 'tokens": [' not in answer.text and "hello" in answer.text
+    if not streams:
+        assert answer.json() == RESPONSE
+    (line,) = recording.lines()
+    assert line["messages"] == [
+        {"role": "system", "content": "y"},
+        {"role": "user", "content": "my key: [secret]"},
+    ]
+    assert line["tools"][0]["function"]["name"] == "add"
+    assert line["answer"] == {"role": "assistant", "content": "hello", "tool_calls": [CALL]}
+    assert (line["prompt_token_ids"], line["token_ids"]) == ([1, 2], [3, 4, 5])
+    assert (line["finish"], line["logprobs"]) == ("length", [])
+    raw = await ask(
+        tmp_path, monkeypatch, path="/responses", enable_response_messages=True, **asked
+    )
+    assert raw.json() == RESPONSE | RAW
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_message_is_recorded_without_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recording: Recording, streams: bool
+) -> None:
+    asked = {"messages": ASKED["messages"], "system": "y", "stream": streams}
+    answer = await ask(tmp_path, monkeypatch, path="/messages", **asked)
+    if not streams:
+        assert answer.json() == MESSAGE
+    (line,) = recording.lines()
+    assert [message["role"] for message in line["messages"]] == ["system", "user"]
+    assert line["answer"] == {"role": "assistant", "content": "hello", "tool_calls": [CALL]}
+    assert (line["prompt_tokens"], line["completion_tokens"], line["token_ids"]) == (2, 3, [])
+    (shown,) = recording.rollouts()
+    assert (shown.prompt_tokens, shown.completion_tokens, shown.finish) == (2, 3, "done")
+
+
+async def test_what_is_no_text_is_answered_and_not_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recording: Recording
+) -> None:
+    picture = [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]
+    assert (await ask(tmp_path, monkeypatch, path="/responses", input=picture)).is_success
     assert [*recording.lines()] == []

@@ -10,7 +10,7 @@ vLLM asks for its key under /v1 and a few other prefixes only. Routes beside the
   with it whether the server computes, and since when no user has asked for anything (/v1/idle).
 - There is nothing else.
 
-Users' chat completions are recorded where `deploy` was asked for that (worker/engine/recorder.py).
+Chats of users are recorded where `deploy` was asked for that (worker/engine/recorder.py).
 When the server starts, it also limits how long the model's chat template may take."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from environments.settings import state_directory
-from worker.engine.recorder import ROUTE, Recorder
+from worker.engine.recorder import ROUTES, Recorder
 from worker.rollouts.rendering import limit_templates
 
 Routes = frozenset[tuple[str, str]]
@@ -78,7 +78,7 @@ class Front:
             await send({"type": "websocket.close", "code": 1008})
             return
         route = (scope["method"], scope["path"])
-        key = _bearer(scope)
+        key = _key(scope)
         if route == HEALTH:
             await self.app(scope, receive, send)
         elif _equal(key, self.admin_key):
@@ -91,7 +91,7 @@ class Front:
         elif not _equal(key, self.user_key):
             await _refusal(route, 401)(scope, receive, send)
         elif route in USER_ROUTES:
-            await self._use(scope, receive, send)
+            await self._use(self._as_user(scope), receive, send)
         else:
             await _refusal(route, 404)(scope, receive, send)
 
@@ -102,7 +102,7 @@ class Front:
             return
         self.under_way += 1
         try:
-            if (scope["method"], scope["path"]) == ROUTE:
+            if (scope["method"], scope["path"]) in ROUTES:
                 await self.recorder.serve(self.app, scope, receive, send)
             else:
                 await self.app(scope, receive, send)
@@ -120,9 +120,11 @@ class Front:
         return {**scope, "headers": [*others, key]}
 
 
-def _bearer(scope: Scope) -> str:
-    kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-    return key.strip() if kind.lower() == "bearer" else ""
+def _key(scope: Scope) -> str:
+    """The key of a request, as clients of OpenAI's or of Anthropic's API send it."""
+    headers = Headers(scope=scope)
+    kind, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
 
 
 def _equal(given: str, key: str) -> bool:

@@ -1,7 +1,8 @@
 """Records what deployments are asked and answer, as the model server's front sees it.
 
-vLLM is asked for token ids and log-probabilities too. The client gets its answer without them,
-unless it asked for them itself."""
+vLLM is asked for what it tells of tokens too: for chat completions their ids and log-probabilities,
+for OpenAI's responses their ids. It tells nothing of those of Anthropic's messages. The client gets
+its answer without them, unless it asked for them itself."""
 
 from __future__ import annotations
 
@@ -10,24 +11,34 @@ import logging
 import os
 import re
 import time
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from environments.process.dialects import DIALECTS, ApiError
 from environments.process.redaction import Redactor
 from environments.tools import as_list, as_object
 from flash_mcp.protocol.recordings import Recording
 
 log = logging.getLogger(__name__)
 Json = dict[str, Any]
-ROUTE = ("POST", "/v1/chat/completions")
 SECRET = re.compile(r"key|token|secret|password|credential", re.IGNORECASE)
 """Names of variables whose values are not recorded."""
 MIN_SECRET = 8
-SAMPLING = ("temperature", "top_p", "max_tokens", "max_completion_tokens", "seed", "stop", "n")
+SAMPLING = (
+    "temperature",
+    "top_p",
+    "max_tokens",
+    "max_completion_tokens",
+    "max_output_tokens",
+    "seed",
+    "stop",
+    "n",
+)
 
 
 class Recorder:
@@ -40,7 +51,7 @@ class Recorder:
         self._redactor = Redactor(value for value in values if len(value) >= MIN_SECRET)
 
     async def serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request for chat completions, and record it if its model is recorded."""
+        """Serve a request to one of ROUTES, and record it if its model is recorded."""
         content = await _content(receive)
         request: Json = {}
         with suppress(ValueError, RecursionError):
@@ -49,13 +60,13 @@ class Recorder:
         if recording is None:
             await app(scope, _replayed(content, receive), send)
             return
-        asked = {**request, "return_token_ids": True, "logprobs": True}
-        answer = _Answer(request)
+        answer = _ANSWERS[scope["path"]](request)
+        asked = {**request, **answer.asks}
         content = json.dumps(asked).encode()
         scope = {**scope, "headers": _with_length(scope["headers"], len(content))}
         await app(scope, _replayed(content, receive), answer.sender(send))
         try:
-            for line in answer.lines():
+            for line in answer.lines() if answer.status == 200 else ():
                 recording.append(self._redactor.value(line))
         except OSError as error:  # a full disk ends no deployment
             log.warning("a request was not recorded: %s", error)
@@ -122,15 +133,36 @@ class _Choice:
 class _Answer:
     """Reads an answer on its way to the client, and takes out what only the recording asked for."""
 
+    asks: ClassVar[Json] = {}
+    """What the recording asks vLLM for."""
+
     def __init__(self, request: Json) -> None:
+        self.status = 0
         self._request = request
         self._started = time.time()
-        self._choices: dict[int, _Choice] = {}
-        self._prompt: list[int] = []
-        self._status = 0
         self._is_stream = False
         self._start: Message = {}
         self._rest = b""
+
+    def read(self, part: Json) -> Json:
+        """Note what this part of the answer says. Returns it as the client asked for it."""
+        raise NotImplementedError
+
+    def lines(self) -> Iterator[Json]:
+        """A line of the recording for each answer that ended."""
+        raise NotImplementedError
+
+    def line(self, **facts: Any) -> Json:
+        """The line of one answer: these facts, and what all lines have."""
+        known: Json = {
+            "time": self._started,
+            "sampling": {name: self._request.get(name) for name in SAMPLING},
+            "prompt_token_ids": [],
+            "token_ids": [],
+            "logprobs": [],
+            "seconds": round(time.time() - self._started, 3),
+        }
+        return known | facts
 
     def sender(self, send: Send) -> Send:
         async def forward(message: Message) -> None:
@@ -150,41 +182,16 @@ class _Answer:
 
         return forward
 
-    def lines(self) -> list[Json]:
-        """A line of the recording for each choice that ended."""
-        found: list[Json] = []
-        for choice in self._choices.values():
-            if choice.finish is None or self._status != 200:
-                continue
-            answer: Json = {"role": "assistant", "content": choice.text}
-            if choice.calls:
-                answer["tool_calls"] = [choice.calls[index] for index in sorted(choice.calls)]
-            found.append(
-                {
-                    "time": self._started,
-                    "messages": [_message(one) for one in as_list(self._request.get("messages"))],
-                    "tools": as_list(self._request.get("tools")),
-                    "answer": answer,
-                    "finish": choice.finish,
-                    "sampling": {name: self._request.get(name) for name in SAMPLING},
-                    "prompt_token_ids": self._prompt,
-                    "token_ids": choice.token_ids,
-                    "logprobs": choice.logprobs,
-                    "seconds": round(time.time() - self._started, 3),
-                }
-            )
-        return found
-
     def _begin(self, message: Message) -> None:
         self._start = message
-        self._status = message["status"]
+        self.status = message["status"]
         headers = dict(message["headers"])
         self._is_stream = headers.get(b"content-type", b"").startswith(b"text/event-stream")
 
     def _whole(self) -> bytes:
-        if self._status != 200:
+        if self.status != 200:
             return self._rest
-        return json.dumps(self._read(json.loads(self._rest))).encode()
+        return json.dumps(self.read(json.loads(self._rest))).encode()
 
     def _events(self, *, is_last: bool) -> bytes:
         """The events that have come whole, as the client is to see them."""
@@ -193,15 +200,42 @@ class _Answer:
         return seen + self._rest if is_last else seen
 
     def _event(self, event: bytes) -> bytes:
-        data = event.removeprefix(b"data: ")
+        name, mark, data = event.partition(b"data: ")
         try:
             part = json.loads(data)
-        except ValueError:  # the last one is no JSON
+        except ValueError:  # the last one of chat completions is no JSON
             return event
-        return b"data: " + json.dumps(self._read(part)).encode()
+        return name + mark + json.dumps(self.read(part)).encode()
 
-    def _read(self, part: Json) -> Json:
-        """Note what this part of the answer says. Returns it as the client asked for it."""
+
+class _ChatAnswer(_Answer):
+    asks: ClassVar[Json] = {"return_token_ids": True, "logprobs": True}
+
+    def __init__(self, request: Json) -> None:
+        super().__init__(request)
+        self._choices: dict[int, _Choice] = {}
+        self._prompt: list[int] = []
+
+    def lines(self) -> Iterator[Json]:
+        for choice in self._choices.values():
+            if choice.finish is None:
+                continue
+            answer: Json = {"role": "assistant", "content": choice.text}
+            if choice.calls:
+                answer["tool_calls"] = [choice.calls[index] for index in sorted(choice.calls)]
+            yield self.line(
+                messages=[_message(one) for one in as_list(self._request.get("messages"))],
+                tools=as_list(self._request.get("tools")),
+                answer=answer,
+                finish=choice.finish,
+                prompt_token_ids=self._prompt,
+                token_ids=choice.token_ids,
+                logprobs=choice.logprobs,
+                prompt_tokens=len(self._prompt),
+                completion_tokens=len(choice.token_ids),
+            )
+
+    def read(self, part: Json) -> Json:
         self._prompt = part.get("prompt_token_ids") or self._prompt
         for choice in map(as_object, as_list(part.get("choices"))):
             self._choices.setdefault(choice["index"], _Choice()).add(choice)
@@ -212,6 +246,119 @@ class _Answer:
         if not self._request.get("return_token_ids"):
             part.pop("prompt_token_ids", None)
         return part
+
+
+class _OtherAnswer(_Answer):
+    """An answer of an API that is read as an agent's requests are (environments)."""
+
+    path: str
+    """Names the dialect."""
+
+    def __init__(self, request: Json) -> None:
+        super().__init__(request)
+        self._reply: Json = {}
+        """The whole reply, as far as it has come."""
+
+    @property
+    def finish(self) -> str | None:
+        """Why the answer ended: "length" or "stop"; None if it has not."""
+        raise NotImplementedError
+
+    def lines(self) -> Iterator[Json]:
+        if self.finish is None:
+            return
+        dialect = DIALECTS[self.path]
+        usage = as_object(self._reply.get("usage"))
+        cached = usage.get("cache_read_input_tokens") or 0
+        try:
+            messages = dialect.messages(self._request, {})
+            tools = dialect.tools(self._request)
+            answer = dialect.turn(self._reply)
+        except ApiError as error:  # pictures
+            log.warning("a request was not recorded: %s", error)
+            return
+        yield self.line(
+            messages=messages,
+            tools=tools,
+            answer=answer,
+            finish=self.finish,
+            prompt_tokens=(usage.get("input_tokens") or 0) + cached,
+            completion_tokens=usage.get("output_tokens") or 0,
+            **self.token_ids(),
+        )
+
+    def token_ids(self) -> dict[str, list[int]]:
+        return {}
+
+
+class _ResponsesAnswer(_OtherAnswer):
+    path = "/responses"
+    asks: ClassVar[Json] = {"enable_response_messages": True}
+    _raw: ClassVar[Mapping[str, str]] = {
+        "prompt_token_ids": "input_messages",
+        "token_ids": "output_messages",
+    }
+    """Where vLLM says what is recorded under these names."""
+
+    @property
+    def finish(self) -> str | None:
+        reasons = {"completed": "stop", "incomplete": "length"}
+        return reasons.get(str(self._reply.get("status")))
+
+    def token_ids(self) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for name, field_name in self._raw.items():
+            parts = map(as_object, as_list(self._reply.get(field_name)))
+            found[name] = [token for part in parts for token in as_list(part.get("tokens"))]
+        return found
+
+    def read(self, part: Json) -> Json:
+        response = part if part.get("object") == "response" else as_object(part.get("response"))
+        if response:
+            self._reply = {**response}
+            if not self._request.get("enable_response_messages"):
+                response.update(dict.fromkeys(self._raw.values()))
+        return part
+
+
+class _MessagesAnswer(_OtherAnswer):
+    path = "/messages"
+
+    @property
+    def finish(self) -> str | None:
+        reason = self._reply.get("stop_reason")
+        return None if reason is None else "length" if reason == "max_tokens" else "stop"
+
+    def read(self, part: Json) -> Json:
+        kind = part.get("type")
+        blocks = as_list(self._reply.get("content"))
+        delta = as_object(part.get("delta"))
+        if kind == "message":
+            self._reply = part
+        elif kind == "message_start":
+            self._reply = {**as_object(part.get("message")), "content": []}
+        elif kind == "content_block_start":
+            blocks.append({**as_object(part.get("content_block"))})
+        elif kind == "content_block_delta":
+            block = as_object(blocks[-1])
+            for name in ("text", "partial_json"):
+                if name in delta:
+                    block[name] = block.get(name, "") + delta[name]
+        elif kind == "content_block_stop" and "partial_json" in blocks[-1]:
+            with suppress(ValueError):
+                blocks[-1]["input"] = json.loads(blocks[-1]["partial_json"])
+        elif kind == "message_delta":
+            self._reply |= delta
+            self._reply["usage"] = part.get("usage")
+        return part
+
+
+_ANSWERS: Mapping[str, type[_Answer]] = {
+    "/v1/chat/completions": _ChatAnswer,
+    "/v1/responses": _ResponsesAnswer,
+    "/v1/messages": _MessagesAnswer,
+}
+ROUTES = frozenset(("POST", path) for path in _ANSWERS)
 
 
 def _message(message: Any) -> Json:
