@@ -48,8 +48,8 @@ class EnvironmentCommand(EnvironmentAgent):
 
     The program runs in an empty folder. It finds the model in the variables that the packages of
     OpenAI and Anthropic read (OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL,
-    ANTHROPIC_API_KEY), and its name in MODEL, OPENAI_MODEL and ANTHROPIC_MODEL. It ends with its
-    rollout."""
+    ANTHROPIC_API_KEY), and its name in MODEL, OPENAI_MODEL and ANTHROPIC_MODEL. It cannot read the
+    environment's datasets/, and ends with its rollout."""
 
     @abstractmethod
     def command(self, example: TaskExample) -> Sequence[str]:

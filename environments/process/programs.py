@@ -4,9 +4,9 @@
         process = await start(command, folder, os.environ, file_that_it_prints_to)
 
 All programs of an environment run as one user. A program gets Landlock rules of its own, within
-the sandbox of the environment: it opens its own folder and nothing of the others, and can neither
-trace nor signal a process that it did not start. Where /proc is the sandbox's own, it does not see
-them either."""
+the sandbox of the environment: it opens its own folder, nothing of the others and not the answers
+in the environment's datasets/, and it can neither trace nor signal a process that it did not start.
+Where /proc is the sandbox's own, it does not see them either."""
 
 from __future__ import annotations
 

@@ -282,6 +282,8 @@ passwd pki/tls/certs pki/ca-trust protocols resolv.conf services ssl/certs ssl/o
 DEVICES = ("null", "zero", "full", "random", "urandom")
 TERMINALS = ("tty", "ptmx", "pts")
 SHARED_MEMORY = Path("/dev/shm")
+ANSWERS = "datasets"
+"""The folder of an environment that programs of its agents cannot read."""
 
 
 def _restrict_files(bounds: Bounds, mounts: Mounts) -> tuple[str, str]:
@@ -303,17 +305,24 @@ def _restrict_files(bounds: Bounds, mounts: Mounts) -> tuple[str, str]:
 
 def program_rules(bounds: Bounds, folder: Path, unseen: Path) -> int:
     """The descriptor of Landlock rules for a program that the code starts: it may do what the code
-    may, but in the scratch folder it writes to `folder` alone, and opens nothing else of `unseen`.
-    The rules also keep it from all processes but those that it starts. OSError if this kernel has
-    no Landlock.
+    may, but in the scratch folder it writes to `folder` alone, and opens nothing else of `unseen`
+    and nothing of ANSWERS. The rules also keep it from all processes but those that it starts.
+    OSError if this kernel has no Landlock.
     """
     # The code's own rules hold too, so these hide nothing else.
     inner = replace(bounds, hidden=os.devnull, written=(str(folder),))
+    answers = _real(Path(bounds.folder, ANSWERS))
 
     def rules(handled: int) -> Iterator[tuple[Path, int]]:
         for path, rights in _rules(inner, Mounts(terminals=True), handled):
-            # Without the names in there it finds nothing of others.
-            yield path, rights & ~READ_DIR if path == SHARED_MEMORY else rights
+            if path == SHARED_MEMORY:
+                rights &= ~READ_DIR  # without the names in there it finds nothing of others
+            parts = [path]
+            if rights & READ_FILE and answers.is_relative_to(path):
+                # A folder that may not be listed is left whole.
+                parts = _without(path, answers) or parts
+            for part in parts:
+                yield part, rights
         for entry in Path(bounds.scratch).iterdir():
             if entry != unseen:
                 yield entry, READ

@@ -96,6 +96,8 @@ ACTS: dict[str, str] = {
     "a room beside its own": "os.mkdir(os.path.dirname(ROOM) + '/more')",
     "the names in shared memory": "os.listdir('/dev/shm')",
     "all processes": "others()",
+    "the answers": "open(os.path.dirname(__file__) + '/datasets/eval.jsonl').read()",
+    "the answers by a link": "open(os.path.dirname(__file__) + '/linked/eval.jsonl').read()",
     "inherited descriptors": "inherited()",
 }
 """What an attacker tries with a victim that runs, whose process and room it knows. An act that is
@@ -155,7 +157,8 @@ for name, act in {ACTS!r}.items():
         found[name] = type(error).__name__
 for name, request in {REQUESTS!r}.items():
     found[name] = eval(request)[0]
-found["itself"] = [os.listdir(f"/proc/{{os.getpid()}}/cwd/"), os.kill(os.getpid(), 0)]
+source = open(os.path.dirname(__file__) + "/victim.py").read(9)
+found["itself"] = [source, os.listdir(f"/proc/{{os.getpid()}}/cwd/"), os.kill(os.getpid(), 0)]
 end(reason=json.dumps(found))
 """
 )
@@ -165,6 +168,9 @@ end(reason=json.dumps(found))
 async def programs(folder: Path, **sources: str) -> AsyncGenerator[EnvironmentHost]:
     environment_folder(folder, PROGRAMS)
     (folder / "environment.toml").write_text("endpoint = true\n")
+    (folder / "datasets").mkdir()
+    (folder / "datasets" / "eval.jsonl").write_text("{}")
+    (folder / "linked").symlink_to(folder / "datasets")
     for name, source in sources.items():
         (folder / f"{name}.py").write_text(source)
     async with await EnvironmentHost.start(folder) as host:
@@ -206,5 +212,6 @@ def test_a_key_opens_no_other_session(attack: dict[str, Any], act: str) -> None:
 
 
 def test_who_attacks_and_who_is_attacked_work_as_before(attack: dict[str, Any]) -> None:
-    assert attack["itself"][0] and attack["itself"][1] is None
+    source, listed, signalled = attack["itself"]
+    assert source == "\nimport c" and listed and signalled is None
     assert attack["victim"].startswith("sk-") and "tmp/secret" in attack["victim"]
