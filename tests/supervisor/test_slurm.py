@@ -258,6 +258,16 @@ def test_run_folders_in_an_object_store_are_read_served_and_removed_and_no_secre
     assert references.find_subject(lab.store, run.id).adapter == adapter
     assert weights.stat().st_ino == first  # it was not fetched again
 
+    monkeypatch.setenv("FLASH_HOME", str(lab.home))
+    assert [each["step"] for each in flash("checkpoints", run.id)["checkpoints"]] == [2, 1]
+    flash("export", run.id, "--format", "adapter", "--to", str(tmp_path / "exported"))
+    assert (tmp_path / "exported" / "adapter_model.safetensors").is_file()
+    deadline = time.monotonic() + TIMEOUT_S
+    while (served := flash("deploy", run.id))["state"] == "starting":
+        assert time.monotonic() < deadline, served
+    assert served["state"] == "ready", served
+    assert flash("undeploy", served["deployment"])["state"] in ("stopping", "stopped")
+
     removed = removal.remove(lab.store, run.id)
     assert removed.elsewhere is None
     assert not weights.exists()
@@ -269,6 +279,16 @@ def commands_of(page: Path, block: int = 1) -> list[list[str]]:
     """The commands in a block of shell code, counted from 1."""
     text = page.read_text().split("```sh\n")[block].split("```")[0]
     return [shlex.split(line) for line in text.splitlines()]
+
+
+def flash(*words: str) -> Any:
+    """What a command prints as JSON."""
+    done = subprocess.run(
+        [sys.executable, "-m", "flash_mcp.cli", *words, "--json"],
+        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, (words, done.stdout, done.stderr)
+    return json.loads(done.stdout)
 
 
 def installed_python(folder: Path) -> Path:
@@ -296,7 +316,7 @@ def test_the_commands_of_the_page_work_as_written(
         "/opt/flash/bin/python": str(python),
         "calculator": "vowels",
     }
-    printed: dict[str, str] = {}
+    printed: dict[str, Any] = {}
     page = ROOT / "docs" / "targets.md"
     for program, *arguments in [*commands_of(page), *commands_of(page, 3)]:
         assert program == "flash-mcp"
@@ -305,13 +325,8 @@ def test_the_commands_of_the_page_work_as_written(
             command += ["--model", str(lab.model), "--max-tokens", "8", "--max-length", "256"]
         if command[0] == "train":
             command += ["--steps", "1", "--batch-size", "2", "--group-size", "2"]
-        done = subprocess.run(
-            [sys.executable, "-m", "flash_mcp.cli", *command, "--json"],
-            cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, (command, done.stdout, done.stderr)
-        printed[" ".join(command[:2])] = done.stdout
-    checked = json.loads(printed["target check"])
+        printed[" ".join(command[:2])] = flash(*command)
+    checked = printed["target check"]
     assert (checked["version"], checked["missing"]) == (__version__, [])
     assert abs(checked["clock_s"]) < 120
     assert "CPUs" in checked["devices"][-1]
