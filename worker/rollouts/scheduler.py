@@ -148,7 +148,8 @@ class Rollout:
         task = Task(**packed["task"])
         given = packed["transcript"]
         transcript = Transcript.unpacked(given, template) if given else None
-        return cls(**{**packed, "task": task, "transcript": transcript})
+        fields: Json = {**packed, "task": task, "transcript": transcript}
+        return cls(**fields)
 
     def record(self, step: int, advantage: float | None = None) -> records.Rollout:
         """The rollout as rollouts/STEP.jsonl and evals/STEP.json hold it."""
