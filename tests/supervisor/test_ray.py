@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from flash_mcp.cli.main import main
-from flash_mcp.protocol.run_folder import RunFolder
 from tests import ray_cluster
-from tests.crash import seen_in
 from tests.places import ROOT
-from tests.supervisor.test_slurm import Lab, commands_of, installed_python, worker_of
+from tests.supervisor.test_slurm import Lab, commands_of, installed_python
 
 pytestmark = pytest.mark.slow
 
@@ -51,40 +46,6 @@ def test_a_run_trains_on_ray_and_goes_on_when_its_job_is_stopped_behind_our_back
     assert (ended.state, ended.step, ended.preemptions) == ("succeeded", 30, 1), lab.trouble()
     assert [row.step for row in lab.store.metrics(run.id)] == list(range(1, 31))
     assert "step 30/30" in lab.store.log(run.id)
-
-
-def test_a_worker_that_outlives_its_raylet_writes_nothing_once_it_was_replaced(
-    cluster: ray_cluster.Cluster, hidden: Path, tmp_path: Path, tiny_model: Path
-) -> None:
-    token = str(cluster.token_file)
-    engine = {"engine": "ray", "address": cluster.address, "token_file": token}
-    there: dict[str, Any] = {**engine, "resources": {"other": 1}}
-    lab = Lab(hidden / "outlived", str(tmp_path / "shared"), tmp_path / "node", tiny_model, **there)
-    run = lab.train(max_attempts=1, steps=12, save_every=2)
-    lab.until(lambda: lab.now(run).step >= 2)
-    worker = worker_of(run)
-    wrapper = worker.parent()
-    assert wrapper
-    cluster.daemon_of("other", "raylet").kill()
-    cluster.nodes["other"].wait(60)
-    assert worker.is_running()  # no process of Ray's is left that would end it
-    for process in (wrapper, worker):
-        process.suspend()
-    cluster.mend()
-    ended = lab.finish(run)
-    assert (ended.state, ended.step, ended.attempt) == ("succeeded", 12, 2), lab.trouble()
-    folder = RunFolder(run.folder)
-    assert [row.step for row in lab.store.metrics(run.id)] == list(range(1, 13))
-
-    before = seen_in(folder)
-    for process in (worker, wrapper):
-        process.resume()
-    for process in (worker, wrapper):
-        with suppress(psutil.NoSuchProcess):
-            process.wait(60)
-    assert seen_in(folder) == before
-    lab.supervisor.tick()
-    assert lab.now(run) == ended
 
 
 def test_the_commands_of_the_page_work_as_written(
