@@ -26,6 +26,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import psutil
 from transformers import AutoTokenizer
 
 from bench import whole
@@ -188,12 +189,13 @@ def _learner(folder: Path) -> Path:
 
 
 def _throughput(model_path: Path, repeat: int, quick: bool) -> Json:
-    """Seconds and tokens of every repeat of both, and the median ratio of their throughputs."""
+    """Seconds, CPU seconds and tokens of every repeat; the median ratio of the throughputs."""
     count = 8 if quick else 32
     template = ChatTemplate(AutoTokenizer.from_pretrained(model_path))
     engine = MeteredEngine(model_path, count)
     seconds: dict[str, list[float]] = {name: [] for name in SOURCES}
     tokens: dict[str, list[int]] = {name: [] for name in SOURCES}
+    cpu: dict[str, list[float]] = {name: [] for name in SOURCES}
     with tempfile.TemporaryDirectory() as scratch, AsyncRunner() as runner:
         hosts: dict[str, EnvironmentHost] = {}
         try:
@@ -205,15 +207,32 @@ def _throughput(model_path: Path, repeat: int, quick: bool) -> Json:
                 for name in rotated(list(SOURCES), number):
                     engine.clear()
                     started = perf_counter()
+                    used = _cpu_s()
                     _rollouts(runner, hosts[name], engine, template, count)
+                    cpu[name].append(_cpu_s() - used)
                     seconds[name].append(perf_counter() - started)
+                    said = f"{name}: {seconds[name][-1]:.2f} s, {cpu[name][-1]:.2f} CPU s"
+                    sys.stderr.write(f"{said}\n")
                     tokens[name].append(engine.tokens)
         finally:
             for host in hosts.values():
                 runner.run(host.stop())
     pairs = zip(seconds["native"], seconds["endpoint"], strict=True)
     ratio = statistics.median(native / endpoint for native, endpoint in pairs)
-    return {"rollouts": count, "seconds": seconds, "tokens": tokens, "throughput_share": ratio}
+    return {
+        "rollouts": count,
+        "seconds": seconds,
+        "cpu_s": cpu,
+        "tokens": tokens,
+        "throughput_share": ratio,
+    }
+
+
+def _cpu_s() -> float:
+    """Of this process and the environments' processes: it depends less on other load."""
+    own = psutil.Process()
+    used = [each.cpu_times() for each in (own, *own.children(recursive=True))]
+    return sum(each.user + each.system for each in used)
 
 
 def _folder(folder: Path, name: str, count: int) -> Path:
@@ -248,7 +267,9 @@ def rows(result: Json) -> Iterator[list[str]]:
     found = result["throughput"]
     medians = [f"{statistics.median(found['seconds'][name]):.2f} s" for name in SOURCES]
     share = f"{found['throughput_share']:.2f} of the throughput"
+    used = [f"{statistics.median(found['cpu_s'][name]):.2f} s" for name in SOURCES]
     yield [f"{found['rollouts']} rollouts of {TURNS} turns", *medians, share, "0.9"]
+    yield ["of the processors", *used, "", ""]
     learning = result["learning"]
     attempts = learning["attempts"]
     medians = [
