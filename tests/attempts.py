@@ -54,10 +54,14 @@ class Attempt:
     With `one_by_one` its engine advances one conversation at a time: bit for bit the same whenever
     replies arrive."""
 
+    program = ""
+    """Python code that calls the worker, if not the worker itself."""
+
     def __init__(
         self, run: RunFolder, number: int = 1, *, one_by_one: bool = False, **environment: str
     ) -> None:
-        program = ["-c", ONE_BY_ONE] if one_by_one else ["-m", "worker.main"]
+        code = ONE_BY_ONE if one_by_one else self.program
+        program = ["-c", code] if code else ["-m", "worker.main"]
         self.log_path = Path(run.path(f"log.{number}"))
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(

@@ -55,6 +55,10 @@ class Ranks:
     def __init__(self, rank: int = 0, count: int = 1, pulse: Pulse | None = None) -> None:
         self.rank = rank
         self.count = count
+        self.scratch = Path()
+        """A folder that all ranks have."""
+        self.engine_processes: list[Any] = []
+        """Those of an engine that the ranks share; their end is that of the attempt, too."""
         self._pulse = pulse
         self._group: Any = None
 
@@ -68,6 +72,7 @@ class Ranks:
             return
         from torch import distributed  # noqa: PLC0415
 
+        self.scratch = scratch
         others = listening()
         group: Any = distributed.ProcessGroupGloo
         options = group._Options()
@@ -191,7 +196,7 @@ def started(
     ]
     is_over = threading.Event()
     watch = threading.Thread(
-        target=_watch, args=(children, scratch, is_over, on_lost), name="ranks", daemon=True
+        target=_watch, args=(children, ranks, scratch, is_over, on_lost), name="ranks", daemon=True
     )
     watch.start()
     try:
@@ -220,6 +225,7 @@ def _wait_for(children: Sequence[subprocess.Popen[bytes]]) -> None:
 
 def _watch(
     children: Sequence[subprocess.Popen[bytes]],
+    ranks: Ranks,
     scratch: Path,
     is_over: threading.Event,
     on_lost: Callable[[FlashError, bool], None],
@@ -228,6 +234,10 @@ def _watch(
         for rank, child in enumerate(children, start=1):
             if child.poll():
                 on_lost(*_loss(rank, child.returncode, scratch))
+                return
+        for process in ranks.engine_processes:
+            if process.exitcode is not None:
+                on_lost(_ended(f"process {process.name} of the engine", process.exitcode), True)
                 return
 
 
@@ -238,10 +248,13 @@ def _loss(rank: int, code: int, scratch: Path) -> tuple[FlashError, bool]:
     try:
         return FlashError.from_dict(json.loads(_error_file(scratch, rank).read_text())), False
     except (OSError, ValueError):
-        how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
-        what = f"process {rank} of the attempt, of those for each GPU, ended with {how}"
-        fix = "read the end of the attempt's log in status"
-        return FlashError("worker_failed", what, fix=fix), True
+        return _ended(f"process {rank} of the attempt, of those for each GPU,", code), True
+
+
+def _ended(what: str, code: int) -> FlashError:
+    how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+    fix = "read the end of the attempt's log in status"
+    return FlashError("worker_failed", f"{what} ended with {how}", fix=fix)
 
 
 def _error_file(scratch: Path, rank: int) -> Path:

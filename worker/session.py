@@ -80,6 +80,12 @@ class Model:
     """The policy; the folder of an adapter that only the engine reads; None for the base model."""
     sync: Sync | None = None
     """How the engine gets the policy, where that was measured."""
+    cards: Sequence[str] = ("",)
+    """Those that share the base weights, as CUDA_VISIBLE_DEVICES names them. One holds them all."""
+
+    @property
+    def is_shared(self) -> bool:
+        return len(self.cards) > 1
 
 
 def load_model(
@@ -120,20 +126,41 @@ def load_model(
         has_engine = isinstance(spec, EvalSpec) or spec.generates
         smallest = memory.Workload(0, 1, 1, max_length, 1, int(has_engine), spec.lora_rank)
         smallest = replace(smallest, four_bit=is_four_bit(spec))
-        memory.check_model(path, smallest, dtype)
+        most = max(ranks.gather(memory.check_model(path, smallest, dtype, ranks.count)))
+        arguments: Json = {
+            "rank": spec.lora_rank,
+            "alpha": spec.lora_alpha,
+            "seed": spec.seed,
+            "dtype": dtype,
+            "adapter_path": adapter,
+        }
+        if most > 1:
+            return _shared_model(path, template, dtype, max_length, arguments, writer, ranks)
         sync = ranks.from_first(
             lambda: choose_sync(path, spec, dtype, max_length, at_once, writer, pulse)
         )
-        policy = load_policy(
-            path,
-            rank=spec.lora_rank,
-            alpha=spec.lora_alpha,
-            seed=spec.seed,
-            dtype=dtype,
-            adapter_path=adapter,
-            four_bit=is_four_bit(spec),
-        )
+        policy = load_policy(path, **arguments, four_bit=is_four_bit(spec))
     return Model(path, template, dtype, max_length, policy, sync)
+
+
+def _shared_model(
+    path: Path,
+    template: ChatTemplate,
+    dtype: torch.dtype,
+    max_length: int,
+    arguments: Json,
+    writer: RunWriter,
+    ranks: Ranks,
+) -> Model:
+    """A model whose layers the ranks share, in the trainer and in one engine of rank 0."""
+    from worker.training.shards import check_shape, load_shared_policy  # noqa: PLC0415
+
+    check_shape(config_of(path), ranks.count)
+    what = f"one card cannot hold the model: {ranks.count} share each of its layers"
+    writer.event("shared", what, gpus=ranks.count)
+    cards = ranks.gather(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    policy = load_shared_policy(path, ranks, **arguments)
+    return Model(path, template, dtype, max_length, policy, "adapter", cards)
 
 
 def _length(spec: RunSpec | EvalSpec, config: Any) -> int:
@@ -290,7 +317,7 @@ class Session(Generic[S]):
         self.model = model
         self.host = host
         self.runner = runner
-        self._at_once = at_once
+        self._at_once = at_once * len(model.cards)
         self._constant: dict[str, float] | None = None
         self.limits = Limits(
             max_tokens=spec.max_tokens,
@@ -344,7 +371,9 @@ class Session(Generic[S]):
                 lora_rank=self.spec.lora_rank if self.model.policy else None,
                 sync=self.model.sync,
                 dtype=str(self.model.dtype).removeprefix("torch."),
+                cards=self.model.cards,
             )
+            self.ranks.engine_processes = engine.processes
             self._generator = scheduler.Generator(
                 engine, run_step=lambda: self.runner.call_waiting(engine.step)
             )
@@ -353,14 +382,28 @@ class Session(Generic[S]):
     def close(self) -> None:
         if self._generator:
             self.runner.run(self._generator.aclose())
+        if self._engine:
+            self.ranks.engine_processes = []  # their end is no loss any more
+            self._engine.close()
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether this rank makes rollouts: of ranks that share the model, the first makes all."""
+        return self.ranks.is_first or not self.model.is_shared
+
+    def own(self, items: Sequence[T]) -> list[T]:
+        """The items whose rollouts this rank makes."""
+        if self.model.is_shared:
+            return list(items) if self.has_engine else []
+        return self.ranks.mine(items)
 
     def sync(self, step: int) -> float:
         """Put the policy after `step` steps into the engine, unless it is there; the seconds that
         this took.
         """
         started = time.monotonic()
-        engine, _ = self.start_engine()
-        if self._synced != step:
+        if self._synced != step and self.has_engine:
+            engine, _ = self.start_engine()
             policy = self.model.policy
             if isinstance(policy, Path):
                 engine.load_adapter(policy)
@@ -378,6 +421,8 @@ class Session(Generic[S]):
         """One rollout per task under the policy that was synced last; calls `on_done` with each as
         it ends. Raises Cancelled.
         """
+        if not tasks:
+            return []
         _, generator = self.start_engine()
 
         def done(rollout: Rollout) -> None:
@@ -484,7 +529,7 @@ class TrainingSession(Session[RunSpec]):
         return self._check_memory(work)
 
     def _check_memory(self, work: memory.Workload) -> float:
-        work = replace(work, four_bit=is_four_bit(self.spec))
+        work = replace(work, four_bit=is_four_bit(self.spec), shards=len(self.model.cards))
         needs, keep_tokens, warning = memory.check(self.model.path, work, self.model.dtype)
         message = f"at most {needs}"
         if keep_tokens is not None:
@@ -514,7 +559,7 @@ class TrainingSession(Session[RunSpec]):
             lambda example, index, attempt: mixed_seed(spec.seed, step, index),
         )
         # A group stays on one rank: its advantages need all its rewards.
-        own = list(itertools.chain.from_iterable(self.ranks.mine(scheduler.grouped(tasks))))
+        own = list(itertools.chain.from_iterable(self.own(scheduler.grouped(tasks))))
         self.pulse.enter("rollout", of=len(tasks))
         started = time.monotonic()
         rollouts = self.collect(own, self.limits)
@@ -522,6 +567,9 @@ class TrainingSession(Session[RunSpec]):
         if self.ranks.is_first:
             self._report_rollouts(step, every, time.monotonic() - started, sync_s)
         self.pulse.enter("train")
+        if self.model.is_shared:
+            groups = self.ranks.mine(range(spec.batch_size))
+            rollouts = [each for each in every if each.task.group in groups]
         return rollouts
 
     def _from_all(self, rollouts: list[Rollout]) -> list[Rollout]:
@@ -577,7 +625,7 @@ class TrainingSession(Session[RunSpec]):
         started = time.monotonic()
         own: list[records.Rollout] = []
         tasks = task_groups("eval", range(total), 1, lambda example, index, attempt: index)
-        mine = self.ranks.mine(tasks)
+        mine = self.own(tasks)
         self.collect_blocks(mine, limits, lambda rollout: own.append(rollout.record(step)))
         parts = self.ranks.gather([row.fields() for row in own])
         if not self.ranks.is_first:

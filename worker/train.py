@@ -61,8 +61,7 @@ def train(
         assert isinstance(policy, PeftModel)
         packed = can_pack(policy.get_base_model())
         if not packed:
-            what = "training takes longer and more memory: the model has no packed pass"
-            writer.event("warning", what)
+            _without_packed_pass(session)
         common: dict[str, Any] = {
             "output_dir": str(scratch / "trainer"),
             "callbacks": [session.reporter],
@@ -74,7 +73,8 @@ def train(
         else:
             keep_tokens = session.check_memory(longest, turns, packed=packed)
             common["keep_tokens"] = ranks.share(keep_tokens)
-            session.start_engine()
+            if session.has_engine:
+                session.start_engine()
             with quick_imports():  # it imports vLLM, which SFT may not need
                 from worker.training.grpo import Trainer  # noqa: PLC0415
 
@@ -87,6 +87,14 @@ def train(
                 **common,
             )
         return _optimize(trainer, session, resume_from)
+
+
+def _without_packed_pass(session: TrainingSession) -> None:
+    if session.model.is_shared:
+        what = "one card cannot hold the model, and it lacks the packed pass, which sharing needs"
+        raise FlashError("out_of_memory", what, fix="use another model, or larger cards")
+    what = "training takes longer and more memory: the model has no packed pass"
+    session.writer.event("warning", what)
 
 
 def _sft_trainer(
@@ -113,7 +121,8 @@ def _sft_trainer(
         max_length=session.model.max_length,
         **common,
     )
-    if session.ranks.is_first:
+    # Ranks that share the model compute the same held-out rows: each pass needs all of them.
+    if session.ranks.is_first or session.model.is_shared:
         session.reporter.held_out = trainer.held_out
     return trainer
 

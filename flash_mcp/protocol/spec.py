@@ -128,7 +128,7 @@ class RunSpec(BaseModel):
     target: Annotated[str, Field(min_length=1)] = LOCAL_TARGET
     """As listed by catalog; auto: the cheapest that fits."""
     gpus: Annotated[int, Field(ge=1, le=MAX_GPUS)] = 1
-    """GPUs that share each step. Each holds the whole model."""
+    """GPUs that share each step, and a model too large for one."""
     max_attempts: Annotated[int, Field(ge=1, le=100)] = 3
     """Attempts before a run whose worker dies or stalls fails."""
     stall_timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 900.0

@@ -603,7 +603,7 @@ def _memory_need(spec: RunSpec, card: ModelCard) -> MemoryNeed | None:
 
 def _need_on(spec: RunSpec, card: ModelCard, device: Device) -> MemoryNeed | None:
     four_bit = spec.base_precision == "nf4"
-    return memory_need(card, device, has_engine=spec.generates, four_bit=four_bit)
+    return memory_need(card, device, has_engine=spec.generates, four_bit=four_bit, gpus=spec.gpus)
 
 
 def _check_gpus(spec: RunSpec, owner: str) -> None:

@@ -6,8 +6,10 @@ tests/worker/test_engine.py is their contract test."""
 from __future__ import annotations
 
 import itertools
+import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -27,6 +29,10 @@ if TYPE_CHECKING:
 
 Sync = Literal["merged", "adapter"]
 CPU_LORA_WORKER = "worker.engine.lora_cpu.LoraWorker"
+IN_PROCESSES = {
+    "distributed_executor_backend": "mp",
+    "worker_extension_cls": "worker.engine.ports.PortClosing",
+}
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks that vLLM supports; an adapter of a rank in between uses the next larger one."""
 
@@ -43,6 +49,9 @@ class VllmEngine:
     default, transfers only the adapter, of rank at most `lora_rank`: a sync is cheap whatever the
     model's size.
 
+    With several `cards`, as CUDA_VISIBLE_DEVICES names them, each holds a part of every layer and
+    computes it in a process of its own (tensor parallelism). Such an engine takes adapters only.
+
     On a GPU the engine's weights and its bounded cache stay on the card during training. The
     engine never sleeps, so it cannot wake with stale weights."""
 
@@ -56,6 +65,7 @@ class VllmEngine:
         lora_rank: int | None = None,
         sync: Sync | None = None,
         dtype: str = "bfloat16",
+        cards: Sequence[str] = ("",),
     ) -> None:
         on_gpu = torch.cuda.is_available()
         numbers: torch.dtype = getattr(torch, dtype)
@@ -76,10 +86,20 @@ class VllmEngine:
             lora_rank=(lora_rank or 8) if by_adapter else None,
             dtype=dtype,
             on_gpu=on_gpu,
+            shards=len(cards),
         )
         others = listening()
-        self._engine: LLMEngine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        with _visible(cards):
+            self._engine: LLMEngine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         close_listening(keep=others)
+        self.processes: list[Any] = []
+        """Those of the cards, if there are several."""
+        if len(cards) > 1:
+            engine = cast(Any, self._engine)
+            executor = engine.engine_core.engine_core.model_executor
+            self.processes = [each.proc for each in executor.workers]
+            if not on_gpu:  # NCCL may still connect
+                engine.collective_rpc("close_listening_ports")
         self._adapter: LoRARequest | None = None
         self._versions = itertools.count(1)
 
@@ -145,6 +165,11 @@ class VllmEngine:
         self._forget_prefixes()
         self._adapter = request
 
+    def close(self) -> None:
+        """End the processes of an engine on several cards."""
+        if self.processes:
+            cast(Any, self._engine).engine_core.shutdown()
+
     def _check_idle(self) -> None:
         if count := self.unfinished():
             raise RuntimeError(f"{count} requests are under way: their policy cannot change")
@@ -163,8 +188,10 @@ def engine_arguments(
     lora_rank: int | None,
     dtype: str,
     on_gpu: bool,
+    shards: int = 1,
 ) -> dict[str, Any]:
-    """Arguments of vllm.EngineArgs. With a `lora_rank`, the engine takes adapters."""
+    """Arguments of vllm.EngineArgs. With a `lora_rank`, the engine takes adapters. `shards` cards
+    share its layers."""
     itemsize = getattr(torch, dtype).itemsize
     common: dict[str, Any] = {
         "model": str(model_path),
@@ -174,13 +201,15 @@ def engine_arguments(
         "seed": seed,
         "enable_prefix_caching": True,
         "kv_cache_memory_bytes": engine_cache_bytes(
-            model_path, max_length, max_num_seqs, itemsize=itemsize
+            model_path, max_length, max_num_seqs, itemsize=itemsize, shards=shards
         ),
         "disable_log_stats": True,
         "logprobs_mode": "processed_logprobs",
         "enable_lora": lora_rank is not None,
         "max_lora_rank": room_for_rank(lora_rank or 8),
     }
+    if shards > 1:
+        common |= {"tensor_parallel_size": shards, **IN_PROCESSES}
     if on_gpu:
         return common | {
             "enable_chunked_prefill": True,
@@ -209,6 +238,21 @@ def engine_arguments(
         "block_size": KV_BLOCK_TOKENS,
         "gpu_memory_utilization": 1.0,
     }
+
+
+@contextmanager
+def _visible(cards: Sequence[str]) -> Generator[None]:
+    """Show these cards to the processes that an engine on several of them starts. What this process
+    sees was decided when CUDA started."""
+    if len(cards) == 1:
+        yield
+        return
+    own = os.environ["CUDA_VISIBLE_DEVICES"]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(filter(None, cards))
+    try:
+        yield
+    finally:
+        os.environ["CUDA_VISIBLE_DEVICES"] = own
 
 
 def _completion(output: Any) -> Completion:

@@ -42,7 +42,7 @@ from worker.training.packing import (
     packs_of_paths,
     recompute,
 )
-from worker.training.parallel import combine, no_loss
+from worker.training.parallel import Passes, combine, no_loss
 
 RolloutsOf = Callable[[int], list[Rollout]]
 """Step, from 1 -> its rollouts, those of a group next to each other."""
@@ -70,6 +70,7 @@ class Trainer(GRPOTrainer):
         ranks: Ranks = ALONE,
     ) -> None:
         self._ranks = ranks
+        self._passes = Passes(model, ranks)
         own_groups = len(self._ranks.mine(range(spec.batch_size)))
         corrected = spec.importance_sampling != "none"
         args = _arguments(spec, model, output_dir, max_completion, own_groups)
@@ -113,6 +114,8 @@ class Trainer(GRPOTrainer):
             rollouts = self._rollouts_of(self.state.global_step + 1)
             groups = groups_of(rollouts, self._group_size)
             buffered: list[dict[str, Any]] = [self._tensors(group) for group in groups]
+            with torch.no_grad():
+                self._passes.finish()  # those of the reference
             trained = torch.stack([inputs["tool_mask"].sum() for inputs in buffered]).sum()
             trained = self._ranks.sum(trained)
             for inputs in buffered:
@@ -184,6 +187,7 @@ class Trainer(GRPOTrainer):
         self._loss += loss.item()
         if self._step % self._own_groups:
             return torch.zeros_like(loss)  # transformers adds up what this method returns
+        self._passes.finish()
         own_loss = self._loss
         self._loss = 0.0
         return combine(self, self._ranks, own_loss, weight=self._weight)

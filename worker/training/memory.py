@@ -76,6 +76,8 @@ class Workload:
     """Whether the trainer's linear layers are in NF4. The engine's are whole."""
     recomputed: bool = False
     """Whether activations are computed again in the backward pass (gradient checkpointing)."""
+    shards: int = 1
+    """Cards that share the base weights of the trainer (worker.training.shards) and the engine."""
 
     @property
     def completion(self) -> int:
@@ -157,9 +159,16 @@ def estimate_model(model_path: Path, work: Workload, dtype: torch.dtype, capacit
     model = _without_storage(model_path, dtype, work.lora_rank)
     full = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
     weights = full - _saved_by_nf4(model) if work.four_bit else full
+    if work.shards > 1:
+        layers = model.get_base_model().model.layers
+        sizes = [sum(p.nbytes for p in each.parameters() if not p.requires_grad) for each in layers]
+        # The layer that is computed and the next one are whole.
+        weights += 2 * max(sizes) - sum(sizes) + math.ceil(sum(sizes) / work.shards)
+        full = math.ceil(full / work.shards)
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     process = PROCESS_BYTES
     copies = ENGINE_COPIES
+    engines = 1 if work.shards > 1 and work.sequences else 0  # processes of an engine on this card
     adapter = 4 * trained  # with gradients and Adam's two moments
     free = capacity
     if torch.cuda.is_available():
@@ -173,8 +182,14 @@ def estimate_model(model_path: Path, work: Workload, dtype: torch.dtype, capacit
         engine_weights = copies * full
         room = _cache_room(free, engine_weights)
         kv_cache = kv_cache_bytes(
-            model.config, work.max_length, work.sequences, room, itemsize=dtype.itemsize
+            model.config,
+            work.max_length,
+            work.sequences,
+            room,
+            itemsize=dtype.itemsize,
+            shards=work.shards,
         )
+    process *= 1 + engines
     return Estimate(process, weights, engine_weights, kv_cache, adapter, 0, 0, 0)
 
 
@@ -183,17 +198,23 @@ def _saved_by_nf4(model: Any) -> int:
     return sum(layer.weight.nbytes - round(NF4_BYTES * layer.weight.numel()) for layer in adapted)
 
 
-def check_model(model_path: Path, work: Workload, dtype: torch.dtype) -> None:
-    """FlashError(out_of_memory) if not even the model, its adapter and an engine with a cache for
-    one conversation fit. It is called before the model is loaded.
-    """
+def check_model(model_path: Path, work: Workload, dtype: torch.dtype, cards: int = 1) -> int:
+    """How many of `cards` share the base weights: 1, or all if one cannot hold them. It is called
+    before the model is loaded.
+
+    FlashError(out_of_memory) if not even the model, its adapter and an engine with a cache for one
+    conversation fit."""
     capacity = capacity_bytes()
     work = replace(work, sequences=min(1, work.sequences))
     least = estimate_model(model_path, work, dtype, capacity)
-    if least.total > capacity:
-        raise _does_not_fit(
-            least, capacity, _knob(estimate_model, model_path, work, dtype, capacity)
-        )
+    if least.total <= capacity:
+        return 1
+    if cards > 1 and not work.four_bit:
+        work = replace(work, shards=cards)
+        least = estimate_model(model_path, work, dtype, capacity)
+        if least.total <= capacity:
+            return cards
+    raise _does_not_fit(least, capacity, _knob(estimate_model, model_path, work, dtype, capacity))
 
 
 def check(
@@ -241,15 +262,16 @@ def _does_not_fit(least: Estimate, capacity: int, fix: str) -> FlashError:
 
 
 def kv_cache_bytes(
-    config: Any, max_length: int, sequences: int, room: int, *, itemsize: int = 2
+    config: Any, max_length: int, sequences: int, room: int, *, itemsize: int = 2, shards: int = 1
 ) -> int:
     """Bytes of a cache for every sequence at full length, but at most `room`, and at least one
     sequence.
 
-    `config` is a transformers config.
+    `config` is a transformers config. Each of `shards` cards has its share of the heads.
     """
     config = config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    heads = math.ceil(heads / shards)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     block = 2 * itemsize * config.num_hidden_layers * heads * head_dim * KV_BLOCK_TOKENS
     blocks = math.ceil(max_length / KV_BLOCK_TOKENS)
@@ -259,7 +281,7 @@ def kv_cache_bytes(
 
 
 def engine_cache_bytes(
-    model_path: Path, max_length: int, sequences: int, *, itemsize: int = 2
+    model_path: Path, max_length: int, sequences: int, *, itemsize: int = 2, shards: int = 1
 ) -> int:
     """`kv_cache_bytes` with the memory that is free on this machine now, after PyTorch's allocator
     has returned what it keeps of freed tensors.
@@ -271,8 +293,9 @@ def engine_cache_bytes(
         free = torch.cuda.mem_get_info()[0]
     else:
         free = capacity_bytes()
-    room = _cache_room(free, weights)
-    return kv_cache_bytes(config_of(model_path), max_length, sequences, room, itemsize=itemsize)
+    room = _cache_room(free, math.ceil(weights / shards))
+    config = config_of(model_path)
+    return kv_cache_bytes(config, max_length, sequences, room, itemsize=itemsize, shards=shards)
 
 
 def _cache_room(free: int, engine_weights: int) -> int:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
+from peft import PeftModel
 from torch import Tensor
 
 from worker.ranks import Ranks
@@ -40,6 +41,36 @@ def combine(trainer: Any, ranks: Ranks, loss: float, *, weight: float = 1.0) -> 
         for name, values in part.items():
             metrics[name] += values
     return total.new_tensor(sum(each for _, each, _ in found))
+
+
+class Passes:
+    """Lets ranks that share the layers of `policy` (worker/training/shards.py) make equally many
+    passes through them, whose collectives need all ranks. Before each pass a rank says so."""
+
+    def __init__(self, policy: PeftModel, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._model: Any = policy.get_base_model()
+        self._fills = False
+        self._is_shared = ranks.count > 1 and hasattr(self._model.model, "unshard")
+        if self._is_shared:
+            self._model.model.register_forward_pre_hook(self._announce, prepend=True)
+
+    def _announce(self, *_: Any) -> None:
+        if not self._fills:
+            self._ranks.gather(True)
+
+    def finish(self) -> None:
+        """After this rank's last pass, make passes that count nothing while other ranks make some:
+        forward, and backward where gradients are enabled."""
+        if not self._is_shared:
+            return
+        self._fills = True
+        while any(self._ranks.gather(False)):
+            token = torch.zeros(1, 1, dtype=torch.long, device=self._model.device)
+            hidden: Tensor = self._model.model(input_ids=token, use_cache=False).last_hidden_state
+            if torch.is_grad_enabled():
+                cast(Any, (hidden * 0.0).sum()).backward()
+        self._fills = False
 
 
 def _fingerprint(weights: Sequence[Tensor]) -> int:

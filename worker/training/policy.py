@@ -35,14 +35,17 @@ def load_policy(
     dtype: torch.dtype,
     adapter_path: Path | None = None,
     four_bit: bool = False,
+    device: str | None = None,
 ) -> PeftModel:
     """The base model with a fresh adapter on every linear layer, or a warm start from a PEFT
     adapter.
 
     The base keeps `dtype`, or has its linear layers in NF4 if `four_bit`; the adapter's weights are
-    fp32. Raises FlashError(adapter_mismatch | engine_missing).
+    fp32. It is on the card, unless `device` says otherwise. Raises FlashError(adapter_mismatch |
+    engine_missing).
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    has_card = torch.cuda.is_available()
+    device = device or ("cuda" if has_card else "cpu")
     attention = attention_of(config_of(model_path))
     quantized = _nf4(dtype, device) if four_bit else {}
     base = cast(Any, AutoModelForCausalLM).from_pretrained(
@@ -51,7 +54,7 @@ def load_policy(
     # cuDNN's attention builds a plan for each length, and hardly two batches have the same.
     torch.backends.cuda.enable_cudnn_sdp(False)
     cast(Any, torch).manual_seed(seed)
-    if device == "cuda":  # the CPU gains nothing
+    if has_card:  # the CPU gains nothing
         fuse_norms(base)
     if not four_bit:  # those are there already
         base = base.to(device)

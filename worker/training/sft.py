@@ -36,7 +36,7 @@ from worker.rollouts.transcript import ChatTemplate, Transcript
 from worker.survey import survey
 from worker.training.checkpoints import trainer_arguments
 from worker.training.packing import Pack, check_trl_head, packs_of, recompute
-from worker.training.parallel import combine, no_loss
+from worker.training.parallel import Passes, combine, no_loss
 
 Row = dict[str, list[int]]
 IGNORED = -100
@@ -91,11 +91,15 @@ class Tuner(SFTTrainer):
     packed: bool
     keep_tokens: float
     ranks: Ranks
+    passes: Passes
 
     def training_step(self, *arguments: Any) -> Any:
         """TRL's, with the gradients and metrics of all ranks: a step is one batch."""
         loss: Tensor = cast(Any, super()).training_step(*arguments)
-        return loss if self.ranks.count == 1 else combine(self, self.ranks, loss.item())
+        if self.ranks.count == 1:
+            return loss
+        self.passes.finish()
+        return combine(self, self.ranks, loss.item())
 
     def compute_loss(
         self,
@@ -164,9 +168,8 @@ def make_sft_trainer(
     """A trainer on rows["train"], with rows["holdout"] held out. `packed` is the result of
     worker.training.packing.can_pack.
 
-    Activations of a pass over more than `keep_tokens` tokens are recomputed in the backward pass.
-    Rows are cut at `max_length` tokens; an event says how many. FlashError(dataset_invalid) if no
-    row has anything to learn."""
+    Activations of more than `keep_tokens` tokens are recomputed. Rows are cut at `max_length`
+    tokens; an event says how many. FlashError(dataset_invalid) if no row has anything to learn."""
     total = len(rows["train"])
     longer = sum(len(row["input_ids"]) > max_length for row in rows["train"])
     learnable = _learnable(rows["train"], max_length)
@@ -203,6 +206,7 @@ def make_sft_trainer(
     trainer.remove_callback(PrinterCallback)
     trainer.packed = packed
     trainer.ranks = ranks
+    trainer.passes = Passes(model, ranks)
     trainer.keep_tokens = keep_tokens
     if not packed:
         check_trl_head(model.get_base_model(), 1.0)

@@ -32,7 +32,7 @@ class MemoryNeed:
     least_gib: float
     """One copy of the weights."""
     all_gib: float
-    """Every copy."""
+    """Every copy, of which each of the run's GPUs holds its part if one cannot hold all."""
     device: Device
 
     def __str__(self) -> str:
@@ -84,9 +84,11 @@ def memory_need(
     has_engine: bool,
     four_bit: bool = False,
     trains: bool = True,
+    gpus: int = 1,
 ) -> MemoryNeed | None:
     """None if neither the card nor the model's name says how large it is. `has_engine`: the run
-    generates. `four_bit`: the trainer's base weights have 4 bits.
+    generates. `four_bit`: the trainer's base weights have 4 bits, and several `gpus` do not share
+    them.
     """
     parameters = card.parameters or _named_size(card.name)
     if not parameters:
@@ -95,6 +97,8 @@ def memory_need(
     one = parameters * FOUR_BIT_BYTES / GIB if four_bit else full
     copies = COPIES[device.kind] - 1 if has_engine else 0
     every = (one if trains else 0.0) + copies * full
+    if device.kind == "gpu" and not four_bit:
+        every /= gpus
     return MemoryNeed(parameters, card.parameters is not None, one, every, device)
 
 

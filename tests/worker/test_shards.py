@@ -1,0 +1,175 @@
+"""Ranks that share the base weights of a model that one card cannot hold."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.run_folder import RunFolder
+from tests.attempts import Attempt, make_run
+from tests.places import ROOT
+from tests.watch import listening_ports
+from tests.worker import test_ranks
+from tests.worker.test_ranks import CASES, CPU, Step, exact_model, second_rank
+from worker.ranks import Ranks
+from worker.rollouts.transcript import ChatTemplate
+from worker.training import memory, shards
+
+__all__ = ["exact_model"]
+pytestmark = pytest.mark.slow
+
+
+def compare(rank: int, model: Path, out: Path) -> None:
+    """A process of the test of gradients."""
+    alone = {case: Step(model, out / "alone", Ranks(), case) for case in CASES if rank == 0}
+    ranks = Ranks(rank, 2)
+    ranks.connect(out)
+    mesh = shards.meet(ranks)
+    whole = test_ranks.make_policy
+
+    def shared_policy(path: Path) -> Any:
+        policy = whole(path)
+        shards.share_layers(policy, mesh)
+        return policy
+
+    test_ranks.make_policy = shared_policy
+    for case in CASES:
+        step = Step(model, out / f"rank-{rank}", ranks, case)
+        layer = step.policy.get_base_model().model.layers[0]
+        weight = layer.mlp.up_proj.base_layer.weight
+        assert 2 * weight.to_local().numel() == weight.numel()
+        mine, others = ranks.gather(step.numbers())
+        assert mine == others, case
+        if rank:
+            continue
+        expected = alone[case].trained(gradients=True)
+        largest = max(float(gradient.abs().max()) for gradient in expected.values())
+        assert largest > 1e-4
+        assert step.told == pytest.approx(alone[case].told, rel=1e-5), case
+        for name, gradient in step.trained(gradients=True).items():
+            close = {"rtol": 1e-6, "atol": 1e-6 * largest}
+            torch.testing.assert_close(gradient, expected[name], **close)
+
+
+def test_ranks_with_a_part_of_each_layer_compute_the_gradients_of_one_with_all(
+    exact_model: Path, tmp_path: Path
+) -> None:
+    code = "import sys; from pathlib import Path; from tests.worker.test_shards import compare; "
+    code += "compare(int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]))"
+    command = [sys.executable, "-c", code]
+    given = [str(exact_model), str(tmp_path)]
+    environment = {**os.environ, **CPU}
+    with subprocess.Popen([*command, "1", *given], cwd=ROOT, env=environment) as second:
+        subprocess.run([*command, "0", *given], cwd=ROOT, env=environment, check=True, timeout=400)
+    assert second.returncode == 0
+
+
+class SharedAttempt(Attempt):
+    """An attempt whose cards cannot hold the model."""
+
+    program = """
+from worker import main
+main.prepare_process()
+from worker.training import memory
+memory.check_model = lambda *arguments: arguments[-1]
+if __name__ == "__main__":
+    main.main()
+"""
+
+
+FIELDS = {"group_size": 4, "max_tokens": 8, "steps": 3, "eval_before": True, "gpus": 2}
+
+
+def greedy_answers(model: Path, rows: list[dict[str, Any]]) -> list[str]:
+    """What the model of one process answers to the first message of each conversation."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    template = ChatTemplate(tokenizer)
+    whole: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    answers: list[str] = []
+    for row in rows:
+        ids = template.prompt_ids(row["messages"][:1])
+        answer: list[int] = []
+        while len(answer) < FIELDS["max_tokens"] and not set(answer) & template.end_ids:
+            logits = whole(torch.tensor([ids + answer])).logits[0, -1]
+            answer.append(int(logits.argmax()))
+        answers.append(template.text(answer))
+    return answers
+
+
+@pytest.mark.cpu
+def test_a_run_on_a_shared_model_goes_on_after_a_process_is_killed(
+    exact_model: Path, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path / "run", exact_model, **FIELDS)
+    with SharedAttempt(run, **CPU) as attempt:
+        attempt.wait_until(lambda: run.checkpoint_steps())
+        lost = second_rank(attempt)
+        assert listening_ports(attempt.process.pid) == listening_ports(lost.pid) == []
+        lost.kill()
+        assert attempt.wait() == 0, attempt.log_path.read_text()
+    result = run.result()
+    assert result and result["retryable"] and "SIGKILL" in result["error"]["what"], result
+    with SharedAttempt(run, 2, **CPU) as attempt:
+        assert attempt.wait() == 0, attempt.log_path.read_text()
+    final = run.result()
+    assert final and final["state"] == "succeeded", final
+    check_steps(run)
+    first = run.evaluation(0)
+    assert first
+    rows = first["rollouts"][:8]
+    said = [row["messages"][1]["content"] for row in rows]
+    assert said == greedy_answers(exact_model, rows)
+
+
+def check_steps(run: RunFolder) -> None:
+    assert list(run.metric_steps()) == [1, 2, 3]
+    for step in (1, 2, 3):
+        found = run.metrics(step)
+        assert found and len(run.rollouts(step)) == 16
+        # The engine's log-probabilities are those of the trainer: both have the whole model.
+        assert found["metrics"]["sampling_logp_difference/mean"] < 1e-4
+        assert found["metrics"]["grad_norm"] > 0
+
+
+def test_cards_that_cannot_share_the_heads_are_refused() -> None:
+    config = LlamaConfig(hidden_size=768, num_attention_heads=12, num_key_value_heads=4)
+    for count in (2, 4, 12):
+        shards.check_shape(config, count)
+    with pytest.raises(FlashError, match=r"invalid_argument.*8 cards cannot share 12 heads"):
+        shards.check_shape(config, 8)
+    with pytest.raises(FlashError, match=r"6 cards cannot share 12 heads, 4 of them"):
+        shards.check_shape(config, 6)
+
+
+def test_a_model_that_one_card_cannot_hold_is_shared_by_all_if_they_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32}
+    LlamaConfig(**shape, num_attention_heads=32, vocab_size=32000).save_pretrained(tmp_path)
+    work = memory.Workload(0, 1, 1, 256, 1, 1, 8)
+
+    def with_gib(gib: float, cards: int) -> int:
+        monkeypatch.setattr(memory, "capacity_bytes", lambda: int(gib * memory.GIB))
+        return memory.check_model(tmp_path, work, torch.bfloat16, cards)
+
+    whole = memory.estimate_model(tmp_path, work, torch.bfloat16, 2**40)
+    half = memory.estimate_model(tmp_path, replace(work, shards=2), torch.bfloat16, 2**40)
+    assert half.engine_weights == math.ceil(2 * math.ceil(whole.weights / 2))
+    assert 0.5 < half.weights / whole.weights < 0.6
+    need = whole.total / memory.GIB
+    assert with_gib(need + 0.1, 2) == 1
+    assert with_gib(need - 0.1, 2) == 2
+    with pytest.raises(FlashError, match="out_of_memory"):
+        with_gib(need - 0.1, 1)
+    with pytest.raises(FlashError, match="out_of_memory"):
+        with_gib(half.total / memory.GIB - 0.1, 2)
