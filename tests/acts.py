@@ -273,6 +273,11 @@ ABSENT = {
     "a list of the machine's connections": "ENOENT",
     "a file of root's": "EINVAL",
     "root": "EINVAL",
+    # Its /proc shows none that it may not trace.
+    "the first process's namespaces": "ENOENT",
+    "the memory of the first process": "ENOENT",
+    "the variables of the first process": "ENOENT",
+    "the descriptors of the first process": "ENOENT",
 }
 """{act: what it is told where there is no such thing, as in a namespace of its own}"""
 

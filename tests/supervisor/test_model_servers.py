@@ -880,6 +880,7 @@ async def records_from_now_on(store: Store, run_id: str, deployment: str, model:
     assert (await ready(run_id, step=5, record=True)).record
     said = await chat(deployment, message="Say it", max_tokens=4, seed=7)
     assert (await ready(run_id, step=5)).record, "asking again leaves that as it is"
+    await has_recorded(recording, 1)
     (line,) = recording.lines()
     assert line["messages"] == [{"role": "user", "content": "Say it"}]
     assert line["answer"]["content"] == said.adapter.text
@@ -892,6 +893,11 @@ async def records_from_now_on(store: Store, run_id: str, deployment: str, model:
     assert not (await ready(run_id, step=5, record=False)).record
     await chat(deployment, message="not this", max_tokens=4)
     assert len([*recording.lines()]) == 5
+
+
+async def has_recorded(recording: Recording, count: int) -> None:
+    """An answer is recorded after it was sent."""
+    await run_sync(wait_for, lambda: len([*recording.lines()]) == count)
 
 
 async def records_other_apis(store: Store, deployment: str, model: Path) -> None:
@@ -909,7 +915,9 @@ async def records_other_apis(store: Store, deployment: str, model: Path) -> None
                 answer = await client.post(path, json=body)
                 assert answer.is_success, answer.text
                 assert '"tokens":' not in answer.text
-    _, *lines = Recording(store.base, deployment).lines()
+    recording = Recording(store.base, deployment)
+    await has_recorded(recording, 5)
+    _, *lines = recording.lines()
     for line in lines:
         assert line["messages"] == [hello] and line["answer"]["content"]
         assert line["prompt_tokens"] > 4 and line["completion_tokens"] == 4
