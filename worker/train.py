@@ -57,7 +57,7 @@ def train(
                 preflight(host, model.template, model.max_length, tasks, **watched)
             )
         )
-        policy = session.model.policy
+        policy = model.policy
         assert isinstance(policy, PeftModel)
         packed = can_pack(policy.get_base_model())
         if not packed:

@@ -42,8 +42,6 @@ ELSEWHERE = {
 """Classes of verifiers by name, and what they start for each rollout."""
 FAILED = {"Error", "InfraError", "TunnelError", "SandboxError", "BrowserSandboxError"}
 """Errors of a rollout that say nothing about the model."""
-
-
 STATE = "verifiers_state"
 """Where a rollout's metadata holds verifiers' record of it."""
 

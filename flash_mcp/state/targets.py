@@ -32,7 +32,7 @@ FILE = "targets.toml"
 KEY_FILE = "targets.key"
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
 HEADER = re.compile(r"\s*\[\s*([^].\s]+)")
-"""How a table begins."""
+"""How a table begins, and its name."""
 RESERVED = (LOCAL_TARGET, AUTO)
 Engine = Literal["slurm", "ray"]
 
@@ -194,7 +194,7 @@ def note_cards(base: Path, name: str, cards: Cards) -> None:
     line = _line("cards", cards.model_dump(exclude_defaults=True))
     lines = path.read_text().splitlines(keepends=True)
     for number, text in enumerate(lines):
-        if (header := HEADER.match(text)) and header[1].strip("\"'") == name:
+        if _begun(text) == name:
             lines[number] = f"{text.rstrip()}\n{line}\n"
     write_private(path, "".join(lines))
 
@@ -206,8 +206,8 @@ def remove_target(base: Path, name: str) -> None:
     kept: list[str] = []
     is_kept = True
     for line in path.read_text().splitlines(keepends=True):
-        if header := HEADER.match(line):
-            is_kept = header[1].strip("\"'") != name
+        if begun := _begun(line):
+            is_kept = begun != name
         if is_kept:
             kept.append(line)
     write_private(path, "".join(kept))
@@ -225,6 +225,12 @@ def _settings(name: str, body: Any, fix: str) -> TargetSettings:
         return TargetSettings(**cast("dict[str, Any]", body))
     except ValidationError as error:
         raise FlashError("targets_invalid", f"{name}: {explain(error)}", fix=fix) from error
+
+
+def _begun(line: str) -> str | None:
+    """The target whose table begins in this line of targets.toml."""
+    header = HEADER.match(line)
+    return header[1].strip("\"'") if header else None
 
 
 def _table(name: str, settings: TargetSettings) -> str:

@@ -350,8 +350,6 @@ class Attendant:
 
     def _attach(self, run: Run) -> None:
         """Start the run's attempt, or find it where another supervisor had started it."""
-        if self._is_attached(run):
-            return
         known = self._attempts.get(run.id)
         folder = self._folder(run)
         # An engine forgets attempts that have ended: what it took is not submitted again.

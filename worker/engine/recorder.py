@@ -327,7 +327,9 @@ class _MessagesAnswer(_OtherAnswer):
     @property
     def finish(self) -> str | None:
         reason = self._reply.get("stop_reason")
-        return None if reason is None else "length" if reason == "max_tokens" else "stop"
+        if reason is None:
+            return None
+        return "length" if reason == "max_tokens" else "stop"
 
     def read(self, part: Json) -> Json:
         kind = part.get("type")

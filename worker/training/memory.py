@@ -168,7 +168,6 @@ def estimate_model(model_path: Path, work: Workload, dtype: torch.dtype, capacit
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     process = PROCESS_BYTES
     copies = ENGINE_COPIES
-    engines = 1 if work.shards > 1 and work.sequences else 0  # processes of an engine on this card
     adapter = 4 * trained  # with gradients and Adam's two moments
     free = capacity
     if torch.cuda.is_available():
@@ -189,7 +188,8 @@ def estimate_model(model_path: Path, work: Workload, dtype: torch.dtype, capacit
             itemsize=dtype.itemsize,
             shards=work.shards,
         )
-    process *= 1 + engines
+        if work.shards > 1:
+            process *= 2  # the engine has one of its own on each card
     return Estimate(process, weights, engine_weights, kv_cache, adapter, 0, 0, 0)
 
 

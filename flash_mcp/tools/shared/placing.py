@@ -8,10 +8,10 @@ from typing import TypeVar
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.packages import missing_packages
-from flash_mcp.protocol.spec import LOCAL_TARGET, ResolvedEval, ResolvedSpec
+from flash_mcp.protocol.spec import AUTO, LOCAL_TARGET, ResolvedEval, ResolvedSpec
 from flash_mcp.state import costs
 from flash_mcp.state.store import Store
-from flash_mcp.state.targets import AUTO, TargetSettings, targets
+from flash_mcp.state.targets import TargetSettings, targets
 from flash_mcp.supervisor.launch.devices import Device, gpus, processor
 from flash_mcp.tools.shared.memory_need import MemoryNeed
 
