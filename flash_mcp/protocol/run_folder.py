@@ -50,6 +50,7 @@ import re
 import shutil
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
@@ -130,6 +131,15 @@ def _limits(url: str, patience_s: float) -> Json:
     return {"max_concurrency": 1, "config_kwargs": {**times, "retries": {"max_attempts": 0}}}
 
 
+class _Look(threading.local):
+    """One look at all files of a store, by the thread that looks. The heartbeat's thread asks for
+    the owner at the same time, and must not take a listing for the answer.
+    """
+
+    listing: dict[str, dict[str, Json]] | None = None
+    """{folder: {name: entry}}, while it counts."""
+
+
 class RunFolder:
     """All reads, and the few writes of the server. `url` is a local path or any fsspec URL.
 
@@ -144,8 +154,7 @@ class RunFolder:
         """Files that were found damaged when they were last read, and what is wrong with them."""
         self._files: dict[tuple[str, int], str] = {}
         """The file of a step in a folder: by the newest attempt, as last listed."""
-        self._listing: dict[str, dict[str, Json]] | None = None
-        """{folder: {name: entry}} of one look at all files of a store, while it counts."""
+        self._look = _Look()
 
     def path(self, *parts: str) -> str:
         return "/".join((self.root, *parts))
@@ -202,21 +211,22 @@ class RunFolder:
         """Within, what an object store holds is what one listing of the whole folder shows: a
         request for each thousand files, instead of one for each question. Local disks are asked.
         """
-        if self.is_local or self._listing is not None:
+        if self.is_local or self._look.listing is not None:
             yield
             return
-        self._listing = {}
+        listing: dict[str, dict[str, Json]] = {}
         for name, entry in self._entries().items():
             folder, _, file = name.rpartition("/")
-            self._listing.setdefault(folder, {})[file] = entry
+            listing.setdefault(folder, {})[file] = entry
             while folder:
                 above, _, own = folder.rpartition("/")
-                self._listing.setdefault(above, {})[own] = {}
+                listing.setdefault(above, {})[own] = {}
                 folder = above
+        self._look.listing = listing
         try:
             yield
         finally:
-            self._listing = None
+            self._look.listing = None
 
     def newest_epoch(self) -> int:
         """The number of the owning attempt; 0 before the first claim."""
@@ -496,8 +506,8 @@ class RunFolder:
         return sha.hexdigest()
 
     def _names(self, *parts: str) -> list[str]:
-        if self._listing is not None:
-            return list(self._listing.get("/".join(parts), {}))
+        if self._look.listing is not None:
+            return list(self._look.listing.get("/".join(parts), {}))
         try:
             listed = cast("list[str]", self._fs.ls(self.path(*parts), detail=False, refresh=True))
         except (FileNotFoundError, NotADirectoryError):
@@ -523,8 +533,8 @@ class RunFolder:
 
     def _files_in(self, folder: str) -> dict[str, Json]:
         """{name: entry} of what a folder holds."""
-        if self._listing is not None:
-            return self._listing.get(folder, {})
+        if self._look.listing is not None:
+            return self._look.listing.get(folder, {})
         try:
             listed = cast("list[Json]", self._fs.ls(self.path(folder), detail=True, refresh=True))
         except (FileNotFoundError, NotADirectoryError):

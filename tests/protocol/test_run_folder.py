@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -672,6 +673,18 @@ def test_packages_that_a_store_needs_are_named() -> None:
     with pytest.raises(FlashError, match="engine_missing") as caught:
         RunFolder("gs://bucket/run")
     assert "extra s3" in caught.value.fix and "gcs" in caught.value.what
+
+
+def test_a_heartbeat_asks_who_owns_the_run_while_another_thread_looks_at_a_listing(
+    far_url: str,
+) -> None:
+    folder = RunFolder(far_url)
+    writer = folder.claim(1)
+    with folder.listed(), ThreadPoolExecutor(1) as heartbeat:
+        RunFolder(far_url).claim(2)
+        assert folder.newest_epoch() == 1
+        with pytest.raises(FlashError, match=r"fenced.*newest=2"):
+            heartbeat.submit(writer.check_owner).result()
 
 
 @pytest.mark.slow
