@@ -23,11 +23,14 @@ from flash_mcp.supervisor.model_servers import Server, check_port, error_message
 from flash_mcp.supervisor.model_servers import idle_minutes as idle_limit
 from flash_mcp.tools.shared.fitting import shorten, to_text
 from flash_mcp.tools.shared.frame import Part, Result, report
+from flash_mcp.tools.shared.loading import check_machine
 from flash_mcp.tools.shared.snippets import snippets, tools_of
 from flash_mcp.tools.shared.waiting import deadline_after, wait_until
 
 CHAT_LIMIT_S = 40.0
 ANSWER_CHARACTERS = 3000
+ELSEWHERE = """; or serve it on another machine: checkpoints(run_id={run_id!r}) names its files, \
+which vLLM takes with --enable-lora --lora-modules NAME=FOLDER"""
 
 
 class Deployed(Result):
@@ -128,6 +131,7 @@ async def deploy(
         record: Record requests and answers, for rollouts and curate.
     """
     store, deadline = open_store(), deadline_after(wait_s)
+    check_machine(ELSEWHERE.format(run_id=run_id))
     if port is not None:
         await run_sync(check_port, store, run_id, port)
     row = await run_sync(

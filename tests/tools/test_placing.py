@@ -152,3 +152,5 @@ async def test_a_server_without_training_packages_trains_elsewhere(
     assert named.state == "queued"
     with pytest.raises(FlashError, match="engine_missing"):
         await TOOLS["train"].function(environment="echo", target="local")
+    with pytest.raises(FlashError, match=r"engine_missing.*--lora-modules"):
+        await TOOLS["deploy"].function(run_id=chosen.run_id)

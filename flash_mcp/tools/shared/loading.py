@@ -60,11 +60,13 @@ def check_target(store: Store, target: str) -> None:
         find_target(store.base, target)
 
 
-def check_machine() -> None:
-    """FlashError(engine_missing) if packages for sampling or training are missing."""
+def check_machine(otherwise: str = "") -> None:
+    """FlashError(engine_missing) if packages for sampling or training are missing. `otherwise` is
+    what can be done without them.
+    """
     if missing := missing_packages():
         extra = "flash-mcp[cpu] or, with an NVIDIA GPU, flash-mcp[gpu]"
-        fix = f"install {extra} where this server is installed, and call again"
+        fix = f"install {extra} where this server is installed, and call again{otherwise}"
         raise FlashError("engine_missing", f"not installed here: {', '.join(missing)}", fix=fix)
 
 
