@@ -35,6 +35,8 @@ BUSY_TIMEOUT_S = 10
 INCREMENTAL = 2
 """SQLite's number for auto_vacuum=INCREMENTAL."""
 PAGES_AT_ONCE = 1000
+ENCODED = JSON_COLUMNS | NAMES
+"""Columns that are decoded when they are read."""
 WORTH_REWRITING = 0.25
 """The share of free pages from which a database of an older version is rewritten."""
 
@@ -183,17 +185,19 @@ class Connection:
         """Rows as dicts: JSON columns decoded, paths absolute."""
         with _named_errors(self.path):
             found = cast("Iterable[Json]", self._db.query(sql, tuple(values)))  # pyright: ignore[reportUnknownMemberType]
-            return [self._decoded(row) for row in found]
+            rows = list(found)
+        encoded = [name for name in rows[0] if name in ENCODED] if rows else []
+        for row in rows:
+            for name in encoded:
+                row[name] = self._decoded(name, row[name])
+        return rows
 
-    def _decoded(self, row: Json) -> Json:
-        for name, value in row.items():
-            if value is None:
-                continue
-            if name in JSON_COLUMNS:
-                row[name] = json.loads(value)
-            if name in NAMES:
-                row[name] = from_stored(self.base, row[name])
-        return row
+    def _decoded(self, name: str, value: Any) -> Any:
+        if value is None:
+            return None
+        if name in JSON_COLUMNS:
+            value = json.loads(value)
+        return from_stored(self.base, value) if name in NAMES else value
 
     def encode(self, name: str, value: Any) -> Any:
         """A column's value as SQLite takes it; paths in the state directory relative."""

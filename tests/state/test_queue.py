@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -550,6 +551,20 @@ def test_a_look_at_the_queue_takes_no_longer_with_many_runs_in_it(store: Store) 
         enqueue_as(owner, store, 180)
     many = {name: steps_of(store, look) for name, look in looks.items()}
     assert all(many[name] <= 1.5 * few[name] for name in looks), (few, many)
+
+
+def test_a_claim_reads_nothing_of_runs_that_ended_on_another_target(store: Store) -> None:
+    for owner in ("a", "b"):
+        enqueue_as(owner, store, 55)
+
+    def steps_of_claim() -> int:
+        return steps_of(store, lambda: claim(store))
+
+    few = steps_of_claim()
+    sql = """UPDATE runs SET state = 'succeeded', target = 'lab', started = ?1, ended = ?1
+             WHERE id IN (SELECT id FROM runs WHERE state = 'queued' ORDER BY id LIMIT 100)"""
+    assert store.execute(sql, [time.time()]) == 100
+    assert steps_of_claim() <= 1.5 * few
 
 
 def test_a_look_at_runs_under_way_reads_those_that_have_changed(

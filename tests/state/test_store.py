@@ -74,6 +74,7 @@ def test_many_processes_can_open_a_new_store_at_once(tmp_path: Path) -> None:
         {"name": "removed_folders"},
         {"name": "runs_by_end"},
         {"name": "runs_by_end_on_target"},
+        {"name": "runs_by_target_and_end"},
         {"name": "targets"},
         {"name": "used_s"},
     ]
