@@ -24,6 +24,7 @@ from typing import Any, cast
 from uuid import uuid4
 
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.node_code import make_once
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import RunFolder, connect, sha256_of
 
@@ -114,15 +115,15 @@ class Artifacts:
             if lock is None:
                 lock = os.open(target.with_suffix(".lock"), os.O_CREAT | os.O_RDWR, 0o600)
                 opened.callback(os.close, lock)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not target.is_dir():
-                with tempfile.TemporaryDirectory(prefix=".part-", dir=cache) as scratch:
-                    self._download(digest, Path(scratch)).rename(target)
+            make_once(lock, target.is_dir, lambda: self._make(digest, target))
             os.utime(target)
-            fcntl.flock(lock, fcntl.LOCK_SH)
             opened.pop_all()
         _IN_USE[target] = lock
         return target
+
+    def _make(self, digest: str, target: Path) -> None:
+        with tempfile.TemporaryDirectory(prefix=".part-", dir=target.parent) as scratch:
+            self._download(digest, Path(scratch)).rename(target)
 
     def _download(self, digest: str, scratch: Path) -> Path:
         archive = scratch / "archive.tar"

@@ -21,6 +21,7 @@ import sys
 import tarfile
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, NoReturn, TypedDict
 
@@ -79,14 +80,15 @@ def _command(order: Order) -> list[str]:
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     lock = folder.with_suffix(".lock").open("a")
     os.set_inheritable(lock.fileno(), True)  # held until the module has ended
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    os.utime(folder.with_suffix(".lock"))
-    if not (folder / READY).exists():
+
+    def install() -> None:
         shutil.rmtree(folder, ignore_errors=True)
         _unpack(order, folder)
         _install(folder, extra, own_packages=order["own_packages"])
         (folder / READY).touch()
-    fcntl.flock(lock, fcntl.LOCK_SH)
+
+    make_once(lock.fileno(), (folder / READY).exists, install)
+    os.utime(folder.with_suffix(".lock"))
     _clear(folder)
     if not order["own_packages"]:
         return [str(folder / "venv" / "bin" / "python"), "-P"]
@@ -94,6 +96,18 @@ def _command(order: Order) -> list[str]:
     paths = [str(folder / "packages"), *([before] if before else [])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     return [sys.executable, "-P"]
+
+
+def make_once(lock: int, is_there: Callable[[], bool], make: Callable[[], None]) -> None:
+    """Make what is not there. The shared lock of it is held afterwards, as all do who use it; only
+    making it needs the lock alone. Between the two, others may make or clear it.
+    """
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    while not is_there():
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not is_there():
+            make()
+        fcntl.flock(lock, fcntl.LOCK_SH)
 
 
 def _unpack(order: Order, folder: Path) -> None:

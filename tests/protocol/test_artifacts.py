@@ -94,6 +94,27 @@ def test_an_artifact_stays_until_the_last_run_that_needs_it_is_removed(
     assert artifacts._fs.exists(artifacts._path(digest))
 
 
+def test_an_attempt_takes_what_others_on_its_node_use(folder: Path, tmp_path: Path) -> None:
+    artifacts = Artifacts(str(tmp_path / "storage"), patience_s=1)
+    digest = artifacts.put(folder, "run-1")
+    code = """
+import sys
+from pathlib import Path
+from flash_mcp.protocol.artifacts import Artifacts
+Artifacts(sys.argv[1], patience_s=1).fetch(sys.argv[2], Path(sys.argv[3]))
+print("fetched", flush=True)
+sys.stdin.read()
+"""
+    place = [str(tmp_path / "storage"), digest, str(tmp_path / "cache")]
+    command = [sys.executable, "-c", code, *place]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as first:
+        assert first.stdout and first.stdout.readline() == b"fetched\n"
+        second = subprocess.run(command, input=b"", capture_output=True, timeout=60, check=True)
+        assert second.stdout == b"fetched\n"
+        assert first.poll() is None
+
+
 def test_what_is_used_least_lately_goes_first_and_what_is_in_use_stays(
     folder: Path, tmp_path: Path
 ) -> None:
