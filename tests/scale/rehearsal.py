@@ -115,7 +115,19 @@ class Rehearsal:
         if isinstance(self.cluster, ray_cluster.Cluster):
             words += ["--address", self.cluster.address]
             words += ["--token-file", str(self.cluster.token_file)]
-        return self.flash("target", "add", name, *words)
+        added: list[Json] = []
+
+        def is_added() -> bool:
+            """A Ray that has just started may not answer the first request in time."""
+            try:
+                added.append(self.flash("target", "add", name, *words))
+            except RuntimeError as error:
+                if "target_unreachable" not in str(error):
+                    raise
+            return bool(added)
+
+        self.until(is_added, f"the target {name}")
+        return added[0]
 
     def train(self, target: str, **more: object) -> str:
         """Start a run of the tiny model; its id."""
