@@ -17,6 +17,7 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Protocol
 
 from tests.network import Network
 
@@ -79,6 +80,8 @@ class Cluster:
         self.hidden = hidden
         self.network = network
         self.conf = folder / "slurm.conf"
+        self.bound: dict[Path, Path] = {}
+        """Files of this machine, and what its nodes have in their place."""
         self.daemons: dict[str, subprocess.Popen[bytes]] = {}
         for name in ("state", *NODES):
             (folder / name).mkdir(parents=True)
@@ -117,11 +120,12 @@ class Cluster:
     def _start(self, program: str, *arguments: str, known_as: str = "") -> None:
         command = [find(program) or program, *arguments]
         hidden = self.hidden if program == "slurmd" else ()
+        bound = self.bound if program == "slurmd" else {}
         variables = {"SLURM_CONF": str(self.conf)}
         log = self.folder / "daemons.log"
         if self.network and known_as:
             command = self.network.within(known_as, command)
-        self.daemons[known_as or program] = daemon(command, variables, hidden, log)
+        self.daemons[known_as or program] = daemon(command, variables, hidden, log, bound)
 
     def mend(self) -> None:
         """Start daemons again that have ended, as a service manager does."""
@@ -160,11 +164,19 @@ class Cluster:
 
 
 def daemon(
-    command: Sequence[str], variables: Mapping[str, str], hidden: Sequence[Path], log: Path
+    command: Sequence[str],
+    variables: Mapping[str, str],
+    hidden: Sequence[Path],
+    log: Path,
+    bound: Mapping[Path, Path] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start a program in a session of its own. It finds the folders `hidden` empty."""
-    if hidden:
-        mounts = "".join(f"mount -t tmpfs none {shlex.quote(str(p))} && " for p in hidden)
+    """Start a program in a session of its own. It finds the folders `hidden` empty, and other files
+    in place of those that are `bound`.
+    """
+    mounts = "".join(f"mount -t tmpfs none {shlex.quote(str(p))} && " for p in hidden)
+    for place, file in (bound or {}).items():
+        mounts += f"mount --bind {shlex.quote(str(file))} {shlex.quote(str(place))} && "
+    if mounts:
         command = ["unshare", "--mount", "sh", "-c", f'{mounts}exec "$@"', "sh", *command]
     with log.open("ab") as output:
         return subprocess.Popen(
@@ -184,17 +196,32 @@ def running(
     """A cluster that is ready, with SLURM_CONF set within."""
     made = folder or Path(tempfile.mkdtemp(prefix="slurm-"))
     cluster = Cluster(made, hidden, network)
+    with started(cluster, made, cluster.conf):
+        yield cluster
+
+
+class Starts(Protocol):
+    """What can be started and stopped."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+@contextmanager
+def started(cluster: Starts, folder: Path, conf: Path) -> Generator[None]:
+    """The cluster runs, with SLURM_CONF set within. Afterwards its folder is gone."""
     before = os.environ.get("SLURM_CONF")
     try:
         cluster.start()
-        os.environ["SLURM_CONF"] = str(cluster.conf)
-        yield cluster
+        os.environ["SLURM_CONF"] = str(conf)
+        yield
     finally:
         os.environ.pop("SLURM_CONF", None)
         if before is not None:
             os.environ["SLURM_CONF"] = before
         cluster.stop()
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def free_ports(count: int) -> list[int]:

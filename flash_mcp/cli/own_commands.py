@@ -477,7 +477,7 @@ REFERENCES = (
     "RUN_ID, the folder's name of an export, or NAME@DIGEST of an environment or dataset; another "
     "owner's is OWNER/NAME@DIGEST"
 )
-ENGINES = ("slurm", "ray")
+ENGINES = ("slurm", "ray", "sky")
 SETUPS = ("path", "image", "uv")
 PACKAGES = ("install", "node")
 TARGET = _option("name", "name of the target, as train's target", "NAME")
@@ -551,7 +551,7 @@ COMMANDS: dict[str, Command | Group] = {
                 ),
                 (
                     TARGET,
-                    _option("--engine", "slurm or ray", choices=ENGINES, required=True),
+                    _option("--engine", "slurm, ray or sky", choices=ENGINES, required=True),
                     _option("--storage", "URL, or a folder that all nodes share", required=True),
                     _option("--setup", "how nodes get flash-mcp: path, image, uv", choices=SETUPS),
                     _option("--packages", "with uv: install or node", choices=PACKAGES),
@@ -559,9 +559,9 @@ COMMANDS: dict[str, Command | Group] = {
                     _option("--home", "FLASH_HOME on the nodes (default: of each its own)", "DIR"),
                     _option("--ssh", "host that has the engine's commands", "HOST"),
                     _repeated("--option", "argument of sbatch, such as --gres=gpu:1", "ARGUMENT"),
-                    _option("--address", "URL of Ray's dashboard", "URL"),
-                    _option("--token-file", "file here with the token of Ray's cluster", "PATH"),
-                    _repeated("--resource", "what an attempt takes of Ray, as GPU=1", "NAME=N"),
+                    _option("--address", "URL of Ray's dashboard or SkyPilot's API server", "URL"),
+                    _option("--token-file", "file here with the token for this URL", "PATH"),
+                    _repeated("--resource", "what an attempt takes: GPU=1, infra=aws", "NAME=N"),
                     _repeated("--env", "variable of the attempts", "NAME=VALUE"),
                     _option("--env-file", "shell file on the nodes that sets others", "PATH"),
                     _option("--slots", "attempts submitted at once (default 8)", "N", type=int),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import tomllib
 from typing import Any
 
 from flash_mcp.cli.output import answer, render
@@ -12,6 +13,7 @@ from flash_mcp.protocol.paths import home
 from flash_mcp.state.targets import (
     FILE,
     Cards,
+    TargetSettings,
     find_target,
     new_target,
     note_cards,
@@ -43,11 +45,12 @@ def add(arguments: argparse.Namespace) -> None:
     fields: dict[str, Any] = {name: getattr(arguments, name) for name in SIMPLE}
     fields["options"] = shlex.split(" ".join(arguments.option))
     fields["env"] = dict(_pair("--env", text) for text in arguments.env)
-    fields["resources"] = dict(_pair("--resource", text) for text in arguments.resource)
+    pairs = [_pair("--resource", text) for text in arguments.resource]
+    fields["resources"] = {name: _value(text) for name, text in pairs}
     given = {name: value for name, value in fields.items() if value not in (None, [], {})}
     settings = new_target(home(), arguments.name, given)
     found = None if arguments.unproved else probe(arguments.name, settings, arguments.wait_s)
-    if found and settings.cards is None:
+    if found and _shows_cards(settings):
         settings = settings.model_copy(update={"cards": Cards(**found.cards)})
     write_target(home(), arguments.name, settings)
     body = {"target": arguments.name, "file": str(home() / FILE), **_probed(found)}
@@ -58,10 +61,18 @@ def check(arguments: argparse.Namespace) -> None:
     """Prove a target with a job of a second, as `target add` does."""
     settings = find_target(home(), arguments.name)
     found = probe(arguments.name, settings, arguments.wait_s)
-    if settings.cards is None:
+    if _shows_cards(settings):
         note_cards(home(), arguments.name, Cards(**found.cards))
     body = {"target": arguments.name, **_probed(found)}
     answer(arguments, body, "\n".join(render(body)))
+
+
+def _shows_cards(settings: TargetSettings) -> bool:
+    """Whether the probe says what the target's nodes have. SkyPilot chooses a card for each run,
+    and the probe needs none.
+    """
+    chooses = settings.engine == "sky" and "accelerators" not in settings.resources
+    return settings.cards is None and not chooses
 
 
 def show(arguments: argparse.Namespace) -> None:
@@ -84,6 +95,14 @@ def _pair(option: str, text: str) -> tuple[str, str]:
         what = f"{option} takes NAME=VALUE, not {text!r}"
         raise FlashError("invalid_argument", what, fix=f"write it as {option} NAME=VALUE")
     return name, value
+
+
+def _value(text: str) -> Any:
+    """A number, true or false as targets.toml has them; all else is a text."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
 
 
 def _probed(found: Probed | None) -> dict[str, Any]:

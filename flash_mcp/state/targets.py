@@ -34,7 +34,7 @@ NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
 HEADER = re.compile(r"\s*\[\s*([^].\s]+)")
 """How a table begins, and its name."""
 RESERVED = (LOCAL_TARGET, AUTO)
-Engine = Literal["slurm", "ray"]
+Engine = Literal["slurm", "ray", "sky"]
 
 
 class Cards(BaseModel):
@@ -84,11 +84,12 @@ class TargetSettings(BaseModel):
     options: list[str] = []
     """Arguments of sbatch. For a run with gpus=N, those that ask for GPUs ask for N."""
     address: str = ""
-    """URL of Ray's dashboard, such as http://head:8265."""
+    """URL of Ray's dashboard, such as http://head:8265, or of SkyPilot's API server."""
     token_file: str | None = None
-    """File on this machine with the token of Ray's cluster."""
-    resources: dict[str, float] = {}
-    """What an attempt takes of Ray's cluster: CPU, GPU, or the cluster's own. Default: one CPU."""
+    """File on this machine with the token of Ray's cluster, or of SkyPilot's API server."""
+    resources: dict[str, bool | int | float | str] = {}
+    """What an attempt takes of Ray's cluster: CPU, GPU, or the cluster's own; default one CPU. With
+    SkyPilot the resources of a task: infra, use_spot, accelerators and others."""
     slots: Annotated[int, Field(ge=1, le=10_000)] = 8
     """Attempts that are submitted at once."""
     cache_gib: Annotated[float, Field(gt=0)] = 50.0
@@ -115,11 +116,14 @@ class TargetSettings(BaseModel):
         return env
 
     @model_validator(mode="after")
-    def _has_address(self) -> Self:
+    def _suits_its_engine(self) -> Self:
         if self.packages == "node" and not (self.setup == "uv" and self.python):
             raise ValueError("packages = node needs setup = uv, and the python that has them")
-        if (self.engine == "ray") != bool(self.address):
-            raise ValueError("engine ray needs an address, and no other has one")
+        if (self.engine in ("ray", "sky")) != bool(self.address):
+            raise ValueError("the engines ray and sky need an address, and no other has one")
+        for name, value in self.resources.items():
+            if self.engine == "ray" and not isinstance(value, int | float):
+                raise ValueError(f"resources: Ray takes numbers, and {name} is {value!r}")
         return self
 
     def folder_of(self, run_id: str) -> str:

@@ -14,15 +14,19 @@ from pathlib import Path
 from flash_mcp import __version__
 from flash_mcp.protocol import node_code, sealing
 from flash_mcp.protocol.artifacts import MARK, Artifacts, packed
+from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json, Run
 from flash_mcp.protocol.run_folder import PATIENCE_S
-from flash_mcp.protocol.spec import LOCAL_TARGET
+from flash_mcp.protocol.spec import LOCAL_TARGET, EvalSpec, RunSpec
 from flash_mcp.state import queue
 from flash_mcp.state.runs import REMOTE_PATIENCE_S
 from flash_mcp.state.targets import TargetSettings, find_target, key_of, tag_of
 from flash_mcp.supervisor.code_archive import code_folder
 from flash_mcp.supervisor.launch.base import Launch, Launcher, Target
+from flash_mcp.supervisor.launch.devices import Device
+from flash_mcp.supervisor.launch.memory_need import WEIGHTS_SHARE, need_of
 from flash_mcp.supervisor.launch.ray import RayLauncher
+from flash_mcp.supervisor.launch.sky import SkyLauncher
 from flash_mcp.supervisor.launch.slurm import SlurmLauncher
 
 
@@ -101,6 +105,7 @@ class RemoteTarget(Target):
             variables,
             None,
             gpus=run.spec.gpus,
+            card_gib=card_gib(self.name, self.settings, run.spec),
         )
 
     def seal(self, run: Run, offer: Json, secrets: Mapping[str, str]) -> bytes:
@@ -109,6 +114,20 @@ class RemoteTarget(Target):
     def _token(self, run: Run) -> str:
         """The same for a later supervisor: the attempt may wait in the engine's queue for days."""
         return hmac.digest(self.key, _name(run).encode(), "sha256").hex()
+
+
+def card_gib(name: str, settings: TargetSettings, spec: RunSpec | EvalSpec) -> float:
+    """The memory that SkyPilot has to find in a card, in GiB; 0 if the target names its cards.
+    FlashError(target_refused) if nobody knows how large the model is.
+    """
+    if settings.engine != "sky" or "accelerators" in settings.resources:
+        return 0.0
+    need = need_of(spec, Device("gpu", "a card", 0.0, 0.0))
+    if need is None:
+        what = f"nobody knows how large {spec.model} is, so that no card can be chosen for it"
+        fix = f"name one: accelerators in resources of {name} in targets.toml"
+        raise FlashError("target_refused", what, fix=fix)
+    return need.all_gib / WEIGHTS_SHARE
 
 
 def _name(run: Run) -> str:
@@ -154,10 +173,15 @@ def node_environment(settings: TargetSettings) -> dict[str, str]:
     return {**home, **settings.env}
 
 
+LAUNCHERS = {"ray": RayLauncher, "sky": SkyLauncher}
+"""Of engines with an address."""
+
+
 def launcher_of(settings: TargetSettings, tag: str = "") -> Launcher:
-    if settings.engine == "ray":
+    if settings.engine in LAUNCHERS:
+        launcher = LAUNCHERS[settings.engine]
         token, resources = settings.token_file, settings.resources
-        return RayLauncher(settings.address, settings.slots, resources, token, tag)
+        return launcher(settings.address, settings.slots, resources, token, tag)
     return SlurmLauncher(settings.slots, settings.options, settings.ssh, tag)
 
 

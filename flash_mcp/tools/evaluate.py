@@ -13,7 +13,6 @@ from pydantic import Field
 
 from environments.process.foreign import plain_name
 from flash_mcp.judgement import health
-from flash_mcp.protocol import base_models
 from flash_mcp.protocol.errors import FlashError, nearest
 from flash_mcp.protocol.records import EnvironmentVersion, Json, Run
 from flash_mcp.protocol.spec import AUTO, DEFAULT_MODEL, LOCAL_TARGET, ResolvedEval
@@ -21,6 +20,7 @@ from flash_mcp.state import queue, references
 from flash_mcp.state.queue import Label
 from flash_mcp.state.references import Subject
 from flash_mcp.state.store import Store, open_store
+from flash_mcp.supervisor.launch.memory_need import need_of
 from flash_mcp.tools.shared import resolve
 from flash_mcp.tools.shared.fitting import error_text, utc, without_empty
 from flash_mcp.tools.shared.frame import Result, report
@@ -32,7 +32,6 @@ from flash_mcp.tools.shared.loading import (
     check_target,
     loaded,
 )
-from flash_mcp.tools.shared.memory_need import memory_need
 from flash_mcp.tools.shared.next_steps import Situation, next_of
 from flash_mcp.tools.shared.placing import placed
 from flash_mcp.tools.shared.scores import Scores, scores, thoughts
@@ -203,9 +202,8 @@ def _placed(
     store: Store, subject: Subject, resolved: ResolvedEval, key: str | None
 ) -> tuple[ResolvedEval, str | None]:
     """With a target in place of "auto", and why that one."""
-    card = base_models.find(subject.model)
     first = queue.asked_before(store, resolved, key)
-    need_on = functools.partial(memory_need, card, has_engine=True, trains=False)
+    need_on = functools.partial(need_of, resolved.spec)
     return placed(store, resolved, need_on, first and first.target)
 
 

@@ -36,8 +36,9 @@ from flash_mcp.state.datasets import Dataset
 from flash_mcp.state.queue import Label
 from flash_mcp.state.references import Subject
 from flash_mcp.state.store import Store, open_store
-from flash_mcp.supervisor.launch.devices import Device, gpus, processor
+from flash_mcp.supervisor.launch.devices import gpus, processor
 from flash_mcp.supervisor.launch.local import find_gpus
+from flash_mcp.supervisor.launch.memory_need import MemoryNeed, need_of
 from flash_mcp.tools.shared import resume as resumption
 from flash_mcp.tools.shared.disk_need import DiskNeed, disk_need
 from flash_mcp.tools.shared.fitting import to_text, without_empty
@@ -51,7 +52,6 @@ from flash_mcp.tools.shared.loading import (
     contamination_note,
     loaded,
 )
-from flash_mcp.tools.shared.memory_need import MemoryNeed, memory_need
 from flash_mcp.tools.shared.next_steps import after_sample, after_train
 from flash_mcp.tools.shared.placing import placed
 from flash_mcp.tools.shared.preflight import (
@@ -346,7 +346,7 @@ async def _plan(
     store = open_store()
     resolved, card, dataset = await run_sync(resolved_spec, store, given, config)
     first = await run_sync(queue.asked_before, store, resolved, idempotency_key)
-    need_on = functools.partial(_need_on, resolved.spec, card)
+    need_on = functools.partial(need_of, resolved.spec)
     resolved, why = await run_sync(placed, store, resolved, need_on, first and first.target)
     spec = resolved.spec
     costs.check(spec, store.base)
@@ -366,7 +366,7 @@ async def _plan(
     check_target(store, spec.target)
     if is_here:
         await run_sync(_check_gpus, spec, environment.owner)
-    memory = await run_sync(_memory_need, spec, card) if is_here else None
+    memory = await run_sync(_memory_need, spec) if is_here else None
     if memory and not first:
         memory.check()
     await report("loading the environment in a child process")
@@ -596,14 +596,9 @@ def _missing(report_to: Sequence[str]) -> list[str]:
     return [name for name in report_to if not any(map(find_spec, packages.get(name, (name,))))]
 
 
-def _memory_need(spec: RunSpec, card: ModelCard) -> MemoryNeed | None:
+def _memory_need(spec: RunSpec) -> MemoryNeed | None:
     """On the largest GPU; on a machine without one, of its memory."""
-    return _need_on(spec, card, max(gpus(), key=lambda gpu: gpu.memory_gib, default=processor()))
-
-
-def _need_on(spec: RunSpec, card: ModelCard, device: Device) -> MemoryNeed | None:
-    four_bit = spec.base_precision == "nf4"
-    return memory_need(card, device, has_engine=spec.generates, four_bit=four_bit, gpus=spec.gpus)
+    return need_of(spec, max(gpus(), key=lambda gpu: gpu.memory_gib, default=processor()))
 
 
 def _check_gpus(spec: RunSpec, owner: str) -> None:

@@ -145,6 +145,21 @@ def test_the_code_is_the_same_bytes_each_time(flash_home: Path) -> None:
     assert {path.name: path.read_bytes() for path in code_folder(flash_home).iterdir()} == first
 
 
+def test_a_job_that_an_engine_starts_again_after_the_end_of_its_run_does_nothing(
+    tmp_path: Path,
+) -> None:
+    """As SkyPilot does if the machine is taken away while the job ends."""
+    folder = RunFolder(tmp_path / "run")
+    folder.create({"run_id": "run-1"})
+    folder.claim(1).commit_result("succeeded", 3)
+    files = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    command = [sys.executable, "-m", "worker.node", folder.url, "--attempt", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "the run has its result\n")
+    now = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert now == files
+
+
 def test_a_node_with_another_version_is_refused_with_both(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.create({"run_id": "run-1"})

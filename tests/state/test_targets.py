@@ -55,11 +55,19 @@ def test_what_was_added_is_read_back_and_what_is_removed_leaves_the_rest(tmp_pat
     assert (tmp_path / FILE).read_text().startswith("# by hand\n")
 
 
+RAY = "[lab]\nengine = 'ray'\nstorage = '/s'\naddress = 'http://head'\n"
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("[lab]\nengine = 'pbs'\nstorage = '/s'", "engine: Input should be 'slurm' or 'ray'"),
-        ("[lab]\nengine = 'ray'\nstorage = '/s'", "engine ray needs an address"),
+        (
+            "[lab]\nengine = 'pbs'\nstorage = '/s'",
+            "engine: Input should be 'slurm', 'ray' or 'sky'",
+        ),
+        ("[lab]\nengine = 'ray'\nstorage = '/s'", "ray and sky need an address"),
+        ("[lab]\nengine = 'sky'\nstorage = '/s'", "ray and sky need an address"),
+        (f"{RAY}resources = {{ GPU = 'a' }}", "Ray takes numbers, and GPU is 'a'"),
         ("[lab]\nengine = 'slurm'\nstorage = 'here'", "storage: name a URL"),
         ("[lab]\nengine = 'slurm'", "storage: Field required"),
         ("[lab]\nengine = 'slurm'\nstorage = '/s'\ncolour = 1", "colour: Extra inputs"),

@@ -318,7 +318,7 @@ def test_the_commands_of_the_page_work_as_written(
     }
     printed: dict[str, Any] = {}
     page = ROOT / "docs" / "targets.md"
-    for program, *arguments in [*commands_of(page), *commands_of(page, 3)]:
+    for program, *arguments in [*commands_of(page), *commands_of(page, 4)]:
         assert program == "flash-mcp"
         command = [real.get(word, word) for word in arguments]
         if command[0] in ("train", "evaluate"):

@@ -26,6 +26,8 @@ class Launch:
     log: Path | None
     gpus: int = 1
     """The cards that it gets, on a machine that has any."""
+    card_gib: float = 0.0
+    """The memory that each card must have, for an engine that chooses cards; 0 if that is open."""
 
     @property
     def key(self) -> str:

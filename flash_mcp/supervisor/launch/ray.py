@@ -7,42 +7,31 @@ up a job that waits for more than 15 minutes; it is submitted anew."""
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, cast
 
 import httpx
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
-from flash_mcp.supervisor.launch.base import Handle, Hint, Launch, Launcher, exported
+from flash_mcp.supervisor.launch.api import ApiLauncher
+from flash_mcp.supervisor.launch.base import Handle, Hint, Launch, exported
 
 TIMEOUT_S = 10.0
 OWN_FAULT = "JOB_ENTRYPOINT_COMMAND"
 """How the type of the error begins if the attempt itself failed."""
 TAG = "flash-mcp"
 """The entry of a job's metadata that names its state directory."""
-UNREACHABLE = "check that Ray's head node runs and can be reached from here; the run waits"
 
 
-class RayLauncher(Launcher):
-    """`address` is the URL of Ray's dashboard, `token_file` holds its token. `resources` are what
-    an attempt takes, in Ray's names: CPU, GPU, or a cluster's own.
+class RayLauncher(ApiLauncher):
+    """The address is the URL of Ray's dashboard. An attempt takes one CPU and what else `resources`
+    name: GPU, or a cluster's own.
     """
 
-    def __init__(
-        self,
-        address: str,
-        capacity: int = 1,
-        resources: Mapping[str, float] | None = None,
-        token_file: str | None = None,
-        tag: str = "",
-    ) -> None:
-        self.jobs = f"{address.rstrip('/')}/api/jobs/"
-        self.capacity = capacity
-        self.resources = dict(resources or {})
-        self.token_file = token_file
-        self.tag = tag
+    engine = "Ray"
+    root = "/api/jobs/"
+    unreachable = "check that Ray's head node runs and can be reached from here; the run waits"
 
     def submit(self, launch: Launch) -> Handle:
         named = dict(self.resources)
@@ -87,29 +76,13 @@ class RayLauncher(Launcher):
         answer = self._ask("GET", "")
         if answer.is_error:
             what = f"Ray answered {answer.status_code}: {answer.text[:200]}"
-            raise FlashError("target_unreachable", what, fix=UNREACHABLE)
+            raise FlashError("target_unreachable", what, fix=self.unreachable)
         jobs = cast("list[Json]", answer.json())
         return {job["submission_id"]: job for job in jobs if job["submission_id"]}
 
     def _ask(self, method: str, path: str, body: Any = None) -> httpx.Response:
         """FlashError(target_unreachable | target_refused)."""
-        try:
-            token = Path(self.token_file).read_text().strip() if self.token_file else ""
-        except OSError as error:
-            fix = "correct token_file in targets.toml"
-            raise FlashError("target_refused", f"no token of Ray: {error}", fix=fix) from error
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        try:
-            answer = httpx.request(
-                method, self.jobs + path, json=body, headers=headers, timeout=TIMEOUT_S
-            )
-        except httpx.TransportError as error:
-            what = f"Ray does not answer at {self.jobs}: {error or type(error).__name__}"
-            raise FlashError("target_unreachable", what, fix=UNREACHABLE) from error
-        if answer.status_code in (401, 403):
-            fix = "name a file with the cluster's token: token_file in the target"
-            raise FlashError("target_refused", f"Ray refused: {answer.text[:200]}", fix=fix)
-        return answer
+        return self.ask(method, path, body, TIMEOUT_S)
 
 
 def _entrypoint(launch: Launch) -> str:

@@ -13,13 +13,11 @@ from flash_mcp.state import costs
 from flash_mcp.state.store import Store
 from flash_mcp.state.targets import TargetSettings, targets
 from flash_mcp.supervisor.launch.devices import Device, gpus, processor
-from flash_mcp.tools.shared.memory_need import MemoryNeed
+from flash_mcp.supervisor.launch.memory_need import WEIGHTS_SHARE, MemoryNeed
 
 Resolved = TypeVar("Resolved", ResolvedSpec, ResolvedEval)
 NeedOn = Callable[[Device], MemoryNeed | None]
 """What the model needs on a device; None if nobody knows how large it is."""
-WEIGHTS_SHARE = 0.85
-"""Of a card's memory that weights may take; the rest is for the cache and the training pass."""
 SHOWN = 6
 """Places that were not chosen and are named."""
 

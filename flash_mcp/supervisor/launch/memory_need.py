@@ -1,12 +1,13 @@
-"""Whether a base model fits the memory of this machine, before it is fetched."""
+"""What a base model needs of a card's memory, before it is fetched."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
-from flash_mcp.protocol.base_models import ModelCard
+from flash_mcp.protocol.base_models import ModelCard, find
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.spec import EvalSpec, RunSpec
 from flash_mcp.supervisor.launch.devices import Device
 
 GIB = 2**30
@@ -18,6 +19,8 @@ COPIES = {"cpu": 3, "gpu": 2}
 """Of the base weights: one in the trainer and, with an engine, the others there. vLLM on a CPU
 keeps packed weights in addition to those that it loaded.
 """
+WEIGHTS_SHARE = 0.85
+"""Of a card's memory that weights may take; the rest is for the cache and the training pass."""
 SIZE_IN_NAME = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)([bm])(?![a-z0-9])", re.IGNORECASE)
 QUANTIZED = re.compile(r"awq|gptq|bnb|fp8|int[48]|[48]-?bit", re.IGNORECASE)
 
@@ -100,6 +103,21 @@ def memory_need(
     if device.kind == "gpu" and not four_bit:
         every /= gpus
     return MemoryNeed(parameters, card.parameters is not None, one, every, device)
+
+
+def need_of(spec: RunSpec | EvalSpec, device: Device) -> MemoryNeed | None:
+    """What a run or an evaluation needs on a device; None if nobody knows how large its model is.
+    FlashError(unknown_model).
+    """
+    trains = isinstance(spec, RunSpec)
+    return memory_need(
+        find(spec.model),
+        device,
+        has_engine=not trains or spec.generates,
+        four_bit=trains and spec.base_precision == "nf4",
+        trains=trains,
+        gpus=spec.gpus,
+    )
 
 
 def _named_size(name: str) -> float | None:

@@ -1,0 +1,60 @@
+"""What launchers share whose engine has an API over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.supervisor.launch.base import Launcher
+
+
+class ApiLauncher(Launcher):
+    """`address` is the URL of the engine's server, `token_file` holds its token. `resources` are
+    what an attempt takes, in the engine's names. `tag` marks the jobs of one state directory.
+    """
+
+    engine: str
+    root: str
+    """The path of its API."""
+    unreachable: str
+    """What to check if it does not answer."""
+
+    def __init__(
+        self,
+        address: str,
+        capacity: int = 1,
+        resources: Mapping[str, Any] | None = None,
+        token_file: str | None = None,
+        tag: str = "",
+    ) -> None:
+        self.url = address.rstrip("/") + self.root
+        self.capacity = capacity
+        self.resources = dict(resources or {})
+        self.token_file = token_file
+        self.tag = tag
+
+    def ask(self, method: str, path: str, body: Any, timeout_s: float) -> httpx.Response:
+        """FlashError(target_unreachable | target_refused)."""
+        try:
+            token = Path(self.token_file).read_text().strip() if self.token_file else ""
+        except OSError as error:
+            what = f"no token of {self.engine}: {error}"
+            fix = "correct token_file in targets.toml"
+            raise FlashError("target_refused", what, fix=fix) from error
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        try:
+            answer = httpx.request(
+                method, self.url + path, json=body, headers=headers, timeout=timeout_s
+            )
+        except httpx.TransportError as error:
+            what = f"{self.engine} does not answer at {self.url}: {error or type(error).__name__}"
+            raise FlashError("target_unreachable", what, fix=self.unreachable) from error
+        if answer.status_code in (401, 403):
+            what = f"{self.engine} refused: {answer.text[:200]}"
+            fix = "name a file with its token: token_file in the target"
+            raise FlashError("target_refused", what, fix=fix)
+        return answer

@@ -1,0 +1,172 @@
+"""Attempts as managed jobs of a real SkyPilot, on nodes that see nothing of FLASH_HOME."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.records import Json
+from flash_mcp.protocol.spec import RunSpec, resolve
+from flash_mcp.state.targets import TargetSettings
+from flash_mcp.supervisor.launch.base import Handle, Hint, Launch
+from flash_mcp.supervisor.launch.sky import NO_CARDS, SkyLauncher, resources_for
+from flash_mcp.supervisor.targets import card_gib
+from tests import sky_cluster
+from tests.places import ROOT
+
+TIMEOUT_S = 900.0
+RESOURCES = {"infra": "slurm", "cpus": 1, "accelerators": NO_CARDS}
+TAG = "flash-mcp-0123456789abcdef"
+
+
+@pytest.fixture(scope="module")
+def hidden(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The parent of state directories. It is empty on the nodes."""
+    return tmp_path_factory.mktemp("hidden")
+
+
+@pytest.fixture(scope="module")
+def cluster(hidden: Path) -> Iterator[sky_cluster.Cluster]:
+    if reason := sky_cluster.missing():
+        pytest.skip(reason)
+    with sky_cluster.running([hidden]) as made:
+        yield made
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.5)
+
+
+@pytest.mark.slow
+def test_a_job_of_skypilot_from_its_launch_to_its_end(
+    cluster: sky_cluster.Cluster, tmp_path: Path
+) -> None:
+    """The launcher's contract in one go: each of its steps takes SkyPilot half a minute."""
+    mine, again, other = (
+        SkyLauncher(cluster.address, 2, RESOURCES, tag=tag) for tag in (TAG, TAG, TAG[:-1])
+    )
+    program = "import os, signal, sys; print(os.environ['OWN'], flush=True); signal.pause()"
+    log = tmp_path / "log"
+    command = [sys.executable, "-c", program]
+    launch = Launch("run-first", 1, command, {"OWN": "it's mine"}, log)
+    unknown = Handle("run-first-2", "999")
+
+    first = mine.submit(launch)
+    assert again.submit(launch) == first
+    assert (mine.under_way(), other.under_way()) == ([first], [])
+    assert mine.poll([first])[first.key].state == "pending"
+    assert mine.poll([first, unknown])[unknown.key].state == "gone"
+
+    def has_begun() -> bool:
+        hint = mine.poll([first])[first.key]
+        assert hint.state != "gone", hint
+        return hint == Hint("alive") and log.exists()
+
+    until(has_begun)
+    until(lambda: log.read_text() == "it's mine\n")
+
+    mine.cancel(first)
+    until(lambda: mine.poll([first])[first.key].state == "gone")
+    assert "CANCELLED" in mine.poll([first])[first.key].detail
+    mine.cancel(first)
+    assert again.submit(launch) == first
+    assert mine.under_way() == []
+
+
+# -- which card ------------------------------------------------------------------------------------
+
+NO_ENGINE: Json = {"algorithm": "sft", "eval_every": 0, "eval_after": False}
+CASES: dict[str, tuple[str, Json, Json, Json]] = {
+    "small": ("o/m-0.6B", {}, {}, ["Vast", "1x_T4", False, 0.15]),
+    "3B": ("o/m-3B", {}, {}, ["Vast", "1x_T4", False, 0.15]),
+    "7B": ("o/m-7B", {}, {}, ["Vast", "1x_A100", False, 1.29]),
+    "7B without an engine": ("o/m-7B", NO_ENGINE, {}, ["Vast", "1x_T4", False, 0.15]),
+    "14B": ("o/m-14B", {}, {}, ["RunPod", "1x_A100-80GB", False, 1.64]),
+    "14B of spot": ("o/m-14B", {}, {"use_spot": True}, ["RunPod", "1x_A100-80GB", True, 0.8]),
+    "14B at one cloud": ("o/m-14B", {}, {"infra": "vast"}, ["Vast", "1x_H100", False, 2.49]),
+    "7B on a named card": ("o/m-7B", {}, {"accelerators": "H100"}, ["Vast", "1x_H100", False, 2.49]),
+    "32B": ("o/m-32B", {}, {}, ["RunPod", "1x_H200", False, 3.59]),
+    "32B on two": ("o/m-32B", {"gpus": 2}, {}, ["RunPod", "2x_A100-80GB", False, 3.28]),
+    "two of a named card": ("o/m-7B", {"gpus": 2}, {"accelerators": "H100:1"}, ["Vast", "2x_H100", False, 4.98]),
+    "70B": ("o/m-70B", {}, {}, "ResourcesUnavailableError"),
+    "32B, too dear": ("o/m-32B", {}, {"max_hourly_cost": 3}, "ResourcesUnavailableError"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def chosen(tmp_path_factory: pytest.TempPathFactory) -> Json:
+    """What SkyPilot's optimizer chooses in each case."""
+    python = sky_cluster.SKY / "bin/python"
+    if not python.exists():
+        pytest.skip(f"scripts/test-engines installs SkyPilot: {sky_cluster.SKY}")
+    asked = {name: resources_of(*case[:3]) for name, case in CASES.items()}
+    done = subprocess.run(
+        [python, ROOT / "tests/sky_optimizer.py"],
+        env={"HOME": str(tmp_path_factory.mktemp("sky")), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"},
+        input=json.dumps(asked), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def resources_of(model: str, fields: Json, resources: Json) -> Json:
+    """The resources of the task that trains this model on a target with these resources."""
+    settings = TargetSettings.model_validate(
+        {"engine": "sky", "address": "http://sky", "storage": "s3://b/f", "resources": resources}
+    )
+    spec = resolve(RunSpec(environment="vowels", model=model, **fields)).spec
+    need_gib = card_gib("clouds", settings, spec)
+    launch = Launch("run-1", 1, ["true"], {}, None, gpus=spec.gpus, card_gib=need_gib)
+    return resources_for(settings.resources, launch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_skypilot_chooses_the_cheapest_card_that_fits(chosen: Json, case: str) -> None:
+    assert chosen[case] == CASES[case][3]
+
+
+def test_a_job_asks_for_the_memory_that_the_weights_of_its_model_need() -> None:
+    """Two copies of 7 billion parameters of 2 bytes, which take 85% of the card."""
+    assert resources_of("o/m-7B", {}, {"use_spot": True}) == {
+        "use_spot": True,
+        "accelerators": "31GB+:1",
+    }
+    assert resources_of("o/m-7B", {}, {"accelerators": NO_CARDS, "cpus": "8+"}) == {"cpus": "8+"}
+    with pytest.raises(FlashError, match="accelerators") as caught:
+        resources_of("o/who-knows", {}, {})
+    assert caught.value.code == "target_refused"
+    assert resources_of("o/who-knows", {}, {"accelerators": "L4"}) == {"accelerators": "L4:1"}
+
+
+@pytest.mark.slow
+def test_what_skypilot_refuses_is_an_error_with_its_words(cluster: sky_cluster.Cluster) -> None:
+    launch = Launch("run-refused", 1, ["true"], {}, None)
+    with pytest.raises(FlashError, match="infra") as caught:
+        SkyLauncher(cluster.address, 1, {"infra": "no-such-cloud"}).submit(launch)
+    assert caught.value.code == "target_refused"
+    with pytest.raises(FlashError, match="404") as caught:
+        SkyLauncher(f"{cluster.address}/elsewhere").submit(launch)
+    assert caught.value.code == "target_refused"
+
+
+def test_a_skypilot_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flash_mcp.supervisor.launch.sky.TIMEOUT_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        launcher = SkyLauncher(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        handle = Handle("run-x-1", "7")
+        assert launcher.poll([handle])[handle.key].state == "unknown"
+        with pytest.raises(FlashError) as caught:
+            launcher.submit(Launch("run-x", 1, ["true"], {}, None))
+    assert caught.value.code == "target_unreachable"
