@@ -131,7 +131,7 @@ def _words(made: Rehearsal, target: str) -> str:
     cost = measure(made, target)
     words = f"{cost.first_step_s:.1f} s to the first step, {cost.step_s:.2f} s a step"
     if cost.step_requests is not None:
-        words += f", {cost.step_requests:.0f} requests a step, {cost.idle_requests} an idle minute"
+        words += f", {cost.step_requests:.1f} requests a step, {cost.idle_requests} an idle minute"
     return words
 
 

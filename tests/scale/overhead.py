@@ -9,13 +9,16 @@ from dataclasses import dataclass
 
 from tests.scale.rehearsal import Rehearsal
 
-STEPS = 5
+STEPS = 40
+COUNTED_FROM = 5
 IDLE_S = 60.0
 
 
 @dataclass
 class Cost:
-    """Of one run of the tiny model. Requests of a step are those of the supervisor and the node."""
+    """Of one run of the tiny model. Requests of a step are those of the supervisor and the node,
+    without those that an idle run makes in its time.
+    """
 
     target: str
     first_step_s: float
@@ -30,17 +33,21 @@ def measure(rehearsal: Rehearsal, target: str) -> Cost:
     called = time.time()
     run_id = rehearsal.train(target, steps=STEPS, save_every=STEPS)
     store, objects = rehearsal.store, rehearsal.objects
-    rehearsal.until(lambda: store.run(run_id).step >= 1, "the first step")
-    before, first = objects.requests(), store.run(run_id).step
-    rehearsal.until(lambda: store.run(run_id).step >= STEPS - 1, "the last step but one")
-    made, last = objects.requests() - before, store.run(run_id).step
+    rehearsal.until(lambda: store.run(run_id).step >= COUNTED_FROM, "the first steps")
+    before = objects.requests()
+    first = store.run(run_id).step
+    began = time.monotonic()
+    rehearsal.until(lambda: store.run(run_id).step >= STEPS - 5, "the last steps but some")
+    made = objects.requests() - before
+    steps = store.run(run_id).step - first
+    seconds = time.monotonic() - began
     rehearsal.ended(run_id)
     times = [row.time for row in store.metrics(run_id)]
     step_s = (times[-1] - times[0]) / (STEPS - 1)
     cost = Cost(target, times[0] - called, step_s)
     if target != "local":
-        cost.step_requests = made / max(1, last - first)
         cost.idle_requests = _while_idle(rehearsal, target)
+        cost.step_requests = (made - cost.idle_requests * seconds / IDLE_S) / max(1, steps)
     return cost
 
 
