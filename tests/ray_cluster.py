@@ -52,6 +52,16 @@ class Cluster:
         for number, name in enumerate(("head", "other"), 1):
             self.start_node(name)
             wait_for(lambda number=number: self._has_nodes(number))
+        wait_for(self._takes_jobs)
+
+    def _takes_jobs(self) -> bool:
+        """The agent that takes them comes up after the node; on a busy machine much later."""
+        headers = {"Authorization": f"Bearer {self.token_file.read_text()}"}
+        with suppress(httpx.TransportError):
+            job = {"entrypoint": "true"}
+            taken = httpx.post(f"{self.address}/api/jobs/", json=job, headers=headers, timeout=30)
+            return taken.status_code == 200
+        return False
 
     def _has_nodes(self, number: int) -> bool:
         """A node that did not come up within Ray's 30 s is started again: the machine was busy."""

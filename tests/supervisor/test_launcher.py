@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -277,6 +278,28 @@ def test_a_ray_that_refuses_or_does_not_answer_is_named(
         assert launcher.poll([handle])[handle.key].state == "unknown"
         with pytest.raises(FlashError) as caught:
             launcher.submit(launch)
+    assert caught.value.code == "target_unreachable"
+
+
+def test_a_ray_whose_agents_are_not_up_yet_is_asked_again() -> None:
+    """Ray calls that an error of its own; a refusal would use up an attempt."""
+    body = b"No available agent to submit job, please try again later."
+    with socket.create_server(("127.0.0.1", 0)) as starting, ThreadPoolExecutor(1) as ray:
+
+        def answer() -> None:
+            connection, _ = starting.accept()
+            with connection:
+                connection.recv(1 << 16)
+                head = f"HTTP/1.1 500 Internal Server Error\r\nContent-Length: {len(body)}\r\n\r\n"
+                connection.sendall(head.encode() + body)
+                while connection.recv(1 << 16):  # until the client closes it
+                    pass
+
+        answered = ray.submit(answer)
+        launcher = RayLauncher(f"http://127.0.0.1:{starting.getsockname()[1]}")
+        with pytest.raises(FlashError) as caught:
+            launcher.submit(Launch("run-early", 1, SLEEPER, {}, None))
+        answered.result()
     assert caught.value.code == "target_unreachable"
 
 

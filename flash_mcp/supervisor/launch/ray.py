@@ -18,6 +18,8 @@ from flash_mcp.supervisor.launch.api import ApiLauncher
 from flash_mcp.supervisor.launch.base import Handle, Hint, Launch, exported
 
 TIMEOUT_S = 10.0
+NO_AGENT = "No available agent"
+"""What Ray answers, as an error of its own, while none of its nodes takes jobs."""
 OWN_FAULT = "JOB_ENTRYPOINT_COMMAND"
 """How the type of the error begins if the attempt itself failed."""
 TAG = "flash-mcp"
@@ -46,6 +48,9 @@ class RayLauncher(ApiLauncher):
             "metadata": {TAG: self.tag},
         }
         answer = self._ask("POST", "", body)
+        if NO_AGENT in answer.text:
+            what = "Ray has no agent that takes jobs: it has just started, or is busy"
+            raise FlashError("target_unreachable", what, fix=self.unreachable)
         if answer.is_error and "already exists" not in answer.text:
             said = answer.text.strip().splitlines()[-1:]
             fix = "correct the target's resources in targets.toml"
