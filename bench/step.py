@@ -16,6 +16,7 @@ import gc
 import itertools
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -170,17 +171,18 @@ def _run_case(model_path: Path, case: Case, repeat: int) -> Json:
             )  # fmt: skip
 
         steps = {name: make_step(name) for name in SYSTEMS}
-        for step in steps.values():
-            step.run()  # the first pass allocates
+        for name, step in steps.items():
+            say(case, f"{name}, first pass", step.run())  # the first pass allocates
         seconds: dict[str, list[float]] = {name: [] for name in steps}
         for number in range(repeat):
             for name in rotated(list(steps), number):
                 gc.collect()
                 seconds[name].append(steps[name].run())
+                say(case, name, seconds[name][-1])
         precise = {}
         for name in ("ours", "trl"):
             step = make_step(name, torch.float32)
-            step.run()
+            say(case, f"{name} in fp32", step.run())
             precise[name] = step.gradient()
     gradients = {name: step.gradient() for name, step in steps.items()}
     packed = case.groups * case.prompt + sum(
@@ -212,6 +214,11 @@ def _run_case(model_path: Path, case: Case, repeat: int) -> Json:
         "bound_s": bound_s,
         "bound_share": bound_s / statistics.median(seconds["ours"]),
     }
+
+
+def say(case: Case, what: str, seconds: float) -> None:
+    """A line for each pass: all of them take up to half an hour on a CPU."""
+    sys.stderr.write(f"step: {case.label}: {what}: {seconds:.1f} s\n")
 
 
 class Step:
