@@ -62,12 +62,7 @@ def main() -> None:
     site = args.out / "site"
     shutil.rmtree(site, ignore_errors=True)
     install(requirements(), site)
-    for pattern in WASTE:
-        for path in list(site.glob(pattern)):
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
+    trim(site)
     sys.stdout.write(pack(site, args.out, args.part_mib << 20))
     shutil.rmtree(site)
 
@@ -99,6 +94,16 @@ def install(chosen: list[str], site: Path) -> None:
         "--target", str(site), *chosen,
     ]  # fmt: skip
     subprocess.run(command, check=True)
+
+
+def trim(site: Path) -> None:
+    """Remove WASTE."""
+    for pattern in WASTE:
+        for path in list(site.glob(pattern)):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
 
 def pack(site: Path, out: Path, size: int) -> str:
