@@ -12,7 +12,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +25,8 @@ from tests.places import ROOT
 
 DOCUMENT = ROOT / "docs" / "hubs.md"
 HELD_OUT = 24
-TRIES = 5
+PATIENCE_S = 1800.0
+"""What the packages of an environment may take to be installed."""
 COMMON: dict[str, Any] = {
     "lora_rank": 16,
     "lora_alpha": 32,
@@ -123,11 +123,16 @@ async def learn(session: Session, lesson: Lesson) -> Learned:
 
 
 async def _begun(session: Session, tool: str, **wanted: Any) -> str:
-    """The id of a new run. To load an environment may take too long while others compute."""
-    for _ in range(TRIES - 1):
-        with suppress(FlashError):
+    """The id of a new run. Until the environment's packages are installed, and while others
+    compute, it takes longer to load than a call may."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
             return (await session.call(tool, **wanted))["run_id"]
-    return (await session.call(tool, **wanted))["run_id"]
+        except FlashError as error:
+            is_slow = "not_ready" in error.what or "environment_timeout" in error.what
+            if not is_slow or time.monotonic() > deadline:
+                raise
 
 
 async def _trained(
