@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -30,8 +31,16 @@ each, this is the default number of a training step.
 SHARD_EVERY_S = 2.0
 
 
-def evaluate(job: Json, spec: EvalSpec, writer: RunWriter, pulse: Pulse, scratch: Path) -> int:
-    """Make the attempts that are not recorded yet; the total number of attempts.
+def evaluate(
+    job: Json,
+    spec: EvalSpec,
+    writer: RunWriter,
+    pulse: Pulse,
+    scratch: Path,
+    cards: Sequence[str] = ("",),
+) -> int:
+    """Make the attempts that are not recorded yet; the total number of attempts. The engine is
+    shared by `cards`, as CUDA_VISIBLE_DEVICES names them.
 
     Raises FlashError, or Cancelled once the finished attempts are recorded.
     """
@@ -53,7 +62,7 @@ def evaluate(job: Json, spec: EvalSpec, writer: RunWriter, pulse: Pulse, scratch
     if missing:
         at_once = min(len(missing), AT_ONCE)
         with Session[EvalSpec].opened(
-            job, spec, writer, pulse, at_once=at_once, trains=False
+            job, spec, writer, pulse, at_once=at_once, trains=False, cards=cards
         ) as session:
             if session.host.scores_groups:
                 # An attempt that is scored with the others of its task is made again with them.

@@ -36,7 +36,7 @@ from flash_mcp.protocol.sealing import TOKEN, Receiver
 from flash_mcp.protocol.spec import EvalSpec, RunSpec, stored_spec
 from worker.heartbeat import Cancelled, Pulse
 from worker.imports import quick_imports
-from worker.process import prepare_process
+from worker.process import CARDS, prepare_process
 from worker.ranks import Ranks, serve_rank, started, variables
 
 log = logging.getLogger("worker")
@@ -146,7 +146,8 @@ def _receive_secrets(run_id: str, token: str, writer: RunWriter, pulse: Pulse) -
 def _work(job: Json, writer: RunWriter, pulse: Pulse) -> int:
     """Train or evaluate; the last step."""
     spec = stored_spec(job["spec"])
-    own, *others = variables(1 if isinstance(spec, EvalSpec) else spec.gpus)
+    given = variables(spec.gpus)
+    own, *others = given
     os.environ.update(own)
     prepare_process()
     if storage := job.get("storage"):
@@ -162,7 +163,8 @@ def _work(job: Json, writer: RunWriter, pulse: Pulse) -> int:
             with quick_imports():
                 from worker.evaluate import evaluate  # noqa: PLC0415
 
-            return evaluate(job, spec, writer, pulse, Path(scratch))
+            cards = [each[CARDS] for each in given]
+            return evaluate(job, spec, writer, pulse, Path(scratch), cards)
 
         def lost(error: FlashError, is_retryable: bool) -> None:
             log.error("%s", error)
@@ -240,9 +242,11 @@ def _explain(error: BaseException, phase: str) -> FlashError:
 
 
 def _was_killed(error: FlashError) -> bool:
-    """Whether the environment's process was killed. That may be no fault of its code, and another
-    attempt may succeed.
+    """Whether the environment's process was killed, or one of an engine on several cards. That may
+    be no fault of its code, and another attempt may succeed.
     """
+    if error.code == "worker_failed":
+        return "of the engine ended with signal" in error.what
     return error.code.startswith("environment_") and "killed by SIG" in error.what
 
 

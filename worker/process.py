@@ -6,6 +6,8 @@ import logging
 import os
 import warnings
 
+CARDS = "CUDA_VISIBLE_DEVICES"
+"""The variable that names the GPUs of a process; empty for none."""
 PROCESS_SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # vLLM would pin the trainer's threads too
@@ -28,6 +30,6 @@ def prepare_process() -> None:
         os.environ.setdefault(name, value)
     # One GPU: with several, the trainer would spread its batch over them and ask for as many times
     # the rollouts.
-    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    os.environ[CARDS] = os.environ.get(CARDS, "0").split(",")[0]
     warnings.filterwarnings("ignore", category=FutureWarning)
     logging.getLogger("vllm").setLevel(logging.ERROR)

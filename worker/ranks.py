@@ -30,6 +30,7 @@ from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from worker.engine.ports import close_listening, listening
 from worker.heartbeat import Cancelled, Pulse
+from worker.process import CARDS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -151,7 +152,7 @@ def variables(count: int) -> list[dict[str, str]]:
 
     FlashError(device_unsupported) if fewer cards are visible. To be called before torch is
     imported."""
-    cards = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+    cards = os.environ.get(CARDS, ",".join(map(str, range(count)))).split(",")
     if cards in ([""], ["-1"]):  # the processor on purpose
         cards *= count
     if len(cards) < count:
@@ -161,7 +162,7 @@ def variables(count: int) -> list[dict[str, str]]:
     threads: dict[str, str] = {}
     if count > 1 and "OMP_NUM_THREADS" not in os.environ:
         threads["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // count))
-    return [{"CUDA_VISIBLE_DEVICES": card, **threads} for card in cards[:count]]
+    return [{CARDS: card, **threads} for card in cards[:count]]
 
 
 @contextmanager
@@ -239,6 +240,14 @@ def _watch(
             if process.exitcode is not None:
                 on_lost(_ended(f"process {process.name} of the engine", process.exitcode), True)
                 return
+
+
+def lost_process(processes: Sequence[Any]) -> FlashError | None:
+    """The end of the first of an engine's processes that was not told to end."""
+    for process in processes:
+        if process.exitcode not in (None, 0, -signal.SIGTERM):
+            return _ended(f"process {process.name} of the engine", process.exitcode)
+    return None
 
 
 def _loss(rank: int, code: int, scratch: Path) -> tuple[FlashError, bool]:

@@ -34,10 +34,11 @@ from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from flash_mcp.protocol.spec import EvalSpec, RunSpec
 from worker.engine import measure
 from worker.engine.fetch import commit_of, config_of, ensure, log_progress
-from worker.engine.vllm import Sync, VllmEngine, default_sync
+from worker.engine.vllm import Sync, VllmEngine, can_share, default_sync
 from worker.event_loop import AsyncRunner
 from worker.heartbeat import Cancelled, Pulse
-from worker.ranks import ALONE, Ranks
+from worker.process import CARDS
+from worker.ranks import ALONE, Ranks, lost_process
 from worker.rollouts import scheduler
 from worker.rollouts.metrics import summarize, summarize_evaluation
 from worker.rollouts.scheduler import Limits, Rollout, Task, mixed_seed, task_groups
@@ -97,8 +98,10 @@ def load_model(
     trains: bool,
     at_once: int = 1,
     ranks: Ranks = ALONE,
+    cards: Sequence[str] = ("",),
 ) -> Model:
-    """Without `trains`, the policy is loaded only if the engine cannot read the job's adapter."""
+    """Without `trains`, the policy is loaded only if the engine cannot read the job's adapter; that
+    of several `cards` can."""
     pulse.enter("model")
     tell = log_progress()
 
@@ -120,13 +123,17 @@ def load_model(
     check_precision(dtype)
     adapter = Path(job["init_adapter"]["path"]) if job.get("init_adapter") else None
     max_length = _length(spec, config)
+    if len(cards) > 1:
+        check_sharing(config, dtype, len(cards))
+        return Model(path, template, dtype, max_length, adapter, adapter and "adapter", cards)
     policy = adapter
     sync: Sync | None = None
     if trains or (adapter and default_sync(dtype) == "merged"):
         has_engine = isinstance(spec, EvalSpec) or spec.generates
         smallest = memory.Workload(0, 1, 1, max_length, 1, int(has_engine), spec.lora_rank)
         smallest = replace(smallest, four_bit=is_four_bit(spec))
-        most = max(ranks.gather(memory.check_model(path, smallest, dtype, ranks.count)))
+        sharing = ranks.count if can_share(dtype) else 1
+        most = max(ranks.gather(memory.check_model(path, smallest, dtype, sharing)))
         arguments: Json = {
             "rank": spec.lora_rank,
             "alpha": spec.lora_alpha,
@@ -141,6 +148,16 @@ def load_model(
         )
         policy = load_policy(path, **arguments, four_bit=is_four_bit(spec))
     return Model(path, template, dtype, max_length, policy, sync)
+
+
+def check_sharing(config: Any, dtype: torch.dtype, count: int) -> None:
+    """FlashError unless an engine on `count` cards can share the model."""
+    from worker.training.shards import check_shape  # noqa: PLC0415
+
+    check_shape(config, count)
+    if not can_share(dtype):
+        what = "processors cannot share a model in bf16"
+        raise FlashError("device_unsupported", what, gpus=count, fix="use gpus=1")
 
 
 def _shared_model(
@@ -158,7 +175,7 @@ def _shared_model(
     check_shape(config_of(path), ranks.count)
     what = f"one card cannot hold the model: {ranks.count} share each of its layers"
     writer.event("shared", what, gpus=ranks.count)
-    cards = ranks.gather(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    cards = ranks.gather(os.environ.get(CARDS, ""))
     policy = load_shared_policy(path, ranks, **arguments)
     return Model(path, template, dtype, max_length, policy, "adapter", cards)
 
@@ -342,14 +359,22 @@ class Session(Generic[S]):
         at_once: int,
         trains: bool,
         ranks: Ranks = ALONE,
+        cards: Sequence[str] = ("",),
     ) -> Generator[Self]:
         """Model and environment, ready for rollouts, `at_once` of them at the same time."""
-        model = load_model(job, spec, writer, pulse, trains=trains, at_once=at_once, ranks=ranks)
+        model = load_model(
+            job, spec, writer, pulse, trains=trains, at_once=at_once, ranks=ranks, cards=cards
+        )
         with AsyncRunner() as runner:
             host = start_environment(job, spec, writer, pulse, runner, ranks)
             session = cls(spec, writer, pulse, model, host, runner, at_once, ranks)
             try:
                 yield session
+            except Exception as error:
+                lost = lost_process(session.engine_processes)
+                if lost is None:
+                    raise
+                raise lost from error
             finally:
                 session.close()
                 runner.run(host.stop())
@@ -378,6 +403,11 @@ class Session(Generic[S]):
                 engine, run_step=lambda: self.runner.call_waiting(engine.step)
             )
         return self._engine, self._generator
+
+    @property
+    def engine_processes(self) -> list[Any]:
+        """Those of an engine on several cards."""
+        return self._engine.processes if self._engine else []
 
     def close(self) -> None:
         if self._generator:

@@ -230,11 +230,8 @@ class EvalSpec(BaseModel):
     max_attempts: int
     stall_timeout_s: float
     target: str = LOCAL_TARGET
-
-    @property
-    def gpus(self) -> int:
-        """Evaluations use one."""
-        return 1
+    gpus: int = 1
+    """Cards that share the model."""
 
 
 class ResolvedEval(BaseModel):

@@ -104,7 +104,7 @@ async def curate(
             its own `success`.
         source: Only these; default: all.
         since_step: Only attempts of this step and later ones.
-        holdout: Share of tasks held back to measure the loss on, by a hash of the id.
+        holdout: Share of tasks, by a hash of the id, kept to measure the loss on.
         deduplicate: Keep one of several attempts with the same words.
         allow_eval_tasks: Learn eval tasks too, which spoils the split for judging.
         dry_run: Show counts and examples and write nothing.

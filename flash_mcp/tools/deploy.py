@@ -126,8 +126,8 @@ async def deploy(
         step: Step of the checkpoint; default: the newest with intact files.
         name: Your name for it; default RUN_ID-STEP.
         port: Port on loopback; default: a free one.
-        idle_minutes: End it after so many minutes without a request; 0: never; default: the
-            operator's setting, else 60.
+        idle_minutes: Minutes without a request that end it; 0: never; default: the operator's
+            setting, else 60.
         record: Record requests and answers, for rollouts and curate.
     """
     store, deadline = open_store(), deadline_after(wait_s)

@@ -15,7 +15,7 @@ from environments.process.foreign import plain_name
 from flash_mcp.judgement import health
 from flash_mcp.protocol.errors import FlashError, nearest
 from flash_mcp.protocol.records import EnvironmentVersion, Json, Run
-from flash_mcp.protocol.spec import AUTO, DEFAULT_MODEL, LOCAL_TARGET, ResolvedEval
+from flash_mcp.protocol.spec import AUTO, DEFAULT_MODEL, LOCAL_TARGET, MAX_GPUS, ResolvedEval
 from flash_mcp.state import queue, references
 from flash_mcp.state.queue import Label
 from flash_mcp.state.references import Subject
@@ -33,7 +33,7 @@ from flash_mcp.tools.shared.loading import (
     loaded,
 )
 from flash_mcp.tools.shared.next_steps import Situation, next_of
-from flash_mcp.tools.shared.placing import placed
+from flash_mcp.tools.shared.placing import check_gpus, placed
 from flash_mcp.tools.shared.scores import Scores, scores, thoughts
 from flash_mcp.tools.shared.waiting import WAIT_LIMIT_S, ended, submit, tried_again
 
@@ -98,6 +98,7 @@ async def evaluate(
     environment_args: Arguments = None,
     secrets: Secrets = None,
     target: Annotated[str | None, Field(min_length=1)] = None,
+    gpus: Annotated[int, Field(ge=1, le=MAX_GPUS)] = 1,
     again: bool = False,
     name: RunName = None,
     note: RunNote = None,
@@ -112,27 +113,30 @@ async def evaluate(
 
     Args:
         environment: NAME, NAME@DIGEST or reasoning-gym:DATASET; default: the run's, for a run.
-        model: A base model; a run's checkpoint as RUN@STEP (@0: before training) or, its newest, as
-            RUN; or a deployment.
-        split: Split of the tasks.
-        task_ids: Only these tasks of the split.
-        limit: Only so many tasks, from the split's start.
+        model: Base model; a run's checkpoint, RUN@STEP (@0: before training) or, its newest, RUN;
+            or a deployment.
+        split: The tasks' split.
+        task_ids: Only these tasks.
+        limit: Only so many, from the split's start.
         attempts: Attempts at each task, for pass@k.
         temperature: Default 0 (greedy) for one attempt, 1 for several.
         top_p: Nucleus sampling mass; default 1.
         max_tokens: Tokens of one turn; default the run's, else 512.
         max_length: Tokens of a conversation; default the run's, else at most 4096.
         stop_sequences: Strings that end a turn.
-        thinking: Chat template with thinking; default the run's.
+        thinking: With thinking; default the run's.
         target: As for train.
-        seed: Seed of sampling; default 0.
-        again: Measure anew what was measured alike before, instead of returning that.
-        idempotency_key: A second call with the same key returns the first evaluation.
+        gpus: To share a model too large for one.
+        seed: Default 0.
+        again: Measure anew what was measured alike before.
+        idempotency_key: A repeated key returns the first.
         wait_s: Seconds to wait for the scores.
     """
     given: Json = {"temperature": temperature, "top_p": top_p, "seed": seed, "thinking": thinking}
     given |= {"max_tokens": max_tokens, "max_length": max_length, "stop_sequences": stop_sequences}
     given |= {"environment_args": environment_args, "secrets": secrets, "target": target}
+    if gpus > 1:
+        given["gpus"] = gpus
     asked = Asked(split, task_ids, limit, attempts, again, Label(name, note))
     return await _measure(environment, model, asked, given, idempotency_key, wait_s)
 
@@ -204,7 +208,10 @@ def _placed(
     """With a target in place of "auto", and why that one."""
     first = queue.asked_before(store, resolved, key)
     need_on = functools.partial(need_of, resolved.spec)
-    return placed(store, resolved, need_on, first and first.target)
+    chosen = placed(store, resolved, need_on, first and first.target)
+    if chosen[0].spec.target == LOCAL_TARGET:
+        check_gpus(resolved.spec.gpus, shares_model=True)
+    return chosen
 
 
 def _environment_of(environment: str | None, subject: Subject) -> str:

@@ -37,7 +37,6 @@ from flash_mcp.state.queue import Label
 from flash_mcp.state.references import Subject
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.supervisor.launch.devices import gpus, processor
-from flash_mcp.supervisor.launch.local import find_gpus
 from flash_mcp.supervisor.launch.memory_need import MemoryNeed, need_of
 from flash_mcp.tools.shared import resume as resumption
 from flash_mcp.tools.shared.disk_need import DiskNeed, disk_need
@@ -53,7 +52,7 @@ from flash_mcp.tools.shared.loading import (
     loaded,
 )
 from flash_mcp.tools.shared.next_steps import after_sample, after_train
-from flash_mcp.tools.shared.placing import placed
+from flash_mcp.tools.shared.placing import check_gpus, placed
 from flash_mcp.tools.shared.preflight import (
     GROUP_SIZE,
     SAMPLE_LIMIT_S,
@@ -207,8 +206,8 @@ async def train(
         validate_only: Check, resolve and estimate; start nothing.
         sample: With validate_only: let the model try a few train tasks, and report whether there is
             anything to learn and how long the run takes.
-        price_per_hour: With sample: price of an hour, to estimate the cost.
-        idempotency_key: A second call with the same key and fields returns the first run.
+        price_per_hour: With sample: to estimate the cost.
+        idempotency_key: A repeated key, with the same fields, returns the first run.
         accept_failed_gate: Train although env_test found the environment faulty; the lineage keeps
             that.
     """
@@ -602,16 +601,12 @@ def _memory_need(spec: RunSpec) -> MemoryNeed | None:
 
 
 def _check_gpus(spec: RunSpec, owner: str) -> None:
-    """FlashError(device_unsupported) if this machine has fewer GPUs, or without any, processors;
-    FlashError(environments_busy) if it never runs an environment of `owner` for each of them.
+    """`check_gpus`; FlashError(environments_busy) if this machine never runs an environment of
+    `owner` for each of them.
     """
+    check_gpus(spec.gpus)
     if spec.gpus == 1:
         return
-    cards = find_gpus()
-    has = len(cards) or processor().cores or 1
-    if spec.gpus > has:
-        what = f"gpus={spec.gpus}, and this machine has {has} {'GPUs' if cards else 'processors'}"
-        raise FlashError("device_unsupported", what, fix=f"use gpus={has}, or another target")
     try:
         most = load_settings().environments.most_of(owner)
     except ValueError:  # settings.toml cannot be used: loading the environment says so

@@ -211,6 +211,21 @@ async def test_named_tasks_are_evaluated_and_unknown_ones_refused(client: Client
 
 
 @pytest.mark.slow
+async def test_an_evaluation_asks_for_the_gpus_that_share_its_model(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = await evaluated(client, limit=5)
+    error = await refusal(client, "evaluate", environment="echo", gpus=2)
+    assert "[device_unsupported]" in error and "this machine has 0 GPUs" in error
+    monkeypatch.setattr("flash_mcp.tools.shared.placing.find_gpus", lambda: ["0", "1"])
+    error = await refusal(client, "evaluate", environment="echo", gpus=3)
+    assert "this machine has 2 GPUs" in error and "use gpus=2" in error
+    two = await evaluated(client, limit=5, gpus=2)
+    assert two["run_id"] != one["run_id"]
+    assert [open_store().run(each["run_id"]).spec.gpus for each in (one, two)] == [1, 2]
+
+
+@pytest.mark.slow
 async def test_a_runs_checkpoint_is_evaluated_as_the_run_was_trained(
     client: Client, tmp_path: Path
 ):

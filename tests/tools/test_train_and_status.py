@@ -473,7 +473,7 @@ async def test_more_gpus_than_environments_may_run_at_once_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     push_echo(tmp_path)
-    monkeypatch.setattr("flash_mcp.tools.train.find_gpus", lambda: list("0123"))
+    monkeypatch.setattr("flash_mcp.tools.shared.placing.find_gpus", lambda: list("0123"))
     wanted = {"environment": "echo", "validate_only": True}
     assert await call("train", **wanted, gpus=4)
     (home() / "settings.toml").write_text("[environments]\nat_once = 3\n")

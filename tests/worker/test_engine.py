@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import inspect
+import os
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
+from flash_mcp.protocol import device_locks
 from flash_mcp.protocol.chat_templates import with_tools
 from tests.tiny import CHATML
+from tests.virtual import FakeHost
 from worker.engine.vllm import LORA_RANKS, UTILIZATION, Sync, VllmEngine, room_for_rank
+from worker.rollouts.scheduler import Finished, Generator, Limits, Rollout, Task, collect
+from worker.rollouts.transcript import ChatTemplate
 from worker.rollouts.turns import Completion, Sampling
 from worker.training import packing
 from worker.training.policy import load_policy, save_adapter
@@ -30,7 +38,8 @@ at least 1.5.
 """
 
 
-Engines = dict[tuple[Path, Sync], VllmEngine]
+Core = Literal["synchronous", "asynchronous"]
+Engines = dict[tuple[Path, Sync, Core], VllmEngine]
 
 
 @pytest.fixture(scope="module")
@@ -41,18 +50,64 @@ def engines() -> Iterator[Engines]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        if not torch.cuda.is_available():  # for an asynchronous core
+            patch.setattr(torch.cuda, "Event", NoStream)
+            patch.setattr(torch.cuda, "Stream", NoStream)
+            patch.setattr(torch.cuda, "current_stream", NoStream)
+            patch.setattr(torch.cuda, "stream", nullcontext)
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         yield {}
         torch.set_num_threads(threads)
 
 
-def engine_of(engines: Engines, model: Path, sync: Sync, dtype: str = "bfloat16") -> VllmEngine:
-    if (model, sync) not in engines:
-        engines[model, sync] = VllmEngine(
-            model, max_length=512, max_num_seqs=16, lora_rank=RANK, sync=sync, dtype=dtype
-        )
-    return engines[model, sync]
+def engine_of(
+    engines: Engines,
+    model: Path,
+    sync: Sync,
+    dtype: str = "bfloat16",
+    core: Core = "synchronous",
+) -> VllmEngine:
+    key = model, sync, core
+    if key not in engines:
+        with asynchronous_core() if core == "asynchronous" else nullcontext():
+            engines[key] = VllmEngine(
+                model, max_length=512, max_num_seqs=16, lora_rank=RANK, sync=sync, dtype=dtype
+            )
+    return engines[key]
+
+
+@contextmanager
+def asynchronous_core() -> Iterator[None]:
+    """An engine that starts here schedules an iteration before it knows the tokens of the one
+    before, as vLLM does on a GPU and not on a CPU."""
+    from vllm.platforms.cpu import CpuPlatform  # noqa: PLC0415
+
+    check = CpuPlatform.check_and_update_config
+
+    def check_and_allow(config: Any) -> None:
+        check(config)
+        config.scheduler_config.async_scheduling = True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CpuPlatform, "check_and_update_config", staticmethod(check_and_allow))
+        yield
+
+
+class NoStream:
+    """A stream or an event of CUDA where everything runs in order."""
+
+    def __init__(self, **_: Any) -> None:
+        pass
+
+    def wait_stream(self, _: Any) -> None:
+        pass
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
 
 
 @pytest.fixture
@@ -65,9 +120,19 @@ def by_adapter(engines: Engines, tiny_model: Path) -> VllmEngine:
     return engine_of(engines, tiny_model, "adapter")
 
 
-@pytest.fixture(params=["merged", "adapter"])
+@pytest.fixture(params=["merged", "adapter", "asynchronous"])
 def engine(request: pytest.FixtureRequest, engines: Engines, tiny_model: Path) -> VllmEngine:
+    if request.param == "asynchronous":
+        return engine_of(engines, tiny_model, "adapter", core="asynchronous")
     return engine_of(engines, tiny_model, request.param)
+
+
+@pytest.fixture(scope="module")
+def fp32_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fp32")
+    AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture
@@ -131,15 +196,11 @@ def test_after_every_sync_the_engine_samples_with_the_trainers_log_probabilities
 
 @pytest.mark.parametrize("sync", ["merged", "adapter"])
 def test_in_fp32_log_probabilities_equal_the_trainers_and_company_changes_no_token(
-    engines: Engines, tiny_model: Path, tmp_path: Path, sync: Sync
+    engines: Engines, fp32_model: Path, sync: Sync
 ) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
-
-    AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path)
-    policy = load_policy(tmp_path, rank=RANK, alpha=24, seed=0, dtype=torch.float32)
+    policy = load_policy(fp32_model, rank=RANK, alpha=24, seed=0, dtype=torch.float32)
     train(policy, 1)
-    engine = engine_of(engines, tmp_path, sync, "float32")
+    engine = engine_of(engines, fp32_model, sync, "float32")
     engine.load_policy(policy)
     turns = [(PROMPT[number:], Sampling(16, seed=number)) for number in range(12)]
     alone = [generate(engine, turn)[0] for turn in turns]
@@ -154,8 +215,6 @@ def test_in_fp32_log_probabilities_equal_the_trainers_and_company_changes_no_tok
 def test_biases_norms_and_a_tied_head_are_the_engines_own_after_every_sync(
     engines: Engines, tiny_model: Path, tmp_path: Path
 ) -> None:
-    from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM  # noqa: PLC0415
-
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     config = Qwen2Config(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
@@ -262,8 +321,6 @@ def test_a_sync_leaves_no_file_behind(
 
 
 def test_vllm_has_room_for_every_rank_that_it_names() -> None:
-    from typing import get_args  # noqa: PLC0415
-
     from vllm.config.lora import MaxLoRARanks  # noqa: PLC0415
 
     assert set(LORA_RANKS) <= set(get_args(MaxLoRARanks))
@@ -312,8 +369,6 @@ def test_a_seeded_turn_is_repeated_bit_for_bit_and_another_seed_gives_another(
 def test_a_turn_ends_with_its_stop_string_or_with_its_budget(
     engine: VllmEngine, policy: Any, tiny_model: Path
 ) -> None:
-    from transformers import AutoTokenizer  # noqa: PLC0415
-
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     engine.load_policy(policy)
     free = generate(engine, (PROMPT, Sampling(24, seed=1)))[0]
@@ -325,6 +380,35 @@ def test_a_turn_ends_with_its_stop_string_or_with_its_budget(
     )
     assert (stopped.token_ids, stopped.finish_reason) == (free.token_ids[:4], "stop")
     assert (short.token_ids, short.finish_reason) == (free.token_ids[:3], "length")
+
+
+@pytest.mark.cpu
+def test_rollouts_of_an_asynchronous_core_are_those_of_a_synchronous_one(
+    engines: Engines, fp32_model: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(fp32_model)
+    tasks = [Task("train", index, index // 4, index, seed=index) for index in range(12)]
+
+    async def roll(engine: VllmEngine) -> list[Rollout]:
+        async def run_step() -> Finished:
+            return await asyncio.to_thread(engine.step)
+
+        generator = Generator(engine, run_step=run_step)
+        limits = Limits(max_tokens=12, max_length=400)
+        return await collect(tasks, FakeHost(), generator, ChatTemplate(tokenizer), limits)
+
+    policy = load_policy(fp32_model, rank=RANK, alpha=24, seed=0, dtype=torch.float32)
+    train(policy, 1)
+    told: list[list[list[int]]] = []
+    for core in get_args(Core):
+        engine = engine_of(engines, fp32_model, "adapter", "float32", core)
+        engine.load_policy(policy)
+        rollouts = asyncio.run(roll(engine))
+        engine.load_policy(policy)  # possible at once
+        told.append([each.transcript.ids for each in rollouts if each.transcript])
+    asynchronous = engine._engine.engine_core.engine_core  # pyright: ignore[reportAttributeAccessIssue]
+    assert asynchronous.batch_queue_size == 2
+    assert told[0] == told[1] and len(told[0]) == 12
 
 
 # -- the sampler -----------------------------------------------------------------------------------
@@ -513,10 +597,45 @@ def test_a_server_takes_the_card_with_the_most_free_memory(
             patch.setattr(torch.cuda, name, function)
         command = serve.server_command(str(tiny_model), tiny_model, 1, RANK)
         assert serve.os.environ["CUDA_VISIBLE_DEVICES"] == "5"
+    assert "--tensor-parallel-size" not in command
     # vLLM starts only where this share of the card is free, whatever size the cache is given.
     assert float(command[command.index("--gpu-memory-utilization") + 1]) == UTILIZATION
     assert "--enforce-eager" not in command and "--worker-cls" not in command
     assert 0 < int(command[command.index("--kv-cache-memory-bytes") + 1]) <= 5 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("model_gib", "cards"),
+    [(10, "c"), (17, "c"), (18, "c,d"), (33, "c,d"), (35, "c,d,a,b"), (80, "c")],
+    ids=str,
+)
+def test_a_server_takes_as_many_cards_as_the_model_needs(
+    model_gib: int, cards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """80 GiB do not fit all: vLLM says so. Another state directory has the card e."""
+    from worker.engine import serve  # noqa: PLC0415
+
+    free = [18, 16, 21, 20, 24]
+    with (tmp_path / "model.safetensors").open("wb") as weights:
+        weights.truncate(model_gib * 2**30)  # takes no space
+    monkeypatch.setenv("FLASH_DEVICE_LOCKS", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "a,b,c,d,e")
+    said = {
+        "device_count": lambda: 5,
+        "set_device": lambda card: None,
+        "mem_get_info": lambda card: (free[card] * 2**30, 24 * 2**30),
+        "get_device_properties": lambda card: SimpleNamespace(uuid=f"card-{card}"),
+    }
+    for name, function in said.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    held = device_locks.take("GPU-card-4", tmp_path / "other")
+    assert held is not None
+    assert serve.use_cards(tmp_path, tmp_path / "home") == cards.count(",") + 1
+    assert serve.os.environ["CUDA_VISIBLE_DEVICES"] == cards
+    for number, name in enumerate("abcd"):
+        found = device_locks.users(f"GPU-card-{number}", tmp_path / "other")
+        assert bool(found) == (name in cards)
+    os.close(held)
 
 
 # -- vLLM's private names --------------------------------------------------------------------------

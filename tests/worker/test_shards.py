@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
@@ -20,10 +21,12 @@ from tests.attempts import Attempt, make_run
 from tests.places import ROOT
 from tests.watch import listening_ports
 from tests.worker import test_ranks
+from tests.worker.test_evaluation_attempt import finish, make_evaluation
 from tests.worker.test_ranks import CASES, CPU, Step, exact_model, second_rank
 from worker.ranks import Ranks
 from worker.rollouts.transcript import ChatTemplate
 from worker.training import memory, shards
+from worker.training.policy import save_adapter
 
 __all__ = ["exact_model"]
 pytestmark = pytest.mark.slow
@@ -90,24 +93,24 @@ if __name__ == "__main__":
 FIELDS = {"group_size": 4, "max_tokens": 8, "steps": 3, "eval_before": True, "gpus": 2}
 
 
-def greedy_answers(model: Path, rows: list[dict[str, Any]]) -> list[str]:
-    """What the model of one process answers to the first message of each conversation."""
-    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+def check_greedy(rows: list[dict[str, Any]], path: Path, model: Any) -> None:
+    """The first answer of each conversation is what the model of one process says."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(path)
     template = ChatTemplate(tokenizer)
-    whole: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     answers: list[str] = []
     for row in rows:
         ids = template.prompt_ids(row["messages"][:1])
         answer: list[int] = []
         while len(answer) < FIELDS["max_tokens"] and not set(answer) & template.end_ids:
-            logits = whole(torch.tensor([ids + answer])).logits[0, -1]
+            with torch.no_grad():
+                logits = model(torch.tensor([ids + answer])).logits[0, -1]
             answer.append(int(logits.argmax()))
         answers.append(template.text(answer))
-    return answers
+    assert [row["messages"][1]["content"] for row in rows] == answers
 
 
 @pytest.mark.cpu
-def test_a_run_on_a_shared_model_goes_on_after_a_process_is_killed(
+def test_a_run_on_a_shared_model_goes_on_where_one_card_holds_it_after_a_kill(
     exact_model: Path, tmp_path: Path
 ) -> None:
     run = make_run(tmp_path / "run", exact_model, **FIELDS)
@@ -119,16 +122,52 @@ def test_a_run_on_a_shared_model_goes_on_after_a_process_is_killed(
         assert attempt.wait() == 0, attempt.log_path.read_text()
     result = run.result()
     assert result and result["retryable"] and "SIGKILL" in result["error"]["what"], result
-    with SharedAttempt(run, 2, **CPU) as attempt:
+    job = run.job()
+    run.create({**job, "spec": {**job["spec"], "gpus": 1}})
+    with Attempt(run, 2, **CPU) as attempt:
         assert attempt.wait() == 0, attempt.log_path.read_text()
     final = run.result()
     assert final and final["state"] == "succeeded", final
     check_steps(run)
     first = run.evaluation(0)
     assert first
-    rows = first["rollouts"][:8]
-    said = [row["messages"][1]["content"] for row in rows]
-    assert said == greedy_answers(exact_model, rows)
+    model = AutoModelForCausalLM.from_pretrained(exact_model, dtype=torch.float32)
+    check_greedy(first["rollouts"][:8], exact_model, model)
+
+
+@pytest.mark.cpu
+def test_an_evaluation_on_several_cards_goes_on_after_a_process_of_its_engine_is_killed(
+    exact_model: Path, tmp_path: Path
+) -> None:
+    policy = test_ranks.make_policy(exact_model)
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in policy.named_parameters():
+        if "lora_" in name:
+            weight.data.normal_(std=0.1, generator=generator)
+    save_adapter(policy, tmp_path / "adapter")
+    fields: dict[str, Any] = {"attempts": 64, "temperature": 0.0, "max_tokens": 8, "gpus": 2}
+    adapter = tmp_path / "adapter"
+    run = make_evaluation(tmp_path / "run", exact_model, adapter=adapter, **fields)
+    with Attempt(run, **CPU) as attempt:
+        attempt.wait_until(lambda: "sampling" in kinds(run))
+        children = psutil.Process(attempt.process.pid).children(recursive=True)
+        lost = next(child for child in children if child.name() == "VLLM::Worker_TP1")
+        lost.kill()
+        attempt.wait()
+    result = run.result()
+    assert result and result["retryable"], result
+    assert "of the engine ended with signal SIGKILL" in result["error"]["what"]
+    with Attempt(run, 2, **CPU) as attempt:
+        found = finish(run, attempt, step=7)
+    rows = found["rollouts"][::64]
+    check_greedy(rows, exact_model, policy)
+    with pytest.raises(AssertionError), policy.disable_adapter():
+        check_greedy(rows, exact_model, policy)
+
+
+def kinds(run: RunFolder) -> set[str]:
+    found = [run.event(name) for name in run.event_names()]
+    return {event["kind"] for event in found if event}
 
 
 def check_steps(run: RunFolder) -> None:

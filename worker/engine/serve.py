@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,13 @@ from flash_mcp.protocol import device_locks
 from flash_mcp.protocol.base_models import chat_template_of, find, folder_card
 from flash_mcp.protocol.chat_templates import tool_form, with_tools
 from flash_mcp.protocol.errors import FlashError
-from worker.engine.fetch import ensure
+from worker.engine.fetch import config_of, ensure
+from worker.process import CARDS
 
 MAX_LENGTH = 8192
 SEQUENCES = 8
+WEIGHTS_SHARE = 0.85
+"""Of the free memory of a card that weights may take; the rest is for the cache and the process."""
 
 
 def main() -> None:
@@ -77,8 +79,9 @@ def server_command(name: str, model: Path, port: int, lora_rank: int) -> list[st
     for name in ("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_NO_USAGE_STATS", "HF_HUB_OFFLINE"):
         os.environ[name] = "1"
     flags = ["--enable-lora", "--disable-uvicorn-access-log", "--disable-fastapi-docs"]
+    cards = 1
     if torch.cuda.is_available():
-        _use_the_emptiest_card(state_directory())
+        cards = use_cards(model, state_directory())
         options["gpu-memory-utilization"] = UTILIZATION
     else:
         flags.append("--enforce-eager")
@@ -96,42 +99,54 @@ def server_command(name: str, model: Path, port: int, lora_rank: int) -> list[st
     if with_tools(template) != template:
         options["chat-template"] = with_tools(template)
     # A bounded cache: a run may train on the same card, now or later.
-    options["kv-cache-memory-bytes"] = engine_cache_bytes(model, length, SEQUENCES)
+    options["kv-cache-memory-bytes"] = engine_cache_bytes(model, length, SEQUENCES, shards=cards)
+    if cards > 1:
+        from worker.training.shards import check_shape  # noqa: PLC0415
+
+        check_shape(config_of(model), cards)
+        options["tensor-parallel-size"] = cards
     command = ["-m", "vllm.entrypoints.openai.api_server", *flags]
     for name, value in options.items():
         command += [f"--{name}", str(value)]
     return command
 
 
-def _use_the_emptiest_card(home: Path) -> None:
-    """Of those that no other state directory uses; for this process and the server that it becomes.
+def use_cards(model: Path, home: Path) -> int:
+    """Take the emptiest card for this process and the server that it becomes, or where that cannot
+    hold the model, 2, 4 or more of them; how many. Cards of other state directories are left out.
 
-    FlashError(not_ready) if others use all of them."""
-    import torch  # noqa: PLC0415
-
-    free = [torch.cuda.mem_get_info(card)[0] for card in range(torch.cuda.device_count())]
-    card = _take_first(sorted(range(len(free)), key=lambda card: -free[card]), home)
-    torch.cuda.set_device(card)
-    cards = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(len(free))))).split(",")
-    os.environ["CUDA_VISIBLE_DEVICES"] = cards[card]
-
-
-def _take_first(cards: Sequence[int], home: Path) -> int:
+    FlashError(not_ready) if others use all cards."""
     import torch  # noqa: PLC0415
 
     cuda: Any = torch.cuda  # untyped
+    free = [cuda.mem_get_info(card)[0] for card in range(cuda.device_count())]
+    weights = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    taken: dict[int, int | None] = {}
     trouble: FlashError | None = None
-    for card in cards:
+    for card in sorted(range(len(free)), key=lambda card: -free[card]):
         try:
-            held = device_locks.take(f"GPU-{cuda.get_device_properties(card).uuid}", home)
+            taken[card] = device_locks.take(f"GPU-{cuda.get_device_properties(card).uuid}", home)
         except FlashError as error:
             trouble = error
             continue
+        count = len(taken)
+        if count.bit_count() == 1 and weights <= count * WEIGHTS_SHARE * free[card]:
+            break
+    else:
+        if not taken:
+            assert trouble
+            raise trouble
+        # All together cannot hold it: vLLM says what is missing.
+        for card in list(taken)[1:]:
+            if (held := taken.pop(card)) is not None:
+                os.close(held)
+    for held in taken.values():
         if held is not None:
             os.set_inheritable(held, True)  # the server that this process becomes keeps it open
-        return card
-    assert trouble
-    raise trouble
+    names = os.environ.get(CARDS, ",".join(map(str, range(len(free))))).split(",")
+    cuda.set_device([*taken][-1])  # the fullest: the cache has to fit there
+    os.environ[CARDS] = ",".join(names[card] for card in taken)
+    return len(taken)
 
 
 if __name__ == "__main__":

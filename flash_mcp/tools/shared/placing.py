@@ -13,6 +13,7 @@ from flash_mcp.state import costs
 from flash_mcp.state.store import Store
 from flash_mcp.state.targets import TargetSettings, targets
 from flash_mcp.supervisor.launch.devices import Device, gpus, processor
+from flash_mcp.supervisor.launch.local import find_gpus
 from flash_mcp.supervisor.launch.memory_need import WEIGHTS_SHARE, MemoryNeed
 
 Resolved = TypeVar("Resolved", ResolvedSpec, ResolvedEval)
@@ -85,6 +86,24 @@ def choose(places: Sequence[Place], need_on: NeedOn, cards: int = 1) -> Choice:
     if len(rest) > SHOWN:
         why += f" and {len(rest) - SHOWN} more"
     return Choice(best.name, why)
+
+
+def check_gpus(count: int, *, shares_model: bool = False) -> None:
+    """FlashError(device_unsupported) if this machine has fewer GPUs, or without any, processors,
+    which share no model.
+    """
+    if count == 1:
+        return
+    cards = find_gpus()
+    what = "GPUs"
+    has = len(cards)
+    if not cards and not shares_model:
+        what = "processors"
+        has = processor().cores or 1
+    if count > has:
+        what = f"gpus={count}, and this machine has {has} {what}"
+        fix = f"use gpus={max(1, has)}, or another target"
+        raise FlashError("device_unsupported", what, fix=fix)
 
 
 def placed(
