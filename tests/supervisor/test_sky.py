@@ -12,15 +12,17 @@ from pathlib import Path
 
 import pytest
 
+from flash_mcp.cli.main import main
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.spec import RunSpec, resolve
-from flash_mcp.state.targets import TargetSettings
+from flash_mcp.state.targets import TargetSettings, find_target
 from flash_mcp.supervisor.launch.base import Handle, Hint, Launch
 from flash_mcp.supervisor.launch.sky import NO_CARDS, SkyLauncher, resources_for
 from flash_mcp.supervisor.targets import card_gib
 from tests import sky_cluster
 from tests.places import ROOT
+from tests.supervisor.test_slurm import Lab, commands_of, installed_python
 
 TIMEOUT_S = 900.0
 RESOURCES = {"infra": "slurm", "cpus": 1, "accelerators": NO_CARDS}
@@ -82,6 +84,24 @@ def test_a_job_of_skypilot_from_its_launch_to_its_end(
     mine.cancel(first)
     assert again.submit(launch) == first
     assert mine.under_way() == []
+
+
+@pytest.mark.slow
+def test_a_run_trains_through_skypilot_and_goes_on_when_its_node_is_taken_away(
+    cluster: sky_cluster.Cluster, hidden: Path, tmp_path: Path, tiny_model: Path
+) -> None:
+    engine = {"engine": "sky", "address": cluster.address, "resources": RESOURCES}
+    storage = str(tmp_path / "shared")
+    lab = Lab(hidden / "home", storage, tmp_path / "node", tiny_model, **engine)
+    lab.timeout_s = TIMEOUT_S
+    run = lab.train(max_attempts=1, steps=20, save_every=5)
+    lab.until(lambda: lab.now(run).step >= 1)
+    cluster.take_nodes_away()
+    ended = lab.finish(run)
+    assert (ended.state, ended.step) == ("succeeded", 20), lab.trouble()
+    assert ended.preemptions >= 1  # on a busy machine SkyPilot may give a node up by itself
+    assert [row.step for row in lab.store.metrics(run.id)] == list(range(1, 21))
+    assert "step 20/20" in lab.store.log(run.id)
 
 
 # -- which card ------------------------------------------------------------------------------------
@@ -148,6 +168,32 @@ def test_a_job_asks_for_the_memory_that_the_weights_of_its_model_need() -> None:
         resources_of("o/who-knows", {}, {})
     assert caught.value.code == "target_refused"
     assert resources_of("o/who-knows", {}, {"accelerators": "L4"}) == {"accelerators": "L4:1"}
+
+
+@pytest.mark.slow
+def test_the_command_of_the_page_works_as_written(
+    cluster: sky_cluster.Cluster,
+    hidden: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """But for the example's paths, its address, and what only a rented machine has."""
+    home = hidden / "page"
+    home.mkdir()
+    monkeypatch.setenv("FLASH_HOME", str(home))
+    real = {
+        "http://127.0.0.1:46580": cluster.address,
+        "s3://bucket/flash": str(tmp_path / "shared"),
+        "/opt/flash/bin/python": str(installed_python(tmp_path)),
+        "image_id=docker:me/flash": "infra=slurm",
+        "use_spot=true": "cpus=1",
+    }
+    for _, *arguments in commands_of(ROOT / "docs" / "targets.md", 3):
+        assert main([real.get(word, word) for word in arguments]) == 0, capsys.readouterr()
+    assert "CPUs" in capsys.readouterr().out
+    assert find_target(home, "clouds").resources == {"infra": "slurm", "cpus": 1}
+    assert find_target(home, "clouds").cards is None
 
 
 @pytest.mark.slow

@@ -54,6 +54,8 @@ def load_environment(needs_secret=False, **arguments):
 class Lab:
     """A state directory, a cluster whose nodes do not see it, and a folder that both share."""
 
+    timeout_s = TIMEOUT_S
+
     def __init__(self, home: Path, storage: str, node: Path, model: Path, **more: Any) -> None:
         self.home = home
         self.store = Store(home)
@@ -81,7 +83,7 @@ class Lab:
         return self.store.run(run.id)
 
     def until(self, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + self.timeout_s
         while not condition():
             assert time.monotonic() < deadline, self.trouble()
             self.supervisor.tick()

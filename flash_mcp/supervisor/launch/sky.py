@@ -129,7 +129,7 @@ class SkyLauncher(ApiLauncher):
         """
         posted = self.ask("POST", path, body, TIMEOUT_S)
         number = posted.headers.get(REQUEST)
-        if number is None:
+        if posted.is_error or number is None:
             what = f"{posted.url} answered {posted.status_code}: {posted.text[:200]}"
             fix = "name the address of SkyPilot's API server: `sky api info` prints it"
             raise FlashError("target_refused", what, fix=fix)
