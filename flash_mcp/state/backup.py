@@ -26,6 +26,7 @@ from flash_mcp.protocol.errors import FlashError, disk_error
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state import targets
+from flash_mcp.state.locks import backing_up
 from flash_mcp.state.store import Store
 
 FOLDERS = ("environments", "datasets", "runs")
@@ -61,7 +62,7 @@ def backup(base: Path, file: Path) -> Summary:
         )
     part = file.with_name(f".{file.name}.part")
     try:
-        with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
+        with backing_up(base), tempfile.TemporaryDirectory(dir=file.parent) as scratch:
             copy = Path(scratch, "flash.db")
             Store(base).copy_to(copy)
             now = time.time()

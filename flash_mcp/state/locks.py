@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import IO
 
 from environments.process import locks
 from flash_mcp.protocol.errors import FlashError
+
+BACKUP = "backup.lock"
 
 
 def try_lock(file: IO[str], *, shared: bool = False) -> bool:
@@ -24,6 +30,24 @@ def lock(file: IO[str], timeout_s: float) -> bool:
         return locks.lock(file, timeout_s)
     except OSError as error:
         raise _unsupported(file, error) from error
+
+
+@contextmanager
+def backing_up(base: Path) -> Generator[None]:
+    """While the state directory is copied: no checkpoint that its database names is deleted."""
+    with (base / BACKUP).open("a") as file:
+        while not try_lock(file, shared=True):
+            time.sleep(0.01)
+        yield
+
+
+def is_backed_up(base: Path) -> bool:
+    """Whether a backup is being made."""
+    path = base / BACKUP
+    if not path.exists():
+        return False
+    with path.open("a") as file:
+        return not try_lock(file)
 
 
 def _unsupported(file: IO[str], error: OSError) -> FlashError:

@@ -20,6 +20,7 @@ from flash_mcp.protocol.paths import (
 from flash_mcp.protocol.records import ACTIVE, LIVE_DEPLOYMENT, Checkpoint, Evaluation, Run
 from flash_mcp.protocol.spec import LOCAL_TARGET, RunSpec
 from flash_mcp.state.database import marks
+from flash_mcp.state.locks import is_backed_up
 from flash_mcp.state.removal import elsewhere, empty_away, move_away, own, run_folders
 from flash_mcp.state.removed_folders import add_removed
 from flash_mcp.state.runs import folder_of
@@ -92,11 +93,11 @@ def prune_checkpoints(store: Store, run: Run) -> None:
 
     Kept are the newest, `keep_checkpoints` before it, the best, and those that a deployment, an
     evaluation or a warm start refers to. An attempt whose newest checkpoint is damaged resumes from
-    the one before."""
+    the one before. Nothing is deleted while a backup is made: after the next checkpoint it is."""
     spec = run.spec
     if not isinstance(spec, RunSpec) or _is_kept_by_others(store, run):
         return
-    if len(store.checkpoints(run.id)) <= 1 + spec.keep_checkpoints:
+    if len(store.checkpoints(run.id)) <= 1 + spec.keep_checkpoints or is_backed_up(store.base):
         return
     with store.transaction():
         saved = store.checkpoints(run.id)

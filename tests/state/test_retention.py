@@ -12,6 +12,7 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.run_folder import OPTIMIZER, RunFolder, RunWriter
 from flash_mcp.state import retention, serving
+from flash_mcp.state.locks import backing_up
 from flash_mcp.state.retention import prune_checkpoints
 from flash_mcp.state.store import Store, open_store
 from tests.places import ROOT
@@ -244,3 +245,15 @@ def test_a_checkpoint_that_goes_while_it_is_to_be_served_is_refused(
     with pytest.raises(FlashError, match="unknown_checkpoint"):
         serving.request(store, run.id, step=1)
     assert store.deployments() == []
+
+
+def test_nothing_is_pruned_while_a_backup_copies_what_the_database_names(
+    store: Store, tmp_path: Path
+) -> None:
+    run, _ = saved(tmp_path, keep_checkpoints=2)
+    before = steps(store, run)
+    with backing_up(store.base), backing_up(store.base):
+        prune_checkpoints(store, run)
+        assert steps(store, run) == before
+    prune_checkpoints(store, run)
+    assert len(steps(store, run)) < len(before)
