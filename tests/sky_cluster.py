@@ -18,12 +18,12 @@ from pathlib import Path
 
 import httpx
 
-from tests import slurm
+from tests import slurm, sshd
 from tests.places import ROOT
 
 SKY = Path(os.environ.get("FLASH_SKY", ROOT / ".venv/engines/sky"))
 """The environment that has SkyPilot."""
-PROGRAMS = ("curl", "rsync", "ssh", "ssh-keygen", "sshd")
+PROGRAMS = ("curl", "rsync", *sshd.PROGRAMS)
 CURL = """#!/bin/sh
 case "$*" in
 *astral.sh/uv*) echo 'mkdir -p "$UV_INSTALL_DIR" && cp {folder}/uv "$UV_INSTALL_DIR/uv"' ;;
@@ -36,25 +36,6 @@ case "$*" in
 "venv --seed "*) ln -sfn {sky} "$3" ;;
 "pip list"*) exit 1 ;;
 esac
-"""
-SSHD = """
-Port {port}
-ListenAddress 127.0.0.1
-HostKey {folder}/host_key
-AuthorizedKeysFile {folder}/key.pub
-PermitRootLogin prohibit-password
-StrictModes no
-UsePAM no
-PidFile none
-SetEnv SLURM_CONF={conf} HOME={folder}/login
-"""
-HOSTS = """
-Host lab
-  HostName 127.0.0.1
-  Port {port}
-  User root
-  IdentityFile {folder}/key
-  IdentitiesOnly yes
 """
 CONFIG = """
 allowed_clouds: [slurm]
@@ -90,17 +71,13 @@ class Cluster:
         self.address = f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        for name in ("key", "host_key"):
-            command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.folder / name]
-            subprocess.run(command, check=True)
+        environment = f"SetEnv SLURM_CONF={self.slurm.conf} HOME={self.folder}/login\n"
+        run_sshd = sshd.configure(self.folder, self.ssh_port, environment)
         self._shield_nodes()
         self.slurm.start()
-        self._write("home/.slurm/config", HOSTS, port=self.ssh_port)
+        self._write("home/.slurm/config", sshd.HOSTS, port=self.ssh_port)
         self._write("home/.sky/config.yaml", CONFIG)
-        self._write("sshd_config", SSHD, port=self.ssh_port, conf=self.slurm.conf)
-        Path("/run/sshd").mkdir(exist_ok=True)
-        sshd = str(slurm.find("sshd"))
-        self._start(sshd, "-D", "-e", "-f", f"{self.folder}/sshd_config")
+        self._start(*run_sshd)
         ports = [f"--port={self.port}", f"--metrics-port={self.metrics_port}"]
         self._start(f"{SKY}/bin/python", "-u", "-m", "sky.server.server", *ports)
         slurm.wait_for(self._is_ready)

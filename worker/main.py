@@ -145,18 +145,15 @@ def _receive_secrets(run_id: str, token: str, writer: RunWriter, pulse: Pulse) -
 
 def _work(job: Json, writer: RunWriter, pulse: Pulse) -> int:
     """Train or evaluate; the last step."""
+    if "serve" in job:
+        return _serve(job, writer, pulse)
     spec = stored_spec(job["spec"])
     given = variables(spec.gpus)
     own, *others = given
     os.environ.update(own)
     prepare_process()
-    if storage := job.get("storage"):
-        pulse.enter("artifacts")
-        cache = machine_directory() / "artifacts"
-        artifacts = Artifacts(storage["url"], patience_s=PATIENCE_S)
-        job = placed(job, artifacts, cache)
-        spec = stored_spec(job["spec"])
-        trim(cache, storage["cache_bytes"])
+    job = _with_artifacts(job, pulse)
+    spec = stored_spec(job["spec"])
     # These imports come after prepare_process: torch and vLLM read the environment on import.
     with tempfile.TemporaryDirectory(prefix=_sweep_scratch(writer.folder.url)) as scratch:
         if isinstance(spec, EvalSpec):
@@ -175,6 +172,28 @@ def _work(job: Json, writer: RunWriter, pulse: Pulse) -> int:
 
         with started(job, others, pulse, Path(scratch), lost) as ranks:
             return _train(job, writer, pulse, Path(scratch), ranks)
+
+
+def _serve(job: Json, writer: RunWriter, pulse: Pulse) -> int:
+    """Serve a deployment, which has no steps."""
+    from worker.serving import serve  # noqa: PLC0415
+
+    job = _with_artifacts(job, pulse)
+    with tempfile.TemporaryDirectory(prefix=_sweep_scratch(writer.folder.url)) as scratch:
+        serve(job, writer, pulse, Path(scratch))
+    return 0
+
+
+def _with_artifacts(job: Json, pulse: Pulse) -> Json:
+    """The job with the folders that it names on this machine."""
+    storage = job.get("storage")
+    if storage is None:
+        return job
+    pulse.enter("artifacts")
+    cache = machine_directory() / "artifacts"
+    job = placed(job, Artifacts(storage["url"], patience_s=PATIENCE_S), cache)
+    trim(cache, storage["cache_bytes"])
+    return job
 
 
 def _train(job: Json, writer: RunWriter, pulse: Pulse, scratch: Path, ranks: Ranks) -> int:

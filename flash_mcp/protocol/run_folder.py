@@ -22,6 +22,7 @@
                            optimizer.pt
     keys/N.json            the public key of attempt N, which waits for secrets
     sealed/N               the secrets for this key; removed by the attempt as soon as it opens them
+    listening.N.json       where the model server of attempt N listens, if it serves a deployment
     cancel                 the server asks the worker to save and end
     result.N.json          {"state", "step", "error", ...}: ends the run if no attempt came after N
 
@@ -286,6 +287,10 @@ class RunFolder:
     def put_sealed(self, epoch: int, sealed: bytes) -> None:
         """Hand attempt `epoch` the secrets that it waits for."""
         self._write(f"sealed/{epoch}", sealed)
+
+    def listening(self, epoch: int) -> Json | None:
+        """Where the model server of attempt `epoch` listens, once it does."""
+        return self.read_json(f"listening.{epoch}.json")
 
     def put_log(self, epoch: int, tail: bytes) -> None:
         """Replace the output of attempt `epoch`."""
@@ -674,6 +679,10 @@ class RunWriter:
     def offer(self, offer: Json) -> None:
         """Ask for secrets: store the attempt's public key."""
         self._write(f"keys/{self.epoch}.json", _dump(offer))
+
+    def listens(self, where: Json) -> None:
+        """Say where this attempt's model server listens."""
+        self._write(f"listening.{self.epoch}.json", _dump(where))
 
     def take_sealed(self) -> bytes | None:
         """The secrets that were sealed for this attempt, once they are there. They are removed."""

@@ -100,7 +100,7 @@ def remove(store: Store, reference: str, *, dry_run: bool = False) -> Removed:
                 store.execute(sql, values)
             move_away(store, found.folders)
             if found.on_target:
-                add_removed(store, found.on_target)
+                add_removed(store, found.on_target.folder, found.on_target.target)
     if not dry_run:
         empty_away(store)
         if stored:

@@ -1,4 +1,4 @@
-"""Run folders in the storage of targets that are to be deleted.
+"""Folders of runs and deployments in the storage of targets that are to be deleted.
 
 A folder is named here in the transaction that removes its run: whoever is killed before it is
 deleted leaves the rest to the supervisor. It is looked at again later, for an attempt that was
@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from flash_mcp.protocol.records import Run
 from flash_mcp.state.store import Store
 
 AGAIN_AFTER_S = (3600.0, 86_400.0)
@@ -24,10 +23,11 @@ class RemovedFolder:
     looks: int
 
 
-def add_removed(store: Store, run: Run) -> None:
-    """Name the run's folder; the caller is in the transaction that removes the run."""
-    row = {"place": run.folder, "target": run.target, "looks": 0, "due": time.time()}
-    store.insert("removed_folders", row)
+def add_removed(store: Store, place: str, target: str) -> None:
+    """Name a folder. For a run's, the caller is in the transaction that removes the run."""
+    columns = "(place, target, looks, due)"
+    sql = f"INSERT OR REPLACE INTO main.removed_folders {columns} VALUES (?, ?, 0, ?)"
+    store.execute(sql, [place, target, time.time()])
 
 
 def due_folders(store: Store, target: str) -> list[RemovedFolder]:

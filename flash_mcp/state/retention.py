@@ -195,7 +195,7 @@ def drop_files(store: Store, run_id: str, why: str) -> bool:
         event = {"time": now, "epoch": run.attempt, "kind": "warning", "message": why}
         store.put_event(run_id, "files-removed", event)
         if run.target != LOCAL_TARGET:
-            add_removed(store, run)
+            add_removed(store, run.folder, run.target)
         move_away(store, run_folders(store, run))
     empty_away(store)
     return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import secrets
 import time
 from typing import Any
 
@@ -13,9 +14,11 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.recordings import Limits, Recording
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Deployment, Json, Run
 from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.spec import LOCAL_TARGET
 from flash_mcp.state.owners import caller
 from flash_mcp.state.runs import folder_of
 from flash_mcp.state.store import Store
+from flash_mcp.state.targets import find_target
 
 _BASE32 = "0123456789abcdefghjkmnpqrstvwxyz"
 
@@ -29,12 +32,15 @@ def request(
     port: int | None = None,
     idle_minutes: float | None = None,
     record: bool | None = None,
+    target: str | None = None,
 ) -> Deployment:
-    """Ask for a run's checkpoint (by default the newest good one) to be served. Asking again finds
-    the first, and sets its `idle_minutes` and `record` if they are given.
+    """Ask for a run's checkpoint (by default the newest good one) to be served, on a node of
+    `target` if one is given. Asking again finds the first, and sets its `idle_minutes` and `record`
+    if they are given.
 
     FlashError(unknown_run | unknown_checkpoint | checkpoint_corrupt | invalid_argument |
-    port_taken)."""
+    port_taken | unknown_target | target_refused)."""
+    elsewhere = _elsewhere(store, target, port=port, record=record)
     run = store.run(run_id)
     folder = folder_of(run)
     step = _good_step(folder, run_id, step)
@@ -45,7 +51,7 @@ def request(
     deployment_id = _deployment_id(run_id, step, name)
     live = store.deployments(LIVE_DEPLOYMENT)
     for row in live:
-        if row.id == deployment_id and row.state != "stopping":
+        if row.id == deployment_id and _stays(row, target):
             return _changed(store, row, idle_minutes=idle_minutes, record=record)
         if (row.name, row.owner) == (name, run.owner) and row.id != deployment_id:
             fix = f"choose another name, or undeploy({row.id!r}) first"
@@ -55,9 +61,9 @@ def request(
     adapter = folder.fetch_checkpoint(
         step, store.base / "adapters" / f"{run_id}-{step}", whole=False
     )
-    rank = read_adapter_config(adapter, "r")["r"]
-    data: Json = {"rank": rank, "port": port, "thinking": bool(run.spec.thinking)}
-    data |= {"idle_minutes": idle_minutes, "record": bool(record)}
+    data = _job(deployment_id, elsewhere)
+    data |= {"rank": read_adapter_config(adapter, "r")["r"], "thinking": bool(run.spec.thinking)}
+    data |= {"port": port, "idle_minutes": idle_minutes, "record": bool(record)}
     _record(store, deployment_id, is_on=bool(record))
     values = {
         "owner": run.owner,
@@ -77,6 +83,63 @@ def request(
         blank: Json = {"error": None, "base_url": None, "pid": None, "created": time.time()}
         store.update_deployment(deployment_id, state="starting", data=data, **values, **blank)
         return store.deployment(deployment_id)
+
+
+def target_of(row: Deployment) -> str:
+    """Where its server runs."""
+    return row.data.get("target", LOCAL_TARGET)
+
+
+def job_key(row: Deployment) -> str:
+    """What the engine of its target knows the newest attempt by; empty for one served here."""
+    if "job" not in row.data:
+        return ""
+    return f"{row.data['job']}-{row.data['attempt']}"
+
+
+def _elsewhere(
+    store: Store, target: str | None, *, port: int | None, record: bool | None
+) -> str | None:
+    """The target, if it is not this machine. FlashError(unknown_target | target_refused |
+    invalid_argument).
+    """
+    if target in (None, LOCAL_TARGET):
+        return None
+    settings = find_target(store.base, target)
+    if settings.engine == "sky":
+        what = f"the machines that {target} rents cannot be reached from here"
+        fix = "leave target out: the checkpoint is served on the server's machine"
+        raise FlashError("target_refused", what, target=target, fix=fix)
+    if port is not None or record:
+        name = "record" if port is None else "port"
+        what = f"{name} is for deployments on the server's machine"
+        raise FlashError("invalid_argument", what, fix=f"leave out {name} or target")
+    return target
+
+
+def _job(deployment_id: str, target: str | None) -> Json:
+    """What is known of its first attempt on a target."""
+    if target is None:
+        return {}
+    # A name of its own for each start: engines remember the jobs of earlier ones.
+    return {"target": target, "job": f"{deployment_id}-{secrets.token_hex(3)}", "attempt": 1}
+
+
+def _stays(row: Deployment, target: str | None) -> bool:
+    """Whether what is asked for is there already, or will be. FlashError(invalid_argument |
+    not_ready) if it is there on another target, or ends on one.
+    """
+    place = target_of(row)
+    if row.state == "stopping":
+        if place == LOCAL_TARGET:
+            return False
+        what = f"{row.id} is ending on {place}"
+        raise FlashError("not_ready", what, fix="call deploy again in some seconds")
+    if target not in (None, place):
+        fix = f"undeploy({row.id!r}) first, or give the second one a name"
+        what = f"{row.id} is served on {place} already"
+        raise FlashError("invalid_argument", what, target=target, fix=fix)
+    return True
 
 
 def _changed(store: Store, row: Deployment, **wanted: Any) -> Deployment:

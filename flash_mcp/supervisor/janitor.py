@@ -11,11 +11,12 @@ from itertools import islice
 
 from environments.settings import FILE, load_settings
 from flash_mcp.protocol.artifacts import delete_run
-from flash_mcp.protocol.records import Run
+from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Run
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state.removed_folders import due_folders, was_deleted
 from flash_mcp.state.retention import drop_files, drop_optimizers, ended
 from flash_mcp.state.runs import folder_of
+from flash_mcp.state.serving import job_key
 from flash_mcp.state.store import Store
 from flash_mcp.supervisor.launch.base import Target
 
@@ -76,6 +77,7 @@ class Janitor:
             return
         taken = self.store.taken_runs(self.target.name)
         live = {f"{run.id}-{run.attempt}" for run in taken}
+        live |= {job_key(row) for row in self.store.deployments(LIVE_DEPLOYMENT)}
         over = [handle for handle in handles if handle.key not in live]
         for handle in over[:MAX_JOBS]:
             log.warning("%s: ending job %s, which no run waits for", handle.key, handle.id)

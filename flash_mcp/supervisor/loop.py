@@ -42,6 +42,7 @@ from flash_mcp.supervisor.upkeep import Upkeep
 
 if TYPE_CHECKING:
     from flash_mcp.supervisor.model_servers import Deployments
+    from flash_mcp.supervisor.remote_servers import RemoteServers
 
 log = logging.getLogger(__name__)
 
@@ -664,7 +665,7 @@ class Supervisor(Attendant):
         self._open_target = open_target
         poll_s = self.patience.remote_poll_s
         self._remote = RemoteTargets(self.store, self._attendant_of, poll_s)
-        self._serving: Deployments | None = None
+        self._serving: tuple[Deployments, RemoteServers] | None = None
         self._is_prepared = False
         self._clear_at = time.monotonic()
 
@@ -728,10 +729,13 @@ class Supervisor(Attendant):
         try:
             if self._serving is None:  # imported only if there is something to serve
                 from flash_mcp.supervisor.model_servers import Deployments  # noqa: PLC0415
+                from flash_mcp.supervisor.remote_servers import RemoteServers  # noqa: PLC0415
 
-                self._serving = Deployments(self.store, self.base)
-            self._serving.tick()
-            return live or self._serving.busy()
+                here = Deployments(self.store, self.base)
+                self._serving = (here, RemoteServers(self.store, self.base))
+            for each in self._serving:
+                each.tick()
+            return live or any(each.busy() for each in self._serving)
         except Exception:
             log.exception("trouble with deployments")
             return live

@@ -16,6 +16,7 @@ import secrets
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -32,9 +33,11 @@ import psutil
 
 from environments.settings import ServingSettings, load_settings
 from flash_mcp.protocol.errors import CODES, FlashError, disk_error
+from flash_mcp.protocol.listening import trust
 from flash_mcp.protocol.paths import scratch_prefix, write_private
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Deployment, Json
-from flash_mcp.state.serving import served_model
+from flash_mcp.protocol.spec import LOCAL_TARGET
+from flash_mcp.state.serving import served_model, target_of
 from flash_mcp.state.store import Store
 from flash_mcp.supervisor.launch.local import REGISTER_AND_EXEC, Record
 from flash_mcp.supervisor.serving_health import FAILURES, Health, idle_seconds
@@ -107,6 +110,9 @@ class Server:
     api_key: str
     scratch: str = ""
     """Where its sockets lie: short, as their paths must be."""
+    host: str = "127.0.0.1"
+    certificate: str = ""
+    """In PEM: that of a server on a node, which is a job of a target's engine."""
 
     @classmethod
     def find(cls, base: Path, model: str) -> Server | None:
@@ -124,7 +130,8 @@ class Server:
 
     @property
     def root(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        scheme = "https" if self.certificate else "http"
+        return f"{scheme}://{self.host}:{self.port}"
 
     @property
     def url(self) -> str:
@@ -147,6 +154,15 @@ class Server:
         return self.api_key
 
     @property
+    def trusted(self) -> ssl.SSLContext | bool:
+        """What clients of httpx verify it by."""
+        return trust(self.certificate) if self.certificate else True
+
+    @property
+    def certificate_file(self) -> str:
+        return f"{self.folder}/certificate.pem"
+
+    @property
     def _record(self) -> Record | None:
         return Record.read(Path(self.folder, "identity"))
 
@@ -155,6 +171,9 @@ class Server:
         return self._record.pid if self._record else None
 
     def is_alive(self) -> bool:
+        """Whether its process runs. Of a server on a node, only its deployment's row says so."""
+        if self.certificate:
+            return True
         record = self._record
         return record is not None and record.is_alive()
 
@@ -170,7 +189,11 @@ class Server:
         headers = {"Authorization": f"Bearer {key or self.api_key}"}
         # Not through a proxy of the environment: the server is on loopback.
         with httpx.Client(
-            base_url=self.url, headers=headers, timeout=timeout_s, trust_env=False
+            base_url=self.url,
+            headers=headers,
+            timeout=timeout_s,
+            verify=self.trusted,
+            trust_env=False,
         ) as client:
             return client.get(path) if body is None else client.post(path, json=body)
 
@@ -196,20 +219,20 @@ class Server:
             return self.call("/models", timeout_s=2.0).is_success
         return False
 
-    def load(self, row: Deployment) -> None:
+    def load(self, deployment_id: str, adapter: str) -> None:
         """Load the adapter and have it say something. FlashError(deployment_failed) where it does
         not.
         """
         known = [entry["id"] for entry in self.call("/models").json()["data"]]
-        if row.id not in known:
-            body = {"lora_name": row.id, "lora_path": row.adapter_path}
+        if deployment_id not in known:
+            body = {"lora_name": deployment_id, "lora_path": adapter}
             _expect_ok(
                 self.call(
                     "/load_lora_adapter", body, key=self.admin_key, timeout_s=ANSWER_TIMEOUT_S
                 )
             )
         greeting = {
-            "model": row.id,
+            "model": deployment_id,
             "max_tokens": 4,
             "messages": [{"role": "user", "content": "Hello"}],
         }
@@ -294,9 +317,7 @@ class Deployments:
 
     def tick(self) -> None:
         """Look after every base model that is not being looked after."""
-        for model in {
-            row.model for row in self.store.deployments(LIVE_DEPLOYMENT)
-        } | self._served():
+        for model in {row.model for row in self._live()} | self._served():
             under_way = self._under_way.get(model)
             if under_way is None or under_way.done():
                 self._under_way[model] = self._pool.submit(self._guarded, model)
@@ -305,11 +326,15 @@ class Deployments:
         """Whether there are deployments, or servers that still have to end."""
         if any(not future.done() for future in self._under_way.values()):
             return True
-        return bool(self.store.deployments(LIVE_DEPLOYMENT) or self._served())
+        return bool(self._live() or self._served())
+
+    def _live(self) -> list[Deployment]:
+        rows = self.store.deployments(LIVE_DEPLOYMENT)
+        return [row for row in rows if target_of(row) == LOCAL_TARGET]
 
     def _servers(self) -> list[Server]:
         found = (Server.read(path.parent) for path in self.home.glob("servers/*/server.json"))
-        return [server for server in found if server]
+        return [server for server in found if server and not server.certificate]
 
     def _served(self) -> set[str]:
         return {server.model for server in self._servers() if server.is_alive()}
@@ -329,7 +354,7 @@ class Deployments:
                 self._fail([row for row in rows if row.pid is None], known)
 
     def _look_after(self, model: str) -> None:
-        rows = [row for row in self.store.deployments(LIVE_DEPLOYMENT) if row.model == model]
+        rows = [row for row in self._live() if row.model == model]
         wanted = [row for row in rows if row.state != "stopping"]
         server = Server.find(self.home, model)
         for row in rows:
@@ -381,7 +406,7 @@ class Deployments:
         self._starting.pop(server.model, None)
         for row in starting:
             try:
-                server.load(row)
+                server.load(row.id, str(row.adapter_path))
             except FlashError as error:
                 server.unload(row.id)
                 self._fail([row], diagnose(server, error.what, error.wrote))
@@ -447,14 +472,10 @@ class Deployments:
 
     def _end_idle(self, server: Server, unused: list[Deployment]) -> None:
         for row in unused:
-            minutes = idle_minutes(row, self.home)
-            what = f"it was stopped after {minutes:g} minutes without a request"
-            again = f"deploy(run_id={row.run_id!r}, step={row.step}) starts it again"
-            fix = f"{again}; its idle_minutes sets another limit"
-            error = FlashError("unknown_deployment", what, deployment=row.id, fix=fix)
+            error = idle_error(row, idle_minutes(row, self.home))
             self._update(row, "ready", state="stopped", error=error.to_dict(), pid=None)
             server.unload(row.id)
-            log.info("%s: %s", row.id, what)
+            log.info("%s: %s", row.id, error.what)
 
     def _start(self, model: str, wanted: list[Deployment], *, like: Server | None = None) -> None:
         """`like` is a server whose port and key the new one takes over."""
@@ -506,7 +527,7 @@ class Deployments:
         server = Server(
             folder=str(folder),
             model=model,
-            port=asked[0] if asked else _free_port(),
+            port=asked[0] if asked else free_port(),
             lora_rank=max(
                 row.data["rank"] for row in wanted
             ),  # no more: the CPU is slower for every rank
@@ -533,6 +554,21 @@ class Deployments:
     def _update(self, row: Deployment, expected: str, **values: Any) -> None:
         # A row that was asked to stop meanwhile stays so.
         self.store.update_deployment(row.id, expected_states=(expected,), **values)
+
+
+def idle_error(row: Deployment, minutes: float) -> FlashError:
+    """Why a deployment has ended that nobody used for so long."""
+    what = f"it was stopped after {minutes:g} minutes without a request"
+    again = f"deploy(run_id={row.run_id!r}, step={row.step}) starts it again"
+    fix = f"{again}; its idle_minutes sets another limit"
+    return FlashError("unknown_deployment", what, deployment=row.id, fix=fix)
+
+
+def server_of(base: Path, row: Deployment) -> Server | None:
+    """The server of a deployment, running or not."""
+    if "job" in row.data:
+        return Server.read(base / "servers" / row.data["job"])
+    return Server.find(base, row.model)
 
 
 def idle_minutes(row: Deployment, home: Path) -> float:
@@ -593,7 +629,7 @@ def _told_error(text: str) -> FlashError | None:
     return None
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

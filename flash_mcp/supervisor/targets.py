@@ -79,41 +79,61 @@ class RemoteTarget(Target):
         self._code_digest = ""
 
     def job(self, run: Run) -> Json:
+        return self.prepare(queue.job(run))
+
+    def prepare(self, job: Json) -> Json:
+        """The job, once all that it names is in the storage."""
         cache_bytes = int(self.settings.cache_gib * 2**30)
         storage = {"url": self.settings.storage, "cache_bytes": cache_bytes}
-        job = queue.job(run)
         if self.code:
-            job["code"] = {"path": str(self.code)}
+            job = {**job, "code": {"path": str(self.code)}}
         job = packed(job, self.artifacts)
         if self.code:
             self._code_digest = job["code"]["path"].removeprefix(MARK)
         return {**job, "storage": storage}
 
     def launch(self, run: Run, secrets: Mapping[str, str]) -> Launch:
-        variables = node_environment(self.settings)
-        if run.spec.secrets:
-            variables[sealing.TOKEN] = self._token(run)
-        named = ["worker.node", run.folder, "--attempt", str(run.attempt)]
-        code = None
-        if self.code:
-            archive = self.artifacts.url_of(self._code_digest)
-            code = Code(archive, self._code_digest, f"{run.folder}/log.{run.attempt}")
-        return Launch(
+        return self.start(
             run.id,
             run.attempt,
-            on_node(self.settings, [*named, "--version", __version__], code),
-            variables,
-            None,
+            run.folder,
+            has_secrets=bool(run.spec.secrets),
             gpus=run.spec.gpus,
             card_gib=card_gib(self.name, self.settings, run.spec),
         )
 
-    def seal(self, run: Run, offer: Json, secrets: Mapping[str, str]) -> bytes:
-        return sealing.seal(secrets, offer, _name(run), self._token(run))
+    def start(
+        self,
+        run_id: str,
+        attempt: int,
+        folder: str,
+        *,
+        has_secrets: bool,
+        gpus: int = 1,
+        card_gib: float = 0.0,
+    ) -> Launch:
+        """How an attempt is started whose job was prepared."""
+        variables = node_environment(self.settings)
+        if has_secrets:
+            variables[sealing.TOKEN] = self._token(f"{run_id}-{attempt}")
+        named = ["worker.node", folder, "--attempt", str(attempt)]
+        code = None
+        if self.code:
+            archive = self.artifacts.url_of(self._code_digest)
+            code = Code(archive, self._code_digest, f"{folder}/log.{attempt}")
+        command = on_node(self.settings, [*named, "--version", __version__], code)
+        return Launch(run_id, attempt, command, variables, None, gpus=gpus, card_gib=card_gib)
 
-    def _token(self, run: Run) -> str:
+    def seal(self, run: Run, offer: Json, secrets: Mapping[str, str]) -> bytes:
+        return self.sealed(f"{run.id}-{run.attempt}", offer, secrets)
+
+    def sealed(self, key: str, offer: Json, secrets: Mapping[str, str]) -> bytes:
+        """The secrets for the attempt of that key."""
+        return sealing.seal(secrets, offer, key, self._token(key))
+
+    def _token(self, key: str) -> str:
         """The same for a later supervisor: the attempt may wait in the engine's queue for days."""
-        return hmac.digest(self.key, _name(run).encode(), "sha256").hex()
+        return hmac.digest(self.key, key.encode(), "sha256").hex()
 
 
 def card_gib(name: str, settings: TargetSettings, spec: RunSpec | EvalSpec) -> float:
@@ -128,10 +148,6 @@ def card_gib(name: str, settings: TargetSettings, spec: RunSpec | EvalSpec) -> f
         fix = f"name one: accelerators in resources of {name} in targets.toml"
         raise FlashError("target_refused", what, fix=fix)
     return need.all_gib / WEIGHTS_SHARE
-
-
-def _name(run: Run) -> str:
-    return f"{run.id}-{run.attempt}"
 
 
 @dataclass(frozen=True)

@@ -117,8 +117,9 @@ class Deployment(Part):
     model: str
     run_id: str | None = None
     step: int | None = None
+    target: str | None = None
     base_url: str | None = None
-    """OpenAI-compatible endpoint on the server's machine."""
+    """OpenAI-compatible endpoint, for callers on the server's machine."""
     idle_minutes: float
     """It ends after so many minutes in which nobody used its server; 0: never."""
 
@@ -311,6 +312,7 @@ def _deployments(store: Store) -> list[Deployment]:
             model=row.model,
             run_id=row.run_id,
             step=row.step,
+            target=row.data.get("target"),
             base_url=row.base_url if row.state == "ready" and caller().is_local else None,
             idle_minutes=idle_minutes(row, store.base),
         )

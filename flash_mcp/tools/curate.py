@@ -93,7 +93,7 @@ async def curate(
     dataset. Reading transcripts: rollouts.
 
     Args:
-        runs: Training runs, evaluations and recorded deployments to take attempts from.
+        runs: Runs, evaluations and recorded deployments to take attempts from.
         name: Name to keep the dataset under; only dry_run goes without.
         filter: Which tasks, default every: comparisons of avg, best, worst (rewards), n,
             n_correct and pass@k, and `solved`, with and, or, not: 'pass@4 >= 0.2 and avg < 0.9'.

@@ -15,11 +15,17 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Deployment, Json, text_of
+from flash_mcp.protocol.spec import LOCAL_TARGET
 from flash_mcp.state.owners import caller
-from flash_mcp.state.serving import ended_idle, find_deployment, request, request_stop
+from flash_mcp.state.serving import (
+    ended_idle,
+    find_deployment,
+    request,
+    request_stop,
+)
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.supervisor.keeper import look_after
-from flash_mcp.supervisor.model_servers import Server, check_port, error_message
+from flash_mcp.supervisor.model_servers import Server, check_port, error_message, server_of
 from flash_mcp.supervisor.model_servers import idle_minutes as idle_limit
 from flash_mcp.tools.shared.fitting import shorten, to_text
 from flash_mcp.tools.shared.frame import Part, Result, report
@@ -29,8 +35,9 @@ from flash_mcp.tools.shared.waiting import deadline_after, wait_until
 
 CHAT_LIMIT_S = 40.0
 ANSWER_CHARACTERS = 3000
-ELSEWHERE = """; or serve it on another machine: checkpoints(run_id={run_id!r}) names its files, \
-which vLLM takes with --enable-lora --lora-modules NAME=FOLDER"""
+ELSEWHERE = """; or serve it on a node of a target: deploy(run_id={run_id!r}, target=...); or on \
+another machine: checkpoints(run_id={run_id!r}) names its files, which vLLM takes with \
+--enable-lora --lora-modules NAME=FOLDER"""
 
 
 class Deployed(Result):
@@ -48,6 +55,10 @@ class Deployed(Result):
     """The adapter's step."""
     model: str
     """Base model; its name in the OpenAI API too."""
+    target: str | None = None
+    """Where it is served, if elsewhere."""
+    waits_for: str | None = None
+    """Why it has not started there."""
     base_url: str | None = None
     """OpenAI-compatible endpoint on the server's machine; `deployment` is the model name.
     Callers from elsewhere have chat."""
@@ -112,6 +123,7 @@ async def deploy(
     port: Annotated[int | None, Field(ge=1024, le=65535)] = None,
     idle_minutes: Annotated[float | None, Field(ge=0, le=525_600)] = None,
     record: bool | None = None,
+    target: str | None = None,
     wait_s: Wait = 40.0,
 ) -> Deployed:
     """Serve a run's checkpoint, and its base model, with vLLM's OpenAI server.
@@ -123,16 +135,19 @@ async def deploy(
 
     Args:
         run_id: Run whose adapter to serve.
-        step: Step of the checkpoint; default: the newest with intact files.
+        step: Its step; default: the newest intact one.
         name: Your name for it; default RUN_ID-STEP.
         port: Port on loopback; default: a free one.
-        idle_minutes: Minutes without a request that end it; 0: never; default: the operator's
-            setting, else 60.
-        record: Record requests and answers, for rollouts and curate.
+        idle_minutes: Minutes without a request that end it; 0: never; default: 60, or the
+            operator's.
+        record: Record requests for rollouts and curate.
+        target: Serve it on a node there.
     """
     store, deadline = open_store(), deadline_after(wait_s)
-    check_machine(ELSEWHERE.format(run_id=run_id))
-    if port is not None:
+    is_here = target in (None, LOCAL_TARGET)
+    if is_here:
+        check_machine(ELSEWHERE.format(run_id=run_id))
+    if is_here and port is not None:
         await run_sync(check_port, store, run_id, port)
     row = await run_sync(
         lambda: request(
@@ -143,6 +158,7 @@ async def deploy(
             port=port,
             idle_minutes=idle_minutes,
             record=record,
+            target=target,
         )
     )
     await run_sync(look_after, store)
@@ -155,7 +171,7 @@ async def deploy(
 def _with_snippets(store: Store, row: Deployment) -> Deployed:
     """A deployment, and how to call it from this machine."""
     found = describe(store, row)
-    server = Server.find(store.base, row.model) if found.base_url else None
+    server = server_of(store.base, row) if found.base_url else None
     if server:
         calls = snippets(store, row, server)
         found.curl = calls.curl
@@ -280,8 +296,10 @@ def _ready_server(store: Store, row: Deployment) -> Server:
         what = "the deployment is still starting"
         if row.error:
             what = f"the deployment is starting again: {row.error['what']}"
+        elif waits_for := row.data.get("waits_for"):
+            what = f"the deployment waits: {waits_for}"
         raise FlashError("not_ready", what, deployment=row.id, seconds=_age_s(row), fix=fix)
-    server = Server.find(store.base, row.model)
+    server = server_of(store.base, row)
     if server is None or not server.is_alive():
         raise _gone(row)
     return server
@@ -310,7 +328,9 @@ async def _answer(server: Server, body: Json) -> Answer:
     with anyio.move_on_after(CHAT_LIMIT_S) as limit:
         try:
             async with (
-                httpx.AsyncClient(timeout=None, trust_env=False, headers=server.headers) as client,
+                httpx.AsyncClient(
+                    timeout=None, trust_env=False, headers=server.headers, verify=server.trusted
+                ) as client,
                 client.stream(
                     "POST", f"{server.url}/chat/completions", json=request_body
                 ) as response,
@@ -408,7 +428,7 @@ def _age_s(row: Deployment) -> float:
 def describe(store: Store, row: Deployment) -> Deployed:
     """A deployment as the tools return it."""
     is_reachable = row.state == "ready" and caller().is_local
-    server = Server.find(store.base, row.model) if is_reachable else None
+    server = server_of(store.base, row) if is_reachable else None
     return Deployed(
         deployment=row.id,
         name=row.name,
@@ -416,6 +436,8 @@ def describe(store: Store, row: Deployment) -> Deployed:
         run_id=row.run_id,
         step=row.step,
         model=row.model,
+        target=row.data.get("target"),
+        waits_for=row.data.get("waits_for") if row.state == "starting" else None,
         base_url=row.base_url if server else None,
         api_key_file=server.file if server else None,
         idle_minutes=idle_limit(row, store.base),
@@ -432,6 +454,8 @@ def _next_step(row: Deployment) -> str:
             return f"chat({arguments}) compares it with the base model"
         case "starting":
             slow = "the server is starting, which takes a minute or more on a CPU"
+            if waits_for := row.data.get("waits_for"):
+                slow = f"it waits: {waits_for}"
             return f"{slow}; call deploy again to wait for it"
         case "stopping":
             return "it is ending; undeploy again waits for it"

@@ -390,14 +390,13 @@ async def env_test(
 
     Args:
         environment: A published environment, NAME or NAME@DIGEST; or reasoning-gym:DATASET.
-        folder: Instead of environment: a folder on the server, published or not.
-        call_timeout_s: Seconds that one call into environment code may take.
-        model: If all checks pass, let this base model generate a few groups on train tasks, and
-            report whether training could teach it anything.
+        folder: Instead of environment: a folder on the server.
+        call_timeout_s: Seconds for one call into environment code.
+        model: If all checks pass, a base model that plays a few train groups, to see whether
+            training could teach it anything.
         max_tokens: With model: tokens per turn; default 512.
         hunt: Also search up to 40 s for a cheap answer that pays: junk, magic words, length,
-            repetition, empty forms, all answers at once, parts of the prompt; with model, its best
-            of n by reward.
+            repetition, all answers at once, parts of the prompt; with model, its best of n.
     """
     if (environment is None) == (folder is None):
         fix = "pass environment='NAME' for a published one, or folder='/path/of/it'"

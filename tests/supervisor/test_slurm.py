@@ -277,6 +277,12 @@ def test_run_folders_in_an_object_store_are_read_served_and_removed_and_no_secre
     assert everything.find(f"{BUCKET}/flash") == []
 
 
+def is_queued(job: str) -> bool:
+    """Whether Slurm has an attempt of it that has not ended."""
+    command = ["squeue", "--noheader", "--format=%j"]
+    return job in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
 def commands_of(page: Path, block: int = 1) -> list[list[str]]:
     """The commands in a block of shell code, counted from 1."""
     text = page.read_text().split("```sh\n")[block].split("```")[0]
@@ -340,3 +346,17 @@ def test_the_commands_of_the_page_work_as_written(
     while {run.state for run in lab.store.runs()} != {"succeeded"}:
         assert time.monotonic() < deadline, lab.trouble()
         time.sleep(0.2)
+
+    ((_, *arguments),) = commands_of(page, 5)
+    (trained,) = [run for run in lab.store.runs() if lab.store.checkpoints(run.id)]
+    command = [trained.id if word == "run-2f9k1c8d" else word for word in arguments]
+    while (served := flash(*command))["state"] == "starting":
+        assert time.monotonic() < deadline, served
+    assert served["base_url"].startswith("https://")
+    assert flash("chat", "hello", "--max-tokens=4")["adapter"]["completion_tokens"] > 0
+    (row,) = lab.store.deployments()
+    assert is_queued(row.data["job"])
+    while flash("undeploy")["state"] != "stopped":
+        assert time.monotonic() < deadline
+    assert not is_queued(row.data["job"])
+    assert not (tmp_path / "shared" / "run-folders" / row.data["job"]).exists()

@@ -107,7 +107,6 @@ async def test_only_users_who_let_it_compute_end_its_idleness() -> None:
     async def idle_s() -> float:
         return (await answer("GET", "/v1/idle", ADMIN, front)).json()["idle_s"]
 
-    assert (await answer("GET", "/v1/idle", USER, front)).status_code == 404
     front.used_at -= 1000
     await answer("GET", "/metrics", USER, front)
     await answer("POST", "/v1/completions", ADMIN, front)
@@ -117,6 +116,15 @@ async def test_only_users_who_let_it_compute_end_its_idleness() -> None:
     front.under_way -= 1
     await answer("POST", "/v1/chat/completions", USER, front)
     assert await idle_s() < 1000
+
+
+async def test_a_node_sees_how_long_the_supervisor_has_been_silent() -> None:
+    front = made()
+    assert (await answer("GET", "/v1/idle", None, front)).status_code == 401
+    front.watched_at -= 1000
+    for key, least in ((USER, 1000), (ADMIN, 0), (USER, 0)):
+        told = (await answer("GET", "/v1/idle", key, front)).json()
+        assert least <= told["unwatched_s"] < least + 500
 
 
 @pytest.mark.hostile("model servers")

@@ -8,6 +8,7 @@ vLLM asks for its key under /v1 and a few other prefixes only. Routes beside the
 - Users' routes need VLLM_API_KEY.
 - Adapters are loaded and unloaded with FLASH_ADMIN_KEY, which only the supervisor has. It also asks
   with it whether the server computes, and since when no user has asked for anything (/v1/idle).
+- Users may ask how long nobody has used or watched it. A node ends a server that nobody wants.
 - There is nothing else.
 
 Chats of users are recorded where `deploy` was asked for that (worker/engine/recorder.py).
@@ -66,6 +67,8 @@ class Front:
         self.recorder = Recorder(state_directory())
         self.under_way = 0
         self.used_at = time.monotonic()
+        self.watched_at = time.monotonic()
+        """When the supervisor asked for something last."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -82,14 +85,17 @@ class Front:
         if route == HEALTH:
             await self.app(scope, receive, send)
         elif _equal(key, self.admin_key):
+            self.watched_at = time.monotonic()
             if route in ADMIN_ROUTES:
                 await self.app(self._as_user(scope), receive, send)
             elif route == IDLE:
-                await JSONResponse({"idle_s": self._idle_s()})(scope, receive, send)
+                await self._tell_idle(scope, receive, send)
             else:
                 await _refusal(route, 404)(scope, receive, send)
         elif not _equal(key, self.user_key):
             await _refusal(route, 401)(scope, receive, send)
+        elif route == IDLE:
+            await self._tell_idle(scope, receive, send)
         elif route in USER_ROUTES:
             await self._use(self._as_user(scope), receive, send)
         else:
@@ -110,8 +116,11 @@ class Front:
             self.under_way -= 1
             self.used_at = time.monotonic()
 
-    def _idle_s(self) -> float:
-        return 0.0 if self.under_way else time.monotonic() - self.used_at
+    async def _tell_idle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        now = time.monotonic()
+        idle_s = 0.0 if self.under_way else now - self.used_at
+        told = {"idle_s": idle_s, "unwatched_s": now - self.watched_at}
+        await JSONResponse(told)(scope, receive, send)
 
     def _as_user(self, scope: Scope) -> Scope:
         """The request with the key that vLLM itself asks for."""

@@ -1,6 +1,6 @@
 """Becomes vLLM's OpenAI server of one base model, whose adapters come and go at run time.
 
-    python -m worker.engine.serve --model NAME --port PORT --max-lora-rank RANK
+    python -m worker.engine.serve --model NAME --port PORT --max-lora-rank RANK [--tls FOLDER]
 
 The environment has two keys: VLLM_API_KEY for users, and FLASH_ADMIN_KEY for the supervisor, which
 loads and unloads adapters (see worker/engine/front.py). Fetches the model if it is missing, chooses
@@ -41,6 +41,9 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="a catalog name, a hub id or a local folder")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--max-lora-rank", type=int, default=64)
+    parser.add_argument("--name", help="what requests call the base model; default: its own name")
+    tls = "serve all addresses of this machine, with the key.pem and certificate.pem in this folder"
+    parser.add_argument("--tls", type=Path, help=tls)
     args = parser.parse_args()
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
     try:
@@ -48,6 +51,11 @@ def main() -> None:
             fix = "install flash-mcp with the extra cpu or gpu"
             raise FlashError("engine_missing", "vLLM is not installed", fix=fix)
         command = server_command(args.model, ensure(args.model), args.port, args.max_lora_rank)
+        if args.name:
+            command += ["--served-model-name", args.name]
+        if args.tls:
+            command += ["--host", "0.0.0.0", "--ssl-keyfile", f"{args.tls}/key.pem"]
+            command += ["--ssl-certfile", f"{args.tls}/certificate.pem"]
     except FlashError as error:
         sys.exit(json.dumps(error.to_dict(), default=str))
     os.execv(sys.executable, [sys.executable, *command])

@@ -35,17 +35,24 @@ def snippets(store: Store, row: Deployment, server: Server) -> Snippets:
     tools = tools_of(store, row)
     options = {"tools": tools} if tools else {}
     body = {"model": row.id, "messages": messages, **options, **extra}
+    trusting, client = "", ""
+    if server.certificate:
+        place = server.certificate_file
+        trusting = f"--cacert {shlex.quote(place)} "
+        context = f"ssl.create_default_context(cafile={place!r})"
+        client = f", http_client=httpx.Client(verify={context})"
     read_key = f"python3 -c {shlex.quote(READ_KEY)} {shlex.quote(server.file)}"
     curl = (
-        f'curl -s {server.url}/chat/completions -H "Authorization: Bearer $({read_key})" '
+        f'curl -s {trusting}{server.url}/chat/completions -H "Authorization: Bearer $({read_key})" '
         f"-H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
     )
     python = "\n".join(
         [
             "import json",
+            *(["import ssl", "import httpx"] if client else []),
             "from openai import OpenAI",
             f"key = json.load(open({server.file!r}))['api_key']",
-            f"client = OpenAI(base_url={server.url!r}, api_key=key)",
+            f"client = OpenAI(base_url={server.url!r}, api_key=key{client})",
             "answer = client.chat.completions.create(",
             f"    model={row.id!r},",
             f"    messages={messages!r},",

@@ -1,0 +1,55 @@
+"""Where the model server of a deployment on a target listens, as its node says.
+
+It listens on all addresses of its node, with TLS. Its certificate is its own, made anew for each
+start, and is the only one that is accepted: whoever else listens there learns no key. The code
+(HMAC) by the supervisor's key shows that nobody else wrote what is said here."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import ssl
+from dataclasses import asdict, dataclass
+
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.records import Json
+
+
+@dataclass(frozen=True)
+class Listening:
+    addresses: list[str]
+    """Of the node, as it knows them; some may not lead there from elsewhere."""
+    port: int
+    certificate: str
+    """In PEM."""
+    adapter: str
+    """The adapter's folder on the node."""
+
+    def signed(self, key: str) -> Json:
+        return {**asdict(self), "mac": self._code(key)}
+
+    @classmethod
+    def checked(cls, told: Json, key: str) -> Listening:
+        """FlashError(deployment_failed) unless the holder of the key signed it."""
+        mac = str(told.get("mac"))
+        fields = {name: value for name, value in told.items() if name != "mac"}
+        try:
+            found = cls(**fields)
+        except TypeError:
+            found = None
+        if found is None or not hmac.compare_digest(mac.encode(), found._code(key).encode()):
+            what = "the node's address was not written by the node"
+            fix = "find out who can write to the target's storage"
+            raise FlashError("deployment_failed", what, fix=fix)
+        return found
+
+    def _code(self, key: str) -> str:
+        body = json.dumps(asdict(self), sort_keys=True).encode()
+        return hmac.digest(key.encode(), body, "sha256").hex()
+
+
+def trust(certificate: str) -> ssl.SSLContext:
+    """For clients: accepts this certificate alone, at whichever address."""
+    context = ssl.create_default_context(cadata=certificate)
+    context.check_hostname = False
+    return context

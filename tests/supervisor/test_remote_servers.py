@@ -1,0 +1,446 @@
+"""Deployments on targets: the rules with a node that the test plays, the whole with vLLM's server."""
+
+from __future__ import annotations
+
+import os
+import ssl
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from anyio.to_thread import run_sync
+
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.listening import Listening, trust
+from flash_mcp.protocol.records import Deployment
+from flash_mcp.protocol.run_folder import RunFolder, RunWriter
+from flash_mcp.protocol.sealing import Receiver
+from flash_mcp.state.serving import request, request_stop
+from flash_mcp.state.store import Store
+from flash_mcp.state.targets import key_of, new_target, write_target
+from flash_mcp.supervisor import remote_servers
+from flash_mcp.supervisor.janitor import Janitor
+from flash_mcp.supervisor.launch.base import Handle, Hint, Launch, Launcher, MemoryLauncher
+from flash_mcp.supervisor.launch.local import LocalLauncher
+from flash_mcp.supervisor.model_servers import Deployments, Server, server_of
+from flash_mcp.supervisor.remote_servers import RemoteServers
+from flash_mcp.supervisor.targets import RemoteTarget
+from flash_mcp.tools.deploy import chat, describe
+from flash_mcp.tools.shared.snippets import snippets
+from tests import sshd
+from tests.places import ROOT
+from tests.scripted_server import Handler
+from tests.supervisor.test_model_servers import make_adapter, make_run, wait_for
+from worker.serving import make_certificate, own_addresses
+
+pytestmark = [pytest.mark.slow, pytest.mark.anyio]
+
+
+class Engine(MemoryLauncher):
+    """An engine that a test leads: what is submitted waits for a machine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: dict[str, Launch] = {}
+        self.is_down = False
+
+    def submit(self, launch: Launch) -> Handle:
+        if self.is_down:
+            raise FlashError("target_unreachable", "the engine does not answer", fix="wait")
+        self.launches[launch.key] = launch
+        self.hints.setdefault(launch.key, Hint("pending", "Slurm: Resources"))
+        return Handle(launch.key, f"job of {launch.key}")
+
+    def poll(self, handles: Sequence[Handle]) -> dict[str, Hint]:
+        if self.is_down:
+            raise FlashError("target_unreachable", "the engine does not answer", fix="wait")
+        return super().poll(handles)
+
+
+class Node:
+    """What an attempt does on its node, with a scripted server in this process."""
+
+    def __init__(self, bench: Bench, row: Deployment, scratch: Path) -> None:
+        self.bench, self.scratch = bench, scratch
+        job, number = row.data["job"], row.data["attempt"]
+        self.key = f"{job}-{number}"
+        self.writer: RunWriter = bench.folder(row).claim(number)
+        token = bench.engine.launches[self.key].environment["FLASH_LAUNCH_TOKEN"]
+        self.receiver = Receiver(self.key, token)
+        self.writer.offer(self.receiver.offer)
+        bench.engine.hints[self.key] = Hint("alive")
+        self.server: ThreadingHTTPServer | None = None
+
+    def get_keys(self) -> dict[str, str]:
+        sealed: bytes = self.bench.until(self.writer.take_sealed)
+        return self.receiver.open(sealed)
+
+    def listen(self, keys: dict[str, str], addresses: list[str], *, told: str = "") -> None:
+        """`told` is a certificate that is named instead of the server's own."""
+        os.environ.update(keys)
+        self.scratch.mkdir()
+        certificate = make_certificate(self.scratch, addresses)
+        self.server = server = ThreadingHTTPServer(("127.0.0.1", 0), handler_of())
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(self.scratch / "certificate.pem", self.scratch / "key.pem")
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        adapter = str(self.scratch / "adapter-of-the-node")
+        where = Listening(addresses, server.server_port, told or certificate, adapter)
+        self.writer.listens(where.signed(keys["FLASH_ADMIN_KEY"]))
+
+    def die(self) -> None:
+        if self.server:
+            self.server.shutdown()
+            self.server.server_close()
+        self.bench.engine.hints[self.key] = Hint("gone", "Slurm job 7: NODE_FAIL")
+
+
+def handler_of() -> type[Handler]:
+    """A scripted server's handler, with adapters of its own and the routes that checks ask."""
+
+    class Own(Handler):
+        adapters: dict[str, str] = {}  # noqa: RUF012
+        asked: list[str] = []  # noqa: RUF012
+
+        def do_GET(self) -> None:
+            self.asked.append(f"{self.path} {self.headers['Authorization']}")
+            super().do_GET()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    return Own
+
+
+class Bench:
+    def __init__(self, home: Path, storage: Path) -> None:
+        self.store = Store(home)
+        self.home = home
+        fields = {"engine": "slurm", "storage": str(storage), "python": sys.executable}
+        self.settings = new_target(home, "lab", fields)
+        write_target(home, "lab", self.settings)
+        self.engine = Engine()
+        self.servers = self.new_servers()
+
+    def target(self, launcher: Launcher) -> RemoteTarget:
+        return RemoteTarget("lab", self.settings, launcher, key_of(self.home))
+
+    def new_servers(self) -> RemoteServers:
+        """As of a supervisor that has just started."""
+        return RemoteServers(self.store, self.home, lambda *_: self.target(self.engine))
+
+    def folder(self, row: Deployment) -> RunFolder:
+        return RunFolder(self.settings.folder_of(row.data["job"]))
+
+    def until(self, condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
+        def met() -> Any:
+            self.servers.tick()
+            return condition()
+
+        return wait_for(met, timeout_s)
+
+    def row(self, row: Deployment) -> Deployment:
+        return self.store.deployment(row.id)
+
+    def settle(self, row: Deployment, state: str) -> Deployment:
+        self.until(lambda: self.row(row).state == state)
+        return self.row(row)
+
+    def submitted(self, row: Deployment, attempt: int = 1) -> Deployment:
+        """Once the engine has its job."""
+        self.until(lambda: f"{row.data['job']}-{attempt}" in self.engine.launches)
+        self.until(lambda: self.row(row).data.get("handle"))
+        return self.row(row)
+
+
+@pytest.fixture
+def bench(flash_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    for name in ("VLLM_API_KEY", "FLASH_ADMIN_KEY"):
+        monkeypatch.setenv(name, "")
+    for name in ("LOOK_S", "AGAIN_S"):
+        monkeypatch.setattr(remote_servers, name, 0.02)
+    made = Bench(flash_home, tmp_path / "storage")
+    yield made
+    made.servers._pool.shutdown(wait=True)
+
+
+@pytest.fixture
+def asked(bench: Bench, tmp_path: Path) -> Deployment:
+    """A deployment that was asked for."""
+    run_id = make_run(bench.store, "toy", {3: make_adapter(tmp_path / "a", rank=16)})
+    return request(bench.store, run_id, target="lab")
+
+
+async def test_it_waits_in_the_queue_then_answers_on_its_node_and_leaves_nothing_when_it_ends(
+    bench: Bench, asked: Deployment, tmp_path: Path
+) -> None:
+    bench.until(lambda: bench.row(asked).data.get("waits_for"))
+    waiting = describe(bench.store, bench.row(asked))
+    assert (waiting.target, waiting.waits_for) == ("lab", "Slurm: Resources")
+    assert "it waits: Slurm: Resources" in str(waiting.next)
+    with pytest.raises(FlashError, match="the deployment waits: Slurm: Resources"):
+        await chat(asked.id, message="hello")
+
+    node = Node(bench, bench.row(asked), tmp_path / "node")
+    keys = await run_sync(node.get_keys)
+    assert bench.row(asked).data["waits_for"] is None
+    job = bench.folder(asked).job()
+    assert job["serve"] == {"rank": 16, "name": "toy"} and job["init_adapter"]["path"].startswith(
+        "artifact:"
+    )
+    node.listen(keys, ["127.0.0.1"])
+    ready = await run_sync(bench.settle, asked, "ready")
+    shown = describe(bench.store, ready)
+    assert str(shown.base_url).startswith("https://127.0.0.1:")
+    assert (await chat(asked.id, message="hello")).adapter.text == "hello"
+    assert (await chat(message="hello")).adapter.text == "hello"
+
+    server = server_of(bench.home, ready)
+    assert server and server.api_key == keys["VLLM_API_KEY"]
+    calls = snippets(bench.store, ready, server)
+    for command in (["bash", "-c", calls.curl], [sys.executable, "-c", calls.python]):
+        said = await run_sync(lambda command=command: subprocess.check_output(command, text=True))
+        assert "hello" in said
+    assert not any(value.encode() in stored(bench, tmp_path) for value in keys.values())
+
+    # Neither the servers here nor the janitor take it for one of theirs, or for nobody's.
+    here = Deployments(bench.store, bench.home)
+    here.tick()
+    assert not here.busy()
+    Janitor(bench.store, bench.target(bench.engine))._end_jobs()
+    assert bench.engine.hints[node.key].state == "alive"
+
+    # The next supervisor finds it.
+    bench.servers = bench.new_servers()
+    assert request(bench.store, str(asked.run_id)).id == asked.id
+    with pytest.raises(FlashError, match="is served on lab already"):
+        request(bench.store, str(asked.run_id), target="local")
+    request_stop(bench.store, asked.id)
+    with pytest.raises(FlashError, match="is ending on lab"):
+        request(bench.store, str(asked.run_id), target="lab")
+    await run_sync(bench.settle, asked, "stopped")
+    assert bench.engine.hints[node.key].state == "gone"
+    assert [path for path in (tmp_path / "storage").rglob("*") if path.is_file()] == []
+    assert not (bench.home / "servers" / ready.data["job"]).exists()
+    node.die()
+
+    again = request(bench.store, str(asked.run_id), target="lab")
+    assert again.id == asked.id and again.data["job"] != asked.data["job"]
+
+
+def stored(bench: Bench, folder: Path) -> bytes:
+    """All that others can read, and the database."""
+    paths = [*folder.rglob("storage/**/*"), *bench.home.glob("*.db*")]
+    return b"".join(path.read_bytes() for path in paths if path.is_file())
+
+
+def test_a_node_that_fails_is_replaced_once_in_a_while(
+    bench: Bench, asked: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_servers, "EVERY_S", 0.05)
+    node = Node(bench, bench.submitted(asked), tmp_path / "first")
+    node.listen(node.get_keys(), ["127.0.0.1"])
+    first = bench.settle(asked, "ready")
+    node.die()
+    row = bench.submitted(bench.settle(asked, "starting"), 2)
+    assert row.error and "NODE_FAIL" in row.error["what"] and row.data["attempt"] == 2
+    second = Node(bench, row, tmp_path / "second")
+    keys = second.get_keys()
+    assert keys["VLLM_API_KEY"] == os.environ["VLLM_API_KEY"]  # callers keep theirs
+    second.listen(keys, ["127.0.0.1"])
+    ready = bench.settle(asked, "ready")
+    assert ready.base_url != first.base_url and ready.error is None
+    second.die()
+    failed = bench.settle(asked, "failed")
+    assert failed.error and "NODE_FAIL" in failed.error["what"]
+    assert all(hint.state == "gone" for hint in bench.engine.hints.values())
+
+
+def test_what_the_node_says_of_its_end_is_the_error(
+    bench: Bench, asked: Deployment, tmp_path: Path
+) -> None:
+    node = Node(bench, bench.submitted(asked), tmp_path / "node")
+    node.writer.commit_result(
+        "failed", 0, FlashError("unknown_model", "no model toy", fix="name one")
+    )
+    failed = bench.settle(asked, "failed")
+    assert failed.error and failed.error["code"] == "unknown_model"
+    assert len(bench.engine.launches) == 1
+
+
+def test_a_node_that_cannot_be_reached_is_given_back(
+    bench: Bench, asked: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_servers, "REACH_S", 0.2)
+    node = Node(bench, bench.submitted(asked), tmp_path / "node")
+    keys = node.get_keys()
+    where = Listening(["127.0.0.1"], 9, make_certificate(tmp_path, ["127.0.0.1"]), "/adapter")
+    node.writer.listens(where.signed(keys["FLASH_ADMIN_KEY"]))
+    failed = bench.settle(asked, "failed")
+    assert failed.error and failed.error["code"] == "target_refused"
+    assert "cannot be reached from here: 127.0.0.1, port 9" in failed.error["what"]
+    assert "ssh of lab in targets.toml" in failed.error["fix"]
+    assert bench.engine.hints[node.key].state == "gone"
+
+
+def test_a_node_behind_a_host_is_reached_through_ssh_and_again_when_that_ended(
+    bench: Bench, asked: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if reason := sshd.missing():
+        pytest.skip(reason)
+    monkeypatch.setattr(remote_servers, "EVERY_S", 0.05)
+    bench.settings = bench.settings.model_copy(update={"ssh": "lab"})
+    node = Node(bench, bench.submitted(asked), tmp_path / "node")
+    node.listen(node.get_keys(), ["127.0.0.1"])
+    folder = tmp_path / "sshd"
+    folder.mkdir()
+    with sshd.running(folder) as programs:
+        monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+        ready = bench.settle(asked, "ready")
+        server = server_of(bench.home, ready)
+        assert server and node.server and server.port != node.server.server_port
+        assert server.call("/models").is_success
+        tunnel = bench.servers._servers[asked.id]._tunnel
+        assert tunnel
+        tunnel.kill()
+        bench.until(lambda: bench.servers._servers[asked.id]._tunnel is not tunnel)
+        bench.until(lambda: answers(server))
+        assert bench.row(asked).base_url == ready.base_url
+        request_stop(bench.store, asked.id)
+        bench.settle(asked, "stopped")
+        with pytest.raises(httpx.ConnectError):
+            server.call("/models")
+    node.die()
+
+
+def answers(server: Server) -> bool:
+    with suppress(httpx.TransportError):
+        return server.call("/models").is_success
+    return False
+
+
+def test_whoever_else_listens_there_learns_no_key(
+    bench: Bench, asked: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_servers, "REACH_S", 1.0)
+    node = Node(bench, bench.submitted(asked), tmp_path / "node")
+    other = tmp_path / "other"
+    other.mkdir()
+    certificate = make_certificate(other, ["127.0.0.1"])
+    node.listen(node.get_keys(), ["127.0.0.1"], told=certificate)
+    assert node.server
+    bench.settle(asked, "failed")
+    assert node.server.RequestHandlerClass.asked == []  # pyright: ignore
+    node.die()
+
+
+def test_an_address_that_the_node_did_not_write_is_refused(
+    bench: Bench, asked: Deployment, tmp_path: Path
+) -> None:
+    node = Node(bench, bench.submitted(asked), tmp_path / "node")
+    node.get_keys()
+    where = Listening(["127.0.0.1"], 1234, make_certificate(tmp_path, ["127.0.0.1"]), "/adapter")
+    node.writer.listens(where.signed("a key of somebody else"))
+    failed = bench.settle(asked, "failed")
+    assert failed.error and "not written by the node" in failed.error["what"]
+
+
+def test_a_deployment_that_nobody_uses_ends(
+    bench: Bench, asked: Deployment, tmp_path: Path
+) -> None:
+    node = Node(bench, bench.submitted(asked), tmp_path / "node")
+    node.listen(node.get_keys(), ["127.0.0.1"])
+    assert node.server
+    node.server.RequestHandlerClass.model = "idle"  # pyright: ignore
+    stopped = bench.settle(asked, "stopped")
+    assert stopped.error and "stopped after 60 minutes" in stopped.error["what"]
+    assert bench.engine.hints[node.key].state == "gone"
+    node.die()
+
+
+def test_an_engine_that_does_not_answer_is_what_it_waits_for(
+    bench: Bench, asked: Deployment
+) -> None:
+    bench.engine.is_down = True
+    bench.until(lambda: bench.row(asked).data.get("waits_for") == "the engine does not answer")
+    bench.engine.is_down = False
+    bench.submitted(asked)
+    request_stop(bench.store, asked.id)
+    bench.settle(asked, "stopped")
+
+
+def test_what_cannot_be_served_elsewhere_is_refused(bench: Bench, tmp_path: Path) -> None:
+    run_id = make_run(bench.store, "toy", {3: make_adapter(tmp_path / "a")})
+    fields = {"engine": "sky", "address": "http://127.0.0.1:1", "storage": "s3://bucket"}
+    write_target(bench.home, "clouds", new_target(bench.home, "clouds", fields))
+
+    def refusal(**arguments: Any) -> FlashError:
+        with pytest.raises(FlashError) as caught:
+            request(bench.store, run_id, **arguments)
+        return caught.value
+
+    assert refusal(target="clouds").code == "target_refused"
+    assert refusal(target="lap").code == "unknown_target"
+    assert "port is for" in refusal(target="lab", port=8000).what
+    assert "record is for" in refusal(target="lab", record=True).what
+    assert bench.store.deployments() == []
+
+
+# -- the whole -------------------------------------------------------------------------------------
+
+
+async def test_vllm_serves_the_adapter_from_a_node_that_shares_nothing_but_a_folder(
+    flash_home: Path, tmp_path: Path, tiny_model: Path, tiny_adapter: Path
+) -> None:
+    bench = Bench(flash_home, tmp_path / "storage")
+    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]}
+    more = {"env": variables, "home": str(tmp_path / "node")}
+    bench.settings = bench.settings.model_copy(update=more)
+    launcher = LocalLauncher(tmp_path / "engine" / "attempts", [])
+    bench.servers = RemoteServers(bench.store, flash_home, lambda *_: bench.target(launcher))
+    run_id = make_run(bench.store, str(tiny_model), {5: tiny_adapter})
+    asked = request(bench.store, run_id, target="lab")
+    try:
+        await run_sync(lambda: bench.until(lambda: bench.row(asked).state != "starting", 200.0))
+        ready = bench.row(asked)
+        assert ready.state == "ready", ready.error
+        both = await chat(message="hello", side_by_side=True, max_tokens=32)
+        assert both.base and both.adapter.text.count("Z") > 20 > both.base.text.count("Z")
+        server = server_of(flash_home, ready)
+        assert server and set(own_addresses()[:1]) == {server.host}
+        refuses_others(server)
+        (job,) = [
+            each
+            for each in psutil.process_iter(["cmdline"])
+            if "worker.main" in (each.info["cmdline"] or [])
+            and bench.folder(asked).url in each.info["cmdline"]
+        ]
+        family = [job, *job.children(recursive=True)]
+        assert len(family) >= 3
+    finally:
+        request_stop(bench.store, asked.id)
+        await run_sync(bench.settle, asked, "stopped")
+        bench.servers._pool.shutdown(wait=True)
+    wait_for(lambda: not any(each.is_running() and each.status() != "zombie" for each in family))
+    assert [path for path in (tmp_path / "storage").rglob("*") if path.is_file()] == []
+
+
+def refuses_others(server: Server) -> None:
+    """Without the key there is nothing, and without the certificate no connection."""
+    with httpx.Client(verify=trust(server.certificate), trust_env=False) as client:
+        for path in ("/v1/models", "/v1/idle", "/adapters"):
+            assert client.get(server.root + path).status_code == 401
+            assert client.get(server.root + path, headers={"x-api-key": "no"}).status_code == 401
+        told = client.get(f"{server.url}/idle", headers=server.headers).json()
+    assert 0 <= told["unwatched_s"] < 60 and told["idle_s"] < 60
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{server.url}/models", trust_env=False)

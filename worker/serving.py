@@ -1,0 +1,217 @@
+"""An attempt that serves a deployment on a node, instead of training.
+
+It starts the model server (worker/engine/serve.py) and says in the run folder where it listens. The
+supervisor loads the adapter and looks after the server. If nothing is heard of the supervisor and
+of users for long, the server ends by itself: nodes cost money."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from environments.process.kernel import die_with_parent
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.listening import Listening, trust
+from flash_mcp.protocol.paths import write_private
+from flash_mcp.protocol.records import Json
+from flash_mcp.protocol.run_folder import RunWriter
+from worker.heartbeat import Cancelled, Pulse
+
+log = logging.getLogger("worker")
+ALONE_S = 1800.0
+"""Without a word from the supervisor and without a user's request for so long, the server ends."""
+LOOK_S = 10.0
+START_S = 1.0
+"""Between two looks at a server that starts."""
+STOP_S = 10.0
+TAIL_LINES = 40
+COMMAND = ("-P", "-m", "worker.engine.serve")
+DAYS = 365
+
+
+def serve(job: Json, writer: RunWriter, pulse: Pulse, scratch: Path) -> None:
+    """Serve until the supervisor ends the attempt, or nobody wants anything any more.
+
+    FlashError(deployment_failed, or what the server says) if it ends by itself."""
+    addresses = own_addresses()
+    certificate = make_certificate(scratch, addresses)
+    port = _free_port()
+    pulse.enter("serve")
+    child = _start(job, port, scratch)
+    try:
+        client = httpx.Client(
+            base_url=f"https://127.0.0.1:{port}",
+            headers={"Authorization": f"Bearer {os.environ['VLLM_API_KEY']}"},
+            verify=trust(certificate),
+            trust_env=False,
+        )
+        with client:
+            while not _answers(client):
+                child.check()
+                _pause(pulse, START_S)
+            listening = Listening(addresses, port, certificate, job["init_adapter"]["path"])
+            writer.listens(listening.signed(os.environ["FLASH_ADMIN_KEY"]))
+            while not _is_alone(client):
+                child.check()
+                _pause(pulse, LOOK_S)
+        log.info("nothing was heard of the supervisor for %.0f s: the server ends", ALONE_S)
+    finally:
+        child.stop()
+
+
+class _Child:
+    """The server's process; its output goes into this process's own."""
+
+    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
+        parent = os.getpid()
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            text=True,
+            errors="replace",
+            preexec_fn=lambda: die_with_parent(parent),
+        )
+        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._copier = threading.Thread(target=self._copy, daemon=True)
+        self._copier.start()
+
+    def _copy(self) -> None:
+        assert self.process.stdout
+        for line in self.process.stdout:
+            self.tail.append(line)
+            sys.stderr.write(line)
+            sys.stderr.flush()
+
+    def check(self) -> None:
+        """FlashError if it has ended."""
+        code = self.process.poll()
+        if code is None:
+            return
+        self._copier.join(STOP_S)
+        for line in reversed(self.tail):
+            with suppress(ValueError, KeyError, TypeError):
+                raise FlashError.from_dict(json.loads(line))
+        what = f"the model server ended with exit code {code}"
+        fix = "read what it wrote, mend the cause and call deploy again"
+        raise FlashError("deployment_failed", what, fix=fix, wrote="".join(self.tail)[-1500:])
+
+    def stop(self) -> None:
+        """It ends its engine; what is left of both is killed."""
+        family: list[psutil.Process] = []
+        with suppress(psutil.NoSuchProcess):
+            server = psutil.Process(self.process.pid)
+            family = [server, *server.children(recursive=True)]
+        self.process.terminate()
+        _, left = psutil.wait_procs(family, STOP_S)
+        for each in left:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+
+
+def _start(job: Json, port: int, scratch: Path) -> _Child:
+    command = [sys.executable, *COMMAND, "--model", job["model"], "--port", str(port)]
+    asked = job["serve"]
+    command += ["--max-lora-rank", str(asked["rank"]), "--name", asked["name"]]
+    command += ["--tls", str(scratch)]
+    return _Child(command, {**os.environ, "VLLM_RPC_BASE_PATH": str(scratch)})
+
+
+def _answers(client: httpx.Client) -> bool:
+    with suppress(httpx.TransportError):
+        return client.get("/health").is_success
+    return False
+
+
+def _is_alone(client: httpx.Client) -> bool:
+    """Whether the supervisor and all users have been silent for long. A server that hangs is the
+    supervisor's concern, while there is one.
+    """
+    with suppress(httpx.TransportError, ValueError, KeyError):
+        told = client.get("/v1/idle").json()
+        return min(told["idle_s"], told["unwatched_s"]) > ALONE_S
+    return False
+
+
+def _pause(pulse: Pulse, seconds: float) -> None:
+    if pulse.cancelled.wait(seconds):
+        raise Cancelled
+
+
+def own_addresses() -> list[str]:
+    """Where this node may be reached, by IPv4. The last one serves a server on the same machine."""
+    found: list[str] = []
+    for each in psutil.net_if_addrs().values():
+        found += [one.address for one in each if one.family == socket.AF_INET]
+    return sorted(found, key=lambda address: ipaddress.ip_address(address).is_loopback)
+
+
+def make_certificate(folder: Path, addresses: list[str]) -> str:
+    """Write key.pem and certificate.pem for a server at these addresses; the certificate."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "flash-mcp model server")])
+    now = datetime.datetime.now(datetime.UTC)
+    usage: dict[str, Any] = dict.fromkeys(
+        (
+            "content_commitment",
+            "key_encipherment",
+            "data_encipherment",
+            "key_agreement",
+            "crl_sign",
+            "encipher_only",
+            "decipher_only",
+        ),
+        False,
+    )
+    names = [x509.IPAddress(ipaddress.ip_address(address)) for address in addresses]
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        # Clocks of nodes may be wrong by a day.
+        .not_valid_before(now - datetime.timedelta(days=2))
+        .not_valid_after(now + datetime.timedelta(days=DAYS))
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(
+            x509.KeyUsage(digital_signature=True, key_cert_sign=True, **usage), critical=True
+        )
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    private = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+    certificate = made.public_bytes(serialization.Encoding.PEM).decode()
+    write_private(folder / "key.pem", private.decode())
+    write_private(folder / "certificate.pem", certificate)
+    return certificate
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("0.0.0.0", 0))
+        return int(probe.getsockname()[1])
