@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -69,7 +70,7 @@ class Handler(BaseHTTPRequestHandler):
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for option in ("--model", "--port", "--max-lora-rank"):
+    for option in ("--model", "--port", "--max-lora-rank", "--tls"):
         parser.add_argument(option)
     args = parser.parse_args()
     engine = subprocess.Popen(["/bin/sleep", "1000"])
@@ -85,7 +86,12 @@ def main() -> None:
     Handler.model = args.model
     if args.model == "silent":
         signal.pause()
-    ThreadingHTTPServer(("127.0.0.1", int(args.port)), Handler).serve_forever()
+    server = ThreadingHTTPServer(("127.0.0.1", int(args.port)), Handler)
+    if args.tls:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(f"{args.tls}/certificate.pem", f"{args.tls}/key.pem")
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+    server.serve_forever()
 
 
 if __name__ == "__main__":

@@ -117,14 +117,20 @@ def test_shaky():
 """
 
 
-def ci(folder: Path, failures: int) -> tuple[int, list[str]]:
+def ci(
+    folder: Path, failures: int, *, engines: str = "echo ENGINES", minutes: int = 25
+) -> tuple[int, list[str]]:
     """Runs .ci/run beside two tests of which one fails so many times, and returns what it prints."""
     for name in (".ci", "scripts"):
         (folder / name).mkdir()
-    shutil.copy(ROOT / ".ci" / "run", folder / ".ci" / "run")
-    script = folder / "scripts" / "test"
-    script.write_text(f'#!/bin/sh\nexec {sys.executable} -m pytest -c /dev/null --rootdir=. "$@"\n')
-    script.chmod(0o755)
+    run = folder / ".ci" / "run"
+    shutil.copy(ROOT / ".ci" / "run", run)
+    run.write_text(run.read_text().replace("25 * 60", f"{minutes} * 60"))
+    tests = f'exec {sys.executable} -m pytest -c /dev/null --rootdir=. "$@"'
+    for name, command in {"test": tests, "test-engines": engines}.items():
+        script = folder / "scripts" / name
+        script.write_text(f"#!/bin/sh\n{command}\n")
+        script.chmod(0o755)
     (folder / "test_toy.py").write_text(TOY.format(failures=failures))
     done = subprocess.run([".ci/run"], cwd=folder, capture_output=True, text=True)
     return done.returncode, done.stdout.splitlines()
@@ -135,6 +141,7 @@ def test_ci_names_what_passed_only_at_the_second_try(tmp_path: Path) -> None:
     status, lines = ci(tmp_path, failures=1)
     assert status == 0
     assert lines[-2:] == ["PASSED ONLY AT THE SECOND TRY", "test_toy.py::test_shaky"]
+    assert "ENGINES" in lines
 
 
 @pytest.mark.slow
@@ -145,6 +152,20 @@ def test_ci_passes_or_fails_without_that_block(
     status, lines = ci(tmp_path, failures)
     assert status == expected
     assert "PASSED ONLY AT THE SECOND TRY" not in lines
+    assert ("ENGINES" in lines) == (expected == 0)
+
+
+@pytest.mark.slow
+def test_ci_runs_the_tests_of_engines_in_what_is_left_of_its_time(tmp_path: Path) -> None:
+    for name in ("short", "fails", "hangs"):
+        (tmp_path / name).mkdir()
+    status, lines = ci(tmp_path / "short", 0, minutes=3)
+    assert (status, "ENGINES" in lines) == (0, False)
+    assert "NOT RUN" in lines[-1]
+    assert ci(tmp_path / "fails", 0, engines="exit 1")[0] == 1
+    status, lines = ci(tmp_path / "hangs", 0, engines="exit 124")
+    assert status == 0
+    assert "NOT FINISHED" in lines[-1]
 
 
 def sizes(folder: Path, body: str) -> str:

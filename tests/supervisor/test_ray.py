@@ -16,7 +16,7 @@ from flash_mcp.protocol.run_folder import RunFolder
 from tests import ray_cluster
 from tests.crash import seen_in
 from tests.places import ROOT
-from tests.supervisor.test_slurm import Lab, commands_of, installed_python, worker_of
+from tests.supervisor.test_slurm import Lab, commands_of, installed_python
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +43,7 @@ def test_a_run_trains_on_ray_and_goes_on_when_its_job_is_stopped_behind_our_back
     storage = str(tmp_path / "shared")
     lab = Lab(hidden / "home", storage, tmp_path / "node", tiny_model, **engine)
     run = lab.train(max_attempts=1, steps=30, save_every=5)
-    lab.until(lambda: lab.now(run).step >= 1)
+    lab.until_step(run, 1)
     headers = {"Authorization": f"Bearer {cluster.token_file.read_text()}"}
     stop = f"{cluster.address}/api/jobs/{lab.now(run).handle}/stop"
     assert httpx.post(stop, headers=headers).json() == {"stopped": True}
@@ -83,8 +83,7 @@ def test_a_worker_that_outlives_its_raylet_writes_nothing_once_it_was_replaced(
     there: dict[str, Any] = {**engine, "resources": {"other": 1}}
     lab = Lab(hidden / "outlived", str(tmp_path / "shared"), tmp_path / "node", tiny_model, **there)
     run = lab.train(max_attempts=1, steps=12, save_every=2)
-    lab.until(lambda: lab.now(run).step >= 2)
-    worker = worker_of(run)
+    worker = lab.until_step(run, 2)
     wrapper = worker.parent()
     assert wrapper
     for process in (wrapper, worker):

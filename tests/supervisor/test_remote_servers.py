@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import ssl
+import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +33,9 @@ from flash_mcp.supervisor.remote_servers import RemoteServers
 from flash_mcp.supervisor.targets import RemoteTarget
 from flash_mcp.tools.deploy import chat, describe
 from flash_mcp.tools.shared.snippets import snippets
-from tests import sshd
+from tests import slurm, sshd
 from tests.places import ROOT
-from tests.scripted_server import Handler
-from tests.supervisor.test_model_servers import make_adapter, make_run, wait_for
+from tests.supervisor.test_model_servers import SCRIPTED, make_adapter, make_run, wait_for
 from worker.serving import make_certificate, own_addresses
 
 pytestmark = [pytest.mark.slow, pytest.mark.anyio]
@@ -66,7 +63,7 @@ class Engine(MemoryLauncher):
 
 
 class Node:
-    """What an attempt does on its node, with a scripted server in this process."""
+    """What an attempt does on its node, with a scripted server."""
 
     def __init__(self, bench: Bench, row: Deployment, scratch: Path) -> None:
         self.bench, self.scratch = bench, scratch
@@ -77,48 +74,42 @@ class Node:
         self.receiver = Receiver(self.key, token)
         self.writer.offer(self.receiver.offer)
         bench.engine.hints[self.key] = Hint("alive")
-        self.server: ThreadingHTTPServer | None = None
+        bench.nodes.append(self)
+        self.process: subprocess.Popen[bytes] | None = None
+        (self.port,) = slurm.free_ports(1)
 
     def get_keys(self) -> dict[str, str]:
         sealed: bytes = self.bench.until(self.writer.take_sealed)
         return self.receiver.open(sealed)
 
-    def listen(self, keys: dict[str, str], addresses: list[str], *, told: str = "") -> None:
+    def listen(self, keys: dict[str, str], *, model: str = "toy", told: str = "") -> None:
         """`told` is a certificate that is named instead of the server's own."""
-        os.environ.update(keys)
         self.scratch.mkdir()
-        certificate = make_certificate(self.scratch, addresses)
-        self.server = server = ThreadingHTTPServer(("127.0.0.1", 0), handler_of())
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(self.scratch / "certificate.pem", self.scratch / "key.pem")
-        server.socket = context.wrap_socket(server.socket, server_side=True)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        certificate = make_certificate(self.scratch, ["127.0.0.1"])
+        options = ["--model", model, "--port", str(self.port), "--tls", str(self.scratch)]
+        with (self.scratch / "log").open("wb") as log:
+            self.process = subprocess.Popen(
+                [*SCRIPTED, *options], stderr=log, env={**os.environ, **keys}
+            )
+        wait_for(self.accepts)
         adapter = str(self.scratch / "adapter-of-the-node")
-        where = Listening(addresses, server.server_port, told or certificate, adapter)
+        where = Listening(["127.0.0.1"], self.port, told or certificate, adapter)
         self.writer.listens(where.signed(keys["FLASH_ADMIN_KEY"]))
 
+    def accepts(self) -> bool:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):
+            return True
+        return False
+
+    def requests(self) -> list[str]:
+        lines = (self.scratch / "log").read_text().splitlines()
+        return [line for line in lines if "HTTP/" in line]
+
     def die(self) -> None:
-        if self.server:
-            self.server.shutdown()
-            self.server.server_close()
+        if self.process:
+            self.process.terminate()
+            self.process.wait()
         self.bench.engine.hints[self.key] = Hint("gone", "Slurm job 7: NODE_FAIL")
-
-
-def handler_of() -> type[Handler]:
-    """A scripted server's handler, with adapters of its own and the routes that checks ask."""
-
-    class Own(Handler):
-        adapters: dict[str, str] = {}  # noqa: RUF012
-        asked: list[str] = []  # noqa: RUF012
-
-        def do_GET(self) -> None:
-            self.asked.append(f"{self.path} {self.headers['Authorization']}")
-            super().do_GET()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    return Own
 
 
 class Bench:
@@ -129,6 +120,7 @@ class Bench:
         self.settings = new_target(home, "lab", fields)
         write_target(home, "lab", self.settings)
         self.engine = Engine()
+        self.nodes: list[Node] = []
         self.servers = self.new_servers()
 
     def target(self, launcher: Launcher) -> RemoteTarget:
@@ -164,13 +156,13 @@ class Bench:
 
 @pytest.fixture
 def bench(flash_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    for name in ("VLLM_API_KEY", "FLASH_ADMIN_KEY"):
-        monkeypatch.setenv(name, "")
     for name in ("LOOK_S", "AGAIN_S"):
         monkeypatch.setattr(remote_servers, name, 0.02)
     made = Bench(flash_home, tmp_path / "storage")
     yield made
     made.servers._pool.shutdown(wait=True)
+    for node in made.nodes:
+        node.die()
 
 
 @pytest.fixture
@@ -197,7 +189,7 @@ async def test_it_waits_in_the_queue_then_answers_on_its_node_and_leaves_nothing
     assert job["serve"] == {"rank": 16, "name": "toy"} and job["init_adapter"]["path"].startswith(
         "artifact:"
     )
-    node.listen(keys, ["127.0.0.1"])
+    node.listen(keys)
     ready = await run_sync(bench.settle, asked, "ready")
     shown = describe(bench.store, ready)
     assert str(shown.base_url).startswith("https://127.0.0.1:")
@@ -231,8 +223,6 @@ async def test_it_waits_in_the_queue_then_answers_on_its_node_and_leaves_nothing
     assert bench.engine.hints[node.key].state == "gone"
     assert [path for path in (tmp_path / "storage").rglob("*") if path.is_file()] == []
     assert not (bench.home / "servers" / ready.data["job"]).exists()
-    node.die()
-
     again = request(bench.store, str(asked.run_id), target="lab")
     assert again.id == asked.id and again.data["job"] != asked.data["job"]
 
@@ -248,15 +238,16 @@ def test_a_node_that_fails_is_replaced_once_in_a_while(
 ) -> None:
     monkeypatch.setattr(remote_servers, "EVERY_S", 0.05)
     node = Node(bench, bench.submitted(asked), tmp_path / "first")
-    node.listen(node.get_keys(), ["127.0.0.1"])
+    first_keys = node.get_keys()
+    node.listen(first_keys)
     first = bench.settle(asked, "ready")
     node.die()
     row = bench.submitted(bench.settle(asked, "starting"), 2)
     assert row.error and "NODE_FAIL" in row.error["what"] and row.data["attempt"] == 2
     second = Node(bench, row, tmp_path / "second")
     keys = second.get_keys()
-    assert keys["VLLM_API_KEY"] == os.environ["VLLM_API_KEY"]  # callers keep theirs
-    second.listen(keys, ["127.0.0.1"])
+    assert keys == first_keys  # callers keep theirs
+    second.listen(keys)
     ready = bench.settle(asked, "ready")
     assert ready.base_url != first.base_url and ready.error is None
     second.die()
@@ -300,14 +291,14 @@ def test_a_node_behind_a_host_is_reached_through_ssh_and_again_when_that_ended(
     monkeypatch.setattr(remote_servers, "EVERY_S", 0.05)
     bench.settings = bench.settings.model_copy(update={"ssh": "lab"})
     node = Node(bench, bench.submitted(asked), tmp_path / "node")
-    node.listen(node.get_keys(), ["127.0.0.1"])
+    node.listen(node.get_keys())
     folder = tmp_path / "sshd"
     folder.mkdir()
     with sshd.running(folder) as programs:
         monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
         ready = bench.settle(asked, "ready")
         server = server_of(bench.home, ready)
-        assert server and node.server and server.port != node.server.server_port
+        assert server and server.port != node.port
         assert server.call("/models").is_success
         tunnel = bench.servers._servers[asked.id]._tunnel
         assert tunnel
@@ -319,7 +310,6 @@ def test_a_node_behind_a_host_is_reached_through_ssh_and_again_when_that_ended(
         bench.settle(asked, "stopped")
         with pytest.raises(httpx.ConnectError):
             server.call("/models")
-    node.die()
 
 
 def answers(server: Server) -> bool:
@@ -336,11 +326,9 @@ def test_whoever_else_listens_there_learns_no_key(
     other = tmp_path / "other"
     other.mkdir()
     certificate = make_certificate(other, ["127.0.0.1"])
-    node.listen(node.get_keys(), ["127.0.0.1"], told=certificate)
-    assert node.server
+    node.listen(node.get_keys(), told=certificate)
     bench.settle(asked, "failed")
-    assert node.server.RequestHandlerClass.asked == []  # pyright: ignore
-    node.die()
+    assert node.requests() == []
 
 
 def test_an_address_that_the_node_did_not_write_is_refused(
@@ -358,13 +346,10 @@ def test_a_deployment_that_nobody_uses_ends(
     bench: Bench, asked: Deployment, tmp_path: Path
 ) -> None:
     node = Node(bench, bench.submitted(asked), tmp_path / "node")
-    node.listen(node.get_keys(), ["127.0.0.1"])
-    assert node.server
-    node.server.RequestHandlerClass.model = "idle"  # pyright: ignore
+    node.listen(node.get_keys(), model="idle")
     stopped = bench.settle(asked, "stopped")
     assert stopped.error and "stopped after 60 minutes" in stopped.error["what"]
     assert bench.engine.hints[node.key].state == "gone"
-    node.die()
 
 
 def test_an_engine_that_does_not_answer_is_what_it_waits_for(

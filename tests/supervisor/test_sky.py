@@ -95,7 +95,7 @@ def test_a_run_trains_through_skypilot_and_goes_on_when_its_node_is_taken_away(
     lab = Lab(hidden / "home", storage, tmp_path / "node", tiny_model, **engine)
     lab.timeout_s = TIMEOUT_S
     run = lab.train(max_attempts=1, steps=20, save_every=5)
-    lab.until(lambda: lab.now(run).step >= 1)
+    lab.until_step(run, 1)
     cluster.take_nodes_away()
     ended = lab.finish(run)
     assert (ended.state, ended.step) == ("succeeded", 20), lab.trouble()

@@ -89,6 +89,18 @@ class Lab:
             self.supervisor.tick()
             time.sleep(0.05)
 
+    def until_step(self, run: Run, step: int) -> psutil.Process:
+        """Until the attempt has made that step; its worker. Looks at engines and folders take some
+        steps' time: who waits with them may find that the run has ended.
+        """
+        self.until(lambda: find_worker(run))
+        folder = RunFolder(run.folder)
+        deadline = time.monotonic() + self.timeout_s
+        while not folder.metrics(step):
+            assert time.monotonic() < deadline, self.trouble()
+            time.sleep(0.01)
+        return worker_of(run)
+
     def trouble(self) -> list[object]:
         runs = self.store.runs()
         for run in runs:
@@ -116,13 +128,19 @@ def lab(hidden: Path, tmp_path: Path, tiny_model: Path) -> Lab:
     return Lab(hidden / tmp_path.name, storage, tmp_path / "node", tiny_model)
 
 
-def worker_of(run: Run) -> psutil.Process:
+def find_worker(run: Run) -> psutil.Process | None:
     """The process of the attempt, which is `python -m worker.main`."""
     for process in psutil.process_iter(["cmdline"]):
         command = process.info["cmdline"] or []
         if "worker.main" in command and run.folder in command:
             return process
-    raise AssertionError("no worker runs")
+    return None
+
+
+def worker_of(run: Run) -> psutil.Process:
+    worker = find_worker(run)
+    assert worker, "no worker runs"
+    return worker
 
 
 def test_a_run_trains_on_a_node_that_sees_nothing_of_the_state_directory(
@@ -168,8 +186,7 @@ def test_attempts_bring_the_servers_code_to_a_node_that_does_not_have_it(
 
 def test_a_worker_that_is_told_to_end_saves_and_another_attempt_goes_on(lab: Lab) -> None:
     run = lab.train(steps=400, max_attempts=1, save_every=200)
-    lab.until(lambda: lab.now(run).step >= 3)
-    worker = worker_of(run)
+    worker = lab.until_step(run, 3)
     wrapper = worker.parent()
     assert wrapper
     wrapper.send_signal(signal.SIGTERM)
@@ -191,7 +208,7 @@ def test_a_worker_that_is_told_to_end_saves_and_another_attempt_goes_on(lab: Lab
 
 def test_a_job_that_is_cancelled_behind_our_back_goes_on(lab: Lab) -> None:
     run = lab.train(max_attempts=1, steps=30, save_every=5)
-    lab.until(lambda: lab.now(run).step >= 1)
+    lab.until_step(run, 1)
     assert os.system(f"scancel {lab.now(run).handle}") == 0
     ended = lab.finish(run)
     assert (ended.state, ended.step) == ("succeeded", 30), lab.trouble()
