@@ -25,6 +25,7 @@ import httpx
 
 from environments.process.kernel import die_with_parent
 from flash_mcp.protocol.artifacts import delete_run
+from flash_mcp.protocol.base_models import find
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.listening import Listening
 from flash_mcp.protocol.paths import write_private
@@ -34,7 +35,10 @@ from flash_mcp.state.removed_folders import add_removed
 from flash_mcp.state.runs import REMOTE_PATIENCE_S
 from flash_mcp.state.serving import job_key, target_of
 from flash_mcp.state.store import Store
+from flash_mcp.state.targets import Cards
 from flash_mcp.supervisor.launch.base import Handle, Hint, Target
+from flash_mcp.supervisor.launch.devices import Device
+from flash_mcp.supervisor.launch.memory_need import WEIGHTS_SHARE, memory_need
 from flash_mcp.supervisor.model_servers import (
     ADMIN_KEY,
     RESTART_EVERY_S,
@@ -148,6 +152,22 @@ def note(store: Store, row: Deployment, **values: Any) -> None:
             store.update_deployment(row.id, data={**newest.data, **values})
 
 
+def cards_for(model: str, cards: Cards | None) -> int:
+    """How many of a node's cards the server takes, as `deploy` does here: 1, 2, 4 or more, until
+    they hold the weights. 1 if the cards or the model's size are not known.
+    """
+    count = 1
+    if cards is None or cards.kind != "gpu":
+        return count
+    device = Device("gpu", cards.name, cards.memory_gib, cards.memory_gib)
+    while count * 2 <= cards.count:
+        need = memory_need(find(model), device, has_engine=True, trains=False, gpus=count)
+        if need is None or need.all_gib <= WEIGHTS_SHARE * cards.memory_gib:
+            break
+        count *= 2
+    return count
+
+
 class RemoteServer:
     """The server of one deployment on a target, from its first attempt to its end."""
 
@@ -195,7 +215,8 @@ class RemoteServer:
         }
         self.folder.create(self.target.prepare(job))
         number = row.data["attempt"]
-        launch = self.target.start(self.name, number, self.folder.url, has_secrets=True)
+        gpus = cards_for(row.model, self.target.settings.cards)
+        launch = self.target.start(self.name, number, self.folder.url, has_secrets=True, gpus=gpus)
         handle = self.target.launcher.submit(launch)
         log.info("%s: job %s of %s", row.id, handle.id, self.target.name)
         self._since = time.monotonic()

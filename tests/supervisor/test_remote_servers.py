@@ -23,13 +23,13 @@ from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from flash_mcp.protocol.sealing import Receiver
 from flash_mcp.state.serving import request, request_stop
 from flash_mcp.state.store import Store
-from flash_mcp.state.targets import key_of, new_target, write_target
+from flash_mcp.state.targets import Cards, key_of, new_target, write_target
 from flash_mcp.supervisor import remote_servers
 from flash_mcp.supervisor.janitor import Janitor
 from flash_mcp.supervisor.launch.base import Handle, Hint, Launch, Launcher, MemoryLauncher
 from flash_mcp.supervisor.launch.local import LocalLauncher
 from flash_mcp.supervisor.model_servers import Deployments, Server, server_of
-from flash_mcp.supervisor.remote_servers import RemoteServers
+from flash_mcp.supervisor.remote_servers import RemoteServers, cards_for
 from flash_mcp.supervisor.targets import RemoteTarget
 from flash_mcp.tools.deploy import chat, describe
 from flash_mcp.tools.shared.snippets import snippets
@@ -378,6 +378,26 @@ def test_what_cannot_be_served_elsewhere_is_refused(bench: Bench, tmp_path: Path
     assert "port is for" in refusal(target="lab", port=8000).what
     assert "record is for" in refusal(target="lab", record=True).what
     assert bench.store.deployments() == []
+
+
+@pytest.mark.parametrize(
+    ("model", "memory_gib", "count", "taken"),
+    [
+        ("o/m-7B", 24, 8, 1),
+        ("o/m-14B", 24, 8, 2),
+        ("o/m-70B", 80, 8, 2),
+        ("o/m-70B", 24, 4, 4),  # it fits none: the server says what is missing
+        ("o/m-14B", 24, 1, 1),
+        ("o/nobody-knows", 24, 8, 1),
+    ],
+)
+def test_a_server_takes_the_cards_that_hold_its_weights(
+    model: str, memory_gib: float, count: int, taken: int
+) -> None:
+    cards = Cards(name="a card", memory_gib=memory_gib, count=count)
+    assert cards_for(model, cards) == taken
+    assert cards_for(model, cards.model_copy(update={"kind": "cpu"})) == 1
+    assert cards_for(model, None) == 1
 
 
 # -- the whole -------------------------------------------------------------------------------------
