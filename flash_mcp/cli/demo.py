@@ -85,19 +85,18 @@ async def run(
     console: Console,
     folder: Path,
     curve_path: Path,
-    model: str | None = None,
+    given: Json,
     environment: str | None = None,
 ) -> Json:
-    """Play the demo with `environment`, or with the one that it writes to `folder`; the figures of
-    --json.
+    """Play the demo with `environment`, or with the one that it writes to `folder`, and with what
+    is `given` to `train`; the figures of --json.
     """
     started = time.monotonic()
     async with connected(console) as session:
         with session.timed("environment"):
             environment = await _prepare(session, folder, environment)
         wanted: Json = {"config": str(folder / "configs" / "rl.toml"), "environment": environment}
-        if model:
-            wanted["model"] = model
+        wanted |= given
         with session.timed("train"):
             view = await _train(session, wanted)
         run_id: str = view["run_id"]
@@ -108,7 +107,7 @@ async def run(
         console.print(f"  {len(saved)} checkpoints, {newest}")
         await _draw(session, run_id, curve_path)
         with session.timed("deploy"):
-            deployment = await _deploy(session, run_id)
+            deployment = await _deploy(session, run_id, given)
         with session.timed("chat"):
             talk = await _chat(session, run_id, deployment)
         await session.call("undeploy", deployment=deployment)
@@ -140,9 +139,9 @@ async def _train(session: Session, wanted: Json) -> Json:
     return await watch(session, run_id)
 
 
-async def run_agent(console: Console, curve_path: Path, model: str | None = None) -> Json:
-    """Train the agent of the example agent_calculator: a warm-up on gold calls, then GRPO; the
-    figures of --json.
+async def run_agent(console: Console, curve_path: Path, given: Json) -> Json:
+    """Train the agent of the example agent_calculator with what is `given` to `train`: a warm-up on
+    gold calls, then GRPO; the figures of --json.
     """
     started = time.monotonic()
     folder = TEMPLATES / "agent_calculator"
@@ -151,9 +150,7 @@ async def run_agent(console: Console, curve_path: Path, model: str | None = None
             pushed = await session.call("env_push", folder=str(folder), name="agent_calculator")
             checked = await session.call("env_test", environment=pushed["environment"])
             _show_probes(console, checked)
-        wanted: Json = {"environment": pushed["environment"]}
-        if model:
-            wanted["model"] = model
+        wanted: Json = {"environment": pushed["environment"], **given}
         with session.timed("sft"):
             config = str(folder / "configs" / "sft.toml")
             warmed = await _train(session, {**wanted, "config": config})
@@ -281,10 +278,13 @@ async def _draw(session: Session, run_id: str, path: Path) -> None:
     session.console.print(f"  the same as a picture: {path}", highlight=False)
 
 
-async def _deploy(session: Session, run_id: str) -> str:
-    deployed = await session.call("deploy", run_id=run_id)
+async def _deploy(session: Session, run_id: str, given: Json) -> str:
+    wanted: Json = {"run_id": run_id}
+    if "target" in given:
+        wanted["target"] = given["target"]
+    deployed = await session.call("deploy", **wanted)
     while deployed["state"] == "starting":
-        deployed = await session.call("deploy", quiet=True, run_id=run_id)
+        deployed = await session.call("deploy", quiet=True, **wanted)
     where = f"{deployed['state']} at {deployed['base_url']}"
     session.console.print(f"  {where} after {deployed['seconds']:.0f} s")
     return deployed["deployment"]
@@ -326,7 +326,7 @@ def _brief(value: Any) -> str:
 def play(
     figures_path: Path | None,
     curve_path: Path,
-    model: str | None,
+    given: Json,
     environment: str | None,
     *,
     agent: bool = False,
@@ -334,11 +334,11 @@ def play(
     """Play the demo, write its figures and return the exit code."""
     console = Console(soft_wrap=True)
     if agent:
-        figures = outcome(console, run_agent, curve_path, model)
+        figures = outcome(console, run_agent, curve_path, given)
     else:
         with tempfile.TemporaryDirectory(prefix="flash-demo-") as folder:
             target = Path(folder) / "calculator"
-            figures = outcome(console, run, target, curve_path, model, environment)
+            figures = outcome(console, run, target, curve_path, given, environment)
     if figures is None:
         return 1
     if figures_path:

@@ -203,10 +203,13 @@ def demo(arguments: Arguments) -> int:
     with the trained one on held-out tasks, deploys the adapter and talks to it. State is kept in
     FLASH_HOME, so that every flash-mcp command shows the run afterwards.
 
-    With --agent it trains a program that calls OpenAI's API with a tool of its own, as it is."""
+    With --agent it trains a program that calls OpenAI's API with a tool of its own, as it is. With
+    --target it trains and serves on nodes of Slurm or Ray."""
     from flash_mcp.cli.demo import play  # noqa: PLC0415
 
-    chosen = (arguments.json, arguments.curve, arguments.model, arguments.environment)
+    known = {"model": arguments.model, "target": arguments.target}
+    given = {name: value for name, value in known.items() if value}
+    chosen = (arguments.json, arguments.curve, given, arguments.environment)
     return play(*chosen, agent=arguments.agent)
 
 
@@ -593,6 +596,7 @@ COMMANDS: dict[str, Command | Group] = {
             _option("--curve", f"the picture (default {CURVE})", "FILE", type=Path, default=CURVE),
             _option("--model", "base model (default: the config's)"),
             _option("--environment", "a published environment (default: the calculator)"),
+            _option("--target", "a target of Slurm or Ray (default: this machine)"),
             _option("--agent", "train an agent that uses OpenAI's package", action="store_true"),
         ),
     ),

@@ -32,7 +32,9 @@ def test_the_demo_of_an_agent_goes_from_a_push_to_a_verdict(
     monkeypatch.setattr(demo, "TEMPLATES", folder.parent)
     written = tmp_path / "figures.json"
     curve = tmp_path / "curve.png"
-    assert demo.play(written, curve, str(tiny_model), None, agent=True) == 0, capsys.readouterr()
+    assert demo.play(written, curve, {"model": str(tiny_model)}, None, agent=True) == 0, (
+        capsys.readouterr()
+    )
     figures = json.loads(written.read_text())
     assert figures["tools_called"] == [
         "env_push", "env_test", "train", "status", "compare", "rollouts",

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import httpx
 import psutil
 
 from flash_mcp.protocol.records import Run
@@ -97,7 +98,8 @@ class Strikes(threading.Thread):
             while not fault.struck and not self.over.is_set():
                 try:
                     fault.struck = self._strike(fault.kind)
-                except (psutil.Error, LookupError, OSError):  # it has just ended
+                except (psutil.Error, LookupError, OSError, httpx.TransportError):
+                    # It has just ended, or what would do it is down.
                     fault.struck = False
                 self.over.wait(0.2)
         self.rehearsal.store.close()
