@@ -127,8 +127,9 @@ class Strikes(threading.Thread):
             "store": lambda _: self._freeze(),
             "cancel": self.rehearsal.end_behind_our_back,
         }
+        step = self.rehearsal.store.run(run.id).step
         acts[kind](run)
-        self.say(f"{run.id} at step {run.step}: {shown(self.rehearsal.engine, kind)}")
+        self.say(f"{run.id} at step {step}: {shown(self.rehearsal.engine, kind)}")
         return True
 
     def _minder(self, run: Run) -> psutil.Process:
