@@ -66,6 +66,8 @@ SILENT_S = 120.0
 """A server that was ready and has not answered for so long is replaced."""
 GONE_S = 10.0
 """A file may become visible so long after the job that wrote it has ended."""
+LEAVE_S = 20.0
+"""What a job may take to end before its folder is deleted: Ray needs some seconds."""
 PING_S = 5.0
 OF_THE_PLACE = ("store_unreachable", "target_unreachable")
 """Errors that pass when the engine or the storage answers again."""
@@ -428,6 +430,11 @@ class RemoteServer:
             mine.append(Handle(job_key(row), handle))
         for each in {each.id: each for each in mine}.values():
             launcher.cancel(each)
+        deadline = time.monotonic() + LEAVE_S
+        while any(hint.state != "gone" for hint in launcher.poll(mine).values()):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.2)
         delete_run(self.folder, REMOTE_PATIENCE_S)
         # A killed job may write something later.
         add_removed(self.store, self.folder.url, self.target.name)

@@ -13,9 +13,12 @@ import pytest
 
 from flash_mcp.cli.main import main
 from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.state import serving
+from flash_mcp.supervisor.model_servers import server_of
 from tests import ray_cluster
 from tests.crash import seen_in
 from tests.places import ROOT
+from tests.supervisor.test_model_servers import make_run
 from tests.supervisor.test_slurm import Lab, commands_of, installed_python
 
 pytestmark = pytest.mark.slow
@@ -51,6 +54,36 @@ def test_a_run_trains_on_ray_and_goes_on_when_its_job_is_stopped_behind_our_back
     assert (ended.state, ended.step, ended.preemptions) == ("succeeded", 30, 1), lab.trouble()
     assert [row.step for row in lab.store.metrics(run.id)] == list(range(1, 31))
     assert "step 30/30" in lab.store.log(run.id)
+
+
+def test_a_checkpoint_is_served_on_a_node_and_its_job_ends_with_the_deployment(
+    cluster: ray_cluster.Cluster, hidden: Path, tmp_path: Path, tiny_model: Path, tiny_adapter: Path
+) -> None:
+    token = str(cluster.token_file)
+    engine = {"engine": "ray", "address": cluster.address, "token_file": token}
+    storage = tmp_path / "shared"
+    lab = Lab(hidden / "served", str(storage), tmp_path / "node", tiny_model, **engine)
+    run_id = make_run(lab.store, str(lab.model), {5: tiny_adapter})
+    asked = serving.request(lab.store, run_id, target="lab")
+
+    def state() -> str:
+        return lab.store.deployment(asked.id).state
+
+    lab.until(lambda: state() != "starting")
+    row = lab.store.deployment(asked.id)
+    assert row.state == "ready", row.error
+    server = server_of(lab.home, row)
+    assert server
+    asking = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0}
+    body = {"model": asked.id, "max_tokens": 32, **asking}
+    said = server.call("/chat/completions", body, timeout_s=60.0).json()
+    assert said["choices"][0]["message"]["content"].count("Z") > 20
+    serving.request_stop(lab.store, asked.id)
+    lab.until(lambda: state() == "stopped")
+    headers = {"Authorization": f"Bearer {cluster.token_file.read_text()}"}
+    job = f"{cluster.address}/api/jobs/{serving.job_key(row)}"
+    lab.until(lambda: httpx.get(job, headers=headers).json()["status"] == "STOPPED")
+    assert not (storage / "run-folders" / row.data["job"]).exists()
 
 
 def test_the_commands_of_the_page_work_as_written(
