@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
-import json
 import logging
 import os
 import socket
@@ -28,10 +27,11 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from environments.process.kernel import die_with_parent
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.listening import Listening, trust
+from flash_mcp.protocol.listening import Listening, free_port, trust
 from flash_mcp.protocol.paths import write_private
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import RunWriter
+from flash_mcp.protocol.server_log import STARTED, told_error
 from worker.heartbeat import Cancelled, Pulse
 
 log = logging.getLogger("worker")
@@ -52,7 +52,7 @@ def serve(job: Json, writer: RunWriter, pulse: Pulse, scratch: Path) -> None:
     FlashError(deployment_failed, or what the server says) if it ends by itself."""
     addresses = own_addresses()
     certificate = make_certificate(scratch, addresses)
-    port = _free_port()
+    port = free_port("0.0.0.0")
     pulse.enter("serve")
     child = _start(job, port, scratch)
     try:
@@ -92,6 +92,8 @@ class _Child:
             preexec_fn=lambda: die_with_parent(parent),
         )
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self.has_started = False
+        """It has begun to answer: its log may hold lines of users."""
         self._copier = threading.Thread(target=self._copy, daemon=True)
         self._copier.start()
 
@@ -99,6 +101,7 @@ class _Child:
         assert self.process.stdout
         for line in self.process.stdout:
             self.tail.append(line)
+            self.has_started |= STARTED in line
             sys.stderr.write(line)
             sys.stderr.flush()
 
@@ -108,12 +111,13 @@ class _Child:
         if code is None:
             return
         self._copier.join(STOP_S)
-        for line in reversed(self.tail):
-            with suppress(ValueError, KeyError, TypeError):
-                raise FlashError.from_dict(json.loads(line))
+        wrote = "".join(self.tail)
+        told = None if self.has_started else told_error(wrote)
+        if told:
+            raise told
         what = f"the model server ended with exit code {code}"
         fix = "read what it wrote, mend the cause and call deploy again"
-        raise FlashError("deployment_failed", what, fix=fix, wrote="".join(self.tail)[-1500:])
+        raise FlashError("deployment_failed", what, fix=fix, wrote=wrote[-1500:])
 
     def stop(self) -> None:
         """It ends its engine; what is left of both is killed."""
@@ -209,9 +213,3 @@ def make_certificate(folder: Path, addresses: list[str]) -> str:
     write_private(folder / "key.pem", private.decode())
     write_private(folder / "certificate.pem", certificate)
     return certificate
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("0.0.0.0", 0))
-        return int(probe.getsockname()[1])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import socket
 import ssl
 from dataclasses import asdict, dataclass
 
@@ -46,6 +47,13 @@ class Listening:
     def _code(self, key: str) -> str:
         body = json.dumps(asdict(self), sort_keys=True).encode()
         return hmac.digest(key.encode(), body, "sha256").hex()
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
 
 
 def trust(certificate: str) -> ssl.SSLContext:

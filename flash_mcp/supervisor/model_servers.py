@@ -26,16 +26,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import psutil
 
 from environments.settings import ServingSettings, load_settings
-from flash_mcp.protocol.errors import CODES, FlashError, disk_error
-from flash_mcp.protocol.listening import trust
+from flash_mcp.protocol.errors import FlashError, disk_error
+from flash_mcp.protocol.listening import free_port, trust
 from flash_mcp.protocol.paths import scratch_prefix, write_private
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Deployment, Json
+from flash_mcp.protocol.server_log import STARTED, told_error
 from flash_mcp.protocol.spec import LOCAL_TARGET
 from flash_mcp.state.serving import served_model, target_of
 from flash_mcp.state.store import Store
@@ -57,8 +58,6 @@ STOP_TIMEOUT_S = 5.0
 RESTART_EVERY_S = 600.0
 """A server that hangs again sooner is not started again."""
 LOG_TAIL_CHARACTERS = 1500
-STARTED = "Application startup complete"
-"""What uvicorn logs when a server begins to answer."""
 
 
 # -- what the tools ask for ------------------------------------------------------------------------
@@ -141,6 +140,10 @@ class Server:
     def file(self) -> str:
         """Where its API key stands."""
         return f"{self.folder}/server.json"
+
+    def write(self) -> None:
+        """Into its server.json."""
+        write_private(Path(self.file), json.dumps(asdict(self)))
 
     @property
     def headers(self) -> dict[str, str]:
@@ -536,7 +539,7 @@ class Deployments:
             scratch=tempfile.mkdtemp(prefix=scratch_prefix(str(folder.parent))),
         )
         write_private(folder / ADMIN_KEY, secrets.token_urlsafe(24))
-        write_private(folder / "server.json", json.dumps(asdict(server)))
+        server.write()
         return server
 
     def _stop(self, server: Server) -> None:
@@ -592,7 +595,7 @@ def diagnose(server: Server, what: str | None = None, wrote: str = "") -> FlashE
     """
     text = server.log_text()
     tail = text[-LOG_TAIL_CHARACTERS:]
-    if told := _told_error(text):
+    if told := told_error(text):
         return told
     if (
         STARTED in text
@@ -615,21 +618,3 @@ def diagnose(server: Server, what: str | None = None, wrote: str = "") -> FlashE
         return FlashError("out_of_memory", what, fix=fix, wrote=wrote, log=server.log)
     fix = "read the log, correct the cause and call deploy again"
     return FlashError("deployment_failed", what, fix=fix, wrote=wrote, log=server.log)
-
-
-def _told_error(text: str) -> FlashError | None:
-    """What worker.engine.serve wrote before vLLM ran, whose log may hold such lines of others."""
-    if STARTED in text or "Traceback (" in text:
-        return None
-    for line in reversed(text.splitlines()[-5:]):
-        with suppress(ValueError, KeyError, TypeError):
-            told = cast(Json, json.loads(line))
-            if told["code"] in CODES:
-                return FlashError.from_dict(told)
-    return None
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

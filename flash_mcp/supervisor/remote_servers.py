@@ -6,7 +6,6 @@ the addresses that the node names, or through `ssh` if the target has one."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import secrets
@@ -17,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from environments.process.kernel import die_with_parent
 from flash_mcp.protocol.artifacts import delete_run
 from flash_mcp.protocol.base_models import find
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.listening import Listening
+from flash_mcp.protocol.listening import Listening, free_port
 from flash_mcp.protocol.paths import write_private
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Deployment
 from flash_mcp.protocol.run_folder import Result, RunFolder
@@ -46,7 +45,6 @@ from flash_mcp.supervisor.model_servers import (
     STOP_TIMEOUT_S,
     Server,
     diagnose,
-    free_port,
     idle_error,
     idle_minutes,
     server_of,
@@ -240,7 +238,7 @@ class RemoteServer:
             api_key=secrets.token_urlsafe(24),
         )
         write_private(self.local / ADMIN_KEY, secrets.token_urlsafe(24))
-        write_private(self.local / "server.json", json.dumps(asdict(server)))
+        server.write()
         return server
 
     def _advance(self, row: Deployment) -> None:
@@ -288,7 +286,7 @@ class RemoteServer:
             if server is None:
                 continue
             write_private(Path(server.certificate_file), listening.certificate)
-            write_private(self.local / "server.json", json.dumps(asdict(server)))
+            server.write()
             try:
                 server.load(row.id, listening.adapter)
             except FlashError as error:
@@ -305,11 +303,12 @@ class RemoteServer:
 
     def _by(self, row: Deployment, address: str, listening: Listening) -> Server | None:
         """The server by one of its addresses, if it answers there."""
+        known = self._keys(row)
         host, port = address, listening.port
         if self.target.settings.ssh:
-            host, port = "127.0.0.1", self._keys(row).port or free_port()
+            host, port = "127.0.0.1", known.port or free_port()
             self._open_tunnel(port, f"{address}:{listening.port}")
-        server = replace(self._keys(row), host=host, port=port, certificate=listening.certificate)
+        server = replace(known, host=host, port=port, certificate=listening.certificate)
         with suppress(httpx.TransportError):
             if server.call("/models", timeout_s=PING_S).is_success:
                 return server

@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,19 +51,23 @@ def main() -> None:
         if importlib.util.find_spec("vllm") is None:
             fix = "install flash-mcp with the extra cpu or gpu"
             raise FlashError("engine_missing", "vLLM is not installed", fix=fix)
-        command = server_command(args.model, ensure(args.model), args.port, args.max_lora_rank)
-        if args.name:
-            command += ["--served-model-name", args.name]
+        model = ensure(args.model)
+        more = {"served-model-name": args.name} if args.name else {}
         if args.tls:
-            command += ["--host", "0.0.0.0", "--ssl-keyfile", f"{args.tls}/key.pem"]
-            command += ["--ssl-certfile", f"{args.tls}/certificate.pem"]
+            more |= {"host": "0.0.0.0", "ssl-keyfile": args.tls / "key.pem"}
+            more["ssl-certfile"] = args.tls / "certificate.pem"
+        command = server_command(args.model, model, args.port, args.max_lora_rank, more)
     except FlashError as error:
         sys.exit(json.dumps(error.to_dict(), default=str))
     os.execv(sys.executable, [sys.executable, *command])
 
 
-def server_command(name: str, model: Path, port: int, lora_rank: int) -> list[str]:
-    """The arguments of the interpreter. Sets the environment variables that vLLM reads."""
+def server_command(
+    name: str, model: Path, port: int, lora_rank: int, more: Mapping[str, Any] | None = None
+) -> list[str]:
+    """The arguments of the interpreter; `more` are options of vLLM's in place of ours. Sets the
+    environment variables that vLLM reads.
+    """
     import torch  # noqa: PLC0415  after the check that the packages are installed
 
     from worker.engine.vllm import CPU_LORA_WORKER, UTILIZATION, room_for_rank  # noqa: PLC0415
@@ -114,7 +119,7 @@ def server_command(name: str, model: Path, port: int, lora_rank: int) -> list[st
         check_shape(config_of(model), cards)
         options["tensor-parallel-size"] = cards
     command = ["-m", "vllm.entrypoints.openai.api_server", *flags]
-    for name, value in options.items():
+    for name, value in {**options, **(more or {})}.items():
         command += [f"--{name}", str(value)]
     return command
 
