@@ -22,7 +22,7 @@ from flash_mcp.supervisor.launch.base import Handle, Hint, Launch, Launcher, Mem
 from flash_mcp.supervisor.launch.local import REGISTER_AND_EXEC, LocalLauncher, Record
 from flash_mcp.supervisor.launch.ray import RayLauncher
 from flash_mcp.supervisor.launch.slurm import SlurmLauncher, with_gpus
-from tests import ray_cluster, slurm
+from tests import engines, ray_cluster, slurm
 from tests.places import ROOT
 from tests.refuse import refusing
 from tests.watch import is_running
@@ -91,8 +91,7 @@ def local(tmp_path: Path) -> Harness:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     """A real Slurm of two nodes."""
-    if reason := slurm.missing():
-        pytest.skip(reason)
+    engines.need(slurm.missing())
     with slurm.running():
         yield
 
@@ -107,8 +106,7 @@ def on_slurm(tmp_path: Path) -> Harness:
 @pytest.fixture(scope="module")
 def ray() -> Iterator[ray_cluster.Cluster]:
     """A real Ray of two nodes."""
-    if reason := ray_cluster.missing():
-        pytest.skip(reason)
+    engines.need(ray_cluster.missing())
     with ray_cluster.running() as made:
         yield made
 

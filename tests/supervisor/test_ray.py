@@ -15,7 +15,7 @@ from flash_mcp.cli.main import main
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state import serving
 from flash_mcp.supervisor.model_servers import server_of
-from tests import ray_cluster
+from tests import engines, ray_cluster
 from tests.crash import seen_in
 from tests.places import ROOT
 from tests.supervisor.test_model_servers import make_run
@@ -32,8 +32,7 @@ def hidden(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(hidden: Path) -> Iterator[ray_cluster.Cluster]:
-    if reason := ray_cluster.missing():
-        pytest.skip(reason)
+    engines.need(ray_cluster.missing())
     with ray_cluster.running([hidden]) as made:
         yield made
 

@@ -20,7 +20,7 @@ from flash_mcp.state.targets import TargetSettings, find_target
 from flash_mcp.supervisor.launch.base import Handle, Hint, Launch
 from flash_mcp.supervisor.launch.sky import NO_CARDS, SkyLauncher, resources_for
 from flash_mcp.supervisor.targets import card_gib
-from tests import sky_cluster
+from tests import engines, sky_cluster
 from tests.places import ROOT
 from tests.supervisor.test_slurm import Lab, commands_of, installed_python
 
@@ -37,8 +37,7 @@ def hidden(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(hidden: Path) -> Iterator[sky_cluster.Cluster]:
-    if reason := sky_cluster.missing():
-        pytest.skip(reason)
+    engines.need(sky_cluster.missing())
     with sky_cluster.running([hidden]) as made:
         yield made
 
@@ -128,8 +127,7 @@ CASES: dict[str, tuple[str, Json, Json, Json]] = {
 def chosen(tmp_path_factory: pytest.TempPathFactory) -> Json:
     """What SkyPilot's optimizer chooses in each case."""
     python = sky_cluster.SKY / "bin/python"
-    if not python.exists():
-        pytest.skip(f"scripts/test-engines installs SkyPilot: {sky_cluster.SKY}")
+    engines.need("" if python.exists() else f"there is no {python}")
     asked = {name: resources_of(*case[:3]) for name, case in CASES.items()}
     done = subprocess.run(
         [python, ROOT / "tests/sky_optimizer.py"],

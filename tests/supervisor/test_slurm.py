@@ -28,7 +28,7 @@ from flash_mcp.state.store import Store
 from flash_mcp.state.targets import find_target, new_target, remove_target, write_target
 from flash_mcp.state.versions import digest_of
 from flash_mcp.supervisor.loop import Patience, Supervisor
-from tests import slurm
+from tests import engines, slurm
 from tests.places import ROOT, VOWELS
 from tests.protocol.test_run_folder import BUCKET, SECRET_KEY, ObjectStore
 
@@ -115,8 +115,7 @@ class Lab:
 @pytest.fixture(scope="module")
 def hidden(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The parent of state directories. It is empty on the nodes of a cluster that runs."""
-    if reason := slurm.missing():
-        pytest.skip(reason)
+    engines.need(slurm.missing())
     folder = tmp_path_factory.mktemp("hidden")
     with slurm.running(hidden=[folder]):
         yield folder
