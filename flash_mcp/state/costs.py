@@ -1,5 +1,5 @@
-"""What a run has cost, and the budget that it may use: hours of work, and a price of an hour of one
-GPU, or of a machine without any.
+"""What runs and deployments have cost, and the budget that a run may use: hours of work, and a
+price of an hour of one GPU, or of a machine without any.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from environments.settings import CostSettings, load_settings
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.records import Run
+from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Deployment, Run
 from flash_mcp.protocol.spec import LOCAL_TARGET, RunSpec
 from flash_mcp.state.store import Store
 from flash_mcp.state.targets import FILE, find_target
@@ -46,9 +46,38 @@ def cost_of(used_s: Mapping[str, float], home: Path) -> str | None:
     return f"{total:.2f} {price_of_hour(home).currency}".strip()
 
 
+def spent(used_s: Mapping[str, float], home: Path) -> str | None:
+    """Such as "0.60 h, 1.20 EUR", for so many seconds of one GPU on each target."""
+    if not (total_s := sum(used_s.values())):
+        return None
+    hours, price = f"{total_s / 3600:.2f} h", cost_of(used_s, home)
+    return f"{hours}, {price}" if price else hours
+
+
+def served_s(row: Deployment) -> float:
+    """Seconds for which the deployment has held a machine of its target since it was asked for,
+    times its GPUs; 0 on the server's machine, which runs do not have to themselves.
+    """
+    seconds: float = row.data.get("held_s", 0.0)
+    if since := row.data.get("holds_since"):
+        until = time.time() if row.state in LIVE_DEPLOYMENT else row.updated
+        seconds += max(0.0, until - since)
+    return seconds * row.data.get("gpus", 1)
+
+
+def served_by_target(row: Deployment) -> dict[str, float]:
+    """`served_s` on each target, also of earlier times that the same was asked for."""
+    found = dict(row.data.get("served_before", {}))
+    if seconds := served_s(row):
+        target = row.data["target"]
+        found[target] = found.get(target, 0.0) + seconds
+    return found
+
+
 def over_limit(store: Store) -> set[str]:
-    """Owners whose runs of the last 24 hours have cost what the operator allows in a day. Their
-    next runs wait. Of each run that was under way in this time at most 24 hours of work count.
+    """Owners whose runs and deployments of the last 24 hours have cost what the operator allows in
+    a day. Their next ones wait, or are refused. Of each that was under way in this time at most 24
+    hours count.
     """
     limit = price_of_hour(store.base).owner_per_day
     if not limit:
@@ -61,16 +90,27 @@ def over_limit(store: Store) -> set[str]:
     for row in store.query(sql, [DAY_S, time.time() - DAY_S]):
         price = price_of_hour(store.base, row["target"]).price_per_hour
         spent[row["owner"]] = spent.get(row["owner"], 0.0) + row["seconds"] / 3600 * price
+    day_ago = time.time() - DAY_S
+    for found in store.query("SELECT * FROM main.deployments WHERE updated > ?", [day_ago]):
+        row = Deployment.of(found)
+        price = price_of_hour(store.base, row.data.get("target", LOCAL_TARGET)).price_per_hour
+        seconds = min(served_s(row), DAY_S * row.data.get("gpus", 1))
+        spent[row.owner] = spent.get(row.owner, 0.0) + seconds / 3600 * price
     return {owner for owner, cost in spent.items() if cost >= limit}
 
 
 def waits_for_limit(store: Store, run: Run) -> FlashError | None:
     """Why a queued run waits, if its owner has used up a day's limit."""
-    if run.state != "queued" or run.owner not in over_limit(store):
+    return limit_error(store, run.owner) if run.state == "queued" else None
+
+
+def limit_error(store: Store, owner: str) -> FlashError | None:
+    """That the owner has used up a day's limit, or None."""
+    if owner not in over_limit(store):
         return None
     price = price_of_hour(store.base)
     limit = f"{price.owner_per_day:g} {price.currency}".strip()
-    what = f"the runs of {run.owner} have cost {limit} within 24 hours, and others wait"
+    what = f"what {owner} runs and serves has cost {limit} within 24 hours, and more waits"
     fix = "wait; the operator may raise owner_per_day of [cost] in settings.toml"
     return FlashError("quota_exceeded", what, fix=fix)
 

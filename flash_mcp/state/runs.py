@@ -140,12 +140,11 @@ class RunTable(Connection):
         sql = "SELECT DISTINCT target FROM main.runs WHERE state = 'starting' AND waits_for <> ''"
         return {row["target"] for row in self.query(sql)}
 
-    def used_s_by_target(self) -> dict[str, tuple[float, float]]:
-        """{target: (seconds that all runs worked, the same times their GPUs)}"""
-        sql = """SELECT target, sum(used_s) AS used_s,
-                 sum(used_s * coalesce(json_extract(spec, '$.gpus'), 1)) AS gpu_s
+    def used_s_by_target(self) -> dict[str, float]:
+        """{target: seconds that all runs worked, times their GPUs}"""
+        sql = """SELECT target, sum(used_s * coalesce(json_extract(spec, '$.gpus'), 1)) AS gpu_s
                  FROM runs GROUP BY target"""
-        return {row["target"]: (row["used_s"], row["gpu_s"]) for row in self.query(sql)}
+        return {row["target"]: row["gpu_s"] for row in self.query(sql)}
 
     def recent_targets(self) -> set[str]:
         """Targets that ran something in the last RECENT_S."""

@@ -15,6 +15,7 @@ from flash_mcp.protocol.recordings import Limits, Recording
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Deployment, Json, Run
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import LOCAL_TARGET
+from flash_mcp.state.costs import limit_error, served_by_target
 from flash_mcp.state.owners import caller
 from flash_mcp.state.runs import folder_of
 from flash_mcp.state.store import Store
@@ -39,7 +40,7 @@ def request(
     if they are given.
 
     FlashError(unknown_run | unknown_checkpoint | checkpoint_corrupt | invalid_argument |
-    port_taken | unknown_target | target_refused)."""
+    port_taken | unknown_target | target_refused | quota_exceeded)."""
     elsewhere = _elsewhere(store, target, port=port, record=record)
     run = store.run(run_id)
     folder = folder_of(run)
@@ -61,7 +62,7 @@ def request(
     adapter = folder.fetch_checkpoint(
         step, store.base / "adapters" / f"{run_id}-{step}", whole=False
     )
-    data = _job(deployment_id, elsewhere)
+    data = _job(store, run, deployment_id, elsewhere)
     data |= {"rank": read_adapter_config(adapter, "r")["r"], "thinking": bool(run.spec.thinking)}
     data |= {"port": port, "idle_minutes": idle_minutes, "record": bool(record)}
     _record(store, deployment_id, is_on=bool(record))
@@ -117,12 +118,21 @@ def _elsewhere(
     return target
 
 
-def _job(deployment_id: str, target: str | None) -> Json:
-    """What is known of its first attempt on a target."""
+def _job(store: Store, run: Run, deployment_id: str, target: str | None) -> Json:
+    """What is known of earlier times that it was asked for, and of its first attempt on a target.
+    FlashError(quota_exceeded).
+    """
+    before: Json = {}
+    for row in store.deployments():
+        if row.id == deployment_id:
+            before["served_before"] = served_by_target(row)
     if target is None:
-        return {}
+        return before
+    if error := limit_error(store, run.owner):
+        raise error
     # A name of its own for each start: engines remember the jobs of earlier ones.
-    return {"target": target, "job": f"{deployment_id}-{secrets.token_hex(3)}", "attempt": 1}
+    job = f"{deployment_id}-{secrets.token_hex(3)}"
+    return {**before, "target": target, "job": job, "attempt": 1}
 
 
 def _stays(row: Deployment, target: str | None) -> bool:

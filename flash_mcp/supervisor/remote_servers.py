@@ -221,7 +221,7 @@ class RemoteServer:
         log.info("%s: job %s of %s", row.id, handle.id, self.target.name)
         self._since = time.monotonic()
         self._gone_at, self._listened = None, False
-        note(self.store, row, handle=handle.id)
+        note(self.store, row, handle=handle.id, gpus=gpus)
 
     def _keys(self, row: Deployment) -> Server:
         """Its server.json, written where there is none. It is not reachable yet."""
@@ -259,6 +259,8 @@ class RemoteServer:
         if hint.state == "pending":
             self._since = time.monotonic()
             return
+        if hint.state == "alive" and not row.data.get("holds_since"):
+            note(self.store, row, holds_since=time.time())
         if self._sealed != number and (offer := self.folder.offer(number)):
             self._seal(row, number, offer)
         told = self.folder.listening(number)
@@ -396,6 +398,7 @@ class RemoteServer:
         self._close_tunnel()
         self.target.launcher.cancel(Handle(job_key(row), row.data["handle"]))
         log.warning("%s: %s", row.id, error)
+        self._gave_back(row)
         note(self.store, row, attempt=row.data["attempt"] + 1, handle=None, waits_for=None)
         self._update(row, state="starting", base_url=None, error=error.to_dict())
 
@@ -434,10 +437,17 @@ class RemoteServer:
             if time.monotonic() > deadline:
                 break
             time.sleep(0.2)
+        self._gave_back(row)
         delete_run(self.folder, REMOTE_PATIENCE_S)
         # A killed job may write something later.
         add_removed(self.store, self.folder.url, self.target.name)
         shutil.rmtree(self.local, ignore_errors=True)
+
+    def _gave_back(self, row: Deployment) -> None:
+        """Keep for how long it held its machine."""
+        if since := row.data.get("holds_since"):
+            held_s = row.data.get("held_s", 0.0) + time.time() - since
+            note(self.store, row, holds_since=None, held_s=held_s)
 
     def _update(self, row: Deployment, **values: Any) -> None:
         # A row that was asked to stop meanwhile stays so.

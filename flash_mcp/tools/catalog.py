@@ -140,7 +140,8 @@ class Catalog(Result):
     disk: str | None = None
     """What is taken and free."""
     spent: str | None = None
-    """Hours that your runs worked, and their cost where there is a price."""
+    """Hours of GPUs, or of machines without any, that your runs took, and deployments on targets,
+    and their cost where there is a price."""
     has_more: bool
     """Whether a list was cut."""
     cursor: str | None = None
@@ -248,13 +249,11 @@ def _disk(store: Store) -> str:
 
 
 def _spent(store: Store) -> str | None:
-    used = store.used_s_by_target()
-    used_s = sum(seconds for seconds, _ in used.values())
-    if not used_s:
-        return None
-    cost = costs.cost_of({target: gpu_s for target, (_, gpu_s) in used.items()}, store.base)
-    hours = f"{used_s / 3600:.2f} h"
-    return f"{hours}, {cost}" if cost else hours
+    used_s = store.used_s_by_target()
+    for row in store.deployments():
+        for target, seconds in costs.served_by_target(row).items():
+            used_s[target] = used_s.get(target, 0.0) + seconds
+    return costs.spent(used_s, store.base)
 
 
 def _another(owner: str) -> str | None:

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Deployment, Json, text_of
 from flash_mcp.protocol.spec import LOCAL_TARGET
+from flash_mcp.state import costs
 from flash_mcp.state.owners import caller
 from flash_mcp.state.serving import (
     ended_idle,
@@ -59,6 +60,8 @@ class Deployed(Result):
     """Where it is served, if elsewhere."""
     waits_for: str | None = None
     """Why it has not started there."""
+    spent: str | None = None
+    """Hours of a GPU that it has taken there, and their price if it is known."""
     base_url: str | None = None
     """OpenAI-compatible endpoint on the server's machine; `deployment` is the model name.
     Callers from elsewhere have chat."""
@@ -438,6 +441,7 @@ def describe(store: Store, row: Deployment) -> Deployed:
         model=row.model,
         target=row.data.get("target"),
         waits_for=row.data.get("waits_for") if row.state == "starting" else None,
+        spent=costs.spent(costs.served_by_target(row), store.base),
         base_url=row.base_url if server else None,
         api_key_file=server.file if server else None,
         idle_minutes=idle_limit(row, store.base),

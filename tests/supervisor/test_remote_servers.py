@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +22,7 @@ from flash_mcp.protocol.listening import Listening, trust
 from flash_mcp.protocol.records import Deployment
 from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from flash_mcp.protocol.sealing import Receiver
+from flash_mcp.state import costs
 from flash_mcp.state.serving import request, request_stop
 from flash_mcp.state.store import Store
 from flash_mcp.state.targets import Cards, key_of, new_target, write_target
@@ -31,9 +33,10 @@ from flash_mcp.supervisor.launch.local import LocalLauncher
 from flash_mcp.supervisor.model_servers import Deployments, Server, server_of
 from flash_mcp.supervisor.remote_servers import RemoteServers, cards_for
 from flash_mcp.supervisor.targets import RemoteTarget
+from flash_mcp.tools.catalog import catalog
 from flash_mcp.tools.deploy import chat, describe
 from flash_mcp.tools.shared.snippets import snippets
-from tests import slurm, sshd
+from tests import engines, slurm, sshd
 from tests.places import ROOT
 from tests.supervisor.test_model_servers import SCRIPTED, make_adapter, make_run, wait_for
 from worker.serving import make_certificate, own_addresses
@@ -286,8 +289,7 @@ def test_a_node_that_cannot_be_reached_is_given_back(
 def test_a_node_behind_a_host_is_reached_through_ssh_and_again_when_that_ended(
     bench: Bench, asked: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if reason := sshd.missing():
-        pytest.skip(reason)
+    engines.need(sshd.missing())
     monkeypatch.setattr(remote_servers, "EVERY_S", 0.05)
     bench.settings = bench.settings.model_copy(update={"ssh": "lab"})
     node = Node(bench, bench.submitted(asked), tmp_path / "node")
@@ -350,6 +352,41 @@ def test_a_deployment_that_nobody_uses_ends(
     stopped = bench.settle(asked, "stopped")
     assert stopped.error and "stopped after 60 minutes" in stopped.error["what"]
     assert bench.engine.hints[node.key].state == "gone"
+
+
+def test_the_hours_on_a_node_are_counted_and_too_costly_ones_refused(
+    bench: Bench, asked: Deployment, tmp_path: Path
+) -> None:
+    priced = bench.settings.model_copy(update={"price_per_hour": 3600.0})
+    (bench.home / "targets.toml").unlink()
+    write_target(bench.home, "lab", priced)
+    limit = '[cost]\ncurrency = "EUR"\nowner_per_day = 5.0\n'
+    (bench.home / "settings.toml").write_text(limit)
+    started = time.time()
+    node = Node(bench, bench.submitted(asked), tmp_path / "node")
+    assert describe(bench.store, bench.row(asked)).spent is None, "it waited until now"
+    node.listen(node.get_keys())
+    bench.settle(asked, "ready")
+    began = bench.row(asked).data["holds_since"]
+    assert started < began
+    bench.store.execute(
+        "UPDATE deployments SET data = json_set(data, '$.gpus', 4) WHERE id = ?", [asked.id]
+    )
+    wait_for(lambda: time.time() > began + 1.5)
+    request_stop(bench.store, asked.id)
+    stopped = bench.settle(asked, "stopped")
+    held_s = stopped.data["held_s"]
+    assert 1.5 < held_s < time.time() - started
+    (shown,) = {describe(bench.store, stopped).spent, catalog("devices").spent}
+    assert shown == f"{4 * held_s / 3600:.2f} h, {4 * held_s:.2f} EUR"
+
+    with pytest.raises(FlashError) as refused:
+        request(bench.store, str(asked.run_id), target="lab")
+    assert refused.value.code == "quota_exceeded"
+    (bench.home / "settings.toml").write_text(limit.replace("5.0", "500"))
+    again = request(bench.store, str(asked.run_id), target="lab")
+    assert costs.served_by_target(again) == {"lab": 4 * held_s}, "it began anew"
+    assert costs.served_s(again) == 0
 
 
 def test_an_engine_that_does_not_answer_is_what_it_waits_for(
