@@ -649,6 +649,7 @@ def test_the_private_names_of_vllm_are_where_the_worker_expects_them() -> None:
     from vllm.platforms import current_platform  # noqa: PLC0415
     from vllm.platforms.cpu import CpuPlatform  # noqa: PLC0415
     from vllm.v1.engine.llm_engine import LLMEngine  # noqa: PLC0415
+    from vllm.v1.sample.ops.logprobs import batched_count_greater_than  # noqa: PLC0415
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p  # noqa: PLC0415
     from vllm.v1.worker.cpu_worker import CPUWorker  # noqa: PLC0415
     from vllm.v1.worker.gpu_worker import Worker  # noqa: PLC0415
@@ -667,6 +668,7 @@ def test_the_private_names_of_vllm_are_where_the_worker_expects_them() -> None:
         LoRARequest: ["lora_name", "lora_int_id", "lora_path", "load_inplace"],
         TopKTopPSampler.forward_cpu: ["logits", "generators", "k", "p"],
         apply_top_k_top_p: ["logits", "k", "p"],
+        batched_count_greater_than: ["x", "values"],
         PunicaWrapperBase.update_metadata: [
             "mapping",
             "lora_index_to_id",

@@ -77,6 +77,7 @@ class VllmEngine:
             from vllm import EngineArgs  # noqa: PLC0415
             from vllm.v1.engine.llm_engine import LLMEngine  # noqa: PLC0415
 
+        _rank_no_tokens()
         if not on_gpu:
             _sample_by_inversion_on_cpu()
         arguments = engine_arguments(
@@ -263,6 +264,19 @@ def _completion(output: Any) -> Completion:
         at[token].logprob for token, at in zip(token_ids, output.logprobs, strict=True)
     ]
     return Completion(token_ids, logprobs, "length" if output.finish_reason == "length" else "stop")
+
+
+def _rank_no_tokens() -> None:
+    """Leave out each sampled token's rank in its distribution, which nothing here reads.
+
+    vLLM compiles a kernel for it in every process, at the first token."""
+    from vllm.v1.sample import sampler  # noqa: PLC0415
+
+    # N sequences, V vocabulary
+    def no_ranks(logprobs_NV: Tensor, _values_N1: Tensor) -> Tensor:
+        return torch.zeros(len(logprobs_NV), dtype=torch.int64, device=logprobs_NV.device)
+
+    cast(Any, sampler).batched_count_greater_than = no_ranks
 
 
 def _sample_by_inversion_on_cpu() -> None:
