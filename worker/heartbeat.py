@@ -80,7 +80,10 @@ class Pulse(threading.Thread):
         self.progress += 1
 
     def run(self) -> None:
-        while not self._stopped.wait(self._every_s):
+        is_last = False
+        while not is_last:
+            # Short runs too say how many steps they had.
+            is_last = self._stopped.wait(self._every_s)
             try:
                 progress = self.progress + self.elsewhere()
                 self.writer.beat(self.step, self.shown, progress, self.steps)
