@@ -12,6 +12,7 @@ from typing import Any
 
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import RunSpec, resolve
+from tests.forked import Forked
 from tests.places import VOWELS
 
 
@@ -52,23 +53,36 @@ class Attempt:
     """`python -m worker.main` as a child of the test.
 
     With `one_by_one` its engine advances one conversation at a time: bit for bit the same whenever
-    replies arrive."""
+    replies arrive. A `fresh` one imports its packages itself, for tests of what it imports, how
+    much memory it has, or of variables that packages read when they are imported."""
 
     program = ""
     """Python code that calls the worker, if not the worker itself."""
 
     def __init__(
-        self, run: RunFolder, number: int = 1, *, one_by_one: bool = False, **environment: str
+        self,
+        run: RunFolder,
+        number: int = 1,
+        *,
+        one_by_one: bool = False,
+        fresh: bool = False,
+        **variables: str,
     ) -> None:
         code = ONE_BY_ONE if one_by_one else self.program
         program = ["-c", code] if code else ["-m", "worker.main"]
+        arguments = [*program, run.url, "--attempt", str(number)]
+        environment = {**os.environ, **variables}
         self.log_path = Path(run.path(f"log.{number}"))
+        self.process: Forked | subprocess.Popen[bytes]
         with self.log_path.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, *program, run.url, "--attempt", str(number)],
-                stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
-                env={**os.environ, **environment},
-            )  # fmt: skip
+            if fresh:
+                self.process = subprocess.Popen(
+                    [sys.executable, *arguments],
+                    stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
+                    env=environment,
+                )  # fmt: skip
+            else:
+                self.process = Forked(arguments, self.log_path, environment)
 
     def __enter__(self) -> Attempt:
         return self

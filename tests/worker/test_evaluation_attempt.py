@@ -134,7 +134,7 @@ def test_an_evaluation_killed_in_mid_way_repeats_no_attempt_that_was_recorded(
     environment = tmp_path / "slow"
     environment.mkdir()
     source = (VOWELS / "environment.py").read_text()
-    slow = "        import time\n        time.sleep(0.02 * int(example.id[1:]))\n        text ="
+    slow = "        import time\n        time.sleep(0.005 * int(example.id[1:]))\n        text ="
     (environment / "environment.py").write_text(source.replace("        text =", slow))
     run = make_evaluation(
         tmp_path / "run",

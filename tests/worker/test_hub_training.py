@@ -31,7 +31,7 @@ def test_an_environment_of_verifiers_is_trained_in(
         pytest.skip(f"scripts/hubs --only {hub} installs what this test needs")
     fields = {**QUICK, "environment_args": {"name": name}}
     run = make_run(tmp_path / "run", tiny_model, environment=folder, **fields)
-    with Attempt(run, FLASH_HOME=str(hubs.HOME)) as attempt:
+    with Attempt(run, fresh=True, FLASH_HOME=str(hubs.HOME)) as attempt:
         assert attempt.wait() == 0, attempt.log_path.read_text()
     for step in (1, 2):
         rows = run.rollouts(step)

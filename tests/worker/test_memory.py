@@ -61,7 +61,7 @@ def test_the_estimate_is_near_the_measured_peak(
         smollm2 = ensure("smollm2-135m-instruct")
         model = smollm2 if size == "135M" else make_llama(tmp_path / "llama", smollm2)
     run = make_run(tmp_path / "run", model, **fields)
-    with Attempt(run) as attempt:
+    with Attempt(run, fresh=True) as attempt:
         _, peak_mib = watch(run, attempt, timeout_s=1700)
         assert attempt.wait() == 0, attempt.log_path.read_text()
     (said,) = (

@@ -244,6 +244,6 @@ def test_a_run_that_samples_nothing_needs_no_vllm(tiny_model: Path, tmp_path: Pa
         tmp_path / "sft", tiny_model, environment=CALCULATOR, algorithm="sft", steps=1, batch_size=2,
         group_size=None, eval_after=False, max_length=1024,
     )  # fmt: skip
-    with Attempt(run, PYTHONPATH=str(tmp_path)) as attempt:
+    with Attempt(run, fresh=True, PYTHONPATH=str(tmp_path)) as attempt:
         assert attempt.wait() == 0, attempt.log_path.read_text()
     assert run.checkpoint_steps() == [1]

@@ -1,0 +1,62 @@
+"""Workers that start with their packages imported, which take most of the seconds of a short run.
+
+A server, which is a process of its own, imports them once and forks for each worker."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+_server = multiprocessing.get_context("forkserver")
+_server.set_forkserver_preload([__name__ + "_packages"])
+
+
+class Forked:
+    """As `subprocess.Popen` of `python ARGUMENTS` in a session of its own, whose output goes to the
+    file `log`."""
+
+    def __init__(self, arguments: list[str], log: Path, environment: dict[str, str]) -> None:
+        values = (arguments, log, environment, Path.cwd())
+        self._process: ForkServerProcess = _server.Process(target=_run, args=values)
+        self._process.start()
+        assert self._process.pid
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        self._process.join(timeout_s)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self._process.name, timeout_s or 0)
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+def _run(arguments: list[str], log: Path, environment: dict[str, str], folder: Path) -> None:
+    os.setsid()
+    os.chdir(folder)
+    output = os.open(log, os.O_WRONLY | os.O_APPEND)
+    for number in (1, 2):
+        os.dup2(output, number)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.orig_argv = [sys.executable, *arguments]
+    option, what, *others = arguments
+    if option == "-m":
+        sys.argv = [what, *others]
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = ["-c", *others]
+        exec(what, {"__name__": "__main__"})
