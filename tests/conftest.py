@@ -90,6 +90,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: item.path not in slow_files)
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Say at once what failed: a run that is cut short prints no summary."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\nFAILED {report.nodeid}\n{report.longreprtext[-2000:]}", file=sys.__stderr__)
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()  # what the imports made stays, and a collection after each test need not look at it
     gc.enable()
