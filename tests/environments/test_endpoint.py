@@ -334,16 +334,28 @@ async def test_an_answer_that_reaches_nobody_drops_the_rollout(tmp_path: Path) -
         head = f"POST {url.path}/chat/completions HTTP/1.1\\r\\nAuthorization: Bearer {api_key}\\r\\n"
         with socket.create_connection((url.hostname, url.port)) as left:
             left.sendall(f"{head}Content-Length: {len(body)}\\r\\n\\r\\n{body}".encode())
-        time.sleep(0.1)
+            while not Path(__file__).with_name("go").exists():
+                time.sleep(0.01)
         told.append(ask([user("y")])[0])
         AGAIN
     """
     again = [program.replace("AGAIN", each) for each in ("", 'ask([user("x")])')]
-    async with agents(tmp_path / "agent", *again) as host:
-        with pytest.raises(EnvironmentFault) as caught:
-            await told(host, ["y"])
-        assert caught.value.code == "lost_call", caught.value.what
-        assert await told(host, ["y"], index=1) == [200]
+    async with agents(tmp_path / "agent", *again, source="from pathlib import Path") as host:
+        for index, end in enumerate(("lost_call", None)):
+            flag = tmp_path / "agent" / "go"
+            flag.unlink(missing_ok=True)
+            episode = (await host.open("train", index)).episode
+            flag.touch()
+            assert await host.next_call(episode) != "done"  # so it has left the first one
+            await host.answer_call(episode, 0, "x")
+            await host.answer_call(episode, 1, "y")
+            if end:
+                with pytest.raises(EnvironmentFault) as caught:
+                    await host.next_call(episode)
+                assert caught.value.code == end, caught.value.what
+            else:
+                assert await host.next_call(episode) == "done"
+                assert json.loads((await host.score(episode)).reason or "") == [200]
 
 
 async def test_a_caller_that_plays_turn_by_turn_answers_calls_one_after_the_other(
