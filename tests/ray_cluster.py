@@ -76,6 +76,8 @@ class Cluster:
             options = [f"--port={self.port}", f"--dashboard-port={self.dashboard_port}", "--head"]
             options += [f"--dashboard-host={self.host}", f"--temp-dir={self.folder}"]
             options += [f"--ray-client-server-port={self.client_port}"]
+        # Without its port, 52365, the agent that takes jobs lives on and takes none: any free one.
+        options += ["--dashboard-agent-listen-port=0"]
         options += [f"--node-ip-address={own}", "--num-cpus=1", "--disable-usage-stats", "--block"]
         command = [str(RAY), "start", *options]
         variables = {

@@ -297,6 +297,7 @@ def test_a_ray_whose_agents_are_not_up_yet_is_asked_again() -> None:
         launcher = RayLauncher(f"http://127.0.0.1:{starting.getsockname()[1]}")
         with pytest.raises(FlashError) as caught:
             launcher.submit(Launch("run-early", 1, SLEEPER, {}, None))
+        assert "--dashboard-agent-listen-port" in caught.value.fix
         answered.result()
     assert caught.value.code == "target_unreachable"
 

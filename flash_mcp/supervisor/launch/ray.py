@@ -50,7 +50,12 @@ class RayLauncher(ApiLauncher):
         answer = self._ask("POST", "", body)
         if NO_AGENT in answer.text:
             what = "Ray has no agent that takes jobs: it has just started, or is busy"
-            raise FlashError("target_unreachable", what, fix=self.unreachable)
+            # Its agent goes on without the port if another program has it.
+            fix = (
+                "wait; if it stays so, another program has the agent's port, 52365: start Ray's "
+                "head with another --dashboard-agent-listen-port"
+            )
+            raise FlashError("target_unreachable", what, fix=fix)
         if answer.is_error and "already exists" not in answer.text:
             said = answer.text.strip().splitlines()[-1:]
             fix = "correct the target's resources in targets.toml"
