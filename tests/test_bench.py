@@ -72,6 +72,7 @@ def test_both_training_steps_give_the_same_gradient(tiny_model: Path, tmp_path: 
     assert "gradient: cosine" in table and "118 + 42" in table
 
 
+@pytest.mark.long
 def test_a_whole_run_is_measured_on_our_step_and_on_trls(tiny_model: Path, tmp_path: Path) -> None:
     result, table = bench("whole", tiny_model, tmp_path)
     (ours,), (theirs,) = result["attempts"]["ours"], result["attempts"]["plain trl"]
@@ -97,6 +98,7 @@ def test_the_control_plane_is_measured_without_an_error(tmp_path: Path) -> None:
     assert all(len(line) == len(header) for line in lines)
 
 
+@pytest.mark.long
 def test_an_agent_generates_what_the_native_environment_does(
     tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -28,6 +28,7 @@ def test_a_stage_that_hangs_is_ended_and_the_report_shows_what_it_found(tmp_path
     assert "The end of engine.log:" in text and "| loop | stage | ok |" in text
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_every_stage_runs_on_the_cpu(tmp_path: Path) -> None:
     """Without FLASH_SLOW, only the stages that no other test runs: those left out start attempts

@@ -65,6 +65,7 @@ def test_the_loop_ends_with_what_each_round_was_worth(
     assert "init_from_adapter" in said.getvalue() and "dataset" in said.getvalue()
 
 
+@pytest.mark.long
 def test_an_agent_plays_the_loop_of_dates_within_its_calls_and_tokens(
     tiny_model: Path, flash_home: Path
 ) -> None:

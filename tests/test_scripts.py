@@ -127,6 +127,7 @@ def ci(
     shutil.copy(ROOT / ".ci" / "run", run)
     run.write_text(run.read_text().replace("25 * 60", f"{minutes} * 60"))
     tests = f'exec {sys.executable} -m pytest -c /dev/null --rootdir=. "$@"'
+    tests = f'if [ "${{1-}}" = --long ]; then echo LONG; else {tests}; fi'
     for name, command in {"test": tests, "test-engines": engines}.items():
         script = folder / "scripts" / name
         script.write_text(f"#!/bin/sh\n{command}\n")
@@ -141,7 +142,7 @@ def test_ci_names_what_passed_only_at_the_second_try(tmp_path: Path) -> None:
     status, lines = ci(tmp_path, failures=1)
     assert status == 0
     assert lines[-2:] == ["PASSED ONLY AT THE SECOND TRY", "test_toy.py::test_shaky"]
-    assert "ENGINES" in lines
+    assert {"ENGINES", "LONG"} < {*lines}
 
 
 @pytest.mark.slow
@@ -152,20 +153,25 @@ def test_ci_passes_or_fails_without_that_block(
     status, lines = ci(tmp_path, failures)
     assert status == expected
     assert "PASSED ONLY AT THE SECOND TRY" not in lines
-    assert ("ENGINES" in lines) == (expected == 0)
+    assert ("ENGINES" in lines) == ("LONG" in lines) == (expected == 0)
 
 
 @pytest.mark.slow
-def test_ci_runs_the_tests_of_engines_in_what_is_left_of_its_time(tmp_path: Path) -> None:
+def test_ci_runs_further_tests_in_what_is_left_of_its_time(tmp_path: Path) -> None:
     for name in ("short", "fails", "hangs"):
         (tmp_path / name).mkdir()
     status, lines = ci(tmp_path / "short", 0, minutes=3)
-    assert (status, "ENGINES" in lines) == (0, False)
-    assert "NOT RUN" in lines[-1]
+    assert status == 0
+    left_out = [line.rpartition(": ")[2] for line in lines if "NOT RUN" in line]
+    assert left_out == ["scripts/test-engines --quick", "scripts/test --long"]
+    assert not {"ENGINES", "LONG"} & {*lines}
     assert ci(tmp_path / "fails", 0, engines="exit 1")[0] == 1
     status, lines = ci(tmp_path / "hangs", 0, engines="exit 124")
     assert status == 0
-    assert "NOT FINISHED" in lines[-1]
+    assert lines[-2:] == [
+        "NOT FINISHED within the time: scripts/test-engines --quick",
+        "LONG",
+    ]
 
 
 def sizes(folder: Path, body: str) -> str:

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.slow
 SHORT = {"steps": 1, "batch_size": 1, "group_size": 2, "max_tokens": 4, "eval_examples": 2}
 
 
+@pytest.mark.long
 def test_the_demo_of_an_agent_goes_from_a_push_to_a_verdict(
     tiny_model: Path,
     tmp_path: Path,

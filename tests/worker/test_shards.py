@@ -135,6 +135,7 @@ def test_a_run_on_a_shared_model_goes_on_where_one_card_holds_it_after_a_kill(
     check_greedy(first["rollouts"][:8], exact_model, model)
 
 
+@pytest.mark.long
 @pytest.mark.cpu
 def test_an_evaluation_on_several_cards_goes_on_after_a_process_of_its_engine_is_killed(
     exact_model: Path, tmp_path: Path

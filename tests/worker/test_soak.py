@@ -29,6 +29,7 @@ RETURNED = {
 Otherwise resident memory grows for dozens of steps as new lengths come, and nothing leaks."""
 
 
+@pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_a_long_run_grows_neither_in_memory_nor_in_threads_nor_in_files(
     tiny_model: Path, tmp_path: Path
