@@ -52,6 +52,7 @@ def _run(arguments: list[str], log: Path, environment: dict[str, str], folder: P
         os.dup2(output, number)
     os.environ.clear()
     os.environ.update(environment)
+    # A worker starts those of its other GPUs as it was started.
     sys.orig_argv = [sys.executable, *arguments]
     option, what, *others = arguments
     if option == "-m":
