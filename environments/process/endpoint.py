@@ -32,7 +32,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
@@ -95,6 +95,18 @@ class _Call:
         return self.answer.done() and self.answer.exception() is None
 
 
+@dataclass(eq=False)
+class _Asking:
+    """What a thread of the server does for one request."""
+
+    answer: Future[Answer] | None = None
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether it will soon know if the answer reached its client."""
+        return self.answer is None or self.answer.done()
+
+
 class Session:
     """The calls of one rollout. Only the event loop uses it."""
 
@@ -116,12 +128,15 @@ class Session:
         self._started = time.monotonic()
         self._tokens = 0
         self._calls: list[_Call] = []
+        self.asking: set[_Asking] = set()
+        """Of the server's threads, until they know whether their answer reached its client."""
 
     async def ask(
         self, messages: list[ChatMessage], tools: list[Json], *, is_retry: bool
     ) -> Answer:
         """The model's answer to a request. Raises ApiError."""
         essences = [*map(_essence, messages)]
+        await self._handed_over()
         call = self._repeated(essences, tools, is_retry=is_retry)
         if call is None:
             call = self._added(messages, essences, tools)
@@ -224,10 +239,15 @@ class Session:
         """The oldest call that has no answer."""
         return next(call.request.number for call in self._calls if not call.answer.done())
 
-    @property
-    def has_lost(self) -> bool:
+    async def has_lost(self) -> bool:
         """Whether an answer reached no client, and none asked for it again."""
+        await self._handed_over()
         return any(call.is_lost for call in self._calls)
+
+    async def _handed_over(self) -> None:
+        """Wait until it is known of each answer whether it reached its client."""
+        while any(each.hands_over for each in self.asking):  # noqa: ASYNC110  a thread's next line
+            await asyncio.sleep(0.001)
 
 
 def _at_most(calls: int) -> ApiError:
@@ -312,7 +332,7 @@ class AgentEpisode(EnvironmentMultiTurn):
                 return asking.result()
         finally:
             asking.cancel()
-        if session.has_lost:
+        if await session.has_lost():
             what = "an answer of the model did not reach the agent, which did not ask again"
             raise EnvironmentFault("lost_call", what)
         if not session.was_refused:
@@ -497,21 +517,28 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, session: Session, asked: Asked, *, is_retry: bool) -> Answer:
         """The model's answer. If the client leaves before it comes, it may ask for it again."""
-        asking = session.ask(asked.messages, asked.tools, is_retry=is_retry)
-        future = asyncio.run_coroutine_threadsafe(asking, self.server.endpoint.loop)
+        loop = self.server.endpoint.loop
+        asking = _Asking()
+        loop.call_soon_threadsafe(session.asking.add, asking)
+        try:
+            answers = session.ask(asked.messages, asked.tools, is_retry=is_retry)
+            asking.answer = asyncio.run_coroutine_threadsafe(answers, loop)
+            answer = self._awaited(asking.answer)
+            if self._has_left():
+                loop.call_soon_threadsafe(session.lose, answer.call)
+            return answer
+        finally:
+            loop.call_soon_threadsafe(session.asking.discard, asking)
+
+    def _awaited(self, future: Future[Answer]) -> Answer:
         while True:
             try:
-                answer = future.result(LOOK_S)
+                return future.result(LOOK_S)
             except TimeoutError:
                 if self._has_left():
                     future.cancel()
             except CancelledError as error:
                 raise ApiError(401, "invalid_api_key", "this rollout has ended") from error
-            else:
-                break
-        if self._has_left():
-            self.server.endpoint.loop.call_soon_threadsafe(session.lose, answer.call)
-        return answer
 
     def _has_left(self) -> bool:
         """Whether the client closed the connection."""
