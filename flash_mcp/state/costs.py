@@ -90,10 +90,11 @@ def over_limit(store: Store) -> set[str]:
     for row in store.query(sql, [DAY_S, time.time() - DAY_S]):
         price = price_of_hour(store.base, row["target"]).price_per_hour
         spent[row["owner"]] = spent.get(row["owner"], 0.0) + row["seconds"] / 3600 * price
-    day_ago = time.time() - DAY_S
-    for found in store.query("SELECT * FROM main.deployments WHERE updated > ?", [day_ago]):
-        row = Deployment.of(found)
-        price = price_of_hour(store.base, row.data.get("target", LOCAL_TARGET)).price_per_hour
+    on_targets = "SELECT * FROM main.deployments WHERE json_extract(data, '$.target') IS NOT NULL"
+    for row in map(Deployment.of, store.query(on_targets)):
+        if row.state not in LIVE_DEPLOYMENT and row.updated < time.time() - DAY_S:
+            continue
+        price = price_of_hour(store.base, row.data["target"]).price_per_hour
         seconds = min(served_s(row), DAY_S * row.data.get("gpus", 1))
         spent[row.owner] = spent.get(row.owner, 0.0) + seconds / 3600 * price
     return {owner for owner, cost in spent.items() if cost >= limit}

@@ -373,6 +373,8 @@ def test_the_hours_on_a_node_are_counted_and_too_costly_ones_refused(
         "UPDATE deployments SET data = json_set(data, '$.gpus', 4) WHERE id = ?", [asked.id]
     )
     wait_for(lambda: time.time() > began + 1.5)
+    bench.store.execute("UPDATE deployments SET updated = 1 WHERE id = ?", [asked.id])
+    assert costs.over_limit(bench.store) == {"local"}, "it still runs, though nothing changed"
     request_stop(bench.store, asked.id)
     stopped = bench.settle(asked, "stopped")
     held_s = stopped.data["held_s"]
