@@ -141,8 +141,8 @@ class CostSettings:
     currency: str = ""
     """What stands after a price, such as EUR."""
     owner_per_day: float = 0.0
-    """What the runs of an owner may cost within 24 hours before their next ones wait; 0: no
-    limit."""
+    """What an owner's runs, and deployments on targets, may cost within 24 hours before the next
+    ones wait or are refused; 0: no limit."""
 
 
 @dataclass(frozen=True)

