@@ -29,7 +29,7 @@ from mcp_types import Tool as ListedTool
 from flash_mcp.protocol.errors import CODES
 from flash_mcp.server.mcp_server import server
 from flash_mcp.state.store import open_store
-from flash_mcp.tools.shared.fitting import RESULT_CHARACTERS, to_text
+from flash_mcp.tools.shared.truncation import RESULT_CHARACTERS, to_text
 from tests.samples import ENVIRONMENT, finished_run, queued_run, supervised
 
 Json = dict[str, Any]

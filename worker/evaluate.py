@@ -18,7 +18,7 @@ from flash_mcp.protocol import records
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import RunWriter
 from flash_mcp.protocol.spec import EvalSpec
-from worker.heartbeat import Pulse
+from worker.heartbeat import Heartbeat
 from worker.rollouts.metrics import summarize_evaluation
 from worker.rollouts.scheduler import Rollout, mixed_seed, task_groups
 from worker.session import Session, check_errors
@@ -35,7 +35,7 @@ def evaluate(
     job: Json,
     spec: EvalSpec,
     writer: RunWriter,
-    pulse: Pulse,
+    heartbeat: Heartbeat,
     scratch: Path,
     cards: Sequence[str] = ("",),
 ) -> int:
@@ -53,23 +53,23 @@ def evaluate(
     )
     # An earlier attempt of the run may have ended after it wrote the result.
     if found := writer.folder.evaluation(spec.step):
-        made = [records.Rollout.of(row) for row in found["rollouts"]]
+        made = [records.Rollout.from_row(row) for row in found["rollouts"]]
         check_errors(made, spec.max_error_share)
         return len(tasks)
-    recorder = Recorder(writer, pulse, spec.step)
+    recorder = Recorder(writer, heartbeat, spec.step)
     constant: dict[str, float] = {}
     missing = [task for task in tasks if task.index not in recorder.rows]
     if missing:
         at_once = min(len(missing), AT_ONCE)
         with Session[EvalSpec].opened(
-            job, spec, writer, pulse, at_once=at_once, trains=False, cards=cards
+            job, spec, writer, heartbeat, at_once=at_once, trains=False, cards=cards
         ) as session:
             if session.host.scores_groups:
                 # An attempt that is scored with the others of its task is made again with them.
                 unfinished = {task.group for task in missing}
                 missing = [task for task in tasks if task.group in unfinished]
             session.sync(spec.step)
-            pulse.enter("eval")
+            heartbeat.enter("eval")
             done = len(recorder.rows)
             writer.event("sampling", f"{done} of {len(tasks)} attempts are done", step=done)
             recorder.start()
@@ -93,14 +93,14 @@ class Recorder:
     It writes on its own thread, so that calls into the environment do not time out while a remote
     store cannot be reached."""
 
-    def __init__(self, writer: RunWriter, pulse: Pulse, step: int) -> None:
+    def __init__(self, writer: RunWriter, heartbeat: Heartbeat, step: int) -> None:
         self.writer = writer
-        self.pulse = pulse
+        self.heartbeat = heartbeat
         self.step = step
         self.rows: dict[int, records.Rollout] = {}
         for row in writer.folder.attempts(step):
-            self.rows[row["index"]] = records.Rollout.of(row)
-        self.pulse.step = len(self.rows)
+            self.rows[row["index"]] = records.Rollout.from_row(row)
+        self.heartbeat.step = len(self.rows)
         self.seconds = 0.0
         self._tokens = 0
         self._unwritten: list[Json] = []
@@ -121,7 +121,7 @@ class Recorder:
     def add(self, rollout: Rollout) -> None:
         row = rollout.record(self.step)
         self.rows[row.index] = row
-        self.pulse.step = len(self.rows)
+        self.heartbeat.step = len(self.rows)
         self._tokens += row.completion_tokens
         self._unwritten.append(row.fields())
         if self._writing.done() and time.monotonic() - self._written > SHARD_EVERY_S:

@@ -21,11 +21,11 @@ class Cancelled(Exception):
     """The control plane asked the run to end."""
 
 
-class Pulse(threading.Thread):
+class Heartbeat(threading.Thread):
     """Writes a heartbeat every few seconds and sets `cancelled` once a cancel is requested."""
 
     def __init__(self, writer: RunWriter) -> None:
-        super().__init__(name="pulse", daemon=True)
+        super().__init__(name="heartbeat", daemon=True)
         self.writer = writer
         self.step = 0
         self.steps: int | None = None

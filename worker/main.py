@@ -34,7 +34,7 @@ from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import PATIENCE_S, RunFolder, RunWriter
 from flash_mcp.protocol.sealing import TOKEN, Receiver
 from flash_mcp.protocol.spec import EvalSpec, RunSpec, stored_spec
-from worker.heartbeat import Cancelled, Pulse
+from worker.heartbeat import Cancelled, Heartbeat
 from worker.imports import quick_imports
 from worker.process import CARDS, prepare_process
 from worker.ranks import Ranks, serve_rank, started, variables
@@ -73,29 +73,29 @@ def main() -> int:
         log.error("%s", error)
         return 3
     writer.beat(0, "start")
-    pulse = Pulse(writer)
+    heartbeat = Heartbeat(writer)
 
     def on_term(_: int, __: FrameType | None) -> None:
-        pulse.preempt()
+        heartbeat.preempt()
 
     signal.signal(signal.SIGTERM, on_term)
-    pulse.start()
+    heartbeat.start()
     started = time.monotonic()
     error = None
     try:
         if token:
-            _receive_secrets(job["run_id"], token, writer, pulse)
-        step = _work(job, writer, pulse)
-        state = "cancelled" if pulse.cancelled.is_set() else "succeeded"
+            _receive_secrets(job["run_id"], token, writer, heartbeat)
+        step = _work(job, writer, heartbeat)
+        state = "cancelled" if heartbeat.cancelled.is_set() else "succeeded"
     except Cancelled:
-        state, step = "cancelled", pulse.step
+        state, step = "cancelled", heartbeat.step
     except BaseException as raised:  # the last place where an attempt can say why it ended
-        error = _explained(raised, pulse.phase)
-        state, step = "failed", pulse.step
+        error = _explained(raised, heartbeat.phase)
+        state, step = "failed", heartbeat.step
         if error.code == "fenced":
             return 3
-    pulse.stop()
-    if state == "cancelled" and pulse.is_preempted and not folder.is_cancelled():
+    heartbeat.stop()
+    if state == "cancelled" and heartbeat.is_preempted and not folder.is_cancelled():
         state, error = "failed", _preempted(step)
     seconds = round(time.monotonic() - started, 1)
     retryable = error is not None and (_was_killed(error) or error.code in ANOTHER_MAY_CURE)
@@ -130,29 +130,29 @@ def _preempted(step: int) -> FlashError:
     return FlashError("preempted", what, step=step, fix="nothing: the run goes on by itself")
 
 
-def _receive_secrets(run_id: str, token: str, writer: RunWriter, pulse: Pulse) -> None:
+def _receive_secrets(run_id: str, token: str, writer: RunWriter, heartbeat: Heartbeat) -> None:
     """Wait for the run's secrets, and put them where an attempt on the server's machine has them:
     into variables of this process, from where the environment's process takes them.
     """
-    pulse.enter("secrets")
+    heartbeat.enter("secrets")
     receiver = Receiver(f"{run_id}-{writer.epoch}", token)
     writer.offer(receiver.offer)
     while (sealed := writer.take_sealed()) is None:
-        if pulse.cancelled.wait(SECRETS_EVERY_S):
+        if heartbeat.cancelled.wait(SECRETS_EVERY_S):
             raise Cancelled
     os.environ |= receiver.open(sealed)
 
 
-def _work(job: Json, writer: RunWriter, pulse: Pulse) -> int:
+def _work(job: Json, writer: RunWriter, heartbeat: Heartbeat) -> int:
     """Train or evaluate; the last step."""
     if "serve" in job:
-        return _serve(job, writer, pulse)
+        return _serve(job, writer, heartbeat)
     spec = stored_spec(job["spec"])
     given = variables(spec.gpus)
     own, *others = given
     os.environ.update(own)
     prepare_process()
-    job = _with_artifacts(job, pulse)
+    job = _with_artifacts(job, heartbeat)
     spec = stored_spec(job["spec"])
     # These imports come after prepare_process: torch and vLLM read the environment on import.
     with tempfile.TemporaryDirectory(prefix=_sweep_scratch(writer.folder.url)) as scratch:
@@ -161,48 +161,48 @@ def _work(job: Json, writer: RunWriter, pulse: Pulse) -> int:
                 from worker.evaluate import evaluate  # noqa: PLC0415
 
             cards = [each[CARDS] for each in given]
-            return evaluate(job, spec, writer, pulse, Path(scratch), cards)
+            return evaluate(job, spec, writer, heartbeat, Path(scratch), cards)
 
         def lost(error: FlashError, is_retryable: bool) -> None:
             log.error("%s", error)
-            if pulse.cancelled.is_set():  # the main thread saves and ends
+            if heartbeat.cancelled.is_set():  # the main thread saves and ends
                 return
             retryable = is_retryable or error.code in ANOTHER_MAY_CURE
-            _leave(_commit(writer, "failed", pulse.step, error, retryable=retryable))
+            _leave(_commit(writer, "failed", heartbeat.step, error, retryable=retryable))
 
-        with started(job, others, pulse, Path(scratch), lost) as ranks:
-            return _train(job, writer, pulse, Path(scratch), ranks)
+        with started(job, others, heartbeat, Path(scratch), lost) as ranks:
+            return _train(job, writer, heartbeat, Path(scratch), ranks)
 
 
-def _serve(job: Json, writer: RunWriter, pulse: Pulse) -> int:
+def _serve(job: Json, writer: RunWriter, heartbeat: Heartbeat) -> int:
     """Serve a deployment, which has no steps."""
     from worker.serving import serve  # noqa: PLC0415
 
-    job = _with_artifacts(job, pulse)
+    job = _with_artifacts(job, heartbeat)
     with tempfile.TemporaryDirectory(prefix=_sweep_scratch(writer.folder.url)) as scratch:
-        serve(job, writer, pulse, Path(scratch))
+        serve(job, writer, heartbeat, Path(scratch))
     return 0
 
 
-def _with_artifacts(job: Json, pulse: Pulse) -> Json:
+def _with_artifacts(job: Json, heartbeat: Heartbeat) -> Json:
     """The job with the folders that it names on this machine."""
     storage = job.get("storage")
     if storage is None:
         return job
-    pulse.enter("artifacts")
+    heartbeat.enter("artifacts")
     cache = machine_directory() / "artifacts"
     job = placed(job, Artifacts(storage["url"], patience_s=PATIENCE_S), cache)
     trim(cache, storage["cache_bytes"])
     return job
 
 
-def _train(job: Json, writer: RunWriter, pulse: Pulse, scratch: Path, ranks: Ranks) -> int:
+def _train(job: Json, writer: RunWriter, heartbeat: Heartbeat, scratch: Path, ranks: Ranks) -> int:
     with quick_imports():
         from worker.train import train  # noqa: PLC0415
 
     spec = stored_spec(job["spec"])
     assert isinstance(spec, RunSpec)
-    return train(job, spec, writer, pulse, scratch, ranks)
+    return train(job, spec, writer, heartbeat, scratch, ranks)
 
 
 def _sweep_scratch(url: str) -> str:

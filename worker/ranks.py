@@ -29,7 +29,7 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from worker.engine.ports import close_listening, listening
-from worker.heartbeat import Cancelled, Pulse
+from worker.heartbeat import Cancelled, Heartbeat
 from worker.process import CARDS
 
 if TYPE_CHECKING:
@@ -53,14 +53,14 @@ class Ranks:
 
     `Ranks()` is a run of one process. While rank 0 waits, it raises Cancelled after a cancel."""
 
-    def __init__(self, rank: int = 0, count: int = 1, pulse: Pulse | None = None) -> None:
+    def __init__(self, rank: int = 0, count: int = 1, heartbeat: Heartbeat | None = None) -> None:
         self.rank = rank
         self.count = count
         self.scratch = Path()
         """A folder that all ranks have."""
         self.engine_processes: list[Any] = []
         """Those of an engine that the ranks share; their end is that of the attempt, too."""
-        self._pulse = pulse
+        self._pulse = heartbeat
         self._group: Any = None
 
     @property
@@ -169,7 +169,7 @@ def variables(count: int) -> list[dict[str, str]]:
 def started(
     job: Json,
     others: Sequence[dict[str, str]],
-    pulse: Pulse,
+    heartbeat: Heartbeat,
     scratch: Path,
     on_lost: Callable[[FlashError, bool], None],
 ) -> Generator[Ranks]:
@@ -179,14 +179,14 @@ def started(
     `on_lost` is called on a thread of its own when one of them ends before its time, with the error
     and whether the process was lost: then another attempt may succeed."""
     count = 1 + len(others)
-    ranks = Ranks(0, count, pulse)
+    ranks = Ranks(0, count, heartbeat)
     if count == 1:
         yield ranks
         return
     body = {"job": job, "parent": os.getpid(), "count": count}
     (scratch / JOB).write_text(json.dumps(body))
     (scratch / PROGRESS).write_bytes(bytes(8 * count))
-    pulse.elsewhere = lambda: sum(_progress(scratch))
+    heartbeat.elsewhere = lambda: sum(_progress(scratch))
     children = [
         subprocess.Popen(
             [sys.executable, *sys.orig_argv[1:], "--rank", str(rank), "--scratch", str(scratch)],
@@ -203,7 +203,7 @@ def started(
     try:
         ranks.connect(scratch)
         yield ranks
-        if not pulse.cancelled.is_set():  # else they wait for a step that this rank leaves out
+        if not heartbeat.cancelled.is_set():  # else they wait for a step that this rank leaves out
             _wait_for(children)
     except RuntimeError:
         # Perhaps a connection broke because a rank ended. Then the watch says why, and ends us all.
@@ -274,7 +274,7 @@ def _progress(scratch: Path) -> list[int]:
     return list(memoryview((scratch / PROGRESS).read_bytes()).cast("q"))
 
 
-class RankPulse(Pulse):
+class RankPulse(Heartbeat):
     """The heartbeat of the other ranks: rank 0 writes it, with their progress."""
 
     def __init__(self, writer: RunWriter, rank: int, scratch: Path) -> None:
@@ -299,24 +299,24 @@ def serve_rank(
     attempt: int,
     rank: int,
     scratch: Path,
-    work: Callable[[Json, RunWriter, Pulse, Path, Ranks], object],
+    work: Callable[[Json, RunWriter, Heartbeat, Path, Ranks], object],
     explain: Callable[[BaseException, str], FlashError],
 ) -> int:
     """Be one of the other ranks: `work` as rank 0 does; the exit code."""
     given: Json = json.loads((scratch / JOB).read_text())
     die_with_parent(given["parent"])
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 decides
-    pulse = RankPulse(ReadingWriter(folder, attempt), rank, scratch)
+    heartbeat = RankPulse(ReadingWriter(folder, attempt), rank, scratch)
     own = scratch / f"rank-{rank}"
     own.mkdir()
     try:
-        ranks = Ranks(rank, given["count"], pulse)
+        ranks = Ranks(rank, given["count"], heartbeat)
         ranks.connect(scratch)
-        work(given["job"], pulse.writer, pulse, own, ranks)
+        work(given["job"], heartbeat.writer, heartbeat, own, ranks)
     except BaseException as raised:  # the last place where this rank can say why it ended
         if isinstance(raised, RuntimeError):
             time.sleep(LEAVE_S)  # perhaps another rank ended: see `started`
-        error = explain(raised, pulse.phase)
+        error = explain(raised, heartbeat.phase)
         _error_file(scratch, rank).write_text(json.dumps(error.to_dict()))
         return 1
     return 0

@@ -32,7 +32,7 @@ from flash_mcp.protocol.paths import write_private
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import RunWriter
 from flash_mcp.protocol.server_log import STARTED, told_error
-from worker.heartbeat import Cancelled, Pulse
+from worker.heartbeat import Cancelled, Heartbeat
 
 log = logging.getLogger("worker")
 ALONE_S = 1800.0
@@ -46,14 +46,14 @@ COMMAND = ("-P", "-m", "worker.engine.serve")
 DAYS = 365
 
 
-def serve(job: Json, writer: RunWriter, pulse: Pulse, scratch: Path) -> None:
+def serve(job: Json, writer: RunWriter, heartbeat: Heartbeat, scratch: Path) -> None:
     """Serve until the supervisor ends the attempt, or nobody wants anything any more.
 
     FlashError(deployment_failed, or what the server says) if it ends by itself."""
     addresses = own_addresses()
     certificate = make_certificate(scratch, addresses)
     port = free_port("0.0.0.0")
-    pulse.enter("serve")
+    heartbeat.enter("serve")
     child = _start(job, port, scratch)
     try:
         client = httpx.Client(
@@ -65,12 +65,12 @@ def serve(job: Json, writer: RunWriter, pulse: Pulse, scratch: Path) -> None:
         with client:
             while not _answers(client):
                 child.check()
-                _pause(pulse, START_S)
+                _pause(heartbeat, START_S)
             listening = Listening(addresses, port, certificate, job["init_adapter"]["path"])
             writer.listens(listening.signed(os.environ["FLASH_ADMIN_KEY"]))
             while not _is_alone(client):
                 child.check()
-                _pause(pulse, LOOK_S)
+                _pause(heartbeat, LOOK_S)
         log.info("nothing was heard of the supervisor for %.0f s: the server ends", ALONE_S)
     finally:
         child.stop()
@@ -156,8 +156,8 @@ def _is_alone(client: httpx.Client) -> bool:
     return False
 
 
-def _pause(pulse: Pulse, seconds: float) -> None:
-    if pulse.cancelled.wait(seconds):
+def _pause(heartbeat: Heartbeat, seconds: float) -> None:
+    if heartbeat.cancelled.wait(seconds):
         raise Cancelled
 
 

@@ -22,9 +22,9 @@ from peft import PeftModel
 from transformers import AutoTokenizer, GenerationConfig
 
 from environments.checks.constants import best_constant
-from environments.process.foreign import plain_name
 from environments.process.host import EnvironmentHost
 from environments.process.sandbox import describe
+from environments.process.untrusted_text import plain_name
 from environments.settings import LOCAL_OWNER, identity
 from flash_mcp.protocol import records
 from flash_mcp.protocol.errors import FlashError
@@ -36,7 +36,7 @@ from worker.engine import measure
 from worker.engine.fetch import commit_of, config_of, ensure, log_progress
 from worker.engine.vllm import Sync, VllmEngine, can_share, default_sync
 from worker.event_loop import AsyncRunner
-from worker.heartbeat import Cancelled, Pulse
+from worker.heartbeat import Cancelled, Heartbeat
 from worker.process import CARDS
 from worker.ranks import ALONE, Ranks, lost_process
 from worker.rollouts import scheduler
@@ -93,7 +93,7 @@ def load_model(
     job: Json,
     spec: RunSpec | EvalSpec,
     writer: RunWriter,
-    pulse: Pulse,
+    heartbeat: Heartbeat,
     *,
     trains: bool,
     at_once: int = 1,
@@ -102,11 +102,11 @@ def load_model(
 ) -> Model:
     """Without `trains`, the policy is loaded only if the engine cannot read the job's adapter; that
     of several `cards` can."""
-    pulse.enter("model")
+    heartbeat.enter("model")
     tell = log_progress()
 
     def on_fetched(stage: str, share: float) -> None:
-        pulse.advance()
+        heartbeat.advance()
         tell(stage, share)
 
     pinned = _pinned_commit(writer.folder) or job.get("lineage", {}).get("model_commit")
@@ -144,7 +144,7 @@ def load_model(
         if most > 1:
             return _shared_model(path, template, dtype, max_length, arguments, writer, ranks)
         sync = ranks.from_first(
-            lambda: choose_sync(path, spec, dtype, max_length, at_once, writer, pulse)
+            lambda: choose_sync(path, spec, dtype, max_length, at_once, writer, heartbeat)
         )
         policy = load_policy(path, **arguments, four_bit=is_four_bit(spec))
     return Model(path, template, dtype, max_length, policy, sync)
@@ -201,7 +201,7 @@ def choose_sync(
     max_length: int,
     at_once: int,
     writer: RunWriter,
-    pulse: Pulse,
+    heartbeat: Heartbeat,
 ) -> Sync | None:
     """The way of a sync that is faster for this run on this card; an event says what was measured.
 
@@ -222,14 +222,14 @@ def choose_sync(
         device=torch.cuda.get_device_name(),
         engine=metadata.version("vllm"),
     )
-    pulse.enter("sync")
+    heartbeat.enter("sync")
     try:
         choice = measure.choose(
             load,
             at_once * spec.max_tokens,
             home() / SYNC_FIGURES,
             may_measure=(spec.steps or 0) >= MEASURED_STEPS,
-            is_cancelled=pulse.cancelled.is_set,
+            is_cancelled=heartbeat.cancelled.is_set,
         )
     except (FlashError, OSError) as error:
         writer.event("warning", f"how the engine gets the policy was not measured: {error}")
@@ -280,18 +280,18 @@ def start_environment(
     job: Json,
     spec: RunSpec | EvalSpec,
     writer: RunWriter,
-    pulse: Pulse,
+    heartbeat: Heartbeat,
     runner: AsyncRunner,
     ranks: Ranks,
 ) -> EnvironmentHost:
     """The job's environment in its process. The run's secrets leave this process's variables.
 
     Each rank has an environment of its own, and its share of the run's concurrency."""
-    pulse.enter("environment")
+    heartbeat.enter("environment")
     secrets = {name: os.environ.pop(name) for name in spec.secrets if name in os.environ}
 
     async def on_progress(message: str) -> None:
-        pulse.advance()
+        heartbeat.advance()
         writer.event("phase", message)
 
     environment = job["environment"]
@@ -306,7 +306,7 @@ def start_environment(
         place_timeout_s=PLACE_TIMEOUT_S,
     )
     try:
-        host = runner.run(starting, stop=pulse.cancelled)
+        host = runner.run(starting, stop=heartbeat.cancelled)
     except CancelledError:
         raise Cancelled from None
     writer.event("sandbox", describe(host.sandbox))
@@ -320,7 +320,7 @@ class Session(Generic[S]):
         self,
         spec: S,
         writer: RunWriter,
-        pulse: Pulse,
+        heartbeat: Heartbeat,
         model: Model,
         host: EnvironmentHost,
         runner: AsyncRunner,
@@ -330,7 +330,7 @@ class Session(Generic[S]):
         self.ranks = ranks
         self.spec = spec
         self.writer = writer
-        self.pulse = pulse
+        self.heartbeat = heartbeat
         self.model = model
         self.host = host
         self.runner = runner
@@ -354,7 +354,7 @@ class Session(Generic[S]):
         job: Json,
         spec: S,
         writer: RunWriter,
-        pulse: Pulse,
+        heartbeat: Heartbeat,
         *,
         at_once: int,
         trains: bool,
@@ -363,11 +363,11 @@ class Session(Generic[S]):
     ) -> Generator[Self]:
         """Model and environment, ready for rollouts, `at_once` of them at the same time."""
         model = load_model(
-            job, spec, writer, pulse, trains=trains, at_once=at_once, ranks=ranks, cards=cards
+            job, spec, writer, heartbeat, trains=trains, at_once=at_once, ranks=ranks, cards=cards
         )
         with AsyncRunner() as runner:
-            host = start_environment(job, spec, writer, pulse, runner, ranks)
-            session = cls(spec, writer, pulse, model, host, runner, at_once, ranks)
+            host = start_environment(job, spec, writer, heartbeat, runner, ranks)
+            session = cls(spec, writer, heartbeat, model, host, runner, at_once, ranks)
             try:
                 yield session
             except Exception as error:
@@ -387,7 +387,7 @@ class Session(Generic[S]):
     def start_engine(self) -> tuple[VllmEngine, scheduler.Generator]:
         """The engine and the generator of its turns; made once."""
         if self._engine is None or self._generator is None:
-            self.pulse.enter("engine")
+            self.heartbeat.enter("engine")
             engine = self._engine = VllmEngine(
                 self.model.path,
                 max_length=self.limits.max_length,
@@ -456,7 +456,7 @@ class Session(Generic[S]):
         _, generator = self.start_engine()
 
         def done(rollout: Rollout) -> None:
-            self.pulse.advance()
+            self.heartbeat.advance()
             on_done(rollout)
 
         template = self.model.template
@@ -502,7 +502,7 @@ class Session(Generic[S]):
     def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """The coroutine's result; raises Cancelled after a cancel."""
         try:
-            return self.runner.run(coroutine, stop=self.pulse.cancelled)
+            return self.runner.run(coroutine, stop=self.heartbeat.cancelled)
         except CancelledError:
             raise Cancelled from None
 
@@ -515,9 +515,9 @@ class TrainingSession(Session[RunSpec]):
         self.reporter = Reporter(
             self.writer,
             spec,
-            self.pulse.cancelled,
+            self.heartbeat.cancelled,
             before_step=self._before_step,
-            advance=self.pulse.advance,
+            advance=self.heartbeat.advance,
             saves=self.ranks.is_first,
         )
         self.resumed_at = 0
@@ -580,7 +580,7 @@ class TrainingSession(Session[RunSpec]):
         """
         spec = self.spec
         examples = examples_of(step, spec.batch_size, self.host.splits["train"], spec.seed)
-        self.pulse.enter("sync", step - 1)
+        self.heartbeat.enter("sync", step - 1)
         sync_s = self.sync(step - 1)
         tasks = task_groups(
             "train",
@@ -590,13 +590,13 @@ class TrainingSession(Session[RunSpec]):
         )
         # A group stays on one rank: its advantages need all its rewards.
         own = list(itertools.chain.from_iterable(self.own(scheduler.grouped(tasks))))
-        self.pulse.enter("rollout", of=len(tasks))
+        self.heartbeat.enter("rollout", of=len(tasks))
         started = time.monotonic()
         rollouts = self.collect(own, self.limits)
         every = self._from_all(rollouts)
         if self.ranks.is_first:
             self._report_rollouts(step, every, time.monotonic() - started, sync_s)
-        self.pulse.enter("train")
+        self.heartbeat.enter("train")
         if self.model.is_shared:
             groups = self.ranks.mine(range(spec.batch_size))
             rollouts = [each for each in every if each.task.group in groups]
@@ -649,7 +649,7 @@ class TrainingSession(Session[RunSpec]):
         if step <= self.resumed_at and self.writer.folder.evaluation(step):
             return
         self.sync(step)
-        self.pulse.enter("eval", step, of=total)
+        self.heartbeat.enter("eval", step, of=total)
         ours = self.limits
         limits = Limits(ours.max_tokens, ours.max_length, temperature=0.0, stop=ours.stop)
         started = time.monotonic()
@@ -660,7 +660,7 @@ class TrainingSession(Session[RunSpec]):
         parts = self.ranks.gather([row.fields() for row in own])
         if not self.ranks.is_first:
             return
-        rows = [records.Rollout.of(fields) for part in parts for fields in part]
+        rows = [records.Rollout.from_row(fields) for part in parts for fields in part]
         rows.sort(key=lambda row: row.index)
         summary = summarize_evaluation(rows, seconds=time.monotonic() - started)
         summary |= self.constant_level("eval", range(total))
@@ -670,11 +670,11 @@ class TrainingSession(Session[RunSpec]):
 
     def _before_step(self, step: int, steps: int) -> None:
         """After `step` steps of `steps`, before the next one."""
-        self.pulse.steps = steps
-        self.pulse.enter(self.pulse.phase, step)
+        self.heartbeat.steps = steps
+        self.heartbeat.enter(self.heartbeat.phase, step)
         if step and self.spec.eval_every and step % self.spec.eval_every == 0:
             self.evaluate(step)
-            self.pulse.enter("train")
+            self.heartbeat.enter("train")
 
 
 def examples_of(step: int, count: int, total: int, seed: int) -> list[int]:

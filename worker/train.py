@@ -13,7 +13,7 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import OPTIMIZER, RunWriter
 from flash_mcp.protocol.spec import RunSpec
-from worker.heartbeat import Cancelled, Pulse
+from worker.heartbeat import Cancelled, Heartbeat
 from worker.imports import quick_imports
 from worker.ranks import ALONE, Ranks, check_devices
 from worker.session import TrainingSession
@@ -32,7 +32,7 @@ fails is missing from the data.
 
 
 def train(
-    job: Json, spec: RunSpec, writer: RunWriter, pulse: Pulse, scratch: Path, ranks: Ranks
+    job: Json, spec: RunSpec, writer: RunWriter, heartbeat: Heartbeat, scratch: Path, ranks: Ranks
 ) -> int:
     """Train and return the last step. Raises FlashError, or Cancelled once the latest step is
     saved.
@@ -41,14 +41,14 @@ def train(
     memory.share_machine(ranks.count)
     resume_from = _resume_point(writer, scratch, ranks)
     if resume_from:
-        pulse.step = resume_from[0]
+        heartbeat.step = resume_from[0]
     at_once = math.ceil(spec.batch_size / ranks.count) * spec.rollouts_per_prompt
     with TrainingSession.opened(
-        job, spec, writer, pulse, at_once=at_once, trains=True, ranks=ranks
+        job, spec, writer, heartbeat, at_once=at_once, trains=True, ranks=ranks
     ) as session:
         if resume_from:
             session.resumed_at = session.reporter.saved_step = resume_from[0]
-        watched = {"max_error_share": spec.max_error_share, "advance": pulse.advance}
+        watched = {"max_error_share": spec.max_error_share, "advance": heartbeat.advance}
         tasks = RESUMED_TASKS if resume_from else PREFLIGHT_TASKS
         host = session.host
         model = session.model
@@ -105,7 +105,7 @@ def _sft_trainer(
     if session.ranks.count > 1 and not common["packed"]:
         what = "sft on several GPUs needs the packed pass, which this model lacks"
         raise FlashError("invalid_argument", what, gpus=session.ranks.count, fix="use gpus=1")
-    session.pulse.enter("dataset")
+    session.heartbeat.enter("dataset")
     dataset = job.get("dataset")
     rows = session.ranks.from_first(
         lambda: dataset_rows(dataset, template) if dataset else _gold_rows(session)
@@ -130,11 +130,11 @@ def _sft_trainer(
 def _gold_rows(session: TrainingSession) -> dict[str, list[Row]]:
     """The environment's gold answers. An event reports those that are missing."""
     share = min(session.spec.max_error_share, GOLD_ERROR_SHARE)
-    watched = {"max_error_share": share, "advance": session.pulse.advance}
+    watched = {"max_error_share": share, "advance": session.heartbeat.advance}
     host = session.host
     rows: dict[str, list[Row]] = {}
     for name, split in GOLD_SPLITS.items():
-        session.pulse.enter("dataset", of=host.splits.get(split, 0))
+        session.heartbeat.enter("dataset", of=host.splits.get(split, 0))
         rows[name] = session.wait(gold_rows(host, session.model.template, split, **watched))
         if missing := host.splits.get(split, 0) - len(rows[name]):
             what = f"{missing} {split} tasks failed in environment code and were left out"
@@ -160,8 +160,8 @@ def _steps(trainer: Any, session: TrainingSession, resume_from: tuple[int, Path]
     spec = session.spec
     if spec.eval_before and resume_from is None:
         session.evaluate(0)
-    pulse = session.pulse
-    pulse.enter("train")
+    heartbeat = session.heartbeat
+    heartbeat.enter("train")
     try:
         trainer.train(resume_from_checkpoint=str(resume_from[1]) if resume_from else None)
     except Cancelled:
@@ -174,7 +174,7 @@ def _steps(trainer: Any, session: TrainingSession, resume_from: tuple[int, Path]
         pass
     step = trainer.state.global_step
     is_due = spec.eval_after or (spec.eval_every and step % spec.eval_every == 0)
-    if is_due and not pulse.cancelled.is_set():
+    if is_due and not heartbeat.cancelled.is_set():
         session.evaluate(step)
     return step
 

@@ -31,7 +31,7 @@ from fractions import Fraction
 from numbers import Integral, Real
 from typing import Any, cast
 
-from environments import kept
+from environments import task_cache
 from environments.base import (
     ArgumentsError,
     ChatMessage,
@@ -119,8 +119,8 @@ def load(
         return [("train", each) for each in train] + [("eval", each) for each in held_out]
 
     tasks: dict[str, list[TaskExample]] = {"train": [], "eval": []}
-    name = kept.name_of(dataset, train_size, eval_size, seed, sorted(config.items()))
-    for split, entry in kept.rows(name, generate):
+    name = task_cache.name_of(dataset, train_size, eval_size, seed, sorted(config.items()))
+    for split, entry in task_cache.rows(name, generate):
         task = TaskExample(record=entry, input=entry["question"], output=entry["answer"])
         tasks[split].append(task)
     if not tasks["train"]:

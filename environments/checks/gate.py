@@ -46,8 +46,8 @@ from environments.checks.report import (
 )
 from environments.checks.splits import shared_tasks
 from environments.process import requirements
-from environments.process.foreign import plain_name
 from environments.process.host import EnvironmentFault, EnvironmentHost
+from environments.process.untrusted_text import plain_name
 from environments.tools import TOOL_ERROR
 
 ROWS = {"train": 5, "eval": 3}

@@ -14,8 +14,8 @@ from environments.base import Environment, EnvironmentSingleTurn
 from environments.checks.playing import Answers, Played, Turn
 from environments.process import requirements, sandbox
 from environments.process.faults import FIXES, EnvironmentFault, remedy
-from environments.process.foreign import quoted
 from environments.process.host import Score
+from environments.process.untrusted_text import quoted
 from environments.tools import text_of
 
 

@@ -37,7 +37,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Literal, Never, cast
 
-from environments import adapters, kept
+from environments import adapters, task_cache
 from environments.adapters import freesolo
 from environments.base import (
     ArgumentsError,
@@ -199,13 +199,13 @@ class Child:
             "splits": {name: len(examples) for name, examples in self._splits.items()},
             "max_score_concurrency": score_concurrency,
             "scores_groups": scores_groups,
-            "generated": kept.names(),
+            "generated": task_cache.names(),
         }
 
     def _import_and_load(self, args: dict[str, Any]) -> Any:
         if not (self.folder / "environment.py").is_file():
             raise _invalid(f"there is no environment.py in {self.folder}")
-        kept.use(self.folder)
+        task_cache.use(self.folder)
         module = importlib.import_module("environment")
         if not callable(getattr(module, "load_environment", None)):
             what = (
@@ -245,7 +245,7 @@ class Child:
     async def op_generated(self, name: str, first: int) -> str:
         """A page of the text of generated rows from `first` on; "" after the last one."""
         if name not in self._generated:
-            self._generated[name] = await asyncio.to_thread(kept.made, name)
+            self._generated[name] = await asyncio.to_thread(task_cache.made, name)
         return self._generated[name][first : first + PAGE_CHARACTERS]
 
     async def op_start_episode(self, episode: int, split: str, index: int) -> dict[str, Any]:

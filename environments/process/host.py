@@ -27,11 +27,10 @@ from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self, cast
 
-from environments import kept
+from environments import task_cache
 from environments.base import ChatMessage
 from environments.process import requirements, scratch
 from environments.process.faults import EnvironmentFault
-from environments.process.foreign import marked
 from environments.process.redaction import Redactor
 from environments.process.replies import (
     NO_USAGE,
@@ -44,6 +43,7 @@ from environments.process.replies import (
 )
 from environments.process.sandbox import FILE as NEEDS_FILE
 from environments.process.sandbox import READABLE_VARIABLE, Bounds, Needs
+from environments.process.untrusted_text import marked
 from environments.process.warden import MEMORY_EXIT_CODE, SWEEP_TIMEOUT_S, UNPROTECTED_EXIT_CODE
 from environments.settings import FILE as SETTINGS_FILE
 from environments.settings import (
@@ -377,8 +377,8 @@ class EnvironmentHost:
         return tasks
 
     async def generated(self) -> dict[str, str]:
-        """What loading generated that the version does not keep, by name, for `kept.keep`. Rows
-        that hold a secret are left out.
+        """What loading generated that the version does not keep, by name, for `task_cache.keep`.
+        Rows that hold a secret are left out.
         """
         child = await self._live_child()
         found: dict[str, str] = {}
@@ -386,7 +386,7 @@ class EnvironmentHost:
             text = ""
             while page := await self._call(child, "generated", name=name, first=len(text)):
                 text += page
-                if len(text) > kept.MAX_BYTES:
+                if len(text) > task_cache.MAX_BYTES:
                     raise child.end_as_forger()
             if text and self._redactor.text(text) == text:
                 found[name] = text

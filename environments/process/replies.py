@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from environments import kept
+from environments import task_cache
 from environments.base import ChatMessage
 from environments.process.redaction import Redactor
 from environments.tools import NAME
@@ -149,7 +149,7 @@ class Reader:
             value, "splits", "max_score_concurrency", "scores_groups", "generated"
         )
         names = [_string(name) for name in _items(generated)]
-        if len(names) > kept.MAX_NAMES or not all(map(kept.is_name, names)):
+        if len(names) > task_cache.MAX_NAMES or not all(map(task_cache.is_name, names)):
             raise ForgedError
         train, held_out = _fields(splits, "train", "eval")
         return {
@@ -163,7 +163,7 @@ class Reader:
         }
 
     def _generated(self, value: Any) -> str:
-        page = _string(value, kept.MAX_BYTES)
+        page = _string(value, task_cache.MAX_BYTES)
         if not page.isascii():
             raise ForgedError
         return page

@@ -54,9 +54,9 @@ from typing import IO
 
 from environments.process import kernel, namespaces, sandbox, scratch, warden
 from environments.process.faults import EnvironmentFault
-from environments.process.foreign import visible
 from environments.process.locks import lock as wait_for_lock
 from environments.process.locks import try_lock
+from environments.process.untrusted_text import visible
 from environments.settings import load_settings, machine_directory, read_small, state_directory
 
 FILE = "requirements.txt"

@@ -41,7 +41,7 @@ from flash_mcp.state.store import Store, open_store
 from flash_mcp.supervisor.launch import devices
 from flash_mcp.supervisor.launch.local import find_gpus
 from flash_mcp.supervisor.process import is_supervised, unfit
-from flash_mcp.tools.shared.fitting import shorten
+from flash_mcp.tools.shared.truncation import shorten
 from flash_mcp.tools.shared.waiting import obstacles
 
 FREE_DISK_GIB = 5.0

@@ -29,7 +29,7 @@ from flash_mcp.state import tokens
 from flash_mcp.state.owners import Limits
 from flash_mcp.state.store import open_store
 from flash_mcp.supervisor.keeper import kept
-from flash_mcp.tools.shared.fitting import utc
+from flash_mcp.tools.shared.truncation import utc
 
 Arguments = argparse.Namespace
 Run = Callable[[Arguments], int | None]
@@ -174,14 +174,14 @@ def supervise(arguments: Arguments) -> int:
 
     Replaces one that hangs, or that is of an older version and not in a terminal. Exits with 1 if
     another supervisor looks after this state directory."""
-    from flash_mcp.supervisor.loop import Patience, Supervisor  # noqa: PLC0415
+    from flash_mcp.supervisor.loop import Supervisor, Timeouts  # noqa: PLC0415
     from flash_mcp.supervisor.loop import supervise as run  # noqa: PLC0415
     from flash_mcp.supervisor.process import replace_unfit, unfit  # noqa: PLC0415
 
     logging.getLogger().setLevel(logging.INFO)
-    patience = Patience()
+    patience = Timeouts()
     if arguments.idle_exit_s is not None:
-        patience = Patience(idle_exit_s=arguments.idle_exit_s)
+        patience = Timeouts(idle_exit_s=arguments.idle_exit_s)
     replace_unfit(home())
     is_foreground = sys.stdin.isatty()  # False for a service
     if run(home(), lambda base: Supervisor(base, patience=patience), is_foreground=is_foreground):

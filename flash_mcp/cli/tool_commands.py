@@ -23,7 +23,7 @@ from flash_mcp.protocol.errors import FlashError
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from flash_mcp.tools.shared.frame import Tool
+    from flash_mcp.tools.shared.tool_base import Tool
 
 EXAMPLES = {
     "cancel": "cancel run-2f9k1c8d --reason 'wrong data'",
@@ -184,7 +184,7 @@ def _text(word: str) -> str:
 
 def _run_tool(tool: Tool, arguments: argparse.Namespace) -> int:
     from flash_mcp.judgement import curve as drawing  # noqa: PLC0415
-    from flash_mcp.tools.shared.frame import illustrations  # noqa: PLC0415
+    from flash_mcp.tools.shared.tool_base import illustrations  # noqa: PLC0415
 
     curves = illustrations()
     try:
@@ -235,7 +235,7 @@ def call(tool: Tool, given: dict[str, Any]) -> BaseModel:
     from pydantic import ValidationError  # noqa: PLC0415
 
     from flash_mcp.protocol.spec import explain  # noqa: PLC0415
-    from flash_mcp.tools.shared.frame import check_arguments, listen  # noqa: PLC0415
+    from flash_mcp.tools.shared.tool_base import check_arguments, listen  # noqa: PLC0415
 
     check_arguments(tool, given)
     try:

@@ -21,8 +21,8 @@ from pydantic import PlainSerializer
 
 from flash_mcp.judgement import health, statistics
 from flash_mcp.judgement.statistics import Interval
-from flash_mcp.protocol.parts import Part, Rounded
 from flash_mcp.protocol.records import Evaluation, Json
+from flash_mcp.protocol.result_model import ResultModel, Rounded
 
 Outcome = Literal["improved", "no_change", "regressed", "underpowered"]
 Test = Literal["mcnemar_exact", "paired_bootstrap", "noise_band"]
@@ -38,7 +38,7 @@ def _three_digits(p: float) -> float:
     return float(f"{p:.3g}")
 
 
-class Change(Part):
+class Change(ResultModel):
     """How much one metric differs: other - base."""
 
     outcome: Outcome
@@ -55,7 +55,7 @@ class Change(Part):
     explanation: str
 
 
-class Verdict(Part):
+class Verdict(ResultModel):
     """The newest held-out evaluation against the one before training."""
 
     outcome: Outcome | Literal["contaminated"]

@@ -13,8 +13,8 @@ from statistics import fmean, median, pstdev
 from typing import Literal
 
 from flash_mcp.judgement import attempts
-from flash_mcp.protocol.parts import Part, Rounded
 from flash_mcp.protocol.records import Try
+from flash_mcp.protocol.result_model import ResultModel, Rounded
 
 Metrics = Mapping[str, float | None]
 Severity = Literal["warning", "problem"]
@@ -36,7 +36,7 @@ SPIKES = {"kl": 0.5, "sampling_kl": 0.05, "is_ratio/clipped_share": 0.05}
 """Metrics that may jump, each with the value below which a jump does not count."""
 
 
-class Trend(Part):
+class Trend(ResultModel):
     """How a metric moved over the training steps so far."""
 
     first: Rounded
@@ -51,7 +51,7 @@ class Trend(Part):
     """All steps as bars, from least to greatest."""
 
 
-class Flag(Part):
+class Flag(ResultModel):
     """A warning sign."""
 
     name: str

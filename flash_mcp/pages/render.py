@@ -18,10 +18,10 @@ from typing import Any, cast
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from environments.process.foreign import visible
+from environments.process.untrusted_text import visible
 from flash_mcp.pages.charts import Axis
 from flash_mcp.protocol.records import text_of
-from flash_mcp.tools.shared.fitting import shorten, utc
+from flash_mcp.tools.shared.truncation import shorten, utc
 
 TEMPLATES = Path(__file__).with_name("templates")
 MESSAGE_CHARACTERS = 4000

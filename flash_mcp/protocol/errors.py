@@ -1,7 +1,8 @@
 """Every anticipated failure: one class with a stable code and a fix.
 
 An agent reads `str(error)`:  `[code key=value] what happened. Fix: what to do next.`, and below it,
-in marked lines, what an environment or a model's template wrote (environments.process.foreign).
+in marked lines, what an environment or a model's template wrote
+(environments.process.untrusted_text).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path, PurePath
 from typing import Any, Self, cast
 
 from environments.process.faults import EnvironmentFault
-from environments.process.foreign import quoted, visible
+from environments.process.untrusted_text import quoted, visible
 from flash_mcp.protocol.paths import HomeError, home
 
 EVIDENCE_CHARACTERS = 900

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from flash_mcp.protocol.parts import Part
+from flash_mcp.protocol.result_model import ResultModel
 
 ExportKind = Literal["merged", "adapter", "gguf-f16", "gguf-q8_0"]
 
 
-class ExportJob(Part):
+class ExportJob(ResultModel):
     """One model to write."""
 
     kind: ExportKind
@@ -28,7 +28,7 @@ class ExportJob(Part):
     """Messages whose greedy answers are compared."""
 
 
-class Agreement(Part):
+class Agreement(ResultModel):
     """Greedy answers of the written file, read back, against those of the model in memory."""
 
     tokens: int
@@ -37,7 +37,7 @@ class Agreement(Part):
     """Of them, those before the first difference of each answer."""
 
 
-class Exported(Part):
+class Exported(ResultModel):
     """What was written."""
 
     base_digest: str

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
-from environments.process.foreign import is_plain, plain_name
+from environments.process.untrusted_text import is_plain, plain_name
 from environments.settings import identity
 from environments.tools import text_of as text_of  # for all of flash_mcp: judgement sees records
 from flash_mcp.protocol.spec import LOCAL_TARGET, EvalSpec, RunSpec, stored_spec
@@ -29,7 +29,7 @@ class Record:
     """What every record can do."""
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> Self:
+    def from_row(cls, fields: Mapping[str, Any]) -> Self:
         """The record with these fields; names that this version does not know are left out."""
         names = (known.name for known in dataclasses.fields(cls))
         return cls(**{name: fields[name] for name in names if name in fields})
@@ -93,15 +93,15 @@ class Run(Record):
     """Where its attempts run: a name of targets.toml, or the server's own machine."""
     handle: str | None = None
     """What the target's engine calls the newest attempt, once it was submitted."""
-    waits_for: str | None = None
+    pending_reason: str | None = None
     """Why the newest attempt has not started, in the engine's own words; None once it has."""
     preemptions: int = 0
     """Attempts that the engine ended for its own reasons. They do not count as attempts."""
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> Self:
+    def from_row(cls, fields: Mapping[str, Any]) -> Self:
         """The run of a stored row."""
-        return super().of({**fields, "spec": stored_spec(fields["spec"])})
+        return super().from_row({**fields, "spec": stored_spec(fields["spec"])})
 
     @property
     def name(self) -> str | None:

@@ -57,14 +57,14 @@ from flash_mcp.state.runs import folder_of
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.shared import playbook
-from flash_mcp.tools.shared.fitting import RESULT_CHARACTERS, fit, to_text, unwrapped
-from flash_mcp.tools.shared.frame import (
+from flash_mcp.tools.shared.tool_base import (
     CALL_TIMEOUT_S,
     Tool,
     check_arguments,
     illustrations,
     listen,
 )
+from flash_mcp.tools.shared.truncation import RESULT_CHARACTERS, fit, to_text, unwrapped
 
 INSTRUCTIONS = """\
 Trains language models (LoRA; GRPO or SFT) on this machine, on tasks that you write as a Python

@@ -37,9 +37,9 @@ from flash_mcp.state.serving import request_stop
 from flash_mcp.state.store import open_store
 from flash_mcp.supervisor.keeper import look_after
 from flash_mcp.tools.deploy import Deployed, describe, failure
-from flash_mcp.tools.shared.fitting import RESULT_CHARACTERS, fit, to_text
-from flash_mcp.tools.shared.next_steps import Situation, next_of
+from flash_mcp.tools.shared.next_steps import RunContext, next_of
 from flash_mcp.tools.shared.scores import scores
+from flash_mcp.tools.shared.truncation import RESULT_CHARACTERS, fit, to_text
 from flash_mcp.tools.shared.waiting import obstacle, obstacles
 from flash_mcp.tools.status import status
 
@@ -202,7 +202,7 @@ async def _what_was_found(run: Run) -> Json:
     found = await run_sync(scores, store, run)
     near = await run_sync(store.near, run)
     shown = {} if found is None else {"scores": found.model_dump(mode="json")}
-    return {"done": run.step, **shown, "next": next_of(Situation(run=run, near=near))}
+    return {"done": run.step, **shown, "next": next_of(RunContext(run=run, near=near))}
 
 
 ENDINGS: dict[str, Callable[[Run], Awaitable[Json]]] = {
@@ -233,9 +233,9 @@ class Runs:
         run, tool, result = await run_sync(self._read, task_id)
         job = functools.partial(Job, created=run.created, updated=run.updated)
         if run.state in ACTIVE:
-            held_up = await run_sync(obstacles, open_store(), run)
+            blocked = await run_sync(obstacles, open_store(), run)
             at = f"{run.state}, step {run.step} of {run.steps or '?'}"
-            return job("working", message=held_up[0] if held_up else at)
+            return job("working", message=blocked[0] if blocked else at)
         if run.state == "cancelled":
             return job("cancelled", message=run.cancel_reason or None)
         if run.state == "failed" and run.error:
@@ -270,8 +270,8 @@ class Deployments:
         job = functools.partial(Job, created=row.created, updated=row.updated)
         match row.state:
             case "starting":
-                held_up = await run_sync(obstacle, open_store())
-                return job("working", message=str(held_up or f"starting {row.model}"))
+                blocked = await run_sync(obstacle, open_store())
+                return job("working", message=str(blocked or f"starting {row.model}"))
             case "ready":
                 return job("completed", result=completed(found.model_dump(mode="json")))
             case "failed":

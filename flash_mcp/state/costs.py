@@ -91,7 +91,7 @@ def over_limit(store: Store) -> set[str]:
         price = price_of_hour(store.base, row["target"]).price_per_hour
         spent[row["owner"]] = spent.get(row["owner"], 0.0) + row["seconds"] / 3600 * price
     on_targets = "SELECT * FROM main.deployments WHERE json_extract(data, '$.target') IS NOT NULL"
-    for row in map(Deployment.of, store.query(on_targets)):
+    for row in map(Deployment.from_row, store.query(on_targets)):
         if row.state not in LIVE_DEPLOYMENT and row.updated < time.time() - DAY_S:
             continue
         price = price_of_hour(store.base, row.data["target"]).price_per_hour

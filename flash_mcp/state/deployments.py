@@ -28,13 +28,13 @@ class DeploymentTable(Connection):
         """Deployments in these states, by default all; oldest first."""
         only = f"WHERE state IN ({marks(states)})" if states else ""
         sql = f"SELECT * FROM deployments {only} ORDER BY created, id"
-        return [Deployment.of(row) for row in self.query(sql, states)]
+        return [Deployment.from_row(row) for row in self.query(sql, states)]
 
     def deployment(self, deployment_id: str) -> Deployment:
         """The deployment of that id, or FlashError(unknown_deployment)."""
         rows = self.query("SELECT * FROM deployments WHERE id = ?", [deployment_id])
         if rows:
-            return Deployment.of(rows[0])
+            return Deployment.from_row(rows[0])
         live = [row.id for row in self.deployments(LIVE_DEPLOYMENT)]
         raise FlashError(
             "unknown_deployment",

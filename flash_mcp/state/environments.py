@@ -81,7 +81,7 @@ class EnvironmentTable(Connection):
     def environments(self) -> list[EnvironmentVersion]:
         """All versions, the caller's own first, by name, the newest of a name first."""
         sql = "SELECT * FROM environments ORDER BY owner != ?, owner, name, pushed DESC"
-        return [EnvironmentVersion.of(row) for row in self.query(sql, [caller().owner])]
+        return [EnvironmentVersion.from_row(row) for row in self.query(sql, [caller().owner])]
 
     def environment(self, reference: str) -> EnvironmentVersion:
         """NAME is its newest version; in NAME@DIGEST six characters of the digest do. The caller's
@@ -91,7 +91,9 @@ class EnvironmentTable(Connection):
         """
         name, _, digest = reference.partition("@")
         sql = "SELECT * FROM environments WHERE name = ? ORDER BY owner != ?, pushed DESC"
-        versions = [EnvironmentVersion.of(row) for row in self.query(sql, [name, caller().owner])]
+        versions = [
+            EnvironmentVersion.from_row(row) for row in self.query(sql, [name, caller().owner])
+        ]
         if versions and not digest:
             return versions[0]
         found = [row for row in versions if len(digest) >= 6 and row.digest.startswith(digest)]

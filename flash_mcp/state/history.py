@@ -67,7 +67,7 @@ class HistoryTables(RunTable):
         sql = """SELECT step, epoch, time, metrics FROM metrics
                  WHERE run_id = ? AND step > ? ORDER BY step DESC LIMIT ?"""
         rows = self.query(sql, [run_id, since, -1 if limit is None else limit])
-        return [StepMetrics.of(row) for row in rows[::-1]]
+        return [StepMetrics.from_row(row) for row in rows[::-1]]
 
     def outline(self, run_id: str, every: int, after: int) -> list[StepMetrics]:
         """Every `every`-th step from the first on, those with a held-out loss, and all after
@@ -76,7 +76,7 @@ class HistoryTables(RunTable):
         sql = """SELECT step, epoch, time, metrics FROM metrics
                  WHERE run_id = ? AND ((step - 1) % ? = 0 OR step > ?
                  OR json_extract(metrics, '$.eval_loss') IS NOT NULL) ORDER BY step"""
-        return [StepMetrics.of(row) for row in self.query(sql, [run_id, every, after])]
+        return [StepMetrics.from_row(row) for row in self.query(sql, [run_id, every, after])]
 
     def last_metrics(self, run_id: str) -> StepMetrics | None:
         rows = self.metrics(run_id, limit=1)
@@ -144,7 +144,7 @@ class HistoryTables(RunTable):
                   WHERE {where} ORDER BY {orders[order]} LIMIT ? OFFSET ?"""
         rows = self.query(sql, [*values, limit, offset])
         return [
-            Rollout.of({**row["body"], "step": row["step"], "index": row["position"]})
+            Rollout.from_row({**row["body"], "step": row["step"], "index": row["position"]})
             for row in rows
         ]
 
@@ -171,14 +171,14 @@ class HistoryTables(RunTable):
                   WHERE events.run_id = evals.run_id AND kind = 'constant'
                   ORDER BY time DESC LIMIT 1) AS constant
                  FROM evals WHERE run_id = ? ORDER BY step"""
-        return [Evaluation.of(row) for row in self.query(sql, [run_id])]
+        return [Evaluation.from_row(row) for row in self.query(sql, [run_id])]
 
     def events(self, run_id: str, limit: int = 20, kinds: Sequence[str] = ()) -> list[Event]:
         """The last `limit` events, oldest first."""
         only = f"AND kind IN ({marks(kinds)})" if kinds else ""
         sql = f"""SELECT name, time, epoch, kind, message, data FROM events
                   WHERE run_id = ? {only} ORDER BY time DESC, name DESC LIMIT ?"""
-        return [Event.of(row) for row in self.query(sql, [run_id, *kinds, limit])[::-1]]
+        return [Event.from_row(row) for row in self.query(sql, [run_id, *kinds, limit])[::-1]]
 
     def model_commit(self, run_id: str) -> str | None:
         """The hub's commit of the run's base model; None before it was fetched, and for a model of
@@ -191,7 +191,7 @@ class HistoryTables(RunTable):
         """In order of steps."""
         sql = """SELECT step, epoch, time, digest, size_bytes, path, metrics FROM checkpoints
                  WHERE run_id = ? ORDER BY step"""
-        return [Checkpoint.of(row) for row in self.query(sql, [run_id])]
+        return [Checkpoint.from_row(row) for row in self.query(sql, [run_id])]
 
     def checkpoint(self, run_id: str, step: int | None = None) -> Checkpoint:
         """The one at `step`, or the newest. FlashError(unknown_run | unknown_checkpoint)."""
@@ -354,14 +354,14 @@ class HistoryTables(RunTable):
                 "error": row["code"],
                 "truncated": bool(row["truncated"]),
             }
-            found.append(Try.of(row))
+            found.append(Try.from_row(row))
         return found
 
     def transcript(self, run_id: str, step: int, index: int) -> Rollout:
         """One attempt of an evaluation with its messages."""
         sql = """SELECT body FROM rollouts
                  WHERE run_id = ? AND split = 'eval' AND step = ? AND position = ?"""
-        return Rollout.of(self.query(sql, [run_id, step, index])[0]["body"])
+        return Rollout.from_row(self.query(sql, [run_id, step, index])[0]["body"])
 
     def curve(self, run_id: str, points: int = 400) -> Curve:
         """FlashError(unknown_run)."""

@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from environments.process.foreign import visible
+from environments.process.untrusted_text import visible
 from flash_mcp import __version__
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import runs_dir
@@ -247,7 +247,7 @@ def claim(
     with store.transaction():
         rows = store.query(
             f"""UPDATE runs SET state = 'starting', attempt = attempt + 1,
-               started = coalesce(started, ?1), updated = ?1, handle = NULL, waits_for = NULL
+               started = coalesce(started, ?1), updated = ?1, handle = NULL, pending_reason = NULL
                WHERE state = 'queued'
                AND id = ({FAIR_ORDER.format(waiting=FIRST_QUEUED)} LIMIT 1)
                AND coalesce(json_extract(spec, '$.gpus'), 1) <= ?7
@@ -262,7 +262,7 @@ def claim(
                 gpus,
             ],
         )
-    return Run.of(rows[0]) if rows else None
+    return Run.from_row(rows[0]) if rows else None
 
 
 def queued_ahead(store: Store, run: Run) -> int | None:
@@ -279,8 +279,8 @@ def mark_running(store: Store, run_id: str, attempt: int) -> bool:
     """Record the attempt's first heartbeat. The time since the claim counts as work, or since the
     attempt stopped to wait for a machine.
     """
-    assignments = """state = 'running', waits_for = NULL,
-        used_s = used_s + CASE WHEN waits_for IS NULL THEN max(0, ? - updated) ELSE 0 END"""
+    assignments = """state = 'running', pending_reason = NULL,
+        used_s = used_s + CASE WHEN pending_reason IS NULL THEN max(0, ? - updated) ELSE 0 END"""
     return _update(store, assignments, [time.time()], run_id, attempt, ("starting",))
 
 
@@ -291,7 +291,7 @@ def record_handle(store: Store, run_id: str, attempt: int, handle: str) -> bool:
 
 def record_wait(store: Store, run_id: str, attempt: int, reason: str | None) -> bool:
     """Store why the attempt waits for a machine; None once it has one."""
-    return _update(store, "waits_for = ?", [reason], run_id, attempt, ("starting",))
+    return _update(store, "pending_reason = ?", [reason], run_id, attempt, ("starting",))
 
 
 def record_beat(store: Store, run_id: str, attempt: int, beat: Beat, *, progressed: bool) -> bool:
@@ -324,7 +324,7 @@ def requeue(
     """
     more = int(counts_as != "attempt")
     preempted = int(counts_as == "preemption")
-    assignments = """state = 'queued', phase = NULL, beat = NULL, waits_for = NULL, error = ?,
+    assignments = """state = 'queued', phase = NULL, beat = NULL, pending_reason = NULL, error = ?,
         not_before = ?, max_attempts = max_attempts + ?, preemptions = preemptions + ?"""
     not_before = time.time() + min(delay_s, MAX_DELAY_S)
     encoded = json.dumps(error.to_dict(), default=str)
@@ -352,7 +352,7 @@ def finish(
     """End the run. If a cancel was requested, it ends as cancelled whatever `state` is."""
     assignments = """state = CASE WHEN cancel_requested IS NULL THEN ? ELSE 'cancelled' END,
         error = CASE WHEN cancel_requested IS NULL THEN ? END,
-        step = max(step, ?), phase = NULL, waits_for = NULL, ended = ?"""
+        step = max(step, ?), phase = NULL, pending_reason = NULL, ended = ?"""
     encoded = None if error is None else json.dumps(error, default=str)
     values = [state, encoded, step, time.time()]
     return _update(store, assignments, values, run_id, attempt, ACTIVE)
@@ -448,7 +448,7 @@ def asked_before(
             idempotency_key=idempotency_key,
             fix="use a new key for a new run, or repeat the first call's arguments to get that run",
         )
-    return Run.of(rows[0]) if rows else None
+    return Run.from_row(rows[0]) if rows else None
 
 
 def request_digest(resolved: ResolvedSpec | ResolvedEval) -> str:

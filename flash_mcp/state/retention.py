@@ -160,7 +160,7 @@ def ended(store: Store, *, before: float | None = None, after: float = 0.0) -> l
     sql = f"""SELECT * FROM runs WHERE state NOT IN ({marks(ACTIVE)}) AND files_removed IS NULL
               AND ended > ? AND ended <= ? ORDER BY ended, id"""
     until = time.time() if before is None else before
-    return [Run.of(row) for row in store.query(sql, [*ACTIVE, after, until])]
+    return [Run.from_row(row) for row in store.query(sql, [*ACTIVE, after, until])]
 
 
 def referred(store: Store, states: Sequence[str] = LIVE_DEPLOYMENT) -> set[tuple[str, int | None]]:

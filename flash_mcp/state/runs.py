@@ -38,7 +38,7 @@ class RunTable(Connection):
         """FlashError(unknown_run) where there is none of that id."""
         rows = self.query("SELECT * FROM runs WHERE id = ?", [run_id])
         if rows:
-            return Run.of(rows[0])
+            return Run.from_row(rows[0])
         recent = [
             row["id"] for row in self.query("SELECT id FROM runs ORDER BY created DESC LIMIT 1000")
         ]
@@ -62,19 +62,19 @@ class RunTable(Connection):
         sql = (
             f"SELECT * FROM runs WHERE {' AND '.join(where)} ORDER BY created DESC, id DESC LIMIT ?"
         )
-        return [Run.of(row) for row in self.query(sql, [*values, limit])]
+        return [Run.from_row(row) for row in self.query(sql, [*values, limit])]
 
     def evaluations_of(self, environment_digest: str) -> list[Run]:
         """Evaluations on that version that succeeded or have not ended, the newest first."""
         sql = """SELECT * FROM runs WHERE algorithm = 'eval' AND environment_digest = ?
                  AND state NOT IN ('failed', 'cancelled') AND cancel_requested IS NULL
                  AND files_removed IS NULL ORDER BY created DESC, id DESC"""
-        return [Run.of(row) for row in self.query(sql, [environment_digest])]
+        return [Run.from_row(row) for row in self.query(sql, [environment_digest])]
 
     def active_runs(self) -> list[Run]:
         """Runs that have not ended, oldest first."""
         sql = f"SELECT * FROM runs WHERE state IN ({marks(ACTIVE)}) ORDER BY created, id"
-        return [Run.of(row) for row in self.query(sql, ACTIVE)]
+        return [Run.from_row(row) for row in self.query(sql, ACTIVE)]
 
     def taken_runs(self, target: str) -> list[Run]:
         """Runs of the target with an attempt under way, oldest first. Only rows that have changed
@@ -90,7 +90,7 @@ class RunTable(Connection):
         rows = """SELECT * FROM runs WHERE id IN (SELECT value FROM json_each(?))
                   AND state IN ('starting', 'running')"""
         changed = json.dumps([run_id for run_id in updated if run_id not in taken])
-        taken |= {row["id"]: Run.of(row) for row in self.query(rows, [changed])}
+        taken |= {row["id"]: Run.from_row(row) for row in self.query(rows, [changed])}
         self._taken[caller().owner, target] = taken
         return [taken[run_id] for run_id in updated if run_id in taken]
 
@@ -98,7 +98,7 @@ class RunTable(Connection):
         """Runs that have not ended and need secrets."""
         sql = f"""SELECT * FROM runs WHERE state IN ({marks(ACTIVE)})
                   AND json_array_length(spec, '$.secrets') > 0"""
-        return [Run.of(row) for row in self.query(sql, ACTIVE)]
+        return [Run.from_row(row) for row in self.query(sql, ACTIVE)]
 
     def may_have_to_wait(self, target: str) -> list[Run]:
         """The target's queued runs that need secrets, or found a disk full."""
@@ -107,7 +107,7 @@ class RunTable(Connection):
                  UNION
                  SELECT * FROM runs WHERE state = 'queued' AND target = ?1
                  AND json_extract(error, '$.code') = 'disk_full'"""
-        return [Run.of(row) for row in self.query(sql, [target])]
+        return [Run.from_row(row) for row in self.query(sql, [target])]
 
     def active_targets(self) -> set[str]:
         """Targets with runs of any owner that have not ended. Only indexes are read: many may be
@@ -137,7 +137,8 @@ class RunTable(Connection):
 
     def targets_with_waiting(self) -> set[str]:
         """Targets that have given some attempt, of any owner, no machine yet."""
-        sql = "SELECT DISTINCT target FROM main.runs WHERE state = 'starting' AND waits_for <> ''"
+        sql = """SELECT DISTINCT target FROM main.runs
+            WHERE state = 'starting' AND pending_reason <> ''"""
         return {row["target"] for row in self.query(sql)}
 
     def used_s_by_target(self) -> dict[str, float]:

@@ -153,7 +153,7 @@ def _targets(db: Database) -> None:  # pyright: ignore[reportUnusedFunction]
     """Where a run's attempts run, and what the engine there calls the newest one."""
     execute(db, f"ALTER TABLE runs ADD COLUMN target TEXT NOT NULL DEFAULT '{LOCAL_TARGET}'")
     execute(db, "ALTER TABLE runs ADD COLUMN handle TEXT")
-    execute(db, "ALTER TABLE runs ADD COLUMN waits_for TEXT")
+    execute(db, "ALTER TABLE runs ADD COLUMN pending_reason TEXT")
     execute(db, "ALTER TABLE runs ADD COLUMN preemptions INTEGER NOT NULL DEFAULT 0")
 
 

@@ -23,7 +23,7 @@ from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from environments import kept
+from environments import task_cache
 from flash_mcp.protocol.errors import FlashError, disk_error
 from flash_mcp.protocol.paths import environments_dir
 from flash_mcp.state.owners import caller
@@ -165,17 +165,17 @@ def digest_of(folder: Path) -> str:
     files: dict[str, Path] = {}
     for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()
-        if path.is_file() and not name.startswith(f"{kept.FOLDER}/"):
+        if path.is_file() and not name.startswith(f"{task_cache.FOLDER}/"):
             files[name] = path
     return digest_of_files(files)
 
 
 def keep_generated(folder: Path, texts: Mapping[str, str]) -> None:
-    """Keep generated tasks with the version in `folder` (environments.kept).
+    """Keep generated tasks with the version in `folder` (environments.task_cache).
     FlashError(disk_full).
     """
     try:
-        kept.keep(folder, texts)
+        task_cache.keep(folder, texts)
     except OSError as error:
         raise disk_error(error, folder) from error
 
@@ -233,7 +233,7 @@ def _walk(folder: Path) -> Iterator[Path]:
 def _check(files: Files) -> None:
     for path in files:
         check_path(path)
-        if path.startswith(f"{kept.FOLDER}/"):
+        if path.startswith(f"{task_cache.FOLDER}/"):
             raise refusal(path, "is where generated tasks are kept", "leave this folder out")
         _check_no_secret(path)
     if ENTRY_POINT not in files:

@@ -32,9 +32,9 @@ from flash_mcp.state.retention import prune_checkpoints
 from flash_mcp.state.store import Store
 from flash_mcp.supervisor.ingest import Reader
 from flash_mcp.supervisor.janitor import Janitor
-from flash_mcp.supervisor.launch.base import Handle, Hint, Launcher, Target
+from flash_mcp.supervisor.launch.base import Handle, JobStatus, Launcher, Target
 from flash_mcp.supervisor.launch.local import LocalLauncher
-from flash_mcp.supervisor.process import PYTHON, Holder, Ticker, take_lock, wait_for
+from flash_mcp.supervisor.process import PYTHON, LockOwner, Ticker, take_lock, wait_for
 from flash_mcp.supervisor.remote import RemoteTargets
 from flash_mcp.supervisor.secrets import Vault
 from flash_mcp.supervisor.targets import LocalTarget, open_target
@@ -65,7 +65,7 @@ SHORT_OF_MEMORY = 0.05
 
 
 @dataclass(frozen=True)
-class Patience:
+class Timeouts:
     """How long the supervisor waits for what, in seconds."""
 
     poll_s: float = 0.5
@@ -105,7 +105,7 @@ MAX_DAMAGED = 10
 """Damaged files of a run that are reported."""
 
 
-class Turn:
+class TimeBudget:
     """The time that one look has for something. It is enough for one item, however short it is."""
 
     def __init__(self, seconds: float) -> None:
@@ -169,7 +169,7 @@ class Attempt:
         self.watched_s += min(now - self.looked_at, max_gap_s)
         self.looked_at = now
 
-    def has_news(self, hint: Hint) -> bool:
+    def has_news(self, hint: JobStatus) -> bool:
         """Whether its folder elsewhere is to be read: looking costs requests."""
         if self.read_at is None or self.result_at is not None or hint.state == "gone":
             return True
@@ -210,7 +210,7 @@ class Trouble:
     last: str = ""
 
 
-class Attendant:
+class RunReconciler:
     """Looks after the runs of one target: starts, reads, replaces and ends their attempts."""
 
     def __init__(
@@ -218,7 +218,7 @@ class Attendant:
         store: Store,
         target: Target,
         vault: Vault,
-        patience: Patience,
+        patience: Timeouts,
         alive: Callable[[], None] = lambda: None,
     ) -> None:
         self.base = store.base
@@ -246,7 +246,7 @@ class Attendant:
         for run in sorted(taken, key=self._read_began):
             self._guarded("advance", run, lambda run: self._advance(run, hints, reading))
         room = self.launcher.capacity - sum(self._slots(run) for run in taken)
-        claiming = Turn(CLAIM_S)
+        claiming = TimeBudget(CLAIM_S)
         while room > 0:
             claimed = None if claiming.is_over() else self._claim(room)
             if claimed is None:
@@ -254,9 +254,9 @@ class Attendant:
             room -= self._slots(claimed)
             self._guarded("attach", claimed, self._attach)
 
-    def _turn(self) -> Turn:
+    def _turn(self) -> TimeBudget:
         """For what costs requests to a store elsewhere."""
-        return Turn(math.inf if self.target.name == LOCAL_TARGET else READ_S)
+        return TimeBudget(math.inf if self.target.name == LOCAL_TARGET else READ_S)
 
     def _is_attached(self, run: Run) -> bool:
         known = self._attempts.get(run.id)
@@ -375,7 +375,7 @@ class Attendant:
     def _folder(self, run: Run) -> RunFolder:
         return RunFolder(run.folder, patience_s=self.target.patience_s)
 
-    def _advance(self, run: Run, hints: dict[str, Hint], reading: Turn) -> None:
+    def _advance(self, run: Run, hints: dict[str, JobStatus], reading: TimeBudget) -> None:
         """Resolve the run's state from its folder, if it is its turn. The hints are older: who was
         gone has written its last word.
         """
@@ -391,7 +391,7 @@ class Attendant:
         if run.cancel_requested and attempt.cancelled_at is None:
             self._request_cancel(run, attempt)
         self._take_beat(run, attempt)
-        hint = hints.get(attempt.handle.key, Hint("unknown"))
+        hint = hints.get(attempt.handle.key, JobStatus("unknown"))
         self._note_wait(run, attempt, hint)
         result = retryable = None
         if self.target.name == LOCAL_TARGET or attempt.has_news(hint):
@@ -452,13 +452,13 @@ class Attendant:
         if tail := attempt.folder.log_tail(attempt.number, LOG_TAIL_BYTES):
             self.store.put_log(attempt.run_id, attempt.number, tail)
 
-    def _note_wait(self, run: Run, attempt: Attempt, hint: Hint) -> None:
+    def _note_wait(self, run: Run, attempt: Attempt, hint: JobStatus) -> None:
         """Store what the attempt waits for, and hold its clocks meanwhile."""
         if hint.state == "unknown":
             return
         is_pending = hint.state == "pending" and attempt.beat is None
         reason = (hint.detail or "a machine") if is_pending else None
-        if reason != run.waits_for:
+        if reason != run.pending_reason:
             queue.record_wait(self.store, run.id, attempt.number, reason)
         if not is_pending:
             attempt.pending_at = None
@@ -486,7 +486,7 @@ class Attendant:
             return FlashError.from_dict(result["error"])
         return FlashError("worker_failed", f"attempt {attempt.number} gave up", run_id=run.id)
 
-    def _diagnose(self, run: Run, attempt: Attempt, hint: Hint) -> FlashError | None:
+    def _diagnose(self, run: Run, attempt: Attempt, hint: JobStatus) -> FlashError | None:
         """Why the attempt has to be given up, if it has."""
         now, patience = attempt.watched_s, self.patience
         silent_s, still_s = now - attempt.beat_at, now - attempt.progress_at
@@ -594,7 +594,7 @@ class Attendant:
                 raise
             log.exception("%s: trouble while attempt %s is ended", run.id, run.attempt)
 
-    def _settle(self, run: Run, attempt: Attempt, result: FinalResult, hint: Hint) -> None:
+    def _settle(self, run: Run, attempt: Attempt, result: FinalResult, hint: JobStatus) -> None:
         """The folder's result ends the run, once the attempt has left or had the time to."""
         if attempt.result_at is None:
             attempt.result_at = attempt.watched_s
@@ -643,7 +643,7 @@ class Attendant:
         self.store.put_event(run.id, f"{run.attempt:04d}-{what}", row)
 
 
-class Supervisor(Attendant):
+class Supervisor(RunReconciler):
     """Looks after all of a state directory: itself after the runs of this machine, and after those
     of each other target on a thread. `tick` does whatever is due and returns; `run` ticks until
     nothing is left to do.
@@ -655,12 +655,12 @@ class Supervisor(Attendant):
         *,
         launcher: Launcher | None = None,
         worker: Sequence[str] = WORKER,
-        patience: Patience | None = None,
+        patience: Timeouts | None = None,
         open_target: Callable[[Path, str], Target] = open_target,
     ) -> None:
         store = Store(base)
         target = LocalTarget(base, launcher or LocalLauncher(base / "attempts"), worker)
-        super().__init__(store, target, Vault(base), patience or Patience())
+        super().__init__(store, target, Vault(base), patience or Timeouts())
         self.upkeep = Upkeep(self.store, lambda: self.alive())
         self._open_target = open_target
         poll_s = self.patience.remote_poll_s
@@ -717,9 +717,9 @@ class Supervisor(Attendant):
             targets |= self.store.recent_targets()
         self._remote.tend(targets - {LOCAL_TARGET})
 
-    def _attendant_of(self, name: str) -> Attendant:
+    def _attendant_of(self, name: str) -> RunReconciler:
         target = self._open_target(self.base, name)
-        return Attendant(self.store, target, self.vault, self.patience)
+        return RunReconciler(self.store, target, self.vault, self.patience)
 
     def _serve(self) -> bool:
         """Look after deployments; whether there are any."""
@@ -775,7 +775,7 @@ def supervise(
         if lock is None:
             return False
         with lock:
-            Holder.here(is_foreground=is_foreground).write(lock)
+            LockOwner.here(is_foreground=is_foreground).write(lock)
             ticker = Ticker(base)
             supervisor = _made(base, make, ticker)
             try:
@@ -816,7 +816,7 @@ def main() -> None:
         "--home", type=Path, default=None, help="state directory (default: FLASH_HOME)"
     )
     parser.add_argument(
-        "--idle-exit-s", type=float, default=Patience.idle_exit_s, help="leave after so long idle"
+        "--idle-exit-s", type=float, default=Timeouts.idle_exit_s, help="leave after so long idle"
     )
     arguments = parser.parse_args()
     logging.basicConfig(
@@ -826,5 +826,5 @@ def main() -> None:
     )
     for chatty in ("httpx", "botocore", "aiobotocore"):  # a line for each look at a target
         logging.getLogger(chatty).setLevel(logging.WARNING)
-    patience = Patience(idle_exit_s=arguments.idle_exit_s)
+    patience = Timeouts(idle_exit_s=arguments.idle_exit_s)
     supervise(arguments.home or home(), lambda base: Supervisor(base, patience=patience))

@@ -80,7 +80,7 @@ def _start_detached(base: Path, log_path: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Holder:
+class LockOwner:
     """The process that wrote supervisor.lock last: as JSON, or in older versions as a bare pid."""
 
     pid: int
@@ -96,7 +96,7 @@ class Holder:
     """Somebody started it in a terminal."""
 
     @classmethod
-    def here(cls, *, is_foreground: bool = False) -> Holder:
+    def here(cls, *, is_foreground: bool = False) -> LockOwner:
         """This process."""
         pid = os.getpid()
         return cls(
@@ -110,7 +110,7 @@ class Holder:
         )
 
     @classmethod
-    def read(cls, base: Path) -> Holder | None:
+    def read(cls, base: Path) -> LockOwner | None:
         try:
             text = (base / LOCK).read_text()
             if text.strip().isdecimal():
@@ -228,7 +228,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 class Unfit:
     """What is wrong with a supervisor, and what a person can do."""
 
-    holder: Holder
+    holder: LockOwner
     what: str
     fix: str
     hangs: bool = False
@@ -237,7 +237,7 @@ class Unfit:
 
 def unfit(base: Path) -> Unfit | None:
     """What is wrong with the supervisor that holds the lock; None if nothing is."""
-    holder = Holder.read(base)
+    holder = LockOwner.read(base)
     if holder is None or not is_supervised(base):
         return None
     named = f"the supervisor (pid {holder.pid})"

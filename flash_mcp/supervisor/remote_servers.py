@@ -35,7 +35,7 @@ from flash_mcp.state.runs import REMOTE_PATIENCE_S
 from flash_mcp.state.serving import job_key, target_of
 from flash_mcp.state.store import Store
 from flash_mcp.state.targets import Cards
-from flash_mcp.supervisor.launch.base import Handle, Hint, Target
+from flash_mcp.supervisor.launch.base import Handle, JobStatus, Target
 from flash_mcp.supervisor.launch.devices import Device
 from flash_mcp.supervisor.launch.memory_need import WEIGHTS_SHARE, memory_need
 from flash_mcp.supervisor.model_servers import (
@@ -132,7 +132,7 @@ class RemoteServers:
         """Wait where the engine or the storage does not answer; else the deployment has failed."""
         log.warning("%s: %s", row.id, error)
         if error.code in OF_THE_PLACE:
-            note(self.store, row, waits_for=error.what)
+            note(self.store, row, pending_reason=error.what)
             return
         state = "stopped" if row.state == "stopping" else "failed"
         values = {"state": state, "error": error.to_dict()}
@@ -253,9 +253,9 @@ class RemoteServer:
             if time.monotonic() - self._gone_at > GONE_S:
                 self._lost(row, None, hint.detail)
             return
-        waits_for = hint.detail if hint.state in ("pending", "unknown") else None
-        if waits_for != row.data.get("waits_for"):
-            note(self.store, row, waits_for=waits_for)
+        pending_reason = hint.detail if hint.state in ("pending", "unknown") else None
+        if pending_reason != row.data.get("pending_reason"):
+            note(self.store, row, pending_reason=pending_reason)
         if hint.state == "pending":
             self._since = time.monotonic()
             return
@@ -372,7 +372,7 @@ class RemoteServer:
         result = self.folder.result()
         return result if result and result["epoch"] == row.data["attempt"] else None
 
-    def _hint(self, row: Deployment) -> Hint:
+    def _hint(self, row: Deployment) -> JobStatus:
         key = job_key(row)
         return self.target.launcher.poll([Handle(key, row.data["handle"])])[key]
 
@@ -399,7 +399,7 @@ class RemoteServer:
         self.target.launcher.cancel(Handle(job_key(row), row.data["handle"]))
         log.warning("%s: %s", row.id, error)
         self._gave_back(row)
-        note(self.store, row, attempt=row.data["attempt"] + 1, handle=None, waits_for=None)
+        note(self.store, row, attempt=row.data["attempt"] + 1, handle=None, pending_reason=None)
         self._update(row, state="starting", base_url=None, error=error.to_dict())
 
     def _diagnosed(self, row: Deployment, what: str, detail: str = "") -> FlashError:

@@ -19,13 +19,13 @@ from flash_mcp.state.store import Store, open_store
 from flash_mcp.state.targets import targets
 from flash_mcp.supervisor.launch import devices as machine
 from flash_mcp.supervisor.model_servers import idle_minutes
-from flash_mcp.tools.shared.fitting import utc
-from flash_mcp.tools.shared.frame import Part, Result
+from flash_mcp.tools.shared.tool_base import Result, ResultModel
+from flash_mcp.tools.shared.truncation import utc
 
 Kind = Literal["models", "environments", "datasets", "devices", "targets", "deployments"]
 
 
-class Model(Part):
+class Model(ResultModel):
     """A base model. Hub ids (owner/name) and local folders work as well."""
 
     name: str
@@ -46,7 +46,7 @@ class Model(Part):
     notes: str | None = None
 
 
-class Environment(Part):
+class Environment(ResultModel):
     """A published environment; its newest version."""
 
     name: str
@@ -62,7 +62,7 @@ class Environment(Part):
     """What env_push recorded, such as split sizes."""
 
 
-class Dataset(Part):
+class Dataset(ResultModel):
     """A curated dataset; one version."""
 
     name: str
@@ -77,7 +77,7 @@ class Dataset(Part):
     """UTC."""
 
 
-class Device(Part):
+class Device(ResultModel):
     """A GPU, or the machine's processor."""
 
     kind: str
@@ -89,7 +89,7 @@ class Device(Part):
     cores: int | None = None
 
 
-class Target(Part):
+class Target(ResultModel):
     """A place beyond the server's machine where runs may train."""
 
     name: str
@@ -106,7 +106,7 @@ class Target(Part):
     price_per_hour: float | None = None
 
 
-class Deployment(Part):
+class Deployment(ResultModel):
     """A model that is being served."""
 
     deployment: str

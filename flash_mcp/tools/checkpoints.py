@@ -11,14 +11,14 @@ from pydantic import Field
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.exports import ExportKind
-from flash_mcp.protocol.parts import rounded
 from flash_mcp.protocol.records import Run
+from flash_mcp.protocol.result_model import rounded
 from flash_mcp.state import queue, references
 from flash_mcp.state.owners import refuse_server_side
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.shared.exporting import Export, Exporter
-from flash_mcp.tools.shared.frame import Part, Result, RunId, page_offset
-from flash_mcp.tools.shared.next_steps import Situation, going_on, next_of, waiting_for
+from flash_mcp.tools.shared.next_steps import RunContext, going_on, next_of, waiting_for
+from flash_mcp.tools.shared.tool_base import Result, ResultModel, RunId, page_offset
 from flash_mcp.tools.shared.waiting import deadline_after, look_after, wait_until
 
 EXPORT_WAIT_S = 38.0
@@ -38,7 +38,7 @@ class Cancel(Result):
     """Step of its newest checkpoint."""
 
 
-class Checkpoint(Part):
+class Checkpoint(ResultModel):
     """An adapter saved during a run, in PEFT format."""
 
     step: int
@@ -115,7 +115,7 @@ async def cancel(
 
 def _after_cancel(run: Run, checkpoint: int | None) -> str:
     if run.state == "cancelled":
-        return next_of(Situation(run=run, checkpoint=checkpoint))
+        return next_of(RunContext(run=run, checkpoint=checkpoint))
     return f"it is saving; {waiting_for(run.id, 'end')} returns when it has ended"
 
 

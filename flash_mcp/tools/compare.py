@@ -15,14 +15,14 @@ from flash_mcp.judgement.attempts import Metric
 from flash_mcp.judgement.comparison import Change, Outcome
 from flash_mcp.judgement.health import Flag
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.parts import Part, Rounded
 from flash_mcp.protocol.records import Evaluation, Json, Run, Try, text_of
+from flash_mcp.protocol.result_model import ResultModel, Rounded
 from flash_mcp.protocol.spec import RunSpec
 from flash_mcp.state import references
 from flash_mcp.state.store import Store, open_store
-from flash_mcp.tools.shared.fitting import shorten, shorten_as_json
-from flash_mcp.tools.shared.frame import Result
 from flash_mcp.tools.shared.next_steps import Compared, after_comparison, repeated
+from flash_mcp.tools.shared.tool_base import Result
+from flash_mcp.tools.shared.truncation import shorten, shorten_as_json
 
 FLIP_CHARACTERS = 4200
 """All transcripts in one comparison have at most so many; half of them beside a table."""
@@ -31,7 +31,7 @@ FLIP_CHARACTERS = 4200
 Judged = Outcome | Literal["contaminated", "confounded"]
 
 
-class Side(Part):
+class Side(ResultModel):
     """One side of a comparison."""
 
     run_id: str
@@ -57,7 +57,7 @@ class Side(Part):
     """That answer."""
 
 
-class Flip(Part):
+class Flip(ResultModel):
     """A task that came out differently."""
 
     task_id: str
@@ -75,7 +75,7 @@ class Flip(Part):
     other_text: str
 
 
-class Line(Part):
+class Line(ResultModel):
     """One of several evaluations, compared with base."""
 
     run_id: str

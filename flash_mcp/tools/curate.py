@@ -13,24 +13,24 @@ from flash_mcp.judgement import curation
 from flash_mcp.judgement.curation import Attempt, Counts, Curated, HeldOut, Plan, Select, Source
 from flash_mcp.judgement.task_filter import compile_filter
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.parts import Part, Rounded
 from flash_mcp.protocol.recordings import Recording
 from flash_mcp.protocol.records import Json, Rollout, Run, text_of
+from flash_mcp.protocol.result_model import ResultModel, Rounded
 from flash_mcp.state import datasets
 from flash_mcp.state.runs import folder_of
 from flash_mcp.state.store import Store, open_store
-from flash_mcp.tools.shared.fitting import shorten
-from flash_mcp.tools.shared.frame import Result, report
 from flash_mcp.tools.shared.held_out import read_held_out
 from flash_mcp.tools.shared.loading import loaded
 from flash_mcp.tools.shared.next_steps import passed_on
+from flash_mcp.tools.shared.tool_base import Result, report
+from flash_mcp.tools.shared.truncation import shorten
 
 LOAD_TIMEOUT_S = 20.0
 EXAMPLES = 3
 EXAMPLE_CHARACTERS = 400
 
 
-class Example(Part):
+class Example(ResultModel):
     """A conversation that was selected."""
 
     part: Literal["train", "holdout"]
@@ -254,11 +254,13 @@ def read_attempts(run: Run, source: Source | None = None) -> Iterator[Attempt]:
     if source in (None, "rollouts"):
         for step in folder.rollout_steps():
             for row in folder.rollouts(step):
-                yield _attempt(run.id, "rollouts", step, Rollout.of(row))
+                yield _attempt(run.id, "rollouts", step, Rollout.from_row(row))
     if source in (None, "evaluations"):
         for step in folder.eval_steps():
             for row in cast("list[Json]", (folder.evaluation(step) or {}).get("rollouts", [])):
-                yield _attempt(run.id, "evaluations", step, Rollout.of({"split": "eval", **row}))
+                yield _attempt(
+                    run.id, "evaluations", step, Rollout.from_row({"split": "eval", **row})
+                )
 
 
 def _attempt(run_id: str, source: Source, step: int, row: Rollout) -> Attempt:

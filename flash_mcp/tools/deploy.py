@@ -28,10 +28,10 @@ from flash_mcp.state.store import Store, open_store
 from flash_mcp.supervisor.keeper import look_after
 from flash_mcp.supervisor.model_servers import Server, check_port, error_message, server_of
 from flash_mcp.supervisor.model_servers import idle_minutes as idle_limit
-from flash_mcp.tools.shared.fitting import shorten, to_text
-from flash_mcp.tools.shared.frame import Part, Result, report
 from flash_mcp.tools.shared.loading import check_machine
 from flash_mcp.tools.shared.snippets import snippets, tools_of
+from flash_mcp.tools.shared.tool_base import Result, ResultModel, report
+from flash_mcp.tools.shared.truncation import shorten, to_text
 from flash_mcp.tools.shared.waiting import deadline_after, wait_until
 
 CHAT_LIMIT_S = 40.0
@@ -58,7 +58,7 @@ class Deployed(Result):
     """Base model; its name in the OpenAI API too."""
     target: str | None = None
     """Where it is served, if elsewhere."""
-    waits_for: str | None = None
+    pending_reason: str | None = None
     """Why it has not started there."""
     spent: str | None = None
     """Hours of a GPU that it has taken there, and their price if it is known."""
@@ -90,7 +90,7 @@ class Message(BaseModel):
     tool_call_id: str | None = None
 
 
-class Answer(Part):
+class Answer(ResultModel):
     """A model's answer."""
 
     text: str
@@ -299,8 +299,8 @@ def _ready_server(store: Store, row: Deployment) -> Server:
         what = "the deployment is still starting"
         if row.error:
             what = f"the deployment is starting again: {row.error['what']}"
-        elif waits_for := row.data.get("waits_for"):
-            what = f"the deployment waits: {waits_for}"
+        elif pending_reason := row.data.get("pending_reason"):
+            what = f"the deployment waits: {pending_reason}"
         raise FlashError("not_ready", what, deployment=row.id, seconds=_age_s(row), fix=fix)
     server = server_of(store.base, row)
     if server is None or not server.is_alive():
@@ -440,7 +440,7 @@ def describe(store: Store, row: Deployment) -> Deployed:
         step=row.step,
         model=row.model,
         target=row.data.get("target"),
-        waits_for=row.data.get("waits_for") if row.state == "starting" else None,
+        pending_reason=row.data.get("pending_reason") if row.state == "starting" else None,
         spent=costs.spent(costs.served_by_target(row), store.base),
         base_url=row.base_url if server else None,
         api_key_file=server.file if server else None,
@@ -458,8 +458,8 @@ def _next_step(row: Deployment) -> str:
             return f"chat({arguments}) compares it with the base model"
         case "starting":
             slow = "the server is starting, which takes a minute or more on a CPU"
-            if waits_for := row.data.get("waits_for"):
-                slow = f"it waits: {waits_for}"
+            if pending_reason := row.data.get("pending_reason"):
+                slow = f"it waits: {pending_reason}"
             return f"{slow}; call deploy again to wait for it"
         case "stopping":
             return "it is ending; undeploy again waits for it"

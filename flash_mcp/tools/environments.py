@@ -44,8 +44,6 @@ from flash_mcp.state.versions import (
     staged,
 )
 from flash_mcp.tools.shared import playbook
-from flash_mcp.tools.shared.fitting import json_characters, shorten
-from flash_mcp.tools.shared.frame import Part, Result, report
 from flash_mcp.tools.shared.loading import (
     INSTALL_TIMEOUT_S,
     Arguments,
@@ -63,6 +61,8 @@ from flash_mcp.tools.shared.preflight import (
     Sample,
     sample_groups,
 )
+from flash_mcp.tools.shared.tool_base import Result, ResultModel, report
+from flash_mcp.tools.shared.truncation import json_characters, shorten
 
 Template = Literal["calculator", "sort_words"]
 
@@ -114,7 +114,7 @@ class EnvPush(Result):
     """What env_test last found of these files: passed, failed with its checks, or never run."""
 
 
-class Probe(Part):
+class Probe(ResultModel):
     """One check."""
 
     name: str

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from anyio.to_thread import run_sync
 from pydantic import Field
 
-from environments.process.foreign import plain_name
+from environments.process.untrusted_text import plain_name
 from flash_mcp.judgement import health
 from flash_mcp.protocol.errors import FlashError, nearest
 from flash_mcp.protocol.records import EnvironmentVersion, Json, Run
@@ -22,8 +22,6 @@ from flash_mcp.state.references import Subject
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.supervisor.launch.memory_need import need_of
 from flash_mcp.tools.shared import resolve
-from flash_mcp.tools.shared.fitting import error_text, utc, without_empty
-from flash_mcp.tools.shared.frame import Result, report
 from flash_mcp.tools.shared.loading import (
     Arguments,
     RunName,
@@ -32,9 +30,11 @@ from flash_mcp.tools.shared.loading import (
     check_target,
     loaded,
 )
-from flash_mcp.tools.shared.next_steps import Situation, next_of
+from flash_mcp.tools.shared.next_steps import RunContext, next_of
 from flash_mcp.tools.shared.placing import check_gpus, placed
 from flash_mcp.tools.shared.scores import Scores, scores, thoughts
+from flash_mcp.tools.shared.tool_base import Result, report
+from flash_mcp.tools.shared.truncation import error_text, utc, without_empty
 from flash_mcp.tools.shared.waiting import WAIT_LIMIT_S, ended, submit, tried_again
 
 LOAD_TIMEOUT_S = 20.0
@@ -294,5 +294,5 @@ def _describe(store: Store, run: Run, subject: Subject, known: int, created: boo
         scores=found,
         error=error_text(run.error, 1500),
         notes=notes or None,
-        next=next_of(Situation(run=run, near=store.near(run))),
+        next=next_of(RunContext(run=run, near=store.near(run))),
     )

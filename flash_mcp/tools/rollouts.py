@@ -9,11 +9,12 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from flash_mcp.judgement.failures import SAMPLE_ROLLOUTS, FailureMode, failure_counts, failure_modes
-from flash_mcp.protocol.parts import rounded
 from flash_mcp.protocol.recordings import Recording
 from flash_mcp.protocol.records import ACTIVE, Json, Rollout, Run, text_of
+from flash_mcp.protocol.result_model import rounded
 from flash_mcp.state.store import Store, open_store
-from flash_mcp.tools.shared.fitting import (
+from flash_mcp.tools.shared.tool_base import Result, ResultModel, RunId, page_offset
+from flash_mcp.tools.shared.truncation import (
     RESULT_CHARACTERS,
     error_text,
     json_characters,
@@ -21,7 +22,6 @@ from flash_mcp.tools.shared.fitting import (
     shorten_as_json,
     to_text,
 )
-from flash_mcp.tools.shared.frame import Part, Result, RunId, page_offset
 
 LEAST_PER_MESSAGE = 80
 LONG_MESSAGE = 1500
@@ -32,7 +32,7 @@ RESULT_FRAME = 900
 """Characters of the result besides its rows."""
 
 
-class Message(Part):
+class Message(ResultModel):
     """One message of a conversation."""
 
     number: int | None = None
@@ -42,7 +42,7 @@ class Message(Part):
     """Its text; `…[N characters cut]…` replaces omitted text."""
 
 
-class RolloutView(Part):
+class RolloutView(ResultModel):
     """One conversation with its reward."""
 
     step: int

@@ -8,15 +8,13 @@ from typing import Annotated, Literal
 from anyio.to_thread import run_sync
 from pydantic import Field
 
-from flash_mcp.protocol.parts import rounded
 from flash_mcp.protocol.records import Run, RunState
+from flash_mcp.protocol.result_model import rounded
 from flash_mcp.state.owners import caller
 from flash_mcp.state.store import Store, open_store
-from flash_mcp.tools.shared.fitting import to_text, utc
-from flash_mcp.tools.shared.frame import Part, Result, illustrate
 from flash_mcp.tools.shared.news import (
     News,
-    Told,
+    NewsCursor,
     Until,
     news_of,
     next_call,
@@ -26,13 +24,15 @@ from flash_mcp.tools.shared.news import (
 from flash_mcp.tools.shared.next_steps import waiting_for
 from flash_mcp.tools.shared.resolve import adapter_name
 from flash_mcp.tools.shared.run_view import RunView, mean_of, report_on
+from flash_mcp.tools.shared.tool_base import Result, ResultModel, illustrate
+from flash_mcp.tools.shared.truncation import to_text, utc
 from flash_mcp.tools.shared.waiting import MAX_WAIT_S, wait_for_change
 
 LINES_CHARACTERS = 7_500
 """What the lines of a list may take of a result."""
 
 
-class RunLine(Part):
+class RunLine(ResultModel):
     """A run in the list."""
 
     run_id: str
@@ -134,7 +134,7 @@ def _shown(store: Store, run_id: str, detailed: bool) -> Status:
     run = report.found.run
     if run.ended is not None or run.algorithm == "eval":  # both have all to tell at the end
         return Status(run=report.view, next=report.next_step)
-    told = Told.of(run_id, None)
+    told = NewsCursor.of(run_id, None)
     reached = str(told.after(report))
     next_step = next_call(report, told, "news", reached)
     return Status(run=report.view, since=reached, next=next_step)
@@ -144,7 +144,7 @@ async def _follow(
     store: Store, run_id: str, until: Until, since: str | None, wait_s: float | None
 ) -> Status:
     """Wait, then tell what the cursor `since` says that the caller was not told."""
-    told = Told.of(run_id, since)
+    told = NewsCursor.of(run_id, since)
     limit = MAX_WAIT_S if wait_s is None else wait_s
     report = await wait_for_news(store, run_id, told, until, limit)
     if not told.misses(report, until):

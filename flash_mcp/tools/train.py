@@ -20,9 +20,9 @@ from pydantic.fields import FieldInfo
 
 from environments.checks.splits import Overlap, overlap
 from environments.process import sandbox
-from environments.process.foreign import plain_name
 from environments.process.host import EnvironmentFault, EnvironmentHost
 from environments.process.sandbox import Needs
+from environments.process.untrusted_text import plain_name
 from environments.settings import load_settings
 from flash_mcp.judgement import statistics
 from flash_mcp.judgement.attempts import DEFAULT_MAX_LENGTH
@@ -40,8 +40,6 @@ from flash_mcp.supervisor.launch.devices import gpus, processor
 from flash_mcp.supervisor.launch.memory_need import MemoryNeed, need_of
 from flash_mcp.tools.shared import resume as resumption
 from flash_mcp.tools.shared.disk_need import DiskNeed, disk_need
-from flash_mcp.tools.shared.fitting import to_text, without_empty
-from flash_mcp.tools.shared.frame import Part, Result, report, unwrapped
 from flash_mcp.tools.shared.held_out import read_held_out
 from flash_mcp.tools.shared.loading import (
     RunName,
@@ -68,6 +66,8 @@ from flash_mcp.tools.shared.run_time import (
     work_of,
 )
 from flash_mcp.tools.shared.run_view import RunView, by_source, report_on
+from flash_mcp.tools.shared.tool_base import Result, ResultModel, report, unwrapped
+from flash_mcp.tools.shared.truncation import to_text, without_empty
 from flash_mcp.tools.shared.waiting import look_after, tried_again
 
 CHARACTERS_PER_TOKEN = 3.5
@@ -77,7 +77,7 @@ OPENINGS_S = 12.0
 """Time to open a few tasks. Tasks that take longer are no reason to refuse a run."""
 
 
-class Estimate(Part):
+class Estimate(ResultModel):
     """How much work a run is."""
 
     steps: int

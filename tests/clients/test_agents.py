@@ -19,8 +19,8 @@ import pytest
 
 from flash_mcp.state.store import open_store
 from flash_mcp.supervisor.model_servers import Server
-from flash_mcp.supervisor.process import Holder
-from flash_mcp.tools.shared.fitting import RESULT_CHARACTERS
+from flash_mcp.supervisor.process import LockOwner
+from flash_mcp.tools.shared.truncation import RESULT_CHARACTERS
 from tests.clients.helpers import (
     PROGRAMS,
     ROOT,
@@ -76,7 +76,7 @@ def nothing_left_running(flash_home: Path) -> Generator[None]:
     """End the supervisor and the servers that the loop started, however it went."""
     yield
     with suppress(ProcessLookupError):
-        if holder := Holder.read(flash_home):
+        if holder := LockOwner.read(flash_home):
             os.kill(holder.pid, signal.SIGTERM)
     for record in flash_home.glob("servers/*/server.json"):
         if server := Server.read(record.parent):

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 FORGER = """
 import gc, json
-from environments import JudgeRubric, kept
+from environments import JudgeRubric, task_cache
 
 def forge(op):
     if ARGS["op"] == op:
@@ -71,7 +71,7 @@ class Generated(list):
 def forger(args):
     global ARGS
     ARGS = args
-    kept.rows("0" * 16, Generated)
+    task_cache.rows("0" * 16, Generated)
     return Sample()
 """
 

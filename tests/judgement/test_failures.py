@@ -28,7 +28,7 @@ def row(*turns: str, success: bool = False, **values: Any) -> Rollout:
         "messages": said,
         "turns": len(turns),
     }
-    return Rollout.of({**base, **values})
+    return Rollout.from_row({**base, **values})
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state import queue
-from flash_mcp.supervisor.process import Holder
+from flash_mcp.supervisor.process import LockOwner
 from tests.crash import defects_of, seen_in
 from tests.scale.rehearsal import Rehearsal
 from tests.slurm import Cluster as Slurm
@@ -157,7 +157,7 @@ class Strikes(threading.Thread):
             cluster.daemon_of("head", "gcs_server").kill()
 
     def _kill_supervisor(self) -> None:
-        holder = Holder.read(self.rehearsal.home)
+        holder = LockOwner.read(self.rehearsal.home)
         if holder is None or not holder.is_supervisor_of(self.rehearsal.home):
             raise LookupError("no supervisor runs")
         holder.kill(self.rehearsal.home)

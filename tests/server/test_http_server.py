@@ -463,12 +463,12 @@ async def test_a_read_only_token_starts_no_process_and_hands_no_secret_over(
                 required = [name for name, p in parameters.items() if p.default is p.empty]
                 given = {**dict.fromkeys(required, "none"), **given, "message": "hello"}
                 await bob.call_tool(tool.name, {n: given[n] for n in given if n in parameters})
-            held_up = text_of(await bob.call_tool("status", {"run_id": things["run_id"]}))
+            blocked = text_of(await bob.call_tool("status", {"run_id": things["run_id"]}))
             assert not is_supervised(flash_home)
             assert not (flash_home / "supervisor.log").exists()
             with supervised():
                 waits = text_of(await bob.call_tool("status", {"run_id": things["run_id"]}))
-    assert "[not_ready] no supervisor runs" in held_up
+    assert "[not_ready] no supervisor runs" in blocked
     assert "[secret_missing" in waits
     assert "names" in asked
     assert "values" not in asked

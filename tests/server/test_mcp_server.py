@@ -26,8 +26,8 @@ from flash_mcp.server import mcp_server as server_module
 from flash_mcp.server.mcp_server import FlashServer, plain, server
 from flash_mcp.state import tokens
 from flash_mcp.tools.registry import TOOLS
-from flash_mcp.tools.shared.fitting import RESULT_CHARACTERS, fit, to_text
-from flash_mcp.tools.shared.frame import Result, Tool, report
+from flash_mcp.tools.shared.tool_base import Result, Tool, report
+from flash_mcp.tools.shared.truncation import RESULT_CHARACTERS, fit, to_text
 from tests.places import ROOT
 from tests.samples import finished_run, supervised
 from tests.teams import Team

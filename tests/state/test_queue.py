@@ -574,13 +574,13 @@ def test_a_look_at_runs_under_way_reads_those_that_have_changed(
         enqueue(store)
     claimed = claim_all(store)
     read: list[str] = []
-    of = Run.of
+    of = Run.from_row
 
     def note(fields: Mapping[str, Any]) -> Run:
         read.append(fields["id"])
         return of(fields)
 
-    monkeypatch.setattr(Run, "of", note)
+    monkeypatch.setattr(Run, "from_row", note)
     assert store.taken_runs("local") == claimed
     read.clear()
     changed, ended = claimed[3], claimed[5]

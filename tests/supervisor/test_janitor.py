@@ -14,7 +14,7 @@ from flash_mcp.protocol.run_folder import OPTIMIZER, RunFolder
 from flash_mcp.state import removal
 from flash_mcp.state.removed_folders import due_folders
 from flash_mcp.supervisor.janitor import Janitor
-from flash_mcp.supervisor.launch.base import Hint
+from flash_mcp.supervisor.launch.base import JobStatus
 from flash_mcp.supervisor.loop import Supervisor
 from tests.protocol.test_artifacts import folder as some_folder
 from tests.supervisor.test_targets import HASTE, Bench, Lab
@@ -38,7 +38,7 @@ def ended(bench: Bench, folder: Path, **fields: object) -> Run:
     """A run whose second attempt saved checkpoints and ended."""
     run = bench.train("lab", **fields)
     bench.until(lambda: bench.now(run).handle)
-    bench.lab.engine.hints[f"{run.id}-1"] = Hint("gone", "NODE_FAIL", is_preempted=True)
+    bench.lab.engine.hints[f"{run.id}-1"] = JobStatus("gone", "NODE_FAIL", is_preempted=True)
     bench.until(lambda: bench.now(run).attempt == 2)
     writer = bench.start(run)
     (folder / OPTIMIZER).write_bytes(b"moments")
@@ -46,7 +46,7 @@ def ended(bench: Bench, folder: Path, **fields: object) -> Run:
         writer.metrics(step, {"loss": 1.0})
         writer.commit_checkpoint(step, folder, {})
     writer.commit_result("succeeded", 4)
-    bench.lab.engine.hints[f"{run.id}-2"] = Hint("gone", "COMPLETED")
+    bench.lab.engine.hints[f"{run.id}-2"] = JobStatus("gone", "COMPLETED")
     bench.until(lambda: bench.now(run).ended)
     return bench.now(run)
 
@@ -57,7 +57,7 @@ def test_jobs_that_no_run_waits_for_are_ended_and_those_of_live_attempts_stay(be
     bench.until(lambda: bench.now(run).handle)
     bench.start(run)
     over = ("run-of-a-lost-row-1", f"{run.id}-0")  # the latter: an attempt that was replaced
-    hints |= dict.fromkeys(over, Hint("alive")) | {"run-pending-1": Hint("pending")}
+    hints |= dict.fromkeys(over, JobStatus("alive")) | {"run-pending-1": JobStatus("pending")}
     bench.attendant.janitor.clear()
     assert [hints[key].state for key in (*over, "run-pending-1")] == ["gone"] * 3
     assert hints[f"{run.id}-1"].state == "alive"
@@ -67,7 +67,7 @@ def test_a_supervisor_ends_what_one_that_died_left_on_a_target_without_active_ru
     bench: Bench, folder: Path
 ) -> None:
     ended(bench, folder)
-    bench.lab.engine.hints["run-of-a-lost-row-1"] = Hint("alive")
+    bench.lab.engine.hints["run-of-a-lost-row-1"] = JobStatus("alive")
     supervisor = Supervisor(
         bench.store.base,
         launcher=Lab().launcher,

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.supervisor.launch.base import Handle, Hint, Launch, Launcher, MemoryLauncher
+from flash_mcp.supervisor.launch.base import Handle, JobStatus, Launch, Launcher, MemoryLauncher
 from flash_mcp.supervisor.launch.local import REGISTER_AND_EXEC, LocalLauncher, Record
 from flash_mcp.supervisor.launch.ray import RayLauncher
 from flash_mcp.supervisor.launch.slurm import SlurmLauncher, with_gpus
@@ -72,10 +72,10 @@ class Harness:
 
 
 def memory(tmp_path: Path) -> Harness:
-    hints: dict[str, Hint] = {}
+    hints: dict[str, JobStatus] = {}
     return Harness(
         lambda: MemoryLauncher(hints),
-        lambda handle: hints.update({handle.key: Hint("gone", "exit code 0")}),
+        lambda handle: hints.update({handle.key: JobStatus("gone", "exit code 0")}),
         tmp_path,
     )
 

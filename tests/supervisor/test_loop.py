@@ -26,10 +26,10 @@ from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state import queue
 from flash_mcp.state.store import Store
 from flash_mcp.supervisor.ingest import Reader
-from flash_mcp.supervisor.launch.base import Handle, Hint
+from flash_mcp.supervisor.launch.base import Handle, JobStatus
 from flash_mcp.supervisor.launch.local import LocalLauncher, Record
-from flash_mcp.supervisor.loop import Patience, Supervisor, supervise
-from flash_mcp.supervisor.process import PYTHON, Holder, ensure_supervisor, is_supervised
+from flash_mcp.supervisor.loop import Supervisor, Timeouts, supervise
+from flash_mcp.supervisor.process import PYTHON, LockOwner, ensure_supervisor, is_supervised
 from flash_mcp.supervisor.secrets import give
 from tests.places import TESTS
 from tests.watch import is_running
@@ -37,7 +37,7 @@ from tests.watch import is_running
 pytestmark = pytest.mark.slow
 
 WORKER = (sys.executable, str(TESTS / "scripted_worker.py"))
-HASTE = Patience(
+HASTE = Timeouts(
     poll_s=0.02,
     beat_stale_s=0.3,
     beat_silent_s=30.0,
@@ -62,7 +62,7 @@ class Bench:
     def new_supervisor(
         self, launcher: LocalLauncher | None = None, **patience: float
     ) -> Supervisor:
-        timing = Patience(**{**HASTE.__dict__, **patience})
+        timing = Timeouts(**{**HASTE.__dict__, **patience})
         launcher = launcher or LocalLauncher(self.base / "attempts", gpus=[])
         return Supervisor(self.base, launcher=launcher, worker=WORKER, patience=timing)
 
@@ -324,9 +324,9 @@ class Slanderer(LocalLauncher):
         super().__init__(base / "attempts", gpus=["0", "1"])
         self.slandered: set[str] = set()
 
-    def poll(self, handles: Sequence[Handle]) -> dict[str, Hint]:
+    def poll(self, handles: Sequence[Handle]) -> dict[str, JobStatus]:
         return {
-            key: Hint("gone") if key in self.slandered else hint
+            key: JobStatus("gone") if key in self.slandered else hint
             for key, hint in super().poll(handles).items()
         }
 
@@ -577,11 +577,11 @@ SUPERVISE = f"""
 import logging, sys
 from pathlib import Path
 from flash_mcp.supervisor.launch.local import LocalLauncher
-from flash_mcp.supervisor.loop import Patience, Supervisor, supervise
+from flash_mcp.supervisor.loop import Timeouts, Supervisor, supervise
 logging.basicConfig(level=logging.INFO)
 import json
 base = Path(sys.argv[1])
-patience = Patience(**{{**{HASTE.__dict__!r}, **json.loads(sys.argv[2])}})
+patience = Timeouts(**{{**{HASTE.__dict__!r}, **json.loads(sys.argv[2])}})
 launcher = LocalLauncher(base / "attempts", gpus=[])
 supervise(base, lambda base: Supervisor(base, launcher=launcher, worker={WORKER!r}, patience=patience))
 """
@@ -750,10 +750,10 @@ process.ensure_supervisor(pathlib.Path(sys.argv[1]))
     callers = [subprocess.Popen([sys.executable, "-c", code, str(bench.base)]) for _ in range(4)]
     assert [caller.wait(timeout=TIMEOUT_S) for caller in callers] == [0] * 4
     # The lock is held a moment before it says by whom.
-    wait_for(lambda: len(supervisors(bench.base)) == 1 and Holder.read(bench.base))
+    wait_for(lambda: len(supervisors(bench.base)) == 1 and LockOwner.read(bench.base))
     (survivor,) = supervisors(bench.base)
     try:
-        holder = Holder.read(bench.base)
+        holder = LockOwner.read(bench.base)
         assert holder and (holder.pid, holder.version) == (survivor.pid, __version__)
         assert is_supervised(bench.base)
         assert os.getsid(survivor.pid) != os.getsid(0)

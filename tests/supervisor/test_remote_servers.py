@@ -28,7 +28,7 @@ from flash_mcp.state.store import Store
 from flash_mcp.state.targets import Cards, key_of, new_target, write_target
 from flash_mcp.supervisor import remote_servers
 from flash_mcp.supervisor.janitor import Janitor
-from flash_mcp.supervisor.launch.base import Handle, Hint, Launch, Launcher, MemoryLauncher
+from flash_mcp.supervisor.launch.base import Handle, JobStatus, Launch, Launcher, MemoryLauncher
 from flash_mcp.supervisor.launch.local import LocalLauncher
 from flash_mcp.supervisor.model_servers import Deployments, Server, server_of
 from flash_mcp.supervisor.remote_servers import RemoteServers, cards_for
@@ -56,10 +56,10 @@ class Engine(MemoryLauncher):
         if self.is_down:
             raise FlashError("target_unreachable", "the engine does not answer", fix="wait")
         self.launches[launch.key] = launch
-        self.hints.setdefault(launch.key, Hint("pending", "Slurm: Resources"))
+        self.hints.setdefault(launch.key, JobStatus("pending", "Slurm: Resources"))
         return Handle(launch.key, f"job of {launch.key}")
 
-    def poll(self, handles: Sequence[Handle]) -> dict[str, Hint]:
+    def poll(self, handles: Sequence[Handle]) -> dict[str, JobStatus]:
         if self.is_down:
             raise FlashError("target_unreachable", "the engine does not answer", fix="wait")
         return super().poll(handles)
@@ -76,7 +76,7 @@ class Node:
         token = bench.engine.launches[self.key].environment["FLASH_LAUNCH_TOKEN"]
         self.receiver = Receiver(self.key, token)
         self.writer.offer(self.receiver.offer)
-        bench.engine.hints[self.key] = Hint("alive")
+        bench.engine.hints[self.key] = JobStatus("alive")
         bench.nodes.append(self)
         self.process: subprocess.Popen[bytes] | None = None
         (self.port,) = slurm.free_ports(1)
@@ -112,7 +112,7 @@ class Node:
         if self.process:
             self.process.terminate()
             self.process.wait()
-        self.bench.engine.hints[self.key] = Hint("gone", "Slurm job 7: NODE_FAIL")
+        self.bench.engine.hints[self.key] = JobStatus("gone", "Slurm job 7: NODE_FAIL")
 
 
 class Bench:
@@ -178,16 +178,16 @@ def asked(bench: Bench, tmp_path: Path) -> Deployment:
 async def test_it_waits_in_the_queue_then_answers_on_its_node_and_leaves_nothing_when_it_ends(
     bench: Bench, asked: Deployment, tmp_path: Path
 ) -> None:
-    bench.until(lambda: bench.row(asked).data.get("waits_for"))
+    bench.until(lambda: bench.row(asked).data.get("pending_reason"))
     waiting = describe(bench.store, bench.row(asked))
-    assert (waiting.target, waiting.waits_for) == ("lab", "Slurm: Resources")
+    assert (waiting.target, waiting.pending_reason) == ("lab", "Slurm: Resources")
     assert "it waits: Slurm: Resources" in str(waiting.next)
     with pytest.raises(FlashError, match="the deployment waits: Slurm: Resources"):
         await chat(asked.id, message="hello")
 
     node = Node(bench, bench.row(asked), tmp_path / "node")
     keys = await run_sync(node.get_keys)
-    assert bench.row(asked).data["waits_for"] is None
+    assert bench.row(asked).data["pending_reason"] is None
     job = bench.folder(asked).job()
     assert job["serve"] == {"rank": 16, "name": "toy"} and job["init_adapter"]["path"].startswith(
         "artifact:"
@@ -395,7 +395,7 @@ def test_an_engine_that_does_not_answer_is_what_it_waits_for(
     bench: Bench, asked: Deployment
 ) -> None:
     bench.engine.is_down = True
-    bench.until(lambda: bench.row(asked).data.get("waits_for") == "the engine does not answer")
+    bench.until(lambda: bench.row(asked).data.get("pending_reason") == "the engine does not answer")
     bench.engine.is_down = False
     bench.submitted(asked)
     request_stop(bench.store, asked.id)

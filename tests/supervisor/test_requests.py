@@ -14,7 +14,7 @@ from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 from flash_mcp.state import queue
 from flash_mcp.state.targets import new_target, remove_target, write_target
-from flash_mcp.supervisor.launch.base import Hint
+from flash_mcp.supervisor.launch.base import JobStatus
 from flash_mcp.supervisor.loop import READ_S, Supervisor
 from flash_mcp.tools.shared.run_view import report_on
 from tests.protocol.test_run_folder import BUCKET, ObjectStore, adapter, object_store
@@ -134,7 +134,7 @@ def test_a_store_that_says_nothing_holds_up_no_run_elsewhere_and_no_tool(
     with s3.frozen():
         until(lambda: overdue_s() > 1)
         RunFolder(here.folder).claim(1).commit_result("succeeded", 1)
-        local.engine.hints[f"{here.id}-1"] = Hint("gone")
+        local.engine.hints[f"{here.id}-1"] = JobStatus("gone")
         ended_s = until(lambda: bench.now(here).ended)
         began = time.monotonic()
         assert report_on(bench.store, runs[0].id, detailed=True).view.state == "running"

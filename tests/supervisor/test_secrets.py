@@ -36,9 +36,9 @@ SUPERVISE = """
 import sys
 from pathlib import Path
 from flash_mcp.supervisor.launch.local import LocalLauncher
-from flash_mcp.supervisor.loop import Patience, Supervisor, supervise
+from flash_mcp.supervisor.loop import Timeouts, Supervisor, supervise
 
-patience = Patience(poll_s=0.02, leave_s=2.0, idle_exit_s=60.0)
+patience = Timeouts(poll_s=0.02, leave_s=2.0, idle_exit_s=60.0)
 worker = (sys.executable, sys.argv[2])
 supervise(Path(sys.argv[1]), lambda base: Supervisor(
     base, launcher=LocalLauncher(base / "attempts", gpus=[]), worker=worker, patience=patience))

@@ -15,7 +15,7 @@ from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state import queue
 from flash_mcp.state.store import Store
 from flash_mcp.supervisor.launch.local import LocalLauncher, Record
-from flash_mcp.supervisor.loop import Patience, Supervisor
+from flash_mcp.supervisor.loop import Supervisor, Timeouts
 from tests.places import CALCULATOR, VOWELS
 
 pytestmark = [pytest.mark.slow, pytest.mark.cpu]
@@ -32,7 +32,7 @@ class Place:
         self.model = model
         self.store = Store(home)
         launcher = LocalLauncher(home / "attempts", gpus=[])
-        patience = Patience(poll_s=0.05, retry_delay_s=0.01)
+        patience = Timeouts(poll_s=0.05, retry_delay_s=0.01)
         self.supervisor = Supervisor(home, launcher=launcher, patience=patience)
 
     def train(self, environment: Path, **fields: object) -> Run:

@@ -17,7 +17,7 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state.targets import TargetSettings, find_target
-from flash_mcp.supervisor.launch.base import Handle, Hint, Launch
+from flash_mcp.supervisor.launch.base import Handle, JobStatus, Launch
 from flash_mcp.supervisor.launch.sky import NO_CARDS, SkyLauncher, resources_for
 from flash_mcp.supervisor.targets import card_gib
 from tests import engines, sky_cluster
@@ -72,7 +72,7 @@ def test_a_job_of_skypilot_from_its_launch_to_its_end(
     def has_begun() -> bool:
         hint = mine.poll([first])[first.key]
         assert hint.state != "gone", hint
-        return hint == Hint("alive") and log.exists()
+        return hint == JobStatus("alive") and log.exists()
 
     until(has_begun)
     until(lambda: log.read_text() == "it's mine\n")

@@ -27,7 +27,7 @@ from flash_mcp.state import queue, references, removal
 from flash_mcp.state.store import Store
 from flash_mcp.state.targets import find_target, new_target, remove_target, write_target
 from flash_mcp.state.versions import digest_of
-from flash_mcp.supervisor.loop import Patience, Supervisor
+from flash_mcp.supervisor.loop import Supervisor, Timeouts
 from tests import engines, slurm
 from tests.places import ROOT, VOWELS
 from tests.protocol.test_run_folder import BUCKET, SECRET_KEY, ObjectStore
@@ -72,7 +72,7 @@ class Lab:
         fields = {"engine": "slurm", "storage": storage, "python": sys.executable, **more}
         settings = new_target(home, "lab", {**fields, "env": variables, "home": str(node)})
         write_target(home, "lab", settings)
-        self.supervisor = Supervisor(home, patience=Patience(remote_poll_s=0.2))
+        self.supervisor = Supervisor(home, patience=Timeouts(remote_poll_s=0.2))
 
     def train(self, **fields: object) -> Run:
         spec = {"environment": "vowels", "model": str(self.model), "target": "lab"}

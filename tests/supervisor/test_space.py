@@ -212,7 +212,7 @@ from pathlib import Path
 SIZE = {size}
 
 
-def train(job, spec, writer, pulse, scratch, ranks):
+def train(job, spec, writer, heartbeat, scratch, ranks):
     for step in (1, 2):
         while step == 2 and not Path(writer.folder.path("go")).exists():
             time.sleep(0.02)

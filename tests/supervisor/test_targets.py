@@ -18,14 +18,14 @@ from flash_mcp.state import queue
 from flash_mcp.state.store import Store
 from flash_mcp.state.targets import find_target, key_of, new_target, write_target
 from flash_mcp.supervisor.ingest import Reader
-from flash_mcp.supervisor.launch.base import Handle, Hint, Launch, MemoryLauncher, Target
-from flash_mcp.supervisor.loop import Attempt, Attendant, Patience, Supervisor
+from flash_mcp.supervisor.launch.base import Handle, JobStatus, Launch, MemoryLauncher, Target
+from flash_mcp.supervisor.loop import Attempt, RunReconciler, Supervisor, Timeouts
 from flash_mcp.supervisor.secrets import Vault
 from flash_mcp.supervisor.targets import RemoteTarget
 from flash_mcp.tools.shared import waiting
 from flash_mcp.tools.shared.run_view import report_on
 
-HASTE = Patience(poll_s=0.01, remote_poll_s=0.01, beat_stale_s=0.05, retry_delay_s=0.0)
+HASTE = Timeouts(poll_s=0.01, remote_poll_s=0.01, beat_stale_s=0.05, retry_delay_s=0.0)
 TIMEOUT_S = 30.0
 
 
@@ -41,14 +41,14 @@ class Engine(MemoryLauncher):
 
     def submit(self, launch: Launch) -> Handle:
         self.submitted.append(launch.key)
-        self.hints.setdefault(launch.key, Hint("pending", "Resources"))
+        self.hints.setdefault(launch.key, JobStatus("pending", "Resources"))
         return Handle(launch.key, f"job {len(self.submitted)}")
 
     def cancel(self, handle: Handle) -> None:
         self.cancelled.append(handle)
         super().cancel(handle)
 
-    def poll(self, handles: Sequence[Handle]) -> dict[str, Hint]:
+    def poll(self, handles: Sequence[Handle]) -> dict[str, JobStatus]:
         self.answers.wait()
         return super().poll(handles)
 
@@ -78,8 +78,8 @@ class Bench:
         self.lab = Lab()
         self.attendant = self.new_attendant()
 
-    def new_attendant(self) -> Attendant:
-        return Attendant(self.store, self.lab, Vault(self.store.base), HASTE)
+    def new_attendant(self) -> RunReconciler:
+        return RunReconciler(self.store, self.lab, Vault(self.store.base), HASTE)
 
     def train(self, target: str = "lab", **fields: object) -> Run:
         environment = self.store.add_environment(
@@ -106,7 +106,7 @@ class Bench:
         attempt = self.now(run).attempt
         writer = RunFolder(run.folder).claim(attempt)
         writer.beat(1, "train")
-        self.lab.engine.hints[f"{run.id}-{attempt}"] = Hint("alive")
+        self.lab.engine.hints[f"{run.id}-{attempt}"] = JobStatus("alive")
         self.until(lambda: self.now(run).state == "running")
         return writer
 
@@ -122,18 +122,18 @@ def test_a_run_that_waits_for_a_machine_burns_no_attempt_and_says_what_it_waits_
     bench: Bench,
 ) -> None:
     run = bench.train(stall_timeout_s=0.1, max_attempts=1)
-    bench.until(lambda: bench.now(run).waits_for)
+    bench.until(lambda: bench.now(run).pending_reason)
     waiting = bench.now(run)
-    assert (waiting.state, waiting.waits_for) == ("starting", "Resources")
+    assert (waiting.state, waiting.pending_reason) == ("starting", "Resources")
     attempt = bench.attendant._attempts[run.id]
     bench.until(lambda: attempt.watched_s > 10 * 0.1)
     assert bench.now(run).attempt == 1
-    bench.lab.engine.hints[f"{run.id}-1"] = Hint("pending", "Priority")
-    bench.until(lambda: bench.now(run).waits_for == "Priority")
+    bench.lab.engine.hints[f"{run.id}-1"] = JobStatus("pending", "Priority")
+    bench.until(lambda: bench.now(run).pending_reason == "Priority")
     waited_s = time.time() - waiting.created
     writer = bench.start(run)
     started = bench.now(run)
-    assert started.waits_for is None
+    assert started.pending_reason is None
     assert started.used_s < waited_s  # the time in the engine's queue is no work
     writer.commit_result("succeeded", 1)
     bench.until(lambda: bench.now(run).ended)
@@ -144,7 +144,7 @@ def test_an_attempt_that_waits_too_long_is_submitted_anew_and_no_attempt_is_coun
     bench: Bench,
 ) -> None:
     run = bench.train(max_attempts=1)
-    bench.until(lambda: bench.now(run).waits_for)
+    bench.until(lambda: bench.now(run).pending_reason)
     attempt = bench.attendant._attempts[run.id]
     assert attempt.pending_at is not None
     attempt.pending_at -= HASTE.pending_s
@@ -157,10 +157,10 @@ def test_a_run_that_waits_is_cancelled_without_the_time_that_a_worker_has_to_sav
     bench: Bench,
 ) -> None:
     run = bench.train()
-    bench.until(lambda: bench.now(run).waits_for)
+    bench.until(lambda: bench.now(run).pending_reason)
     queue.request_cancel(bench.store, run.id, "not needed")
     bench.until(lambda: bench.now(run).ended)
-    assert (bench.now(run).state, bench.now(run).waits_for) == ("cancelled", None)
+    assert (bench.now(run).state, bench.now(run).pending_reason) == ("cancelled", None)
     assert bench.lab.engine.hints[f"{run.id}-1"].state == "gone"
 
 
@@ -170,14 +170,14 @@ def test_preempted_attempts_do_not_count_and_crashes_do(bench: Bench) -> None:
         bench.until(lambda attempt=attempt: bench.now(run).attempt == attempt)
         bench.until(lambda: bench.now(run).handle)
         bench.start(run)
-        gone = Hint("gone", "NODE_FAIL", is_preempted=True)
+        gone = JobStatus("gone", "NODE_FAIL", is_preempted=True)
         bench.lab.engine.hints[f"{run.id}-{attempt}"] = gone
     bench.until(lambda: bench.now(run).attempt == 4)
     assert bench.now(run).preemptions == 3
     for attempt in (4, 5):
         bench.until(lambda attempt=attempt: bench.now(run).attempt == attempt)
         bench.until(lambda: bench.now(run).handle)
-        bench.lab.engine.hints[f"{run.id}-{attempt}"] = Hint("gone", "exit code 1")
+        bench.lab.engine.hints[f"{run.id}-{attempt}"] = JobStatus("gone", "exit code 1")
     bench.until(lambda: bench.now(run).ended)
     error = bench.now(run).error
     assert (bench.now(run).state, bench.now(run).attempt) == ("failed", 5)
@@ -189,7 +189,7 @@ def test_a_run_that_is_preempted_without_end_fails(
 ) -> None:
     monkeypatch.setattr("flash_mcp.state.queue.MAX_PREEMPTIONS", 2)
     run = bench.train()
-    gone = Hint("gone", "PREEMPTED", is_preempted=True)
+    gone = JobStatus("gone", "PREEMPTED", is_preempted=True)
     bench.lab.engine.hints |= {f"{run.id}-{attempt}": gone for attempt in (1, 2, 3)}
     bench.until(lambda: bench.now(run).ended)
     assert (bench.now(run).state, bench.now(run).attempt) == ("failed", 3)
@@ -211,7 +211,7 @@ def test_an_attempt_that_ends_while_it_is_given_up_is_read_to_its_end(
         return found
 
     monkeypatch.setattr(Reader, "read", read_too_early)
-    bench.lab.engine.hints[f"{run.id}-1"] = Hint("gone", "CANCELLED", is_preempted=True)
+    bench.lab.engine.hints[f"{run.id}-1"] = JobStatus("gone", "CANCELLED", is_preempted=True)
     bench.until(lambda: bench.now(run).ended)
     assert bench.now(run).state == "succeeded"
     assert [row.step for row in bench.store.metrics(run.id)] == [1]
@@ -236,9 +236,9 @@ def test_an_engine_that_does_not_answer_is_what_the_run_waits_for(
     run = bench.train()
     with monkeypatch.context() as patch:
         patch.setattr(bench.lab.engine, "submit", refuse)
-        bench.until(lambda: bench.now(run).waits_for)
-    assert "squeue does not answer" in str(bench.now(run).waits_for)
-    bench.until(lambda: bench.now(run).waits_for == "Resources")
+        bench.until(lambda: bench.now(run).pending_reason)
+    assert "squeue does not answer" in str(bench.now(run).pending_reason)
+    bench.until(lambda: bench.now(run).pending_reason == "Resources")
     assert bench.now(run).attempt == 1
 
 
@@ -265,7 +265,7 @@ def test_a_look_reads_folders_for_a_while_and_the_next_one_begins_with_the_other
     monkeypatch.setattr("flash_mcp.supervisor.loop.READ_S", 0.0)
     monkeypatch.setattr(Attempt, "has_news", lambda *_: True)
     writers[1].commit_result("succeeded", 1)
-    bench.lab.engine.hints[f"{runs[1].id}-1"] = Hint("gone")
+    bench.lab.engine.hints[f"{runs[1].id}-1"] = JobStatus("gone")
     for step in (1, 2, 3):
         for writer in writers:
             writer.metrics(step, {"loss": 1.0})
@@ -302,17 +302,17 @@ def test_a_target_that_does_not_answer_delays_no_other(bench: Bench) -> None:
             supervisor.tick()
 
     try:
-        until(lambda: all(bench.now(run).waits_for for run in runs.values()))
+        until(lambda: all(bench.now(run).pending_reason for run in runs.values()))
         bench.lab.engine.answers.clear()
         for name in ("near", "local"):
             RunFolder(runs[name].folder).claim(1).commit_result("succeeded", 1)
-        near.engine.hints[f"{runs['near'].id}-1"] = Hint("gone")
+        near.engine.hints[f"{runs['near'].id}-1"] = JobStatus("gone")
         until(lambda: bench.now(runs["near"]).ended and bench.now(runs["local"]).ended)
         assert bench.now(runs["lab"]).state == "starting"
     finally:
         bench.lab.engine.answers.set()
     RunFolder(runs["lab"].folder).claim(1).commit_result("succeeded", 1)
-    bench.lab.engine.hints[f"{runs['lab'].id}-1"] = Hint("gone")
+    bench.lab.engine.hints[f"{runs['lab'].id}-1"] = JobStatus("gone")
     until(lambda: bench.now(runs["lab"]).ended)
 
 

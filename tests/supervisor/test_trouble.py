@@ -21,7 +21,7 @@ from flash_mcp.state import queue
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.supervisor.ingest import Reader
 from flash_mcp.supervisor.loop import supervise
-from flash_mcp.supervisor.process import Holder, ensure_supervisor
+from flash_mcp.supervisor.process import LockOwner, ensure_supervisor
 from flash_mcp.tools import status
 from flash_mcp.tools.registry import TOOLS
 from tests.samples import finished_run, push_echo
@@ -244,8 +244,8 @@ def test_a_supervisor_that_is_killed_while_it_starts_is_started_again(
     monkeypatch.setattr("flash_mcp.supervisor.process.START_TIMEOUT_S", 5.0)
     monkeypatch.setattr("flash_mcp.supervisor.process.STARTS", 8)
     assert ensure_supervisor(bench.base)
-    wait_for(lambda: Holder.read(bench.base))
-    holder = Holder.read(bench.base)
+    wait_for(lambda: LockOwner.read(bench.base))
+    holder = LockOwner.read(bench.base)
     assert holder
     os.kill(holder.pid, signal.SIGKILL)
     wait_for(lambda: not is_running(holder.pid))

@@ -19,7 +19,7 @@ from flash_mcp.protocol.records import Run
 from flash_mcp.state.sqlite import sqlite3
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.supervisor import keeper, process
-from flash_mcp.supervisor.process import Holder, ensure_supervisor, take_lock, unfit
+from flash_mcp.supervisor.process import LockOwner, ensure_supervisor, take_lock, unfit
 from flash_mcp.tools.shared.waiting import obstacle
 from tests.places import ROOT
 from tests.supervisor.test_keeper import end_supervisors, waiting_run
@@ -31,10 +31,10 @@ HOLD = """
 import sys, time
 from dataclasses import replace
 from pathlib import Path
-from flash_mcp.supervisor.process import Holder, Ticker, take_lock
+from flash_mcp.supervisor.process import LockOwner, Ticker, take_lock
 base = Path(sys.argv[1])
 lock = take_lock(base)
-replace(Holder.here(is_foreground=sys.argv[2] == "True"), version=sys.argv[3]).write(lock)
+replace(LockOwner.here(is_foreground=sys.argv[2] == "True"), version=sys.argv[3]).write(lock)
 ticker = Ticker(base)
 while True:
     ticker()
@@ -54,12 +54,12 @@ def holders(flash_home: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
 
 def hold(
     base: Path, holders: list[subprocess.Popen[bytes]], version: str, *, is_foreground: bool = False
-) -> Holder:
+) -> LockOwner:
     """A process that holds the lock as a supervisor of that version does."""
     command = [sys.executable, "-c", HOLD, str(base), str(is_foreground), version]
     holders.append(subprocess.Popen(command, cwd=ROOT))
-    wait_for(lambda: (found := Holder.read(base)) and found.silent_s(base) < 1 and found.boot)
-    found = Holder.read(base)
+    wait_for(lambda: (found := LockOwner.read(base)) and found.silent_s(base) < 1 and found.boot)
+    found = LockOwner.read(base)
     assert found
     return found
 
@@ -70,8 +70,8 @@ def test_a_stopped_supervisor_is_told_and_replaced(
 ) -> None:
     store = open_store()
     keeper.look_after(store)
-    wait_for(lambda: Holder.read(flash_home))
-    stopped = Holder.read(flash_home)
+    wait_for(lambda: LockOwner.read(flash_home))
+    stopped = LockOwner.read(flash_home)
     assert stopped and not unfit(flash_home) and not ensure_supervisor(flash_home)
     os.kill(stopped.pid, signal.SIGSTOP)
     monkeypatch.setattr(process, "SILENT_S", 2.0)
@@ -81,7 +81,7 @@ def test_a_stopped_supervisor_is_told_and_replaced(
     assert "has done nothing" in str(obstacle(store))
     keeper.look_after(store)
     assert not is_running(stopped.pid)
-    wait_for(lambda: Holder.read(flash_home) not in (None, stopped))
+    wait_for(lambda: LockOwner.read(flash_home) not in (None, stopped))
     assert not unfit(flash_home) and doctor._supervisor()[0] == "ok"
     end_supervisors(flash_home)
 
@@ -103,7 +103,7 @@ def test_one_whose_work_does_not_go_on_stops_ticking(
 ) -> None:
     flash_home.mkdir()
     monkeypatch.setattr(process, "TICK_EVERY_S", 0.01)
-    here = Holder.here()
+    here = LockOwner.here()
     ticker = process.Ticker(flash_home)
     try:
         began = time.monotonic()
@@ -123,7 +123,7 @@ def test_a_process_that_was_given_the_pid_of_a_silent_supervisor_is_left_alone(
     with lock, subprocess.Popen(["/bin/sleep", "100"]) as other:
         ticks = process.started_ticks(other.pid)
         assert ticks
-        here = replace(Holder.here(), pid=other.pid, since=0.0)
+        here = replace(LockOwner.here(), pid=other.pid, since=0.0)
         for started in (ticks, ticks - 1):  # it holds no lock file; it started later
             replace(here, started_ticks=started).write(lock)
             found = unfit(flash_home)

@@ -23,7 +23,7 @@ from flash_mcp.supervisor import keeper, process
 from flash_mcp.supervisor.launch.base import Handle
 from flash_mcp.supervisor.launch.local import LocalLauncher
 from flash_mcp.supervisor.model_servers import Server
-from flash_mcp.supervisor.process import Holder, is_supervised
+from flash_mcp.supervisor.process import LockOwner, is_supervised
 from flash_mcp.tools.registry import TOOLS
 from tests.places import ROOT
 from tests.supervisor.test_keeper import end_supervisors
@@ -124,16 +124,16 @@ def _has_come_so_far(base: Path) -> bool:
 def test_the_new_version_takes_over_a_run_and_a_deployment_of_the_old(
     flash_home: Path, old_supervisor: subprocess.Popen[bytes]
 ) -> None:
-    assert Holder.read(flash_home) == Holder(old_supervisor.pid)
+    assert LockOwner.read(flash_home) == LockOwner(old_supervisor.pid)
     store = open_store()
     keeper.look_after(store)
     assert old_supervisor.wait(30) != 0
-    wait_for(lambda: Holder.read(flash_home) not in (None, Holder(old_supervisor.pid)))
-    holder = Holder.read(flash_home)
+    wait_for(lambda: LockOwner.read(flash_home) not in (None, LockOwner(old_supervisor.pid)))
+    holder = LockOwner.read(flash_home)
     assert holder
     assert holder.version == __version__
     keeper.look_after(store)
-    assert Holder.read(flash_home) == holder  # one of this version stays
+    assert LockOwner.read(flash_home) == holder  # one of this version stays
 
     (run,) = store.runs()
     assert (run.state, run.attempt) == ("running", 1)
@@ -180,4 +180,4 @@ def test_a_process_that_is_not_the_supervisor_is_left_alone(flash_home: Path) ->
     ("version", "is_older"), [("", True), ("0.0.9", True), (__version__, False), ("99.0", False)]
 )
 def test_only_an_older_version_is_replaced(version: str, is_older: bool) -> None:
-    assert Holder(1, version).is_older() == is_older
+    assert LockOwner(1, version).is_older() == is_older

@@ -20,7 +20,7 @@ from flash_mcp.state.owners import Caller, acting_as
 from flash_mcp.state.retention import leftovers
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.state.versions import staged
-from flash_mcp.supervisor.loop import Patience, Supervisor
+from flash_mcp.supervisor.loop import Supervisor, Timeouts
 from flash_mcp.supervisor.upkeep import Upkeep
 from flash_mcp.tools.compare import compare
 from flash_mcp.tools.status import status
@@ -182,7 +182,7 @@ def test_a_broken_settings_file_stops_nothing_and_deletes_nothing(
 ) -> None:
     run = ended_days_ago(store, finished_run(tmp_path), 1000)
     (store.base / "settings.toml").write_text("[disk]\nrun_days = 'soon'")
-    patience = Patience(poll_s=0.01, idle_exit_s=0.05)
+    patience = Timeouts(poll_s=0.01, idle_exit_s=0.05)
     Supervisor(store.base, patience=patience).run()
     assert has_files(run) and "run_days" in caplog.text
 
@@ -190,7 +190,7 @@ def test_a_broken_settings_file_stops_nothing_and_deletes_nothing(
 def test_the_supervisor_applies_the_limits_while_it_is_idle(store: Store, tmp_path: Path) -> None:
     run = ended_days_ago(store, finished_run(tmp_path), 1000)
     allow(store, run_days=1)
-    Supervisor(store.base, patience=Patience(poll_s=0.01, idle_exit_s=0.05)).run()
+    Supervisor(store.base, patience=Timeouts(poll_s=0.01, idle_exit_s=0.05)).run()
     assert not has_files(run)
 
 

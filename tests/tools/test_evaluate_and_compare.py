@@ -23,9 +23,9 @@ from flash_mcp.server.mcp_server import server
 from flash_mcp.state.store import open_store
 from flash_mcp.supervisor import keeper
 from flash_mcp.supervisor.launch.local import LocalLauncher
-from flash_mcp.supervisor.loop import Patience, Supervisor
+from flash_mcp.supervisor.loop import Supervisor, Timeouts
 from flash_mcp.tools.shared import run_time
-from flash_mcp.tools.shared.fitting import RESULT_CHARACTERS, to_text
+from flash_mcp.tools.shared.truncation import RESULT_CHARACTERS, to_text
 from tests.calls import refusal
 from tests.folders import environment_folder
 from tests.places import TESTS
@@ -48,7 +48,7 @@ ECHO = ENVIRONMENT.replace("self, fail=False", "self, fail=False, **script")
 def supervisor(flash_home: Path) -> Generator[None]:
     """A supervisor in a thread whose workers follow a script."""
     with supervised():
-        patience = Patience(poll_s=0.02, leave_s=0.5, retry_delay_s=0.01)
+        patience = Timeouts(poll_s=0.02, leave_s=0.5, retry_delay_s=0.01)
         launcher = LocalLauncher(flash_home / "attempts", gpus=[])
         made = Supervisor(flash_home, launcher=launcher, worker=WORKER, patience=patience)
         done = threading.Event()

@@ -16,8 +16,8 @@ from flash_mcp.state import queue
 from flash_mcp.state.store import open_store
 from flash_mcp.supervisor.ingest import Reader
 from flash_mcp.tools.registry import TOOLS
-from flash_mcp.tools.shared import frame, news
-from flash_mcp.tools.shared.fitting import to_text
+from flash_mcp.tools.shared import news, tool_base
+from flash_mcp.tools.shared.truncation import to_text
 from tests.calls import named_calls, tokens
 from tests.samples import (
     end,
@@ -213,7 +213,7 @@ async def test_a_wait_ends_with_the_run_and_reports_its_share_of_the_steps(
         told.append((message, share))
         looked.set()
 
-    frame.listen(listen)
+    tool_base.listen(listen)
     found: list[dict[str, Any]] = []
 
     async def wait() -> None:

@@ -19,7 +19,7 @@ from flash_mcp.state.serving import request
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.curate import read_attempts
 from flash_mcp.tools.registry import TOOLS
-from flash_mcp.tools.shared.fitting import RESULT_CHARACTERS, to_text
+from flash_mcp.tools.shared.truncation import RESULT_CHARACTERS, to_text
 from tests.places import ROOT
 from tests.samples import (
     ENVIRONMENT,

@@ -28,8 +28,8 @@ from flash_mcp.tools import train
 from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.rollouts import LEAST_PER_MESSAGE, share_out
 from flash_mcp.tools.shared import waiting
-from flash_mcp.tools.shared.fitting import RESULT_CHARACTERS, to_text
 from flash_mcp.tools.shared.run_time import RunTime
+from flash_mcp.tools.shared.truncation import RESULT_CHARACTERS, to_text
 from tests.calls import named_calls
 from tests.places import TOOL_CALCULATOR
 from tests.samples import (

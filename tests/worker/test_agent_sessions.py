@@ -62,7 +62,7 @@ class Striking(FakeEngine):
     """Does something at the turns with these numbers, and decodes none before so many have come."""
 
     strikes: dict[int, Callable[[], None]] = field(default_factory=dict)
-    waits_for: int = 0
+    pending_reason: int = 0
     turns: int = 0
 
     def submit(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling) -> None:
@@ -71,7 +71,7 @@ class Striking(FakeEngine):
         self.strikes.get(self.turns, lambda: None)()
 
     def step(self) -> list[tuple[str, Completion]]:
-        return super().step() if self.turns >= self.waits_for else []
+        return super().step() if self.turns >= self.pending_reason else []
 
 
 @asynccontextmanager
@@ -133,7 +133,7 @@ async def test_as_many_sessions_at_once_keep_to_themselves_though_some_are_kille
         process.kill()
 
     async with programs(folder) as host:
-        engine = Striking(waits_for=SESSIONS)
+        engine = Striking(pending_reason=SESSIONS)
         undisturbed = await rollouts_of(host, engine)
         assert all(map(heard, undisturbed)), [each.error for each in undisturbed]
         assert engine.turns == SESSIONS * CALLS and max(engine.batches) == SESSIONS

@@ -35,7 +35,7 @@ from tests.attempts import VOWELS, Attempt, make_run
 from tests.folders import generated_files
 from tests.tiny import make_tokenizer
 from tests.watch import is_running, listening_ports
-from worker.heartbeat import Cancelled, Pulse
+from worker.heartbeat import Cancelled, Heartbeat
 from worker.rollouts.scheduler import Limits, Rollout, Task
 from worker.rollouts.transcript import ChatTemplate
 from worker.session import BLOCK, Model, TrainingSession, examples_of
@@ -86,26 +86,26 @@ def test_an_evaluation_within_a_run_opens_a_block_of_episodes_at_a_time(tmp_path
     shown: list[str] = []
 
     def collect(tasks: list[Task], limits: Limits, on_done: Any) -> None:
-        shown.append(pulse.shown.partition(",")[0])
+        shown.append(heartbeat.shown.partition(",")[0])
         blocks.append(len(tasks))
         for task in reversed(tasks):
-            pulse.advance()
+            heartbeat.advance()
             on_done(Rollout(task, f"v{task.index}"))
 
-    pulse, host = Pulse(run.claim(1)), SimpleNamespace(splits={"eval": 5000})
+    heartbeat, host = Heartbeat(run.claim(1)), SimpleNamespace(splits={"eval": 5000})
     nothing: Any = None
     model = Model(tmp_path, nothing, torch.float32, 256, None)
     spec = RunSpec(**run.job()["spec"])
-    session: Any = TrainingSession(spec, pulse.writer, pulse, model, host, nothing, 4)
+    session: Any = TrainingSession(spec, heartbeat.writer, heartbeat, model, host, nothing, 4)
     session.sync, session.collect = lambda step: 0.0, collect
     session.constant_level = lambda split, tasks: {}  # it would ask the environment
     session.evaluate(0)
     assert blocks == [BLOCK, BLOCK, 3]
     of = 2 * BLOCK + 3
     assert shown == [f"eval 0/{of}", f"eval {BLOCK}/{of}", f"eval {2 * BLOCK}/{of}"]
-    assert re.fullmatch(rf"eval {of}/{of}, 0 s left", pulse.shown)
-    pulse.enter("train")
-    assert pulse.shown == "train"
+    assert re.fullmatch(rf"eval {of}/{of}, 0 s left", heartbeat.shown)
+    heartbeat.enter("train")
+    assert heartbeat.shown == "train"
     assert [row["index"] for row in run.evaluation(0)["rollouts"]] == list(range(2 * BLOCK + 3))
 
 
@@ -405,12 +405,12 @@ def test_a_cancel_in_mid_rollout_saves_what_was_trained_and_ends_as_cancelled(
 
 
 def test_a_cancel_between_two_steps_counts_the_step_that_was_made(tmp_path: Path) -> None:
-    pulse = Pulse(make_run(tmp_path / "run", tmp_path).claim(1))
-    pulse.step = 5
-    pulse.cancelled.set()
+    heartbeat = Heartbeat(make_run(tmp_path / "run", tmp_path).claim(1))
+    heartbeat.step = 5
+    heartbeat.cancelled.set()
     with pytest.raises(Cancelled):
-        pulse.enter("train", 6)
-    assert pulse.step == 6
+        heartbeat.enter("train", 6)
+    assert heartbeat.step == 6
 
 
 def test_a_warm_start_begins_with_the_other_runs_adapter(

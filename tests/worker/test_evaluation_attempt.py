@@ -17,7 +17,7 @@ from flash_mcp.state.references import Subject
 from flash_mcp.tools.shared import resolve
 from tests.attempts import VOWELS, Attempt
 from worker.evaluate import Recorder
-from worker.heartbeat import Pulse
+from worker.heartbeat import Heartbeat
 from worker.rollouts.scheduler import Rollout, Task
 
 
@@ -203,7 +203,7 @@ def test_attempts_end_while_a_shard_of_them_is_being_written(
         RunWriter.attempts(writer, step, rows)
 
     monkeypatch.setattr(writer, "attempts", slowly)
-    recorder = Recorder(writer, Pulse(writer), 0)
+    recorder = Recorder(writer, Heartbeat(writer), 0)
     for index in range(3):
         recorder.add(Rollout(Task("eval", index, index, index, seed=0), f"v{index}"))
     assert not shards, "nobody waits for the store"

@@ -29,7 +29,7 @@ from flash_mcp.protocol.spec import RunSpec, resolve
 from tests.tiny import CHATML
 from worker.engine import fetch
 from worker.engine.fetch import commit_of, ensure
-from worker.heartbeat import Pulse
+from worker.heartbeat import Heartbeat
 from worker.session import load_model
 
 NAME, REQUIREMENT = "toy-instruct", "toy-model==1.0"
@@ -298,7 +298,7 @@ def test_an_attempt_uses_the_commit_of_the_run_it_builds_on_and_of_the_attempt_b
 
     def loaded(attempt: int, job: Json) -> Path:
         writer = folder.claim(attempt)
-        return load_model(job, spec, writer, Pulse(writer), trains=False).path
+        return load_model(job, spec, writer, Heartbeat(writer), trains=False).path
 
     assert loaded(1, {"lineage": {"model_commit": "a" * 40}}) == snapshots / ("a" * 40)
     assert loaded(2, {}) == snapshots / ("a" * 40)

@@ -16,7 +16,7 @@ from tests.attempts import make_run
 from worker import session
 from worker.engine import measure
 from worker.engine.measure import Choice, Figures, Load
-from worker.heartbeat import Pulse
+from worker.heartbeat import Heartbeat
 
 LOAD = Load("MODEL", "bfloat16", 256, 2, 8, "cpu", "0.31.0")
 FIGURES = {"adapter": Figures(0.1, 4000.0), "merged": Figures(2.0, 5000.0)}
@@ -73,7 +73,9 @@ def test_a_run_on_a_card_reports_the_choice_and_a_short_one_measures_nothing(
     run = make_run(tmp_path / "run", tmp_path)
     writer = run.claim(1)
     spec = validate({"environment": "e", "steps": steps, "max_tokens": 1000})
-    chosen = session.choose_sync(tmp_path, spec, torch.bfloat16, 2048, 64, writer, Pulse(writer))
+    chosen = session.choose_sync(
+        tmp_path, spec, torch.bfloat16, 2048, 64, writer, Heartbeat(writer)
+    )
     events = [run.event(name) for name in run.event_names()]
     if steps < 50:
         assert (chosen, asked, events) == (None, [], [])

@@ -26,7 +26,7 @@ from tests.places import ROOT
 from tests.tiny import make_tiny_model, make_tokenizer
 from tests.watch import listening_ports
 from tests.worker.test_grpo import MAX_COMPLETION, SIZE, make_policy, make_rollouts, settings_of
-from worker.heartbeat import Cancelled, Pulse
+from worker.heartbeat import Cancelled, Heartbeat
 from worker.ranks import Ranks, variables
 from worker.rollouts.scheduler import Rollout
 from worker.rollouts.transcript import ChatTemplate, Transcript
@@ -231,14 +231,14 @@ def test_a_cancel_ends_the_wait_for_a_rank(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(
         worker.ranks, "close_listening", lambda keep: None
     )  # of both, in one process
-    pulse = Pulse(make_run(tmp_path / "run", tmp_path).claim(1))
-    ranks = [Ranks(0, 2, pulse), Ranks(1, 2)]
+    heartbeat = Heartbeat(make_run(tmp_path / "run", tmp_path).claim(1))
+    ranks = [Ranks(0, 2, heartbeat), Ranks(1, 2)]
     threads = [threading.Thread(target=each.connect, args=(tmp_path,)) for each in ranks]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    threading.Timer(0.1, pulse.cancelled.set).start()
+    threading.Timer(0.1, heartbeat.cancelled.set).start()
     with pytest.raises(Cancelled):
         ranks[0].gather("the other rank never comes")
 

@@ -20,7 +20,7 @@ from flash_mcp.protocol.spec import RunSpec, resolve
 from tests.attempts import Attempt, make_run
 from tests.places import CALCULATOR, NO_TORCH
 from tests.tiny import make_tokenizer
-from worker.heartbeat import Pulse
+from worker.heartbeat import Heartbeat
 from worker.ranks import ALONE
 from worker.rollouts.transcript import ChatTemplate
 from worker.train import _optimize, _resume_point
@@ -157,15 +157,15 @@ def tune(folder: RunFolder, model: Path, scratch: Path, steps: int) -> None:
         "learning_rate": 1e-2,
     }
     spec = resolve(RunSpec(environment="e", **fields)).spec
-    pulse = Pulse(writer)
-    reporter = Reporter(writer, spec, pulse.cancelled)
+    heartbeat = Heartbeat(writer)
+    reporter = Reporter(writer, spec, heartbeat.cancelled)
     trainer = make_sft_trainer(
         load_policy(model, rank=8, alpha=16, seed=0, dtype=torch.float32),
         AutoTokenizer.from_pretrained(model), spec, rows, writer, max_length=64,
         output_dir=str(scratch / "out"), callbacks=[reporter], packed=True,
     )  # fmt: skip
     session: Any = SimpleNamespace(
-        spec=spec, writer=writer, pulse=pulse, reporter=reporter, ranks=ALONE
+        spec=spec, writer=writer, heartbeat=heartbeat, reporter=reporter, ranks=ALONE
     )
     assert _optimize(trainer, session, _resume_point(writer, scratch)) == steps
 

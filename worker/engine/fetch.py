@@ -186,7 +186,7 @@ def _from_hub(hub_id: str, revision: str | None, tell: Progress) -> Path:
     from huggingface_hub import errors as hub  # noqa: PLC0415
     from huggingface_hub.utils import tqdm  # noqa: PLC0415
 
-    class Told(tqdm):
+    class FetchProgress(tqdm):
         def update(self, n: float | None = 1) -> bool | None:
             # This is one of several bars: the share of the whole is not known.
             tell(f"fetching {hub_id}", 0.0)
@@ -206,7 +206,7 @@ def _from_hub(hub_id: str, revision: str | None, tell: Progress) -> Path:
         # One quick request first: a download retries for minutes. What it names is fetched, even if
         # a newer commit comes meanwhile.
         info = huggingface_hub.HfApi().model_info(hub_id, revision=revision, timeout=HUB_TIMEOUT_S)
-        return snapshot(info.sha, tqdm_class=Told)
+        return snapshot(info.sha, tqdm_class=FetchProgress)
     except (*missing, hub.HFValidationError) as error:
         what = f"the hub does not serve {hub_id}{f' at commit {revision}' if revision else ''}"
         fix = (

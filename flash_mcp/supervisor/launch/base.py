@@ -43,7 +43,7 @@ class Handle:
 
 
 @dataclass(frozen=True)
-class Hint:
+class JobStatus:
     """The state that the engine reports. It may be wrong; the run folder decides.
 
     A pending attempt was submitted and waits for a machine. `detail` says what it waits for, or how
@@ -74,7 +74,7 @@ class Launcher(ABC):
         """
 
     @abstractmethod
-    def poll(self, handles: Sequence[Handle]) -> dict[str, Hint]:
+    def poll(self, handles: Sequence[Handle]) -> dict[str, JobStatus]:
         """{key: hint} of each; an attempt that the engine never heard of is gone, one it cannot ask
         about unknown.
         """
@@ -130,17 +130,17 @@ class MemoryLauncher(Launcher):
     dict.
     """
 
-    hints: dict[str, Hint] = field(default_factory=dict[str, Hint])
+    hints: dict[str, JobStatus] = field(default_factory=dict[str, JobStatus])
 
     def submit(self, launch: Launch) -> Handle:
-        self.hints.setdefault(launch.key, Hint("alive"))
+        self.hints.setdefault(launch.key, JobStatus("alive"))
         return Handle(launch.key, launch.key)
 
-    def poll(self, handles: Sequence[Handle]) -> dict[str, Hint]:
-        return {handle.key: self.hints.get(handle.key, Hint("gone")) for handle in handles}
+    def poll(self, handles: Sequence[Handle]) -> dict[str, JobStatus]:
+        return {handle.key: self.hints.get(handle.key, JobStatus("gone")) for handle in handles}
 
     def under_way(self) -> list[Handle]:
         return [Handle(key, key) for key, hint in self.hints.items() if hint.state != "gone"]
 
     def cancel(self, handle: Handle) -> None:
-        self.hints[handle.key] = Hint("gone", "cancelled")
+        self.hints[handle.key] = JobStatus("gone", "cancelled")

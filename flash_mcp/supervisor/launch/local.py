@@ -21,7 +21,7 @@ from pathlib import Path
 
 from flash_mcp.protocol import device_locks
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.supervisor.launch.base import Handle, Hint, Launch, Launcher
+from flash_mcp.supervisor.launch.base import Handle, JobStatus, Launch, Launcher
 from flash_mcp.supervisor.launch.devices import free_memory, installed
 
 DEVICES = "devices.json"
@@ -171,7 +171,7 @@ class LocalLauncher(Launcher):
         record = Record.read(path)
         return Handle(launch.key, str(record.pid) if record else "")
 
-    def poll(self, handles: Sequence[Handle]) -> dict[str, Hint]:
+    def poll(self, handles: Sequence[Handle]) -> dict[str, JobStatus]:
         return {handle.key: self._hint(handle.key) for handle in handles}
 
     def cancel(self, handle: Handle) -> None:
@@ -266,16 +266,16 @@ class LocalLauncher(Launcher):
                     path.unlink()
         return [slot for slot in range(max(1, len(self.gpus))) if slot not in taken]
 
-    def _hint(self, key: str) -> Hint:
+    def _hint(self, key: str) -> JobStatus:
         child, record = self._children.get(key), Record.read(self.records / key)
         if record.is_alive() if record else child and child.poll() is None:
-            return Hint("alive")
+            return JobStatus("alive")
         ended = child.poll() if child else None
         if ended is None:
-            return Hint("gone")
+            return JobStatus("gone")
         if ended < 0:
-            return Hint("gone", f"killed by signal {signal.Signals(-ended).name}")
-        return Hint("gone", f"exit code {ended}")
+            return JobStatus("gone", f"killed by signal {signal.Signals(-ended).name}")
+        return JobStatus("gone", f"exit code {ended}")
 
 
 def _wait_until(condition: Callable[[], bool]) -> None:

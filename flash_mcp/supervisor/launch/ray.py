@@ -15,7 +15,7 @@ import httpx
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from flash_mcp.supervisor.launch.api import ApiLauncher
-from flash_mcp.supervisor.launch.base import Handle, Hint, Launch, exported
+from flash_mcp.supervisor.launch.base import Handle, JobStatus, Launch, exported
 
 TIMEOUT_S = 10.0
 NO_AGENT = "No available agent"
@@ -62,11 +62,11 @@ class RayLauncher(ApiLauncher):
             raise FlashError("target_refused", f"Ray refused: {' '.join(said)[-500:]}", fix=fix)
         return Handle(launch.key, launch.key)
 
-    def poll(self, handles: Sequence[Handle]) -> dict[str, Hint]:
+    def poll(self, handles: Sequence[Handle]) -> dict[str, JobStatus]:
         try:
             jobs = self._list() if handles else {}
         except FlashError as error:
-            return {handle.key: Hint("unknown", error.what) for handle in handles}
+            return {handle.key: JobStatus("unknown", error.what) for handle in handles}
         return {handle.key: _hint(jobs.get(handle.key)) for handle in handles}
 
     def cancel(self, handle: Handle) -> None:
@@ -106,14 +106,14 @@ def _entrypoint(launch: Launch) -> str:
     return "; ".join([*lines, command])
 
 
-def _hint(job: Json | None) -> Hint:
+def _hint(job: Json | None) -> JobStatus:
     if job is None:
-        return Hint("gone", "Ray does not list its job")
+        return JobStatus("gone", "Ray does not list its job")
     message = " ".join(str(job["message"]).split())[:300]
     state = str(job["status"])
     if state == "PENDING":
-        return Hint("pending", f"Ray: {message}")
+        return JobStatus("pending", f"Ray: {message}")
     if state == "RUNNING":
-        return Hint("alive")
+        return JobStatus("alive")
     is_own = state == "SUCCEEDED" or str(job["error_type"]).startswith(OWN_FAULT)
-    return Hint("gone", f"Ray job {state}: {message}", is_preempted=not is_own)
+    return JobStatus("gone", f"Ray job {state}: {message}", is_preempted=not is_own)

@@ -17,7 +17,7 @@ from typing import Any, cast
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from flash_mcp.supervisor.launch.api import ApiLauncher
-from flash_mcp.supervisor.launch.base import Handle, Hint, Launch, exported
+from flash_mcp.supervisor.launch.base import Handle, JobStatus, Launch, exported
 
 TIMEOUT_S = 60.0
 """Its API server starts a process for most requests, and the first ones after its start."""
@@ -38,7 +38,7 @@ LAUNCHES = "sky.jobs.launch"
 REQUEST = "X-Skypilot-Request-ID"
 """The header of an answer that names the request."""
 NO_CONTROLLER = "ClusterNotUpError"
-FORGOTTEN = Hint("gone", "SkyPilot does not list its job")
+FORGOTTEN = JobStatus("gone", "SkyPilot does not list its job")
 
 
 class SkyLauncher(ApiLauncher):
@@ -50,7 +50,7 @@ class SkyLauncher(ApiLauncher):
     engine = "SkyPilot"
     root = "/"
     unreachable = "check that SkyPilot's API server runs: `sky api info`; the run waits"
-    _hints: Mapping[str, Hint] = {}
+    _hints: Mapping[str, JobStatus] = {}
     _listed_at = -math.inf
 
     @property
@@ -82,13 +82,13 @@ class SkyLauncher(ApiLauncher):
         bodies = [json.loads(each["request_body"]) for each in found if each["name"] == LAUNCHES]
         return any(body and body["name"] == name for body in bodies)
 
-    def poll(self, handles: Sequence[Handle]) -> dict[str, Hint]:
+    def poll(self, handles: Sequence[Handle]) -> dict[str, JobStatus]:
         asked = {handle.id for handle in handles if handle.id}
         try:
             if asked - set(self._hints) or time.monotonic() - self._listed_at > LIST_EVERY_S:
                 self._look(asked)
         except FlashError as error:
-            return {handle.key: Hint("unknown", error.what) for handle in handles}
+            return {handle.key: JobStatus("unknown", error.what) for handle in handles}
         return {handle.key: self._hints.get(handle.id, FORGOTTEN) for handle in handles}
 
     def _look(self, numbers: Set[str]) -> None:
@@ -175,15 +175,15 @@ def script(launch: Launch) -> str:
     return "\n".join([*lines, f"exec {shlex.join(launch.command)} </dev/null{output}"])
 
 
-def _hint(job: Json) -> Hint:
+def _hint(job: Json) -> JobStatus:
     state = str(job["status"])
     said = " ".join(str(job.get("failure_reason") or job.get("details") or state).split())[:300]
     is_second = bool(job.get("recovery_count"))
     if state in PENDING:
-        return Hint("pending", f"SkyPilot: {said}")
+        return JobStatus("pending", f"SkyPilot: {said}")
     if state in ALIVE and not is_second:
-        return Hint("alive")
+        return JobStatus("alive")
     detail = f"SkyPilot job {job['job_id']}: {state}"
     if said != state:
         detail += f", {said}"
-    return Hint("gone", detail, is_preempted=is_second or state in PREEMPTED)
+    return JobStatus("gone", detail, is_preempted=is_second or state in PREEMPTED)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.supervisor.launch.base import Handle, Hint, Launch, Launcher, exported
+from flash_mcp.supervisor.launch.base import Handle, JobStatus, Launch, Launcher, exported
 
 TIMEOUT_S = 10.0
 CANCEL_S = 15.0
@@ -36,13 +36,13 @@ class Job:
     """The tag of the launcher that submitted it."""
     reason: str
 
-    def hint(self) -> Hint:
+    def hint(self) -> JobStatus:
         if self.state in PENDING:
-            return Hint("pending", f"Slurm: {self.reason}")
+            return JobStatus("pending", f"Slurm: {self.reason}")
         if self.state in ALIVE:
-            return Hint("alive")
+            return JobStatus("alive")
         detail = f"Slurm job {self.id}: {self.state}"
-        return Hint("gone", detail, is_preempted=self.state in PREEMPTED)
+        return JobStatus("gone", detail, is_preempted=self.state in PREEMPTED)
 
 
 class SlurmLauncher(Launcher):
@@ -73,12 +73,12 @@ class SlurmLauncher(Launcher):
         printed = self._run(["sbatch", *options], script(launch))
         return Handle(launch.key, printed.strip().split(";")[0])
 
-    def poll(self, handles: Sequence[Handle]) -> dict[str, Hint]:
+    def poll(self, handles: Sequence[Handle]) -> dict[str, JobStatus]:
         try:
             jobs = {job.id: job for job in self._jobs()} if handles else {}
         except FlashError as error:
-            return {handle.key: Hint("unknown", error.what) for handle in handles}
-        forgotten = Hint("gone", "Slurm does not list its job")
+            return {handle.key: JobStatus("unknown", error.what) for handle in handles}
+        forgotten = JobStatus("gone", "Slurm does not list its job")
         found = {handle.key: jobs.get(handle.id) for handle in handles}
         return {key: job.hint() if job else forgotten for key, job in found.items()}
 

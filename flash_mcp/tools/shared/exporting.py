@@ -14,11 +14,11 @@ from typing import IO, Any, Literal
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.exports import Agreement, ExportKind
-from flash_mcp.protocol.parts import Part
 from flash_mcp.protocol.paths import exports_dir
+from flash_mcp.protocol.result_model import ResultModel
 
 
-class Export(Part):
+class Export(ResultModel):
     """A checkpoint as files for other programs."""
 
     state: Literal["running", "ready"]

@@ -23,7 +23,7 @@ from flash_mcp.state.owners import caller
 from flash_mcp.state.store import Store
 from flash_mcp.state.targets import find_target
 from flash_mcp.state.versions import keep_generated
-from flash_mcp.tools.shared.frame import report
+from flash_mcp.tools.shared.tool_base import report
 
 INSTALL_TIMEOUT_S = 15.0
 """Time that a call waits for an environment's packages. The installation continues afterwards."""

@@ -11,8 +11,8 @@ from typing import Literal, Self
 from flash_mcp.judgement.comparison import Verdict
 from flash_mcp.judgement.health import FLAG_NAMES, Flag, Trend
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.parts import Part
 from flash_mcp.protocol.records import Run, RunState
+from flash_mcp.protocol.result_model import ResultModel
 from flash_mcp.state.store import Store
 from flash_mcp.tools.shared.next_steps import next_of, waiting_for
 from flash_mcp.tools.shared.run_view import Failure, HeldOut, Report, RunView, report_on
@@ -27,14 +27,14 @@ from flash_mcp.tools.shared.waiting import (
 
 Until = Literal["news", "end"]
 CURSOR = re.compile(
-    r"(?P<run>..)(l(?P<lost>\d+))?(e(?P<evaluations>\d+))?(c(?P<checkpoint>\d+))?(?P<held_up>h)?"
+    r"(?P<run>..)(l(?P<lost>\d+))?(e(?P<evaluations>\d+))?(c(?P<checkpoint>\d+))?(?P<blocked>h)?"
     r"(-(?P<flags>[A-Za-z]+))?",
     re.ASCII,
 )
 """Short, since every call without news sends it: parts that are 0 are left out."""
 
 
-class News(Part):
+class News(ResultModel):
     """What is new about a run since the caller's last look; all else is as it was."""
 
     state: RunState
@@ -65,7 +65,7 @@ class News(Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class NewsCursor:
     """What a caller was told of a run. As text it is the cursor `since`."""
 
     run: str
@@ -75,14 +75,14 @@ class Told:
     evaluations: int = 0
     checkpoint: int = 0
     """Step of the newest."""
-    held_up: bool = False
+    blocked: bool = False
     flags: str = ""
     """A letter for each flag, by its place in FLAG_NAMES: a capital one if it was a problem."""
 
     def __str__(self) -> str:
         counts = {"l": self.lost, "e": self.evaluations, "c": self.checkpoint}
         parts = [f"{letter}{count}" for letter, count in counts.items() if count]
-        if self.held_up:
+        if self.blocked:
             parts.append("h")
         if self.flags:
             parts.append(f"-{self.flags}")
@@ -104,7 +104,7 @@ class Told:
             lost=int(found["lost"] or 0),
             evaluations=int(found["evaluations"] or 0),
             checkpoint=int(found["checkpoint"] or 0),
-            held_up=bool(found["held_up"]),
+            blocked=bool(found["blocked"]),
             flags=found["flags"] or "",
         )
 
@@ -113,15 +113,15 @@ class Told:
         letter = _letter(flag)
         return letter in self.flags or letter.upper() in self.flags
 
-    def after(self, report: Report) -> Told:
+    def after(self, report: Report) -> NewsCursor:
         """What a caller has been told once it saw this report."""
         flags = self.flags + "".join(map(_letter, self.new_flags(report)))
-        return Told(
+        return NewsCursor(
             run=self.run,
             lost=_lost(report.found.run),
             evaluations=len(report.found.evaluations),
             checkpoint=max(self.checkpoint, report.view.checkpoint or 0),
-            held_up=bool(report.held_up),
+            blocked=bool(report.blocked),
             flags=flags,
         )
 
@@ -131,8 +131,8 @@ class Told:
     def misses(self, report: Report, until: Until) -> bool:
         """Whether the report has what a caller waits for."""
         run = report.found.run
-        is_held_up = bool(report.held_up) and not self.held_up
-        if run.ended is not None or _lost(run) > self.lost or is_held_up:
+        is_blocked = bool(report.blocked) and not self.blocked
+        if run.ended is not None or _lost(run) > self.lost or is_blocked:
             return True
         new_flags = self.new_flags(report)
         if until == "end":
@@ -164,8 +164,8 @@ class Watch:
 
     def __call__(self) -> Report:
         run = self.store.run(self.run_id)
-        held_up = obstacles(self.store, run)
-        mark = (*fingerprint(self.store, run), *held_up)
+        blocked = obstacles(self.store, run)
+        mark = (*fingerprint(self.store, run), *blocked)
         if self._report is None:
             self.start_s = self.store.usual_start_s(run)
         if self._report is None or mark != self._seen:
@@ -178,7 +178,7 @@ class Watch:
 
 
 async def wait_for_news(
-    store: Store, run_id: str, told: Told, until: Until, wait_s: float
+    store: Store, run_id: str, told: NewsCursor, until: Until, wait_s: float
 ) -> Report:
     """The report on a run as soon as it has what the caller waits for, or as it is after `wait_s`.
 
@@ -204,12 +204,12 @@ def one_line(report: Report) -> str:
         parts.append(f"loss {view.loss.last:.2f}")
     if view.eta_s is not None:
         parts.append(f"{max(1, round(view.eta_s / 60))} min left")
-    if report.held_up:
+    if report.blocked:
         parts.append("still held up")
     return ", ".join(parts)
 
 
-def news_of(report: Report, told: Told) -> News:
+def news_of(report: Report, told: NewsCursor) -> News:
     """The parts of the report that the caller was not told."""
     view = report.view
     is_over = report.found.run.ended is not None
@@ -228,7 +228,7 @@ def news_of(report: Report, told: Told) -> News:
     if is_over:
         news.trends = _trends(view)
         news.scores = view.scores
-    if is_over or report.held_up:
+    if is_over or report.blocked:
         news.warnings = view.warnings
     if is_over or is_lost:
         news.error = view.error
@@ -246,7 +246,7 @@ def _trends(view: RunView) -> dict[str, Trend] | None:
     return {name: trend for name, trend in given.items() if trend} or None
 
 
-def next_call(report: Report, told: Told, until: Until, since: str) -> str:
+def next_call(report: Report, told: NewsCursor, until: Until, since: str) -> str:
     """What to do after a look: what is new decides, and the look again comes last."""
     wait = waiting_for(report.found.run.id, until, since)
     flags = report.judged.flags if report.found.run.ended else told.new_flags(report)

@@ -26,7 +26,7 @@ MOST_TRIES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Situation:
+class RunContext:
     """All that decides what follows a run."""
 
     run: Run
@@ -44,7 +44,7 @@ class Situation:
     """Those of Store.near."""
     has_optimizer: bool = True
     """Whether the newest checkpoint keeps the optimizer's state."""
-    is_held_up: bool = False
+    is_blocked: bool = False
     wait: str | None = None
     """The call that waits for more, if it is not the usual one."""
 
@@ -88,11 +88,11 @@ class Rule:
 
     when: str
     then: str
-    applies: Callable[[Situation], Any]
-    says: Callable[[Situation], str]
+    applies: Callable[[RunContext], Any]
+    says: Callable[[RunContext], str]
 
 
-def next_of(situation: Situation) -> str:
+def next_of(situation: RunContext) -> str:
     """What to do next with a run or an evaluation."""
     return next(rule.says(situation) for rule in RULES if rule.applies(situation))
 
@@ -107,7 +107,7 @@ def waiting_for(run_id: str, until: str = "news", since: str | None = None) -> s
     return f"status({', '.join(given)})"
 
 
-def _resuming(found: Situation) -> str:
+def _resuming(found: RunContext) -> str:
     """The call that continues the run, and how."""
     run_id = found.run.id
     if found.run.files_removed is not None:
@@ -141,26 +141,26 @@ def _worst(run: Run) -> str:
     return f"rollouts(run_id={run.id!r}, which='worst')"
 
 
-def _is(*states: str) -> Callable[[Situation], bool]:
+def _is(*states: str) -> Callable[[RunContext], bool]:
     """Of a training run."""
     return lambda found: found.run.algorithm != "eval" and found.run.state in states
 
 
-def _is_evaluation(*states: str) -> Callable[[Situation], bool]:
+def _is_evaluation(*states: str) -> Callable[[RunContext], bool]:
     return lambda found: found.run.algorithm == "eval" and found.run.state in states
 
 
-def _succeeded(outcome: str | None) -> Callable[[Situation], bool]:
+def _succeeded(outcome: str | None) -> Callable[[RunContext], bool]:
     """Of a training run whose held-out success changed so; None: it was not measured twice."""
 
-    def applies(found: Situation) -> bool:
+    def applies(found: RunContext) -> bool:
         judged = found.change.outcome if found.change else None
         return _is("succeeded")(found) and judged == outcome
 
     return applies
 
 
-def _problem(found: Situation) -> str:
+def _problem(found: RunContext) -> str:
     assert found.problem is not None
     seen = f"{found.problem.name}: see {_worst(found.run)}"
     if found.run.state == "succeeded":
@@ -168,22 +168,22 @@ def _problem(found: Situation) -> str:
     return f"{seen}; cancel(run_id={found.run.id!r}) if it is not worth its time; {found.waiting}"
 
 
-def _warning(found: Situation) -> str:
+def _warning(found: RunContext) -> str:
     names = ", ".join(flag.name for flag in found.flags)
     return f"{names}: {_worst(found.run)} shows why; {found.waiting} waits on"
 
 
-def _after_failure(found: Situation) -> str:
+def _after_failure(found: RunContext) -> str:
     return f"act on error.fix, then {_resuming(found)}"
 
 
-def _after_cancel(found: Situation) -> str:
+def _after_cancel(found: RunContext) -> str:
     if found.checkpoint is None or found.run.files_removed is not None:
         return _resuming(found)
     return f"{_resuming(found)}; deploy(run_id={found.run.id!r}) serves it"
 
 
-def _unmeasured(found: Situation) -> str:
+def _unmeasured(found: RunContext) -> str:
     run = found.run
     if found.measurement:
         return _against_the_start(found)
@@ -202,7 +202,7 @@ def _unmeasured(found: Situation) -> str:
     return f"rollouts(run_id={run.id!r}, which='best') shows what was learnt; {serves}"
 
 
-def _against_the_start(found: Situation) -> str:
+def _against_the_start(found: RunContext) -> str:
     trained = found.measurement
     assert trained is not None
     if found.baseline:
@@ -212,7 +212,7 @@ def _against_the_start(found: Situation) -> str:
     return f"{trained.id} measured it; {same} measures the start alike, then compare"
 
 
-def _undecided(found: Situation) -> str:
+def _undecided(found: RunContext) -> str:
     if found.measurement:
         return _against_the_start(found)
     assert found.change is not None
@@ -223,16 +223,16 @@ def _undecided(found: Situation) -> str:
     return _more(models, run, found.change, found.measured, found.split_size)
 
 
-def _unchanged(found: Situation) -> str:
+def _unchanged(found: RunContext) -> str:
     failing = f"rollouts(run_id={found.run.id!r}, which='worst', split='eval')"
     return f"{failing} shows what still fails; change one thing and train again"
 
 
-def _improved(found: Situation) -> str:
+def _improved(found: RunContext) -> str:
     return f"deploy(run_id={found.run.id!r}), then chat with the base model beside it"
 
 
-def _awaited(found: Situation) -> str:
+def _awaited(found: RunContext) -> str:
     run = found.run
     earlier = [row for row in found.near if row.created < run.created]
     # Another owner's earlier run need not start first.
@@ -243,13 +243,13 @@ def _awaited(found: Situation) -> str:
     return f"{call} has the scores once they are there{waits}"
 
 
-def _repeated_evaluation(found: Situation) -> str:
+def _repeated_evaluation(found: RunContext) -> str:
     run = found.run
     again = f"{measuring(_model_of(run, 0), run)} measures it again"
     return f"act on error, then {again}" if run.state == "failed" else again
 
 
-def _after_scores(found: Situation) -> str:
+def _after_scores(found: RunContext) -> str:
     run = found.run
     failures = f"{_worst(run)} shows what fails"
     earlier = [row for row in found.near if row.created < run.created]
@@ -265,7 +265,7 @@ RULES = (
     Rule(
         "something holds it up: no supervisor, a full disk, secrets",
         "do what `warnings` says, then wait",
-        lambda found: found.is_held_up,
+        lambda found: found.is_blocked,
         lambda found: f"do what the first of warnings says; then {found.waiting}",
     ),
     Rule(

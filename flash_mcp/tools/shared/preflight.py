@@ -13,13 +13,13 @@ from anyio.to_thread import run_sync
 from flash_mcp.judgement import health
 from flash_mcp.judgement.health import Flag
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.parts import Part
 from flash_mcp.protocol.records import EnvironmentVersion, Json, Run
+from flash_mcp.protocol.result_model import ResultModel
 from flash_mcp.state.references import Subject
 from flash_mcp.state.store import Store
 from flash_mcp.tools.shared import resolve
-from flash_mcp.tools.shared.fitting import error_text
 from flash_mcp.tools.shared.scores import Scores, scores_of
+from flash_mcp.tools.shared.truncation import error_text
 from flash_mcp.tools.shared.waiting import ended, submit
 
 GROUPS = 8
@@ -28,7 +28,7 @@ SAMPLE_LIMIT_S = 40.0
 """How long a call waits for its sample; the sample itself goes on."""
 
 
-class Sample(Part):
+class Sample(ResultModel):
     """Groups that the untrained model generated."""
 
     run_id: str

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from flash_mcp.judgement import attempts, statistics
-from flash_mcp.protocol.parts import Part, Rounded
 from flash_mcp.protocol.records import Run
+from flash_mcp.protocol.result_model import ResultModel, Rounded
 from flash_mcp.protocol.spec import RunSpec
 from flash_mcp.state import costs
 from flash_mcp.state.store import Store
@@ -26,7 +26,7 @@ SCATTERED = 3
 """So many earlier runs show how far their times scatter."""
 
 
-class RunTime(Part):
+class RunTime(ResultModel):
     """How long a run will take, and what it costs."""
 
     seconds: int

@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from environments.process.foreign import quoted
+from environments.process.untrusted_text import quoted
 from flash_mcp.judgement import comparison, health, statistics
 from flash_mcp.judgement.comparison import Change, Verdict
 from flash_mcp.judgement.failures import SAMPLE_ROLLOUTS, failure_counts
 from flash_mcp.judgement.health import Flag, Metrics, Trend
 from flash_mcp.protocol.base_models import pinned
-from flash_mcp.protocol.parts import Part, Rounded, rounded
 from flash_mcp.protocol.records import (
     ACTIVE,
     Evaluation,
@@ -22,16 +21,17 @@ from flash_mcp.protocol.records import (
     RunState,
     StepMetrics,
 )
+from flash_mcp.protocol.result_model import ResultModel, Rounded, rounded
 from flash_mcp.protocol.spec import AUTO, LOCAL_TARGET
 from flash_mcp.state import costs, queue
 from flash_mcp.state.history import RunHistory, read_log
 from flash_mcp.state.references import split_size
 from flash_mcp.state.runs import folder_of
 from flash_mcp.state.store import Store
-from flash_mcp.tools.shared.fitting import shorten, without_empty
-from flash_mcp.tools.shared.next_steps import Situation, next_of
+from flash_mcp.tools.shared.next_steps import RunContext, next_of
 from flash_mcp.tools.shared.resolve import adapter_name
 from flash_mcp.tools.shared.scores import Scores, scores_of
+from flash_mcp.tools.shared.truncation import shorten, without_empty
 from flash_mcp.tools.shared.waiting import obstacles
 
 NEWEST = (
@@ -51,7 +51,7 @@ NEWEST = (
 """Metrics of the newest step that are shown without their trend."""
 
 
-class HeldOut(Part):
+class HeldOut(ResultModel):
     """One evaluation on the eval split. Step 0 is the model before training."""
 
     step: int
@@ -74,7 +74,7 @@ class HeldOut(Part):
     """Share that failed in environment code, where not 0."""
 
 
-class Failure(Part):
+class Failure(ResultModel):
     """Why a run failed, or why its last attempt was lost."""
 
     code: str
@@ -87,7 +87,7 @@ class Failure(Part):
     """The end of what the attempt printed."""
 
 
-class Lineage(Part):
+class Lineage(ResultModel):
     """What a run was made of."""
 
     model: str
@@ -108,7 +108,7 @@ class Lineage(Part):
     """Digests of the newest checkpoints, by step."""
 
 
-class RunView(Part):
+class RunView(ResultModel):
     """One run."""
 
     run_id: str
@@ -129,7 +129,7 @@ class RunView(Part):
     """Why it was cancelled: a budget that is used up, or what the caller of cancel gave."""
     target: str | None = None
     """Where it runs, unless on the server's machine."""
-    waits_for: str | None = None
+    pending_reason: str | None = None
     """Why it has not started, in the words of the target's engine."""
     queued_ahead: int | None = None
     """Queued runs, of all owners, that start before it."""
@@ -194,10 +194,10 @@ class Report:
 
     found: RunHistory
     judged: Judgement
-    held_up: list[str]
+    blocked: list[str]
     """What keeps it from going on."""
     view: RunView
-    situation: Situation
+    situation: RunContext
 
     @property
     def next_step(self) -> str:
@@ -206,18 +206,18 @@ class Report:
 
 def report_on(store: Store, run_id: str, *, detailed: bool = False) -> Report:
     """FlashError(unknown_run)."""
-    held_up = obstacles(store, store.run(run_id))
+    blocked = obstacles(store, store.run(run_id))
     found = store.load(run_id)
     judged = _judge(found)
-    view = _view(store, found, judged, held_up)
+    view = _view(store, found, judged, blocked)
     if found.run.used_s:
         view.cost = costs.cost(found.run, store.base)
     if found.run.state == "queued":
         view.queued_ahead = queue.queued_ahead(store, found.run)
     if detailed:
         _add_details(store, view, found, judged)
-    situation = _situation(store, found, judged, is_held_up=bool(held_up))
-    return Report(found=found, judged=judged, held_up=held_up, view=view, situation=situation)
+    situation = _situation(store, found, judged, is_blocked=bool(blocked))
+    return Report(found=found, judged=judged, blocked=blocked, view=view, situation=situation)
 
 
 # -- the judgement ---------------------------------------------------------------------------------
@@ -257,15 +257,15 @@ def _held_out(found: RunHistory) -> list[Evaluation]:
 
 
 def _situation(
-    store: Store, found: RunHistory, judged: Judgement, *, is_held_up: bool
-) -> Situation:
+    store: Store, found: RunHistory, judged: Judgement, *, is_blocked: bool
+) -> RunContext:
     evaluations = _held_out(found)
     checkpoint = found.checkpoints[-1].step if found.checkpoints else None
     has_optimizer = True  # also where the folder is elsewhere: its store may not answer
     is_here = found.run.target == LOCAL_TARGET
     if checkpoint is not None and is_here and found.run.state in ("failed", "cancelled"):
         has_optimizer = folder_of(found.run).has_optimizer(checkpoint)
-    return Situation(
+    return RunContext(
         run=found.run,
         flags=judged.flags,
         change=judged.change,
@@ -274,21 +274,21 @@ def _situation(
         has_optimizer=has_optimizer,
         split_size=split_size(store, found.run),
         near=found.near,
-        is_held_up=is_held_up,
+        is_blocked=is_blocked,
     )
 
 
 # -- the view --------------------------------------------------------------------------------------
 
 
-def _view(store: Store, found: RunHistory, judged: Judgement, held_up: Sequence[str]) -> RunView:
+def _view(store: Store, found: RunHistory, judged: Judgement, blocked: Sequence[str]) -> RunView:
     run = found.run
     newest = found.recent[-1] if found.recent else None
     step = max(run.step, newest.step if newest else 0)
     step_s = _step_s(found)
     evaluations = _held_out(found)
     shown = evaluations if len(evaluations) <= 5 else [evaluations[0], *evaluations[-4:]]
-    warnings = [shorten(warning, 300) for warning in (*held_up, *found.warnings)]
+    warnings = [shorten(warning, 300) for warning in (*blocked, *found.warnings)]
     view = RunView(
         run_id=run.id,
         name=run.name,
@@ -331,8 +331,8 @@ def _view(store: Store, found: RunHistory, judged: Judgement, held_up: Sequence[
 def _add_place(view: RunView, run: Run) -> None:
     if run.target != LOCAL_TARGET:
         view.target = run.target
-    if run.waits_for:
-        view.waits_for = shorten(run.waits_for, 300)
+    if run.pending_reason:
+        view.pending_reason = shorten(run.pending_reason, 300)
 
 
 def _add_times(view: RunView, run: Run, step_s: float | None) -> None:

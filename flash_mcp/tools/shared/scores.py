@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from flash_mcp.judgement import attempts, comparison, statistics
-from flash_mcp.protocol.parts import Part, Rounded
 from flash_mcp.protocol.records import Evaluation, Run, Try
+from flash_mcp.protocol.result_model import ResultModel, Rounded
 from flash_mcp.state.store import Store
 
 
-class Scores(Part):
+class Scores(ResultModel):
     """What an evaluation found. Attempts that failed in environment code are counted in `errors`
     and nowhere else.
     """

@@ -23,7 +23,7 @@ from flash_mcp.state.targets import find_target
 from flash_mcp.supervisor import keeper, secrets
 from flash_mcp.supervisor.launch.local import devices_in_use
 from flash_mcp.supervisor.process import LOG, is_supervised, unfit
-from flash_mcp.tools.shared.frame import report
+from flash_mcp.tools.shared.tool_base import report
 
 T = TypeVar("T")
 

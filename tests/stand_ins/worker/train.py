@@ -14,7 +14,7 @@ from environments.process.host import EnvironmentFault, EnvironmentHost
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.run_folder import RunWriter
 from worker.event_loop import AsyncRunner
-from worker.heartbeat import Pulse
+from worker.heartbeat import Heartbeat
 
 STEP_S = 0.15
 TASKS = 3
@@ -32,7 +32,7 @@ def train(
     job: dict[str, Any],
     spec: Any,
     writer: RunWriter,
-    pulse: Pulse,
+    heartbeat: Heartbeat,
     scratch: Path,
     ranks: Any,
 ) -> int:
@@ -43,13 +43,13 @@ def train(
         state = (writer.folder.fetch_checkpoint(resumed, scratch / "resume") / "state").read_text()
     writer.event("phase", f"going on from checkpoint {resumed}", step=resumed)
     with AsyncRunner() as runner:
-        pulse.enter("environment", resumed)
+        heartbeat.enter("environment", resumed)
         environment = Path(job["environment"]["path"])
         host = runner.run(EnvironmentHost.start(environment, timeout_s=spec.env_timeout_s))
         try:
             for step in range(resumed + 1, spec.steps + 1):
-                pulse.enter("rollout", step - 1)
-                rollouts = runner.run(_rollouts(host, step), stop=pulse.cancelled)
+                heartbeat.enter("rollout", step - 1)
+                rollouts = runner.run(_rollouts(host, step), stop=heartbeat.cancelled)
                 errors = [rollout["error"] for rollout in rollouts if rollout["error"]]
                 if len(errors) > spec.max_error_share * len(rollouts):
                     what = f"{len(errors)} of {len(rollouts)} rollouts failed: {errors[0]}"
@@ -59,7 +59,7 @@ def train(
                 writer.rollouts(step, rollouts)
                 writer.metrics(step, {"reward/mean": step / spec.steps, "loss": 0.0})
                 _save(writer, step, state, scratch)
-                pulse.enter("train", step)
+                heartbeat.enter("train", step)
             if not writer.folder.evaluation(spec.steps):
                 rollouts = runner.run(_rollouts(host, spec.steps))
                 writer.evaluation(

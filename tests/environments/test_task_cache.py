@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from environments import kept
+from environments import task_cache
 from environments.process.faults import EnvironmentFault
 from environments.process.host import EnvironmentHost
 from flash_mcp.protocol.errors import FlashError
@@ -64,7 +64,7 @@ async def test_other_arguments_mean_other_tasks_which_the_next_load_keeps() -> N
 @pytest.mark.parametrize(
     "change",
     [
-        "reasoning_gym.kept.MAX_BYTES = 900",
+        "reasoning_gym.task_cache.MAX_BYTES = 900",
         "environment.dataset[2].record['metadata'] = object()",
         "environment.dataset[2].record['metadata'] = float('nan')",
         "record = environment.dataset[2].record; record['metadata'] = record",
@@ -77,22 +77,22 @@ async def test_rows_that_cannot_be_kept_are_generated(
 ) -> None:
     monkeypatch.setenv("KEY", "hunter2-hunter2")
     folder = await push(generated_files(source=f"import os\n{change}"), secrets=["KEY"])
-    assert not (folder / kept.FOLDER).exists()
+    assert not (folder / task_cache.FOLDER).exists()
 
 
 def test_no_more_than_the_limit_is_kept_and_no_file_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept, "MAX_BYTES", 10)
-    kept.keep(tmp_path, {"one": "1\n2\n"})
-    kept.keep(tmp_path, {"one": "3\n", "two": "4\n", "long": "1\n" * 5})
-    found = {path.name: path.read_text() for path in (tmp_path / kept.FOLDER).iterdir()}
+    monkeypatch.setattr(task_cache, "MAX_BYTES", 10)
+    task_cache.keep(tmp_path, {"one": "1\n2\n"})
+    task_cache.keep(tmp_path, {"one": "3\n", "two": "4\n", "long": "1\n" * 5})
+    found = {path.name: path.read_text() for path in (tmp_path / task_cache.FOLDER).iterdir()}
     assert found == {"one": "1\n2\n", "two": "4\n"}
 
 
 async def test_damaged_rows_are_an_error_that_names_the_file() -> None:
     folder = await push(generated_files())
-    [file] = (folder / kept.FOLDER).iterdir()
+    [file] = (folder / task_cache.FOLDER).iterdir()
     file.chmod(0o600)
     file.write_text("('train', __import__('os').getpid())\n")
     with pytest.raises(EnvironmentFault, match=f"{file.name} are damaged; remove this file"):
@@ -101,4 +101,4 @@ async def test_damaged_rows_are_an_error_that_names_the_file() -> None:
 
 def test_a_push_holds_no_rows_of_its_own() -> None:
     with pytest.raises(FlashError, match="is where generated tasks are kept"):
-        inline_files({"environment.py": "", f"{kept.FOLDER}/0123": "1"})
+        inline_files({"environment.py": "", f"{task_cache.FOLDER}/0123": "1"})

@@ -31,8 +31,8 @@ from pydantic import (
 )
 
 from flash_mcp.protocol.errors import FlashError, did_you_mean
-from flash_mcp.protocol.parts import Part
-from flash_mcp.tools.shared.fitting import unwrapped
+from flash_mcp.protocol.result_model import ResultModel
+from flash_mcp.tools.shared.truncation import unwrapped
 
 if TYPE_CHECKING:
     from flash_mcp.judgement.curve import Curve
@@ -43,7 +43,7 @@ ARGUMENT = re.compile(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", re.MULTILINE)
 """"    name: text" and the more deeply indented lines that continue it."""
 
 
-class Result(Part):
+class Result(ResultModel):
     """What a tool returns. `next` is sent last."""
 
     next: str

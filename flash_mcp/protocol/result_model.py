@@ -28,7 +28,7 @@ Rounded = Annotated[float, PlainSerializer(_four_places, return_type=float)]
 """A number that is sent with four decimal places and judged with all of them."""
 
 
-class Part(BaseModel):
+class ResultModel(BaseModel):
     """A piece of a result. Fields that are None are left out of what is sent."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
