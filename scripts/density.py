@@ -22,6 +22,12 @@ AT_MOST = {
 AT_LEAST = {"flash_mcp": {"comments": 12.0}, "worker": {"comments": 12.0}}
 
 
+def is_comment_line(token: tokenize.TokenInfo) -> bool:
+    """Whether it is a comment on a line of its own. One that directs a tool explains nothing."""
+    is_alone = token.type == tokenize.COMMENT and token.line.lstrip().startswith("#")
+    return is_alone and not token.string.startswith(("# pyright:", "# noqa", "# type:"))
+
+
 def counts_of(source: str) -> Counter[str]:
     counts = Counter(lines=sum(bool(line.strip()) for line in source.splitlines()))
     for node in ast.walk(ast.parse(source)):
@@ -29,10 +35,7 @@ def counts_of(source: str) -> Counter[str]:
         counts["comprehensions"] += isinstance(node, COMPREHENSIONS)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         counts["vague names"] += token.type == tokenize.NAME and token.string in VAGUE_NAMES
-        is_comment = token.type == tokenize.COMMENT
-        # A directive to a tool explains nothing.
-        is_directive = token.string.startswith(("# pyright:", "# noqa", "# type:"))
-        counts["comments"] += is_comment and not is_directive
+        counts["comments"] += is_comment_line(token)
     return counts
 
 
