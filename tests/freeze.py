@@ -1,7 +1,7 @@
 """What users see of the package, as text files: `python -m tests.freeze` writes them anew under
 tests/golden/.
 
-tools/      every tool as `tools/list` sends it
+tools/      an outline of every tool as `tools/list` sends it (tests/outlines.py)
 help/       `--help` of the program, of every command and of every sub-command
 tables/     the generated tables of TRAINING.md
 codes.json  error codes; flags.json: warning signs; server.json: instructions, resources and prompts
@@ -33,6 +33,7 @@ from flash_mcp.protocol.errors import CODES
 from flash_mcp.server.mcp_server import server
 from tests.docs import PLAYBOOK, tables
 from tests.frozen_calls import Names, results
+from tests.outlines import tool_outline
 from tests.samples import supervised
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -136,7 +137,7 @@ async def surface() -> dict[str, str]:
             described["prompt"] = wire(message)["content"]["text"].splitlines()
     return {
         "server.json": pretty(described),
-        **{f"tools/{tool.name}.json": pretty(wire(tool)) for tool in tools},
+        **{f"tools/{tool.name}.txt": tool_outline(wire(tool)) for tool in tools},
     }
 
 

@@ -1,0 +1,70 @@
+"""Outlines of JSON schemas: a line for each field, with everything that a client must obey and the
+first sentence of what explains it.
+
+    steps: integer = 20, minimum=1  # Optimizer steps.
+
+A required field has `!` after its name, and an object that allows no other fields has `{}` after its
+type. Below a field stand, indented, the fields of an object, `[]` for the items of a list, `{*}` for
+the values of a map, and `|` for each alternative."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+Schema = dict[str, Any]
+NESTED = ("properties", "items", "anyOf", "additionalProperties", "required")
+SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z`])")
+
+
+def tool_outline(tool: dict[str, Any]) -> str:
+    """A tool as `tools/list` sends it. Its description and those of its arguments are whole: agents
+    decide by them."""
+    schemas = {"inputSchema": "arguments", "outputSchema": "result"}
+    parts = [tool["description"]]
+    parts += [f"{key}: {_plain(tool[key])}" for key in sorted({*tool} - {"description", *schemas})]
+    for key, heading in schemas.items():
+        whole = key == "inputSchema"
+        schema = tool.get(key, {})
+        parts.append("\n".join([f"{heading}{_facts(schema)}", *outline(schema, whole=whole)]))
+    return "\n\n".join(parts)
+
+
+def outline(schema: Schema, depth: int = 1, *, whole: bool = False) -> Iterator[str]:
+    """The lines of the fields below `schema`; with `whole`, descriptions are not cut."""
+    required = set(schema.get("required", []))
+    for name, field in schema.get("properties", {}).items():
+        mark = "!" if name in required else ""
+        yield from _field(f"{name}{mark}", field, depth, whole)
+    for key, mark in (("items", "[]"), ("additionalProperties", "{*}")):
+        if isinstance(schema.get(key), dict):
+            yield from _field(mark, schema[key], depth, whole)
+    for choice in schema.get("anyOf", []):
+        yield from _field("|", choice, depth, whole)
+
+
+def _field(name: str, schema: Schema, depth: int, whole: bool) -> Iterator[str]:
+    text = schema.get("description", "")
+    if not whole:
+        text = SENTENCE.split(text)[0]
+    comment = f"  # {' '.join(text.split())}" if text else ""
+    yield f"{'  ' * depth}{name}{_facts(schema)}{comment}"
+    yield from outline(schema, depth + 1, whole=whole)
+
+
+def _facts(schema: Schema) -> str:
+    """Type, default and limits: all of a schema but its description and what is nested in it."""
+    facts = f": {schema.get('type', 'any')}"
+    if schema.get("additionalProperties") is False:
+        facts += " {}"
+    if "default" in schema:
+        facts += f" = {_plain(schema['default'])}"
+    for key in sorted({*schema} - {"type", "default", "description", *NESTED}):
+        facts += f", {key}={_plain(schema[key])}"
+    return facts
+
+
+def _plain(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

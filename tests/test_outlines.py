@@ -1,0 +1,95 @@
+"""An outline shows every change of a schema that a client could notice."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from tests.outlines import tool_outline
+
+TOOL: dict[str, Any] = {
+    "name": "train",
+    "title": "Train",
+    "description": "Start a run. It returns at once.",
+    "annotations": {"readOnlyHint": False},
+    "inputSchema": {
+        "type": "object",
+        "properties": {
+            "steps": {"type": "integer", "default": 20, "minimum": 1, "description": "Steps. All."},
+            "loss": {"type": "string", "enum": ["grpo", "dapo"]},
+            "tags": {"type": "array", "items": {"type": "string", "maxLength": 9}},
+        },
+        "required": ["loss"],
+        "additionalProperties": False,
+    },
+    "outputSchema": {
+        "type": "object",
+        "properties": {
+            "next": {"type": "string", "description": "What to do next. Always."},
+            "metrics": {"type": "object", "additionalProperties": {"type": "number"}},
+            "verdict": {"anyOf": [{"const": "contaminated"}, {"type": "string"}]},
+        },
+    },
+}
+
+
+def test_an_outline_has_a_line_for_each_field() -> None:
+    assert (
+        tool_outline(TOOL)
+        == """\
+Start a run. It returns at once.
+
+annotations: {"readOnlyHint": false}
+
+name: "train"
+
+title: "Train"
+
+arguments: object {}
+  steps: integer = 20, minimum=1  # Steps. All.
+  loss!: string, enum=["grpo", "dapo"]
+  tags: array
+    []: string, maxLength=9
+
+result: object
+  next: string  # What to do next.
+  metrics: object
+    {*}: number
+  verdict: any
+    |: any, const="contaminated"
+    |: string"""
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("description", "Start a run. It waits."),
+        ("annotations.readOnlyHint", True),
+        ("inputSchema.properties.steps.type", "number"),
+        ("inputSchema.properties.steps.default", 21),
+        ("inputSchema.properties.steps.minimum", 2),
+        ("inputSchema.properties.steps.maximum", 99),
+        ("inputSchema.properties.steps.description", "Steps. Some."),
+        ("inputSchema.properties.loss.enum", ["grpo", "cispo"]),
+        ("inputSchema.properties.tags.items.maxLength", 8),
+        ("inputSchema.properties.more", {"type": "string"}),
+        ("inputSchema.required", ["loss", "steps"]),
+        ("inputSchema.additionalProperties", True),
+        ("outputSchema.properties.next.description", "Do this next."),
+        ("outputSchema.properties.metrics.additionalProperties.type", "integer"),
+        ("outputSchema.properties.verdict.anyOf", [{"const": "contaminated"}]),
+        ("outputSchema.required", ["next"]),
+    ],
+)
+def test_a_change_of_a_schema_changes_its_outline(path: str, value: Any) -> None:
+    tool = copy.deepcopy(TOOL)
+    *parents, key = path.split(".")
+    schema = tool
+    for parent in parents:
+        schema = schema[parent]
+    assert schema.get(key) != value
+    schema[key] = value
+    assert tool_outline(tool) != tool_outline(TOOL)
