@@ -42,8 +42,8 @@ class Beat(File):
     phase: str
     progress: NotRequired[Count]
     steps: NotRequired[Count | None]
-    writes: NotRequired[Count]
-    """Files that the attempt has written; earlier versions did not say."""
+    writes: Count
+    """Files that the attempt has written."""
     held_bytes: NotRequired[Count]
     available_bytes: NotRequired[Count]
 
@@ -126,8 +126,8 @@ class ManifestFile(File):
     digest: str
     files: dict[str, str]
     size_bytes: Count
-    optimizer_bytes: NotRequired[Count]
-    """Part of size_bytes; of OPTIMIZER, which older checkpoints lose."""
+    optimizer_bytes: Count
+    """Bytes of OPTIMIZER, a part of size_bytes. A checkpoint loses it once a newer one is saved."""
     metrics: Numbers
 
 

@@ -96,8 +96,8 @@ OPTIMIZER = "optimizer.pt"
 Without it a checkpoint is complete: whoever resumes from it starts with a fresh optimizer."""
 SAVED = re.compile(r"(\d+)-(\d+)")
 """EPOCH-N, the name of a checkpoint's folder."""
-MADE = re.compile(r"(?P<step>\d+)(\.(?P<epoch>\d+))?(?P<suffix>\.[a-z]+)")
-"""STEP.N.json or STEP.N.jsonl: what attempt N made of a step. Without N by an earlier version."""
+STEP_FILE = re.compile(r"(?P<step>\d+)\.(?P<epoch>\d+)(?P<suffix>\.[a-z]+)")
+"""STEP.N.json or STEP.N.jsonl: what attempt N wrote of a step."""
 STEP_FILES = ("metrics", "rollouts", "evals")
 """Folders of such files."""
 
@@ -246,12 +246,9 @@ class RunFolder:
     def result(self) -> Result | None:
         """The result of the owning attempt. A result of an earlier attempt does not count."""
         newest = self.newest_epoch()
-        there = self._names()
-        for name in (f"result.{newest}.json", "result.json"):
-            result = self._object(Result, name) if name in there else None
-            if result and result["epoch"] == newest:
-                return result
-        return None
+        name = f"result.{newest}.json"
+        result = self._object(Result, name) if name in self._names() else None
+        return result if result and result["epoch"] == newest else None
 
     def put_probe(self, found: Json) -> None:
         """Write what a node says of itself: `flash-mcp target check` waits for it."""
@@ -358,7 +355,7 @@ class RunFolder:
         for step in sorted(int(name) for name in self._names("checkpoints") if name.isdecimal()):
             names = self._names("checkpoints", str(step))
             whole = [name for name in names if self._has_manifest(step, name)]
-            if whole or "MANIFEST.json" in names:
+            if whole:
                 versions[step] = ",".join(sorted(whole))
         return versions
 
@@ -379,9 +376,8 @@ class RunFolder:
         cannot touch its successor's.
         """
         names = [name for name in self._names("checkpoints", str(step)) if SAVED.fullmatch(name)]
-        # Earlier versions have one folder for each step, which every attempt replaced.
-        for name in (*sorted(names, key=_saved_by, reverse=True), "."):
-            place = f"checkpoints/{step}/{name}".removesuffix("/.")
+        for name in sorted(names, key=_saved_by, reverse=True):
+            place = f"checkpoints/{step}/{name}"
             if manifest := self._object(ManifestFile, f"{place}/MANIFEST.json", step=step):
                 return {**manifest, "path": self._address(place)}
         return None
@@ -523,11 +519,11 @@ class RunFolder:
         versions: dict[int, str] = {}
         newest: dict[int, int] = {}
         for name, entry in self._files_in(folder).items():
-            made = MADE.fullmatch(name)
-            if made is None or made["suffix"] != suffix:
+            match = STEP_FILE.fullmatch(name)
+            if match is None or match["suffix"] != suffix:
                 continue
-            step = int(made["step"])
-            epoch = int(made["epoch"] or 0)
+            step = int(match["step"])
+            epoch = int(match["epoch"])
             if epoch < newest.get(step, 0):
                 continue
             newest[step] = epoch
@@ -874,15 +870,15 @@ def _superseded(names: Sequence[str], newest: int) -> list[str]:
     complete = {name.rpartition("/")[0] for name in names if name.endswith("/MANIFEST.json")}
     versions: dict[tuple[str, str], int] = {}
     for kind, *rest in parts_of.values():
-        made = MADE.fullmatch(rest[0]) if len(rest) == 1 and kind in STEP_FILES else None
-        if made:
-            key = (kind, made["step"])
-            versions[key] = max(int(made["epoch"] or 0), versions.get(key, 0))
+        match = STEP_FILE.fullmatch(rest[0]) if len(rest) == 1 and kind in STEP_FILES else None
+        if match:
+            key = (kind, match["step"])
+            versions[key] = max(int(match["epoch"]), versions.get(key, 0))
 
     def is_over(kind: str, *rest: str) -> bool:
         if kind in STEP_FILES and len(rest) == 1:
-            made = MADE.fullmatch(rest[0])
-            return bool(made and int(made["epoch"] or 0) < versions[kind, made["step"]])
+            match = STEP_FILE.fullmatch(rest[0])
+            return bool(match and int(match["epoch"]) < versions[kind, match["step"]])
         if kind == "evals":
             return (kind, rest[0]) in versions
         if kind in ("keys", "sealed"):

@@ -14,7 +14,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -25,20 +24,16 @@ from flash_mcp import __version__
 from flash_mcp.protocol.errors import FlashError, disk_error
 from flash_mcp.protocol.records import Json
 from flash_mcp.state.disk import LEAST_FREE_BYTES, has_space
-from flash_mcp.state.home_paths import NAMES, from_stored, make_relative, to_stored
+from flash_mcp.state.home_paths import NAMES, from_stored, to_stored
 from flash_mcp.state.locks import lock
 from flash_mcp.state.owners import caller
 from flash_mcp.state.schema import JSON_COLUMNS, execute, migrations, newer_migrations
 from flash_mcp.state.sqlite import Database, sqlite3  # pyright: ignore[reportPrivateImportUsage]
 
 BUSY_TIMEOUT_S = 10
-INCREMENTAL = 2
-"""SQLite's number for auto_vacuum=INCREMENTAL."""
 PAGES_AT_ONCE = 1000
 ENCODED = JSON_COLUMNS | NAMES
 """Columns that are decoded when they are read."""
-WORTH_REWRITING = 0.25
-"""The share of free pages from which a database of an older version is rewritten."""
 
 
 class Connection:
@@ -67,7 +62,7 @@ class Connection:
         with path.open("a") as held:
             if not lock(held, BUSY_TIMEOUT_S):
                 raise _busy(path)
-            # Holds for a database that has no tables yet; `shrink` changes an older one.
+            # It holds for a database that has no tables yet.
             execute(self._db, "PRAGMA auto_vacuum=INCREMENTAL")
             execute(self._db, "PRAGMA journal_mode=WAL")
             self._refuse_newer()
@@ -78,7 +73,9 @@ class Connection:
         """Code that does not know all of a database's tables and columns could lose rows of it."""
         if newer := newer_migrations(self._db):
             fix = "install that version or a newer one, or set FLASH_HOME to another folder"
-            what = f"a newer version of flash-mcp than this {__version__} has changed the database"
+            what = (
+                f"another version of flash-mcp than this {__version__} made or changed the database"
+            )
             raise FlashError("state_newer", what, path=self.path, unknown=newer, fix=fix)
 
     @property
@@ -125,25 +122,13 @@ class Connection:
         with _named_errors(self.path):
             _check(self._db.conn)
 
-    def shrink(self, *, rewrites: bool = True, alive: Callable[[], None] = lambda: None) -> int:
+    def shrink(self, *, alive: Callable[[], None] = lambda: None) -> int:
         """Give the pages of deleted rows back to the disk; the bytes that the file lost.
 
-        A few pages at a time, so that no writer waits for long; calls `alive` in between. With
-        `rewrites`, a database of an older version is rewritten once, if the disk has room for two
-        copies of it."""
+        A few pages at a time, so that no writer waits for long; calls `alive` in between."""
         before = self.path.stat().st_size
         db = self._db.conn
         with _named_errors(self.path):
-            if _pragma(db, "auto_vacuum") != INCREMENTAL:
-                free = _pragma(db, "freelist_count") / max(1, _pragma(db, "page_count"))
-                if (
-                    not rewrites
-                    or free < WORTH_REWRITING
-                    or shutil.disk_usage(self.base).free < 2 * before
-                ):
-                    return 0
-                db.execute("PRAGMA auto_vacuum=INCREMENTAL")
-                db.execute("VACUUM")
             for _ in range(0, _pragma(db, "freelist_count"), PAGES_AT_ONCE):
                 alive()
                 with self.transaction():
@@ -208,11 +193,6 @@ class Connection:
         if isinstance(value, (dict, list, tuple)):
             return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
         return value
-
-    def make_paths_relative(self) -> None:
-        """Rewrite absolute paths that an older version's process stored after the migration."""
-        with self.transaction():
-            make_relative(self._db, self.base)
 
     def insert(self, table: str, row: Mapping[str, Any]) -> None:
         """A new row; a repeated key is an error."""

@@ -277,7 +277,7 @@ class HistoryTables(RunTable):
             return
         known = pick(manifest, "step", "epoch", "time", "digest", "size_bytes", "metrics")
         # Only the newest checkpoint keeps the optimizer's state.
-        known["size_bytes"] -= manifest.get("optimizer_bytes", 0)
+        known["size_bytes"] -= manifest["optimizer_bytes"]
         self._put("checkpoints", {"run_id": run_id, **known, "path": path})
 
     def change_mark(self, run_id: str | None = None) -> Json:

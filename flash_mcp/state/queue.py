@@ -34,7 +34,6 @@ from flash_mcp.protocol.spec import (
     MAX_GPUS,
     ResolvedEval,
     ResolvedSpec,
-    default_of,
 )
 from flash_mcp.state.owners import caller
 from flash_mcp.state.store import Store
@@ -47,17 +46,6 @@ MAX_PREEMPTIONS = 50
 """A run that its engine has ended more often fails."""
 MAX_DELAY_S = 60.0
 """The longest that `requeue` lets a run wait."""
-NEWER_FIELDS = (
-    "keep_checkpoints",
-    "max_hours",
-    "max_cost",
-    "target",
-    "report_to",
-    "gpus",
-    "base_precision",
-)
-"""Fields that did not exist when the first keys were used: with its default, such a field does not
-change what was asked for."""
 ROOT = Path(__file__).parents[2]
 ID_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 
@@ -453,13 +441,10 @@ def asked_before(
 
 def request_digest(resolved: ResolvedSpec | ResolvedEval) -> str:
     """What a repeated idempotency key has to agree with."""
-    asked = resolved.spec.model_dump()
+    request = resolved.spec.model_dump()
     if resolved.sources.get("target") == AUTO:
-        asked["target"] = AUTO
-    for name in NEWER_FIELDS:
-        if name in asked and asked[name] == default_of(name):
-            del asked[name]
-    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+        request["target"] = AUTO
+    return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
 
 
 def _check_still_there(

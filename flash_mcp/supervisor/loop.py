@@ -666,7 +666,6 @@ class Supervisor(RunReconciler):
         poll_s = self.patience.remote_poll_s
         self._remote = RemoteTargets(self.store, self._attendant_of, poll_s)
         self._serving: tuple[Deployments, RemoteServers] | None = None
-        self._is_prepared = False
         self._clear_at = time.monotonic()
 
     def run(self) -> None:
@@ -686,9 +685,6 @@ class Supervisor(RunReconciler):
         folders keep all.
         """
         try:
-            if not self._is_prepared:
-                self.store.make_paths_relative()
-                self._is_prepared = True
             return self.tick()
         except FlashError as error:
             if error.code not in ("state_busy", "disk_full"):

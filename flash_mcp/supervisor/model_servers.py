@@ -151,10 +151,8 @@ class Server:
 
     @property
     def admin_key(self) -> str:
-        """The key that loads and unloads adapters. A server of an older version has one key."""
-        with suppress(FileNotFoundError):
-            return Path(self.folder, ADMIN_KEY).read_text()
-        return self.api_key
+        """The key that loads and unloads adapters."""
+        return Path(self.folder, ADMIN_KEY).read_text()
 
     @property
     def trusted(self) -> ssl.SSLContext | bool:

@@ -81,7 +81,7 @@ def _start_detached(base: Path, log_path: Path) -> None:
 
 @dataclass(frozen=True)
 class LockOwner:
-    """The process that wrote supervisor.lock last: as JSON, or in older versions as a bare pid."""
+    """The process that wrote supervisor.lock last, as JSON."""
 
     pid: int
     version: str = ""
@@ -112,13 +112,10 @@ class LockOwner:
     @classmethod
     def read(cls, base: Path) -> LockOwner | None:
         try:
-            text = (base / LOCK).read_text()
-            if text.strip().isdecimal():
-                return cls(int(text))
-            told = json.loads(text)
-            known = {known.name for known in fields(cls)}
-            holder = cls(**{name: value for name, value in told.items() if name in known})
-            return replace(holder, pid=int(holder.pid), version=str(holder.version))
+            values = json.loads((base / LOCK).read_text())
+            names = {field.name for field in fields(cls)}
+            owner = cls(**{name: value for name, value in values.items() if name in names})
+            return replace(owner, pid=int(owner.pid), version=str(owner.version))
         except (OSError, ValueError, TypeError, AttributeError):
             return None
 

@@ -164,19 +164,11 @@ def _ask(base: Path, request: dict[str, Any]) -> list[str] | None:
             connection.settimeout(TIMEOUT_S)
             connection.connect(address)
             _check_peer(connection)
-            _send(connection, {"key": _read_key(base), **request})
+            _send(connection, {"key": (base / KEY).read_text(), **request})
             return _receive(connection)["lacking"]
     except (OSError, ValueError, KeyError):
         log.info("no supervisor takes secrets at %s", base / NAME)
         return None
-
-
-def _read_key(base: Path) -> str:
-    """Empty for a supervisor of an older version, which asks for none."""
-    try:
-        return (base / KEY).read_text()
-    except FileNotFoundError:
-        return ""
 
 
 @contextlib.contextmanager

@@ -96,7 +96,7 @@ def examine(server: ModelServer, deployment_id: str) -> Finding:
 def idle_seconds(server: ModelServer) -> float:
     """Since the last user's request ended; 0 while one is under way."""
     response = server.call("/idle", key=server.admin_key, timeout_s=PING_TIMEOUT_S)
-    # A server of an older version does not know.
+    # A server that refuses to say counts as busy: it must not be stopped as idle.
     return float(response.json()["idle_s"]) if response.is_success else 0.0
 
 

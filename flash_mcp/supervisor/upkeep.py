@@ -97,7 +97,7 @@ class Upkeep:
                     total -= size
                 yield
         if dropped:
-            self._store.shrink(rewrites=False, alive=self._alive)
+            self._store.shrink(alive=self._alive)
 
     def _drop(self, run: Run, why: str) -> bool:
         what = f"its files were removed, {why} in [disk] of {FILE}"

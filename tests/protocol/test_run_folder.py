@@ -517,27 +517,6 @@ def test_a_zombie_that_wakes_between_its_check_and_its_write_replaces_nothing(
     assert [seen()] == expected and expected[0]
 
 
-def test_what_a_version_wrote_whose_attempts_shared_their_files_is_read_and_replaced(
-    tmp_path: Path,
-) -> None:
-    folder = RunFolder(tmp_path)
-    first = folder.claim(1)
-    first.metrics(3, {"loss": 0.5})
-    first.rollouts(3, [{"index": 0}])
-    first.evaluation(3, {"n": 2}, [])
-    first.commit_result("succeeded", 3)
-    for path in tmp_path.rglob("*.1.json*"):
-        path.rename(path.with_name(path.name.replace(".1.", ".")))
-    folder = RunFolder(tmp_path)
-    assert folder.metrics(3) and folder.rollouts(3) and folder.evaluation(3)
-    assert (folder.result() or {})["state"] == "succeeded"
-    second = folder.claim(2)
-    assert folder.result() is None
-    second.metrics(3, {"loss": 0.25})
-    assert list(folder.metric_steps()) == [3]
-    assert (folder.metrics(3) or {})["metrics"] == {"loss": 0.25}
-
-
 @pytest.mark.slow
 def test_a_successor_removes_what_a_killed_attempt_left_of_the_same_checkpoint(
     folder: RunFolder, tmp_path: Path
@@ -548,22 +527,6 @@ def test_a_successor_removes_what_a_killed_attempt_left_of_the_same_checkpoint(
     folder.claim(2).commit_checkpoint(7, adapter(tmp_path), {})
     assert not [path for path in files_of(folder) if path.startswith(f"{lost['path']}/")]
     assert folder.verify_checkpoint(7)["epoch"] == 2
-
-
-def test_a_checkpoint_of_a_version_without_a_folder_for_each_attempt_is_read_and_replaced(
-    tmp_path: Path,
-) -> None:
-    folder = RunFolder(tmp_path / "run")
-    made = folder.claim(1).commit_checkpoint(7, adapter(tmp_path, b"old"), {})
-    step = Path(folder.path("checkpoints", "7"))
-    Path(made["path"]).rename(tmp_path / "moved")
-    step.rmdir()
-    (tmp_path / "moved").rename(step)
-    assert folder.checkpoint_steps() == [7]
-    assert folder.verify_checkpoint(7)["path"] == str(step)
-    folder.claim(2).commit_checkpoint(7, adapter(tmp_path, b"new"), {})
-    fetched = folder.fetch_checkpoint(7, tmp_path / "fetched")
-    assert (fetched / "adapter.bin").read_bytes() == b"new"
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

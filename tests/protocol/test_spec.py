@@ -16,7 +16,6 @@ from flash_mcp.protocol.spec import (
     stored_spec,
     validate,
 )
-from flash_mcp.state.queue import request_digest
 
 
 def test_unset_fields_take_the_recipes_value_and_say_so():
@@ -25,31 +24,6 @@ def test_unset_fields_take_the_recipes_value_and_say_so():
     assert (resolved.spec.lora_rank, resolved.sources["lora_rank"]) == (32, "recipe")
     assert (resolved.spec.learning_rate, resolved.sources["learning_rate"]) == (1e-5, "recipe")
     assert resolved.sources["init_from_adapter"] == "default"
-
-
-@pytest.mark.parametrize(
-    ("fields", "digest"),
-    [
-        ({}, "11717a00284c6926696646f33c9fe09b595122a7440104451dc9303a4e65b663"),
-        (
-            {"steps": 7, "temperature": 1, "max_length": 256, "secrets": ["A"]},
-            "2e4d9ac2754c4f63ad37a43765b69a413ae7b007cbb1d1201883728fadc5ad55",
-        ),
-        (
-            {"algorithm": "sft", "dataset": "d@1", "epochs": 1, "kl_penalty_coef": 0},
-            "7b38b294ac301542916c7b4a78fa5fe843b5de86f0e5689b142382dbb86a9494",
-        ),
-    ],
-)
-def test_an_idempotency_key_of_an_earlier_version_still_fits(
-    fields: dict[str, object], digest: str
-):
-    """The digests were computed when unset fields were still None before `resolve`."""
-    environment = "calculator@0123" if "steps" in fields else "calculator"
-    resolved = resolve(validate({"environment": environment, **fields}))
-    assert request_digest(resolved) == digest
-    other = resolve(validate({"environment": environment, **fields, "keep_checkpoints": 7}))
-    assert request_digest(other) != digest
 
 
 def test_a_stored_spec_lacks_fields_that_are_newer_and_has_some_that_exist_no_more():

@@ -7,15 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from flash_mcp.protocol.paths import environments_dir
 from flash_mcp.protocol.records import Checkpoint, Deployment, EnvironmentVersion, Run
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state import queue
 from flash_mcp.state.backup import backup, restore
-from flash_mcp.state.home_paths import HERE, PATH_COLUMNS
+from flash_mcp.state.home_paths import PATH_COLUMNS
 from flash_mcp.state.owners import Caller, acting_as
-from flash_mcp.state.schema import migrations
 from flash_mcp.state.serving import request
 from flash_mcp.state.sqlite import Database
 from flash_mcp.state.store import Store, open_store
@@ -68,17 +66,6 @@ def stored_texts(base: Path) -> list[str]:
     return found
 
 
-def make_old(base: Path) -> None:
-    """Rewrite the database as the version before stored it: absolute paths, no such migration."""
-    db = Database(base / "flash.db")
-    for table, columns in PATH_COLUMNS.items():
-        for column in columns:
-            db.execute(f"UPDATE {table} SET {column} = replace({column}, ?, ?)", [HERE, f"{base}/"])
-    db.execute("DELETE FROM _sqlite_migrations WHERE name = 'relative_paths'")
-    db.conn.commit()
-    db.close()
-
-
 @pytest.fixture
 def furnished(flash_home: Path, tmp_path: Path) -> Path:
     furnish(flash_home, tmp_path)
@@ -114,58 +101,10 @@ def test_a_moved_state_directory_reads_as_before(furnished: Path, tmp_path: Path
     assert not [text for text in stored_texts(new) if str(furnished) in text or str(new) in text]
 
 
-def test_an_old_database_is_made_relative_also_where_it_was_moved_before(
-    furnished: Path, tmp_path: Path
-) -> None:
+def test_a_backup_is_restored_elsewhere(furnished: Path, tmp_path: Path) -> None:
     before = everything(Store(furnished))
-    stored = sorted(stored_texts(furnished))
-    make_old(furnished)
-    assert str(furnished) in "".join(stored_texts(furnished))
-    new = tmp_path / "elsewhere"
-    furnished.rename(new)
-    check_moved(before, furnished, new)
-    assert sorted(stored_texts(new)) == stored
-
-
-def test_an_old_backup_is_restored_elsewhere(
-    furnished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = everything(Store(furnished))
-    monkeypatch.setattr(Store, "copy_to", lambda _, path: path.write_bytes(old))
-    make_old(furnished)
-    old = (furnished / "flash.db").read_bytes()
     backup(furnished, tmp_path / "state.tar")
     new = tmp_path / "elsewhere"
     new.mkdir()
     restore(new, tmp_path / "state.tar")
     check_moved(before, furnished, new)
-
-
-def test_a_database_with_environments_alone_is_made_relative(tmp_path: Path) -> None:
-    db = Database(tmp_path / "flash.db")
-    migrations.apply(db, stop_before="relative_paths")
-    rest = {"size_bytes": 1, "pushed": 1.0, "data": "{}"}
-    for owner, folder in (("local", "sums"), ("alice", "@alice/sums")):
-        path = f"/old/home/environments/{folder}/0123"
-        row = {"name": "sums", "digest": "0123", "path": path, "owner": owner, **rest}
-        db["environments"].insert(row)
-    db["environments"].insert(
-        {"name": "beside", "digest": "0", "path": "/mnt/e", "owner": "local", **rest}
-    )
-    db.conn.commit()
-    db.close()
-    paths = {row.path for row in Store(tmp_path).environments()}
-    root = environments_dir(tmp_path)
-    assert paths == {f"{root}/sums/0123", f"{root}/@alice/sums/0123", "/mnt/e"}
-
-
-def test_what_a_process_of_the_version_before_still_writes_is_made_relative(
-    furnished: Path,
-) -> None:
-    store = Store(furnished)
-    (run,) = [run for run in store.runs() if run.attempt]
-    path = f"{run.folder}/checkpoints/10"
-    store.execute("UPDATE checkpoints SET path = ? WHERE step = 10", [path])
-    store.make_paths_relative()
-    assert f"{HERE}runs/{run.id}/checkpoints/10" in stored_texts(furnished)
-    assert store.checkpoint(run.id, 10).path == path

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -372,22 +371,3 @@ def test_the_database_shrinks_after_a_removal_while_others_read_and_write(store:
     published(other)
     store.check()
     assert store.shrink() == 0
-
-
-def test_a_database_of_an_older_version_is_rewritten_once_if_there_is_room(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for pragma in ("PRAGMA auto_vacuum=NONE", "VACUUM"):
-        store._db.execute(pragma)  # pyright: ignore[reportPrivateUsage]
-    filled(store)
-    store.query("PRAGMA wal_checkpoint(TRUNCATE)")
-    full = store.path.stat().st_size
-    assert store.shrink() == 0, "it holds what it needs"
-    store.execute("DELETE FROM metrics")
-    with monkeypatch.context() as patched:
-        patched.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
-        assert store.shrink() == 0 and store.path.stat().st_size == full
-    assert store.shrink(rewrites=False) == 0
-    assert store.shrink() > full * 0.8
-    assert store.query("PRAGMA auto_vacuum")[0]["auto_vacuum"] == 2
-    store.check()

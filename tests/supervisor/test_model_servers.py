@@ -598,6 +598,7 @@ def test_a_server_that_computes_others_tokens_first_does_not_hang(tmp_path: Path
     with ThreadingHTTPServer(("127.0.0.1", 0), Busy) as listening:
         threading.Thread(target=listening.serve_forever, daemon=True).start()
         log = str(tmp_path / "log")
+        (tmp_path / model_servers.ADMIN_KEY).write_text("admin")
         server = Server(str(tmp_path), "toy", listening.server_port, 8, log, "key")
         assert serving_health.examine(server, "dep-1").answers
         listening.shutdown()

@@ -316,14 +316,6 @@ def test_a_target_that_does_not_answer_delays_no_other(bench: Bench) -> None:
     until(lambda: bench.now(runs["lab"]).ended)
 
 
-def test_a_state_directory_that_moved_takes_no_folder_elsewhere_for_its_own(bench: Bench) -> None:
-    run = bench.train()
-    folder = f"{bench.store.base.parent}/shared/run-folders/{run.id}"
-    assert run.folder == folder
-    bench.store.make_paths_relative()  # as each supervisor does when it starts
-    assert bench.now(run).folder == folder
-
-
 def test_status_its_log_and_cancel_ask_no_store_for_a_run_elsewhere(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
