@@ -14,7 +14,12 @@ ROOT = Path(__file__).parent.parent
 HEAVY = {"torch", "vllm", "transformers", "trl", "peft", "datasets", "worker", "ray"}
 PACKAGES = ("environments", "flash_mcp", "worker")
 FLOORS = (
-    ("environments.base", "environments.task_cache", "environments.settings"),
+    (
+        "environments.base",
+        "environments.locks",
+        "environments.settings",
+        "environments.task_cache",
+    ),
     ("environments.adapters",),
     ("environments.process",),
     ("environments.checks", "environments.examples"),

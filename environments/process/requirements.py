@@ -52,10 +52,10 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+from environments.locks import lock as wait_for_lock
+from environments.locks import try_lock
 from environments.process import kernel, namespaces, sandbox, scratch, warden
 from environments.process.faults import EnvironmentFault
-from environments.process.locks import lock as wait_for_lock
-from environments.process.locks import try_lock
 from environments.process.untrusted_text import visible
 from environments.settings import load_settings, machine_directory, read_small, state_directory
 

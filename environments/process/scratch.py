@@ -13,7 +13,6 @@ does not recurse."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
 import tempfile
@@ -23,6 +22,7 @@ from collections import Counter
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from environments.locks import try_lock
 from environments.settings import machine_directory
 
 MIN_AGE_S = 60.0
@@ -75,16 +75,18 @@ def _is_held(folder: Path) -> bool:
         return False
     with suppress(OSError), ExitStack() as stack:
         try:
-            _lock(folder, stack, fcntl.LOCK_SH)
+            _lock(folder, stack, shared=True)
         except BlockingIOError:
             return True
     return False
 
 
-def _lock(folder: Path, stack: ExitStack, kind: int = fcntl.LOCK_EX) -> None:
+def _lock(folder: Path, stack: ExitStack, *, shared: bool = False) -> None:
+    """BlockingIOError if another process holds it; OSError if the file system has no locks."""
     descriptor = os.open(folder, FOLDER)
     stack.callback(os.close, descriptor)
-    fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    if not try_lock(descriptor, shared=shared):
+        raise BlockingIOError(f"{folder} is locked")
 
 
 def _sweep(home: Path) -> None:

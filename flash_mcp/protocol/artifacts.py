@@ -11,7 +11,6 @@ job.json names them as `artifact:DIGEST` where a run on the server's machine has
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import shutil
@@ -23,8 +22,8 @@ from pathlib import Path
 from typing import Any, cast
 from uuid import uuid4
 
+from environments.locks import make_once, try_lock
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.node_code import make_once
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import RunFolder, connect, sha256_of
 
@@ -170,10 +169,10 @@ def trim(cache: Path, limit_bytes: float) -> None:
     for folder in sorted(folders, key=lambda path: path.stat().st_mtime):
         if total <= limit_bytes:
             return
-        with folder.with_suffix(".lock").open("a") as lock, suppress(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder)
-            total -= sizes[folder]
+        with folder.with_suffix(".lock").open("a") as lock:
+            if try_lock(lock):
+                shutil.rmtree(folder)
+                total -= sizes[folder]
 
 
 PLACES = (

@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from environments.process.locks import lock, try_lock
+from environments.locks import lock, try_lock
 from flash_mcp.protocol.errors import FlashError
 
 SHARED_FOLDERS = ("/run/lock", "/tmp")

@@ -1,14 +1,14 @@
 """Puts the server's version of flash-mcp on a node, and becomes a module of it there. It uses the
-standard library, and fsspec for a store: nothing of ours is on the node yet.
+standard library, and fsspec for a store: nothing of ours is on the node yet but the lock module,
+whose text `program` brings.
 
-    python -c TEXT-OF-THIS-FILE ORDER MODULE ARGUMENT ...
+    python -c PROGRAM ORDER MODULE ARGUMENT ...
 
 ORDER is what `Order` is, as JSON. Attempts of a node share HOME/code/NAME: the first one installs,
 under a lock, and others wait. A file READY says that it is whole."""
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib
 import io
@@ -21,9 +21,10 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, NoReturn, TypedDict
+
+from environments import locks
 
 READY = "ready"
 KEPT_S = 7 * 86_400.0
@@ -42,6 +43,22 @@ class Order(TypedDict):
     """Whether the interpreter has the packages that flash-mcp needs; else uv installs them."""
     log: str
     """Path or URL of the file that is told what went wrong."""
+
+
+PROGRAM = """
+import sys, types
+package, module = types.ModuleType("environments"), types.ModuleType("environments.locks")
+exec({locks!r}, vars(module))
+package.locks = module
+sys.modules |= {{package.__name__: package, module.__name__: module}}
+exec({main!r})
+"""
+
+
+def program() -> str:
+    """The text of a program that does what this module does where nothing of ours is installed."""
+    texts = {"locks": Path(locks.__file__).read_text(), "main": Path(__file__).read_text()}
+    return PROGRAM.format(**texts)
 
 
 def main() -> NoReturn:
@@ -78,7 +95,7 @@ def _command(order: Order) -> list[str]:
     caches = Path(os.environ["FLASH_HOME"], "machines", os.environ["FLASH_MACHINE"])
     folder = caches / "code" / f"{order['digest'][:16]}-{kind}"
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    lock = folder.with_suffix(".lock").open("a")
+    lock = folder.with_suffix(".lock").open("a+")
     os.set_inheritable(lock.fileno(), True)  # held until the module has ended
 
     def install() -> None:
@@ -87,7 +104,7 @@ def _command(order: Order) -> list[str]:
         _install(folder, extra, own_packages=order["own_packages"])
         (folder / READY).touch()
 
-    make_once(lock.fileno(), (folder / READY).exists, install)
+    locks.make_once(lock.fileno(), (folder / READY).exists, install)
     os.utime(folder.with_suffix(".lock"))
     _clear(folder)
     if not order["own_packages"]:
@@ -96,18 +113,6 @@ def _command(order: Order) -> list[str]:
     paths = [str(folder / "packages"), *([before] if before else [])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     return [sys.executable, "-P"]
-
-
-def make_once(lock: int, is_there: Callable[[], bool], make: Callable[[], None]) -> None:
-    """Make what is not there. The shared lock of it is held afterwards, as all do who use it; only
-    making it needs the lock alone. Between the two, others may make or clear it.
-    """
-    fcntl.flock(lock, fcntl.LOCK_SH)
-    while not is_there():
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not is_there():
-            make()
-        fcntl.flock(lock, fcntl.LOCK_SH)
 
 
 def _unpack(order: Order, folder: Path) -> None:
@@ -159,11 +164,8 @@ def _clear(used: Path) -> None:
         if folder == used or time.time() - path.stat().st_mtime < KEPT_S:
             continue
         with path.open("a") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                continue
-            shutil.rmtree(folder, ignore_errors=True)
+            if locks.try_lock(lock):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _store(place: str, text: str) -> None:

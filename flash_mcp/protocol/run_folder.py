@@ -40,7 +40,6 @@ its URL.
 from __future__ import annotations
 
 import errno
-import fcntl
 import functools
 import hashlib
 import json
@@ -62,6 +61,7 @@ from uuid import uuid4
 import fsspec  # pyright: ignore[reportMissingTypeStubs]
 import psutil
 
+from environments.locks import lock
 from flash_mcp.protocol.errors import FlashError, disk_error
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_files import (
@@ -429,8 +429,8 @@ class RunFolder:
             manifest = cast("Manifest", {**manifest, "files": adapter})
         target = into.with_name(f"{into.name}-{manifest['digest']}{'' if whole else '-adapter'}")
         target.parent.mkdir(parents=True, exist_ok=True)
-        with target.with_name(f".{target.name}.lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with target.with_name(f".{target.name}.lock").open("a") as file:
+            lock(file)
             if not target.is_dir():
                 part = tempfile.mkdtemp(prefix=".part-", dir=target.parent)
                 try:

@@ -6,15 +6,15 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from environments.process import locks
+from environments import locks
 from flash_mcp.protocol.errors import FlashError
 
 BACKUP = "backup.lock"
 
 
-def try_lock(file: IO[str], *, shared: bool = False) -> bool:
+def try_lock(file: IO[Any], *, shared: bool = False) -> bool:
     """Lock the file until it is closed; False if another process holds it.
 
     FlashError(locks_unsupported) if the file system has no locks."""
@@ -24,7 +24,7 @@ def try_lock(file: IO[str], *, shared: bool = False) -> bool:
         raise _unsupported(file, error) from error
 
 
-def lock(file: IO[str], timeout_s: float) -> bool:
+def lock(file: IO[Any], timeout_s: float) -> bool:
     """As `try_lock`, after a wait of up to `timeout_s`."""
     try:
         return locks.lock(file, timeout_s)
@@ -35,7 +35,7 @@ def lock(file: IO[str], timeout_s: float) -> bool:
 @contextmanager
 def backing_up(base: Path) -> Generator[None]:
     """While the state directory is copied: no checkpoint that its database names is deleted."""
-    with (base / BACKUP).open("a") as file:
+    with (base / BACKUP).open("a+") as file:
         while not try_lock(file, shared=True):
             time.sleep(0.01)
         yield
@@ -50,7 +50,7 @@ def is_backed_up(base: Path) -> bool:
         return not try_lock(file)
 
 
-def _unsupported(file: IO[str], error: OSError) -> FlashError:
+def _unsupported(file: IO[Any], error: OSError) -> FlashError:
     what = f"the file system of the state directory refuses file locks ({error.strerror})"
     fix = (
         "set FLASH_HOME to a folder on a local disk, or mount the file system with locks "

@@ -173,7 +173,7 @@ def on_node(settings: TargetSettings, module: Sequence[str], code: Code | None =
 def _with_code(settings: TargetSettings, code: Code, module: Sequence[str]) -> list[str]:
     own_packages = settings.packages == "node"
     order = json.dumps({**vars(code), "own_packages": own_packages})
-    program = ["-P", "-c", Path(node_code.__file__).read_text(), order, *module]
+    program = ["-P", "-c", node_code.program(), order, *module]
     if own_packages:
         return [settings.python, *program]
     python = settings.python or f"{sys.version_info.major}.{sys.version_info.minor}"

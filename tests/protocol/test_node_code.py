@@ -14,10 +14,10 @@ from pathlib import Path
 import fsspec
 import pytest
 
+from environments import locks
 from environments.process import requirements
 from environments.process.scratch import scratch_folder
 from flash_mcp import __version__
-from flash_mcp.protocol import node_code
 from flash_mcp.protocol.artifacts import Artifacts
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state.targets import TargetSettings
@@ -132,7 +132,7 @@ def test_versions_that_nobody_used_for_a_week_are_removed(node: Node) -> None:
         if name != "new":
             os.utime(lock, (long_ago, long_ago))
     with (node.caches / "code" / "used.lock").open() as held:
-        node_code.fcntl.flock(held, node_code.fcntl.LOCK_SH)
+        locks.lock(held, shared=True)
         assert node.run("inspect", "flash_mcp")[0] == 0
     assert not (node.caches / "code" / "old").exists()
     assert (node.caches / "code" / "used").exists() and (node.caches / "code" / "new").exists()

@@ -110,6 +110,31 @@ print(process.ensure_supervisor(home), process.take_lock(home), process.is_super
     assert refused("flock", code, flash_home).stdout.split() == ["False", "None", "True"]
 
 
+def test_artifacts_and_exports_are_shared_without_flock(flash_home: Path) -> None:
+    """Each is made under a lock, by whichever process comes first."""
+    flash_home.mkdir()
+    code = """
+import pathlib, sys
+from environments import locks
+from flash_mcp.protocol.artifacts import Artifacts, trim
+from flash_mcp.tools.shared.exporting import Exporter
+home = pathlib.Path(sys.argv[1])
+(home / "made").mkdir()
+(home / "made" / "file").write_text("text")
+artifacts = Artifacts(str(home / "storage"), patience_s=5)
+fetched = artifacts.fetch(artifacts.put(home / "made", "run-1"), home / "cache")
+print((fetched / "file").read_text())
+trim(home / "cache", 0)
+print(fetched.is_dir())
+exporter = Exporter(home, "run-1@3", "adapter", None)
+print(exporter.look())
+with exporter._lock() as held:
+    print(locks.try_lock(held), exporter.look().state)
+"""
+    done = refused("flock", code, flash_home)
+    assert done.stdout.split() == ["text", "True", "None", "True", "running"], done.stderr
+
+
 @pytest.mark.parametrize(
     "call",
     ["ensure_supervisor(home)", "take_lock(home)", "is_supervised(home)"],

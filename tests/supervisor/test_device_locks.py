@@ -129,11 +129,17 @@ def four(folder: Path) -> list[str]:
 
 
 def cards_of(record: Path) -> str:
-    found = Record.read(record)
-    assert found
-    environ = Path(f"/proc/{found.pid}/environ").read_bytes().split(b"\0")
-    (cards,) = [each for each in environ if each.startswith(b"CUDA_VISIBLE_DEVICES=")]
-    return cards.decode().partition("=")[2]
+    process = Record.read(record)
+    assert process
+    environ = Path(f"/proc/{process.pid}/environ")
+    prefix = b"CUDA_VISIBLE_DEVICES="
+
+    def values() -> list[bytes]:
+        """Empty until the kernel has put the program in place of its starter."""
+        return [line for line in environ.read_bytes().split(b"\0") if line.startswith(prefix)]
+
+    wait_for(values)
+    return values()[0].removeprefix(prefix).decode()
 
 
 def test_a_run_gets_the_emptiest_cards_and_as_many_as_it_asks_for(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import subprocess
@@ -16,6 +15,7 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.exports import Agreement, ExportKind
 from flash_mcp.protocol.paths import exports_dir
 from flash_mcp.protocol.result_model import ResultModel
+from flash_mcp.state.locks import try_lock
 
 
 class Export(ResultModel):
@@ -54,7 +54,7 @@ class Exporter:
     def look(self) -> Export | None:
         """The export as it is; None if it was never made or has failed: see `failure`."""
         with self._lock() as lock:
-            if not _taken(lock):
+            if not try_lock(lock):
                 return Export(state="running", folder=str(self.folder))
         body = self._printed()
         if not self.folder.is_dir() or "folder" not in body:
@@ -74,7 +74,7 @@ class Exporter:
         if self.push_to:
             command += ["--push-to", self.push_to]
         with self._lock() as lock:
-            if not _taken(lock):
+            if not try_lock(lock):
                 return
             with Path(f"{self._name}.json").open("wb") as printed:
                 # The shell ends at once, so that the export is no child of this process.
@@ -106,12 +106,3 @@ class Exporter:
     def _lock(self) -> IO[bytes]:
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         return Path(f"{self._name}.lock").open("ab")
-
-
-def _taken(lock: IO[bytes]) -> bool:
-    """Whether this process could take the lock."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
