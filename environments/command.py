@@ -82,14 +82,14 @@ class EnvironmentCommand(EnvironmentAgent):
     ) -> EndedCommand:
         """Run the program in `place`."""
         folder = place / "work"
-        given = {
+        arguments = {
             "HOME": str(place / "home"),
             "TMPDIR": str(place / "tmp"),
             REWARD_FILE: str(folder / REWARD_NAME),
             **model_variables,
             **self.variables(example),
         }
-        env = {**os.environ, **given}
+        env = {**os.environ, **arguments}
         # A file, as a program in the background may hold a pipe open.
         with tempfile.TemporaryFile() as printed:
             process = await start(list(self.command(example)), place, env, printed)
@@ -109,9 +109,9 @@ class EnvironmentCommand(EnvironmentAgent):
 
 
 def _model_variables(base_url: str, api_key: str, model: str) -> dict[str, str]:
-    found = {"MODEL": model}
+    results = {"MODEL": model}
     for firm in ("OPENAI", "ANTHROPIC"):
-        found[f"{firm}_BASE_URL"] = base_url
-        found[f"{firm}_API_KEY"] = api_key
-        found[f"{firm}_MODEL"] = model
-    return found
+        results[f"{firm}_BASE_URL"] = base_url
+        results[f"{firm}_API_KEY"] = api_key
+        results[f"{firm}_MODEL"] = model
+    return results

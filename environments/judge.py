@@ -136,8 +136,8 @@ def _order(reply: str, count: int) -> list[int] | None:
     """The places of the answers, the best first: the last list of all `count` numbers in the
     reply; None if there is none.
     """
-    for found in reversed(LIST.findall(reply)):
-        numbers = cast("list[int]", json.loads(found))
+    for item in reversed(LIST.findall(reply)):
+        numbers = cast("list[int]", json.loads(item))
         if sorted(numbers) == list(range(1, count + 1)):
             return [number - 1 for number in numbers]
     return None

@@ -199,7 +199,7 @@ def read_small(path: Path) -> bytes:
 
 
 def _fill(kind: type[T], document: dict[str, Any], where: str) -> T:
-    defaults = {each.name: each.default for each in fields(kind)}
+    defaults = {field.name: field.default for field in fields(kind)}
     if unknown := ", ".join(sorted(set(document) - set(defaults))):
         raise ValueError(f"{where} has unknown keys {unknown}; it may have: {', '.join(defaults)}")
     values = {

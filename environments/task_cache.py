@@ -45,10 +45,10 @@ def rows(name: str, generate: Callable[[], Sequence[Any]]) -> Sequence[Any]:
         if _version is not None:
             path = _version / FOLDER / name
             return [_row(line, path) for line in path.read_text("ascii").splitlines()]
-    made = generate()
+    rows = generate()
     if len(_made) < MAX_NAMES:
-        _made[name] = made
-    return made
+        _made[name] = rows
+    return rows
 
 
 def name_of(*arguments: Any) -> str:

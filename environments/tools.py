@@ -140,7 +140,7 @@ def _schema_of_type(hint: Any, name: str) -> Json:
     if origin is Literal:
         return {"enum": list(inner)}
     if origin in (Union, types.UnionType):
-        return {"anyOf": [_schema_of_type(each, name) for each in inner]}
+        return {"anyOf": [_schema_of_type(item, name) for item in inner]}
     if origin in (list, Sequence):
         return {"type": "array", "items": _schema_of_type(inner[0], name)}
     if origin in (dict, Mapping):
@@ -182,7 +182,7 @@ def _is_deeper(value: Any, levels: int) -> bool:
     inner = [*as_object(value).values(), *as_list(value)]
     if levels == 0:
         return bool(inner)
-    return any(_is_deeper(each, levels - 1) for each in inner)
+    return any(_is_deeper(item, levels - 1) for item in inner)
 
 
 # -- calls -----------------------------------------------------------------------------------------
@@ -196,15 +196,15 @@ def tool_calls_of(value: Any) -> list[Json]:
         raise ValueError(f"tool_calls must be a list, got {value!r:.80}")
     calls: list[Json] = []
     for number, call in enumerate(cast("Sequence[Any]", value)):
-        given = as_object(call)
-        function = as_object(given.get("function")) or given
+        values = as_object(call)
+        function = as_object(values.get("function")) or values
         name = function.get("name")
         if not isinstance(name, str):
             raise ValueError(f"a tool call must name its function, got {call!r:.80}")
         arguments = function.get("arguments", {})
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
-        identity = str(given.get("id") or call_id(number))
+        identity = str(values.get("id") or call_id(number))
         body = {"name": name, "arguments": arguments}
         calls.append({"id": identity, "type": "function", "function": body})
     return calls
@@ -220,16 +220,16 @@ def call_id(number: int) -> str:
 def problem_of(call: Json, schemas: Sequence[Json]) -> str | None:
     """Why no tool can run this call: an unknown name, or arguments that do not fit; else None."""
     name = call["function"]["name"]
-    known = {schema["function"]["name"]: schema["function"] for schema in schemas}
-    if name not in known:
-        return f"there is no tool {name!r}; the tools are {', '.join(known)}"
+    existing = {schema["function"]["name"]: schema["function"] for schema in schemas}
+    if name not in existing:
+        return f"there is no tool {name!r}; the tools are {', '.join(existing)}"
     try:
         arguments: Any = json.loads(call["function"]["arguments"])
     except ValueError:
         return f"the arguments of {name} are not JSON"
     if not isinstance(arguments, dict):
         return f"the arguments of {name} must be an object"
-    return _misfit(arguments, known[name].get("parameters"), f"{name}'s arguments")
+    return _misfit(arguments, existing[name].get("parameters"), f"{name}'s arguments")
 
 
 def _misfit(value: Any, schema: Any, what: str) -> str | None:
@@ -257,16 +257,16 @@ def _misfit(value: Any, schema: Any, what: str) -> str | None:
 
 def _misfits_of_object(value: Json, rules: Json, what: str) -> list[str | None]:
     properties = as_object(rules.get("properties"))
-    found: list[str | None] = []
+    results: list[str | None] = []
     for name in as_list(rules.get("required")):
         if name not in value:
-            found.append(f"{what}: {name!r} is missing")
+            results.append(f"{what}: {name!r} is missing")
     for name, item in value.items():
         if name in properties:
-            found.append(_misfit(item, properties[name], f"{what}: {name}"))
+            results.append(_misfit(item, properties[name], f"{what}: {name}"))
         elif properties and not rules.get("additionalProperties"):
-            found.append(f"{what}: there is no {name!r}; expected {', '.join(properties)}")
-    return found
+            results.append(f"{what}: there is no {name!r}; expected {', '.join(properties)}")
+    return results
 
 
 def as_object(value: Any) -> Json:
@@ -287,8 +287,8 @@ def _is_a(value: Any, kind: Any) -> bool:
         return isinstance(value, (int, float))
     if kind == "integer":
         return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-    wanted = [python for python, name in JSON_TYPES.items() if name == kind]
-    return not wanted or isinstance(value, wanted[0])
+    type_names = [python for python, name in JSON_TYPES.items() if name == kind]
+    return not type_names or isinstance(value, type_names[0])
 
 
 def text_of(message: ChatMessage) -> str:

@@ -52,9 +52,9 @@ def evaluate(
         lambda example, index, attempt: mixed_seed(spec.seed, example, attempt),
     )
     # An earlier attempt of the run may have ended after it wrote the result.
-    if found := writer.folder.evaluation(spec.step):
-        made = [records.Rollout.from_row(row) for row in found["rollouts"]]
-        check_errors(made, spec.max_error_share)
+    if result := writer.folder.evaluation(spec.step):
+        created = [records.Rollout.from_row(row) for row in result["rollouts"]]
+        check_errors(created, spec.max_error_share)
         return len(tasks)
     recorder = Recorder(writer, heartbeat, spec.step)
     constant: dict[str, float] = {}

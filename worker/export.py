@@ -91,7 +91,7 @@ def _agreement(
         ids = tokenizer.apply_chat_template(
             list(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
-        answers = [_greedy(each, ids) for each in (model, written)]
+        answers = [_greedy(item, ids) for item in (model, written)]
         tokens += len(answers[0])
         equal += _common(*answers)
     return Agreement(tokens=tokens, equal=equal)

@@ -110,7 +110,9 @@ def _add_tokenizer(writer: gguf.GGUFWriter, source: Path, config: Any) -> None:
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     merges = described["model"]["merges"]
-    writer.add_token_merges([each if isinstance(each, str) else " ".join(each) for each in merges])
+    writer.add_token_merges(
+        [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
+    )
     _add_special(writer, source, {token: place for place, token in enumerate(tokens)})
 
 
@@ -123,9 +125,9 @@ def _splitting(described: dict[str, Any]) -> str:
     if kinds == ["Digits", "ByteLevel"] and steps[0]["individual_digits"]:
         return "smollm"
     if kinds == ["Split", "ByteLevel"] and not steps[1]["use_regex"]:
-        known = SPLITS.get(steps[0]["pattern"].get("Regex", ""))
-        if known:
-            return known
+        existing = SPLITS.get(steps[0]["pattern"].get("Regex", ""))
+        if existing:
+            return existing
     raise _unsupported("a tokenizer that cuts words in a way of its own")
 
 
@@ -154,12 +156,12 @@ def _tensors(model: Any, architecture: gguf.MODEL_ARCH) -> Iterator[tuple[str, t
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         stem, _, kind = name.rpartition(".")
-        known = names.get_name(stem)
-        if known is None:
+        existing = names.get_name(stem)
+        if existing is None:
             raise _unsupported(f"the weight {name}")
         if architecture == gguf.MODEL_ARCH.LLAMA:
             weight = _rotated(stem, weight, config)
-        yield f"{known}.{kind}", weight
+        yield f"{existing}.{kind}", weight
 
 
 def _rotated(stem: str, weight: torch.Tensor, config: Any) -> torch.Tensor:

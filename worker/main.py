@@ -148,8 +148,8 @@ def _work(job: Json, writer: RunWriter, heartbeat: Heartbeat) -> int:
     if "serve" in job:
         return _serve(job, writer, heartbeat)
     spec = stored_spec(job["spec"])
-    given = variables(spec.gpus)
-    own, *others = given
+    arguments = variables(spec.gpus)
+    own, *others = arguments
     os.environ.update(own)
     prepare_process()
     job = _with_artifacts(job, heartbeat)
@@ -160,7 +160,7 @@ def _work(job: Json, writer: RunWriter, heartbeat: Heartbeat) -> int:
             with quick_imports():
                 from worker.evaluate import evaluate  # noqa: PLC0415
 
-            cards = [each[CARDS] for each in given]
+            cards = [item[CARDS] for item in arguments]
             return evaluate(job, spec, writer, heartbeat, Path(scratch), cards)
 
         def lost(error: FlashError, is_retryable: bool) -> None:

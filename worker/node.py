@@ -71,9 +71,9 @@ def version() -> str:
     return metadata.version("flash-mcp")
 
 
-def refuse(folder: RunFolder, attempt: int, wanted: str) -> None:
+def refuse(folder: RunFolder, attempt: int, requested: str) -> None:
     """End a run whose node has another version: it may read files in another way."""
-    what = f"the node {socket.gethostname()} has flash-mcp {version()}; the server has {wanted}"
+    what = f"the node {socket.gethostname()} has flash-mcp {version()}; the server has {requested}"
     fix = 'install that version there, in its image if it has one, or use setup = "uv"'
     error = FlashError("target_refused", what, fix=fix)
     folder.claim(attempt).commit_result("failed", 0, error)
@@ -92,7 +92,7 @@ def probe(folder: RunFolder) -> None:
     else:
         raise SystemExit("two attempts could claim one run: the storage has no exclusive create")
     devices = _devices()
-    found: Json = {
+    results: Json = {
         "host": socket.gethostname(),
         "version": version(),
         "devices": devices,
@@ -100,29 +100,29 @@ def probe(folder: RunFolder) -> None:
         "missing": missing_packages(),
         "clock_s": round(time.time() - asked_at, 1),
     }
-    folder.put_probe(found)
+    folder.put_probe(results)
 
 
 def _devices() -> list[str]:
     """GPUs as nvidia-smi names them, and the processors."""
-    found = [f"{len(os.sched_getaffinity(0))} CPUs"]
+    results = [f"{len(os.sched_getaffinity(0))} CPUs"]
     if shutil.which("nvidia-smi"):
         command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
-        told = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-        found = [*told.stdout.splitlines(), *found]
-    return found
+        process = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        results = [*process.stdout.splitlines(), *results]
+    return results
 
 
 def _cards(devices: Sequence[str]) -> Json:
     """What an attempt computes with, as targets.toml has it."""
     memory = psutil.virtual_memory().total / 2**30
-    found: Json = {"kind": "cpu", "name": "processors", "memory_gib": round(memory, 1)}
+    results: Json = {"kind": "cpu", "name": "processors", "memory_gib": round(memory, 1)}
     lines = [line for line in devices if line.endswith("MiB")]
     if lines:
         name, _, size = lines[0].rpartition(", ")
-        found = {"name": name, "memory_gib": round(float(size.split()[0]) / 1024, 1)}
-        found["count"] = len(lines)
-    return found
+        results = {"name": name, "memory_gib": round(float(size.split()[0]) / 1024, 1)}
+        results["count"] = len(lines)
+    return results
 
 
 def attend(command: list[str], output: IO[bytes], folder: RunFolder, attempt: int) -> int:

@@ -303,16 +303,16 @@ def serve_rank(
     explain: Callable[[BaseException, str], FlashError],
 ) -> int:
     """Be one of the other ranks: `work` as rank 0 does; the exit code."""
-    given: Json = json.loads((scratch / JOB).read_text())
-    die_with_parent(given["parent"])
+    arguments: Json = json.loads((scratch / JOB).read_text())
+    die_with_parent(arguments["parent"])
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 decides
     heartbeat = RankPulse(ReadingWriter(folder, attempt), rank, scratch)
     own = scratch / f"rank-{rank}"
     own.mkdir()
     try:
-        ranks = Ranks(rank, given["count"], heartbeat)
+        ranks = Ranks(rank, arguments["count"], heartbeat)
         ranks.connect(scratch)
-        work(given["job"], heartbeat.writer, heartbeat, own, ranks)
+        work(arguments["job"], heartbeat.writer, heartbeat, own, ranks)
     except BaseException as raised:  # the last place where this rank can say why it ended
         if isinstance(raised, RuntimeError):
             time.sleep(LEAVE_S)  # perhaps another rank ended: see `started`
@@ -326,9 +326,9 @@ def check_devices(ranks: Ranks) -> None:
     """FlashError(device_unsupported) if only some of the ranks have a GPU."""
     import torch  # noqa: PLC0415
 
-    found = ranks.gather(torch.cuda.is_available())
-    if any(found) and not all(found):
-        lacking = [rank for rank, has_card in enumerate(found) if not has_card]
+    result = ranks.gather(torch.cuda.is_available())
+    if any(result) and not all(result):
+        lacking = [rank for rank, has_card in enumerate(result) if not has_card]
         what = f"{len(lacking)} of the attempt's {ranks.count} processes can use no GPU"
         fix = "run `flash-mcp doctor` on that machine, or lower gpus"
         raise FlashError("device_unsupported", what, ranks=lacking, fix=fix)

@@ -112,9 +112,9 @@ class _Child:
             return
         self._copier.join(STOP_S)
         wrote = "".join(self.tail)
-        told = None if self.has_started else told_error(wrote)
-        if told:
-            raise told
+        response = None if self.has_started else told_error(wrote)
+        if response:
+            raise response
         what = f"the model server ended with exit code {code}"
         fix = "read what it wrote, mend the cause and call deploy again"
         raise FlashError("deployment_failed", what, fix=fix, wrote=wrote[-1500:])
@@ -127,15 +127,15 @@ class _Child:
             family = [server, *server.children(recursive=True)]
         self.process.terminate()
         _, left = psutil.wait_procs(family, STOP_S)
-        for each in left:
+        for item in left:
             with suppress(psutil.NoSuchProcess):
-                each.kill()
+                item.kill()
 
 
 def _start(job: Json, port: int, scratch: Path) -> _Child:
     command = [sys.executable, *COMMAND, "--model", job["model"], "--port", str(port)]
-    asked = job["serve"]
-    command += ["--max-lora-rank", str(asked["rank"]), "--name", asked["name"]]
+    request = job["serve"]
+    command += ["--max-lora-rank", str(request["rank"]), "--name", request["name"]]
     command += ["--tls", str(scratch)]
     return _Child(command, {**os.environ, "VLLM_RPC_BASE_PATH": str(scratch)})
 
@@ -151,8 +151,8 @@ def _is_alone(client: httpx.Client) -> bool:
     supervisor's concern, while there is one.
     """
     with suppress(httpx.TransportError, ValueError, KeyError):
-        told = client.get("/v1/idle").json()
-        return min(told["idle_s"], told["unwatched_s"]) > ALONE_S
+        response = client.get("/v1/idle").json()
+        return min(response["idle_s"], response["unwatched_s"]) > ALONE_S
     return False
 
 
@@ -163,10 +163,10 @@ def _pause(heartbeat: Heartbeat, seconds: float) -> None:
 
 def own_addresses() -> list[str]:
     """Where this node may be reached, by IPv4. The last one serves a server on the same machine."""
-    found: list[str] = []
-    for each in psutil.net_if_addrs().values():
-        found += [one.address for one in each if one.family == socket.AF_INET]
-    return sorted(found, key=lambda address: ipaddress.ip_address(address).is_loopback)
+    results: list[str] = []
+    for addr in psutil.net_if_addrs().values():
+        results += [one.address for one in addr if one.family == socket.AF_INET]
+    return sorted(results, key=lambda address: ipaddress.ip_address(address).is_loopback)
 
 
 def make_certificate(folder: Path, addresses: list[str]) -> str:
@@ -187,7 +187,7 @@ def make_certificate(folder: Path, addresses: list[str]) -> str:
         False,
     )
     names = [x509.IPAddress(ipaddress.ip_address(address)) for address in addresses]
-    made = (
+    created = (
         x509.CertificateBuilder()
         .subject_name(name)
         .issuer_name(name)
@@ -209,7 +209,7 @@ def make_certificate(folder: Path, addresses: list[str]) -> str:
         serialization.PrivateFormat.PKCS8,
         serialization.NoEncryption(),
     )
-    certificate = made.public_bytes(serialization.Encoding.PEM).decode()
+    certificate = created.public_bytes(serialization.Encoding.PEM).decode()
     write_private(folder / "key.pem", private.decode())
     write_private(folder / "certificate.pem", certificate)
     return certificate

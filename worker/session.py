@@ -599,17 +599,17 @@ class TrainingSession(Session[RunSpec]):
         self.heartbeat.enter("train")
         if self.model.is_shared:
             groups = self.ranks.mine(range(spec.batch_size))
-            rollouts = [each for each in every if each.task.group in groups]
+            rollouts = [item for item in every if item.task.group in groups]
         return rollouts
 
     def _from_all(self, rollouts: list[Rollout]) -> list[Rollout]:
         """The rollouts of all ranks, in the order of the step."""
         if self.ranks.count == 1:
             return rollouts
-        parts = self.ranks.gather([each.packed() for each in rollouts])
+        parts = self.ranks.gather([rollout.packed() for rollout in rollouts])
         template = self.model.template
-        every = [Rollout.unpacked(each, template) for part in parts for each in part]
-        return sorted(every, key=lambda each: each.task.index)
+        every = [Rollout.unpacked(item, template) for part in parts for item in part]
+        return sorted(every, key=lambda entry: entry.task.index)
 
     def _report_rollouts(
         self, step: int, rollouts: list[Rollout], rollout_s: float, sync_s: float

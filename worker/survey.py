@@ -54,7 +54,7 @@ async def survey(
             max_error_share=max_error_share,
             fix="run env_test on the environment, fix it and push it again",
         )
-    return [found for task in looks for found in task.result()]
+    return [result for task in looks for result in task.result()]
 
 
 async def preflight(

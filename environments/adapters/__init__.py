@@ -32,8 +32,8 @@ Row = Mapping[str, Any]
 
 def adapted(loaded: Any) -> Any:
     """An environment of this contract for an object of another one; other values as they are."""
-    found = cast("type[Any]", loaded if isinstance(loaded, type) else type(loaded))
-    for kind in found.__mro__:
+    result = cast("type[Any]", loaded if isinstance(loaded, type) else type(loaded))
+    for kind in result.__mro__:
         if adapter := MODULES.get(kind.__module__.partition(".")[0]):
             return importlib.import_module(adapter).adapt(loaded)
     return loaded
@@ -64,18 +64,18 @@ def tasks_of(
 def _by_id(
     rows: Iterable[Row], question: Callable[[Row], str], without: set[str]
 ) -> dict[str, TaskExample]:
-    found: dict[str, TaskExample] = {}
+    results: dict[str, TaskExample] = {}
     for row in rows:
         fields = {name: value for name, value in row.items() if name not in without}
         text = json.dumps(fields, sort_keys=True, default=str)
         id = hashlib.sha256(text.encode()).hexdigest()[:16]
         task = TaskExample(record=row, input=question(row), id=id, output=_gold(row))
-        found.setdefault(id, task)
-    asked = [task.input for task in found.values()]
-    if len(set(asked)) == len(asked):
-        return found
+        results.setdefault(id, task)
+    inputs = [task.input for task in results.values()]
+    if len(set(inputs)) == len(inputs):
+        return results
     # Games open alike for every task. What is asked tells tasks apart, so it names the task.
-    return {id: replace(task, input=f"{task.input}\n(task {id})") for id, task in found.items()}
+    return {id: replace(task, input=f"{task.input}\n(task {id})") for id, task in results.items()}
 
 
 def _gold(row: Row) -> str | list[ChatMessage] | None:
@@ -83,7 +83,7 @@ def _gold(row: Row) -> str | list[ChatMessage] | None:
     if gold is None or isinstance(gold, str):
         return gold
     # A table of messages has each key in all of them.
-    return [{name: value for name, value in each.items() if value is not None} for each in gold]
+    return [{name: value for name, value in item.items() if value is not None} for item in gold]
 
 
 def prompt_messages(row: Row) -> list[ChatMessage]:
@@ -102,5 +102,5 @@ def prompt_text(row: Row) -> str:
 def takes_keyword(function: Callable[..., Any], name: str) -> bool:
     """Whether `function` can be called with the keyword `name`."""
     parameters = inspect.signature(function).parameters
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return takes_any or name in parameters

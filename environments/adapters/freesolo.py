@@ -37,12 +37,12 @@ def load(folder: Path, load_environment: Callable[..., Any], args: Mapping[str, 
     """Call the `load_environment` of a folder that imports the SDK. Adapt an object of the SDK."""
     rows = _first_file(folder, TRAIN_FILES)
     contract = folder / CONTRACT_FILE
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     if rows and takes_keyword(load_environment, "dataset_path"):
-        given["dataset_path"] = str(rows)
+        arguments["dataset_path"] = str(rows)
     if takes_keyword(load_environment, "contract_path"):
-        given["contract_path"] = str(contract)
-    loaded = load_environment(**{**given, **args})
+        arguments["contract_path"] = str(contract)
+    loaded = load_environment(**{**arguments, **args})
     if not is_sdk_object(loaded):
         return loaded
     source = args.get("dataset_path") or rows
@@ -187,7 +187,7 @@ def _to_sdk(example: TaskExample) -> Any:
 
 
 def _reward(result: Any) -> RewardResult:
-    values = {each.name: getattr(result, each.name) for each in fields(RewardResult)}
+    values = {field.name: getattr(result, field.name) for field in fields(RewardResult)}
     return RewardResult(**values)
 
 

@@ -114,9 +114,9 @@ class GymEnvironment(EnvironmentMultiTurn):
     def start_episode(self, example: TaskExample, prompt_text: str) -> Any:
         seed = int(example.record["seed"])
 
-        def begin(made: Any) -> Any:
-            self._object = made
-            return _then(_reset(made, seed), show)
+        def begin(created: Any) -> Any:
+            self._object = created
+            return _then(_reset(created, seed), show)
 
         def show(shown: Shown) -> list[ChatMessage]:
             self._shown = shown

@@ -70,16 +70,16 @@ class InspectEnvironment(EnvironmentAgent):
         self, example: TaskExample, base_url: str, api_key: str, model: str
     ) -> RewardResult:
         job = {"sample": example.record["id"], "base_url": base_url, "key": api_key, "model": model}
-        found = await self._runner.run(job)
-        if found["error"]:
-            raise RuntimeError(f"Inspect reports: {found['error']}")
-        scores: Mapping[str, float] = found["scores"]
+        result = await self._runner.run(job)
+        if result["error"]:
+            raise RuntimeError(f"Inspect reports: {result['error']}")
+        scores: Mapping[str, float] = result["scores"]
         if not scores:
             raise RuntimeError("Inspect gave no score: the task has no scorer")
         reward = sum(scores.values()) / len(scores)
         metrics = [RewardMetric(name, score=value) for name, value in scores.items()]
         return RewardResult(
-            reward, success=reward >= SOLVED, metrics=metrics, reason=found["reason"]
+            reward, success=reward >= SOLVED, metrics=metrics, reason=result["reason"]
         )
 
 
@@ -120,10 +120,10 @@ class _Runner:
     async def _read(self) -> None:
         loop = asyncio.get_running_loop()
         while reply := await loop.sock_recv(self._socket, MAX_REPLY_BYTES):
-            found = json.loads(reply)
-            waiting = self._waiting.get(found["number"])
+            result = json.loads(reply)
+            waiting = self._waiting.get(result["number"])
             if waiting is not None and not waiting.done():
-                waiting.set_result(found)
+                waiting.set_result(result)
         for waiting in self._waiting.values():
             waiting.set_exception(RuntimeError("the process that runs Inspect ended"))
 
@@ -155,19 +155,19 @@ def _warm_up() -> None:
 def _play(task: Any, job: Mapping[str, Any], jobs: socket.socket) -> None:
     """Evaluate one sample, send what came of it, and end."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    found: dict[str, Any] = {"number": job["number"], "scores": {}, "reason": None, "error": None}
+    results: dict[str, Any] = {"number": job["number"], "scores": {}, "reason": None, "error": None}
     try:
         with tempfile.TemporaryDirectory() as folder:
             sample = _evaluated(task, job, folder)
-        found["error"] = sample.error and sample.error.message[:2000]
+        results["error"] = sample.error and sample.error.message[:2000]
         scores: Mapping[str, Any] = sample.scores or {}
-        found["scores"] = dict(_values(scores))
+        results["scores"] = dict(_values(scores))
         reasons = [score.explanation for score in scores.values() if score.explanation]
-        found["reason"] = "; ".join(reasons)[:2000] or None
+        results["reason"] = "; ".join(reasons)[:2000] or None
     except BaseException:
-        found["error"] = traceback.format_exc()[-2000:]
+        results["error"] = traceback.format_exc()[-2000:]
     with suppress(OSError):
-        jobs.send(json.dumps(found).encode())
+        jobs.send(json.dumps(results).encode())
     sys.stderr.flush()
     os._exit(0)
 

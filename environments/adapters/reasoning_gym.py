@@ -116,7 +116,7 @@ def load(
         while len(train) < sizes[0] and len(train) + 1 < len(held_out):
             # There are few different questions: each split gets half.
             train.append(held_out.pop())
-        return [("train", each) for each in train] + [("eval", each) for each in held_out]
+        return [("train", item) for item in train] + [("eval", item) for item in held_out]
 
     tasks: dict[str, list[TaskExample]] = {"train": [], "eval": []}
     name = task_cache.name_of(dataset, train_size, eval_size, seed, sorted(config.items()))
@@ -155,8 +155,8 @@ class ReasoningGym(EnvironmentSingleTurn):
         return [{"role": "user", "content": f"{example.input}\n\n{self.instruction}"}]
 
     def score_response(self, example: TaskExample, response_text: str) -> RewardResult:
-        found = _tagged(response_text or "")
-        answer = found[-1] if found else ""
+        result = _tagged(response_text or "")
+        answer = result[-1] if result else ""
         if answer in self.placeholders:
             answer = ""
         right = self._rightness(answer, example) if answer else 0.0
@@ -198,19 +198,19 @@ def _entries(
     has no more.
     """
     dataset = make(first_seed, max(1, count * DRAWS_PER_TASK))
-    found = 0
+    result = 0
     for index in range(count * DRAWS_PER_TASK):
-        if found == count:
+        if result == count:
             return
         if time.thread_time() > deadline:
             what = f"making the tasks takes longer than {GENERATION_LIMIT_S:g} s of CPU time"
             fix = "ask for fewer with train_size and eval_size"
-            raise ArgumentsError(f"{what} ({found} of {count} done); {fix}")
+            raise ArgumentsError(f"{what} ({result} of {count} done); {fix}")
         _seed_global_generators(first_seed + index)
         entry = dataset[index]
         if entry["question"] not in seen:
             seen.add(entry["question"])
-            found += 1
+            result += 1
             yield _plain(entry)
 
 
@@ -223,8 +223,8 @@ def _plain(value: Any) -> Any:
             items = cast("dict[Any, Any]", value).items()
             return {_plain(key): _plain(item) for key, item in items}
         case list() | tuple():
-            made = [_plain(item) for item in cast("list[Any]", value)]
-            return made if isinstance(value, list) else tuple(made)
+            created = [_plain(item) for item in cast("list[Any]", value)]
+            return created if isinstance(value, list) else tuple(created)
         case bool():
             return value
         case str() | Fraction():
@@ -244,7 +244,7 @@ def _seed_global_generators(seed: int) -> None:
 
 
 def _tagged(text: str) -> list[str]:
-    return [found.strip() for found in ANSWER.findall(text)]
+    return [result.strip() for result in ANSWER.findall(text)]
 
 
 def _same_text(one: str, other: str) -> bool:

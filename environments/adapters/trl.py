@@ -44,9 +44,9 @@ def load(
         raise UnsupportedError(f"{type(probe).__name__} has no method reset")
     if not functions and "get_reward" not in names:
         raise UnsupportedError(f"{type(probe).__name__} has no get_reward: pass reward_funcs")
-    for each in (*(getattr(probe, name) for name in names), *functions):
-        if not callable(each) or inspect.iscoroutinefunction(each):
-            raise UnsupportedError(f"{each!r:.80} must be a function that is not async")
+    for item in (*(getattr(probe, name) for name in names), *functions):
+        if not callable(item) or inspect.iscoroutinefunction(item):
+            raise UnsupportedError(f"{item!r:.80} must be a function that is not async")
     return FactoryEnvironment(
         environment_factory, functions, list(dataset), list(eval_dataset), max_turns, success_at
     )
@@ -85,14 +85,14 @@ class FactoryEnvironment(EnvironmentToolUse):
     def score_episode(self, example: TaskExample, episode: EnvironmentEpisode) -> RewardResult:
         metrics: list[RewardMetric] = []
         columns = {name: [value] for name, value in example.record.items() if name != "prompt"}
-        given: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             **columns,
             "prompts": [self._prompt],
             "completions": [list(episode.messages[len(self._prompt) :])],
             "environments": [self._object],
         }
         for function in self._functions:
-            (paid,) = function(**given)
+            (paid,) = function(**arguments)
             if paid is not None:  # it does not apply to this task
                 metrics.append(RewardMetric(function.__name__, score=float(paid)))
         if hasattr(self._object, "get_reward"):
@@ -104,5 +104,5 @@ class FactoryEnvironment(EnvironmentToolUse):
 
 def _methods(instance: object) -> list[str]:
     """Names of the public methods of its class, in the order of TRL, which is the alphabet's."""
-    found = inspect.getmembers(type(instance), inspect.isfunction)
-    return [name for name, _ in found if not name.startswith("_")]
+    result = inspect.getmembers(type(instance), inspect.isfunction)
+    return [name for name, _ in result if not name.startswith("_")]

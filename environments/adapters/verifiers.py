@@ -56,7 +56,7 @@ def adapt(loaded: Any) -> EnvironmentAgent:
     members = getattr(loaded, "envs", ())  # an EnvGroup has several
     for member in members:
         adapt(member)
-    if any(each.requires_group_rollouts for each in (loaded, *members)):
+    if any(item.requires_group_rollouts for item in (loaded, *members)):
         return GroupedEnvironment(loaded)
     return VerifiersEnvironment(loaded)
 
@@ -128,18 +128,18 @@ class GroupedEnvironment(VerifiersEnvironment):
     async def score_group(
         self, example: TaskExample, episodes: Sequence[EnvironmentEpisode]
     ) -> Sequence[RewardResult]:
-        states = [each.metadata[STATE] for each in episodes if STATE in each.metadata]
+        states = [episode.metadata[STATE] for episode in episodes if STATE in episode.metadata]
         scored = iter(await self._scored(states) if states else ())
         ended = RewardResult(0.0, success=False, reason="it ended at a limit")
-        return [next(scored) if STATE in each.metadata else ended for each in episodes]
+        return [next(scored) if STATE in episode.metadata else ended for episode in episodes]
 
     async def _scored(self, states: list[Any]) -> list[RewardResult]:
         saving = importlib.import_module("verifiers.legacy.utils.save_utils")
         await self._loaded.rubric.score_group(states)
-        found: list[RewardResult] = []
+        results: list[RewardResult] = []
         for state in states:
-            found.append(self._result(await asyncio.to_thread(saving.state_to_output, state)))
-        return found
+            results.append(self._result(await asyncio.to_thread(saving.state_to_output, state)))
+        return results
 
     async def close_episode(self) -> None:
         if self._state is not None:

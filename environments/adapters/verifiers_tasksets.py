@@ -58,14 +58,14 @@ def adapt(loaded: Any) -> TasksetEnvironment:
         raise UnsupportedError(f"{what} of verifiers is neither an Env nor a Taskset")
     _run_programs_here()
     placed = {name: _placed(name, seat) for name, seat in _seats(loaded.config).items()}
-    found: Any = type(loaded)(loaded.config.model_copy(update=placed))
-    for harness in found._harnesses.values():
+    result: Any = type(loaded)(loaded.config.model_copy(update=placed))
+    for harness in result._harnesses.values():
         if harness.NEEDS_CONTAINER:
             raise UnsupportedError(f"the harness {harness.config.id!r} needs a container")
-    taskset: Any = found.taskset
+    taskset: Any = result.taskset
     if taskset.task_type().NEEDS_CONTAINER:
         raise UnsupportedError("the tasks of its taskset need a container")
-    return TasksetEnvironment(found)
+    return TasksetEnvironment(result)
 
 
 def _seats(config: Any) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def _result(traces: Sequence[Any]) -> RewardResult:
         reward,
         success=reward >= SUCCESS_AT,
         reason=", ".join(trace.stop_condition for trace in traces if trace.stop_condition) or None,
-        metrics=[RewardMetric(name, score=fmean(found)) for name, found in values.items()],
+        metrics=[RewardMetric(name, score=fmean(result)) for name, result in values.items()],
     )
 
 
@@ -201,7 +201,7 @@ class _Chat:
     async def run(self, arguments: Sequence[str], folder: Path) -> tuple[int, str]:
         """The exit code of the program in `folder`, and what it would have printed."""
         arguments_before = sys.argv
-        sys.argv = ["chat_program", *(_absolute(each, folder) for each in arguments)]
+        sys.argv = ["chat_program", *(_absolute(argument, folder) for argument in arguments)]
         try:
             parsed = self._parse_args()
         finally:

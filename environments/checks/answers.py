@@ -40,12 +40,12 @@ NONSENSE = (
 
 def parts(text: str) -> tuple[str, str, str]:
     """What stands before, in and behind the last tags of an answer."""
-    found = re.fullmatch(r"(.*<(\w+)>)(.*?)(</\2>.*)|(.*\\boxed\{)(.*)(\}.*)", text, re.DOTALL)
-    if found is None:
+    match = re.fullmatch(r"(.*<(\w+)>)(.*?)(</\2>.*)|(.*\\boxed\{)(.*)(\}.*)", text, re.DOTALL)
+    if match is None:
         return "", text, ""
-    if found[2]:
-        return found[1], found[3], found[4]
-    return found[5], found[6], found[7]
+    if match[2]:
+        return match[1], match[3], match[4]
+    return match[5], match[6], match[7]
 
 
 def nearly(gold: str) -> list[str]:
@@ -70,10 +70,10 @@ def nearly(gold: str) -> list[str]:
 def tags(prompt: str) -> list[tuple[str, str]]:
     """The tags that a prompt asks answers to stand in."""
     names = dict.fromkeys(re.findall(r"</(\w{1,20})>", prompt))
-    found = [(f"<{name}>", f"</{name}>") for name in names if f"<{name}>" in prompt]
+    results = [(f"<{name}>", f"</{name}>") for name in names if f"<{name}>" in prompt]
     if "\\boxed{" in prompt:
-        found.append(("\\boxed{", "}"))
-    return found[:3]
+        results.append(("\\boxed{", "}"))
+    return results[:3]
 
 
 def final_answer(turn: str) -> str:
@@ -101,10 +101,10 @@ def commonest(attempts: Sequence[tuple[str, str, bool]]) -> Commonest | None:
     """
     if len({task for task, _, _ in attempts}) < COMMON_TASKS:
         return None
-    found = [(final_answer(turn), success) for _, turn, success in attempts]
-    counts = Counter(answer for answer, _ in found if answer)
+    results = [(final_answer(turn), success) for _, turn, success in attempts]
+    counts = Counter(answer for answer, _ in results if answer)
     if not counts:
         return None
     answer, count = counts.most_common(1)[0]
-    success = fmean(success for given, success in found if given == answer)
-    return Commonest(count / len(found), success)
+    success = fmean(success for reply, success in results if reply == answer)
+    return Commonest(count / len(results), success)

@@ -53,6 +53,6 @@ def _odd_value(schema: Any) -> Any:
     if options := as_list(rules.get("anyOf")):
         return _odd_value(options[0])
     if properties := as_object(rules.get("properties")):
-        return {name: _odd_value(each) for name, each in properties.items()}
+        return {name: _odd_value(item) for name, item in properties.items()}
     kind = rules.get("type")
     return ODD_VALUES.get(kind) if isinstance(kind, str) else None

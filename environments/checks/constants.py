@@ -96,8 +96,8 @@ async def best_constant(host: EnvironmentHost, split: str, tasks: Sequence[int])
     tasks = random.Random(0).sample(list(tasks), min(len(tasks), MOST_TASKS))
     with suppress(TimeoutError, EnvironmentFault):
         async with asyncio.timeout(TIMEOUT_S):
-            found = await together(known_gold(host, Task(split, index)) for index in tasks)
-            golds = [turns for turns in found if turns]
+            result = await together(known_gold(host, Task(split, index)) for index in tasks)
+            golds = [turns for turns in result if turns]
             prompts: list[str] = []
             for index in tasks[:FIRST_TASKS]:
                 opening = await host.open(split, index)
@@ -114,11 +114,11 @@ async def _play_all(
     host: EnvironmentHost, split: str, tasks: Sequence[int], texts: Sequence[Turns]
 ) -> list[Constant]:
     """Those that the environment could score, the best one first."""
-    found: list[Constant] = []
+    constants: list[Constant] = []
     for turns in texts:
         if (constant := await _play(host, split, tasks, turns)) is not None:
-            found.append(constant)
-    return sorted(found, key=_rank, reverse=True)
+            constants.append(constant)
+    return sorted(constants, key=_rank, reverse=True)
 
 
 def _rank(constant: Constant) -> tuple[float, float]:
@@ -133,5 +133,5 @@ async def _play(
         played = await together(play(host, Task(split, index), turns) for index in tasks)
     except EnvironmentFault:
         return None
-    successes = tuple(each.score.success for each in played)
-    return Constant(turns, successes, tuple(each.score.reward for each in played))
+    successes = tuple(item.score.success for item in played)
+    return Constant(turns, successes, tuple(item.score.reward for item in played))

@@ -276,10 +276,10 @@ class _Gate:
 
     def _asked(self, task: Task) -> str:
         """What the prompt asks about, such as the words to sort; "" if that is the gold answer."""
-        _, colon, asked = self._prompts[task][-1]["content"].rpartition(":")
-        asked = asked.strip(" .\n")
+        _, colon, question = self._prompts[task][-1]["content"].rpartition(":")
+        question = question.strip(" .\n")
         gold = self._golds.get(task, [""])[-1].strip()
-        return asked if colon and asked != gold else ""
+        return question if colon and question != gold else ""
 
     async def _check_worthless(self, host: EnvironmentHost, name: str) -> str:
         rewards: list[float] = []
@@ -329,8 +329,8 @@ class _Gate:
         for task, turns in self._golds.items():
             prompt = "\n".join(message["content"] for message in self._prompts[task])
             gold = re.escape(turns[-1].strip())
-            if found := re.search(rf"{STATED}{gold}(?!\w)", prompt, re.IGNORECASE):
-                stated[task] = f"{task}: the prompt says {shown([found[0]])}"
+            if match := re.search(rf"{STATED}{gold}(?!\w)", prompt, re.IGNORECASE):
+                stated[task] = f"{task}: the prompt says {shown([match[0]])}"
         return stated
 
     async def _check_near_gold(self, host: EnvironmentHost) -> str:
@@ -587,10 +587,10 @@ class _Gate:
             return await call
         except EnvironmentFault as fault:
             is_given = answers and method != "start_episode"
-            given = f" with the answer {shown(answers)}" if is_given else ""
+            suffix = f" with the answer {shown(answers)}" if is_given else ""
             raise EnvironmentFault(
                 fault.code,
-                f"{task}{given}: {fault.what}",
+                f"{task}{suffix}: {fault.what}",
                 fault.traceback,
                 is_foreign=fault.is_foreign,
                 declared=fault.declared,
@@ -619,8 +619,8 @@ def _judge_hits(hits: Mapping[Task, str], tasks: int, fix: str, share: float = H
 
 
 def _skip_if(doubts: Sequence[str]) -> None:
-    if found := "; ".join(filter(None, doubts)):
-        raise _SkippedError(found, "")
+    if result := "; ".join(filter(None, doubts)):
+        raise _SkippedError(result, "")
 
 
 def _is_low(reward: float, gold: float, *, partial: bool) -> bool:

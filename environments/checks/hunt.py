@@ -214,11 +214,11 @@ class _Result:
 
     @property
     def reward(self) -> float:
-        return fmean(each.score.reward for each in self.played)
+        return fmean(item.score.reward for item in self.played)
 
     @property
     def success(self) -> float:
-        return fmean(each.score.success for each in self.played)
+        return fmean(item.score.success for item in self.played)
 
     @property
     def rank(self) -> tuple[float, float]:
@@ -317,7 +317,7 @@ class _Hunter:
                     results.append(result)
             if self._on_progress:
                 await self._on_progress(f"hunting for cheap answers: {self.found.plays} played")
-            if await self._confirm(_best([each for each in results if self._pays(each, SLACK)])):
+            if await self._confirm(_best([item for item in results if self._pays(item, SLACK)])):
                 break
             tried += results
         return tried
@@ -326,15 +326,15 @@ class _Hunter:
         """None if the environment could not score it."""
         answers = [move.make(self._views[task]) for task in tasks]
         calls = (self._played(task, (text,)) for task, text in zip(tasks, answers, strict=True))
-        found = [played for played in await together(calls) if played is not None]
-        if len(found) < len(tasks):
+        results = [played for played in await together(calls) if played is not None]
+        if len(results) < len(tasks):
             return None
         golds = (self._golds.get(task, ("",))[-1] for task in tasks)
         solved = [
             final_answer(text) == final_answer(gold)
             for text, gold in zip(answers, golds, strict=True)
         ]
-        return _Result(move, found, solved)
+        return _Result(move, results, solved)
 
     async def _played(self, task: Task, turns: Sequence[str]) -> Played | None:
         self.found.plays += 1

@@ -133,13 +133,13 @@ async def play(
 async def interleave(host: EnvironmentHost, plans: Sequence[tuple[Task, Answers]]) -> list[Played]:
     """Play these conversations turn by turn: all open, all take their first turn, and so on."""
     conversations = await _interleaved(host, plans)
-    return await together(each.score() for each in conversations)
+    return await together(conversation.score() for conversation in conversations)
 
 
 async def play_group(host: EnvironmentHost, task: Task, group: Sequence[Answers]) -> list[Score]:
     """Play a conversation with each of these answers, and score them together."""
     conversations = await _interleaved(host, [(task, answers) for answers in group])
-    return await host.score_group([Ended(each.episode) for each in conversations])
+    return await host.score_group([Ended(conversation.episode) for conversation in conversations])
 
 
 async def _interleaved(
@@ -151,8 +151,8 @@ async def _interleaved(
         for opening, (_, answers) in zip(openings, plans, strict=True)
     ]
     active = conversations
-    while active := [each for each in active if not each.is_over]:
-        await together(each.take_turn() for each in active)
+    while active := [item for item in active if not item.is_over]:
+        await together(item.take_turn() for item in active)
     return conversations
 
 

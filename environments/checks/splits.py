@@ -48,10 +48,10 @@ async def overlap(host: EnvironmentHost) -> Overlap:
 def shared_tasks(train: Tasks, held_out: Tasks) -> Overlap:
     id_of_question = {digest: task_id for task_id, digest in train}
     train_ids = {task_id for task_id, _ in train}
-    found = Overlap(len(held_out), [], [])
+    result = Overlap(len(held_out), [], [])
     for task_id, digest in held_out:
         if digest in id_of_question:
-            found.same_question.append((id_of_question[digest], task_id))
+            result.same_question.append((id_of_question[digest], task_id))
         elif task_id in train_ids:
-            found.same_id.append((task_id, task_id))
-    return found
+            result.same_id.append((task_id, task_id))
+    return result

@@ -66,7 +66,7 @@ def _parents() -> list[tuple[Path, str, str]]:
     itself, version 2 allows no groups in it; root may use the topmost one.
     """
     own: dict[str, str] = {}
-    found: list[tuple[Path, str, str]] = []
+    results: list[tuple[Path, str, str]] = []
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -77,12 +77,12 @@ def _parents() -> list[tuple[Path, str, str]]:
             kind, _, options = system.split(maxsplit=2)
             if kind == "cgroup" and "memory" in options.split(","):
                 files = ("memory.limit_in_bytes", "memory.oom_control")
-                found.append((place / own.get("memory", "/").lstrip("/"), *files))
+                results.append((place / own.get("memory", "/").lstrip("/"), *files))
             elif kind == "cgroup2":
                 files = ("memory.max", "memory.events")
-                found.append((place / own.get("", "/").lstrip("/"), *files))
-                found.append((place, *files))
-    return found
+                results.append((place / own.get("", "/").lstrip("/"), *files))
+                results.append((place, *files))
+    return results
 
 
 def _remove_left(parent: Path) -> None:

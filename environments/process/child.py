@@ -565,17 +565,17 @@ def _check_tasks(attribute: str, examples: Sequence[Any]) -> None:
     count = len(examples)
     if count > MAX_TASKS:
         raise _bad_dataset(f"{attribute} has {count:,} tasks; the most are {MAX_TASKS:,}")
-    found = 0
+    result = 0
     for example in itertools.islice(examples, count + 1):
-        what = f"{attribute}[{found}] must be a TaskExample"
+        what = f"{attribute}[{result}] must be a TaskExample"
         question = cast("Any", example.input) if isinstance(example, TaskExample) else None
         if not isinstance(question, str):
             raise _bad_dataset(f"{what} whose input is a string, got {_shown(example, 200)}")
         if example.id is not None and len(str(example.id)) > MAX_ID_CHARACTERS:
             raise _bad_dataset(f"{what} whose id has at most {MAX_ID_CHARACTERS:,} characters")
-        found += 1
-    if found != count:
-        more = "more" if found > count else f"only {found:,}"
+        result += 1
+    if result != count:
+        more = "more" if result > count else f"only {result:,}"
         raise _bad_dataset(f"len({attribute}) is {count:,}, but it has {more} tasks")
 
 
@@ -666,8 +666,8 @@ def _score(result: Any, must: str) -> dict[str, Any]:
 
 
 def _metric_value(metric: RewardMetric) -> float | None:
-    for given in (metric.score, metric.value, metric.success):
-        if (number := _finite(given)) is not None:
+    for item in (metric.score, metric.value, metric.success):
+        if (number := _finite(item)) is not None:
             return number
     return None
 

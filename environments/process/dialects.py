@@ -152,9 +152,9 @@ class Dialect:
             what = f"the model {body.get('model')!r:.80} does not exist; use {MODEL!r}"
             raise ApiError(404, "model_not_found", what, "model")
         for name, served in self.served.items():
-            given = body.get(name)
-            if given is not None and given not in (served, [served]):
-                what = f"{name}={given!r:.80} is not supported here: leave it out"
+            value = body.get(name)
+            if value is not None and value not in (served, [served]):
+                what = f"{name}={value!r:.80} is not supported here: leave it out"
                 raise ApiError(400, "unsupported_value", what, name)
 
 
@@ -175,10 +175,10 @@ class Chat(Dialect):
     }
 
     def messages(self, body: Json, kept: Kept) -> list[ChatMessage]:
-        given = as_list(body.get("messages"))
-        if not given:
+        messages = as_list(body.get("messages"))
+        if not messages:
             raise invalid("messages must be a list of at least one message", "messages")
-        return [_message(as_object(message)) for message in given]
+        return [_message(as_object(message)) for message in messages]
 
     def whole(self, answer: Answer, asked: Asked) -> Json:
         message = {**answer.turn, "refusal": None}
@@ -233,8 +233,8 @@ class Responses(Dialect):
     }
 
     def messages(self, body: Json, kept: Kept) -> list[ChatMessage]:
-        given = body.get("input")
-        items = [{"role": "user", "content": given}] if isinstance(given, str) else as_list(given)
+        value = body.get("input")
+        items = [{"role": "user", "content": value}] if isinstance(value, str) else as_list(value)
         before = body.get("previous_response_id")
         if before is not None and not (isinstance(before, str) and before in kept):
             what = f"there is no response {before!r:.80} of this run"
@@ -453,8 +453,8 @@ class Messages(Dialect):
             with suppress(ValueError):
                 arguments = json.loads(call["function"]["arguments"])
             # This API knows no other arguments than objects.
-            given = {"name": call["function"]["name"], "input": as_object(arguments)}
-            yield {"type": "tool_use", "id": call["id"], **given}
+            call_part = {"name": call["function"]["name"], "input": as_object(arguments)}
+            yield {"type": "tool_use", "id": call["id"], **call_part}
 
     def whole(self, answer: Answer, asked: Asked) -> Json:
         return self._message(answer, asked)

@@ -201,7 +201,7 @@ class Session:
                 continue
             added = messages[start:]
             # A template renders a turn of the model only as a part of the whole conversation.
-            is_reply = bool(added) and all(each["role"] in ANSWER_ROLES for each in added)
+            is_reply = bool(added) and all(item["role"] in ANSWER_ROLES for item in added)
             if is_reply and (best is None or start >= len(best.said)):
                 best = call
         return best
@@ -246,7 +246,7 @@ class Session:
 
     async def _handed_over(self) -> None:
         """Wait until it is known of each answer whether it reached its client."""
-        while any(each.hands_over for each in self.asking):  # noqa: ASYNC110  a thread's next line
+        while any(item.hands_over for item in self.asking):  # noqa: ASYNC110  a thread's next line
             await asyncio.sleep(0.001)
 
 
@@ -502,18 +502,21 @@ class _Handler(BaseHTTPRequestHandler):
             request: Any = json.loads(body, parse_float=finite_float, parse_constant=finite_float)
         except (ValueError, RecursionError) as error:
             raise invalid("the body is not JSON") from error
-        asked = dialect.read(as_object(request), session.kept)
+        parsed = dialect.read(as_object(request), session.kept)
         if place != self._place:
-            self._send(200, count_tokens(asked))
+            self._send(200, count_tokens(parsed))
             return
         is_retry = self.headers.get("x-stainless-retry-count", "0") != "0"
-        answer = self._answer(session, asked, is_retry=is_retry)
-        is_instructed = bool(asked.body.get("instructions"))
-        session.kept[asked.identity] = [*asked.messages[is_instructed:], answer.turn]
-        if asked.streams:
-            self._stream(dialect.events(answer, asked), dialect.ends_with)
+        answer = self._answer(session, parsed, is_retry=is_retry)
+        is_instructed = bool(parsed.body.get("instructions"))
+        session.kept[parsed.identity] = [
+            *parsed.messages[is_instructed:],
+            answer.turn,
+        ]
+        if parsed.streams:
+            self._stream(dialect.events(answer, parsed), dialect.ends_with)
         else:
-            self._send(200, dialect.whole(answer, asked))
+            self._send(200, dialect.whole(answer, parsed))
 
     def _answer(self, session: Session, asked: Asked, *, is_retry: bool) -> Answer:
         """The model's answer. If the client leaves before it comes, it may ask for it again."""
@@ -546,8 +549,8 @@ class _Handler(BaseHTTPRequestHandler):
         return bool(readable) and not self.connection.recv(1, socket.MSG_PEEK)
 
     def _session(self) -> Session:
-        given = self.headers.get("Authorization") or self.headers.get("x-api-key", "")
-        key = given.removeprefix("Bearer ").strip()
+        key_header = self.headers.get("Authorization") or self.headers.get("x-api-key", "")
+        key = key_header.removeprefix("Bearer ").strip()
         session = self.server.endpoint.sessions.get(key)
         if session is None:
             raise ApiError(401, "invalid_api_key", "incorrect API key, or its rollout has ended")
@@ -558,14 +561,14 @@ class _Handler(BaseHTTPRequestHandler):
         return ApiError(404, "unknown_url", what)
 
     def _body(self) -> bytes:
-        given = self.headers.get("Content-Length", "0")
-        if "Transfer-Encoding" in self.headers or not given.isdecimal():
+        length = self.headers.get("Content-Length", "0")
+        if "Transfer-Encoding" in self.headers or not length.isdecimal():
             raise ApiError(411, "length_required", "send the body with a Content-Length")
-        if int(given) > MAX_BODY_BYTES:
-            self._discard(min(int(given), MOST_DISCARDED_BYTES))
-            what = f"the request has {given:.20} bytes; the most are {MAX_BODY_BYTES:,}"
+        if int(length) > MAX_BODY_BYTES:
+            self._discard(min(int(length), MOST_DISCARDED_BYTES))
+            what = f"the request has {length:.20} bytes; the most are {MAX_BODY_BYTES:,}"
             raise ApiError(413, "request_too_large", what)
-        return self.rfile.read(int(given))
+        return self.rfile.read(int(length))
 
     def _discard(self, size: int) -> None:
         """Read so much: many clients read no answer before they have sent everything."""

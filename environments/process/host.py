@@ -321,13 +321,13 @@ class EnvironmentHost:
         """Score these conversations of one task together, in their order, and close them, also if
         scoring fails.
         """
-        numbers = [each.episode for each in ended]
+        numbers = [item.episode for item in ended]
         child = self._home(numbers[0])
         if any(self._home(number) is not child for number in numbers):
             what = "a call that did not end made the environment start again"
             why = "score_group needs all episodes of the group in one process"
             raise EnvironmentFault("environment_error", f"{what}, and {why}")
-        facts = [(each.episode, each.latency_ms, each.total_tokens) for each in ended]
+        facts = [(item.episode, item.latency_ms, item.total_tokens) for item in ended]
         try:
             async with self._score_places, self._places:
                 values = await self._call(child, "score_group", episodes=facts)
@@ -344,8 +344,8 @@ class EnvironmentHost:
         """
         async with self._places:
             child = await self._live_child()
-            asked = {"split": split, "index": index, "answers": list(answers)}
-            ranks = await self._call(child, "judge", **asked)
+            request = {"split": split, "index": index, "answers": list(answers)}
+            ranks = await self._call(child, "judge", **request)
         if ranks is not None and len(ranks) != len(answers):
             raise child.end_as_forger()
         return ranks
@@ -381,7 +381,7 @@ class EnvironmentHost:
         Rows that hold a secret are left out.
         """
         child = await self._live_child()
-        found: dict[str, str] = {}
+        results: dict[str, str] = {}
         for name in self._generated:
             text = ""
             while page := await self._call(child, "generated", name=name, first=len(text)):
@@ -389,8 +389,8 @@ class EnvironmentHost:
                 if len(text) > task_cache.MAX_BYTES:
                     raise child.end_as_forger()
             if text and self._redactor.text(text) == text:
-                found[name] = text
-        return found
+                results[name] = text
+        return results
 
     async def stop(self) -> None:
         """End every child and what it started. Pending calls fail."""

@@ -142,12 +142,12 @@ def exclusive_uid() -> int | None:
 
 def pids_by_user() -> dict[int, set[int]]:
     """{uid: pids} of all processes."""
-    found: dict[int, set[int]] = {}
+    results: dict[int, set[int]] = {}
     for entry in os.scandir("/proc"):
         with suppress(OSError):
             if entry.name.isdecimal():
-                found.setdefault(entry.stat().st_uid, set()).add(int(entry.name))
-    return found
+                results.setdefault(entry.stat().st_uid, set()).add(int(entry.name))
+    return results
 
 
 def _take(uid: int) -> bool:

@@ -12,8 +12,8 @@ from environments.process.sandbox import Bounds
 
 def main() -> None:
     folder, scratch = sys.argv[1:]
-    found = warden.enclose(Bounds(folder, scratch, hidden=folder, without_file_protection=True))
-    sys.stdout.write(json.dumps(found))
+    result = warden.enclose(Bounds(folder, scratch, hidden=folder, without_file_protection=True))
+    sys.stdout.write(json.dumps(result))
 
 
 if __name__ == "__main__":

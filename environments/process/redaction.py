@@ -90,16 +90,16 @@ def _spellings_of(secret: str) -> set[str]:
     secret = secret.strip()
     if len(secret) < MIN_LENGTH:
         return set()
-    found = {secret, json.dumps(secret)[1:-1], json.dumps(secret, ensure_ascii=False)[1:-1]}
-    found |= {repr(secret)[1:-1], quote(secret), quote(secret, safe=""), quote_plus(secret)}
+    results = {secret, json.dumps(secret)[1:-1], json.dumps(secret, ensure_ascii=False)[1:-1]}
+    results |= {repr(secret)[1:-1], quote(secret), quote(secret, safe=""), quote_plus(secret)}
     raw = secret.encode(errors="surrogateescape")
     if len(raw) >= MIN_ENCODED_LENGTH:
-        found |= {raw.hex(), raw.hex().upper()}
+        results |= {raw.hex(), raw.hex().upper()}
         for offset in range(3):
             coded = base64.b64encode(b"\0" * offset + raw).decode().rstrip("=")
             # The characters at both ends also depend on the bytes around the secret.
             inner = coded[(0, 2, 3)[offset] :]
             if (offset + len(raw)) % 3 > 0:
                 inner = inner[:-1]
-            found |= {inner, inner.replace("+", "-").replace("/", "_")}
-    return found
+            results |= {inner, inner.replace("+", "-").replace("/", "_")}
+    return results

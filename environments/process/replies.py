@@ -263,16 +263,16 @@ class Reader:
 
     def _message(self, message: dict[str, Any], roles: Sequence[str]) -> ChatMessage:
         # The names and values of these two fields are known: a secret that is "user" is not there.
-        known = {
+        fields = {
             "role": _string(message.pop("role", None)),
             "content": message.pop("content", None),
         }
-        if known["role"] not in roles:
+        if fields["role"] not in roles:
             raise ForgedError
-        known["content"] = self._text(known["content"])
+        fields["content"] = self._text(fields["content"])
         if "tool_calls" in message:
-            known["tool_calls"] = [self._call(call) for call in _items(message.pop("tool_calls"))]
-        return known | self._redactor.value(message)
+            fields["tool_calls"] = [self._call(call) for call in _items(message.pop("tool_calls"))]
+        return fields | self._redactor.value(message)
 
     def _tool(self, value: Any) -> dict[str, Any]:
         kind, function = _fields(value, "type", "function")
@@ -306,10 +306,10 @@ class Reader:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    items = dict(pairs)
+    if len(items) < len(pairs):
         raise ForgedError
-    return found
+    return items
 
 
 def _encodable(value: Any, depth: int) -> Any:
@@ -342,19 +342,19 @@ def _mapping(value: Any) -> dict[str, Any]:
 
 def _fields(value: Any, *names: str) -> list[Any]:
     """The values of an object that has exactly these fields."""
-    found = _mapping(value)
-    if set(found) != set(names):
+    items = _mapping(value)
+    if set(items) != set(names):
         raise ForgedError
-    return [found[name] for name in names]
+    return [items[name] for name in names]
 
 
 def _items(value: Any, count: int | None = None) -> list[Any]:
     if not isinstance(value, list):
         raise ForgedError
-    found = cast("list[Any]", value)
-    if count is not None and len(found) != count:
+    items = cast("list[Any]", value)
+    if count is not None and len(items) != count:
         raise ForgedError
-    return found
+    return items
 
 
 def _string(value: Any, most: int | None = None) -> str:

@@ -120,23 +120,23 @@ def of_folder(folder: Path) -> list[str]:
         what = f"{name} cannot be read: {error}"
         raise EnvironmentFault("requirements_failed", what) from error
     text = "\n".join(re.sub(r"(^|\s)#.*", "", line) for line in text.splitlines())
-    wanted: set[str] = set()
-    for found in re.finditer(r"(.*\\\n)*.*", text):
-        line = found[0].replace("\\\n", "").strip()
+    requested: set[str] = set()
+    for item in re.finditer(r"(.*\\\n)*.*", text):
+        line = item[0].replace("\\\n", "").strip()
         trouble = ""
         if REFERENCE.match(line):
             trouble = "refers to other files"
         elif OPTION.match(line) or VARIABLE.search(line):
             trouble = "has an option or a variable that is not allowed"
         if trouble:
-            number = text.count("\n", 0, found.start()) + 1
+            number = text.count("\n", 0, item.start()) + 1
             what = f"{name} line {number}: {line!r:.100} {trouble}; name packages and versions"
             raise EnvironmentFault("requirements_failed", what, is_foreign=True)
         if line:
-            wanted.add(line)
-    if _needs_sdk(folder, wanted):
-        wanted.add(SDK_REQUIREMENT)
-    return sorted(wanted)
+            requested.add(line)
+    if _needs_sdk(folder, requested):
+        requested.add(SDK_REQUIREMENT)
+    return sorted(requested)
 
 
 def _dependencies(project: Path) -> list[str]:
@@ -152,13 +152,13 @@ def _dependencies(project: Path) -> list[str]:
     return [line for line in lines if _normal(_name(line)) != OWN_PACKAGE]
 
 
-def _needs_sdk(folder: Path, wanted: set[str]) -> bool:
+def _needs_sdk(folder: Path, requested: set[str]) -> bool:
     """Whether the folder's code imports the SDK, which neither its requirements nor this
     interpreter have.
     """
-    if any(re.match(rf"{SDK}\b", text) for text in wanted):
+    if any(re.match(rf"{SDK}\b", text) for text in requested):
         return False
-    if not wanted and importlib.util.find_spec(SDK) is not None:
+    if not requested and importlib.util.find_spec(SDK) is not None:
         return False
     return any(map(_imports_sdk, folder.rglob("*.py")))
 
@@ -177,14 +177,14 @@ async def interpreter(
     `on_progress` gets the installer's last line, at most once a second. Raises EnvironmentFault:
     requirements_failed with the end of the resolver's output, or not_ready after `timeout_s` (the
     installer goes on)."""
-    wanted = of_folder(folder)
-    if not wanted:
+    requested = of_folder(folder)
+    if not requested:
         return Path(sys.executable)
-    target = interpreters_dir() / _digest(wanted)
+    target = interpreters_dir() / _digest(requested)
     if not (target / "ready").is_file():
-        packages = f"its packages ({', '.join(wanted):.200})"
+        packages = f"its packages ({', '.join(requested):.200})"
         try:
-            process, log = _installers.get(target) or _start(target, wanted)
+            process, log = _installers.get(target) or _start(target, requested)
         except OSError as error:
             what = f"cannot install into {target}: {error}"
             raise EnvironmentFault("requirements_failed", what) from error
@@ -220,9 +220,9 @@ def prefix(python: Path) -> tuple[str, ...]:
     return (str(python.parents[1]),) if python.is_relative_to(interpreters_dir()) else ()
 
 
-def _digest(wanted: list[str]) -> str:
+def _digest(requested: list[str]) -> str:
     made_for = f"{sys.implementation.cache_tag} {platform.system()} {platform.machine()}"
-    return hashlib.sha256("\n".join([made_for, *wanted]).encode()).hexdigest()[:16]
+    return hashlib.sha256("\n".join([made_for, *requested]).encode()).hexdigest()[:16]
 
 
 def _python(target: Path) -> Path:
@@ -238,9 +238,9 @@ def _config_dir() -> Path:
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
 
 
-def _start(target: Path, wanted: list[str]) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
+def _start(target: Path, requested: list[str]) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
     target.mkdir(parents=True, exist_ok=True, mode=0o700)
-    _write(target / FILE, "\n".join(wanted) + "\n")
+    _write(target / FILE, "\n".join(requested) + "\n")
     log = tempfile.TemporaryFile()  # noqa: SIM115  read until the installer ends
     # Not in its environment, which builds could read: only the step that runs none reads this file.
     with tempfile.TemporaryFile("w+") as credentials:
@@ -271,14 +271,14 @@ def _installers_environment(target: Path) -> dict[str, str]:
 
 def _variables(*, secret: bool) -> dict[str, str]:
     """The settings of uv, pip and the network that hold a password, or those that hold none."""
-    found: dict[str, str] = {}
+    results: dict[str, str] = {}
     for name, text in os.environ.items():
         if PASSED_ON.fullmatch(name) and not UPLOADS.fullmatch(name):
             is_setting = name.upper() not in ("PATH", "LANG", "USER")
             is_secret = is_setting and bool(CREDENTIAL_NAME.search(name) or CREDENTIAL.search(text))
             if is_secret == secret:
-                found[name] = text
-    return found
+                results[name] = text
+    return results
 
 
 async def _ended(
@@ -354,11 +354,11 @@ def _settings() -> list[str]:
     """The settings files of uv and pip, as far as they exist."""
     places = [*SETTINGS, str(_config_dir() / "pip"), str(_config_dir() / "uv")]
     places += [os.environ.get("PIP_CONFIG_FILE", ""), os.environ.get("UV_CONFIG_FILE", "")]
-    found: list[str] = []
+    results: list[str] = []
     for place in map(Path, filter(None, places)):
         files = place.rglob("*") if place.is_dir() else (place,)
-        found += [str(path) for path in files if path.is_file()]
-    return found
+        results += [str(path) for path in files if path.is_file()]
+    return results
 
 
 def _hide_credentials() -> None:
@@ -520,8 +520,8 @@ def _others(target: Path, names: Sequence[str]) -> str:
 
 
 def _name(line: str) -> str:
-    found = re.match(r"[\w.-]+", line)
-    return found[0] if found else ""
+    match = re.match(r"[\w.-]+", line)
+    return match[0] if match else ""
 
 
 def _normal(name: str) -> str:
@@ -555,12 +555,12 @@ def hold(python: Path) -> IO[str] | None:
 
 def _installed(folder: Path) -> list[Path]:
     """The interpreters in a folder, the one that was not used for the longest time first."""
-    found: dict[Path, float] = {}
+    results: dict[Path, float] = {}
     for ready in folder.glob("*/ready"):
         with suppress(OSError):
             used = ready.with_name("used")
-            found[ready.parent] = (used if used.exists() else ready).stat().st_mtime
-    return sorted(found, key=found.__getitem__)
+            results[ready.parent] = (used if used.exists() else ready).stat().st_mtime
+    return sorted(results, key=results.__getitem__)
 
 
 def _bytes_in(folder: Path) -> int:
@@ -575,12 +575,12 @@ def _bytes_in(folder: Path) -> int:
 def _make_room(target: Path) -> str:
     """Remove interpreters until the others fit. Returns why there is no room, or ""."""
     gib = load_settings(target.parent.parent).environments.interpreters_gib
-    sizes = {each: _bytes_in(each) for each in _installed(target.parent)}
-    for each in list(sizes):
+    sizes = {item: _bytes_in(item) for item in _installed(target.parent)}
+    for size in list(sizes):
         if sum(sizes.values()) < gib * 2**30:
             return ""
-        if _is_removed(each):
-            del sizes[each]
+        if _is_removed(size):
+            del sizes[size]
     held = sum(sizes.values())
     if held < gib * 2**30:
         return ""

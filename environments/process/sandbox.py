@@ -97,10 +97,12 @@ class Needs:
             "processes": operator.processes,
             "file_gib": operator.file_gib,
         }
-        asked = self.asked()
+        requests = self.asked()
         for name, most in limits.items():
-            if asked.get(name, 0) > most:
-                what = f"{FILE}: {name} = {asked[name]:g} is more than the {most:g} of this machine"
+            if requests.get(name, 0) > most:
+                what = (
+                    f"{FILE}: {name} = {requests[name]:g} is more than the {most:g} of this machine"
+                )
                 raise ValueError(
                     f"{what}; the operator allows more with {name} under [environments] in "
                     f"{SETTINGS_FILE}"
@@ -173,7 +175,7 @@ def confine(bounds: Bounds, own: Own, mounts: Mounts) -> dict[str, str]:
     out and named."""
     needs = Needs(**bounds.needs)
     memory = bounds.memory_bytes + bounds.threads * STACK_BYTES
-    found = {
+    results = {
         "memory": _limit(resource.RLIMIT_DATA, memory),
         "file_size": _limit(resource.RLIMIT_FSIZE, int(needs.file_gib * 2**30)),
         "processes": UNCOUNTED,
@@ -183,7 +185,7 @@ def confine(bounds: Bounds, own: Own, mounts: Mounts) -> dict[str, str]:
     }
     if not sys.platform.startswith("linux"):
         why = f"{sys.platform} has no Landlock and no seccomp"
-        return found | dict.fromkeys(("files", "signals", "network"), why)
+        return results | dict.fromkeys(("files", "signals", "network"), why)
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     try:
         become(own)
@@ -191,18 +193,18 @@ def confine(bounds: Bounds, own: Own, mounts: Mounts) -> dict[str, str]:
         keep_capabilities()
     is_counted = own.is_mapped or (os.getuid() != 0 and own.uid is not None)
     if is_counted:
-        found["processes"] = _limit(resource.RLIMIT_NPROC, needs.processes + bounds.threads)
-    found["files"], found["signals"] = _restrict_files(bounds, mounts)
+        results["processes"] = _limit(resource.RLIMIT_NPROC, needs.processes + bounds.threads)
+    results["files"], results["signals"] = _restrict_files(bounds, mounts)
     if own.has_processes:
-        found["signals"] = ""
-    found["network"] = filter_calls(
+        results["signals"] = ""
+    results["network"] = filter_calls(
         allow_sockets=needs.network,
         allow_tcp=own.loopback,
         has_processes=own.has_processes,
     )
-    if needs.network and not found["network"]:
-        found["network"] = f"open: {FILE} asks for it and {SETTINGS_FILE} grants it"
-    return found
+    if needs.network and not results["network"]:
+        results["network"] = f"open: {FILE} asks for it and {SETTINGS_FILE} grants it"
+    return results
 
 
 def explain_refusals(bounds: Bounds) -> None:
@@ -351,14 +353,14 @@ def _ruleset(version: int, rules: Callable[[int], Iterable[tuple[Path, int]]]) -
         size = 24
         scoped = SCOPE_ABSTRACT_SOCKETS | SCOPE_SIGNALS
     attributes = struct.pack("QQQ", handled, 0, scoped)
-    found = checked(libc.syscall(LANDLOCK_CREATE_RULESET, attributes, ctypes.c_size_t(size), 0))
+    result = checked(libc.syscall(LANDLOCK_CREATE_RULESET, attributes, ctypes.c_size_t(size), 0))
     try:
         for path, rights in rules(handled):
-            _allow(found, path, rights & handled)
+            _allow(result, path, rights & handled)
     except BaseException:
-        os.close(found)
+        os.close(result)
         raise
-    return found
+    return result
 
 
 def _rules(bounds: Bounds, mounts: Mounts, handled: int) -> Iterator[tuple[Path, int]]:
@@ -394,17 +396,17 @@ def _without(root: Path, hidden: Path) -> list[Path]:
     """`root`, or the parts of it that do not lead to `hidden`. Both are free of symbolic links."""
     if not hidden.is_relative_to(root):
         return [root]
-    found: list[Path] = []
+    paths: list[Path] = []
     try:
         for entry in root.iterdir():
             real = _real(entry) if entry.is_symlink() else entry
             # A link is followed only if it leads neither into `hidden` nor above it.
             leads_above = real is not entry and hidden.is_relative_to(real)
             if not real.is_relative_to(hidden) and not leads_above:
-                found += _without(real, hidden)
+                paths += _without(real, hidden)
     except OSError:
         return []
-    return found
+    return paths
 
 
 def _real(path: str | Path) -> Path:
@@ -434,8 +436,8 @@ def refusal(error: BaseException) -> tuple[str, str] | None:
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
         seen.add(id(cause))
-        if found := _refusal(cause):
-            return found
+        if result := _refusal(cause):
+            return result
         cause = cause.__cause__ or cause.__context__
     return None
 
@@ -465,9 +467,9 @@ def _refusal(error: BaseException) -> tuple[str, str] | None:
     return None
 
 
-def describe(found: dict[str, str]) -> str:
+def describe(results: dict[str, str]) -> str:
     """What `confine` returned, as one line of text."""
-    working = ", ".join(name for name, why in found.items() if not why) or "none"
+    working = ", ".join(name for name, why in results.items() if not why) or "none"
     line = f"sandbox of environment code protects: {working}"
-    missing = "; ".join(f"{name}: {why}" for name, why in found.items() if why)
+    missing = "; ".join(f"{name}: {why}" for name, why in results.items() if why)
     return f"{line}; not: {missing}" if missing else line

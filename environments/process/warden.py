@@ -94,18 +94,18 @@ def enclose(bounds: Bounds) -> dict[str, str]:
         parent = 1
     os.close(ending)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HEEDED)
-    found = confine(bounds, own, mounts)
-    found["kernel_memory"] = "" if is_grouped else "no memory cgroup can be made"
+    result = confine(bounds, own, mounts)
+    result["kernel_memory"] = "" if is_grouped else "no memory cgroup can be made"
     die_with_parent(parent)  # not earlier, because becoming another user undoes it
-    return _protected(found, bounds)
+    return _protected(result, bounds)
 
 
-def _protected(found: dict[str, str], bounds: Bounds) -> dict[str, str]:
+def _protected(results: dict[str, str], bounds: Bounds) -> dict[str, str]:
     """What was found. Ends this process if the code could open any file."""
-    if found["files"] and not bounds.without_file_protection:
-        sys.stderr.write(f"{found['files']}\n")
+    if results["files"] and not bounds.without_file_protection:
+        sys.stderr.write(f"{results['files']}\n")
         sys.exit(UNPROTECTED_EXIT_CODE)
-    return found
+    return results
 
 
 # -- the first process of the namespace ------------------------------------------------------------
@@ -168,8 +168,8 @@ def _end_namespace(first: int, ended: int) -> int:
         os.kill(first, signal.SIGKILL)
     with suppress(ChildProcessError):
         os.waitpid(first, 0)  # returns when all its processes have ended
-    told = os.read(ended, STATUS.size)
-    return _codes_own(STATUS.unpack(told)[0]) if told else signal.SIGKILL
+    status_bytes = os.read(ended, STATUS.size)
+    return _codes_own(STATUS.unpack(status_bytes)[0]) if status_bytes else signal.SIGKILL
 
 
 def _codes_own(status: int) -> int:
@@ -260,22 +260,22 @@ def _kill_all_of(uid: int) -> None:
 
 
 def _descendants(pid: int) -> set[int]:
-    found: set[int] = set()
+    results: set[int] = set()
     waiting = [pid]
     while waiting:
-        new = _children(waiting.pop()) - found
-        found |= new
+        new = _children(waiting.pop()) - results
+        results |= new
         waiting += new
-    return found
+    return results
 
 
 def _children(pid: int) -> set[int]:
-    found: set[int] = set()
+    results: set[int] = set()
     with suppress(OSError):
         for thread in Path(f"/proc/{pid}/task").iterdir():
             with suppress(OSError):
-                found |= set(map(int, (thread / "children").read_text().split()))
-    return found
+                results |= set(map(int, (thread / "children").read_text().split()))
+    return results
 
 
 def _uses_more(pids: set[int], memory_bytes: int) -> bool:

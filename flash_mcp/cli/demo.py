@@ -85,7 +85,7 @@ async def run(
     console: Console,
     folder: Path,
     curve_path: Path,
-    given: Json,
+    arguments: Json,
     environment: str | None = None,
 ) -> Json:
     """Play the demo with `environment`, or with the one that it writes to `folder`, and with what
@@ -95,10 +95,13 @@ async def run(
     async with connected(console) as session:
         with session.timed("environment"):
             environment = await _prepare(session, folder, environment)
-        wanted: Json = {"config": str(folder / "configs" / "rl.toml"), "environment": environment}
-        wanted |= given
+        requested: Json = {
+            "config": str(folder / "configs" / "rl.toml"),
+            "environment": environment,
+        }
+        requested |= arguments
         with session.timed("train"):
-            view = await _train(session, wanted)
+            view = await _train(session, requested)
         run_id: str = view["run_id"]
         _show_verdict(console, view)
         await _show_rollout(session, run_id)
@@ -107,20 +110,20 @@ async def run(
         console.print(f"  {len(saved)} checkpoints, {newest}")
         await _draw(session, run_id, curve_path)
         with session.timed("deploy"):
-            deployment = await _deploy(session, run_id, given)
+            deployment = await _deploy(session, run_id, arguments)
         with session.timed("chat"):
             talk = await _chat(session, run_id, deployment)
         await session.call("undeploy", deployment=deployment)
         with session.timed("cancel"):
-            await _cancel_another(session, wanted)
+            await _cancel_another(session, requested)
         session.seconds["all"] = round(time.monotonic() - started, 1)
         return _figures(session, view, talk)
 
 
 async def _prepare(session: Session, folder: Path, environment: str | None) -> str:
     """Write and publish the calculator, unless there is an environment, and check it."""
-    known = await session.call("catalog")
-    names = [entry["name"] for entry in known.get("models", [])]
+    catalog = await session.call("catalog")
+    names = [entry["name"] for entry in catalog.get("models", [])]
     session.console.print(f"  models: {', '.join(names)}")
     await session.call("env_setup", folder=str(folder), template="calculator")
     if environment is None:
@@ -131,15 +134,15 @@ async def _prepare(session: Session, folder: Path, environment: str | None) -> s
     return environment
 
 
-async def _train(session: Session, wanted: Json) -> Json:
-    estimate = (await session.call("train", **wanted, validate_only=True))["estimate"]
+async def _train(session: Session, requested: Json) -> Json:
+    estimate = (await session.call("train", **requested, validate_only=True))["estimate"]
     of = "rollouts" if "rollouts" in estimate else "examples"
     session.console.print(f"  {estimate['steps']} steps, {estimate[of]} {of}")
-    run_id = (await session.call("train", **wanted))["run_id"]
+    run_id = (await session.call("train", **requested))["run_id"]
     return await watch(session, run_id)
 
 
-async def run_agent(console: Console, curve_path: Path, given: Json) -> Json:
+async def run_agent(console: Console, curve_path: Path, arguments: Json) -> Json:
     """Train the agent of the example agent_calculator with what is `given` to `train`: a warm-up on
     gold calls, then GRPO; the figures of --json.
     """
@@ -150,14 +153,16 @@ async def run_agent(console: Console, curve_path: Path, given: Json) -> Json:
             pushed = await session.call("env_push", folder=str(folder), name="agent_calculator")
             checked = await session.call("env_test", environment=pushed["environment"])
             _show_probes(console, checked)
-        wanted: Json = {"environment": pushed["environment"], **given}
+        requested: Json = {"environment": pushed["environment"], **arguments}
         with session.timed("sft"):
             config = str(folder / "configs" / "sft.toml")
-            warmed = await _train(session, {**wanted, "config": config})
+            warmed = await _train(session, {**requested, "config": config})
         begun = f"{warmed['run_id']}@{warmed['step']}"
         with session.timed("grpo"):
             config = str(folder / "configs" / "rl.toml")
-            view = await _train(session, {**wanted, "config": config, "init_from_adapter": begun})
+            view = await _train(
+                session, {**requested, "config": config, "init_from_adapter": begun}
+            )
         run_id: str = view["run_id"]
         base = f"{warmed['run_id']}@0"
         verdict = await session.call("compare", base=base, other=run_id)
@@ -258,8 +263,8 @@ def _show_verdict(console: Console, view: Json) -> None:
 
 
 async def _show_rollout(session: Session, run_id: str) -> None:
-    wanted: Json = {"run_id": run_id, "which": "best", "limit": 1, "max_characters": 2000}
-    for rollout in (await session.call("rollouts", **wanted))["rollouts"]:
+    requested: Json = {"run_id": run_id, "which": "best", "limit": 1, "max_characters": 2000}
+    for rollout in (await session.call("rollouts", **requested))["rollouts"]:
         for message in rollout["messages"][-4:]:
             _show_said(session.console, message["role"], message["content"])
         session.console.print(f"  reward {rollout['reward']}, success {rollout['success']}")
@@ -278,13 +283,13 @@ async def _draw(session: Session, run_id: str, path: Path) -> None:
     session.console.print(f"  the same as a picture: {path}", highlight=False)
 
 
-async def _deploy(session: Session, run_id: str, given: Json) -> str:
-    wanted: Json = {"run_id": run_id}
-    if "target" in given:
-        wanted["target"] = given["target"]
-    deployed = await session.call("deploy", **wanted)
+async def _deploy(session: Session, run_id: str, arguments: Json) -> str:
+    requested: Json = {"run_id": run_id}
+    if "target" in arguments:
+        requested["target"] = arguments["target"]
+    deployed = await session.call("deploy", **requested)
     while deployed["state"] == "starting":
-        deployed = await session.call("deploy", quiet=True, **wanted)
+        deployed = await session.call("deploy", quiet=True, **requested)
     where = f"{deployed['state']} at {deployed['base_url']}"
     session.console.print(f"  {where} after {deployed['seconds']:.0f} s")
     return deployed["deployment"]
@@ -292,8 +297,8 @@ async def _deploy(session: Session, run_id: str, given: Json) -> str:
 
 async def _chat(session: Session, run_id: str, deployment: str) -> Json:
     """Ask base and adapter a held-out question as the environment asks it."""
-    wanted: Json = {"run_id": run_id, "split": "eval", "which": "index", "limit": 2}
-    shown = await session.call("rollouts", quiet=True, **wanted)
+    requested: Json = {"run_id": run_id, "split": "eval", "which": "index", "limit": 2}
+    shown = await session.call("rollouts", quiet=True, **requested)
     question: list[Json] = [*(shown.get("opening") or []), shown["rollouts"][0]["messages"][0]]
     messages = [{"role": message["role"], "content": message["content"]} for message in question]
     talk = await session.call(
@@ -305,9 +310,9 @@ async def _chat(session: Session, run_id: str, deployment: str) -> Json:
     return talk
 
 
-async def _cancel_another(session: Session, wanted: Json) -> None:
+async def _cancel_another(session: Session, requested: Json) -> None:
     """Start a second run and cancel it; it ends as cancelled from any state."""
-    run_id = (await session.call("train", **wanted, seed=1))["run_id"]
+    run_id = (await session.call("train", **requested, seed=1))["run_id"]
     state = (await session.call("cancel", run_id=run_id))["state"]
     while state in ACTIVE:
         state = (await session.call("status", quiet=True, run_id=run_id, wait_s=20))["run"]["state"]
@@ -326,7 +331,7 @@ def _brief(value: Any) -> str:
 def play(
     figures_path: Path | None,
     curve_path: Path,
-    given: Json,
+    arguments: Json,
     environment: str | None,
     *,
     agent: bool = False,
@@ -334,11 +339,11 @@ def play(
     """Play the demo, write its figures and return the exit code."""
     console = Console(soft_wrap=True)
     if agent:
-        figures = outcome(console, run_agent, curve_path, given)
+        figures = outcome(console, run_agent, curve_path, arguments)
     else:
         with tempfile.TemporaryDirectory(prefix="flash-demo-") as folder:
             target = Path(folder) / "calculator"
-            figures = outcome(console, run, target, curve_path, given, environment)
+            figures = outcome(console, run, target, curve_path, arguments, environment)
     if figures is None:
         return 1
     if figures_path:
@@ -353,13 +358,13 @@ def outcome(console: Console, act: Callable[..., Awaitable[Json]], *arguments: A
     try:
         return follow.run(act, console, *arguments)
     except FlashError as error:
-        known: BaseException = error
+        exception: BaseException = error
     except BaseExceptionGroup as group:
         matching, _ = group.split(FlashError)
         if matching is None:
             raise
-        known = _first(matching)
-    console.print(visible(str(known)), style="red", markup=False, highlight=False)
+        exception = _first(matching)
+    console.print(visible(str(exception)), style="red", markup=False, highlight=False)
     return None
 
 

@@ -89,8 +89,8 @@ def examine() -> list[Finding]:
         try:
             level, detail, fix = check()
         except (FlashError, OSError) as error:
-            found = as_flash_error(f"doctor: {name}", error)
-            level, detail, fix = "problem", f"[{found.code}] {found.what}", found.fix
+            result = as_flash_error(f"doctor: {name}", error)
+            level, detail, fix = "problem", f"[{result.code}] {result.what}", result.fix
         findings.append(Finding(level, name, detail, fix))
     return findings
 
@@ -107,7 +107,7 @@ def _state_directory() -> Outcome:
         base = home()
         store = open_store()
         counts = store.run_counts()
-        known = {row["id"] for row in store.query("SELECT id FROM runs")}
+        existing = {row["id"] for row in store.query("SELECT id FROM runs")}
     except FlashError as error:
         return "problem", f"[{error.code}] {error.what}", error.fix
     except OSError as error:
@@ -115,7 +115,7 @@ def _state_directory() -> Outcome:
     runs = ", ".join(f"{count} {state}" for state, count in counts.items())
     detail = f"{base}: {runs or 'no runs'}"
     folders = {path.parent.name for path in runs_dir(base).glob("*/job.json")}
-    if unknown := len(folders - known):
+    if unknown := len(folders - existing):
         what = f"{detail}; {unknown} run folders are not in the database"
         return "warning", what, "flash-mcp recover takes them in"
     return ok(detail)
@@ -304,8 +304,8 @@ def _sandbox() -> Outcome:
 
 
 def _supervisor() -> Outcome:
-    if found := unfit(home()):
-        return "problem" if found.hangs else "warning", found.what, found.fix
+    if result := unfit(home()):
+        return "problem" if result.hangs else "warning", result.what, result.fix
     if is_supervised(home()):
         return ok("running")
     waiting = len(open_store().active_runs())
@@ -327,8 +327,8 @@ def _waiting_runs() -> Outcome:
                 held.setdefault(event.message, run.id)
     if not held:
         return ok("nothing holds a run up")
-    told = [f"{run_id}: {what}" for what, run_id in list(held.items())[:SHOWN]]
-    return "warning", "; ".join(told), "status(run_id=...) says more; runs go on by themselves"
+    lines = [f"{run_id}: {what}" for what, run_id in list(held.items())[:SHOWN]]
+    return "warning", "; ".join(lines), "status(run_id=...) says more; runs go on by themselves"
 
 
 def _deployments() -> Outcome:
@@ -344,11 +344,11 @@ def _deployments() -> Outcome:
     if not troubled:
         return ok(f"{sum(row.state == 'ready' for row in rows)} ready")
     errors = [FlashError.from_dict(row.error or {}) for row in troubled[:SHOWN]]
-    told = [
+    lines = [
         f"{row.id} is {row.state}: [{error.code}] {error.what}"
         for row, error in zip(troubled, errors, strict=False)
     ]
-    return "warning", "; ".join(told), "; ".join(dict.fromkeys(error.fix for error in errors))
+    return "warning", "; ".join(lines), "; ".join(dict.fromkeys(error.fix for error in errors))
 
 
 def _reboot() -> Outcome:

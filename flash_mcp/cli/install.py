@@ -127,10 +127,10 @@ def _settings_home() -> Path:
 
 
 def _as_opencode(server: Json) -> Json:
-    found: Json = {"type": "local", "command": [server["command"], *server["args"]]}
+    results: Json = {"type": "local", "command": [server["command"], *server["args"]]}
     if "env" in server:
-        found["environment"] = server["env"]
-    return found
+        results["environment"] = server["env"]
+    return results
 
 
 def _as_stdio(server: Json) -> Json:
@@ -144,7 +144,7 @@ STRING_OR_LAST_COMMA = re.compile(r'("(?:\\.|[^"\\])*")|,(?=\s*[}\]])', re.DOTAL
 def read_json(text: str) -> Any:
     """JSON in which editors also allow comments and a comma after the last item."""
     for ignored in (STRING_OR_COMMENT, STRING_OR_LAST_COMMA):
-        text = ignored.sub(lambda found: found[1] or "", text)
+        text = ignored.sub(lambda item: item[1] or "", text)
     return json.loads(text) if text.strip() else {}
 
 

@@ -29,12 +29,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     handler = logging.StreamHandler()
     handler.setFormatter(VisibleFormatter("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    given = list(sys.argv[1:] if argv is None else argv)
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
-        parser = parser_for(given)
-        arguments, rest = parser.parse_known_args(given)
+        parser = parser_for(words)
+        arguments, rest = parser.parse_known_args(words)
     except FlashError as error:
-        raise SystemExit(_report(error, given)) from None
+        raise SystemExit(_report(error, words)) from None
     if "run" not in arguments:
         parser.print_help(sys.stderr)
         return 2
@@ -49,10 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
-        return _report(as_flash_error(" ".join(given[:1]), error), given)
+        return _report(as_flash_error(" ".join(words[:1]), error), words)
 
 
-def parser_for(given: Sequence[str]) -> Parser:
+def parser_for(arguments: Sequence[str]) -> Parser:
     """A parser that knows the command in `given`. FlashError where there is no such command."""
     parser = Parser(
         prog="flash-mcp",
@@ -65,23 +65,23 @@ def parser_for(given: Sequence[str]) -> Parser:
     commands = parser.add_subparsers(metavar="COMMAND")
     for name, command in COMMANDS.items():
         add_own(commands, name, command)
-    wanted = next((word for word in given if not word.startswith("-")), None)
-    if wanted not in COMMANDS:
+    requested = next((word for word in arguments if not word.startswith("-")), None)
+    if requested not in COMMANDS:
         # Loading the tools takes half a second, which the server need not spend twice.
         from flash_mcp.tools.registry import TOOLS  # noqa: PLC0415
 
         for tool in TOOLS.values():
             add_tool(commands, tool)
-    known = list(commands.choices)
-    if wanted is not None and wanted not in known:
-        what = f"there is no command {wanted!r}{did_you_mean(wanted, known)}"
+    existing = list(commands.choices)
+    if requested is not None and requested not in existing:
+        what = f"there is no command {requested!r}{did_you_mean(requested, existing)}"
         raise FlashError("unknown_argument", what, fix="see flash-mcp --help")
     return parser
 
 
-def _report(error: FlashError, given: Sequence[str]) -> int:
+def _report(error: FlashError, arguments: Sequence[str]) -> int:
     """Print the error and return the exit code."""
-    if "--json" in given:
+    if "--json" in arguments:
         text = to_json({"error": error.to_dict()}, default=str)
     else:
         what, mark, fix = str(error).rpartition("Fix: ")

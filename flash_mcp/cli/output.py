@@ -36,7 +36,7 @@ def say(text: str) -> None:
 
 def to_json(body: Any, **options: Any) -> str:
     """JSON that reads back as `body`, and in which `visible` finds nothing to replace."""
-    return UNESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(body, **options))
+    return UNESCAPED.sub(lambda item: f"\\u{ord(item[0]):04x}", json.dumps(body, **options))
 
 
 def answer(arguments: argparse.Namespace, body: Any, text: str, **options: Any) -> None:

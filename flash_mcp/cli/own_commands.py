@@ -148,25 +148,25 @@ def create_token(arguments: Arguments) -> None:
 
 def list_tokens(arguments: Arguments) -> None:
     """List all tokens, without their text."""
-    found = tokens.made(open_store())
-    if not found and not arguments.json:
+    result = tokens.made(open_store())
+    if not result and not arguments.json:
         sys.stderr.write("no tokens: `flash-mcp token create NAME` makes one\n")
         return
     rows: list[dict[str, Any]] = []
-    for token in found:
+    for token in result:
         row: dict[str, Any] = {**token}
         for name in ("created", "used", "expires", "revoked"):
             row[name] = "-" if row[name] is None else utc(row[name])
         rows.append(row)
-    answer(arguments, found, "\n".join(render_all(rows, "")) if rows else "")
+    answer(arguments, result, "\n".join(render_all(rows, "")) if rows else "")
 
 
 def revoke_tokens(arguments: Arguments) -> None:
     """Revoke a token, or all of an owner.
 
     A running server refuses it from the next request on."""
-    found = tokens.revoke(open_store(), arguments.reference)
-    answer(arguments, found, "\n".join(f"revoked {token['id']}" for token in found))
+    result = tokens.revoke(open_store(), arguments.reference)
+    answer(arguments, result, "\n".join(f"revoked {token['id']}" for token in result))
 
 
 def supervise(arguments: Arguments) -> int:
@@ -187,8 +187,8 @@ def supervise(arguments: Arguments) -> int:
     if run(home(), lambda base: Supervisor(base, patience=patience), is_foreground=is_foreground):
         return 0
     sys.stderr.write("another supervisor already looks after this state directory\n")
-    if found := unfit(home()):
-        sys.stderr.write(f"{found.what}: {found.fix}\n")
+    if result := unfit(home()):
+        sys.stderr.write(f"{result.what}: {result.fix}\n")
     return 1
 
 
@@ -207,9 +207,9 @@ def demo(arguments: Arguments) -> int:
     --target it trains and serves on nodes of Slurm or Ray."""
     from flash_mcp.cli.demo import play  # noqa: PLC0415
 
-    known = {"model": arguments.model, "target": arguments.target}
-    given = {name: value for name, value in known.items() if value}
-    chosen = (arguments.json, arguments.curve, given, arguments.environment)
+    choices = {"model": arguments.model, "target": arguments.target}
+    overrides = {name: value for name, value in choices.items() if value}
+    chosen = (arguments.json, arguments.curve, overrides, arguments.environment)
     return play(*chosen, agent=arguments.agent)
 
 
@@ -312,14 +312,14 @@ def recover(arguments: Arguments) -> None:
     are. Runs that had not ended go on. A damaged database is moved aside."""
     from flash_mcp.supervisor.recovery import recover as rebuild  # noqa: PLC0415
 
-    found = rebuild(home())
-    taken = f"took in {len(found.runs)} runs and {len(found.environments)} environments"
-    lines = [f"{taken}; {found.kept} were there already"]
-    if found.damaged:
-        lines.append(f"the damaged database is {found.damaged}; restart running servers")
-    lines += [f"not taken in: {problem}" for problem in found.problems]
-    lines += [f"lost: {what}" for what in found.lost]
-    answer(arguments, dataclasses.asdict(found), "\n".join(lines))
+    result = rebuild(home())
+    taken = f"took in {len(result.runs)} runs and {len(result.environments)} environments"
+    lines = [f"{taken}; {result.kept} were there already"]
+    if result.damaged:
+        lines.append(f"the damaged database is {result.damaged}; restart running servers")
+    lines += [f"not taken in: {problem}" for problem in result.problems]
+    lines += [f"lost: {what}" for what in result.lost]
+    answer(arguments, dataclasses.asdict(result), "\n".join(lines))
 
 
 def remove(arguments: Arguments) -> None:
@@ -698,8 +698,8 @@ def add_own(commands: Any, name: str, command: Command | Group) -> None:
     if isinstance(command, Group):
         parser = add_command(commands, name, command.text, example(*command.examples), None)
         actions = parser.add_subparsers(metavar="ACTION", required=True)
-        for action, each in command.actions.items():
-            add_own(actions, action, each)
+        for action, item in command.actions.items():
+            add_own(actions, action, item)
         return
     text = command.run.__doc__ or ""
     parser = add_command(commands, name, text, example(*command.examples), command.run)

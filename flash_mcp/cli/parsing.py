@@ -52,13 +52,13 @@ def example(*lines: str) -> str:
 
 def commands_of(parser: Parser) -> list[Parser]:
     """Every command of the parser, with those below it."""
-    found: list[Parser] = []
+    parsers: list[Parser] = []
     for action in parser._actions:
         choices: Any = action.choices
         if isinstance(choices, dict):  # of sub-commands
             for command in cast("dict[str, Parser]", choices).values():
-                found += [command, *commands_of(command)]
-    return found
+                parsers += [command, *commands_of(command)]
+    return parsers
 
 
 def check_known(arguments: argparse.Namespace, rest: Sequence[str]) -> None:

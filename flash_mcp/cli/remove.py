@@ -30,10 +30,10 @@ def remove_all(arguments: argparse.Namespace) -> None:
     if not arguments.references and not is_filtered:
         fix = "name what to remove, or pass --older-than or --failed; see flash-mcp remove --help"
         raise FlashError("invalid_argument", "nothing was named", fix=fix)
-    found: list[str] = []
+    results: list[str] = []
     if is_filtered:
-        found = ended_runs(store, older_than_s=age_s, only_failed=arguments.failed)
-    references = [*arguments.references, *found]
+        results = ended_runs(store, older_than_s=age_s, only_failed=arguments.failed)
+    references = [*arguments.references, *results]
     asks = (is_filtered or sys.stdin.isatty()) and not arguments.yes
     if arguments.dry_run or asks:
         some = _look(store, references, arguments, keeps_going=is_filtered or asks)
@@ -45,7 +45,7 @@ def remove_all(arguments: argparse.Namespace) -> None:
         try:
             gone = remove(store, reference)
         except FlashError as error:
-            if error.code != "in_use" or reference not in found:
+            if error.code != "in_use" or reference not in results:
                 raise
             sys.stderr.write(f"{error.what}\n")
             continue
@@ -102,8 +102,8 @@ def _line(gone: Removed) -> str:
 def _seconds(age: str | None) -> float | None:
     if age is None:
         return None
-    found = AGE.fullmatch(age)
-    if found is None:
+    match = AGE.fullmatch(age)
+    if match is None:
         fix = "write hours, days or weeks, as in 12h, 30d or 8w"
         raise FlashError("invalid_argument", f"--older-than cannot be {age!r:.100}", fix=fix)
-    return int(found[1]) * SECONDS[found[2]]
+    return int(match[1]) * SECONDS[match[2]]

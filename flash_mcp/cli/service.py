@@ -104,10 +104,10 @@ def _unit(name: str) -> Path:
 def _check_systemd() -> None:
     what = "there is no systemctl on this machine"
     if shutil.which("systemctl"):
-        asked = _run("show-environment")
-        if asked.returncode == 0:
+        variables = _run("show-environment")
+        if variables.returncode == 0:
             return
-        what = f"systemd does not answer for this user: {asked.stderr.strip()}"
+        what = f"systemd does not answer for this user: {variables.stderr.strip()}"
     fix = (
         "start `flash-mcp supervise` at boot in another way, such as a cron job with @reboot; "
         "--dry-run prints the unit"

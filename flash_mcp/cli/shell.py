@@ -49,7 +49,7 @@ def _call_at(text: str, start: int) -> str:
 
 
 def _parsed(call: str) -> ast.Call | None:
-    call = WORDS.sub(lambda found: "=" + found[1].replace(" ", "_"), call)
+    call = WORDS.sub(lambda item: "=" + item[1].replace(" ", "_"), call)
     try:
         tree = ast.parse(call, mode="eval").body
     except SyntaxError:
@@ -63,15 +63,17 @@ def _command(required: list[str], tool: str, call: str) -> str | None:
     if tree is None or tree.args:
         return None
     try:
-        given = {str(each.arg): _value(str(each.arg), each.value) for each in tree.keywords}
+        arguments = {
+            str(keyword.arg): _value(str(keyword.arg), keyword.value) for keyword in tree.keywords
+        }
     except ValueError:
         return None
     words = ["flash-mcp", tool.replace("_", "-")]
     for name in POSITIONAL.get(tool, required):
-        if name not in given or given[name].startswith("-"):
+        if name not in arguments or arguments[name].startswith("-"):
             break
-        words.append(given.pop(name))
-    for name, value in given.items():
+        words.append(arguments.pop(name))
+    for name, value in arguments.items():
         flag = name.replace("_", "-")
         if value in ("true", "false"):
             words.append(f"--{flag}" if value == "true" else f"--no-{flag}")

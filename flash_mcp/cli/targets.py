@@ -47,23 +47,23 @@ def add(arguments: argparse.Namespace) -> None:
     fields["env"] = dict(_pair("--env", text) for text in arguments.env)
     pairs = [_pair("--resource", text) for text in arguments.resource]
     fields["resources"] = {name: _value(text) for name, text in pairs}
-    given = {name: value for name, value in fields.items() if value not in (None, [], {})}
-    settings = new_target(home(), arguments.name, given)
-    found = None if arguments.unproved else probe(arguments.name, settings, arguments.wait_s)
-    if found and _shows_cards(settings):
-        settings = settings.model_copy(update={"cards": Cards(**found.cards)})
+    chosen = {name: value for name, value in fields.items() if value not in (None, [], {})}
+    settings = new_target(home(), arguments.name, chosen)
+    result = None if arguments.unproved else probe(arguments.name, settings, arguments.wait_s)
+    if result and _shows_cards(settings):
+        settings = settings.model_copy(update={"cards": Cards(**result.cards)})
     write_target(home(), arguments.name, settings)
-    body = {"target": arguments.name, "file": str(home() / FILE), **_probed(found)}
+    body = {"target": arguments.name, "file": str(home() / FILE), **_probed(result)}
     answer(arguments, body, "\n".join(render(body)))
 
 
 def check(arguments: argparse.Namespace) -> None:
     """Prove a target with a job of a second, as `target add` does."""
     settings = find_target(home(), arguments.name)
-    found = probe(arguments.name, settings, arguments.wait_s)
+    result = probe(arguments.name, settings, arguments.wait_s)
     if _shows_cards(settings):
-        note_cards(home(), arguments.name, Cards(**found.cards))
-    body = {"target": arguments.name, **_probed(found)}
+        note_cards(home(), arguments.name, Cards(**result.cards))
+    body = {"target": arguments.name, **_probed(result)}
     answer(arguments, body, "\n".join(render(body)))
 
 
@@ -77,10 +77,12 @@ def _shows_cards(settings: TargetSettings) -> bool:
 
 def show(arguments: argparse.Namespace) -> None:
     """List the targets."""
-    found = {name: each.model_dump(exclude_defaults=True) for name, each in targets(home()).items()}
-    lines = [f"{name}  {each['engine']}  {each['storage']}" for name, each in found.items()]
+    results = {
+        name: item.model_dump(exclude_defaults=True) for name, item in targets(home()).items()
+    }
+    lines = [f"{name}  {item['engine']}  {item['storage']}" for name, item in results.items()]
     nothing = "no targets: `flash-mcp target add` makes one; runs train on this machine"
-    answer(arguments, found, "\n".join(lines) or nothing)
+    answer(arguments, results, "\n".join(lines) or nothing)
 
 
 def remove(arguments: argparse.Namespace) -> None:
@@ -105,5 +107,5 @@ def _value(text: str) -> Any:
         return text
 
 
-def _probed(found: Probed | None) -> dict[str, Any]:
-    return {} if found is None else vars(found)
+def _probed(probed: Probed | None) -> dict[str, Any]:
+    return {} if probed is None else vars(probed)

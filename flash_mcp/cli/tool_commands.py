@@ -64,9 +64,9 @@ def add_tool(commands: Any, tool: Tool) -> None:
     )
     _add_extras(parser, tool.name)
     parser.set_defaults(
-        options=[_flag(each.name) for each in parameters],
+        options=[_flag(item.name) for item in parameters],
         words=words,
-        named=[each.replace("_", "-") for each in required if each not in words],
+        named=[item.replace("_", "-") for item in required if item not in words],
     )
 
 
@@ -212,12 +212,12 @@ def _given(tool: Tool, arguments: argparse.Namespace) -> dict[str, Any]:
     """The tool's arguments, from its own options and those of the command."""
     values = vars(arguments)
     names = tool.signature.parameters
-    given = {name: values[name] for name in names if values.get(name) is not None}
-    given |= _assignments(values.get("assignments") or [])
+    chosen = {name: values[name] for name in names if values.get(name) is not None}
+    chosen |= _assignments(values.get("assignments") or [])
     for which in ("worst", "best"):
         if values.get(which) is not None:
-            given |= {"which": which, "limit": values[which]}
-    return given
+            chosen |= {"which": which, "limit": values[which]}
+    return chosen
 
 
 def stay(run_id: str, as_json: bool, **options: Any) -> int:
@@ -228,7 +228,7 @@ def stay(run_id: str, as_json: bool, **options: Any) -> int:
     return code
 
 
-def call(tool: Tool, given: dict[str, Any]) -> BaseModel:
+def call(tool: Tool, arguments: dict[str, Any]) -> BaseModel:
     """Check the arguments and run the tool, as the server does. FlashError for every foreseen
     failure.
     """
@@ -237,13 +237,13 @@ def call(tool: Tool, given: dict[str, Any]) -> BaseModel:
     from flash_mcp.protocol.spec import explain  # noqa: PLC0415
     from flash_mcp.tools.shared.tool_base import check_arguments, listen  # noqa: PLC0415
 
-    check_arguments(tool, given)
+    check_arguments(tool, arguments)
     try:
-        checked = tool.arguments(**given)
+        checked = tool.arguments(**arguments)
     except ValidationError as error:
         fix = f"see flash-mcp {tool.name} --help"
         raise FlashError("invalid_argument", explain(error), fix=fix) from error
-    values = {name: getattr(checked, name) for name in given}
+    values = {name: getattr(checked, name) for name in arguments}
     if not inspect.iscoroutinefunction(tool.function):
         return cast("BaseModel", tool.function(**values))
 
@@ -267,7 +267,7 @@ def _assignments(texts: Sequence[str]) -> dict[str, Any]:
     """`a.b=3` as {"b": 3}: tables only group fields, as in the TOML file. A value that is not TOML
     is text.
     """
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
@@ -275,10 +275,10 @@ def _assignments(texts: Sequence[str]) -> dict[str, Any]:
             raise FlashError("invalid_argument", what, fix="write --set steps=300")
         field = name.strip().rpartition(".")[2]
         try:
-            found[field] = tomllib.loads(f"value = {value}")["value"]
+            results[field] = tomllib.loads(f"value = {value}")["value"]
         except tomllib.TOMLDecodeError:
-            found[field] = value
-    return found
+            results[field] = value
+    return results
 
 
 def _run_of(result: BaseModel) -> str | None:

@@ -22,17 +22,17 @@ def by_task(attempts: Sequence[Try]) -> dict[str, list[Try]]:
     """{task id: its attempts that the environment did not fail}, in order; tasks without any are
     left out.
     """
-    found: dict[str, list[Try]] = {}
+    results: dict[str, list[Try]] = {}
     for attempt in attempts:
         if attempt.error is None:
-            found.setdefault(attempt.task_id, []).append(attempt)
-    return found
+            results.setdefault(attempt.task_id, []).append(attempt)
+    return results
 
 
 def means(tasks: Tasks, metric: Metric) -> dict[str, float]:
     """{task id: mean of success (as 0 and 1) or reward over its attempts}"""
     return {
-        task: fmean(float(getattr(each, metric)) for each in attempts)
+        task: fmean(float(getattr(attempt, metric)) for attempt in attempts)
         for task, attempts in tasks.items()
     }
 
@@ -42,21 +42,21 @@ def pass_at(tasks: Tasks) -> dict[str, float]:
     attempts.
     """
     counts = [
-        (len(attempts), sum(each.success for each in attempts)) for attempts in tasks.values()
+        (len(attempts), sum(attempt.success for attempt in attempts)) for attempts in tasks.values()
     ]
-    most = max((made for made, _ in counts), default=0)
+    most = max((count for count, _ in counts), default=0)
     if most < 2:
         return {}
     powers = [2**power for power in range(most.bit_length())]
     return {
-        str(k): fmean(statistics.pass_at_k(made, won, k) for made, won in counts if made >= k)
+        str(k): fmean(statistics.pass_at_k(count, won, k) for count, won in counts if count >= k)
         for k in sorted({*powers, most})
     }
 
 
 def distinct(tasks: Tasks, metric: Metric) -> list[set[float]]:
     """The different values of `metric` among the attempts at each task."""
-    return [{getattr(each, metric) for each in attempts} for attempts in tasks.values()]
+    return [{getattr(attempt, metric) for attempt in attempts} for attempts in tasks.values()]
 
 
 def uniform_share(tasks: Tasks) -> float | None:
@@ -72,12 +72,12 @@ def evaluation_at(run: Run, evaluations: Sequence[Evaluation], step: int | None)
     """The run's evaluation at `step`, or its newest. FlashError if it has none (yet) that can be
     judged.
     """
-    found = [row for row in evaluations if step is None or row.step == step]
-    if found and found[-1].summary["n"]:
-        return found[-1]
+    results = [row for row in evaluations if step is None or row.step == step]
+    if results and results[-1].summary["n"]:
+        return results[-1]
     run_id = run.id
-    if found:
-        shown = f"rollouts(run_id={run_id!r}, split='eval', step={found[-1].step})"
+    if results:
+        shown = f"rollouts(run_id={run_id!r}, split='eval', step={results[-1].step})"
         what = f"every attempt of {run_id} failed in environment code"
         raise FlashError("environment_error", what, fix=f"{shown} shows why; fix the environment")
     if run.ended is None:
@@ -89,10 +89,10 @@ def evaluation_at(run: Run, evaluations: Sequence[Evaluation], step: int | None)
         fix = f"status(run_id={run_id!r}) says why; call evaluate again"
         raise FlashError("not_ready", what, fix=fix)
     steps = ", ".join(str(row.step) for row in evaluations)
-    made = f"it has those of the steps {steps}; " if steps else ""
+    count = f"it has those of the steps {steps}; " if steps else ""
     model = run_id if step is None else f"{run_id}@{step}"
     what = f"{run_id} has no such evaluation"
-    fix = f"{made}evaluate(model='{model}') makes one"
+    fix = f"{count}evaluate(model='{model}') makes one"
     raise FlashError("invalid_argument", what, run_id=run_id, step=step, fix=fix)
 
 

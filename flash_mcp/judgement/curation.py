@@ -173,7 +173,7 @@ def curate(attempts: Iterable[Attempt], plan: Plan, held_out: HeldOut) -> Curate
     learnable: dict[Task, list[Attempt]] = {}
     for task in sorted(tasks):
         if _passes(tasks[task], plan, counts):
-            learnable[task] = [each for each in tasks[task] if each.is_learnable]
+            learnable[task] = [item for item in tasks[task] if item.is_learnable]
             counts.truncated += len(tasks[task]) - len(learnable[task])
     if plan.deduplicate:
         before = sum(map(len, learnable.values()))
@@ -215,15 +215,15 @@ def _by_task(
     attempts: Iterable[Attempt], plan: Plan, held_out: HeldOut, counts: Counts
 ) -> dict[Task, list[Attempt]]:
     """The attempts that count, each once, by task and in an order that depends on them alone."""
-    found: dict[Key, Attempt] = {}
+    results: dict[Key, Attempt] = {}
     for attempt in attempts:
         counts.attempts += 1
-        found.setdefault(attempt.key, attempt)
-    counts.repeated = counts.attempts - len(found)
+        results.setdefault(attempt.key, attempt)
+    counts.repeated = counts.attempts - len(results)
     tasks: dict[Task, list[Attempt]] = {}
     eval_tasks: set[Task] = set()
-    for key in sorted(found):
-        attempt = found[key]
+    for key in sorted(results):
+        attempt = results[key]
         is_held_out = held_out.holds(attempt)
         if is_held_out:
             counts.eval_attempts += 1

@@ -117,12 +117,12 @@ def sample_flags(tries: Sequence[Try], summary: Mapping[str, float] = EMPTY) -> 
         metrics["rollouts/error_share"] = 1 - len(valid) / len(tries)
     if valid:
         metrics |= {
-            "rollouts/truncated_share": fmean(each.truncated for each in valid),
+            "rollouts/truncated_share": fmean(item.truncated for item in valid),
             "groups/uniform_share": attempts.uniform_share(groups),
             "groups/solved_share": attempts.distinct(groups, "success").count({True}) / len(groups),
             "groups/zero_share": attempts.distinct(groups, "reward").count({0.0}) / len(groups),
-            "reward/mean": fmean(each.reward for each in valid),
-            "success/rate": fmean(each.success for each in valid),
+            "reward/mean": fmean(item.reward for item in valid),
+            "success/rate": fmean(item.success for item in valid),
         }
     return _found(Steps([metrics], is_sample=True))
 
@@ -452,10 +452,10 @@ def _length_collapse(steps: Steps, recent: Steps) -> Sign | None:
     is_held = (
         success is not None and 0.3 < success.last < 0.999 and success.last >= success.first - 0.05
     )
-    told = f", success from {success.first:.0%} to {success.last:.0%}" if success else ""
+    change = f", success from {success.first:.0%} to {success.last:.0%}" if success else ""
     return Sign(
         f"answers shrank from {lengths.first:.0f} to {lengths.last:.0f} tokens over {steps} while "
-        f"the reward rose from {rewards.first:.3f} to {rewards.last:.3f}{told}",
+        f"the reward rose from {rewards.first:.3f} to {rewards.last:.3f}{change}",
         "read rollouts (which=best): where they exploit the scorer, change the scorer and "
         "env_push; short answers may also be right",
         is_problem=not is_earned and not is_held,
@@ -463,13 +463,13 @@ def _length_collapse(steps: Steps, recent: Steps) -> Sign | None:
 
 
 def _reward_follows_length(steps: Steps, recent: Steps) -> Sign | None:
-    found = recent.column("tokens/reward_correlation")
-    if len(found) < 5 or abs(fmean(found)) < 0.7:
+    result = recent.column("tokens/reward_correlation")
+    if len(result) < 5 or abs(fmean(result)) < 0.7:
         return None
-    which = "longer" if fmean(found) > 0 else "shorter"
+    which = "longer" if fmean(result) > 0 else "shorter"
     return Sign(
         f"among rollouts of one prompt with the same success, {which} ones are paid more: "
-        f"correlation {fmean(found):+.2f} in {len(found)} of {recent}",
+        f"correlation {fmean(result):+.2f} in {len(result)} of {recent}",
         "read rollouts (which=best) and look at what the scorer counts; take length out of it, "
         "unless it is the goal",
     )

@@ -135,19 +135,21 @@ def _words(text: str) -> list[str]:
     place = 0
     while rest := text[place:].lstrip():
         place = len(text) - len(rest)
-        found = _WORD.match(rest)
-        if found is None:
+        match = _WORD.match(rest)
+        if match is None:
             sign = _SIGN.match(rest)
-            given = sign[0] if sign else rest[0]
-            what = f"{given!r} at character {place + 1} is not part of the language"
-            raise _refusal(text, what, f"write {_MEANT[given]}" if given in _MEANT else FORM)
-        word = found[0]
+            comparison = sign[0] if sign else rest[0]
+            what = f"{comparison!r} at character {place + 1} is not part of the language"
+            raise _refusal(
+                text, what, f"write {_MEANT[comparison]}" if comparison in _MEANT else FORM
+            )
+        word = match[0]
         place += len(word)
-        if found.lastgroup == "at":
+        if match.lastgroup == "at":
             word = f"{_PASS}{_attempts_of(text, word)}"
-        elif found.lastgroup == "name":
+        elif match.lastgroup == "name":
             _check_name(text, word)
-        elif found.lastgroup == "number" and not math.isfinite(float(word)):
+        elif match.lastgroup == "number" and not math.isfinite(float(word)):
             raise _refusal(text, f"{word} is too large", "use a smaller number")
         words.append(word)
     return words
@@ -166,12 +168,12 @@ def _attempts_of(text: str, word: str) -> int:
 
 
 def _check_name(text: str, name: str) -> None:
-    known = (*NUMBERS, *TRUTHS, *JOINS)
-    if name in known:
+    words = (*NUMBERS, *TRUTHS, *JOINS)
+    if name in words:
         return
     if name == "pass":
         raise _refusal(text, "pass needs a number of attempts", "write pass@4")
-    near = nearest(name.lower(), known)
+    near = nearest(name.lower(), words)
     fix = f"the names are {', '.join(NUMBERS + TRUTHS)} and pass@k"
     if near:
         fix = f"write {near[0]!r}; {fix}"

@@ -43,7 +43,7 @@ class Series:
     @property
     def reach(self) -> list[float]:
         """Every value that the chart has to show, whisker ends included."""
-        ends = [end for each in self.intervals for end in (each.low, each.high)]
+        ends = [end for interval in self.intervals for end in (interval.low, interval.high)]
         return [value for _, value in self.points] + ends
 
 
@@ -97,25 +97,25 @@ def charts_of(store: Store, view: RunView) -> list[Chart]:
     held_out = view.held_out or []
     points = [(point.step, point.success) for point in held_out]
     intervals = [Interval(point.low, point.high) for point in held_out]
-    given: dict[str, list[Series]] = {}
+    evaluated: dict[str, list[Series]] = {}
     if view.algorithm == "grpo":
-        given["Reward and success"] = [
+        evaluated["Reward and success"] = [
             series("reward/mean", "reward, training"),
             series("success/rate", "success, training"),
             Series("success, held out (95 %)", points, intervals),
         ]
     for title, names in CHARTS.items():
-        given[title] = [series(name, label) for name, label in names.items()]
+        evaluated[title] = [series(name, label) for name, label in names.items()]
     if view.algorithm == "sft":
-        loss = given.pop("Loss")
+        loss = evaluated.pop("Loss")
         success = [Series("held out (95 %)", points, intervals)]
-        given = {"Loss": loss, "Success": success, **given}
+        evaluated = {"Loss": loss, "Success": success, **evaluated}
     others = [name for name in view.metrics or {} if name.startswith("reward/")]
     parts = [name for name in others if name not in ("reward/mean", "reward/std")]
-    given["Parts of the reward"] = [
+    evaluated["Parts of the reward"] = [
         series(name, name.removeprefix("reward/")) for name in parts[:PARTS]
     ]
-    charts = [chart(title, several) for title, several in given.items()]
+    charts = [chart(title, several) for title, several in evaluated.items()]
     return [chart for chart in charts if chart.lines]
 
 

@@ -57,14 +57,14 @@ def overview(store: Store, live: str, before: str | None = None) -> str:
         RunRow(run, report_on(store, run.id).view, adapter_name(run.init_adapter))
         for run in runs[:RUNS]
     ]
-    found = catalog()
+    result = catalog()
     return render(
         "overview.html.j2",
         live=live,
         rows=rows,
         counts=store.run_counts(),
         older=rows[-1].run.id if len(runs) > RUNS else None,
-        catalog=found,
+        catalog=result,
     )
 
 
@@ -78,7 +78,7 @@ def together(store: Store, live: str, run_ids: Sequence[str]) -> str:
     runs = [store.run(run_id) for run_id in run_ids]
     charts = [_together(store, title, name, runs) for title, name in LINES.items()]
     charts.append(_held_out(store, runs))
-    drawn = [each for each in charts if each.lines]
+    drawn = [item for item in charts if item.lines]
     return render("together.html.j2", live=live, runs=runs, charts=drawn)
 
 

@@ -45,11 +45,11 @@ class Artifacts:
     def put(self, folder: Path, run_id: str) -> str:
         """Store a folder for a run unless it is there; its digest."""
         fingerprint = _fingerprint(folder)
-        known = self._known.get(folder)
-        if known and known[0] == fingerprint:
-            self._name_user(known[1], run_id)
-            if self._fs.exists(self._path(known[1])):
-                return known[1]
+        existing = self._known.get(folder)
+        if existing and existing[0] == fingerprint:
+            self._name_user(existing[1], run_id)
+            if self._fs.exists(self._path(existing[1])):
+                return existing[1]
         with tempfile.TemporaryDirectory(prefix="flash-artifact-") as scratch:
             archive = Path(scratch, "archive.tar")
             pack(folder, archive)
@@ -237,8 +237,8 @@ def _files(folder: Path) -> Iterator[Path]:
 
 def _fingerprint(folder: Path) -> str:
     """Changes when a file of the folder does."""
-    found: list[Any] = []
+    results: list[Any] = []
     for path in sorted(_files(folder)):
         status = path.stat()
-        found.append((str(path), status.st_size, status.st_mtime_ns, status.st_ino))
-    return hashlib.sha256(repr(found).encode()).hexdigest()
+        results.append((str(path), status.st_size, status.st_mtime_ns, status.st_ino))
+    return hashlib.sha256(repr(results).encode()).hexdigest()

@@ -139,8 +139,8 @@ def find(name: str) -> ModelCard:
     if card and card.scheme == "hub":
         return replace(card, name=pinned(card.name, commit), commit=commit)
     if _HUB_ID.fullmatch(name):
-        known = [card for card in _CARDS if card.address == name]
-        return known[0] if known else ModelCard(name, f"hub:{name}")
+        matches = [card for card in _CARDS if card.address == name]
+        return matches[0] if matches else ModelCard(name, f"hub:{name}")
     guess = did_you_mean(name.lower(), MODELS, likeness=0.4)
     what = f"there is no model {name!r} in the catalog{guess}"
     hub = "a hub id (owner/name, or owner/name@COMMIT with all 40 digits)"
@@ -196,7 +196,7 @@ def chat_template_of(folder: Path) -> str:
     template: Any = _read_json(folder / "tokenizer_config.json").get("chat_template")
     if isinstance(template, list):  # several with names
         named = cast("list[dict[str, str]]", template)
-        template = {each["name"]: each["template"] for each in named}.get("default")
+        template = {item["name"]: item["template"] for item in named}.get("default")
     return template or ""
 
 

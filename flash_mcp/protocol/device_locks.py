@@ -37,9 +37,9 @@ def lock_folder() -> Path | None:
         return Path(named)
     for path in map(Path, SHARED_FOLDERS):
         with suppress(OSError):
-            found = path.stat()
-            is_shared = found.st_mode & stat.S_ISVTX and found.st_mode & stat.S_IWOTH
-            if found.st_uid == 0 and is_shared:
+            status = path.stat()
+            is_shared = status.st_mode & stat.S_ISVTX and status.st_mode & stat.S_IWOTH
+            if status.st_uid == 0 and is_shared:
                 return path
     return None
 
@@ -62,9 +62,9 @@ def take(device: str, home: Path) -> int | None:
 def users(device: str, home: Path) -> list[str]:
     """Other state directories that use the card, as far as this user may know."""
     folder = lock_folder()
-    found: list[str] = []
+    results: list[str] = []
     if folder is None:
-        return found
+        return results
     prefix = f"{PREFIX}{_safe(device)}."
     own = {_name(device, home), f"{prefix}{GUARD}"}
     for path in sorted(folder.glob(f"{prefix}*")):
@@ -72,8 +72,8 @@ def users(device: str, home: Path) -> list[str]:
             # Unreadable, removed meanwhile or no regular file: nobody can hold it as we do.
             with suppress(OSError), _opened(path) as descriptor:
                 if not try_lock(descriptor):
-                    found.append(_whose(descriptor))
-    return found
+                    results.append(_whose(descriptor))
+    return results
 
 
 def names_of(gpus: Sequence[str]) -> list[str]:

@@ -133,8 +133,8 @@ class FlashError(Exception):
 
     def to_dict(self) -> dict[str, Any]:
         """The error as JSON, for result.N.json and the store."""
-        found = {"code": self.code, "what": self.what, "fix": self.fix, "values": self.values}
-        return found | {"wrote": self.wrote} if self.wrote else found
+        body = {"code": self.code, "what": self.what, "fix": self.fix, "values": self.values}
+        return body | {"wrote": self.wrote} if self.wrote else body
 
     @property
     def account(self) -> str:
@@ -172,14 +172,16 @@ def _short(value: Any, limit: int = 120) -> str:
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
-def nearest(name: str, known: Iterable[str], *, count: int = 3, likeness: float = 0.5) -> list[str]:
+def nearest(
+    name: str, existing: Iterable[str], *, count: int = 3, likeness: float = 0.5
+) -> list[str]:
     """The known names most like `name`, best first; empty if none resembles it."""
-    return difflib.get_close_matches(name, list(known), n=count, cutoff=likeness)
+    return difflib.get_close_matches(name, list(existing), n=count, cutoff=likeness)
 
 
-def did_you_mean(wanted: str, known: Iterable[str], **options: Any) -> str:
+def did_you_mean(requested: str, existing: Iterable[str], **options: Any) -> str:
     """`; did you mean 'X' or 'Y'?`, or empty if no known name is `nearest` to `wanted`."""
-    near = nearest(wanted, known, **options)
+    near = nearest(requested, existing, **options)
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 

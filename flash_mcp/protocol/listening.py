@@ -30,19 +30,19 @@ class Listening:
         return {**asdict(self), "mac": self._code(key)}
 
     @classmethod
-    def checked(cls, told: Json, key: str) -> Listening:
+    def checked(cls, response: Json, key: str) -> Listening:
         """FlashError(deployment_failed) unless the holder of the key signed it."""
-        mac = str(told.get("mac"))
-        fields = {name: value for name, value in told.items() if name != "mac"}
+        mac = str(response.get("mac"))
+        fields = {name: value for name, value in response.items() if name != "mac"}
         try:
-            found = cls(**fields)
+            result = cls(**fields)
         except TypeError:
-            found = None
-        if found is None or not hmac.compare_digest(mac.encode(), found._code(key).encode()):
+            result = None
+        if result is None or not hmac.compare_digest(mac.encode(), result._code(key).encode()):
             what = "the node's address was not written by the node"
             fix = "find out who can write to the target's storage"
             raise FlashError("deployment_failed", what, fix=fix)
-        return found
+        return result
 
     def _code(self, key: str) -> str:
         body = json.dumps(asdict(self), sort_keys=True).encode()

@@ -140,8 +140,8 @@ def _install(folder: Path, extra: str, *, own_packages: bool) -> None:
         options += ["--constraints", str(pins)]
     if extra == "cpu" and "UV_FIND_LINKS" not in os.environ:
         os.environ.setdefault("UV_TORCH_BACKEND", "cpu")
-    wanted = f"flash-mcp[{extra},s3] @ {wheel.as_uri()}"
-    _uv("pip", "install", "--compile-bytecode", *python, *options, wanted)
+    requested = f"flash-mcp[{extra},s3] @ {wheel.as_uri()}"
+    _uv("pip", "install", "--compile-bytecode", *python, *options, requested)
 
 
 def _uv(*arguments: str) -> None:

@@ -139,11 +139,11 @@ def _size(part: Path) -> int:
 
 def _rollout(index: int, line: Json) -> Rollout:
     messages: list[Json] = [*line["messages"], line["answer"]]
-    asked = json.dumps([line["messages"], line["tools"]], sort_keys=True)
+    identity = json.dumps([line["messages"], line["tools"]], sort_keys=True)
     is_cut = line["finish"] == "length"
     return Rollout(
         index=index,
-        task_id=hashlib.sha256(asked.encode()).hexdigest()[:16],
+        task_id=hashlib.sha256(identity.encode()).hexdigest()[:16],
         messages=messages,
         tools=line["tools"],
         turns=1,

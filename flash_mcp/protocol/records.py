@@ -31,7 +31,7 @@ class Record:
     @classmethod
     def from_row(cls, fields: Mapping[str, Any]) -> Self:
         """The record with these fields; names that this version does not know are left out."""
-        names = (known.name for known in dataclasses.fields(cls))
+        names = (existing.name for existing in dataclasses.fields(cls))
         return cls(**{name: fields[name] for name in names if name in fields})
 
     def fields(self) -> Json:
@@ -212,8 +212,8 @@ class Rollout(Record):
     @property
     def _turns(self) -> list[Json]:
         """The model's messages."""
-        made = self.messages[self.prompt_messages :] if self.turns else []
-        return [message for message in made if message["role"] == "assistant"]
+        created = self.messages[self.prompt_messages :] if self.turns else []
+        return [message for message in created if message["role"] == "assistant"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -250,9 +250,9 @@ class RunFolder:
         result = self._object(Result, name) if name in self._names() else None
         return result if result and result["epoch"] == newest else None
 
-    def put_probe(self, found: Json) -> None:
+    def put_probe(self, result: Json) -> None:
         """Write what a node says of itself: `flash-mcp target check` waits for it."""
-        self._write("probe.json", _dump(found))
+        self._write("probe.json", _dump(result))
 
     def remove(self) -> None:
         """Delete the folder with all that it holds."""
@@ -268,8 +268,8 @@ class RunFolder:
 
     def drop_optimizers(self) -> int:
         """Delete the optimizer's state of every checkpoint; the bytes that it took."""
-        found = self._find("checkpoints")
-        states = {name: size for name, size in found.items() if name.endswith(f"/{OPTIMIZER}")}
+        result = self._find("checkpoints")
+        states = {name: size for name, size in result.items() if name.endswith(f"/{OPTIMIZER}")}
         self._remove_files(list(states))
         return sum(states.values())
 
@@ -425,7 +425,7 @@ class RunFolder:
         manifest = self._manifest(step)
         if not whole:
             files = manifest["files"].items()
-            adapter = {name: each for name, each in files if name.startswith(ADAPTER)}
+            adapter = {name: item for name, item in files if name.startswith(ADAPTER)}
             manifest = cast("Manifest", {**manifest, "files": adapter})
         target = into.with_name(f"{into.name}-{manifest['digest']}{'' if whole else '-adapter'}")
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -472,27 +472,27 @@ class RunFolder:
         self, shape: type[Shape], name: str, text: str, step: int | None = None
     ) -> Shape | None:
         try:
-            found = decoded(text, shape)
-            if step is not None and (told := cast(Json, found)["step"]) != step:
-                raise Damaged(f"it is of step {told}")
+            result = decoded(text, shape)
+            if step is not None and (stated := cast(Json, result)["step"]) != step:
+                raise Damaged(f"it is of step {stated}")
         except Damaged as error:
             self.damaged[name] = str(error)
             return None
-        return found
+        return result
 
     def _lines(self, shape: type[Shape], name: str) -> list[Shape]:
         """The JSON objects in the lines of a file; damaged lines are left out."""
         text = self._read(name, MAX_ROLLOUTS_BYTES) or ""
-        found: list[Shape] = []
+        shapes: list[Shape] = []
         # Not splitlines(): it also splits at U+2028, which JSON leaves unescaped within a string.
         for number, line in enumerate(text.split("\n"), start=1):
             if not line:
                 continue
             try:
-                found.append(decoded(line, shape))
+                shapes.append(decoded(line, shape))
             except Damaged as error:
                 self.damaged[name] = f"line {number}: {error}"
-        return found
+        return shapes
 
     # -- files -------------------------------------------------------------------------------------
 
@@ -577,9 +577,9 @@ class RunFolder:
         return {name: entry["size"] for name, entry in self._entries(*parts).items()}
 
     def _entries(self, *parts: str) -> dict[str, Json]:
-        found = cast("dict[str, Json]", self._fs.find(self.path(*parts), detail=True))
+        result = cast("dict[str, Json]", self._fs.find(self.path(*parts), detail=True))
         start = len(self.root.lstrip("/")) + 1
-        return {name.lstrip("/")[start:]: entry for name, entry in found.items()}
+        return {name.lstrip("/")[start:]: entry for name, entry in result.items()}
 
     def _remove_files(self, names: Sequence[str]) -> None:
         """Delete files, many with one request. One that is gone already is no error."""
@@ -789,10 +789,10 @@ def read_beats(folders: Sequence[RunFolder]) -> list[Beat | None]:
     if not folders:
         return []
     paths = [folder.path("beat.json") for folder in folders]
-    found = cast("dict[str, Any]", folders[0]._fs.cat(paths, on_error="return"))
+    result = cast("dict[str, Any]", folders[0]._fs.cat(paths, on_error="return"))
     beats: list[Beat | None] = []
     for folder, path in zip(folders, paths, strict=True):
-        body = found.get(path.lstrip("/"), found.get(path))
+        body = result.get(path.lstrip("/"), result.get(path))
         if isinstance(body, Exception) and _may_pass(body):
             raise _unreachable(path, body)
         beats.append(_beat_in(folder, body))
@@ -904,10 +904,10 @@ def sha256_of(path: Path) -> str:
 
 def _check_files(manifest: Manifest, digest_of: Callable[[str], str | None]) -> None:
     for name, digest in manifest["files"].items():
-        found = digest_of(name)
-        if found is None and name == OPTIMIZER:
+        result = digest_of(name)
+        if result is None and name == OPTIMIZER:
             continue
-        if found != digest:
+        if result != digest:
             what, fix = f"{name} does not match its checksum", "use an earlier checkpoint"
             raise FlashError("checkpoint_corrupt", what, step=manifest["step"], fix=fix)
 

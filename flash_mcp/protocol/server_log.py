@@ -19,7 +19,7 @@ def told_error(text: str) -> FlashError | None:
         return None
     for line in reversed(text.splitlines()[-5:]):
         with suppress(ValueError, KeyError, TypeError):
-            told = cast(Json, json.loads(line))
-            if told["code"] in CODES:
-                return FlashError.from_dict(told)
+            response = cast(Json, json.loads(line))
+            if response["code"] in CODES:
+                return FlashError.from_dict(response)
     return None

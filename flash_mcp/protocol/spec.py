@@ -337,8 +337,8 @@ def check_adapter(
     fix = f"use lora_rank={its_rank}, lora_alpha={its_alpha} and its base model"
     if extras:
         fix = "merge it into its base model and train that, or start from a plain LoRA adapter"
-    found = ", ".join([*wrong, *(f"{name}={config[name]}" for name in extras)])
-    raise FlashError("adapter_mismatch", f"the adapter has {found}", fix=fix)
+    result = ", ".join([*wrong, *(f"{name}={config[name]}" for name in extras)])
+    raise FlashError("adapter_mismatch", f"the adapter has {result}", fix=fix)
 
 
 SDK_NAMES = {"id": "environment", "params": "environment_args"}

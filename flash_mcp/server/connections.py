@@ -85,20 +85,22 @@ class LimitedProtocol(H11Protocol):
         """At a limit, end the oldest connection that has no request under way; without one, refuse
         this one.
         """
-        known = cast("set[LimitedProtocol]", self.connections)
-        others = [each for each in known if each is not self and not each.transport.is_closing()]
-        neighbours = [each for each in others if each.address == self.address]
+        protocols = cast("set[LimitedProtocol]", self.connections)
+        others = [
+            item for item in protocols if item is not self and not item.transport.is_closing()
+        ]
+        neighbours = [other for other in others if other.address == self.address]
         for crowd, most in (
             (neighbours, self.config.most_per_address),
             (others, self.config.most_connections),
         ):
             if len(crowd) < most:
                 continue
-            idle = [each for each in crowd if each.waits_for_headers()]
+            idle = [item for item in crowd if item.waits_for_headers()]
             if not idle:
                 self._end("503 Service Unavailable", "too many connections")
                 return
-            min(idle, key=lambda each: each.opened).transport.abort()
+            min(idle, key=lambda entry: entry.opened).transport.abort()
 
     # -- too slow ----------------------------------------------------------------------------------
 

@@ -201,8 +201,8 @@ def names_of(host: str) -> list[str]:
     names = {*LOOPBACK, socket.gethostname(), f"[{host}]" if ":" in host else host}
     if host in ("0.0.0.0", "::"):
         with contextlib.suppress(OSError):
-            found = {str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None)}
-            names |= {f"[{address}]" if ":" in address else address for address in found}
+            results = {str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None)}
+            names |= {f"[{address}]" if ":" in address else address for address in results}
     return sorted(names)
 
 

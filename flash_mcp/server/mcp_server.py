@@ -317,8 +317,8 @@ def run_rollouts(run_id: str, step: int) -> str:
 def run_evaluation(run_id: str, step: int) -> str:
     """Every whole transcript of the evaluation at one step, one per line."""
     run = open_store().run(run_id)
-    found = folder_of(run).evaluation(step)
-    return _lines(found["rollouts"] if found else [], run_id, step)
+    result = folder_of(run).evaluation(step)
+    return _lines(result["rollouts"] if result else [], run_id, step)
 
 
 def run_curve(run_id: str) -> bytes:
@@ -403,8 +403,8 @@ def add_completion(server: MCPServer) -> None:
         context: CompletionContext | None,
     ) -> Completion:
         run_id = ((context.arguments if context else None) or {}).get("run_id", "")
-        found = await run_sync(_values, argument.name, run_id)
-        matching = [value for value in found if value.startswith(argument.value)]
+        result = await run_sync(_values, argument.name, run_id)
+        matching = [value for value in result if value.startswith(argument.value)]
         return Completion(
             values=matching[:MOST_COMPLETIONS],
             total=len(matching),

@@ -115,10 +115,10 @@ class Tasks(Extension):
 
     async def get(self, ctx: ServerRequestContext[Any, Any], params: TaskParams) -> HandlerResult:
         _, job = await self._find(ctx, params.task_id)
-        found = _wire(params.task_id, job)
+        result = _wire(params.task_id, job)
         if job.result is not None:
-            found["result"] = job.result.model_dump(mode="json", by_alias=True, exclude_none=True)
-        return found
+            result["result"] = job.result.model_dump(mode="json", by_alias=True, exclude_none=True)
+        return result
 
     async def cancel(
         self, ctx: ServerRequestContext[Any, Any], params: TaskParams
@@ -199,9 +199,9 @@ async def _how_it_went(run: Run) -> Json:
 
 async def _what_was_found(run: Run) -> Json:
     store = open_store()
-    found = await run_sync(scores, store, run)
+    result = await run_sync(scores, store, run)
     near = await run_sync(store.near, run)
-    shown = {} if found is None else {"scores": found.model_dump(mode="json")}
+    shown = {} if result is None else {"scores": result.model_dump(mode="json")}
     return {"done": run.step, **shown, "next": next_of(RunContext(run=run, near=near))}
 
 
@@ -266,14 +266,14 @@ class Deployments:
         return result["deployment"] if result["state"] == "starting" else None
 
     async def look(self, task_id: str) -> Job:
-        row, found = await run_sync(self._read, task_id)
+        row, result = await run_sync(self._read, task_id)
         job = functools.partial(Job, created=row.created, updated=row.updated)
         match row.state:
             case "starting":
                 blocked = await run_sync(obstacle, open_store())
                 return job("working", message=str(blocked or f"starting {row.model}"))
             case "ready":
-                return job("completed", result=completed(found.model_dump(mode="json")))
+                return job("completed", result=completed(result.model_dump(mode="json")))
             case "failed":
                 return job("completed", result=failed(failure(row)))
             case _:

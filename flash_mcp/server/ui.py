@@ -45,9 +45,9 @@ def routes() -> list[Route]:
         "/runs/{run_id}/rollouts": _transcripts,
         "/runs/{run_id}/changes": _changes,
     }
-    found = [Route(f"{PATH}{path}", _served(page)) for path, page in pages.items()]
+    results = [Route(f"{PATH}{path}", _served(page)) for path, page in pages.items()]
     return [
-        *found,
+        *results,
         Route(EVENTS, events),
         Route(SIGN_IN, _signed_in),
         Route(f"{PATH}/chat/{{deployment}}", talk, methods=["GET", "POST"]),
@@ -66,9 +66,9 @@ def _served(page: Page) -> Callable[[Request], Any]:
 
 
 def _refusal(request: Request, error: Exception) -> Response:
-    known = as_flash_error(request.url.path, error)
-    status = 404 if known.code.startswith("unknown_") else STATUS.get(known.code, 400)
-    return HTMLResponse(live.problem(known), status, headers=HEADERS)
+    problem = as_flash_error(request.url.path, error)
+    status = 404 if problem.code.startswith("unknown_") else STATUS.get(problem.code, 400)
+    return HTMLResponse(live.problem(problem), status, headers=HEADERS)
 
 
 def _events_of(run_id: str | None = None) -> str:
@@ -89,16 +89,16 @@ def _run(request: Request) -> str:
 
 
 def _transcripts(request: Request) -> str:
-    asked = request.query_params
-    order = asked.get("order", "worst")
+    query = request.query_params
+    order = query.get("order", "worst")
     if order not in ("worst", "best", "random", "index"):
         raise FlashError("invalid_argument", "there is no such order", order=order, fix="use worst")
     choice = live.Choice(
-        split="eval" if asked.get("split") == "eval" else "train",
-        step=_number(asked.get("step", "")),
+        split="eval" if query.get("split") == "eval" else "train",
+        step=_number(query.get("step", "")),
         order=order,
-        contains=asked.get("contains", "")[:200],
-        page=_number(asked.get("page", "")) or 0,
+        contains=query.get("contains", "")[:200],
+        page=_number(query.get("page", "")) or 0,
     )
     return live.transcripts(open_store(), request.path_params["run_id"], choice)
 

@@ -118,8 +118,8 @@ def restore(base: Path, file: Path) -> Summary:
             store.check()
             store.close()
             left = [name for name in SETTINGS if (base / name).exists()]
-            here = [name for name in SETTINGS if name not in left]
-            for name in (*here, *FOLDERS, "flash.db"):  # with the database the state is whole
+            present = [name for name in SETTINGS if name not in left]
+            for name in (*present, *FOLDERS, "flash.db"):  # with the database the state is whole
                 if (staged / name).exists():
                     (staged / name).rename(base / name)
     except OSError as error:
@@ -194,12 +194,12 @@ def _summary(base: Path, file: Path, saved: float, damaged: list[str]) -> Summar
 
 
 def _damaged(base: Path) -> list[str]:
-    found: list[str] = []
+    results: list[str] = []
     for path in sorted((base / "runs").glob("*")):
         folder = RunFolder(path)
         for step in folder.checkpoint_steps():
             try:
                 folder.verify_checkpoint(step)
             except FlashError:
-                found.append(f"{path.name}/{step}")
-    return found
+                results.append(f"{path.name}/{step}")
+    return results

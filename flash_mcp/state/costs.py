@@ -24,10 +24,10 @@ def price_of_hour(home: Path, target: str = LOCAL_TARGET) -> CostSettings:
     which doctor and `flash-mcp target list` report.
     """
     try:
-        here = load_settings(home).cost
+        settings = load_settings(home).cost
         if target == LOCAL_TARGET:
-            return here
-        return replace(here, price_per_hour=find_target(home, target).price_per_hour or 0.0)
+            return settings
+        return replace(settings, price_per_hour=find_target(home, target).price_per_hour or 0.0)
     except (ValueError, FlashError):
         return CostSettings()
 
@@ -67,11 +67,11 @@ def served_s(row: Deployment) -> float:
 
 def served_by_target(row: Deployment) -> dict[str, float]:
     """`served_s` on each target, also of earlier times that the same was asked for."""
-    found = dict(row.data.get("served_before", {}))
+    result = dict(row.data.get("served_before", {}))
     if seconds := served_s(row):
         target = row.data["target"]
-        found[target] = found.get(target, 0.0) + seconds
-    return found
+        result[target] = result.get(target, 0.0) + seconds
+    return result
 
 
 def over_limit(store: Store) -> set[str]:

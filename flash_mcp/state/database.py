@@ -169,8 +169,8 @@ class Connection:
     def query(self, sql: str, values: Sequence[Any] = ()) -> list[dict[str, Any]]:
         """Rows as dicts: JSON columns decoded, paths absolute."""
         with _named_errors(self.path):
-            found = cast("Iterable[Json]", self._db.query(sql, tuple(values)))  # pyright: ignore[reportUnknownMemberType]
-            rows = list(found)
+            result = cast("Iterable[Json]", self._db.query(sql, tuple(values)))  # pyright: ignore[reportUnknownMemberType]
+            rows = list(result)
         encoded = [name for name in rows[0] if name in ENCODED] if rows else []
         for row in rows:
             for name in encoded:
@@ -242,9 +242,9 @@ def _busy(path: Path) -> FlashError:
 
 
 def _check(connection: Any) -> None:
-    (found,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
-    if found != "ok":
-        raise sqlite3.DatabaseError(f"malformed: {found}")
+    (result,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
+    if result != "ok":
+        raise sqlite3.DatabaseError(f"malformed: {result}")
 
 
 @contextmanager

@@ -101,22 +101,22 @@ def find(reference: str, base: Path | None = None) -> Dataset:
 def locate(reference: str, base: Path | None = None) -> Path:
     """Where the dataset is that `find` returns, whether its files are as they were made or not."""
     name, _, digest = reference.partition("@")
-    known = _known(base)
-    versions = known.get(name, [])
-    found = [
+    existing = _known(base)
+    versions = existing.get(name, [])
+    results = [
         path
         for path in versions
         if path.name.startswith(digest) and (not digest or len(digest) >= 6)
     ]
-    if len(found) != 1:
-        raise _unknown(reference, versions, sorted(known))
-    return found[0]
+    if len(results) != 1:
+        raise _unknown(reference, versions, sorted(existing))
+    return results[0]
 
 
 def newest_first(base: Path | None = None) -> list[Dataset]:
     """Every version of every dataset of the caller's."""
-    found = [_read(path) for versions in _known(base).values() for path in versions]
-    return sorted(found, key=lambda dataset: dataset.made, reverse=True)
+    results = [_read(path) for versions in _known(base).values() for path in versions]
+    return sorted(results, key=lambda dataset: dataset.made, reverse=True)
 
 
 def everyones(base: Path | None = None) -> list[tuple[str, Path]]:
@@ -138,10 +138,10 @@ def _read(path: Path) -> Dataset:
 
 
 def _known(base: Path | None) -> dict[str, list[Path]]:
-    known: dict[str, list[Path]] = {}
+    existing: dict[str, list[Path]] = {}
     for manifest in sorted(owner_dir(datasets_dir(base)).glob(f"[!.]*/*/{MANIFEST}")):
-        known.setdefault(manifest.parent.parent.name, []).append(manifest.parent)
-    return known
+        existing.setdefault(manifest.parent.parent.name, []).append(manifest.parent)
+    return existing
 
 
 def _unknown(reference: str, versions: list[Path], names: list[str]) -> FlashError:

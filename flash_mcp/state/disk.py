@@ -29,7 +29,7 @@ RESERVE_BYTES = 8 << 20
 def has_space(paths: Iterable[Path], size_bytes: int) -> bool:
     """Whether so much is free on the disk of each path, which need not exist."""
     for path in paths:
-        place = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+        place = next(item for item in (path.absolute(), *path.absolute().parents) if item.exists())
         if disk_usage(place).free < size_bytes:
             return False
     return True
@@ -96,7 +96,7 @@ def usage(base: Path) -> dict[str, int]:
         "scratch": [*base.glob("scratch*"), base / "removed", base / "adapters"],
     }
     taken = {name: sum(map(size_of, paths)) for name, paths in folders.items()}
-    return dict(sorted(taken.items(), key=lambda each: -each[1]))
+    return dict(sorted(taken.items(), key=lambda item: -item[1]))
 
 
 def in_words(size: float) -> str:
@@ -120,9 +120,9 @@ def check_quota(what: str, stored: int, more: int, limit: int, key: str) -> None
     """
     if caller().is_local or stored + more <= limit:
         return
-    told = f"your {what} take {stored:,} of {limit:,} bytes, and this one {more:,} more"
+    message = f"your {what} take {stored:,} of {limit:,} bytes, and this one {more:,} more"
     fix = (
         f"store fewer or smaller {what}; the server's operator can remove versions, or raise"
         f" {key} in [disk] of {FILE}"
     )
-    raise FlashError("quota_exceeded", told, stored=stored, limit=limit, fix=fix)
+    raise FlashError("quota_exceeded", message, stored=stored, limit=limit, fix=fix)

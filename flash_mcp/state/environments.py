@@ -96,9 +96,9 @@ class EnvironmentTable(Connection):
         ]
         if versions and not digest:
             return versions[0]
-        found = [row for row in versions if len(digest) >= 6 and row.digest.startswith(digest)]
-        if len({row.digest for row in found}) == 1:
-            return found[0]
+        results = [row for row in versions if len(digest) >= 6 and row.digest.startswith(digest)]
+        if len({row.digest for row in results}) == 1:
+            return results[0]
         if versions:
             what = f"{name!r} has no version {digest!r}"
             fix = f"use {name!r} or one of: {', '.join(row.digest for row in versions[:5])}"

@@ -196,9 +196,9 @@ class HistoryTables(RunTable):
     def checkpoint(self, run_id: str, step: int | None = None) -> Checkpoint:
         """The one at `step`, or the newest. FlashError(unknown_run | unknown_checkpoint)."""
         run, rows = self.run(run_id), self.checkpoints(run_id)
-        found = [row for row in rows if step is None or row.step == step]
-        if found:
-            return found[-1]
+        results = [row for row in rows if step is None or row.step == step]
+        if results:
+            return results[-1]
         wait = (
             "wait for the first one: status shows the run's progress"
             if run.state in ACTIVE
@@ -256,10 +256,10 @@ class HistoryTables(RunTable):
 
     def put_event(self, run_id: str, name: str, row: Mapping[str, Any]) -> None:
         """An event never changes: the first of its name stays."""
-        known = pick(row, "time", "epoch", "kind", "message")
-        data = {key: value for key, value in row.items() if key not in known}
+        fields = pick(row, "time", "epoch", "kind", "message")
+        data = {key: value for key, value in row.items() if key not in fields}
         self._put(
-            "events", {"run_id": run_id, "name": name, **known, "data": data}, "INSERT OR IGNORE"
+            "events", {"run_id": run_id, "name": name, **fields, "data": data}, "INSERT OR IGNORE"
         )
 
     def put_log(self, run_id: str, attempt: int, tail: str) -> None:
@@ -275,10 +275,10 @@ class HistoryTables(RunTable):
     def put_checkpoint(self, run_id: str, manifest: Mapping[str, Any], path: str) -> None:
         if self._is_stale("checkpoints", run_id, manifest):
             return
-        known = pick(manifest, "step", "epoch", "time", "digest", "size_bytes", "metrics")
+        fields = pick(manifest, "step", "epoch", "time", "digest", "size_bytes", "metrics")
         # Only the newest checkpoint keeps the optimizer's state.
-        known["size_bytes"] -= manifest["optimizer_bytes"]
-        self._put("checkpoints", {"run_id": run_id, **known, "path": path})
+        fields["size_bytes"] -= manifest["optimizer_bytes"]
+        self._put("checkpoints", {"run_id": run_id, **fields, "path": path})
 
     def change_mark(self, run_id: str | None = None) -> Json:
         """A value that differs once something about a run changed, or about any of the newest

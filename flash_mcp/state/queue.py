@@ -131,16 +131,16 @@ def _folder(store: Store, target: str, run_id: str) -> str:
 
 def label(store: Store, run: Run, words: Label) -> Run:
     """Give the run these words, without characters that a terminal obeys."""
-    given: Json = {}
+    changes: Json = {}
     if words.name is not None:
-        given["name"] = visible(" ".join(words.name.split())) or None
+        changes["name"] = visible(" ".join(words.name.split())) or None
     if words.note is not None:
-        given["note"] = visible(words.note.strip()) or None
-    if not given:
+        changes["note"] = visible(words.note.strip()) or None
+    if not changes:
         return run
     sql = """UPDATE main.runs SET lineage = json_patch(lineage, ?)
              WHERE id = (SELECT id FROM runs WHERE id = ?)"""
-    store.execute(sql, [json.dumps(given), run.id])
+    store.execute(sql, [json.dumps(changes), run.id])
     return store.run(run.id)
 
 
@@ -383,19 +383,19 @@ def request_cancel(store: Store, run_id: str, reason: str = "") -> Run:
                 run_id=run_id,
                 fix="nothing is left to cancel; its checkpoints and rollouts stay",
             )
-        wanted = (
+        sql = (
             "cancel_requested = coalesce(cancel_requested, ?), cancel_reason ="
             " coalesce(cancel_reason, ?)"
         )
         if not _update(
             store,
-            f"{wanted}, state = 'cancelled', error = NULL, ended = ?",
+            f"{sql}, state = 'cancelled', error = NULL, ended = ?",
             [now, reason, now],
             run_id,
             None,
             ("queued",),
         ):
-            _update(store, wanted, [now, reason], run_id, None, ("starting", "running"))
+            _update(store, sql, [now, reason], run_id, None, ("starting", "running"))
     # A folder elsewhere may not answer: there only the supervisor asks.
     if run.state != "cancelled" and run.attempt and run.target == LOCAL_TARGET:
         with suppress(OSError, FlashError):  # the supervisor asks as well, until it succeeds
@@ -520,9 +520,9 @@ def code_version() -> str:
         "--dirty=.dirty",
     ]
     try:
-        found = subprocess.run(
+        result = subprocess.run(
             command, capture_output=True, text=True, check=True, timeout=5
         ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return __version__
-    return f"{__version__}+g{found}"
+    return f"{__version__}+g{result}"

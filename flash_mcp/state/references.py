@@ -85,11 +85,11 @@ def environment(store: Store, reference: str) -> EnvironmentVersion:
     if files is None:
         return store.environment(reference)
     with staged(published_name(reference), files, base=store.base) as stage:
-        known = [
+        existing = [
             row for row in store.environments() if row.path == str(stage.parent / stage.digest)
         ]
-        if known:
-            return known[0]
+        if existing:
+            return existing[0]
         return store.publish(stage)[0]
 
 
@@ -164,18 +164,18 @@ def _checkpoint(store: Store, run_id: str, step: int | None) -> Subject:
     card = base_model(run.model)
     if step == 0:
         return Subject(card.name, card.context, 0, run, run.init_adapter)
-    found = store.checkpoint(run_id, step)
+    checkpoint = store.checkpoint(run_id, step)
     folder = folder_of(run)
     path = folder.fetch_checkpoint(
-        found.step, store.base / "adapters" / f"{run_id}-{found.step}", whole=False
+        checkpoint.step, store.base / "adapters" / f"{run_id}-{checkpoint.step}", whole=False
     )
     adapter = {
         "path": str(path),
         "run_id": run_id,
-        "step": found.step,
-        "digest": found.digest,
+        "step": checkpoint.step,
+        "digest": checkpoint.digest,
     }
-    return Subject(card.name, card.context, found.step, run, adapter)
+    return Subject(card.name, card.context, checkpoint.step, run, adapter)
 
 
 def split_size(store: Store, run: Run) -> int | None:

@@ -90,22 +90,24 @@ def remove(store: Store, reference: str, *, dry_run: bool = False) -> Removed:
     there. FlashError(in_use | unknown_run | unknown_environment | unknown_dataset | disk_full
     | store_unreachable)."""
     with store.transaction():
-        found = _find(store, reference)
-        stored = folder_of(found.on_target) if found.on_target else None
+        result = _find(store, reference)
+        stored = folder_of(result.on_target) if result.on_target else None
         if stored and not dry_run:
             stored.newest_epoch()  # a store that does not answer keeps the row
-        freed = sum(size_of(folder) for folder in found.folders)
+        freed = sum(size_of(folder) for folder in result.folders)
         if not dry_run:
-            for sql, values in found.deletions:
+            for sql, values in result.deletions:
                 store.execute(sql, values)
-            move_away(store, found.folders)
-            if found.on_target:
-                add_removed(store, found.on_target.folder, found.on_target.target)
+            move_away(store, result.folders)
+            if result.on_target:
+                add_removed(store, result.on_target.folder, result.on_target.target)
     if not dry_run:
         empty_away(store)
         if stored:
             delete_run(stored, REMOTE_PATIENCE_S)
-    return Removed(found.kind, found.reference, found.owner, freed, found.used_by, found.elsewhere)
+    return Removed(
+        result.kind, result.reference, result.owner, freed, result.used_by, result.elsewhere
+    )
 
 
 def ended_runs(
@@ -143,30 +145,30 @@ def _find(store: Store, reference: str) -> _Found:
         return _export(store, reference) or _run(store, reference)
     if not versions:
         store.environment(version)  # there is none: what it raises names the nearest
-    mine = [each for each in versions if each.owner == (owner or LOCAL_OWNER)]
-    found = [each for each in mine if len(digest) >= 6 and each.digest.startswith(digest)]
-    if len(found) != 1:
+    mine = [item for item in versions if item.owner == (owner or LOCAL_OWNER)]
+    results = [item for item in mine if len(digest) >= 6 and item.digest.startswith(digest)]
+    if len(results) != 1:
         code = f"unknown_{(mine or versions)[0].kind}"
-        known = ", ".join(each.reference for each in (mine or versions)[:5])
+        existing = ", ".join(item.reference for item in (mine or versions)[:5])
         raise FlashError(
-            code, f"{reference!r} is not one version", fix=f"name the version: {known}"
+            code, f"{reference!r} is not one version", fix=f"name the version: {existing}"
         )
     return (
-        _environment(store, found[0])
-        if found[0].kind == "environment"
-        else _dataset(store, found[0])
+        _environment(store, results[0])
+        if results[0].kind == "environment"
+        else _dataset(store, results[0])
     )
 
 
 def _versions(store: Store, name: str) -> list[_Version]:
     """Those of every owner, the local one's first."""
     rows = [row for row in store.environments() if row.name == name]
-    found = [_Version("environment", row.owner, name, row.digest, Path(row.path)) for row in rows]
+    results = [_Version("environment", row.owner, name, row.digest, Path(row.path)) for row in rows]
     kept = [
         (owner, path) for owner, path in datasets.everyones(store.base) if path.parent.name == name
     ]
-    found += [_Version("dataset", owner, name, path.name, path) for owner, path in kept]
-    return sorted(found, key=lambda version: version.owner != LOCAL_OWNER)
+    results += [_Version("dataset", owner, name, path.name, path) for owner, path in kept]
+    return sorted(results, key=lambda version: version.owner != LOCAL_OWNER)
 
 
 def _run(store: Store, run_id: str) -> _Found:
@@ -217,22 +219,22 @@ def _export(store: Store, name: str) -> _Found | None:
     return None
 
 
-def _environment(store: Store, found: _Version) -> _Found:
-    whole, path = found.reference, found.path
+def _environment(store: Store, result: _Version) -> _Found:
+    whole, path = result.reference, result.path
     stored = store.encode("path", path)
     _check_unused(whole, store.query("SELECT id FROM runs WHERE environment_path = ?", [stored]))
-    values = [found.owner, found.name, found.digest]
+    values = [result.owner, result.name, result.digest]
     sql = "DELETE FROM environments WHERE owner = ? AND name = ? AND digest = ?"
     folders, deletions = own(store, [path]), [(sql, values)]
     outside = elsewhere(store, path)
-    return _Found("environment", whole, found.owner, folders, deletions, elsewhere=outside)
+    return _Found("environment", whole, result.owner, folders, deletions, elsewhere=outside)
 
 
-def _dataset(store: Store, found: _Version) -> _Found:
-    whole, path = found.reference, found.path
+def _dataset(store: Store, result: _Version) -> _Found:
+    whole, path = result.reference, result.path
     sql = "SELECT id FROM runs WHERE json_extract(dataset, '$.path') = ?"
     _check_unused(whole, store.query(sql, [store.encode("path", path)]))
-    return _Found("dataset", whole, found.owner, [path], [])
+    return _Found("dataset", whole, result.owner, [path], [])
 
 
 def own(store: Store, folders: Iterable[Path]) -> list[Path]:

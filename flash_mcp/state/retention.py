@@ -133,9 +133,9 @@ def best_checkpoint(saved: Sequence[Checkpoint], evaluations: Sequence[Evaluatio
         return max(evaluated, key=lambda row: (success[row.step], row.step))
     for name, sign in (("eval_loss", -1), ("reward/mean", 1), ("loss", -1)):
         measured = [(row.metrics.get(name), row) for row in saved]
-        known = [(sign * value, row.step, row) for value, row in measured if value is not None]
-        if known:
-            return max(known, key=lambda each: each[:2])[2]
+        existing = [(sign * value, row.step, row) for value, row in measured if value is not None]
+        if existing:
+            return max(existing, key=lambda item: item[:2])[2]
     return saved[-1]
 
 
@@ -167,11 +167,11 @@ def referred(store: Store, states: Sequence[str] = LIVE_DEPLOYMENT) -> set[tuple
     """(run, step) of every checkpoint that a deployment of these states serves, or that another run
     or evaluation with its files started from.
     """
-    found = {(row.run_id, row.step) for row in store.deployments(states) if row.run_id}
+    results = {(row.run_id, row.step) for row in store.deployments(states) if row.run_id}
     sql = """SELECT json_extract(init_adapter, '$.run_id') AS run_id,
              json_extract(init_adapter, '$.step') AS step
              FROM runs WHERE run_id IS NOT NULL AND files_removed IS NULL"""
-    return found | {(row["run_id"], row["step"]) for row in store.query(sql)}
+    return results | {(row["run_id"], row["step"]) for row in store.query(sql)}
 
 
 def drop_files(store: Store, run_id: str, why: str) -> bool:
@@ -183,7 +183,7 @@ def drop_files(store: Store, run_id: str, why: str) -> bool:
     was done."""
     with store.transaction():
         run = store.run(run_id)
-        is_used = run_id in {each for each, _ in referred(store)}
+        is_used = run_id in {item for item, _ in referred(store)}
         is_kept = run.state in ACTIVE or is_used or _is_kept_by_others(store, run)
         if is_kept or run.files_removed is not None:
             return False

@@ -152,14 +152,14 @@ def _stays(row: Deployment, target: str | None) -> bool:
     return True
 
 
-def _changed(store: Store, row: Deployment, **wanted: Any) -> Deployment:
+def _changed(store: Store, row: Deployment, **requested: Any) -> Deployment:
     """The deployment with the values that are not None."""
-    given = {name: value for name, value in wanted.items() if value is not None}
-    if not given:
+    changes = {name: value for name, value in requested.items() if value is not None}
+    if not changes:
         return row
-    if "record" in given:
-        _record(store, row.id, is_on=given["record"])
-    store.update_deployment(row.id, expected_states=(row.state,), data={**row.data, **given})
+    if "record" in changes:
+        _record(store, row.id, is_on=changes["record"])
+    store.update_deployment(row.id, expected_states=(row.state,), data={**row.data, **changes})
     return store.deployment(row.id)
 
 
@@ -205,10 +205,10 @@ def find_deployment(store: Store, reference: str | None) -> Deployment:
             raise _nothing_deployed(store)
         fix = f"name one of: {', '.join(row.id for row in live)}"
         raise FlashError("unknown_deployment", f"{len(live)} deployments are there", fix=fix)
-    found = [row for row in store.deployments() if reference in (row.id, row.name)]
+    results = [row for row in store.deployments() if reference in (row.id, row.name)]
     return (
-        min(found, key=lambda row: _rank_of(row, reference))
-        if found
+        min(results, key=lambda row: _rank_of(row, reference))
+        if results
         else store.deployment(reference)
     )
 

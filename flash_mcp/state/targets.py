@@ -149,11 +149,11 @@ def targets(base: Path) -> dict[str, TargetSettings]:
 
 def find_target(base: Path, name: str) -> TargetSettings:
     """FlashError(unknown_target | targets_invalid)."""
-    known = targets(base)
-    if name in known:
-        return known[name]
-    what = f"there is no target {name!r}{did_you_mean(name, [*known, LOCAL_TARGET])}"
-    names = ", ".join([LOCAL_TARGET, *known])
+    existing = targets(base)
+    if name in existing:
+        return existing[name]
+    what = f"there is no target {name!r}{did_you_mean(name, [*existing, LOCAL_TARGET])}"
+    names = ", ".join([LOCAL_TARGET, *existing])
     fix = f"use one of: {names}; `flash-mcp target add` makes others"
     raise FlashError("unknown_target", what, target=name, fix=fix)
 
@@ -249,5 +249,5 @@ def _line(field: str, value: Any) -> str:
     if not isinstance(value, dict):
         return f"{field} = {json.dumps(value)}"
     table = cast("dict[str, str | float]", value)
-    pairs = ", ".join(f"{key} = {json.dumps(each)}" for key, each in table.items())
+    pairs = ", ".join(f"{key} = {json.dumps(item)}" for key, item in table.items())
     return f"{field} = {{ {pairs} }}"

@@ -92,20 +92,20 @@ def revoke(store: Store, reference: str) -> list[Token]:
     now = time.time()
     valid = "(id = ? OR owner = ?) AND revoked IS NULL AND (expires IS NULL OR expires > ?)"
     with store.transaction():
-        found = store.query(
+        rows = store.query(
             f"SELECT {_COLUMNS} FROM tokens WHERE {valid}", [reference, reference, now]
         )
         store.execute(
             f"UPDATE main.tokens SET revoked = ? WHERE {valid}", [now, reference, reference, now]
         )
-    if not found:
+    if not rows:
         fix = "flash-mcp token list shows ids and owners"
         raise FlashError(
             "invalid_argument",
             f"no valid token has the id or the owner {reference!r:.100}",
             fix=fix,
         )
-    return cast("list[Token]", found)
+    return cast("list[Token]", rows)
 
 
 def find(store: Store, text: str) -> Token | None:

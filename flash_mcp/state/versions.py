@@ -91,8 +91,8 @@ def folder_files(folder: Path) -> Files:
             "upload_invalid", f"there is no folder {str(folder)!r} on the server", fix=fix
         )
     # One more than may be: a push of the wrong folder ends before all of it was looked at.
-    found = itertools.islice(_walk(folder), MAX_FILES + 1)
-    files = {path.relative_to(folder).as_posix(): path for path in found}
+    result = itertools.islice(_walk(folder), MAX_FILES + 1)
+    files = {path.relative_to(folder).as_posix(): path for path in result}
     _check(files)
     return files
 

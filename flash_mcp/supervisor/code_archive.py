@@ -51,16 +51,16 @@ def _wheel() -> bytes:
     record = f"{info}/RECORD"
     lines = [_record_of(name, body) for name, body in files.items()]
     files[record] = "".join([*lines, f"{record},,\n"]).encode()
-    made = io.BytesIO()
-    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:
+    created = io.BytesIO()
+    with zipfile.ZipFile(created, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, body in files.items():
             archive.writestr(zipfile.ZipInfo(name, LONG_AGO), body, zipfile.ZIP_DEFLATED)
-    return made.getvalue()
+    return created.getvalue()
 
 
 def _sources() -> list[Path]:
-    found = (path for name in PACKAGES for path in (ROOT / name).rglob("*"))
-    return sorted(path for path in found if path.is_file() and "__pycache__" not in path.parts)
+    result = (path for name in PACKAGES for path in (ROOT / name).rglob("*"))
+    return sorted(path for path in result if path.is_file() and "__pycache__" not in path.parts)
 
 
 def _record_of(name: str, body: bytes) -> str:

@@ -259,24 +259,24 @@ class RunReconciler:
         return TimeBudget(math.inf if self.target.name == LOCAL_TARGET else READ_S)
 
     def _is_attached(self, run: Run) -> bool:
-        known = self._attempts.get(run.id)
-        return known is not None and known.number == run.attempt
+        existing = self._attempts.get(run.id)
+        return existing is not None and existing.number == run.attempt
 
     def _read_began(self, run: Run) -> float:
-        known = self._attempts.get(run.id)
-        return known.read_began if known else 0.0
+        existing = self._attempts.get(run.id)
+        return existing.read_began if existing else 0.0
 
     def _read_beats(self, taken: Sequence[Run]) -> None:
         """Ask a store for all heartbeats that are due, at once."""
         if self.target.name == LOCAL_TARGET:
             return
         now = time.monotonic()
-        known = [self._attempts[run.id] for run in taken if run.id in self._attempts]
-        due = [attempt for attempt in known if now >= attempt.beat_due_at]
+        existing = [self._attempts[run.id] for run in taken if run.id in self._attempts]
+        due = [attempt for attempt in existing if now >= attempt.beat_due_at]
         beats = read_beats([attempt.folder for attempt in due])
         for attempt, beat in zip(due, beats, strict=True):
             attempt.read_beat = beat
-            attempt.beat_due_at = now + len(known) / BEATS_PER_S
+            attempt.beat_due_at = now + len(existing) / BEATS_PER_S
 
     def _slots(self, run: Run) -> int:
         return self.launcher.slots_of(run.spec.gpus)
@@ -351,7 +351,7 @@ class RunReconciler:
 
     def _attach(self, run: Run) -> None:
         """Start the run's attempt, or find it where another supervisor had started it."""
-        known = self._attempts.get(run.id)
+        existing = self._attempts.get(run.id)
         folder = self._folder(run)
         # An engine forgets attempts that have ended: what it took is not submitted again.
         handle = Handle(f"{run.id}-{run.attempt}", run.handle or "")
@@ -360,7 +360,7 @@ class RunReconciler:
         may_start = not self.vault.lacking(run.id, run.spec.secrets) and not final_result(folder)
         if may_start and not run.handle:
             handle = self._submit(run, folder)
-        reader = known.reader if known else Reader(self.store, run.id, folder, self.alive)
+        reader = existing.reader if existing else Reader(self.store, run.id, folder, self.alive)
         self._attempts[run.id] = Attempt(run.id, run.attempt, folder, handle, reader)
 
     def _submit(self, run: Run, folder: RunFolder) -> Handle:
@@ -695,8 +695,8 @@ class Supervisor(RunReconciler):
     def tick(self) -> bool:
         """Whether there is anything to look after."""
         # First: a run has its row before its secrets are given.
-        if known := self.vault.run_ids():
-            for ended in known - {run.id for run in self.store.active_with_secrets()}:
+        if existing := self.vault.run_ids():
+            for ended in existing - {run.id for run in self.store.active_with_secrets()}:
                 self.vault.forget(ended)
         targets = self.store.active_targets()
         self.attend(self.store.taken_runs(LOCAL_TARGET))
@@ -727,11 +727,11 @@ class Supervisor(RunReconciler):
                 from flash_mcp.supervisor.model_servers import Deployments  # noqa: PLC0415
                 from flash_mcp.supervisor.remote_servers import RemoteServers  # noqa: PLC0415
 
-                here = Deployments(self.store, self.base)
-                self._serving = (here, RemoteServers(self.store, self.base))
-            for each in self._serving:
-                each.tick()
-            return live or any(each.busy() for each in self._serving)
+                deployments = Deployments(self.store, self.base)
+                self._serving = (deployments, RemoteServers(self.store, self.base))
+            for entry in self._serving:
+                entry.tick()
+            return live or any(item.busy() for item in self._serving)
         except Exception:
             log.exception("trouble with deployments")
             return live

@@ -121,9 +121,9 @@ class Server:
     @classmethod
     def read(cls, folder: Path) -> Server | None:
         try:
-            told: Json = json.loads((folder / "server.json").read_text())
-            told["folder"] = str(folder)  # the state directory may have moved
-            return cls(**told)
+            response: Json = json.loads((folder / "server.json").read_text())
+            response["folder"] = str(folder)  # the state directory may have moved
+            return cls(**response)
         except (FileNotFoundError, ValueError, TypeError):  # none, or what a power cut left of one
             return None
 
@@ -208,8 +208,8 @@ class Server:
         with suppress(psutil.Error):
             connections = psutil.Process(pid).net_connections("tcp")
             return any(
-                each.status == psutil.CONN_LISTEN and each.laddr[1] == self.port
-                for each in connections
+                connection.status == psutil.CONN_LISTEN and connection.laddr[1] == self.port
+                for connection in connections
             )
         return False
 
@@ -224,8 +224,8 @@ class Server:
         """Load the adapter and have it say something. FlashError(deployment_failed) where it does
         not.
         """
-        known = [entry["id"] for entry in self.call("/models").json()["data"]]
-        if deployment_id not in known:
+        failure = [entry["id"] for entry in self.call("/models").json()["data"]]
+        if deployment_id not in failure:
             body = {"lora_name": deployment_id, "lora_path": adapter}
             _expect_ok(
                 self.call(
@@ -334,8 +334,8 @@ class Deployments:
         return [row for row in rows if target_of(row) == LOCAL_TARGET]
 
     def _servers(self) -> list[Server]:
-        found = (Server.read(path.parent) for path in self.home.glob("servers/*/server.json"))
-        return [server for server in found if server and not server.certificate]
+        result = (Server.read(path.parent) for path in self.home.glob("servers/*/server.json"))
+        return [server for server in result if server and not server.certificate]
 
     def _served(self) -> set[str]:
         return {server.model for server in self._servers() if server.is_alive()}
@@ -346,52 +346,52 @@ class Deployments:
         except Exception as error:
             log.exception("trouble with the server of %s", model)
             if isinstance(error, OSError):  # of the disk, as a rule: nobody would be told otherwise
-                known = disk_error(error, self.home)
-                if not isinstance(known, FlashError):
+                failure = disk_error(error, self.home)
+                if not isinstance(failure, FlashError):
                     what = f"its server cannot be started: {error}"
                     fix = "correct that and call deploy again"
-                    known = FlashError("deployment_failed", what, fix=fix)
+                    failure = FlashError("deployment_failed", what, fix=fix)
                 rows = [row for row in self.store.deployments(("starting",)) if row.model == model]
-                self._fail([row for row in rows if row.pid is None], known)
+                self._fail([row for row in rows if row.pid is None], failure)
 
     def _look_after(self, model: str) -> None:
         rows = [row for row in self._live() if row.model == model]
-        wanted = [row for row in rows if row.state != "stopping"]
+        requested = [row for row in rows if row.state != "stopping"]
         server = Server.find(self.home, model)
         for row in rows:
             if row.state == "stopping":
-                if wanted and server and server.is_alive():
+                if requested and server and server.is_alive():
                     server.unload(row.id)
                 self._update(row, "stopping", state="stopped", pid=None)
-        if not wanted:
+        if not requested:
             if server:
                 self._stop(server)
             return
         if server is None or not server.is_alive():
-            self._replace(server, wanted)
-        elif any(row.data["rank"] > server.lora_rank for row in wanted):
+            self._replace(server, requested)
+        elif any(row.data["rank"] > server.lora_rank for row in requested):
             self._stop(server)
-            self._start(model, wanted)
+            self._start(model, requested)
         else:
-            self._advance(server, wanted)
+            self._advance(server, requested)
 
-    def _replace(self, dead: Server | None, wanted: list[Deployment]) -> None:
+    def _replace(self, dead: Server | None, deployments: list[Deployment]) -> None:
         """Fail the rows whose server died; start one for those that have had none."""
-        lost = [row for row in wanted if row.pid is not None]
+        lost = [row for row in deployments if row.pid is not None]
         if dead and lost:
             error = diagnose(dead)
             self._stop(dead)
             self._fail(lost, error)
         # One without a server.json was ended, and its successor not started: whoever was about to
         # do so died.
-        if fresh := [row for row in wanted if row.pid is None or dead is None]:
+        if fresh := [row for row in deployments if row.pid is None or dead is None]:
             self._start(fresh[0].model, fresh)
 
-    def _advance(self, server: Server, wanted: list[Deployment]) -> None:
+    def _advance(self, server: Server, deployments: list[Deployment]) -> None:
         """Bring starting rows nearer to being ready; check the server of those that are."""
-        starting = [row for row in wanted if row.state == "starting"]
-        ready = [row for row in wanted if row.state == "ready"]
-        if ready and self._has_ended(server, wanted, ready[0].id):
+        starting = [row for row in deployments if row.state == "starting"]
+        ready = [row for row in deployments if row.state == "ready"]
+        if ready and self._has_ended(server, deployments, ready[0].id):
             return
         if not starting:
             return
@@ -400,7 +400,7 @@ class Deployments:
             if time.monotonic() - since > START_TIMEOUT_S:
                 self._stop(server)
                 self._fail(
-                    wanted,
+                    deployments,
                     diagnose(server, f"the server did not answer within {START_TIMEOUT_S:.0f} s"),
                 )
             return
@@ -426,23 +426,25 @@ class Deployments:
                 )
                 log.info("%s answers on %s", row.id, server.url)
 
-    def _has_ended(self, server: Server, wanted: list[Deployment], ready_id: str) -> bool:
+    def _has_ended(self, server: Server, deployments: list[Deployment], ready_id: str) -> bool:
         """Whether the server hung and was replaced, or was ended because nobody used it."""
         health = self._health.setdefault(server.model, Health())
         health.look(server, ready_id, self._checks)
         if health.failures >= FAILURES:
-            self._replace_hung(server, wanted)
+            self._replace_hung(server, deployments)
             return True
-        is_wanted = any(row.state == "starting" for row in wanted)
-        if is_wanted or not self._unused(wanted, health.idle_s):
+        is_wanted = any(row.state == "starting" for row in deployments)
+        if is_wanted or not self._unused(deployments, health.idle_s):
             return False
         health.idle_s = 0.0
         try:
-            unused = self._unused(wanted, idle_seconds(server))  # a request may have come since
+            unused = self._unused(
+                deployments, idle_seconds(server)
+            )  # a request may have come since
         except (httpx.HTTPError, ValueError, KeyError):  # the next check tells
             return False
         self._end_idle(server, unused)
-        if len(unused) == len(wanted):
+        if len(unused) == len(deployments):
             self._stop(server)
         return bool(unused)
 
@@ -451,7 +453,7 @@ class Deployments:
         limits = [(row, idle_minutes(row, self.home)) for row in rows]
         return [row for row, minutes in limits if minutes and idle_s > 60 * minutes]
 
-    def _replace_hung(self, server: Server, wanted: list[Deployment]) -> None:
+    def _replace_hung(self, server: Server, deployments: list[Deployment]) -> None:
         what = "its server stopped answering"
         log.warning("%s: %s", server.model, what)
         last = self._restarted.get(server.model)
@@ -459,14 +461,14 @@ class Deployments:
             what = f"its server hung twice within {RESTART_EVERY_S / 60:.0f} minutes"
             fix = "read the log, mend the cause and call deploy again"
             self._stop(server)
-            self._fail(wanted, FlashError("unresponsive", what, fix=fix, log=server.log))
+            self._fail(deployments, FlashError("unresponsive", what, fix=fix, log=server.log))
             return
         self._restarted[server.model] = time.monotonic()
         error = FlashError("unresponsive", what, fix="call deploy to wait for it", log=server.log)
-        for row in wanted:
+        for row in deployments:
             self._update(row, row.state, state="starting", error=error.to_dict(), pid=None)
         self._stop(server)
-        rows = [self.store.deployment(row.id) for row in wanted]
+        rows = [self.store.deployment(row.id) for row in deployments]
         # Somebody may have asked for the end of one meanwhile.
         if still_wanted := [row for row in rows if row.state == "starting"]:
             self._start(server.model, still_wanted, like=server)
@@ -478,11 +480,13 @@ class Deployments:
             server.unload(row.id)
             log.info("%s: %s", row.id, error.what)
 
-    def _start(self, model: str, wanted: list[Deployment], *, like: Server | None = None) -> None:
+    def _start(
+        self, model: str, deployments: list[Deployment], *, like: Server | None = None
+    ) -> None:
         """`like` is a server whose port and key the new one takes over."""
         self._health.pop(model, None)
         self._starting.pop(model, None)
-        server = self._prepare(model, wanted, like)
+        server = self._prepare(model, deployments, like)
         command = [
             *self.command,
             "--model",
@@ -514,23 +518,23 @@ class Deployments:
         deadline = time.monotonic() + STOP_TIMEOUT_S
         while not identity.exists() and child.poll() is None and time.monotonic() < deadline:
             time.sleep(0.01)
-        for row in wanted:
+        for row in deployments:
             self._update(row, row.state, state="starting", pid=child.pid)
 
-    def _prepare(self, model: str, wanted: list[Deployment], like: Server | None) -> Server:
+    def _prepare(self, model: str, deployments: list[Deployment], like: Server | None) -> Server:
         """Write server.json for a new server."""
         folder, logs = _server_folder(self.home, model), self.home / "logs"
         for path in (folder, logs):
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        asked = [row.data["port"] for row in wanted if row.data["port"]]
+        ports = [row.data["port"] for row in deployments if row.data["port"]]
         if like:
-            asked = [like.port]
+            ports = [like.port]
         server = Server(
             folder=str(folder),
             model=model,
-            port=asked[0] if asked else free_port(),
+            port=ports[0] if ports else free_port(),
             lora_rank=max(
-                row.data["rank"] for row in wanted
+                row.data["rank"] for row in deployments
             ),  # no more: the CPU is slower for every rank
             log=str(logs / f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}.log"),
             api_key=like.api_key if like else secrets.token_urlsafe(24),
@@ -574,8 +578,8 @@ def server_of(base: Path, row: Deployment) -> Server | None:
 
 def idle_minutes(row: Deployment, home: Path) -> float:
     """Minutes without a request after which the deployment ends; 0: never."""
-    given = row.data.get("idle_minutes")
-    return _serving_settings(home).idle_minutes if given is None else float(given)
+    minutes = row.data.get("idle_minutes")
+    return _serving_settings(home).idle_minutes if minutes is None else float(minutes)
 
 
 def _serving_settings(home: Path) -> ServingSettings:
@@ -593,8 +597,8 @@ def diagnose(server: Server, what: str | None = None, wrote: str = "") -> FlashE
     """
     text = server.log_text()
     tail = text[-LOG_TAIL_CHARACTERS:]
-    if told := told_error(text):
-        return told
+    if response := told_error(text):
+        return response
     if (
         STARTED in text
     ):  # what ends a server that has answered stands at the end: before are requests, whoever's

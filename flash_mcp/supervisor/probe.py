@@ -78,8 +78,8 @@ def _answer(
     deadline = time.monotonic() + wait_s
     gone_at: float | None = None
     while True:
-        if found := folder.read_json("probe.json"):
-            return found
+        if result := folder.read_json("probe.json"):
+            return result
         hint = launcher.poll([handle])[handle.key]
         if hint.state == "gone" and gone_at is None:
             gone_at = time.monotonic()
@@ -98,8 +98,8 @@ def _answer(
         time.sleep(POLL_S)
 
 
-def _checked(name: str, found: Json) -> Probed:
-    probed = Probed(**{each.name: found[each.name] for each in fields(Probed)})
+def _checked(name: str, result: Json) -> Probed:
+    probed = Probed(**{field.name: result[field.name] for field in fields(Probed)})
     if probed.version != __version__:
         what = f"the nodes of {name} have flash-mcp {probed.version}; this is {__version__}"
         raise FlashError("target_refused", what, fix="install this version there")

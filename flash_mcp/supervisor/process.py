@@ -263,16 +263,16 @@ def replace_unfit(base: Path) -> bool:
     """End a supervisor that hangs or is of an older version; whether the lock is free now.
 
     A healthy one in a terminal is left alone."""
-    found = unfit(base)
-    if found is None or not found.may_be_killed:
+    result = unfit(base)
+    if result is None or not result.may_be_killed:
         return False
-    log.warning("%s: it is replaced", found.what)
-    if not found.hangs:
+    log.warning("%s: it is replaced", result.what)
+    if not result.hangs:
         with suppress(ProcessLookupError):
-            os.kill(found.holder.pid, signal.SIGTERM)
+            os.kill(result.holder.pid, signal.SIGTERM)
         if wait_for(lambda: not is_supervised(base), START_TIMEOUT_S):
             return True
-    found.holder.kill(base)
+    result.holder.kill(base)
     return bool(wait_for(lambda: not is_supervised(base), START_TIMEOUT_S))
 
 
@@ -301,6 +301,6 @@ def take_lock(base: Path) -> IO[str] | None:
 
 def wait_for(attempt: Callable[[], Found | None], timeout_s: float) -> Found | None:
     deadline = time.monotonic() + timeout_s
-    while not (found := attempt()) and time.monotonic() < deadline:
+    while not (result := attempt()) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return found or None
+    return result or None

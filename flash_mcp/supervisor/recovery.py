@@ -104,7 +104,7 @@ def _set_aside(base: Path) -> str | None:
 
 
 def _take_runs(store: Store) -> Recovered:
-    known = {row["id"] for row in store.query("SELECT id FROM main.runs")}
+    existing = {row["id"] for row in store.query("SELECT id FROM main.runs")}
     taken: list[str] = []
     problems: list[str] = []
     kept = 0
@@ -112,7 +112,7 @@ def _take_runs(store: Store) -> Recovered:
     for path in sorted(folders.iterdir()) if folders.is_dir() else ():
         if path.name.startswith(".") or not path.is_dir():
             continue
-        if path.name in known:
+        if path.name in existing:
             kept += 1
             continue
         try:
@@ -201,7 +201,7 @@ def _in_this_home(base: Path, job: Json) -> Json:
 
 def _take_environments(store: Store) -> Recovered:
     rows = store.query("SELECT owner, name, digest FROM main.environments")
-    known = {(row["owner"], row["name"], row["digest"]) for row in rows}
+    existing = {(row["owner"], row["name"], row["digest"]) for row in rows}
     taken: list[str] = []
     problems: list[str] = []
     kept = 0
@@ -210,7 +210,7 @@ def _take_environments(store: Store) -> Recovered:
         reference = f"{name}@{path.name}"
         if owner != LOCAL_OWNER:
             reference = f"{owner}/{reference}"
-        if (owner, name, path.name) in known:
+        if (owner, name, path.name) in existing:
             kept += 1
         elif digest_of(path) != path.name:
             problems.append(f"environment {reference}: its files were changed since it was pushed")

@@ -263,12 +263,12 @@ class RemoteServer:
             note(self.store, row, holds_since=time.time())
         if self._sealed != number and (offer := self.folder.offer(number)):
             self._seal(row, number, offer)
-        told = self.folder.listening(number)
-        if told and not self._listened:
+        response = self.folder.listening(number)
+        if response and not self._listened:
             self._listened, self._since = True, time.monotonic()
         waited_s = time.monotonic() - self._since
-        if told:
-            listening = Listening.checked(told, self._keys(row).admin_key)
+        if response:
+            listening = Listening.checked(response, self._keys(row).admin_key)
             if not self._connect(row, listening) and waited_s > REACH_S:
                 self._fail(row, self._unreachable(listening))
         elif waited_s > START_TIMEOUT_S:
@@ -305,12 +305,12 @@ class RemoteServer:
 
     def _by(self, row: Deployment, address: str, listening: Listening) -> Server | None:
         """The server by one of its addresses, if it answers there."""
-        known = self._keys(row)
+        existing = self._keys(row)
         host, port = address, listening.port
         if self.target.settings.ssh:
-            host, port = "127.0.0.1", known.port or free_port()
+            host, port = "127.0.0.1", existing.port or free_port()
             self._open_tunnel(port, f"{address}:{listening.port}")
-        server = replace(known, host=host, port=port, certificate=listening.certificate)
+        server = replace(existing, host=host, port=port, certificate=listening.certificate)
         with suppress(httpx.TransportError):
             if server.call("/models", timeout_s=PING_S).is_success:
                 return server
@@ -347,14 +347,14 @@ class RemoteServer:
         server = server_of(self.home, row)
         assert server
         if self.target.settings.ssh and (self._tunnel is None or self._tunnel.poll() is not None):
-            told = self.folder.listening(row.data["attempt"])
-            if told:
-                self._connect(row, Listening.checked(told, server.admin_key))
-        found = examine(server, row.id)
-        if found.answers:
+            response = self.folder.listening(row.data["attempt"])
+            if response:
+                self._connect(row, Listening.checked(response, server.admin_key))
+        outcome = examine(server, row.id)
+        if outcome.answers:
             self._since = time.monotonic()
             minutes = idle_minutes(row, self.home)
-            if minutes and found.idle_s > 60 * minutes:
+            if minutes and outcome.idle_s > 60 * minutes:
                 self.end(row)
                 error = idle_error(row, minutes)
                 self._update(row, state="stopped", error=error.to_dict())
@@ -379,7 +379,7 @@ class RemoteServer:
     def _lost(
         self,
         row: Deployment,
-        told: Mapping[str, Any] | None,
+        response: Mapping[str, Any] | None,
         detail: str = "",
         *,
         is_final: bool = False,
@@ -388,7 +388,7 @@ class RemoteServer:
         the last one, and not if the same would happen again.
         """
         what = f"its server on {self.target.name} has ended"
-        error = FlashError.from_dict(told) if told else self._diagnosed(row, what, detail)
+        error = FlashError.from_dict(response) if response else self._diagnosed(row, what, detail)
         last = self._replaced_at
         is_again = last is not None and time.monotonic() - last < RESTART_EVERY_S
         if is_final or is_again:
@@ -427,11 +427,11 @@ class RemoteServer:
         """End every job of it, and delete what it has in the storage and here."""
         self._close_tunnel()
         launcher = self.target.launcher
-        mine = [each for each in launcher.under_way() if each.key.startswith(f"{self.name}-")]
+        mine = [item for item in launcher.under_way() if item.key.startswith(f"{self.name}-")]
         if handle := row.data.get("handle"):
             mine.append(Handle(job_key(row), handle))
-        for each in {each.id: each for each in mine}.values():
-            launcher.cancel(each)
+        for entry in {item.id: item for item in mine}.values():
+            launcher.cancel(entry)
         deadline = time.monotonic() + LEAVE_S
         while any(hint.state != "gone" for hint in launcher.poll(mine).values()):
             if time.monotonic() > deadline:

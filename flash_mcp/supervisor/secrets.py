@@ -77,16 +77,16 @@ class Vault:
     def values(self, run_id: str, names: Sequence[str]) -> dict[str, str]:
         """What is known of these; what is not is left out."""
         with self._lock:
-            given = self._values.get(run_id, {})
+            values = self._values.get(run_id, {})
         return {
             name: value
             for name in names
-            if (value := given.get(name, os.environ.get(name))) is not None
+            if (value := values.get(name, os.environ.get(name))) is not None
         }
 
     def lacking(self, run_id: str, names: Sequence[str]) -> list[str]:
-        known = self.values(run_id, names)
-        return [name for name in names if name not in known]
+        values = self.values(run_id, names)
+        return [name for name in names if name not in values]
 
     def run_ids(self) -> set[str]:
         """The runs that values were given for."""
@@ -134,15 +134,15 @@ def give(base: Path, run_id: str, values: Mapping[str, str]) -> bool:
 def hand_over(base: Path, run_id: str, names: Sequence[str]) -> None:
     """Give what the supervisor lacks for the run and this process's environment has."""
     absent = lacking(base, run_id, names)
-    found = {name: os.environ[name] for name in absent if name in os.environ}
-    if found:
-        give(base, run_id, found)
+    values = {name: os.environ[name] for name in absent if name in os.environ}
+    if values:
+        give(base, run_id, values)
 
 
 def lacking(base: Path, run_id: str, names: Sequence[str]) -> list[str]:
     """Which of `names` the supervisor does not have for the run; all, where none answers."""
-    found = _ask(base, {"run_id": run_id, "names": list(names)}) if names else []
-    return list(names) if found is None else found
+    lacking = _ask(base, {"run_id": run_id, "names": list(names)}) if names else []
+    return list(names) if lacking is None else lacking
 
 
 def missing(run_id: str, names: Sequence[str]) -> FlashError:

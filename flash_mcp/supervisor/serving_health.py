@@ -66,11 +66,11 @@ class Health:
             if time.monotonic() >= self._due:
                 self._check = threads.submit(examine, server, deployment_id)
         elif self._check.done():
-            found = self._check.result()
+            result = self._check.result()
             self._check = None
-            self.idle_s = found.idle_s
-            self.failures = 0 if found.answers else self.failures + 1
-            self._due = time.monotonic() + (EVERY_S if found.answers else 0.0)
+            self.idle_s = result.idle_s
+            self.failures = 0 if result.answers else self.failures + 1
+            self._due = time.monotonic() + (EVERY_S if result.answers else 0.0)
 
 
 def examine(server: ModelServer, deployment_id: str) -> Finding:

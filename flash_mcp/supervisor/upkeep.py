@@ -91,7 +91,7 @@ class Upkeep:
                 if total <= limit:
                     break
                 exports = exports_of(self._store, run.id)
-                size = sum(self._size(each, over) for each in (Path(run.folder), *exports))
+                size = sum(self._size(item, over) for item in (Path(run.folder), *exports))
                 if self._drop(run, why):
                     dropped = True
                     total -= size
@@ -107,12 +107,12 @@ class Upkeep:
         return True
 
     def _size(self, folder: Path, over: Container[str]) -> int:
-        known = self._sizes.get(folder.name)
-        if known is None:
-            known = size_of(folder)
+        existing = self._sizes.get(folder.name)
+        if existing is None:
+            existing = size_of(folder)
             if folder.name in over:
-                self._sizes[folder.name] = known
-        return known
+                self._sizes[folder.name] = existing
+        return existing
 
 
 def _folders(base: Path) -> list[Path]:

@@ -174,14 +174,14 @@ def catalog(
         "targets": _targets,
         "deployments": _deployments,
     }
-    wanted = (contains or "").lower()
+    requested = (contains or "").lower()
     start = int(cursor) if kind and cursor and cursor.isdigit() else 0
     end = start + limit
     shown: dict[str, Any] = {}
     has_more = False
     for name, read in readers.items():
         if kind in (None, name):
-            entries = [entry for entry in read(store) if wanted in _name(entry)]
+            entries = [entry for entry in read(store) if requested in _name(entry)]
             has_more = has_more or len(entries) > end
             shown[name] = entries[start:end]
     return Catalog(
@@ -265,14 +265,14 @@ def _environments(store: Store) -> list[Environment]:
     versions: dict[tuple[str, str], list[EnvironmentVersion]] = {}
     for row in store.environments():
         versions.setdefault((row.owner, row.name), []).append(row)
-    found: list[Environment] = []
+    environments: list[Environment] = []
     for (owner, name), rows in versions.items():
         newest = rows[0]
         about: dict[str, Any] = {}
         for key, value in newest.data.items():
             if isinstance(value, (str, int, float, dict)):
                 about[key] = value
-        found.append(
+        environments.append(
             Environment(
                 name=name,
                 owner=_another(owner),
@@ -282,7 +282,7 @@ def _environments(store: Store) -> list[Environment]:
                 about=about or None,
             )
         )
-    return found
+    return environments
 
 
 def _datasets(store: Store) -> list[Dataset]:

@@ -162,15 +162,15 @@ async def _exported(exporter: Exporter) -> Export:
     """The export, once it is there or after EXPORT_WAIT_S. The error of one that failed."""
     if await run_sync(exporter.look) is None:
         await run_sync(exporter.start)
-    found = await wait_until(
+    result = await wait_until(
         exporter.look,
         lambda seen: seen is None or seen.state == "ready",
         deadline_after(EXPORT_WAIT_S),
         lambda _: (f"writing {exporter.folder.name}", None),
     )
-    if found is None:
+    if result is None:
         raise exporter.failure()
-    return found
+    return result
 
 
 def _listed(store: Store, run_id: str, limit: int, cursor: str | None) -> Checkpoints:
@@ -180,7 +180,7 @@ def _listed(store: Store, run_id: str, limit: int, cursor: str | None) -> Checkp
     if cursor is not None:
         rows = [row for row in rows if row.step < before]
     evaluated = {row.step: row.summary["success"] for row in store.evals(run_id)}
-    found = [
+    results = [
         Checkpoint(
             step=row.step,
             reward=rounded(row.metrics.get("reward/mean"), 4),
@@ -194,8 +194,8 @@ def _listed(store: Store, run_id: str, limit: int, cursor: str | None) -> Checkp
         )
         for row in rows[:limit]
     ]
-    if found:
-        step = found[0].step
+    if results:
+        step = results[0].step
         serve = f"deploy(run_id={run_id!r}, step={step}) serves the first"
         next_step = f"{serve}; {going_on(run, step)} starts another run from it"
     elif run.algorithm == "eval":
@@ -204,11 +204,11 @@ def _listed(store: Store, run_id: str, limit: int, cursor: str | None) -> Checkp
         every = f"save_every={run.training.save_every}"
         next_step = f"none yet: one is saved every {every} steps; status shows the progress"
     has_more = len(rows) > limit
-    more = str(found[-1].step) if has_more else None
+    more = str(results[-1].step) if has_more else None
     return Checkpoints(
         run_id=run_id,
         state=run.state,
-        checkpoints=found,
+        checkpoints=results,
         has_more=has_more,
         cursor=more,
         next=next_step,

@@ -156,7 +156,7 @@ def compare(
     if more and other is None:
         other, *more = more
     pair = _pair(store, base, other)
-    further = [_comparable(Pair(pair.base, _find(store, each)), base, each) for each in more or ()]
+    further = [_comparable(Pair(pair.base, _find(store, item)), base, item) for item in more or ()]
     memory = _memory(store, pair)
     changes = {name: pair.change(name, min_change) for name in ("success", "reward")}
     moved = pair.moved()
@@ -184,7 +184,7 @@ def compare(
     if further:
         result.table = [_line(pair.base), _line(pair.other, result.verdict, changes[metric])]
         result.table += _lines(store, further, metric, min_change)
-        sides = [pair.base, *(each.other for each in (pair, *further))]
+        sides = [pair.base, *(item.other for item in (pair, *further))]
         result.best = _best(sides, metric, min_change)
     return result
 
@@ -195,9 +195,9 @@ def _flips(store: Store, tasks: list[str], pair: Pair, room: int) -> list[Flip] 
 
 def _lines(store: Store, pairs: Sequence[Pair], metric: Metric, effect: float) -> list[Line]:
     lines: list[Line] = []
-    for each in pairs:
-        change = each.change(metric, effect)
-        lines.append(_line(each.other, _judged(each, change, _memory(store, each)), change))
+    for pair in pairs:
+        change = pair.change(metric, effect)
+        lines.append(_line(pair.other, _judged(pair, change, _memory(store, pair)), change))
     return lines
 
 
@@ -295,17 +295,17 @@ class Pair:
         if self.shared:
             before = [base[task] for task in self.shared]
             after = [other[task] for task in self.shared]
-            found = comparison.compare_paired(before, after, effect=effect)
+            result = comparison.compare_paired(before, after, effect=effect)
         else:
             before = [*base.values()]
             after = [*other.values()]
-            found = comparison.compare_unpaired(before, after, effect=effect)
+            result = comparison.compare_unpaired(before, after, effect=effect)
         if self.differing:
             names = ", ".join(self.differing)
-            found.explanation += f"; but the two differ in {names}: the change may come from that"
+            result.explanation += f"; but the two differ in {names}: the change may come from that"
             if self.is_confounded:
-                found.explanation += ", not from the model"
-        return found
+                result.explanation += ", not from the model"
+        return result
 
     def moved(self) -> dict[str, float]:
         """{paired task: change of its share of successes} if it changed, the largest first."""
@@ -345,18 +345,18 @@ def _before_and_after(store: Store, base: str) -> Pair:
     steps = [row.step for row in store.evals(run.id)]
     if step is None and len(steps) > 1:
         return Pair(_evaluated(store, run, steps[0]), _evaluated(store, run, None))
-    made = f"; it has evaluations of the steps {steps}" if steps else ""
+    hint = f"; it has evaluations of the steps {steps}" if steps else ""
     spec = run.spec
     later = isinstance(spec, RunSpec) and (spec.eval_after or spec.eval_every)
     if step is None and run.ended is None and later:
-        what = f"{base} is {run.state} and has no before and after yet{made}"
+        what = f"{base} is {run.state} and has no before and after yet{hint}"
         wait = f"status(run_id={base!r}, until='end') waits for it"
         fix = f"{wait}; compare again once it has ended"
         raise FlashError("not_ready", what, base=base, fix=fix)
     fix = "train with eval_before and eval_after"
     if steps:
         fix = "name the other evaluation; evaluate makes one"
-    what = f"{base} alone has no before and after{made}"
+    what = f"{base} alone has no before and after{hint}"
     raise FlashError("invalid_argument", what, base=base, fix=fix)
 
 
@@ -364,8 +364,8 @@ def _named(store: Store, text: str) -> tuple[Run, int | None]:
     named = references.RUN.fullmatch(text)
     if named is None:
         forms = "name a run as RUN or RUN@STEP"
-        made = "evaluate makes an evaluation of any model and returns its run_id"
-        raise FlashError("invalid_argument", f"{text!r} is no run", fix=f"{forms}; {made}")
+        hint = "evaluate makes an evaluation of any model and returns its run_id"
+        raise FlashError("invalid_argument", f"{text!r} is no run", fix=f"{forms}; {hint}")
     return store.run(named["run"]), int(named["step"]) if named["step"] else None
 
 
@@ -394,7 +394,7 @@ def _memory(store: Store, pair: Pair) -> Flag | None:
 def _side(side: Evaluated) -> Side:
     run = side.run
     success = fmean(side.means("success").values())
-    outcomes = [[each.success for each in tries] for tries in side.tasks.values()]
+    outcomes = [[item.success for item in tries] for tries in side.tasks.values()]
     interval = statistics.success_interval(outcomes)
     return Side(
         run_id=run.id,
@@ -407,7 +407,7 @@ def _side(side: Evaluated) -> Side:
         low=interval.low,
         high=interval.high,
         reward=fmean(side.means("reward").values()),
-        errors=sum(each.error is not None for each in side.tries) or None,
+        errors=sum(item.error is not None for item in side.tries) or None,
         constant=side.row.summary.get("constant_success"),
         constant_answer=shorten(side.row.constant, 100) if side.row.constant else None,
     )
@@ -453,7 +453,7 @@ def _flip(store: Store, task: str, pair: Pair, characters: int) -> Flip:
 
 
 def _shown(store: Store, side: Evaluated, task: str, success: bool) -> Shown:
-    index = next(each.index for each in side.tasks[task] if each.success == success)
+    index = next(item.index for item in side.tasks[task] if item.success == success)
     row = store.transcript(side.run.id, side.row.step, index)
     start = row.prompt_messages
     prompt = row.messages[:start]
@@ -490,8 +490,8 @@ def _limits(pair: Pair) -> list[str]:
     if not pair.shared:
         few = "the sides have too few tasks in common to be paired"
         notes.append(f"{few}: the same tasks on both sides tell far more")
-    valid = (each for each in (*pair.base.tries, *pair.other.tries) if each.error is None)
-    if not any(each.success for each in valid):
+    valid = (item for item in (*pair.base.tries, *pair.other.tries) if item.error is None)
+    if not any(item.success for item in valid):
         notes.append("nothing succeeded on either side: reward tells more than success here")
     return notes
 

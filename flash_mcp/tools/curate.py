@@ -133,8 +133,8 @@ async def _curated(runs: Sequence[str], plan: Plan, name: str | None) -> Curate:
     await report("asking the environment for its eval split")
     held_out = await _held_out(store, rows[0])
     await report("reading attempts")
-    made = [_attempts_of(store, reference, plan.source) for reference in runs]
-    curated = await run_sync(_select, made, plan, held_out, abandon_on_cancel=True)
+    attempts = [_attempts_of(store, reference, plan.source) for reference in runs]
+    curated = await run_sync(_select, attempts, plan, held_out, abandon_on_cancel=True)
     result = Curate(
         environment=rows[0].environment_reference,
         models=sorted({row.model for row in rows}),
@@ -188,11 +188,11 @@ def _pooled(store: Store, references: Sequence[str]) -> list[Run]:
     rows = [store.run(_run_of(store, reference)) for reference in references]
     kinds = {row.id: f"{row.environment_reference} {_arguments_of(row)}" for row in rows}
     if len({*kinds.values()}) > 1:
-        told = "; ".join(f"{run_id}: {kinds[run_id]}" for run_id in [*kinds][:8])
+        listing = "; ".join(f"{run_id}: {kinds[run_id]}" for run_id in [*kinds][:8])
         raise FlashError(
             "invalid_argument",
             "attempts in different environments cannot be pooled: a task or a reward may mean "
-            f"something else ({told})",
+            f"something else ({listing})",
             fix="pass runs of one environment version with the same environment_args, and curate "
             "the others apart",
         )
@@ -233,8 +233,8 @@ async def _held_out(store: Store, row: Run) -> HeldOut:
         return await read_held_out(host)
 
 
-def _select(made: Iterable[Iterable[Attempt]], plan: Plan, held_out: HeldOut) -> Curated:
-    every = itertools.chain.from_iterable(made)
+def _select(iterables: Iterable[Iterable[Attempt]], plan: Plan, held_out: HeldOut) -> Curated:
+    every = itertools.chain.from_iterable(iterables)
     attempts = (attempt for attempt in every if attempt.step >= plan.since_step)
     return curation.curate(attempts, plan, held_out)
 
@@ -286,7 +286,7 @@ def _manifest(named: Mapping[str, Run], curated: Curated, plan: Plan) -> Json:
     rows = list(named.values())
     runs: list[Json] = []
     for reference, row in sorted(named.items()):
-        used = [each for each in (*curated.train, *curated.holdout) if each.run_id == reference]
+        used = [item for item in (*curated.train, *curated.holdout) if item.run_id == reference]
         runs.append(
             {
                 "run_id": reference,
@@ -339,7 +339,7 @@ def _examples(curated: Curated) -> list[Example]:
 
 
 def _example(part: Literal["train", "holdout"], attempt: Attempt) -> Example:
-    asked = text_of(attempt.messages[attempt.prompt_messages - 1])
+    question = text_of(attempt.messages[attempt.prompt_messages - 1])
     return Example(
         part=part,
         task_id=attempt.task_id,
@@ -348,7 +348,7 @@ def _example(part: Literal["train", "holdout"], attempt: Attempt) -> Example:
         step=attempt.step,
         index=attempt.index,
         reward=attempt.reward,
-        asked=shorten(asked, EXAMPLE_CHARACTERS),
+        asked=shorten(question, EXAMPLE_CHARACTERS),
         answered=shorten(attempt.answers[-1], EXAMPLE_CHARACTERS),
     )
 
@@ -373,6 +373,6 @@ def _nothing(result: Curate, *, is_dry: bool) -> Curate:
     if is_dry:
         result.next = fix
         return result
-    told = ", ".join(f"{name} {count}" for name, count in counts.model_dump().items() if count)
-    what = f"nothing is left to train on: {told or 'no attempts'}"
+    listing = ", ".join(f"{name} {count}" for name, count in counts.model_dump().items() if count)
+    what = f"nothing is left to train on: {listing or 'no attempts'}"
     raise FlashError("dataset_invalid", what, fix=fix)

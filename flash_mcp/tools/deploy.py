@@ -173,16 +173,16 @@ async def deploy(
 
 def _with_snippets(store: Store, row: Deployment) -> Deployed:
     """A deployment, and how to call it from this machine."""
-    found = describe(store, row)
-    server = server_of(store.base, row) if found.base_url else None
+    result = describe(store, row)
+    server = server_of(store.base, row) if result.base_url else None
     if server:
         calls = snippets(store, row, server)
-        found.curl = calls.curl
-        found.python = calls.python
+        result.curl = calls.curl
+        result.python = calls.python
         if not calls.has_prompt:
-            asked = f"rollouts(run_id={row.run_id!r}, which='index', limit=1)"
-            found.next += f"; ask it as in training: {asked} shows a prompt"
-    return found
+            recorded_requests = f"rollouts(run_id={row.run_id!r}, which='index', limit=1)"
+            result.next += f"; ask it as in training: {recorded_requests} shows a prompt"
+    return result
 
 
 async def undeploy(

@@ -404,23 +404,23 @@ async def env_test(
         raise FlashError("invalid_argument", what, fix=fix)
     started = time.monotonic()
     values = secret_values(secrets)
-    given = {"max_tokens": max_tokens, "environment_args": environment_args, "secrets": secrets}
+    arguments = {"max_tokens": max_tokens, "environment_args": environment_args, "secrets": secrets}
     sample = None
     with contextlib.ExitStack() as stack:
         what, known_as, path = await run_sync(_locate, environment, folder, stack)
         subject = _Subject(what, known_as, path, environment_args, values, call_timeout_s)
-        found = await _checked(subject)
-        if hunt and found.splits:
-            found.probes.append(await _hunted(subject, started + HUNT_LIMIT_S))
-        await run_sync(_keep, subject, found.failed, hunt)
-        if model is not None and not found.failed:
+        result = await _checked(subject)
+        if hunt and result.splits:
+            result.probes.append(await _hunted(subject, started + HUNT_LIMIT_S))
+        await run_sync(_keep, subject, result.failed, hunt)
+        if model is not None and not result.failed:
             deadline = started + SAMPLE_LIMIT_S
-            sample = await _sampled(model, environment, path, found, given, deadline)
+            sample = await _sampled(model, environment, path, result, arguments, deadline)
         if hunt and sample and sample.scores:
-            found.probes.append(await run_sync(_best_of_n, sample))
+            result.probes.append(await run_sync(_best_of_n, sample))
     trainable = environment or (folder if folder and references.files_of(folder) else None)
-    next_step = after_test(found.failed, trainable, path, passed_on(secrets, environment_args))
-    return _test_result(what, found, sample, after_sample(sample) if sample else next_step)
+    next_step = after_test(result.failed, trainable, path, passed_on(secrets, environment_args))
+    return _test_result(what, result, sample, after_sample(sample) if sample else next_step)
 
 
 def _test_result(what: str, found: GateReport, sample: Sample | None, following: str) -> EnvTest:
@@ -479,15 +479,15 @@ async def _hunted(subject: _Subject, deadline: float) -> GateProbe:
     ) as host:
         left = min(hunting.DEADLINE_S, max(1.0, deadline - time.monotonic()))
         tasks = range(host.splits["train"])
-        found = await hunting.hunt(host, "train", tasks, deadline_s=left, on_progress=report)
-    return hunting.probe(found)
+        result = await hunting.hunt(host, "train", tasks, deadline_s=left, on_progress=report)
+    return hunting.probe(result)
 
 
 def _best_of_n(sample: Sample) -> GateProbe:
     store = open_store()
     step = store.run(sample.run_id).evaluation.step
     groups = by_task(store.tries(sample.run_id, step)).values()
-    scored = [[(each.reward, each.success) for each in group] for group in groups]
+    scored = [[(item.reward, item.success) for item in group] for group in groups]
     return hunting.best_of_n(scored, f"rollouts(run_id={sample.run_id!r}, which='best')")
 
 
@@ -509,7 +509,7 @@ async def _sampled(
     environment: str | None,
     path: Path,
     found: GateReport,
-    given: Json,
+    arguments: Json,
     deadline: float,
 ) -> Sample:
     store = open_store()
@@ -521,7 +521,7 @@ async def _sampled(
         subject,
         tasks=found.splits["train"],
         group_size=GROUP_SIZE,
-        given=given,
+        given=arguments,
         deadline=deadline,
     )
 

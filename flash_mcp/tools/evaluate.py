@@ -132,13 +132,14 @@ async def evaluate(
         idempotency_key: A repeated key returns the first.
         wait_s: Seconds to wait for the scores.
     """
-    given: Json = {"temperature": temperature, "top_p": top_p, "seed": seed, "thinking": thinking}
-    given |= {"max_tokens": max_tokens, "max_length": max_length, "stop_sequences": stop_sequences}
-    given |= {"environment_args": environment_args, "secrets": secrets, "target": target}
+    values: Json = {"temperature": temperature, "top_p": top_p, "seed": seed, "thinking": thinking}
+    values |= {"max_tokens": max_tokens, "max_length": max_length}
+    values |= {"stop_sequences": stop_sequences}
+    values |= {"environment_args": environment_args, "secrets": secrets, "target": target}
     if gpus > 1:
-        given["gpus"] = gpus
-    asked = Asked(split, task_ids, limit, attempts, again, Label(name, note))
-    return await _measure(environment, model, asked, given, idempotency_key, wait_s)
+        values["gpus"] = gpus
+    request = Asked(split, task_ids, limit, attempts, again, Label(name, note))
+    return await _measure(environment, model, request, values, idempotency_key, wait_s)
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ async def _measure(
     environment: str | None,
     model: str,
     asked: Asked,
-    given: Json,
+    arguments: Json,
     idempotency_key: str | None,
     wait_s: float,
 ) -> Evaluate:
@@ -167,21 +168,21 @@ async def _measure(
     subject = await run_sync(references.find_subject, store, model)
     reference = _environment_of(environment, subject)
     row = await run_sync(references.environment, store, reference)
-    if given["target"] != AUTO:
-        check_target(store, given["target"] or LOCAL_TARGET)
+    if arguments["target"] != AUTO:
+        check_target(store, arguments["target"] or LOCAL_TARGET)
     resolved = functools.partial(
         resolve.resolve_eval,
         subject,
         row,
         split=asked.split,
         attempts=asked.attempts,
-        given=given,
+        given=arguments,
     )
     # Resolved once without tasks, for what the environment is loaded with.
     values = resolved(tasks=[]).spec
     await report("loading the environment in a child process")
-    known = await task_names(row, asked.split, values.environment_args, values.secrets)
-    tasks = _chosen(known, asked)
+    names = await task_names(row, asked.split, values.environment_args, values.secrets)
+    tasks = _chosen(names, asked)
     asked_for, why = await run_sync(_placed, store, subject, resolved(tasks=tasks), idempotency_key)
     run, created, trouble = await submit(
         store,
@@ -194,7 +195,7 @@ async def _measure(
     )
     if trouble is None:
         run = await ended(store, run.id, started + min(wait_s, WAIT_LIMIT_S))
-    result = await run_sync(_describe, store, run, subject, len(known), created)
+    result = await run_sync(_describe, store, run, subject, len(names), created)
     if why and created:
         result.notes = [why, *(result.notes or [])]
     if trouble:
@@ -246,16 +247,16 @@ async def task_names(
     return [name for name, _ in tasks]
 
 
-def _chosen(known: list[str], asked: Asked) -> list[int]:
+def _chosen(names: list[str], asked: Asked) -> list[int]:
     """Places of the tasks in the split. FlashError(invalid_argument) for unknown or too many."""
-    places = {name: place for place, name in enumerate(known)}
+    places = {name: place for place, name in enumerate(names)}
     unknown = [name for name in asked.task_ids or () if name not in places]
     if unknown:
-        near = nearest(unknown[0], known) or known[:3]
+        near = nearest(unknown[0], names) or names[:3]
         what = f"{len(unknown)} of task_ids are not in the {asked.split} split"
         fix = f"use ids like {', '.join(map(plain_name, near))}"
         raise FlashError("invalid_argument", f"{what}, the first: {unknown[0]!r}", fix=fix)
-    tasks = list(range(len(known)))
+    tasks = list(range(len(names)))
     if asked.task_ids:
         tasks = list(dict.fromkeys(places[name] for name in asked.task_ids))
     tasks = tasks[: asked.limit]
@@ -265,21 +266,21 @@ def _chosen(known: list[str], asked: Asked) -> list[int]:
     return tasks
 
 
-def _describe(store: Store, run: Run, subject: Subject, known: int, created: bool) -> Evaluate:
+def _describe(store: Store, run: Run, subject: Subject, total: int, created: bool) -> Evaluate:
     spec = run.evaluation
-    found = scores(store, run)
+    measured = scores(store, run)
     notes: list[str] = []
     if subject.deployment:
         served = f"this evaluates what {subject.deployment} serves"
         notes.append(f"{served}, on an engine of its own, not its server")
     if not created and run.state == "succeeded":
         notes.append(f"measured before, {utc(run.created)}: again=true measures it once more")
-    if len(spec.tasks) < known:
-        notes.append(f"{len(spec.tasks)} of the split's {known} tasks")
+    if len(spec.tasks) < total:
+        notes.append(f"{len(spec.tasks)} of the split's {total} tasks")
     if subject.adapter and spec.split == "eval" and (overlap := store.overlap(run)):
         notes.append(f"CONTAMINATED: {health.contaminated(**overlap).evidence}")
-    if found:
-        notes += thoughts(found)
+    if measured:
+        notes += thoughts(measured)
     return Evaluate(
         run_id=run.id,
         state=run.state,
@@ -291,7 +292,7 @@ def _describe(store: Store, run: Run, subject: Subject, known: int, created: boo
         attempts=spec.attempts,
         done=run.step,
         values=without_empty(spec.model_dump(include=SHOWN)),
-        scores=found,
+        scores=measured,
         error=error_text(run.error, 1500),
         notes=notes or None,
         next=next_of(RunContext(run=run, near=store.near(run))),

@@ -145,8 +145,8 @@ def rollouts(
     store = open_store()
     if run_id.startswith("dep-"):
         offset = page_offset(cursor, "rollouts") if index is None else 0
-        found = _recorded(store, run_id, contains or "", index, limit, offset)
-        return _result(found, offset, max_characters, contains or "", from_message)
+        result = _recorded(store, run_id, contains or "", index, limit, offset)
+        return _result(result, offset, max_characters, contains or "", from_message)
     run = store.run(run_id)
     # Rollouts of an evaluation are stored under "eval", whichever split its tasks are from.
     split = "eval" if run.algorithm == "eval" else split or "train"
@@ -163,8 +163,8 @@ def rollouts(
         only = steps[-1] if at is None else at
         page = store.rollouts(run_id, split, only, "index", limit=1, offset=offset)
         total = len(page)
-    found = _Found(store, run_id, split, at, index, page[:limit], total, len(page) > limit)
-    return _result(found, offset, max_characters, contains or "", from_message)
+    result = _Found(store, run_id, split, at, index, page[:limit], total, len(page) > limit)
+    return _result(result, offset, max_characters, contains or "", from_message)
 
 
 @dataclass(frozen=True)
@@ -203,38 +203,38 @@ def _holds(text: str, part: str) -> bool:
 
 
 def _result(
-    found: _Found, offset: int, max_characters: int, around: str, from_message: int
+    result: _Found, offset: int, max_characters: int, around: str, from_message: int
 ) -> Rollouts:
-    rows = found.rows
+    rows = result.rows
     sample = rows
     failures: dict[str, int] = {}
-    if found.step is not None:
-        drawn = (found.run_id, found.split, found.step, "random")
-        sample = found.store.rollouts(*drawn, limit=SAMPLE_ROLLOUTS) or rows
+    if result.step is not None:
+        drawn = (result.run_id, result.split, result.step, "random")
+        sample = result.store.rollouts(*drawn, limit=SAMPLE_ROLLOUTS) or rows
         failures = failure_counts(sample)
     opening = _opening(rows)
     modes = failure_modes(rows, sample)
-    if found.is_recorded:
+    if result.is_recorded:
         modes = [None for _ in rows]
     rest = [_Shown(row, mode, len(opening)) for row, mode in zip(rows, modes, strict=True)]
     taken = sum(json_characters(message.content) + MESSAGE_FRAME for message in opening)
     taken += sum(_frame_size(row) for row in rows)
     room = min(RESULT_CHARACTERS - RESULT_FRAME - taken, max_characters)
-    start = None if found.index is None else from_message
+    start = None if result.index is None else from_message
     shown, cut = _within(rest, room, around, start)
-    if found.is_recorded:
+    if result.is_recorded:
         for row in shown:
             row.reward = row.success = None
     return Rollouts(
-        run_id=found.run_id,
-        total=found.total,
+        run_id=result.run_id,
+        total=result.total,
         failures=failures or None,
         opening=opening or None,
         rollouts=shown,
-        has_more=found.has_more,
-        cursor=str(offset + len(shown)) if found.has_more else None,
+        has_more=result.has_more,
+        cursor=str(offset + len(shown)) if result.has_more else None,
         cut=cut,
-        next=_next_step(found, shown, bool(cut)),
+        next=_next_step(result, shown, bool(cut)),
     )
 
 
@@ -242,7 +242,7 @@ def _opening(rows: list[Rollout]) -> list[Message]:
     """The messages that all prompts begin with; empty for a single row."""
     prompts = [row.messages[: row.prompt_messages] for row in rows] if len(rows) > 1 else []
     columns = takewhile(
-        lambda column: all(each == column[0] for each in column), zip(*prompts, strict=False)
+        lambda column: all(item == column[0] for item in column), zip(*prompts, strict=False)
     )
     shared: list[Json] = [column[0] for column in columns]
     texts = list(map(text_of, shared))
@@ -289,20 +289,20 @@ def _within(
     """The rows with their texts cut to `characters` in all, and a note on what was left out."""
     texts = [row.texts for row in rows]
     if from_message is not None:
-        numbers = [_from(each, from_message, characters) for each in texts]
+        numbers = [_from(text, from_message, characters) for text in texts]
     else:
         most = max(3, characters // max(len(rows), 1) // (LEAST_PER_MESSAGE + MESSAGE_FRAME))
-        numbers = [_around(each, most, around) for each in texts]
-    wanted: list[int] = []
-    for each, some in zip(texts, numbers, strict=True):
-        wanted += [json_characters(each[number]) for number in some]
-    allowed = iter(share_out(characters - MESSAGE_FRAME * len(wanted), wanted))
+        numbers = [_around(text, most, around) for text in texts]
+    lengths: list[int] = []
+    for item, some in zip(texts, numbers, strict=True):
+        lengths += [json_characters(item[number]) for number in some]
+    allowed = iter(share_out(characters - MESSAGE_FRAME * len(lengths), lengths))
     shown: list[RolloutView] = []
     left = 0
-    for row, each, some in zip(rows, texts, numbers, strict=True):
-        excerpts = {number: _excerpt(each[number], next(allowed), around) for number in some}
+    for row, item, some in zip(rows, texts, numbers, strict=True):
+        excerpts = {number: _excerpt(item[number], next(allowed), around) for number in some}
         shown.append(_rollout(row, excerpts))
-        left += sum(map(len, each)) - sum(map(len, excerpts.values()))
+        left += sum(map(len, item)) - sum(map(len, excerpts.values()))
     return shown, f"about {left} characters of text" if left > 0 else None
 
 
@@ -323,23 +323,23 @@ def _around(texts: list[str], most: int, around: str) -> list[int]:
     """
     if len(texts) <= most:
         return list(range(len(texts)))
-    found = [
+    results = [
         number for number, text in enumerate(texts) if around and around.lower() in text.lower()
     ]
-    middle = found[0] if found else len(texts)
+    middle = results[0] if results else len(texts)
     start = max(1, min(middle - (most - 1) // 2, len(texts) - (most - 1)))
     return [0, *range(start, start + most - 1)]
 
 
-def share_out(total: int, wanted: list[int]) -> list[int]:
+def share_out(total: int, lengths: list[int]) -> list[int]:
     """Split `total`: small requests get all they want, the others share the rest equally; each gets
     at least LEAST_PER_MESSAGE.
     """
-    shares = [0] * len(wanted)
+    shares = [0] * len(lengths)
     left = total
-    for rank, place in enumerate(sorted(range(len(wanted)), key=wanted.__getitem__)):
-        fair = max(left // (len(wanted) - rank), LEAST_PER_MESSAGE)
-        shares[place] = min(wanted[place], fair)
+    for rank, place in enumerate(sorted(range(len(lengths)), key=lengths.__getitem__)):
+        fair = max(left // (len(lengths) - rank), LEAST_PER_MESSAGE)
+        shares[place] = min(lengths[place], fair)
         left -= shares[place]
     return shares
 
@@ -395,38 +395,38 @@ def _excerpt(text: str, allowed: int, around: str) -> str:
     return f"…[{start} characters cut]… {shown} …[{after} characters cut]…"
 
 
-def _after_recorded(found: _Found, shown: list[RolloutView]) -> str:
-    id = found.run_id
-    run_id = found.store.deployment(id).run_id
-    if not shown and Recording(found.store.base, id).is_on():
+def _after_recorded(result: _Found, shown: list[RolloutView]) -> str:
+    id = result.run_id
+    run_id = result.store.deployment(id).run_id
+    if not shown and Recording(result.store.base, id).is_on():
         return "nothing of that kind was recorded so far; requests to its base_url and chat are"
     if not shown:
         return f"nothing was recorded: deploy(run_id={run_id!r}, record=true) begins"
     learn = f"curate(runs=[{id!r}], select='all', name='...') makes a dataset of them"
-    return f"cursor brings more; {learn}" if found.has_more else learn
+    return f"cursor brings more; {learn}" if result.has_more else learn
 
 
-def _next_step(found: _Found, shown: list[RolloutView], was_cut: bool) -> str:
-    run_id = found.run_id
-    if found.is_recorded:
-        return _after_recorded(found, shown)
-    if not shown and found.index is not None:
-        count = found.store.rollout_count(run_id, found.split, found.step)
-        return f"this step has {count} {found.split} rollouts: index is 0 to {count - 1}"
+def _next_step(result: _Found, shown: list[RolloutView], was_cut: bool) -> str:
+    run_id = result.run_id
+    if result.is_recorded:
+        return _after_recorded(result, shown)
+    if not shown and result.index is not None:
+        count = result.store.rollout_count(run_id, result.split, result.step)
+        return f"this step has {count} {result.split} rollouts: index is 0 to {count - 1}"
     if not shown:
         return "nothing matches: try step=-1, or without contains and success"
     options: list[str] = []
     first = shown[0]
     last = first.messages[-1].number if first.messages else None
-    if found.index is not None and last is not None and last + 1 < (first.messages_in_all or 0):
+    if result.index is not None and last is not None and last + 1 < (first.messages_in_all or 0):
         options.append(f"from_message={last + 1} continues")
-    elif found.index is not None and was_cut:
-        kind = "rollouts" if found.split == "train" else "evaluations"
+    elif result.index is not None and was_cut:
+        kind = "rollouts" if result.split == "train" else "evaluations"
         whole = f"flash://runs/{run_id}/{kind}/{first.step}"
         options.append(f"the resource {whole} has every text whole")
     elif was_cut:
-        which = f"run_id={run_id!r}, split={found.split!r}, step={first.step}, index={first.index}"
+        which = f"run_id={run_id!r}, split={result.split!r}, step={first.step}, index={first.index}"
         options.append(f"rollouts({which}) shows the first one longer")
-    if found.has_more:
+    if result.has_more:
         options.append("cursor brings more")
     return "; ".join([*options, f"status(run_id={run_id!r}) has the numbers"])

@@ -134,9 +134,9 @@ def _shown(store: Store, run_id: str, detailed: bool) -> Status:
     run = report.found.run
     if run.ended is not None or run.algorithm == "eval":  # both have all to tell at the end
         return Status(run=report.view, next=report.next_step)
-    told = NewsCursor.of(run_id, None)
-    reached = str(told.after(report))
-    next_step = next_call(report, told, "news", reached)
+    cursor = NewsCursor.of(run_id, None)
+    reached = str(cursor.after(report))
+    next_step = next_call(report, cursor, "news", reached)
     return Status(run=report.view, since=reached, next=next_step)
 
 
@@ -144,17 +144,17 @@ async def _follow(
     store: Store, run_id: str, until: Until, since: str | None, wait_s: float | None
 ) -> Status:
     """Wait, then tell what the cursor `since` says that the caller was not told."""
-    told = NewsCursor.of(run_id, since)
+    cursor = NewsCursor.of(run_id, since)
     limit = MAX_WAIT_S if wait_s is None else wait_s
-    report = await wait_for_news(store, run_id, told, until, limit)
-    if not told.misses(report, until):
+    report = await wait_for_news(store, run_id, cursor, until, limit)
+    if not cursor.misses(report, until):
         again = waiting_for(run_id, until, since)
         return Status(now=one_line(report), next=again)
-    reached = str(told.after(report))
-    next_step = next_call(report, told, until, reached)
+    reached = str(cursor.after(report))
+    next_step = next_call(report, cursor, until, reached)
     if since is None:
         return Status(run=report.view, since=reached, next=next_step)
-    return Status(news=news_of(report, told), since=reached, next=next_step)
+    return Status(news=news_of(report, cursor), since=reached, next=next_step)
 
 
 def _list(store: Store, state: str | None, limit: int, cursor: str | None) -> Status:

@@ -149,7 +149,11 @@ def _with_fields_of_run_spec(
     An argument's own default is None, so that `resolve` can tell which ones were given; the schema
     shows the field's default."""
     signature = inspect.signature(function, eval_str=True)
-    own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    own = [
+        parameter
+        for parameter in signature.parameters.values()
+        if parameter.kind is not parameter.VAR_KEYWORD
+    ]
     keyword = inspect.Parameter.KEYWORD_ONLY
     fields = [
         inspect.Parameter(name, keyword, default=None, annotation=_argument(name, info))
@@ -164,11 +168,11 @@ def _with_fields_of_run_spec(
 def _argument(name: str, info: FieldInfo) -> Any:
     """The annotation of the argument that gives this field of RunSpec."""
     text = unwrapped(info.description or "")
-    given = [
+    arguments = [
         f"{recipe[name]:g} ({algorithm})" for algorithm, recipe in RECIPES.items() if name in recipe
     ]
-    if given:
-        text += f" Default: {', '.join(given)}."
+    if arguments:
+        text += f" Default: {', '.join(arguments)}."
     default = default_of(name)
     shown: Any = None if default in (None, [], {}) else {"default": default}
     field = Field(description=text, json_schema_extra=shown)
@@ -211,18 +215,18 @@ async def train(
         accept_failed_gate: Train although env_test found the environment faulty; the lineage keeps
             that.
     """
-    given = {field: value for field, value in fields.items() if value is not None}
+    arguments = {field: value for field, value in fields.items() if value is not None}
     label = Label(name, note)
     if resume is not None:
         others = {"config": config, "validate_only": validate_only, "sample": sample}
-        given |= {field: value for field, value in others.items() if value}
-        return await _resumed(resume, given, label, fresh_optimizer=fresh_optimizer)
+        arguments |= {field: value for field, value in others.items() if value}
+        return await _resumed(resume, arguments, label, fresh_optimizer=fresh_optimizer)
     if (sample or price_per_hour is not None) and not (validate_only and sample):
         what = "sample and price_per_hour need validate_only=true"
         fix = "pass validate_only=true and sample=true together; then train without them"
         raise FlashError("invalid_argument", what, fix=fix)
     started = time.monotonic()
-    plan = await _plan(given, config, idempotency_key, sample=sample)
+    plan = await _plan(arguments, config, idempotency_key, sample=sample)
     if sample:
         tried = await _sampled(plan, price_per_hour, started + SAMPLE_LIMIT_S)
         return plan.result(state="validated", created=False, sample=tried, next=after_sample(tried))
@@ -250,9 +254,9 @@ async def _followed(store: Store, run: Run, *, is_own: bool) -> str:
     return after_train(run, report.next_step, created=is_own)
 
 
-async def _resumed(run_id: str, given: Json, label: Label, *, fresh_optimizer: bool) -> Train:
+async def _resumed(run_id: str, arguments: Json, label: Label, *, fresh_optimizer: bool) -> Train:
     """Continue a run."""
-    if others := [name for name in given if name != "steps"]:
+    if others := [name for name in arguments if name != "steps"]:
         what = f"resume goes on with the run's own values, so {', '.join(others)} cannot be given"
         fix = f"leave them out, or start another run: train(init_from_adapter={run_id!r}, ...)"
         raise FlashError("invalid_argument", what, resume=run_id, fix=fix)
@@ -260,20 +264,20 @@ async def _resumed(run_id: str, given: Json, label: Label, *, fresh_optimizer: b
     target = store.run(run_id).target
     check_target(store, target)
     again = functools.partial(resumption.resume, fresh_optimizer=fresh_optimizer)
-    found = await run_sync(again, store, run_id, given.get("steps"))
-    run = await run_sync(queue.label, store, found.run, label)
+    result = await run_sync(again, store, run_id, arguments.get("steps"))
+    run = await run_sync(queue.label, store, result.run, label)
     next_step = await _followed(store, run, is_own=True)
     return Train(
         run_id=run.id,
         state=run.state,
         created=False,
-        resumed_at=found.step,
+        resumed_at=result.step,
         environment=run.environment_reference,
         model=run.model,
         warm_start=adapter_name(run.init_adapter),
         values=without_empty(run.spec.model_dump()),
         sources=by_source(run.sources),
-        notes=found.notes or None,
+        notes=result.notes or None,
         next=next_step,
     )
 
@@ -340,10 +344,10 @@ class _Plan:
 
 
 async def _plan(
-    given: Json, config: str | None, idempotency_key: str | None, *, sample: bool
+    arguments: Json, config: str | None, idempotency_key: str | None, *, sample: bool
 ) -> _Plan:
     store = open_store()
-    resolved, card, dataset = await run_sync(resolved_spec, store, given, config)
+    resolved, card, dataset = await run_sync(resolved_spec, store, arguments, config)
     first = await run_sync(queue.asked_before, store, resolved, idempotency_key)
     need_on = functools.partial(need_of, resolved.spec)
     resolved, why = await run_sync(placed, store, resolved, need_on, first and first.target)
@@ -515,8 +519,8 @@ async def _check_contamination(
     """
     made_with = dataset.manifest["environment"]
     args = spec.environment_args
-    here = {"name": environment.name, "digest": environment.digest, "args": args}
-    if made_with == here or dataset.manifest["allow_eval_tasks"]:
+    current = {"name": environment.name, "digest": environment.digest, "args": args}
+    if made_with == current or dataset.manifest["allow_eval_tasks"]:
         return
     held_out = (await read_held_out(host)).prompts
     rows: list[Json] = []
@@ -541,16 +545,16 @@ def _notes(plan: _Plan) -> list[str]:
     spec = plan.spec
     dataset = plan.dataset
     estimate = plan.estimate
-    if asked := Needs.of(Path(plan.environment.path)).asked():
-        notes.append(f"the environment's {sandbox.FILE} asks for {to_text(asked)}")
+    if request := Needs.of(Path(plan.environment.path)).asked():
+        notes.append(f"the environment's {sandbox.FILE} asks for {to_text(request)}")
     if contamination := contamination_note(plan.probe.shared):
         notes.append(contamination)
     room = spec.max_length or DEFAULT_MAX_LENGTH
     prompt_tokens = plan.probe.prompt_tokens
     if spec.algorithm == "grpo" and prompt_tokens + spec.max_tokens > room:
-        wanted = f"a prompt of about {prompt_tokens} tokens and max_tokens={spec.max_tokens}"
+        requested = f"a prompt of about {prompt_tokens} tokens and max_tokens={spec.max_tokens}"
         exceed = f"exceed the {room} tokens of a conversation"
-        notes.append(f"{wanted} {exceed}: answers will be cut off")
+        notes.append(f"{requested} {exceed}: answers will be cut off")
     manifest = dataset.manifest if dataset else None
     if dataset and manifest and manifest["allow_eval_tasks"] and manifest["counts"]["eval_tasks"]:
         risk = "a better evaluation afterwards may be memory"

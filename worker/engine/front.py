@@ -119,8 +119,8 @@ class Front:
     async def _tell_idle(self, scope: Scope, receive: Receive, send: Send) -> None:
         now = time.monotonic()
         idle_s = 0.0 if self.under_way else now - self.used_at
-        told = {"idle_s": idle_s, "unwatched_s": now - self.watched_at}
-        await JSONResponse(told)(scope, receive, send)
+        response = {"idle_s": idle_s, "unwatched_s": now - self.watched_at}
+        await JSONResponse(response)(scope, receive, send)
 
     def _as_user(self, scope: Scope) -> Scope:
         """The request with the key that vLLM itself asks for."""
@@ -136,9 +136,9 @@ def _key(scope: Scope) -> str:
     return key.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
 
 
-def _equal(given: str, key: str) -> bool:
+def _equal(arguments: str, key: str) -> bool:
     # As bytes: compare_digest refuses texts that are not ASCII.
-    return hmac.compare_digest(given.encode(), key.encode())
+    return hmac.compare_digest(arguments.encode(), key.encode())
 
 
 def _refusal(route: tuple[str, str], status: int) -> JSONResponse:

@@ -73,9 +73,9 @@ class Choice:
 
     def __str__(self) -> str:
         parts = [
-            f"{way} {each.step_s(self.tokens):.2f} s ({1000 * each.sync_s:.0f} ms a sync, "
-            f"{each.tokens_per_s:.0f} tokens/s)"
-            for way, each in self.figures.items()
+            f"{way} {item.step_s(self.tokens):.2f} s ({1000 * item.sync_s:.0f} ms a sync, "
+            f"{item.tokens_per_s:.0f} tokens/s)"
+            for way, item in self.figures.items()
         ]
         return f"{self.sync}; a step of {self.tokens} tokens takes: {', '.join(parts)}"
 
@@ -92,22 +92,22 @@ def choose(
     allowed. None without figures, and after a cancel.
 
     FlashError(worker_failed) if a measurement fails."""
-    known = _read(cache)
+    existing = _read(cache)
     key = json.dumps(asdict(load), sort_keys=True)
-    if key not in known:
+    if key not in existing:
         if not may_measure:
             return None
-        found: dict[str, dict[str, float]] = {}
+        results: dict[str, dict[str, float]] = {}
         for way in WAYS:
             figures = _measured(load, way, is_cancelled)
             if figures is None:
                 return None
-            found[way] = asdict(figures)
-        known = _read(cache) | {key: found}
+            results[way] = asdict(figures)
+        existing = _read(cache) | {key: results}
         part = cache.with_name(f".{cache.name}.{os.getpid()}")
-        part.write_text(json.dumps(known))
+        part.write_text(json.dumps(existing))
         part.replace(cache)
-    return Choice(tokens, {way: Figures(**known[key][way]) for way in WAYS})
+    return Choice(tokens, {way: Figures(**existing[key][way]) for way in WAYS})
 
 
 def _read(cache: Path) -> dict[str, dict[str, dict[str, float]]]:
@@ -160,11 +160,11 @@ def measure(load: Load, way: Sync) -> Figures:
     def generate(tokens: int) -> float:
         for number in range(load.sequences):
             engine.submit(f"{tokens}-{number}", PROMPT, Sampling(tokens, seed=number))
-        made = 0
+        created = 0
         started = time.monotonic()
         while engine.unfinished():
-            made += sum(len(completion.token_ids) for _, completion in engine.step())
-        return made / (time.monotonic() - started)
+            created += sum(len(completion.token_ids) for _, completion in engine.step())
+        return created / (time.monotonic() - started)
 
     engine.load_policy(policy)
     generate(2)  # compiles

@@ -61,8 +61,8 @@ class Recorder:
             await app(scope, _replayed(content, receive), send)
             return
         answer = _ANSWERS[scope["path"]](request)
-        asked = {**request, **answer.asks}
-        content = json.dumps(asked).encode()
+        completed = {**request, **answer.asks}
+        content = json.dumps(completed).encode()
         scope = {**scope, "headers": _with_length(scope["headers"], len(content))}
         await app(scope, _replayed(content, receive), answer.sender(send))
         try:
@@ -74,8 +74,8 @@ class Recorder:
     def _recording(self, model: str) -> Recording | None:
         if not re.fullmatch(r"dep-\w+", model):
             return None
-        known = self._recordings.setdefault(model, Recording(self._home, model))
-        return known if known.is_on() else None
+        existing = self._recordings.setdefault(model, Recording(self._home, model))
+        return existing if existing.is_on() else None
 
 
 async def _content(receive: Receive) -> bytes:
@@ -154,7 +154,7 @@ class _Answer:
 
     def line(self, **facts: Any) -> Json:
         """The line of one answer: these facts, and what all lines have."""
-        known: Json = {
+        existing: Json = {
             "time": self._started,
             "sampling": {name: self._request.get(name) for name in SAMPLING},
             "prompt_token_ids": [],
@@ -162,7 +162,7 @@ class _Answer:
             "logprobs": [],
             "seconds": round(time.time() - self._started, 3),
         }
-        return known | facts
+        return existing | facts
 
     def sender(self, send: Send) -> Send:
         async def forward(message: Message) -> None:
@@ -306,11 +306,11 @@ class _ResponsesAnswer(_OtherAnswer):
         return reasons.get(str(self._reply.get("status")))
 
     def token_ids(self) -> dict[str, list[int]]:
-        found: dict[str, list[int]] = {}
+        results: dict[str, list[int]] = {}
         for name, field_name in self._raw.items():
             parts = map(as_object, as_list(self._reply.get(field_name)))
-            found[name] = [token for part in parts for token in as_list(part.get("tokens"))]
-        return found
+            results[name] = [token for part in parts for token in as_list(part.get("tokens"))]
+        return results
 
     def read(self, part: Json) -> Json:
         response = part if part.get("object") == "response" else as_object(part.get("response"))

@@ -99,7 +99,7 @@ class VllmEngine:
         if len(cards) > 1:
             engine = cast(Any, self._engine)
             executor = engine.engine_core.engine_core.model_executor
-            self.processes = [each.proc for each in executor.workers]
+            self.processes = [worker.proc for worker in executor.workers]
             if not on_gpu:  # NCCL may still connect
                 engine.collective_rpc("close_listening_ports")
         self._adapter: LoRARequest | None = None

@@ -28,12 +28,12 @@ class Call:
     @property
     def line(self) -> list[Call]:
         """The calls from the first one of this conversation to this one."""
-        found: list[Call] = []
+        calls: list[Call] = []
         call: Call | None = self
         while call is not None:
-            found.append(call)
+            calls.append(call)
             call = call.parent
-        return found[::-1]
+        return calls[::-1]
 
 
 def merged(calls: Sequence[Call]) -> Transcript:
@@ -44,16 +44,16 @@ def merged(calls: Sequence[Call]) -> Transcript:
     for call in calls:
         row.add(call)
     main = calls[-1]
-    made = copy.copy(main.transcript)
+    created = copy.copy(main.transcript)
     first = calls[0].shown
-    made.prompt_ids = row.ids[:first]
-    made.completion_ids = row.ids[first:]
-    made.mask = row.mask[first:]
-    made.logprobs = row.logprobs[first:]
-    made.forks = row.forks
-    made.truncated = any(call.transcript.truncated for call in calls)
-    made.branches = list(_branches(calls, main))
-    return made
+    created.prompt_ids = row.ids[:first]
+    created.completion_ids = row.ids[first:]
+    created.mask = row.mask[first:]
+    created.logprobs = row.logprobs[first:]
+    created.forks = row.forks
+    created.truncated = any(call.transcript.truncated for call in calls)
+    created.branches = list(_branches(calls, main))
+    return created
 
 
 class _Row:
@@ -111,6 +111,6 @@ def _branches(calls: Sequence[Call], main: Call) -> Iterator[Json]:
         messages = call.transcript.messages
         pairs = zip(messages, main.transcript.messages, strict=False)
         after = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-        line = {each.number for each in call.line}
+        line = {item.number for item in call.line}
         yield {"after": after, "turns": len(line - seen), "messages": messages[after:]}
         seen |= line

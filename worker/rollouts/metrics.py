@@ -49,7 +49,9 @@ def summarize(groups: Sequence[Sequence[Rollout]]) -> dict[str, Any]:
 
 def _tool_shares(transcripts: Sequence[Transcript]) -> dict[str, float | None]:
     """The share of the rollouts with tools that had a call which could not be run."""
-    with_tools = [each.all_messages for each in transcripts if each.template.tools]
+    with_tools = [
+        transcript.all_messages for transcript in transcripts if transcript.template.tools
+    ]
     if not with_tools:
         return {}
     is_bad = [any("bad_tool_call" in message for message in messages) for messages in with_tools]
@@ -104,10 +106,10 @@ def summarize_evaluation(rows: Sequence[records.Rollout], *, seconds: float) -> 
 def _common_answer(rows: Sequence[records.Rollout]) -> dict[str, float]:
     """How often one final answer is given to different tasks, and how often it is right."""
     attempts = [(row.task_id, row.answers[-1], row.success) for row in rows if row.answers]
-    found = commonest(attempts)
-    if found is None:
+    result = commonest(attempts)
+    if result is None:
         return {}
-    return {"answers/common_share": found.share, "answers/common_success": found.success}
+    return {"answers/common_share": result.share, "answers/common_success": result.success}
 
 
 def repeated_share(groups: Sequence[Sequence[Rollout]]) -> float | None:
@@ -156,8 +158,8 @@ def _centred(values: Sequence[float]) -> list[float]:
 
 def mean(values: Iterable[float]) -> float | None:
     """The mean; None of no values."""
-    found = list(values)
-    return statistics.fmean(found) if found else None
+    result = list(values)
+    return statistics.fmean(result) if result else None
 
 
 def _deviation(values: Sequence[float]) -> float | None:

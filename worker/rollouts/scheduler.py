@@ -146,8 +146,8 @@ class Rollout:
     def unpacked(cls, packed: Json, template: ChatTemplate) -> Self:
         """The inverse of `packed`. `template` is the model's."""
         task = Task(**packed["task"])
-        given = packed["transcript"]
-        transcript = Transcript.unpacked(given, template) if given else None
+        arguments = packed["transcript"]
+        transcript = Transcript.unpacked(arguments, template) if arguments else None
         fields: Json = {**packed, "task": task, "transcript": transcript}
         return cls(**fields)
 
@@ -535,14 +535,14 @@ class _AgentCalls:
         usage = Usage(len(prompt), len(completion.token_ids), completion.finish_reason)
         await self._host.answer_call(episode, asked.number, turn.content, turn.tool_calls, usage)
 
-    def _call(self, asked: AgentCall) -> Call:
+    def _call(self, call: AgentCall) -> Call:
         parent = None
-        if asked.parent is None:
-            transcript = Transcript(self._template, asked.messages, asked.tools)
+        if call.parent is None:
+            transcript = Transcript(self._template, call.messages, call.tools)
         else:
-            parent = self._answered.get(asked.parent)
+            parent = self._answered.get(call.parent)
             if parent is None:
                 raise EnvironmentFault("environment_error", "a call continues one without answer")
             transcript = parent.transcript.copy()
-            transcript.add_environment(asked.messages)
-        return Call(asked.number, parent, transcript, len(transcript))
+            transcript.add_environment(call.messages)
+        return Call(call.number, parent, transcript, len(transcript))

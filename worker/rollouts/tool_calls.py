@@ -82,13 +82,13 @@ class CallReader:
         """The turn whose tokens read as `written` with special tokens but for those that end a
         turn, and as `text` without any. Its calls are numbered from `first` on.
         """
-        found = self._parser.extract_tool_calls(written, self._request)
-        if not found.tool_calls:
+        result = self._parser.extract_tool_calls(written, self._request)
+        if not result.tool_calls:
             is_bad = self._form.begins is not None and self._form.begins in written
             return Turn(text, bad_tool_call="the call does not parse" if is_bad else None)
         calls: list[Json] = []
-        for number, call in enumerate(found.tool_calls, start=first):
+        for number, call in enumerate(result.tool_calls, start=first):
             function = {"name": call.function.name, "arguments": call.function.arguments}
             calls.append({"id": call_id(number), "type": "function", "function": function})
         problems = filter(None, (problem_of(call, self._schemas) for call in calls))
-        return Turn(found.content or "", calls, next(problems, None))
+        return Turn(result.content or "", calls, next(problems, None))

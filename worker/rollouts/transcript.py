@@ -68,16 +68,16 @@ class ChatTemplate:
         return self._with_tools[key]
 
     def _made_for(self, tools: list[Json]) -> Self:
-        made = copy.copy(self)
-        made.tools = tools
-        made._glue = {}
+        created = copy.copy(self)
+        created.tools = tools
+        created._glue = {}
         call = sample_call(tools[0])
         answer = {"role": "tool", "tool_call_id": call["id"], "content": "4"}
         try:
-            made._check([{"role": "assistant", "content": "", "tool_calls": [call]}, answer])
+            created._check([{"role": "assistant", "content": "", "tool_calls": [call]}, answer])
         except FlashError as error:
             raise _no_tools(f"{error.what}, in a conversation with tools") from error
-        return made
+        return created
 
     def prompt_ids(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Ids of a conversation's start, the generation prompt included."""
@@ -97,8 +97,8 @@ class ChatTemplate:
                 {"role": "assistant", "content": _SENTINEL},
                 *messages,
             ]
-            head, found, tail = self._render(conversation).rpartition(_SENTINEL)
-            if not found or _SENTINEL in head:
+            head, result, tail = self._render(conversation).rpartition(_SENTINEL)
+            if not result or _SENTINEL in head:
                 what = "the chat template does not show an answer exactly once"
                 raise _unsupported(
                     what, "use a model whose template keeps assistant content as it is"
@@ -160,7 +160,9 @@ class ChatTemplate:
 
     def _written(self, token_ids: Sequence[int]) -> str:
         """The text of a turn with special tokens, which some formats of calls have."""
-        return self.tokenizer.decode([each for each in token_ids if each not in self.end_ids])
+        return self.tokenizer.decode(
+            [token_id for token_id in token_ids if token_id not in self.end_ids]
+        )
 
     def text(self, token_ids: Sequence[int]) -> str:
         """What the model wrote, without the special tokens that end a turn."""
@@ -271,12 +273,12 @@ class Transcript:
     @classmethod
     def unpacked(cls, packed: Json, template: ChatTemplate) -> Self:
         """The inverse of `packed`."""
-        made = object.__new__(cls)
-        made.template = template.for_tools(packed["tools"])
+        created = object.__new__(cls)
+        created.template = template.for_tools(packed["tools"])
         for name in PACKED:
-            setattr(made, name, packed[name])
-        made.forks = [(start, after) for start, after in made.forks]
-        return made
+            setattr(created, name, packed[name])
+        created.forks = [(start, after) for start, after in created.forks]
+        return created
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
@@ -326,12 +328,12 @@ class Transcript:
 
     def copy(self) -> Self:
         """A transcript that goes on from here by itself."""
-        made = copy.copy(self)
-        made.messages = [*self.messages]
-        made.completion_ids = [*self.completion_ids]
-        made.mask = [*self.mask]
-        made.logprobs = [*self.logprobs]
-        return made
+        created = copy.copy(self)
+        created.messages = [*self.messages]
+        created.completion_ids = [*self.completion_ids]
+        created.mask = [*self.mask]
+        created.logprobs = [*self.logprobs]
+        return created
 
     def drop_unanswered(self) -> None:
         """Remove the tokens after the model's last one: they predict nothing, and a reply may be

@@ -50,8 +50,8 @@ def can_flash(config: Any, dtype: torch.dtype, device: torch.device) -> bool:
     if device.type != "cuda" or dtype == torch.float32:
         return False
     config = config.get_text_config()
-    known: int | None = getattr(config, "head_dim", None)
-    size: int = known or config.hidden_size // config.num_attention_heads
+    existing: int | None = getattr(config, "head_dim", None)
+    size: int = existing or config.hidden_size // config.num_attention_heads
     fits = size % 8 == 0 and size <= FLASH_HEAD
     return fits and torch.cuda.get_device_capability(device) >= FLASH_CAPABILITY
 

@@ -161,8 +161,8 @@ class Reporter(TrainerCallback):
         self.writer.metrics(state.global_step, self._last)
         self.tell(state.global_step, self._last)
         shown = ("reward/mean", "success/rate", "loss", "time/step_s")
-        known = [name for name in shown if self._last.get(name) is not None]
-        values = "  ".join(f"{name} {self._last[name]:.3g}" for name in known)
+        existing = [name for name in shown if self._last.get(name) is not None]
+        values = "  ".join(f"{name} {self._last[name]:.3g}" for name in existing)
         log.info("step %s/%s: %s", state.global_step, state.max_steps, values)
 
     def on_save(

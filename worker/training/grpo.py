@@ -211,22 +211,22 @@ class Trainer(GRPOTrainer):
         have a gradient. The gradients add up to the whole one, since no row's loss depends on
         another row. The last time all values are known, so only its metrics count.
         """
-        known: Any = cast(Any, self)._metrics
-        metrics = known["train"]
+        existing: Any = cast(Any, self)._metrics
+        metrics = existing["train"]
         *earlier, last = self._packs(inputs)
         mask_GC = inputs["tool_mask"]
         inputs["known_logps"] = inputs["sampling_per_token_logps"] * mask_GC
         inputs["known_entropies"] = torch.zeros_like(inputs["known_logps"])
         try:
             for self._pack in earlier:
-                known["train"] = defaultdict(list)
+                existing["train"] = defaultdict(list)
                 loss = cast(Any, super())._compute_loss(model, inputs)
                 cast(Any, self.accelerator).backward(loss)
-            known["train"] = metrics
+            existing["train"] = metrics
             self._pack = last
             return cast(Any, super())._compute_loss(model, inputs)
         finally:
-            known["train"] = metrics
+            existing["train"] = metrics
             self._pack = None
 
     def _packs(self, inputs: dict[str, Any]) -> list[Pack]:

@@ -161,7 +161,9 @@ def estimate_model(model_path: Path, work: Workload, dtype: torch.dtype, capacit
     weights = full - _saved_by_nf4(model) if work.four_bit else full
     if work.shards > 1:
         layers = model.get_base_model().model.layers
-        sizes = [sum(p.nbytes for p in each.parameters() if not p.requires_grad) for each in layers]
+        sizes = [
+            sum(p.nbytes for p in layer.parameters() if not p.requires_grad) for layer in layers
+        ]
         # The layer that is computed and the next one are whole.
         weights += 2 * max(sizes) - sum(sizes) + math.ceil(sum(sizes) / work.shards)
         full = math.ceil(full / work.shards)
@@ -369,11 +371,11 @@ def _control_group_rooms(membership: Path, root: Path) -> Iterator[int]:
 class _Alive(TorchDispatchMode):
     """Counts the bytes of tensors made within it: those alive `now`, and their `peak`."""
 
-    def __init__(self, known: Iterator[Tensor]) -> None:
+    def __init__(self, tensors: Iterator[Tensor]) -> None:
         cast(Any, super()).__init__()
         self.now = 0
         self.peak = 0
-        self._known = weakref.WeakSet(tensor.untyped_storage() for tensor in known)
+        self._known = weakref.WeakSet(tensor.untyped_storage() for tensor in tensors)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

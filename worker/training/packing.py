@@ -177,14 +177,14 @@ def packs_of_paths(
     packs: list[Pack] = []
     for row in rows:
         places = seen_BT[row].nonzero().squeeze(1)
-        wanted = pad(trained_BC[row], (starts, 0))[places].bool()
+        requested = pad(trained_BC[row], (starts, 0))[places].bool()
         forks = forks_B[row] if forks_B else ()
         for path in paths_of(len(places), forks):
             path_ids = torch.tensor(path, device=places.device)
-            new = wanted[path_ids].nonzero().squeeze(1)
+            new = requested[path_ids].nonzero().squeeze(1)
             if not len(new):
                 continue
-            wanted[path_ids] = False
+            requested[path_ids] = False
             path_places = places[path_ids]
             path_tokens = ids_BT[row, path_places]
             first = int(new[0])

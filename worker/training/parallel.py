@@ -22,7 +22,7 @@ def combine(trainer: Any, ranks: Ranks, loss: float, *, weight: float = 1.0) -> 
     loss and gradients count `weight` times."""
     trained: list[Tensor] = [p for p in trainer.model.parameters() if p.requires_grad]
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
-    total = ranks.sum(torch.cat([each.flatten() for each in gradients]) * weight)
+    total = ranks.sum(torch.cat([gradient.flatten() for gradient in gradients]) * weight)
     start = 0
     for weights in trained:
         end = start + weights.numel()
@@ -30,17 +30,17 @@ def combine(trainer: Any, ranks: Ranks, loss: float, *, weight: float = 1.0) -> 
         start = end
 
     metrics: dict[str, list[float]] = trainer._metrics["train"]
-    found = ranks.gather((_fingerprint(trained), loss * weight, dict(metrics)))
-    if len({fingerprint for fingerprint, _, _ in found}) > 1:
+    result = ranks.gather((_fingerprint(trained), loss * weight, dict(metrics)))
+    if len({fingerprint for fingerprint, _, _ in result}) > 1:
         # Cards of two kinds may round a norm differently.
         log.info("the ranks' adapters differ: all take that of the first")
         for weights in trained:
             ranks.copy(weights)
     metrics.clear()
-    for _, _, part in found:
+    for _, _, part in result:
         for name, values in part.items():
             metrics[name] += values
-    return total.new_tensor(sum(each for _, each, _ in found))
+    return total.new_tensor(sum(item for _, item, _ in result))
 
 
 class Passes:
@@ -75,7 +75,7 @@ class Passes:
 
 def _fingerprint(weights: Sequence[Tensor]) -> int:
     """Of fp32 tensors. A sum of integers does not depend on the order of its terms."""
-    return sum(int(each.detach().view(torch.int32).sum(dtype=torch.int64)) for each in weights)
+    return sum(int(weight.detach().view(torch.int32).sum(dtype=torch.int64)) for weight in weights)
 
 
 def no_loss(model: Any) -> Tensor:

@@ -194,12 +194,12 @@ def make_sft_trainer(
         max_length=None,
         dataset_kwargs={"skip_prepare_dataset": True},
     )
-    made = cast(Any, Dataset)
+    dataset = cast(Any, Dataset)
     trainer = Tuner(
         model=model,
         args=args,
-        train_dataset=made.from_list(learnable),
-        eval_dataset=made.from_list(held_out[: spec.eval_examples]) if held_out else None,
+        train_dataset=dataset.from_list(learnable),
+        eval_dataset=dataset.from_list(held_out[: spec.eval_examples]) if held_out else None,
         processing_class=tokenizer,
         callbacks=callbacks,
     )

@@ -58,9 +58,9 @@ def meet(ranks: Ranks) -> DeviceMesh:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     others = listening()
-    made = cast(Any, distributed)
-    store = made.FileStore(str(ranks.scratch / WORLD), ranks.count)
-    made.init_process_group(
+    created = cast(Any, distributed)
+    store = created.FileStore(str(ranks.scratch / WORLD), ranks.count)
+    created.init_process_group(
         BACKENDS[device], store=store, rank=ranks.rank, world_size=ranks.count, timeout=LONGEST
     )
     mesh = init_device_mesh(device, (ranks.count,))
@@ -72,7 +72,7 @@ def meet(ranks: Ranks) -> DeviceMesh:
 def share_layers(policy: PeftModel, mesh: DeviceMesh) -> None:
     """Leave this rank its part of the base weights of each decoder layer, on the mesh's device."""
     decoder: Any = policy.get_base_model().model
-    trained = {each for each in decoder.parameters() if each.requires_grad}
+    trained = {parameter for parameter in decoder.parameters() if parameter.requires_grad}
     for layer in decoder.layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=trained)
     # The root, which fetches the next layer in advance. The rest of its weights stays whole.

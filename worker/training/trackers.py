@@ -58,9 +58,9 @@ class Trackers:
 
     def tell(self, step: int, metrics: Json) -> None:
         """Queue the metrics of a step. Nulls are left out."""
-        known = {name: value for name, value in metrics.items() if value is not None}
+        existing = {name: value for name, value in metrics.items() if value is not None}
         for tracker in self._running:
-            tracker.waiting.put((step, known))
+            tracker.waiting.put((step, existing))
         self._report_failures()
 
     def close(self) -> None:
@@ -75,7 +75,7 @@ class Trackers:
         self._report_failures()
 
     def _report_failures(self) -> None:
-        for tracker in [each for each in self._running if each.failure]:
+        for tracker in [item for item in self._running if item.failure]:
             self._running.remove(tracker)
             what = f"{tracker.label} gets no more metrics: {tracker.failure}"
             self._writer.event("warning", what)
@@ -96,8 +96,8 @@ class _Tracker(threading.Thread):
             # The constructor imports the tracker's package.
             callback = cast(Any, integration_utils).INTEGRATION_TO_CALLBACK[self.label]()
             callback.on_train_begin(*common, model=None)
-            while (told := self.waiting.get()) is not None:
-                state.global_step, metrics = told
+            while (response := self.waiting.get()) is not None:
+                state.global_step, metrics = response
                 callback.on_log(*common, logs=dict(metrics), model=None)
             callback.on_train_end(*common, model=None)
         except BaseException as error:  # foreign code on its own thread: whatever it raises

@@ -62,11 +62,11 @@ def drivers() -> list[Driver]:
 
 def free_memory() -> dict[str, float]:
     """{UUID: GiB} of each GPU, as nvidia-smi knows it."""
-    found: dict[str, float] = {}
+    results: dict[str, float] = {}
     for line in _ask("uuid,memory.free", 10.0):
         uuid, _, free = line.partition(",")
-        found[uuid.strip()] = _from_mib(free.strip())
-    return found
+        results[uuid.strip()] = _from_mib(free.strip())
+    return results
 
 
 def numbers(version: str) -> tuple[int, ...]:

@@ -87,17 +87,17 @@ class Record:
         """Kill the members that carry the mark; whether there were any. The group may be another's
         by now: once all members have ended, its number is free.
         """
-        found = False
+        result = False
         for path in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 descriptor = os.pidfd_open(int(path.name))  # what is checked is what is killed
                 try:
                     if self._is_member(path):
                         signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-                        found = True
+                        result = True
                 finally:
                     os.close(descriptor)
-        return found
+        return result
 
     def _is_member(self, process: Path) -> bool:
         fields = (process / "stat").read_text().rpartition(") ")[2].split()
@@ -301,8 +301,8 @@ def devices_in_use(home: Path) -> list[str]:
         devices: list[str] = json.loads((home / DEVICES).read_text())
     except (OSError, ValueError):
         return []
-    found = [device_locks.users(device, home) for device in devices]
-    return sorted({user for users in found for user in users}) if all(found) else []
+    results = [device_locks.users(device, home) for device in devices]
+    return sorted({user for users in results for user in users}) if all(results) else []
 
 
 def find_gpus() -> list[str]:
@@ -317,7 +317,7 @@ def find_gpus() -> list[str]:
         return []
     command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     except subprocess.TimeoutExpired:
         return []
-    return found.stdout.split() if found.returncode == 0 else []
+    return process.stdout.split() if process.returncode == 0 else []

@@ -122,7 +122,7 @@ def need_of(spec: RunSpec | EvalSpec, device: Device) -> MemoryNeed | None:
 
 def _named_size(name: str) -> float | None:
     """The parameters that a name like owner/model-32B gives; None for quantized weights."""
-    found = SIZE_IN_NAME.search(name.rpartition("/")[2])
-    if found is None or QUANTIZED.search(name):
+    match = SIZE_IN_NAME.search(name.rpartition("/")[2])
+    if match is None or QUANTIZED.search(name):
         return None
-    return float(found[1]) * {"b": 1e9, "m": 1e6}[found[2].lower()]
+    return float(match[1]) * {"b": 1e9, "m": 1e6}[match[2].lower()]

@@ -78,23 +78,23 @@ class SkyLauncher(ApiLauncher):
     def _is_taking(self, name: str) -> bool:
         """Whether an earlier request to launch the job is under way."""
         query = "api/status?fields=request_id&fields=name&fields=request_body"
-        found = cast("list[Json]", self.ask("GET", query, None, TIMEOUT_S).json())
-        bodies = [json.loads(each["request_body"]) for each in found if each["name"] == LAUNCHES]
+        result = cast("list[Json]", self.ask("GET", query, None, TIMEOUT_S).json())
+        bodies = [json.loads(item["request_body"]) for item in result if item["name"] == LAUNCHES]
         return any(body and body["name"] == name for body in bodies)
 
     def poll(self, handles: Sequence[Handle]) -> dict[str, JobStatus]:
-        asked = {handle.id for handle in handles if handle.id}
+        numbers = {handle.id for handle in handles if handle.id}
         try:
-            if asked - set(self._hints) or time.monotonic() - self._listed_at > LIST_EVERY_S:
-                self._look(asked)
+            if numbers - set(self._hints) or time.monotonic() - self._listed_at > LIST_EVERY_S:
+                self._look(numbers)
         except FlashError as error:
             return {handle.key: JobStatus("unknown", error.what) for handle in handles}
         return {handle.key: self._hints.get(handle.id, FORGOTTEN) for handle in handles}
 
     def _look(self, numbers: Set[str]) -> None:
         jobs = self._list(job_ids=sorted(map(int, numbers))) if numbers else []
-        found = {str(job["job_id"]): _hint(job) for job in jobs}
-        self._hints = {number: found.get(number, FORGOTTEN) for number in numbers}
+        results = {str(job["job_id"]): _hint(job) for job in jobs}
+        self._hints = {number: results.get(number, FORGOTTEN) for number in numbers}
         self._listed_at = time.monotonic()
 
     def cancel(self, handle: Handle) -> None:
@@ -134,10 +134,10 @@ class SkyLauncher(ApiLauncher):
             fix = "name the address of SkyPilot's API server: `sky api info` prints it"
             raise FlashError("target_refused", what, fix=fix)
         answer = self.ask("GET", f"api/get?request_id={number}", None, timeout_s or TIMEOUT_S)
-        found = cast("Json", answer.json())
+        result = cast("Json", answer.json())
         if answer.is_success:
-            return json.loads(found["return_value"] or "null") or {}
-        said: Any = found["detail"]
+            return json.loads(result["return_value"] or "null") or {}
+        said: Any = result["detail"]
         if isinstance(said, dict):
             error = json.loads(cast("Json", said)["error"])
             said = f"{error['type']}: {error['message']}"
@@ -151,18 +151,18 @@ def resources_for(resources: Mapping[str, Any], launch: Launch) -> Json:
     any card with the memory that a card of the attempt needs. A job that needs none, such as the
     one that proves a target, gets none.
     """
-    asked = dict(resources)
-    named = asked.pop("accelerators", "")
+    numbers = dict(resources)
+    named = numbers.pop("accelerators", "")
     if named == NO_CARDS:
-        return asked
+        return numbers
     if not named and launch.card_gib:
         named = f"{math.ceil(launch.card_gib)}GB+"
     if not named:
-        return asked
+        return numbers
     card, _, count = str(named).rpartition(":")
     if not card or not count.isdigit():
         card, count = str(named), "1"
-    return {**asked, "accelerators": f"{card}:{launch.gpus if launch.gpus > 1 else count}"}
+    return {**numbers, "accelerators": f"{card}:{launch.gpus if launch.gpus > 1 else count}"}
 
 
 def script(launch: Launch) -> str:

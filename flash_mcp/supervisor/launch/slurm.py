@@ -79,8 +79,8 @@ class SlurmLauncher(Launcher):
         except FlashError as error:
             return {handle.key: JobStatus("unknown", error.what) for handle in handles}
         forgotten = JobStatus("gone", "Slurm does not list its job")
-        found = {handle.key: jobs.get(handle.id) for handle in handles}
-        return {key: job.hint() if job else forgotten for key, job in found.items()}
+        results = {handle.key: jobs.get(handle.id) for handle in handles}
+        return {key: job.hint() if job else forgotten for key, job in results.items()}
 
     def under_way(self) -> list[Handle]:
         mine = [job for job in self._jobs() if self.tag and job.comment == self.tag]

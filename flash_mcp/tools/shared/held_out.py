@@ -20,7 +20,7 @@ async def read_held_out(host: EnvironmentHost) -> HeldOut:
     environments may be slow to open one."""
     train = await host.tasks("train")
     held_out = await host.tasks("eval")
-    asked = Counter(question for _, question in held_out)
+    counter = Counter(question for _, question in held_out)
     prompts: list[str] = []
 
     async def look(index: int) -> None:
@@ -35,7 +35,7 @@ async def read_held_out(host: EnvironmentHost) -> HeldOut:
                 group.create_task(look(index))
     return HeldOut(
         ids=frozenset(task_id for task_id, _ in held_out),
-        questions=frozenset(question for question, times in asked.items() if times == 1),
+        questions=frozenset(question for question, times in counter.items() if times == 1),
         prompts=frozenset(prompts),
         train_questions=dict(train),
         opened=len(prompts),

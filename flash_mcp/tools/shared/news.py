@@ -94,18 +94,18 @@ class NewsCursor:
         run = run_id[-2:]
         if since is None:
             return cls(run=run)
-        found = CURSOR.fullmatch(since)
-        if found is None or found["run"] != run:
+        match = CURSOR.fullmatch(since)
+        if match is None or match["run"] != run:
             what = f"that is no cursor of {run_id}"
             fix = "pass `since` as the last result of this run has it, or leave it out"
             raise FlashError("invalid_argument", what, since=since, fix=fix)
         return cls(
             run=run,
-            lost=int(found["lost"] or 0),
-            evaluations=int(found["evaluations"] or 0),
-            checkpoint=int(found["checkpoint"] or 0),
-            blocked=bool(found["blocked"]),
-            flags=found["flags"] or "",
+            lost=int(match["lost"] or 0),
+            evaluations=int(match["evaluations"] or 0),
+            checkpoint=int(match["checkpoint"] or 0),
+            blocked=bool(match["blocked"]),
+            flags=match["flags"] or "",
         )
 
     def has(self, flag: Flag) -> bool:
@@ -178,7 +178,7 @@ class Watch:
 
 
 async def wait_for_news(
-    store: Store, run_id: str, told: NewsCursor, until: Until, wait_s: float
+    store: Store, run_id: str, cursor: NewsCursor, until: Until, wait_s: float
 ) -> Report:
     """The report on a run as soon as it has what the caller waits for, or as it is after `wait_s`.
 
@@ -187,7 +187,7 @@ async def wait_for_news(
     watch = Watch(store, run_id)
     deadline = deadline_after(wait_s)
     return await wait_until(
-        watch, lambda report: told.misses(report, until), deadline, watch.progress
+        watch, lambda report: cursor.misses(report, until), deadline, watch.progress
     )
 
 
@@ -209,18 +209,18 @@ def one_line(report: Report) -> str:
     return ", ".join(parts)
 
 
-def news_of(report: Report, told: NewsCursor) -> News:
+def news_of(report: Report, cursor: NewsCursor) -> News:
     """The parts of the report that the caller was not told."""
     view = report.view
     is_over = report.found.run.ended is not None
-    new_flags = told.new_flags(report)
-    is_lost = _lost(report.found.run) > told.lost
+    new_flags = cursor.new_flags(report)
+    is_lost = _lost(report.found.run) > cursor.lost
     news = News(state=view.state, step=view.step, steps=view.steps, eta_s=view.eta_s)
-    if len(report.found.evaluations) > told.evaluations:
-        new = {row.step for row in report.found.evaluations[told.evaluations :]}
+    if len(report.found.evaluations) > cursor.evaluations:
+        new = {row.step for row in report.found.evaluations[cursor.evaluations :]}
         news.held_out = [row for row in view.held_out or () if row.step in new] or None
         news.verdict = view.verdict
-    if (view.checkpoint or 0) > told.checkpoint:
+    if (view.checkpoint or 0) > cursor.checkpoint:
         news.checkpoint = view.checkpoint
     news.flags = new_flags or None
     if is_over or new_flags:
@@ -237,17 +237,17 @@ def news_of(report: Report, told: NewsCursor) -> News:
 
 def _trends(view: RunView) -> dict[str, Trend] | None:
     """The view's trends, told once more at the end."""
-    given = {
+    arguments = {
         "reward": view.reward,
         "success": view.success,
         "loss": view.loss,
         "held_out_loss": view.held_out_loss,
     }
-    return {name: trend for name, trend in given.items() if trend} or None
+    return {name: trend for name, trend in arguments.items() if trend} or None
 
 
-def next_call(report: Report, told: NewsCursor, until: Until, since: str) -> str:
+def next_call(report: Report, cursor: NewsCursor, until: Until, since: str) -> str:
     """What to do after a look: what is new decides, and the look again comes last."""
     wait = waiting_for(report.found.run.id, until, since)
-    flags = report.judged.flags if report.found.run.ended else told.new_flags(report)
+    flags = report.judged.flags if report.found.run.ended else cursor.new_flags(report)
     return next_of(replace(report.situation, flags=flags, wait=wait))

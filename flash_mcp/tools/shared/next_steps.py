@@ -61,8 +61,8 @@ class RunContext:
         """The stored evaluation of the newest checkpoint."""
         if self.checkpoint is None:
             return None
-        wanted = attempts.weights(self.run, self.checkpoint)
-        return next((row for row in self._done if _weights(row) == wanted), None)
+        own_weights = attempts.weights(self.run, self.checkpoint)
+        return next((row for row in self._done if _weights(row) == own_weights), None)
 
     @property
     def baseline(self) -> Run | None:
@@ -71,15 +71,15 @@ class RunContext:
         if trained is None:
             return None
         start = attempts.weights(self.run, 0)
-        found = (row for row in self._done if _weights(row) == start)
-        return next((row for row in found if _differ_in_model_alone(row, trained)), None)
+        result = (row for row in self._done if _weights(row) == start)
+        return next((row for row in result if _differ_in_model_alone(row, trained)), None)
 
     @property
     def _done(self) -> list[Run]:
         """Finished evaluations of the environment that the run trained on."""
         digest = self.run.environment_digest
-        found = [row for row in self.near if row.algorithm == "eval" and row.state == "succeeded"]
-        return [row for row in found if row.environment_digest == digest]
+        results = [row for row in self.near if row.algorithm == "eval" and row.state == "succeeded"]
+        return [row for row in results if row.environment_digest == digest]
 
 
 @dataclass(frozen=True)
@@ -99,26 +99,26 @@ def next_of(situation: RunContext) -> str:
 
 def waiting_for(run_id: str, until: str = "news", since: str | None = None) -> str:
     """The call of status that waits. With `since` it waits for news unless told otherwise."""
-    given = [f"run_id={run_id!r}"]
+    arguments = [f"run_id={run_id!r}"]
     if since is None or until != "news":
-        given.append(f"until={until!r}")
+        arguments.append(f"until={until!r}")
     if since is not None:
-        given.append(f"since={since!r}")
-    return f"status({', '.join(given)})"
+        arguments.append(f"since={since!r}")
+    return f"status({', '.join(arguments)})"
 
 
-def _resuming(found: RunContext) -> str:
+def _resuming(context: RunContext) -> str:
     """The call that continues the run, and how."""
-    run_id = found.run.id
-    if found.run.files_removed is not None:
+    run_id = context.run.id
+    if context.run.files_removed is not None:
         return "train starts another run: the files of this one were removed"
-    if found.checkpoint is None:
+    if context.checkpoint is None:
         return f"train(resume={run_id!r}) starts it over with its own values"
-    if not found.has_optimizer:
+    if not context.has_optimizer:
         call = f"train(resume={run_id!r}, fresh_optimizer=true)"
-        return f"{call} goes on from checkpoint {found.checkpoint} without the optimizer's state"
+        return f"{call} goes on from checkpoint {context.checkpoint} without the optimizer's state"
     return (
-        f"train(resume={run_id!r}) goes on from checkpoint {found.checkpoint} with its own values"
+        f"train(resume={run_id!r}) goes on from checkpoint {context.checkpoint} with its own values"
     )
 
 
@@ -143,116 +143,118 @@ def _worst(run: Run) -> str:
 
 def _is(*states: str) -> Callable[[RunContext], bool]:
     """Of a training run."""
-    return lambda found: found.run.algorithm != "eval" and found.run.state in states
+    return lambda item: item.run.algorithm != "eval" and item.run.state in states
 
 
 def _is_evaluation(*states: str) -> Callable[[RunContext], bool]:
-    return lambda found: found.run.algorithm == "eval" and found.run.state in states
+    return lambda item: item.run.algorithm == "eval" and item.run.state in states
 
 
 def _succeeded(outcome: str | None) -> Callable[[RunContext], bool]:
     """Of a training run whose held-out success changed so; None: it was not measured twice."""
 
-    def applies(found: RunContext) -> bool:
-        judged = found.change.outcome if found.change else None
-        return _is("succeeded")(found) and judged == outcome
+    def applies(context: RunContext) -> bool:
+        judged = context.change.outcome if context.change else None
+        return _is("succeeded")(context) and judged == outcome
 
     return applies
 
 
-def _problem(found: RunContext) -> str:
-    assert found.problem is not None
-    seen = f"{found.problem.name}: see {_worst(found.run)}"
-    if found.run.state == "succeeded":
+def _problem(context: RunContext) -> str:
+    assert context.problem is not None
+    seen = f"{context.problem.name}: see {_worst(context.run)}"
+    if context.run.state == "succeeded":
         return f"{seen}; train again with its remedy"
-    return f"{seen}; cancel(run_id={found.run.id!r}) if it is not worth its time; {found.waiting}"
+    return (
+        f"{seen}; cancel(run_id={context.run.id!r}) if it is not worth its time; {context.waiting}"
+    )
 
 
-def _warning(found: RunContext) -> str:
-    names = ", ".join(flag.name for flag in found.flags)
-    return f"{names}: {_worst(found.run)} shows why; {found.waiting} waits on"
+def _warning(context: RunContext) -> str:
+    names = ", ".join(flag.name for flag in context.flags)
+    return f"{names}: {_worst(context.run)} shows why; {context.waiting} waits on"
 
 
-def _after_failure(found: RunContext) -> str:
-    return f"act on error.fix, then {_resuming(found)}"
+def _after_failure(context: RunContext) -> str:
+    return f"act on error.fix, then {_resuming(context)}"
 
 
-def _after_cancel(found: RunContext) -> str:
-    if found.checkpoint is None or found.run.files_removed is not None:
-        return _resuming(found)
-    return f"{_resuming(found)}; deploy(run_id={found.run.id!r}) serves it"
+def _after_cancel(context: RunContext) -> str:
+    if context.checkpoint is None or context.run.files_removed is not None:
+        return _resuming(context)
+    return f"{_resuming(context)}; deploy(run_id={context.run.id!r}) serves it"
 
 
-def _unmeasured(found: RunContext) -> str:
-    run = found.run
-    if found.measurement:
-        return _against_the_start(found)
-    if found.measured and run.training.eval_after and found.checkpoint is not None:
-        start = f"evaluate(model='{run.id}@0', limit={found.measured})"
+def _unmeasured(context: RunContext) -> str:
+    run = context.run
+    if context.measurement:
+        return _against_the_start(context)
+    if context.measured and run.training.eval_after and context.checkpoint is not None:
+        start = f"evaluate(model='{run.id}@0', limit={context.measured})"
         then = f"compare(base=its run_id, other={run.id!r})"
         return f"it was measured at its end; {start} measures the start alike, then {then}"
-    if found.split_size != 0 and found.checkpoint is not None:
+    if context.split_size != 0 and context.checkpoint is not None:
         measured = f"evaluate(model={run.id!r}) measures it on held-out tasks"
         return f"{measured}, and compare sets it against the base model"
     serves = f"deploy(run_id={run.id!r}) serves it"
-    if found.checkpoint is None:
+    if context.checkpoint is None:
         serves = "it saved no checkpoint that could be served"
     if run.algorithm == "sft":  # it has no rollouts
         return serves
     return f"rollouts(run_id={run.id!r}, which='best') shows what was learnt; {serves}"
 
 
-def _against_the_start(found: RunContext) -> str:
-    trained = found.measurement
+def _against_the_start(context: RunContext) -> str:
+    trained = context.measurement
     assert trained is not None
-    if found.baseline:
-        call = f"compare(base={found.baseline.id!r}, other={trained.id!r})"
+    if context.baseline:
+        call = f"compare(base={context.baseline.id!r}, other={trained.id!r})"
         return f"{call} says whether training helped: both were measured"
-    same = measuring(f"{found.run.id}@0", trained)
+    same = measuring(f"{context.run.id}@0", trained)
     return f"{trained.id} measured it; {same} measures the start alike, then compare"
 
 
-def _undecided(found: RunContext) -> str:
-    if found.measurement:
-        return _against_the_start(found)
-    assert found.change is not None
-    run = found.run
-    models = (f"{run.id}@0", f"{run.id}@{found.checkpoint}")
-    if found.checkpoint is None:
-        return f"about {found.change.decide_n} tasks would decide, and it saved no checkpoint"
-    return _more(models, run, found.change, found.measured, found.split_size)
+def _undecided(context: RunContext) -> str:
+    if context.measurement:
+        return _against_the_start(context)
+    assert context.change is not None
+    run = context.run
+    models = (f"{run.id}@0", f"{run.id}@{context.checkpoint}")
+    if context.checkpoint is None:
+        return f"about {context.change.decide_n} tasks would decide, and it saved no checkpoint"
+    return _more(models, run, context.change, context.measured, context.split_size)
 
 
-def _unchanged(found: RunContext) -> str:
-    failing = f"rollouts(run_id={found.run.id!r}, which='worst', split='eval')"
+def _unchanged(context: RunContext) -> str:
+    failing = f"rollouts(run_id={context.run.id!r}, which='worst', split='eval')"
     return f"{failing} shows what still fails; change one thing and train again"
 
 
-def _improved(found: RunContext) -> str:
-    return f"deploy(run_id={found.run.id!r}), then chat with the base model beside it"
+def _improved(context: RunContext) -> str:
+    return f"deploy(run_id={context.run.id!r}), then chat with the base model beside it"
 
 
-def _awaited(found: RunContext) -> str:
-    run = found.run
-    earlier = [row for row in found.near if row.created < run.created]
+def _awaited(context: RunContext) -> str:
+    run = context.run
+    earlier = [row for row in context.near if row.created < run.created]
     # Another owner's earlier run need not start first.
     own = (row for row in earlier if row.owner == run.owner)
     ahead = next((row for row in own if row.ended is None), None)
     waits = f"; it waits for {ahead.id}" if ahead and run.state == "queued" else ""
-    call = found.wait or waiting_for(run.id, "end")
+    call = context.wait or waiting_for(run.id, "end")
     return f"{call} has the scores once they are there{waits}"
 
 
-def _repeated_evaluation(found: RunContext) -> str:
-    run = found.run
+def _repeated_evaluation(context: RunContext) -> str:
+    run = context.run
     again = f"{measuring(_model_of(run, 0), run)} measures it again"
     return f"act on error, then {again}" if run.state == "failed" else again
 
 
-def _after_scores(found: RunContext) -> str:
-    run = found.run
+def _after_scores(context: RunContext) -> str:
+    run = context.run
     failures = f"{_worst(run)} shows what fails"
-    earlier = [row for row in found.near if row.created < run.created]
+    earlier = [row for row in context.near if row.created < run.created]
     partner = next((row for row in earlier if _differ_in_model_alone(row, run)), None)
     if partner is None:
         return f"{failures}; evaluate another model on the same tasks, then compare"
@@ -265,8 +267,8 @@ RULES = (
     Rule(
         "something holds it up: no supervisor, a full disk, secrets",
         "do what `warnings` says, then wait",
-        lambda found: found.is_blocked,
-        lambda found: f"do what the first of warnings says; then {found.waiting}",
+        lambda item: item.is_blocked,
+        lambda item: f"do what the first of warnings says; then {item.waiting}",
     ),
     Rule(
         "an evaluation that has not ended",
@@ -301,8 +303,8 @@ RULES = (
     Rule(
         "the splits share tasks",
         "take them out, `env_test`, `env_push`, train again",
-        lambda found: any(flag.name == CONTAMINATED for flag in found.flags),
-        lambda found: (
+        lambda item: any(flag.name == CONTAMINATED for flag in item.flags),
+        lambda item: (
             "take the shared tasks out of one of the splits, env_test, env_push and train again:"
             " see flags"
         ),
@@ -310,25 +312,25 @@ RULES = (
     Rule(
         "under way, with a new problem",
         "`rollouts`; `cancel`, or wait on",
-        lambda found: _is(*ACTIVE)(found) and found.problem,
+        lambda item: _is(*ACTIVE)(item) and item.problem,
         _problem,
     ),
     Rule(
         "under way, with a new warning",
         "`rollouts`, then wait on",
-        lambda found: _is(*ACTIVE)(found) and found.flags,
+        lambda item: _is(*ACTIVE)(item) and item.flags,
         _warning,
     ),
     Rule(
         "under way",
         "wait for news",
         _is(*ACTIVE),
-        lambda found: found.waiting,
+        lambda item: item.waiting,
     ),
     Rule(
         "succeeded with a problem, and held-out success was not measured",
         "`rollouts`, train again with the remedy",
-        lambda found: _succeeded(None)(found) and found.problem,
+        lambda item: _succeeded(None)(item) and item.problem,
         _problem,
     ),
     Rule(
@@ -355,10 +357,10 @@ def after_train(run: Run, after: str, *, created: bool) -> str:
     """`after` is what follows a run that has ended."""
     if run.ended is None:
         return f"{waiting_for(run.id)} follows it; cancel ends it"
-    found = f"{run.id} {run.state} before"
+    result = f"{run.id} {run.state} before"
     if created:
-        return f"{found}: {after}"
-    return f"{found}, and the key stands for it: {after}; another idempotency_key starts another"
+        return f"{result}: {after}"
+    return f"{result}, and the key stands for it: {after}; another idempotency_key starts another"
 
 
 # -- evaluations -----------------------------------------------------------------------------------
@@ -399,9 +401,9 @@ def measuring(model: str, like: Run, *, count: int | None = None, tries: int | N
     chosen = attempts.settings(like)
     if tries is not None:
         chosen |= {"attempts": tries, "temperature": 1.0}
-    made = _task_count(like)
-    if count is None and made and like.evaluation.tasks == list(range(made)):
-        count = made
+    task_count = _task_count(like)
+    if count is None and task_count and like.evaluation.tasks == list(range(task_count)):
+        count = task_count
     usual = _usual(model, like, chosen)
     for name, value in usual.items():
         if chosen.get(name) == value:
@@ -413,15 +415,15 @@ def measuring(model: str, like: Run, *, count: int | None = None, tries: int | N
         "limit": count,
         "secrets": like.spec.secrets or None,
     }
-    given: list[str] = []
+    arguments: list[str] = []
     for name, value in (places | chosen).items():
         if value is None:
             continue
         text = repr(value)
         if len(text) > 300:  # environment_args
             text = f"<that of {like.id}>"
-        given.append(f"{name}={text}")
-    return f"evaluate({', '.join(given)})"
+        arguments.append(f"{name}={text}")
+    return f"evaluate({', '.join(arguments)})"
 
 
 def _usual(model: str, like: Run, chosen: dict[str, Any]) -> dict[str, Any]:
@@ -544,10 +546,10 @@ def passed_on(secrets: Iterable[str] | None, environment_args: Mapping[str, Any]
     alone.
     """
     names = list(secrets or ())
-    given = f", secrets={names!r}" if names else ""
+    arguments = f", secrets={names!r}" if names else ""
     if environment_args:
-        given += f", environment_args={json.dumps(environment_args, ensure_ascii=False)}"
-    return given
+        arguments += f", environment_args={json.dumps(environment_args, ensure_ascii=False)}"
+    return arguments
 
 
 def after_test(failed: Sequence[str], environment: str | None, path: Path, needed: str) -> str:

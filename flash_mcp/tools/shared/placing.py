@@ -107,15 +107,15 @@ def check_gpus(count: int, *, shares_model: bool = False) -> None:
 
 
 def placed(
-    store: Store, resolved: Resolved, need_on: NeedOn, known: str | None = None
+    store: Store, resolved: Resolved, need_on: NeedOn, existing: str | None = None
 ) -> tuple[Resolved, str | None]:
     """The spec with a target in place of "auto", and why that one. `known` is the target that an
     earlier call with the same idempotency key was given.
     """
     if resolved.spec.target != AUTO:
         return resolved, None
-    choice = Choice(known or "", "")
-    if known is None:
+    choice = Choice(existing or "", "")
+    if existing is None:
         choice = choose(places(store), need_on, resolved.spec.gpus)
     spec = resolved.spec.model_copy(update={"target": choice.target})
     sources = {**resolved.sources, "target": AUTO}
@@ -129,11 +129,11 @@ def places(store: Store) -> list[Place]:
     for (name, _), number in counts.items():
         active[name] = active.get(name, 0) + number
     waiting = store.targets_with_waiting()
-    found = [_here(store, active.get(LOCAL_TARGET, 0))]
+    results = [_here(store, active.get(LOCAL_TARGET, 0))]
     for name, settings in targets(store.base).items():
         is_full = active.get(name, 0) >= settings.slots or name in waiting
-        found.append(_elsewhere(name, settings, is_full=is_full))
-    return found
+        results.append(_elsewhere(name, settings, is_full=is_full))
+    return results
 
 
 def _here(store: Store, active: int) -> Place:

@@ -36,8 +36,8 @@ def text() -> str:
     """TRAINING.md, as installed with the package or from the repository."""
     package = Path(__file__).parents[2]
     installed = package / "TRAINING.md"
-    found = installed if installed.is_file() else package.parent / "TRAINING.md"
-    return found.read_text(encoding="utf-8")
+    result = installed if installed.is_file() else package.parent / "TRAINING.md"
+    return result.read_text(encoding="utf-8")
 
 
 def loop(goal: str) -> str:

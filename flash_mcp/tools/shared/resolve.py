@@ -112,14 +112,14 @@ def resolve_eval(
 
 
 def resolved_spec(
-    store: Store, given: dict[str, Any], config: str | None
+    store: Store, arguments: dict[str, Any], config: str | None
 ) -> tuple[ResolvedSpec, ModelCard, Dataset | None]:
     from_file = read_toml(Path(config).expanduser()) if config else {}
-    if "environment" not in from_file | given:
+    if "environment" not in from_file | arguments:
         fix = "pass environment=NAME, as returned by env_push; catalog lists what was pushed"
         what = "environment: missing, here and in the config file"
         raise FlashError("invalid_argument", what, fix=fix)
-    fields = from_file | given
+    fields = from_file | arguments
     shape = _adapter_shape(store, fields)
     fields = shape | fields
     spec = validate(fields)
@@ -131,7 +131,7 @@ def resolved_spec(
         spec = validate({**fields, **other})
     resolved = resolve(
         spec,
-        file_fields=frozenset(from_file) - frozenset(given),
+        file_fields=frozenset(from_file) - frozenset(arguments),
         adapter_fields=frozenset(shape),
     )
     return _bounded(resolved, card), card, dataset

@@ -88,11 +88,11 @@ def expected_time(store: Store, work: Work) -> RunTime | None:
     """
     ended = [run for run in store.runs(limit=LOOKED_AT) if _is_alike(run, work.spec)]
     ended.sort(key=lambda run: run.environment != work.environment)
-    if found := _as_before(store, work, ended):
-        return found
+    if result := _as_before(store, work, ended):
+        return result
     for run in ended:
-        if run.algorithm == "eval" and (found := time_by_evaluation(store, work, run)):
-            return found
+        if run.algorithm == "eval" and (result := time_by_evaluation(store, work, run)):
+            return result
     return None
 
 
@@ -125,7 +125,7 @@ def _as_before(store: Store, work: Work, ended: Sequence[Run]) -> RunTime | None
     time = RunTime(seconds=round(seconds), basis=basis)
     if run.environment != work.environment:
         return _elsewhere(time, run)
-    alike = [each for other, each in paces if other.environment == run.environment]
+    alike = [item for other, item in paces if other.environment == run.environment]
     if len(alike) < SCATTERED:
         return time
     why = f"the fastest and the slowest of {len(alike)} such runs"
@@ -140,11 +140,11 @@ def _conversation_s(store: Store, run: Run) -> float | None:
 
 def _attempt_s(store: Store, run: Run) -> float | None:
     """Seconds for each attempt of the run's evaluations."""
-    summaries = [each.summary for each in store.evals(run.id)]
-    measured = [each for each in summaries if each.get("seconds") and each.get("n")]
+    summaries = [item.summary for item in store.evals(run.id)]
+    measured = [summary for summary in summaries if summary.get("seconds") and summary.get("n")]
     if not measured:
         return None
-    return sum(each["seconds"] for each in measured) / sum(each["n"] for each in measured)
+    return sum(item["seconds"] for item in measured) / sum(item["n"] for item in measured)
 
 
 def _elsewhere(time: RunTime, run: Run) -> RunTime:
@@ -163,7 +163,7 @@ def time_by_evaluation(store: Store, work: Work, run: Run) -> RunTime | None:
         return None
     speed = float(round(rows[-1].summary["tokens_per_s"]))
     tasks = attempts.by_task(store.tries(run.id, run.evaluation.step))
-    groups = [fmean(each.tokens for each in group) for group in tasks.values()]
+    groups = [fmean(item.tokens for item in group) for group in tasks.values()]
     tokens = fmean(groups) if groups else 0.0
     if not tokens or not speed:
         return None
@@ -201,10 +201,10 @@ def _training_share(store: Store, spec: RunSpec) -> TrainingShare:
         rollout = store.series(run.id, "time/rollout_s", points=1)
         if train and rollout and rollout[0][1]:
             share = train[0][1] / rollout[0][1]
-            told = f"{share:.2g} s of training for each of generation as in {run.id}"
-            return TrainingShare(share, True, told)
-    told = f"a guess of {TRAINING_SHARE:g} s of training for each of generation"
-    return TrainingShare(TRAINING_SHARE, False, told)
+            basis = f"{share:.2g} s of training for each of generation as in {run.id}"
+            return TrainingShare(share, True, basis)
+    basis = f"a guess of {TRAINING_SHARE:g} s of training for each of generation"
+    return TrainingShare(TRAINING_SHARE, False, basis)
 
 
 def _evaluations(spec: RunSpec, steps: int) -> int:

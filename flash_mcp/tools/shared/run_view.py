@@ -207,17 +207,17 @@ class Report:
 def report_on(store: Store, run_id: str, *, detailed: bool = False) -> Report:
     """FlashError(unknown_run)."""
     blocked = obstacles(store, store.run(run_id))
-    found = store.load(run_id)
-    judged = _judge(found)
-    view = _view(store, found, judged, blocked)
-    if found.run.used_s:
-        view.cost = costs.cost(found.run, store.base)
-    if found.run.state == "queued":
-        view.queued_ahead = queue.queued_ahead(store, found.run)
+    load = store.load(run_id)
+    judged = _judge(load)
+    view = _view(store, load, judged, blocked)
+    if load.run.used_s:
+        view.cost = costs.cost(load.run, store.base)
+    if load.run.state == "queued":
+        view.queued_ahead = queue.queued_ahead(store, load.run)
     if detailed:
-        _add_details(store, view, found, judged)
-    situation = _situation(store, found, judged, is_blocked=bool(blocked))
-    return Report(found=found, judged=judged, blocked=blocked, view=view, situation=situation)
+        _add_details(store, view, load, judged)
+    situation = _situation(store, load, judged, is_blocked=bool(blocked))
+    return Report(found=load, judged=judged, blocked=blocked, view=view, situation=situation)
 
 
 # -- the judgement ---------------------------------------------------------------------------------
@@ -249,31 +249,31 @@ def _judge(found: RunHistory) -> Judgement:
     )
 
 
-def _held_out(found: RunHistory) -> list[Evaluation]:
+def _held_out(history: RunHistory) -> list[Evaluation]:
     """Evaluations of a training run that can be judged: environment code did not fail them all."""
-    if found.run.algorithm == "eval":
+    if history.run.algorithm == "eval":
         return []
-    return [row for row in found.evaluations if row.summary["n"]]
+    return [row for row in history.evaluations if row.summary["n"]]
 
 
 def _situation(
-    store: Store, found: RunHistory, judged: Judgement, *, is_blocked: bool
+    store: Store, history: RunHistory, judged: Judgement, *, is_blocked: bool
 ) -> RunContext:
-    evaluations = _held_out(found)
-    checkpoint = found.checkpoints[-1].step if found.checkpoints else None
+    evaluations = _held_out(history)
+    checkpoint = history.checkpoints[-1].step if history.checkpoints else None
     has_optimizer = True  # also where the folder is elsewhere: its store may not answer
-    is_here = found.run.target == LOCAL_TARGET
-    if checkpoint is not None and is_here and found.run.state in ("failed", "cancelled"):
-        has_optimizer = folder_of(found.run).has_optimizer(checkpoint)
+    is_here = history.run.target == LOCAL_TARGET
+    if checkpoint is not None and is_here and history.run.state in ("failed", "cancelled"):
+        has_optimizer = folder_of(history.run).has_optimizer(checkpoint)
     return RunContext(
-        run=found.run,
+        run=history.run,
         flags=judged.flags,
         change=judged.change,
         measured=int(evaluations[-1].summary["n"]) if evaluations else 0,
         checkpoint=checkpoint,
         has_optimizer=has_optimizer,
-        split_size=split_size(store, found.run),
-        near=found.near,
+        split_size=split_size(store, history.run),
+        near=history.near,
         is_blocked=is_blocked,
     )
 
@@ -281,14 +281,14 @@ def _situation(
 # -- the view --------------------------------------------------------------------------------------
 
 
-def _view(store: Store, found: RunHistory, judged: Judgement, blocked: Sequence[str]) -> RunView:
-    run = found.run
-    newest = found.recent[-1] if found.recent else None
+def _view(store: Store, history: RunHistory, judged: Judgement, blocked: Sequence[str]) -> RunView:
+    run = history.run
+    newest = history.recent[-1] if history.recent else None
     step = max(run.step, newest.step if newest else 0)
-    step_s = _step_s(found)
-    evaluations = _held_out(found)
+    step_s = _step_s(history)
+    evaluations = _held_out(history)
     shown = evaluations if len(evaluations) <= 5 else [evaluations[0], *evaluations[-4:]]
-    warnings = [shorten(warning, 300) for warning in (*blocked, *found.warnings)]
+    warnings = [shorten(warning, 300) for warning in (*blocked, *history.warnings)]
     view = RunView(
         run_id=run.id,
         name=run.name,
@@ -303,11 +303,11 @@ def _view(store: Store, found: RunHistory, judged: Judgement, blocked: Sequence[
         phase=run.phase,
         attempt=f"{run.attempt} of {run.max_attempts}" if run.attempt > 1 else None,
         step_s=rounded(step_s, 2),
-        tokens_per_s=rounded(mean_of(found.recent, "engine/tokens_per_s"), 0),
+        tokens_per_s=rounded(mean_of(history.recent, "engine/tokens_per_s"), 0),
         held_out=[_point(row) for row in shown] or None,
         verdict=judged.verdict,
         newest=_newest_values(newest) if newest else None,
-        checkpoint=found.checkpoints[-1].step if found.checkpoints else None,
+        checkpoint=history.checkpoints[-1].step if history.checkpoints else None,
         flags=judged.flags or None,
         warnings=warnings or None,
         error=_failure(store, run),
@@ -315,16 +315,16 @@ def _view(store: Store, found: RunHistory, judged: Judgement, blocked: Sequence[
     _add_place(view, run)
     _add_times(view, run, step_s)
     if run.algorithm == "grpo":
-        view.reward = health.trend(found.values["reward/mean"])
-        view.success = health.trend(found.values["success/rate"])
+        view.reward = health.trend(history.values["reward/mean"])
+        view.success = health.trend(history.values["success/rate"])
     elif run.algorithm == "sft":
-        view.loss = health.trend(found.values["loss"], lower_is_better=True)
-        view.held_out_loss = health.trend(found.values["eval_loss"], lower_is_better=True)
+        view.loss = health.trend(history.values["loss"], lower_is_better=True)
+        view.held_out_loss = health.trend(history.values["eval_loss"], lower_is_better=True)
     if judged.history:
         outcome = judged.change.outcome if judged.change else None
         view.outlook = health.outlook(judged.history, judged.flags, outcome)
-    if run.algorithm == "eval" and found.evaluations:
-        view.scores = scores_of(found.evaluations[-1], found.tries)
+    if run.algorithm == "eval" and history.evaluations:
+        view.scores = scores_of(history.evaluations[-1], history.tries)
     return view
 
 
@@ -343,14 +343,14 @@ def _add_times(view: RunView, run: Run, step_s: float | None) -> None:
         view.eta_s = round((run.steps - view.step) * step_s)
 
 
-def _step_s(found: RunHistory) -> float | None:
+def _step_s(history: RunHistory) -> float | None:
     """Seconds a step takes. Of an evaluation, an attempt: many run at once, so the time since the
     worker began to sample counts.
     """
-    run = found.run
+    run = history.run
     if run.algorithm != "eval":
-        return mean_of(found.recent, "time/step_s")
-    began = found.sampling
+        return mean_of(history.recent, "time/step_s")
+    began = history.sampling
     if began is None or run.state not in ACTIVE or run.step <= began.data["step"]:
         return None
     return (time.time() - began.time) / (run.step - began.data["step"])
@@ -401,11 +401,11 @@ def _log_tail(store: Store, run: Run, characters: int) -> str:
 # -- the detailed form -----------------------------------------------------------------------------
 
 
-def _add_details(store: Store, view: RunView, found: RunHistory, judged: Judgement) -> None:
-    run = found.run
+def _add_details(store: Store, view: RunView, history: RunHistory, judged: Judgement) -> None:
+    run = history.run
     view.failures = failure_counts(_newest_rollouts(store, run.id)) or None
     view.metrics = _metrics(judged.history) or None
-    view.lineage = _lineage(run, found)
+    view.lineage = _lineage(run, history)
     view.values = without_empty(run.spec.model_dump())
     view.sources = by_source(run.sources)
     view.log_tail = _log_tail(store, run, 2500) or None
@@ -426,19 +426,19 @@ def _metrics(history: Sequence[Metrics]) -> dict[str, str]:
     steps = health.Steps(history)
     for name in sorted({name for metrics in history for name in metrics} - {"step"}):
         values = steps.column(name)
-        found = health.trend(values)
-        if found:
+        result = health.trend(values)
+        if result:
             spark = health.sparkline(values, 12)
-            shown[name] = f"{found.first:.4g} -> {found.last:.4g} {spark}"
+            shown[name] = f"{result.first:.4g} -> {result.last:.4g} {spark}"
     return shown
 
 
-def _lineage(run: Run, found: RunHistory) -> Lineage:
+def _lineage(run: Run, history: RunHistory) -> Lineage:
     lineage = Lineage(
-        model=pinned(run.model, found.model_commit or run.lineage.get("model_commit")),
+        model=pinned(run.model, history.model_commit or run.lineage.get("model_commit")),
         code=run.lineage.get("code"),
         environment=run.environment_reference,
-        checkpoints={row.step: row.digest for row in found.checkpoints[-3:]} or None,
+        checkpoints={row.step: row.digest for row in history.checkpoints[-3:]} or None,
         gate=run.lineage.get("gate"),
     )
     if run.init_adapter:
@@ -451,11 +451,11 @@ def _lineage(run: Run, found: RunHistory) -> Lineage:
 
 def by_source(sources: Mapping[str, str]) -> dict[str, list[str]]:
     """The fields whose value somebody gave, by where."""
-    found: dict[str, list[str]] = {}
+    results: dict[str, list[str]] = {}
     for name, source in sources.items():
         if source in ("argument", "file", "adapter", AUTO):
-            found.setdefault(source, []).append(name)
-    return found
+            results.setdefault(source, []).append(name)
+    return results
 
 
 def mean_of(rows: Sequence[StepMetrics], name: str) -> float | None:

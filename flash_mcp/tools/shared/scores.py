@@ -65,37 +65,37 @@ def scores(store: Store, run: Run) -> Scores | None:
 
 def scores_of(evaluation: Evaluation, tries: Sequence[Try]) -> Scores:
     tasks = attempts.by_task(tries)
-    valid = [each for each in tries if each.error is None]
-    codes = Counter(each.error for each in tries if each.error is not None)
-    found = Scores(
+    valid = [item for item in tries if item.error is None]
+    codes = Counter(item.error for item in tries if item.error is not None)
+    result = Scores(
         tasks=len(tasks),
         n=len(valid),
         errors=len(tries) - len(valid),
         error_codes=dict(codes) or None,
     )
     if not valid:
-        return found
-    outcomes = [[each.success for each in group] for group in tasks.values()]
+        return result
+    outcomes = [[item.success for item in group] for group in tasks.values()]
     interval = statistics.success_interval(outcomes)
-    found.success = fmean(each.success for each in valid)
-    found.low = interval.low
-    found.high = interval.high
-    found.constant = evaluation.summary.get("constant_success")
-    found.doubt = comparison.against_constant(evaluation, interval.low) or None
-    found.reward = fmean(each.reward for each in valid)
-    found.pass_at = attempts.pass_at(tasks) or None
+    result.success = fmean(item.success for item in valid)
+    result.low = interval.low
+    result.high = interval.high
+    result.constant = evaluation.summary.get("constant_success")
+    result.doubt = comparison.against_constant(evaluation, interval.low) or None
+    result.reward = fmean(item.reward for item in valid)
+    result.pass_at = attempts.pass_at(tasks) or None
     if len(valid) > len(tasks):
         kinds = attempts.distinct(tasks, "success")
-        found.uniform_share = attempts.uniform_share(tasks)
-        found.never_solved = kinds.count({False})
-        found.always_solved = kinds.count({True})
-    found.tokens_mean = round(fmean(each.tokens for each in valid), 1)
-    found.tokens_most = max(each.tokens for each in valid)
-    found.turns = round(fmean(each.turns for each in valid), 2)
-    found.truncated = fmean(each.truncated for each in valid)
+        result.uniform_share = attempts.uniform_share(tasks)
+        result.never_solved = kinds.count({False})
+        result.always_solved = kinds.count({True})
+    result.tokens_mean = round(fmean(item.tokens for item in valid), 1)
+    result.tokens_most = max(item.tokens for item in valid)
+    result.turns = round(fmean(item.turns for item in valid), 2)
+    result.truncated = fmean(item.truncated for item in valid)
     speed = evaluation.summary.get("tokens_per_s")
-    found.tokens_per_s = float(round(speed)) if speed else None
-    return found
+    result.tokens_per_s = float(round(speed)) if speed else None
+    return result
 
 
 def thoughts(found: Scores) -> list[str]:

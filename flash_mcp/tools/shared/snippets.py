@@ -73,11 +73,11 @@ def _prompt(store: Store, row: Deployment) -> list[Json] | None:
     if rollout is None:
         return None
     first = rollout.messages[: rollout.prompt_messages]
-    messages = [{name: each[name] for name in MESSAGE_FIELDS if name in each} for each in first]
-    system = [each for each in messages if each["role"] == "system"]
+    messages = [{name: item[name] for name in MESSAGE_FIELDS if name in item} for item in first]
+    system = [message for message in messages if message["role"] == "system"]
     shorter = [*system, {"role": "user", "content": QUESTION}]
     for candidate in (messages, shorter if system else []):
-        is_plain = all(isinstance(each.get("content"), str) for each in candidate)
+        is_plain = all(isinstance(item.get("content"), str) for item in candidate)
         if candidate and is_plain and len(json.dumps(candidate)) <= PROMPT_CHARACTERS:
             return candidate
     return None

@@ -79,10 +79,10 @@ class Tool:
     open_world: bool = False
     changes_with: tuple[str, ...] = ()
 
-    def is_reading(self, given: dict[str, Any]) -> bool:
+    def is_reading(self, arguments: dict[str, Any]) -> bool:
         """Whether a call with these arguments changes nothing."""
         if self.changes_with:
-            return not any(given.get(name) for name in self.changes_with)
+            return not any(arguments.get(name) for name in self.changes_with)
         return self.read_only
 
     @property
@@ -101,7 +101,7 @@ class Tool:
     def required(self) -> list[str]:
         """The arguments without a default."""
         parameters = self.signature.parameters.values()
-        return [each.name for each in parameters if each.default is each.empty]
+        return [parameter.name for parameter in parameters if parameter.default is parameter.empty]
 
     @cached_property
     def signature(self) -> inspect.Signature:
@@ -136,7 +136,7 @@ def _describe_arguments(function: Callable[..., Any]) -> None:
     signature = signature.replace(parameters=parameters)
     function.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
     returned = {"return": signature.return_annotation}
-    function.__annotations__ = {each.name: each.annotation for each in parameters} | returned
+    function.__annotations__ = {item.name: item.annotation for item in parameters} | returned
 
 
 def check_arguments(tool: Tool, arguments: dict[str, Any]) -> None:

@@ -65,13 +65,13 @@ async def submit(
 
     def find_or_enqueue() -> tuple[Run, bool]:
         with store.transaction():
-            known = queue.asked_before(store, resolved, key)
-            if known is None and not again:
-                found = measured(store, resolved.spec, environment, subject)
-                same = (run for run in found if any_name or run.environment == environment.name)
-                known = next(same, None)
-            if known is not None:
-                return queue.label(store, known, label), False
+            existing = queue.asked_before(store, resolved, key)
+            if existing is None and not again:
+                result = measured(store, resolved.spec, environment, subject)
+                same = (run for run in result if any_name or run.environment == environment.name)
+                existing = next(same, None)
+            if existing is not None:
+                return queue.label(store, existing, label), False
             run, created = queue.enqueue(store, resolved, environment, subject.adapter, key)
             return queue.label(store, run, label), created
 
@@ -132,12 +132,12 @@ async def wait_until(
     """What `read` returns once it is `done`, or at `deadline`. `read` runs on a thread.
 
     `progress` says what to report of it meanwhile: a message and a share in 0..1."""
-    found = await run_sync(read)
-    while not done(found) and time.monotonic() < deadline:
+    result = await run_sync(read)
+    while not done(result) and time.monotonic() < deadline:
         await anyio.sleep(POLL_S)
-        found = await run_sync(read)
-        await report(*progress(found))
-    return found
+        result = await run_sync(read)
+        await report(*progress(result))
+    return result
 
 
 async def ended(store: Store, run_id: str, deadline: float) -> Run:
@@ -163,10 +163,10 @@ async def wait_for_change(store: Store, run_id: str, wait_s: float) -> bool:
     run, seen = await run_sync(read)
     if run.state not in ACTIVE:
         return False
-    _, found = await wait_until(
+    _, result = await wait_until(
         read, lambda now: now[1] != seen, deadline, lambda now: progress_of(now[0])
     )
-    return found != seen
+    return result != seen
 
 
 def progress_of(
@@ -211,8 +211,8 @@ def obstacle(store: Store) -> FlashError | None:
         fix = "free space there: the run goes on from its newest checkpoint"
         what = "the disk is as good as full"
         return FlashError("disk_full", what, path=store.base, free_bytes=free, fix=fix)
-    if (found := unfit(store.base)) and found.hangs:
-        return FlashError("not_ready", found.what, fix=found.fix)
+    if (result := unfit(store.base)) and result.hangs:
+        return FlashError("not_ready", result.what, fix=result.fix)
     if is_supervised(store.base):
         return None
     fix = (
@@ -226,14 +226,14 @@ def obstacles(store: Store, run: Run) -> list[str]:
     """What keeps an active run from going on. Looking starts nothing and hands nothing over."""
     if run.state not in ACTIVE:
         return []
-    if found := obstacle(store):
-        return [str(found)]
+    if result := obstacle(store):
+        return [str(result)]
     if run.state == "running" and run.phase != "secrets":
         return []
     if run.error and run.error["code"] == "disk_full":
         return [str(FlashError.from_dict(run.error))]
-    if run.target != LOCAL_TARGET and (found := _target_trouble(store, run)):
-        return found
+    if run.target != LOCAL_TARGET and (result := _target_trouble(store, run)):
+        return result
     if limit := costs.waits_for_limit(store, run):
         return [str(limit)]
     is_here = run.target == LOCAL_TARGET
