@@ -194,6 +194,22 @@ def test_a_function_that_is_too_long_or_too_complex_is_named(tmp_path: Path) -> 
     assert sizes(tmp_path, "        x += 1\n" * 59) == ""
 
 
+def test_a_package_that_uses_too_many_vague_names_is_named(tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "density.py", tmp_path / "scripts")
+    lines = {"environments": 0, "flash_mcp": 4, "worker": 5}
+    for package, count in lines.items():
+        (tmp_path / package).mkdir()
+        vague = ["found = 1  # found"] * count
+        text = "\n".join([*vague, *["rows = 1"] * (1000 - count)])
+        (tmp_path / package / "a.py").write_text(text)
+    command = [sys.executable, "scripts/density.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert line.startswith("worker uses ") and "found" in line and "5.0 times" in line
+
+
 def test_the_faults_of_a_rehearsal_are_of_all_kinds_and_those_of_its_seed() -> None:
     faults = strikes.plan(0, 30)
     counts = Counter(fault.kind for fault in faults)

@@ -158,20 +158,20 @@ async def hunt(
     try:
         async with asyncio.timeout(deadline_s):
             await hunter.run()
-        hunter.found.is_finished = hunter.found.plays < most_plays
+        hunter.outcome.is_finished = hunter.outcome.plays < most_plays
     except TimeoutError:
         pass
-    hunter.found.seconds = time.monotonic() - started
-    return hunter.found
+    hunter.outcome.seconds = time.monotonic() - started
+    return hunter.outcome
 
 
-def probe(found: Hunt) -> Probe:
+def probe(result: Hunt) -> Probe:
     """The hunt as a check of the gate."""
-    tried = f"{found.plays} conversations in {found.seconds:.1f} s"
-    if not found.exploits:
-        rest = "" if found.is_finished else "; not everything was tried"
+    tried = f"{result.plays} conversations in {result.seconds:.1f} s"
+    if not result.exploits:
+        rest = "" if result.is_finished else "; not everything was tried"
         return Probe(HUNT, True, f"no cheap answer pays: {tried}{rest}")
-    best = found.exploits[0]
+    best = result.exploits[0]
     earned = f"earned {best.reward:.3g} on average, gold answers {best.gold:.3g}"
     share = f"succeeded on {best.success_share:.0%} of {best.tasks} tasks new to the search"
     evidence = f"{best.kind}: {shown([best.answer])} {earned}, and {share} ({tried})"
@@ -234,7 +234,7 @@ class _Hunter:
         most_plays: int,
         on_progress: Callable[[str], Awaitable[None]] | None,
     ) -> None:
-        self.found = Hunt()
+        self.outcome = Hunt()
         self._host = host
         # Tasks at equal distances would miss kinds of tasks that take turns.
         drawn = random.Random(0).sample(list(tasks), min(len(tasks), SEARCHED + CONFIRMED))
@@ -253,9 +253,9 @@ class _Hunter:
             return
         await self._look()
         tried = await self._try_all(self._moves())
-        if not self.found.exploits:
+        if not self.outcome.exploits:
             await self._try_all(_mutations(_best(tried)))
-        if not self.found.exploits:
+        if not self.outcome.exploits:
             await self._check_padding()
 
     async def _look(self) -> None:
@@ -311,12 +311,12 @@ class _Hunter:
         for start in range(0, len(moves), BATCH):
             results: list[_Result] = []
             for move in moves[start : start + BATCH]:
-                if self.found.plays >= self._most_plays:
+                if self.outcome.plays >= self._most_plays:
                     return tried
                 if (result := await self._result(move, self._search)) is not None:
                     results.append(result)
             if self._on_progress:
-                await self._on_progress(f"hunting for cheap answers: {self.found.plays} played")
+                await self._on_progress(f"hunting for cheap answers: {self.outcome.plays} played")
             if await self._confirm(_best([item for item in results if self._pays(item, SLACK)])):
                 break
             tried += results
@@ -337,7 +337,7 @@ class _Hunter:
         return _Result(move, results, solved)
 
     async def _played(self, task: Task, turns: Sequence[str]) -> Played | None:
-        self.found.plays += 1
+        self.outcome.plays += 1
         try:
             return await play(self._host, task, turns)
         except EnvironmentFault:
@@ -353,7 +353,7 @@ class _Hunter:
         return False
 
     def _keep(self, result: _Result, move: Move) -> None:
-        self.found.exploits.append(
+        self.outcome.exploits.append(
             Exploit(
                 kind=move.kind,
                 answer=move.make(self._views[self._confirmed[0]]),
@@ -402,7 +402,7 @@ class _Hunter:
                 if played := await self._played(task, [*turns, f"{text}\n{last}"]):
                     rewards.append(played.score.reward)
             if gold > 0 and rewards and fmean(rewards) >= MORE_THAN_GOLD * gold:
-                self.found.exploits.append(
+                self.outcome.exploits.append(
                     Exploit("padding", f"{text}\n(gold)", fmean(rewards), gold, 1.0, len(rewards))
                 )
                 return

@@ -2,9 +2,9 @@
 messages.
 
     dialect = DIALECTS["/chat/completions"]
-    asked = dialect.read(body, kept)           # what the request asks, as messages and tools
-    dialect.whole(answer, asked)               # the body of the reply
-    dialect.events(answer, asked)              # the same as events of a stream
+    request = dialect.read(body, kept)         # what the request asks, as messages and tools
+    dialect.whole(answer, request)             # the body of the reply
+    dialect.events(answer, request)            # the same as events of a stream
 
 Every dialect reads the same messages: roles system, user, assistant and tool, texts as strings, and
 calls in the form of environments/tools.py. Only the standard library is used, because the
@@ -137,10 +137,10 @@ class Dialect:
         """The model's turn in a whole reply of another server. Raises ApiError."""
         raise NotImplementedError
 
-    def whole(self, answer: Answer, asked: Asked) -> Json:
+    def whole(self, answer: Answer, request: Asked) -> Json:
         raise NotImplementedError
 
-    def events(self, answer: Answer, asked: Asked) -> Iterator[Event]:
+    def events(self, answer: Answer, request: Asked) -> Iterator[Event]:
         raise NotImplementedError
 
     def error(self, error: ApiError) -> Json:
@@ -180,22 +180,22 @@ class Chat(Dialect):
             raise invalid("messages must be a list of at least one message", "messages")
         return [_message(as_object(message)) for message in messages]
 
-    def whole(self, answer: Answer, asked: Asked) -> Json:
+    def whole(self, answer: Answer, request: Asked) -> Json:
         message = {**answer.turn, "refusal": None}
         if answer.calls and not answer.text:
             message["content"] = None
         finish = answer.finish_reason
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish}
         usage = answer.usage.fields()
-        return {**self._frame(asked, ""), "choices": [choice], "usage": usage}
+        return {**self._frame(request, ""), "choices": [choice], "usage": usage}
 
-    def _frame(self, asked: Asked, part: str) -> Json:
+    def _frame(self, request: Asked, part: str) -> Json:
         kind = f"chat.completion{part}"
-        return {"id": asked.identity, "created": asked.created, "model": MODEL, "object": kind}
+        return {"id": request.identity, "created": request.created, "model": MODEL, "object": kind}
 
-    def events(self, answer: Answer, asked: Asked) -> Iterator[Event]:
-        frame = self._frame(asked, ".chunk")
-        options = as_object(asked.body.get("stream_options"))
+    def events(self, answer: Answer, request: Asked) -> Iterator[Event]:
+        frame = self._frame(request, ".chunk")
+        options = as_object(request.body.get("stream_options"))
         with_usage = bool(options.get("include_usage"))
         if with_usage:
             frame["usage"] = None
@@ -261,12 +261,12 @@ class Responses(Dialect):
         format_only = {"format": as_object(body.get("text")).get("format") or {"type": "text"}}
         super().check({**body, "text": format_only})
 
-    def whole(self, answer: Answer, asked: Asked) -> Json:
-        return self._response(answer, asked, self._items(answer, asked), "completed")
+    def whole(self, answer: Answer, request: Asked) -> Json:
+        return self._response(answer, request, self._items(answer, request), "completed")
 
-    def _items(self, answer: Answer, asked: Asked) -> list[Json]:
+    def _items(self, answer: Answer, request: Asked) -> list[Json]:
         items: list[Json] = []
-        name = asked.identity.removeprefix("resp_")
+        name = request.identity.removeprefix("resp_")
         done = {"status": "completed"}
         if answer.text or not answer.calls:
             part: Json = {
@@ -284,7 +284,7 @@ class Responses(Dialect):
             items.append({"id": f"fc_{name}{number}", "type": "function_call", **called, **done})
         return items
 
-    def _response(self, answer: Answer, asked: Asked, items: list[Json], status: str) -> Json:
+    def _response(self, answer: Answer, request: Asked, items: list[Json], status: str) -> Json:
         usage = None
         details = None
         if status == "completed":
@@ -300,13 +300,13 @@ class Responses(Dialect):
                 details = {"reason": "max_output_tokens"}
         repeated = ("instructions", "previous_response_id", "max_output_tokens", "reasoning")
         return {
-            "id": asked.identity,
+            "id": request.identity,
             "object": "response",
-            "created_at": asked.created,
+            "created_at": request.created,
             "status": status,
             "error": None,
             "incomplete_details": details,
-            **{name: asked.body.get(name) for name in repeated},
+            **{name: request.body.get(name) for name in repeated},
             "model": MODEL,
             "output": items,
             "parallel_tool_calls": True,
@@ -314,21 +314,21 @@ class Responses(Dialect):
             "top_p": 1.0,
             "text": {"format": {"type": "text"}},
             "tool_choice": "auto",
-            "tools": as_list(asked.body.get("tools")),
+            "tools": as_list(request.body.get("tools")),
             "truncation": "disabled",
-            "metadata": asked.body.get("metadata") or {},
+            "metadata": request.body.get("metadata") or {},
             "usage": usage,
         }
 
-    def events(self, answer: Answer, asked: Asked) -> Iterator[Event]:
-        for number, (name, data) in enumerate(self._numbered(answer, asked)):
+    def events(self, answer: Answer, request: Asked) -> Iterator[Event]:
+        for number, (name, data) in enumerate(self._numbered(answer, request)):
             yield name, {"type": name, "sequence_number": number, **data}
 
-    def _numbered(self, answer: Answer, asked: Asked) -> Iterator[tuple[str, Json]]:
-        begun = self._response(answer, asked, [], "in_progress")
+    def _numbered(self, answer: Answer, request: Asked) -> Iterator[tuple[str, Json]]:
+        begun = self._response(answer, request, [], "in_progress")
         yield "response.created", {"response": begun}
         yield "response.in_progress", {"response": begun}
-        items = self._items(answer, asked)
+        items = self._items(answer, request)
         for index, item in enumerate(items):
             place = {"item_id": item["id"], "output_index": index}
             is_text = item["type"] == "message"
@@ -353,7 +353,7 @@ class Responses(Dialect):
                 whole = {"arguments": arguments, "name": item["name"]}
                 yield "response.function_call_arguments.done", {**place, **whole}
             yield "response.output_item.done", {"output_index": index, "item": item}
-        ended = self._response(answer, asked, items, "completed")
+        ended = self._response(answer, request, items, "completed")
         yield f"response.{ended['status']}", {"response": ended}
 
 
@@ -423,10 +423,10 @@ class Messages(Dialect):
             raise ApiError(400, "unsupported_value", what, "tool_choice")
         super().check(body)
 
-    def _message(self, answer: Answer, asked: Asked) -> Json:
+    def _message(self, answer: Answer, request: Asked) -> Json:
         reasons = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}
         return {
-            "id": asked.identity,
+            "id": request.identity,
             "type": "message",
             "role": "assistant",
             "model": MODEL,
@@ -456,11 +456,11 @@ class Messages(Dialect):
             call_part = {"name": call["function"]["name"], "input": as_object(arguments)}
             yield {"type": "tool_use", "id": call["id"], **call_part}
 
-    def whole(self, answer: Answer, asked: Asked) -> Json:
-        return self._message(answer, asked)
+    def whole(self, answer: Answer, request: Asked) -> Json:
+        return self._message(answer, request)
 
-    def events(self, answer: Answer, asked: Asked) -> Iterator[Event]:
-        message = self._message(answer, asked)
+    def events(self, answer: Answer, request: Asked) -> Iterator[Event]:
+        message = self._message(answer, request)
         usage = message["usage"]
         begun: Json = {"content": [], "stop_reason": None, "usage": {**usage, "output_tokens": 0}}
         yield self._event("message_start", message={**message, **begun})
@@ -560,9 +560,9 @@ def _tools(value: list[Any]) -> list[Json]:
         raise invalid(str(error), "tools") from error
 
 
-def count_tokens(asked: Asked) -> Json:
+def count_tokens(request: Asked) -> Json:
     """About how many tokens the request has, for agents that plan by it."""
-    characters = len(json.dumps([asked.messages, asked.tools]))
+    characters = len(json.dumps([request.messages, request.tools]))
     return {"input_tokens": characters // CHARACTERS_PER_TOKEN}
 
 

@@ -518,13 +518,13 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._send(200, dialect.whole(answer, parsed))
 
-    def _answer(self, session: Session, asked: Asked, *, is_retry: bool) -> Answer:
+    def _answer(self, session: Session, request: Asked, *, is_retry: bool) -> Answer:
         """The model's answer. If the client leaves before it comes, it may ask for it again."""
         loop = self.server.endpoint.loop
         asking = _Asking()
         loop.call_soon_threadsafe(session.asking.add, asking)
         try:
-            answers = session.ask(asked.messages, asked.tools, is_retry=is_retry)
+            answers = session.ask(request.messages, request.tools, is_retry=is_retry)
             asking.answer = asyncio.run_coroutine_threadsafe(answers, loop)
             answer = self._awaited(asking.answer)
             if self._has_left():

@@ -139,11 +139,11 @@ def contaminated(shared: int, eval_tasks: int, evidence: str) -> Flag:
     )
 
 
-def outlook(history: Sequence[Metrics], found: Sequence[Flag], verdict: str | None = None) -> str:
+def outlook(history: Sequence[Metrics], raised: Sequence[Flag], verdict: str | None = None) -> str:
     """One line on whether the run is worth continuing, and why: yes, doubtful, no, or too early to
     say.
     """
-    problem = next((flag for flag in found if flag.severity == "problem"), None)
+    problem = next((flag for flag in raised if flag.severity == "problem"), None)
     if problem and verdict == "improved":
         return f"doubtful: the held-out success rose, but {problem.name}: {problem.evidence}"
     if problem:
@@ -159,13 +159,13 @@ def outlook(history: Sequence[Metrics], found: Sequence[Flag], verdict: str | No
     success = recent.mean("success/rate")
     if success is not None and success > SOLVED:
         return f"no need: solved, success {success:.0%} in {recent}; harder tasks, or the end"
-    doubt = next((flag for flag in found if flag.name in DOUBTS), None)
+    doubt = next((flag for flag in raised if flag.name in DOUBTS), None)
     if doubt:
         return f"doubtful: {doubt.name}: {doubt.evidence}"
-    return _progress(steps, found)
+    return _progress(steps, raised)
 
 
-def _progress(steps: Steps, found: Sequence[Flag]) -> str:
+def _progress(steps: Steps, raised: Sequence[Flag]) -> str:
     """The outlook of a run without problems or doubts, by its reward or its loss."""
     name = "reward/mean" if steps.column("reward/mean") else "loss"
     values = steps.column(name)
@@ -181,7 +181,7 @@ def _progress(steps: Steps, found: Sequence[Flag]) -> str:
         return f"doubtful: {said}"
     if len(values) < LONG and not _is_monotone(values):
         return f"too early to say: {said}, too unsteadily to call it a trend"
-    minded = f"; mind {', '.join(flag.name for flag in found)}" if found else ""
+    minded = f"; mind {', '.join(flag.name for flag in raised)}" if raised else ""
     return f"yes: {said}{minded}"
 
 

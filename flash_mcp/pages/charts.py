@@ -119,8 +119,8 @@ def charts_of(store: Store, view: RunView) -> list[Chart]:
     return [chart for chart in charts if chart.lines]
 
 
-def chart(title: str, given: Sequence[Series]) -> Chart:
-    drawn = [(colour, series) for colour, series in enumerate(given, 1) if series.points]
+def chart(title: str, lines: Sequence[Series]) -> Chart:
+    drawn = [(colour, series) for colour, series in enumerate(lines, 1) if series.points]
     if not drawn:
         return Chart(title, [], [], [])
     steps = [step for _, series in drawn for step, _ in series.points]

@@ -423,15 +423,15 @@ async def env_test(
     return _test_result(what, result, sample, after_sample(sample) if sample else next_step)
 
 
-def _test_result(what: str, found: GateReport, sample: Sample | None, following: str) -> EnvTest:
+def _test_result(what: str, checked: GateReport, sample: Sample | None, following: str) -> EnvTest:
     return EnvTest(
         environment=what,
-        passed=found.passed,
-        train_tasks=found.splits.get("train", 0),
-        eval_tasks=found.splits.get("eval", 0),
-        seconds=round(found.seconds, 2),
-        probes=[_shown(probe) for probe in found.probes],
-        sandbox=describe(found.sandbox) if found.sandbox else None,
+        passed=checked.passed,
+        train_tasks=checked.splits.get("train", 0),
+        eval_tasks=checked.splits.get("eval", 0),
+        seconds=round(checked.seconds, 2),
+        probes=[_shown(probe) for probe in checked.probes],
+        sandbox=describe(checked.sandbox) if checked.sandbox else None,
         sample=sample,
         next=following,
     )

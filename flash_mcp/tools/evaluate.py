@@ -158,7 +158,7 @@ class Asked:
 async def _measure(
     environment: str | None,
     model: str,
-    asked: Asked,
+    request: Asked,
     arguments: Json,
     idempotency_key: str | None,
     wait_s: float,
@@ -174,15 +174,15 @@ async def _measure(
         resolve.resolve_eval,
         subject,
         row,
-        split=asked.split,
-        attempts=asked.attempts,
+        split=request.split,
+        attempts=request.attempts,
         given=arguments,
     )
     # Resolved once without tasks, for what the environment is loaded with.
     values = resolved(tasks=[]).spec
     await report("loading the environment in a child process")
-    names = await task_names(row, asked.split, values.environment_args, values.secrets)
-    tasks = _chosen(names, asked)
+    names = await task_names(row, request.split, values.environment_args, values.secrets)
+    tasks = _chosen(names, request)
     asked_for, why = await run_sync(_placed, store, subject, resolved(tasks=tasks), idempotency_key)
     run, created, trouble = await submit(
         store,
@@ -190,8 +190,8 @@ async def _measure(
         row,
         subject,
         idempotency_key,
-        again=asked.again,
-        label=asked.label,
+        again=request.again,
+        label=request.label,
     )
     if trouble is None:
         run = await ended(store, run.id, started + min(wait_s, WAIT_LIMIT_S))
@@ -247,21 +247,21 @@ async def task_names(
     return [name for name, _ in tasks]
 
 
-def _chosen(names: list[str], asked: Asked) -> list[int]:
+def _chosen(names: list[str], request: Asked) -> list[int]:
     """Places of the tasks in the split. FlashError(invalid_argument) for unknown or too many."""
     places = {name: place for place, name in enumerate(names)}
-    unknown = [name for name in asked.task_ids or () if name not in places]
+    unknown = [name for name in request.task_ids or () if name not in places]
     if unknown:
         near = nearest(unknown[0], names) or names[:3]
-        what = f"{len(unknown)} of task_ids are not in the {asked.split} split"
+        what = f"{len(unknown)} of task_ids are not in the {request.split} split"
         fix = f"use ids like {', '.join(map(plain_name, near))}"
         raise FlashError("invalid_argument", f"{what}, the first: {unknown[0]!r}", fix=fix)
     tasks = list(range(len(names)))
-    if asked.task_ids:
-        tasks = list(dict.fromkeys(places[name] for name in asked.task_ids))
-    tasks = tasks[: asked.limit]
-    if len(tasks) * asked.attempts > MOST_ATTEMPTS:
-        what = f"{len(tasks)} tasks x {asked.attempts} attempts are more than {MOST_ATTEMPTS:,}"
+    if request.task_ids:
+        tasks = list(dict.fromkeys(places[name] for name in request.task_ids))
+    tasks = tasks[: request.limit]
+    if len(tasks) * request.attempts > MOST_ATTEMPTS:
+        what = f"{len(tasks)} tasks x {request.attempts} attempts are more than {MOST_ATTEMPTS:,}"
         raise FlashError("invalid_argument", what, fix="lower attempts, or set limit")
     return tasks
 

@@ -131,7 +131,7 @@ async def status(
 def _shown(store: Store, run_id: str, detailed: bool) -> Status:
     """The whole report. What waits for more does not tell it again."""
     report = report_on(store, run_id, detailed=detailed)
-    run = report.found.run
+    run = report.history.run
     if run.ended is not None or run.algorithm == "eval":  # both have all to tell at the end
         return Status(run=report.view, next=report.next_step)
     cursor = NewsCursor.of(run_id, None)
@@ -207,7 +207,7 @@ def _line(store: Store, run: Run) -> RunLine:
         environment=run.environment,
         step=run.step,
         steps=run.steps,
-        reward=rounded(mean_of(report.found.recent, "reward/mean"), 3),
+        reward=rounded(mean_of(report.history.recent, "reward/mean"), 3),
         success=rounded(success, 3),
         verdict=view.verdict.outcome if view.verdict else None,
         parent=adapter_name(run.init_adapter),

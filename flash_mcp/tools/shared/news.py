@@ -118,8 +118,8 @@ class NewsCursor:
         flags = self.flags + "".join(map(_letter, self.new_flags(report)))
         return NewsCursor(
             run=self.run,
-            lost=_lost(report.found.run),
-            evaluations=len(report.found.evaluations),
+            lost=_lost(report.history.run),
+            evaluations=len(report.history.evaluations),
             checkpoint=max(self.checkpoint, report.view.checkpoint or 0),
             blocked=bool(report.blocked),
             flags=flags,
@@ -130,7 +130,7 @@ class NewsCursor:
 
     def misses(self, report: Report, until: Until) -> bool:
         """Whether the report has what a caller waits for."""
-        run = report.found.run
+        run = report.history.run
         is_blocked = bool(report.blocked) and not self.blocked
         if run.ended is not None or _lost(run) > self.lost or is_blocked:
             return True
@@ -138,7 +138,7 @@ class NewsCursor:
         if until == "end":
             return any(flag.severity == "problem" for flag in new_flags)
         is_saved = (report.view.checkpoint or 0) > self.checkpoint
-        return bool(new_flags) or is_saved or len(report.found.evaluations) > self.evaluations
+        return bool(new_flags) or is_saved or len(report.history.evaluations) > self.evaluations
 
 
 def _letter(flag: Flag) -> str:
@@ -174,7 +174,7 @@ class Watch:
         return self._report
 
     def progress(self, report: Report) -> tuple[str, float | None]:
-        return progress_of(report.found.run, report.view.step_s, self.start_s)
+        return progress_of(report.history.run, report.view.step_s, self.start_s)
 
 
 async def wait_for_news(
@@ -212,12 +212,12 @@ def one_line(report: Report) -> str:
 def news_of(report: Report, cursor: NewsCursor) -> News:
     """The parts of the report that the caller was not told."""
     view = report.view
-    is_over = report.found.run.ended is not None
+    is_over = report.history.run.ended is not None
     new_flags = cursor.new_flags(report)
-    is_lost = _lost(report.found.run) > cursor.lost
+    is_lost = _lost(report.history.run) > cursor.lost
     news = News(state=view.state, step=view.step, steps=view.steps, eta_s=view.eta_s)
-    if len(report.found.evaluations) > cursor.evaluations:
-        new = {row.step for row in report.found.evaluations[cursor.evaluations :]}
+    if len(report.history.evaluations) > cursor.evaluations:
+        new = {row.step for row in report.history.evaluations[cursor.evaluations :]}
         news.held_out = [row for row in view.held_out or () if row.step in new] or None
         news.verdict = view.verdict
     if (view.checkpoint or 0) > cursor.checkpoint:
@@ -248,6 +248,6 @@ def _trends(view: RunView) -> dict[str, Trend] | None:
 
 def next_call(report: Report, cursor: NewsCursor, until: Until, since: str) -> str:
     """What to do after a look: what is new decides, and the look again comes last."""
-    wait = waiting_for(report.found.run.id, until, since)
-    flags = report.judged.flags if report.found.run.ended else cursor.new_flags(report)
-    return next_of(replace(report.situation, flags=flags, wait=wait))
+    wait = waiting_for(report.history.run.id, until, since)
+    flags = report.judged.flags if report.history.run.ended else cursor.new_flags(report)
+    return next_of(replace(report.context, flags=flags, wait=wait))

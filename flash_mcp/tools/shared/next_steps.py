@@ -92,9 +92,9 @@ class Rule:
     says: Callable[[RunContext], str]
 
 
-def next_of(situation: RunContext) -> str:
+def next_of(context: RunContext) -> str:
     """What to do next with a run or an evaluation."""
-    return next(rule.says(situation) for rule in RULES if rule.applies(situation))
+    return next(rule.says(context) for rule in RULES if rule.applies(context))
 
 
 def waiting_for(run_id: str, until: str = "news", since: str | None = None) -> str:

@@ -192,32 +192,32 @@ class RunView(ResultModel):
 class Report:
     """A run as it is: what it reported, what that means, how it is shown, and what to do next."""
 
-    found: RunHistory
+    history: RunHistory
     judged: Judgement
     blocked: list[str]
     """What keeps it from going on."""
     view: RunView
-    situation: RunContext
+    context: RunContext
 
     @property
     def next_step(self) -> str:
-        return next_of(self.situation)
+        return next_of(self.context)
 
 
 def report_on(store: Store, run_id: str, *, detailed: bool = False) -> Report:
     """FlashError(unknown_run)."""
     blocked = obstacles(store, store.run(run_id))
-    load = store.load(run_id)
-    judged = _judge(load)
-    view = _view(store, load, judged, blocked)
-    if load.run.used_s:
-        view.cost = costs.cost(load.run, store.base)
-    if load.run.state == "queued":
-        view.queued_ahead = queue.queued_ahead(store, load.run)
+    history = store.load(run_id)
+    judged = _judge(history)
+    view = _view(store, history, judged, blocked)
+    if history.run.used_s:
+        view.cost = costs.cost(history.run, store.base)
+    if history.run.state == "queued":
+        view.queued_ahead = queue.queued_ahead(store, history.run)
     if detailed:
-        _add_details(store, view, load, judged)
-    situation = _situation(store, load, judged, is_blocked=bool(blocked))
-    return Report(found=load, judged=judged, blocked=blocked, view=view, situation=situation)
+        _add_details(store, view, history, judged)
+    context = _context(store, history, judged, is_blocked=bool(blocked))
+    return Report(history=history, judged=judged, blocked=blocked, view=view, context=context)
 
 
 # -- the judgement ---------------------------------------------------------------------------------
@@ -232,17 +232,17 @@ class Judgement:
     verdict: Verdict | None
 
 
-def _judge(found: RunHistory) -> Judgement:
-    history: list[Metrics] = [{**row.metrics, "step": row.step} for row in found.outline]
-    overlap = found.run.lineage.get("overlap")
+def _judge(full: RunHistory) -> Judgement:
+    history: list[Metrics] = [{**row.metrics, "step": row.step} for row in full.outline]
+    overlap = full.run.lineage.get("overlap")
     flags = health.flags(history)
     if overlap:
         flags.insert(0, health.contaminated(**overlap))
-    evaluations = _held_out(found)
+    evaluations = _held_out(full)
     change: Change | None = None
     verdict: Verdict | None = None
     if len(evaluations) > 1 and evaluations[0].step == 0:
-        change = comparison.compare_evaluations(evaluations[0], evaluations[-1], found.pairs)
+        change = comparison.compare_evaluations(evaluations[0], evaluations[-1], full.pairs)
         verdict = comparison.verdict(change, overlap, evaluations[-1])
     return Judgement(
         history=history, flags=flags, change=None if overlap else change, verdict=verdict
@@ -256,7 +256,7 @@ def _held_out(history: RunHistory) -> list[Evaluation]:
     return [row for row in history.evaluations if row.summary["n"]]
 
 
-def _situation(
+def _context(
     store: Store, history: RunHistory, judged: Judgement, *, is_blocked: bool
 ) -> RunContext:
     evaluations = _held_out(history)

@@ -98,19 +98,19 @@ def scores_of(evaluation: Evaluation, tries: Sequence[Try]) -> Scores:
     return result
 
 
-def thoughts(found: Scores) -> list[str]:
+def thoughts(scored: Scores) -> list[str]:
     """What the numbers of an evaluation ask for."""
     notes: list[str] = []
-    if found.errors:
-        share = found.errors / (found.errors + found.n)
+    if scored.errors:
+        share = scored.errors / (scored.errors + scored.n)
         failed = f"{share:.0%} of the attempts failed in environment code"
         notes.append(f"{failed} and say nothing of the model; env_test")
-    if found.doubt:
-        notes.append(found.doubt)
-    if found.truncated and found.truncated >= 0.1:
-        cut = f"{found.truncated:.0%} were cut off"
+    if scored.doubt:
+        notes.append(scored.doubt)
+    if scored.truncated and scored.truncated >= 0.1:
+        cut = f"{scored.truncated:.0%} were cut off"
         notes.append(f"{cut}: raise max_tokens or max_length, or the rate is of the limit")
-    if found.low is not None and found.high is not None and found.high - found.low > 0.2:
-        few = f"the interval is wide: {found.tasks} tasks tell little"
+    if scored.low is not None and scored.high is not None and scored.high - scored.low > 0.2:
+        few = f"the interval is wide: {scored.tasks} tasks tell little"
         notes.append(f"{few}; more tasks narrow it, attempts hardly do")
     return notes
