@@ -134,7 +134,7 @@ def _shown(store: Store, run_id: str, detailed: bool) -> Status:
     run = report.history.run
     if run.ended is not None or run.algorithm == "eval":  # both have all to tell at the end
         return Status(run=report.view, next=report.next_step)
-    cursor = NewsCursor.of(run_id, None)
+    cursor = NewsCursor.parse(run_id, None)
     reached = str(cursor.after(report))
     next_step = next_call(report, cursor, "news", reached)
     return Status(run=report.view, since=reached, next=next_step)
@@ -144,7 +144,7 @@ async def _follow(
     store: Store, run_id: str, until: Until, since: str | None, wait_s: float | None
 ) -> Status:
     """Wait, then tell what the cursor `since` says that the caller was not told."""
-    cursor = NewsCursor.of(run_id, since)
+    cursor = NewsCursor.parse(run_id, since)
     limit = MAX_WAIT_S if wait_s is None else wait_s
     report = await wait_for_news(store, run_id, cursor, until, limit)
     if not cursor.misses(report, until):

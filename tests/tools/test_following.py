@@ -9,6 +9,7 @@ from typing import Any
 import anyio
 import pytest
 
+from flash_mcp.judgement import health
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.run_folder import RunFolder, RunWriter
@@ -249,3 +250,8 @@ async def test_a_cursor_of_another_run_is_refused(since: str, tmp_path: Path, no
     with pytest.raises(FlashError) as caught:
         await status(run_id=run.id, until="news", since=since)
     assert caught.value.code == "invalid_argument"
+
+
+def test_each_flag_has_a_letter_of_its_own() -> None:
+    assert tuple(news.FLAG_LETTERS) == health.FLAG_NAMES
+    assert len({*news.FLAG_LETTERS.values()}) == len(news.FLAG_LETTERS)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, Self
 
 from flash_mcp.judgement.comparison import Verdict
-from flash_mcp.judgement.health import FLAG_NAMES, Flag, Trend
+from flash_mcp.judgement.health import Flag, Trend
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Run, RunState
 from flash_mcp.protocol.result_model import ResultModel
@@ -32,6 +32,28 @@ CURSOR = re.compile(
     re.ASCII,
 )
 """Short, since every call without news sends it: parts that are 0 are left out."""
+FLAG_LETTERS = {
+    "environment_errors": "a",
+    "no_gradient": "b",
+    "uniform_groups": "c",
+    "too_hard": "d",
+    "too_easy": "e",
+    "truncation": "f",
+    "solved": "g",
+    "reward_flat": "h",
+    "reward_falling": "i",
+    "reward_without_success": "j",
+    "length_collapse": "k",
+    "reward_follows_length": "l",
+    "entropy_collapse": "m",
+    "repeated_outputs": "n",
+    "answer_collapse": "o",
+    "policy_mismatch": "p",
+    "policy_spike": "q",
+    "overfitting": "r",
+    "contaminated_split": "s",
+}
+"""What a cursor calls each flag. Callers keep cursors, so a letter never gets another meaning."""
 
 
 class News(ResultModel):
@@ -77,7 +99,7 @@ class NewsCursor:
     """Step of the newest."""
     blocked: bool = False
     flags: str = ""
-    """A letter for each flag, by its place in FLAG_NAMES: a capital one if it was a problem."""
+    """FLAG_LETTERS of the flags, in capitals if they were problems."""
 
     def __str__(self) -> str:
         counts = {"l": self.lost, "e": self.evaluations, "c": self.checkpoint}
@@ -89,7 +111,7 @@ class NewsCursor:
         return self.run + "".join(parts)
 
     @classmethod
-    def of(cls, run_id: str, since: str | None) -> Self:
+    def parse(cls, run_id: str, since: str | None) -> Self:
         """FlashError(invalid_argument) for a text that is no cursor of this run."""
         run = run_id[-2:]
         if since is None:
@@ -142,7 +164,7 @@ class NewsCursor:
 
 
 def _letter(flag: Flag) -> str:
-    letter = chr(ord("a") + FLAG_NAMES.index(flag.name))
+    letter = FLAG_LETTERS[flag.name]
     return letter.upper() if flag.severity == "problem" else letter
 
 
