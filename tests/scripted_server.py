@@ -24,8 +24,12 @@ class Handler(BaseHTTPRequestHandler):
     adapters: dict[str, str] = {}  # noqa: RUF012  one server per process
 
     model = ""
+    request_body: Any = None
+    """The newest request for an answer."""
 
     def do_GET(self) -> None:
+        if self.path == "/v1/request_body":
+            return self.reply(200, Handler.request_body)
         if self.path == "/v1/idle":
             return self.reply(200, {"idle_s": 1e9 if self.model == "idle" else 0.0})
         return self.reply(200, {"data": [{"id": name} for name in self.adapters]})
@@ -48,6 +52,7 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/v1/completions" and self.model == "stuck":
             time.sleep(1000)
         elif body["model"] in self.adapters and body.get("stream"):
+            Handler.request_body = body
             self.stream({"choices": [{"delta": {"content": "hello"}, "finish_reason": "stop"}]})
         elif body["model"] in self.adapters:
             self.reply(200, {"choices": [{"message": {"content": "hello"}}]})

@@ -167,10 +167,24 @@ def _changed(store: Store, run_id: str, first: int, last: int) -> list[tuple[Try
     return [(before, after) for before, after in valid if before.success != after.success]
 
 
-def talk(deployment: str, message: str = "", answers: Mapping[str, str] | None = None) -> str:
-    """A chat with a deployment; `answers` by who gave them."""
+def talk(
+    deployment: str,
+    message: str = "",
+    answers: Mapping[str, str] | None = None,
+    *,
+    opening: str | None = None,
+    raw: bool = False,
+) -> str:
+    """A chat with a deployment; `answers` by who gave them, `opening` is what was sent before the
+    message."""
     return render(
-        "chat.html.j2", live="", deployment=deployment, message=message, answers=answers or {}
+        "chat.html.j2",
+        live="",
+        deployment=deployment,
+        message=message,
+        answers=answers or {},
+        opening=opening,
+        raw=raw,
     )
 
 

@@ -82,8 +82,8 @@ class Gate:
             who = await self._admit(request)
         except FlashError as error:
             answer = refusal_response(error)
-            if request.url.path.startswith(ui.PATH) and error.code == "unauthenticated":
-                answer = await ui.sign_in(request, self._caller_of)
+            if ui.is_page(request.url.path):
+                answer = await ui.refused(request, error, self._caller_of)
             await answer(scope, receive, send)
             return
         scope.setdefault("state", {})["caller"] = who

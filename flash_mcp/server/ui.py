@@ -31,7 +31,8 @@ LOOK_S = 1.0
 """Seconds between two looks for changes."""
 KEEP_ALIVE_S = 15.0
 MAX_FORM_BYTES = 64 << 10
-HEADERS = {"cache-control": "no-store", "x-frame-options": "DENY", "referrer-policy": "no-referrer"}
+HEADERS = {"cache-control": "no-store", "x-frame-options": "DENY", "referrer-policy": "same-origin"}
+"""With no-referrer, Chromium sends `Origin: null` with a form, which the gate refuses."""
 
 Page = Callable[[Request], str]
 
@@ -47,11 +48,18 @@ def routes() -> list[Route]:
     }
     results = [Route(f"{PATH}{path}", _served(page)) for path, page in pages.items()]
     return [
+        Route("/", _to_overview),
         *results,
         Route(EVENTS, events),
-        Route(SIGN_IN, _signed_in),
+        Route(SIGN_IN, _to_overview),
         Route(f"{PATH}/chat/{{deployment}}", talk, methods=["GET", "POST"]),
+        Route(f"{PATH}/{{rest:path}}", _served(_unknown)),
     ]
+
+
+def is_page(path: str) -> bool:
+    """Whether a browser shows what this path answers."""
+    return path in ("/", PATH) or path.startswith(f"{PATH}/")
 
 
 def _served(page: Page) -> Callable[[Request], Any]:
@@ -68,7 +76,26 @@ def _served(page: Page) -> Callable[[Request], Any]:
 def _refusal(request: Request, error: Exception) -> Response:
     problem = as_flash_error(request.url.path, error)
     status = 404 if problem.code.startswith("unknown_") else STATUS.get(problem.code, 400)
-    return HTMLResponse(live.problem(problem), status, headers=HEADERS)
+    headers = dict(HEADERS)
+    if "retry_after_s" in problem.values:
+        headers["retry-after"] = str(problem.values["retry_after_s"])
+    return HTMLResponse(live.problem(problem), status, headers=headers)
+
+
+async def refused(
+    request: Request, error: FlashError, caller_of: Callable[[str], Caller]
+) -> Response:
+    """The page of a request that the gate did not admit."""
+    if error.code != "unauthenticated":
+        return _refusal(request, error)
+    if request.url.path == "/":  # the cookie is not sent there
+        return await _to_overview(request)
+    return await sign_in(request, caller_of)
+
+
+def _unknown(request: Request) -> str:
+    what = f"there is no page {request.url.path}"
+    raise FlashError("unknown_page", what, fix=f"{PATH} leads to all pages")
 
 
 def _events_of(run_id: str | None = None) -> str:
@@ -154,13 +181,14 @@ async def talk(request: Request) -> Response:
     form = await _form(request)
     message = form.get("message", "")
     try:
-        result = await chat(deployment, message, side_by_side="both" in form)
+        result = await chat(deployment, message, raw="raw" in form, side_by_side="both" in form)
     except Exception as error:
         return _refusal(request, error)
     answers = {deployment: result.adapter.text}
     if result.base:
         answers["base model"] = result.base.text
-    return HTMLResponse(live.talk(deployment, message, answers), headers=HEADERS)
+    text = live.talk(deployment, message, answers, opening=result.opening, raw="raw" in form)
+    return HTMLResponse(text, headers=HEADERS)
 
 
 async def _form(request: Request) -> dict[str, str]:
@@ -195,5 +223,5 @@ async def sign_in(request: Request, caller_of: Callable[[str], Caller]) -> Respo
     return answer
 
 
-async def _signed_in(request: Request) -> Response:
+async def _to_overview(request: Request) -> Response:
     return RedirectResponse(PATH, 303)

@@ -29,13 +29,23 @@ from flash_mcp.supervisor.keeper import look_after
 from flash_mcp.supervisor.model_servers import Server, check_port, error_message, server_of
 from flash_mcp.supervisor.model_servers import idle_minutes as idle_limit
 from flash_mcp.tools.shared.loading import check_machine
-from flash_mcp.tools.shared.snippets import snippets, tools_of
+from flash_mcp.tools.shared.snippets import (
+    max_tokens_of,
+    opening_of,
+    question_of,
+    snippets,
+    tools_of,
+)
 from flash_mcp.tools.shared.tool_base import Result, ResultModel, report
 from flash_mcp.tools.shared.truncation import shorten, to_text
 from flash_mcp.tools.shared.waiting import deadline_after, wait_until
 
 CHAT_LIMIT_S = 40.0
 ANSWER_CHARACTERS = 3000
+OPENING_CHARACTERS = 300
+MAX_TOKENS = 256
+"""Tokens of an answer if the run does not say."""
+MOST_TOKENS = 4096
 ELSEWHERE = """; or serve it on a node of a target: deploy(run_id={run_id!r}, target=...); or on \
 another machine: checkpoints(run_id={run_id!r}) names its files, which vLLM takes with \
 --enable-lora --lora-modules NAME=FOLDER"""
@@ -108,6 +118,8 @@ class Chat(Result):
     """One turn of a conversation with a deployment."""
 
     deployment: str
+    opening: str | None = None
+    """What was sent before `message`, as in training."""
     adapter: Answer
     """The trained model's answer."""
     base: Answer | None = None
@@ -208,8 +220,9 @@ async def chat(
     deployment: Reference = None,
     message: Annotated[str | None, Field(min_length=1)] = None,
     messages: Annotated[list[Message] | None, Field(min_length=1, max_length=200)] = None,
+    raw: bool = False,
     side_by_side: bool = False,
-    max_tokens: Annotated[int, Field(ge=1, le=4096)] = 256,
+    max_tokens: Annotated[int | None, Field(ge=1, le=MOST_TOKENS)] = None,
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0,
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0,
     stop: Annotated[list[str] | None, Field(max_length=4)] = None,
@@ -223,10 +236,12 @@ async def chat(
     conversations, call rollouts.
 
     Args:
-        message: The user's message; or pass messages.
-        messages: A whole conversation that ends before the model's turn.
+        message: The user's message, sent after the system prompt and examples with which the run's
+            tasks begin; or pass messages.
+        messages: A whole conversation that ends before the model's turn, sent as it is.
+        raw: Send message alone.
         side_by_side: Ask the base model too.
-        max_tokens: Tokens of an answer.
+        max_tokens: Tokens of an answer; default: the run's.
         temperature: 0 takes the likeliest token each time.
         top_p: Nucleus sampling mass.
         stop: Texts that end an answer.
@@ -236,9 +251,13 @@ async def chat(
     conversation = _conversation(message, messages)
     row = await run_sync(find_deployment, store, deployment)
     server = await run_sync(_ready_server, store, row)
+    opening: list[Json] = []
+    if message is not None and not raw:
+        opening = await run_sync(opening_of, store, row)
+    default_tokens = await run_sync(max_tokens_of, store, row) or MAX_TOKENS
     body: Json = {
-        "messages": conversation,
-        "max_tokens": max_tokens,
+        "messages": [*opening, *conversation],
+        "max_tokens": max_tokens or min(default_tokens, MOST_TOKENS),
         "temperature": temperature,
         "top_p": top_p,
         "stop": stop,
@@ -251,7 +270,19 @@ async def chat(
     answers = await _answers(server, body, names)
     adapter = answers[row.id]
     following = _after_chat(row, adapter, side_by_side)
-    return Chat(deployment=row.id, adapter=adapter, base=answers.get(row.model), next=following)
+    return Chat(
+        deployment=row.id,
+        opening=_shown(opening),
+        adapter=adapter,
+        base=answers.get(row.model),
+        next=following,
+    )
+
+
+def _shown(opening: Sequence[Json]) -> str | None:
+    """The opening in short."""
+    texts = [f"{message['role']}: {text_of(message)}" for message in opening]
+    return shorten("\n".join(texts), OPENING_CHARACTERS) if texts else None
 
 
 async def _answers(server: Server, body: Json, names: list[str]) -> dict[str, Answer]:
@@ -447,14 +478,15 @@ def describe(store: Store, row: Deployment) -> Deployed:
         idle_minutes=idle_limit(row, store.base),
         record=row.data.get("record") or None,
         seconds=_age_s(row),
-        next=_next_step(row),
+        next=_next_step(store, row),
     )
 
 
-def _next_step(row: Deployment) -> str:
+def _next_step(store: Store, row: Deployment) -> str:
     match row.state:
         case "ready":
-            arguments = f"deployment={row.id!r}, message='...', side_by_side=true"
+            question = question_of(store, row) or "..."
+            arguments = f"deployment={row.id!r}, message={question!r}, side_by_side=true"
             return f"chat({arguments}) compares it with the base model"
         case "starting":
             slow = "the server is starting, which takes a minute or more on a CPU"

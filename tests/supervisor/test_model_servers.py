@@ -156,6 +156,8 @@ def test_the_snippets_of_a_deployment_work_as_they_stand_with_the_prompt_of_trai
     store.put_rollouts(run_id, "train", 3, [sample_rollout(3, 0, 1.0)])
     found = snippets(store, row, found_server(store))
     assert found.has_prompt
+    assert '"temperature": 0, "max_tokens": 512' in found.curl
+    assert "    temperature=0,\n    max_tokens=512,\n" in found.python
     for text in (found.curl, found.python):
         assert "Use <calc> to calculate." in text and "What is 3 * 0?" in text
         assert found_server(store).api_key not in text
@@ -167,6 +169,31 @@ def test_the_snippets_of_a_deployment_work_as_they_stand_with_the_prompt_of_trai
     store.put_rollouts(run_id, "train", 3, [long])
     shorter = snippets(store, row, found_server(store))
     assert "Use <calc> to calculate." in shorter.curl and "why?" not in shorter.curl
+
+
+@pytest.mark.anyio
+async def test_a_message_is_sent_after_the_opening_of_the_run_unless_it_is_raw(
+    store: Store, deployments: Deployments, tmp_path: Path
+) -> None:
+    row, server, _ = await run_sync(served, store, deployments, tmp_path / "a")
+
+    def sent() -> Any:
+        return server.call("/request_body").json()
+
+    assert (await chat(message="What is 7 * 6?")).opening is None
+    rows = [sample_rollout(3, index, 1.0) for index in range(3)]
+    store.put_rollouts(str(row.run_id), "train", 3, rows)
+    assert "message='What is 3 * 0?', side_by_side=true" in describe(store, row).next
+    answer = await chat(message="What is 7 * 6?")
+    assert answer.opening == "system: Use <calc> to calculate."
+    assert [message["role"] for message in sent()["messages"]] == ["system", "user"]
+    assert sent()["messages"][-1]["content"] == "What is 7 * 6?"
+    assert (sent()["temperature"], sent()["max_tokens"]) == (0.0, 512)
+    assert (await chat(message="What is 7 * 6?", raw=True)).opening is None
+    assert len(sent()["messages"]) == 1
+    conversation = [Message(role="user", content="What is 7 * 6?")]
+    assert (await chat(messages=conversation)).opening is None
+    assert len(sent()["messages"]) == 1
 
 
 def found_server(store: Store) -> Server:

@@ -1,4 +1,5 @@
-"""Calls of a deployment that work as they stand: the endpoint, its key and the prompt of training.
+"""Calls of a deployment that work as they stand: the endpoint, its key and the prompt of training,
+answered as evaluations are.
 
 The key is read from its file when a call runs: a result of a tool is kept by clients.
 """
@@ -10,12 +11,16 @@ import shlex
 from dataclasses import dataclass
 
 from flash_mcp.protocol.records import Deployment, Json, Rollout
+from flash_mcp.state.schema import RolloutOrder
 from flash_mcp.state.store import Store
 from flash_mcp.supervisor.model_servers import Server
 
 PROMPT_CHARACTERS = 1500
 """A longer prompt is cut down to its system message and a question, or left out."""
 QUESTION = "hello"
+QUESTION_CHARACTERS = 300
+OPENING_TASKS = 8
+"""Tasks whose prompts are compared: what all begin with is the run's opening."""
 MESSAGE_FIELDS = ("role", "content", "tool_calls", "tool_call_id")
 READ_KEY = "import json, sys; print(json.load(open(sys.argv[1]))['api_key'])"
 
@@ -34,7 +39,10 @@ def snippets(store: Store, row: Deployment, server: Server) -> Snippets:
     extra = {"chat_template_kwargs": {"enable_thinking": bool(row.data.get("thinking"))}}
     tools = tools_of(store, row)
     options = {"tools": tools} if tools else {}
-    body = {"model": row.id, "messages": messages, **options, **extra}
+    sampling: Json = {"temperature": 0}
+    if max_tokens := max_tokens_of(store, row):
+        sampling["max_tokens"] = max_tokens
+    body = {"model": row.id, "messages": messages, **sampling, **options, **extra}
     trusting, client = "", ""
     if server.certificate:
         place = server.certificate_file
@@ -56,6 +64,7 @@ def snippets(store: Store, row: Deployment, server: Server) -> Snippets:
             "answer = client.chat.completions.create(",
             f"    model={row.id!r},",
             f"    messages={messages!r},",
+            *(f"    {name}={value!r}," for name, value in sampling.items()),
             *([f"    tools={tools!r},"] if tools else []),
             f"    extra_body={extra!r},",
             ")",
@@ -69,11 +78,10 @@ def _prompt(store: Store, row: Deployment) -> list[Json] | None:
     """The messages of a task before the model's first turn, as the run saw them. Of a long prompt
     only its system message, with a question of our own; None if there is none that is short.
     """
-    rollout = _newest_rollout(store, str(row.run_id))
-    if rollout is None:
+    prompts = _prompts(store, row, 1)
+    if not prompts:
         return None
-    first = rollout.messages[: rollout.prompt_messages]
-    messages = [{name: item[name] for name in MESSAGE_FIELDS if name in item} for item in first]
+    messages = prompts[0]
     system = [message for message in messages if message["role"] == "system"]
     shorter = [*system, {"role": "user", "content": QUESTION}]
     for candidate in (messages, shorter if system else []):
@@ -83,14 +91,63 @@ def _prompt(store: Store, row: Deployment) -> list[Json] | None:
     return None
 
 
+def opening_of(store: Store, row: Deployment) -> list[Json]:
+    """The messages with which every task of the run begins, such as a system prompt and worked
+    examples; without a task's own question.
+    """
+    prompts = _prompts(store, row, OPENING_TASKS, "random")
+    if not prompts:
+        return []
+    shortest = min(len(prompt) for prompt in prompts)
+    opening: list[Json] = []
+    for message in prompts[0][: shortest - 1]:
+        place = len(opening)
+        if any(prompt[place] != message for prompt in prompts):
+            break
+        opening.append(message)
+    return opening
+
+
+def question_of(store: Store, row: Deployment) -> str | None:
+    """What a task of the run asks, if it is short."""
+    prompts = _prompts(store, row, 1)
+    content = prompts[0][-1].get("content") if prompts else None
+    is_short = isinstance(content, str) and len(content) <= QUESTION_CHARACTERS
+    return content if is_short else None
+
+
+def max_tokens_of(store: Store, row: Deployment) -> int | None:
+    """The longest answer that the run's evaluations allow."""
+    if row.run_id is None:
+        return None
+    return store.run(row.run_id).spec.max_tokens
+
+
+def _prompts(
+    store: Store, row: Deployment, count: int, order: RolloutOrder = "index"
+) -> list[list[Json]]:
+    """The messages before the model's first turn of up to `count` rollouts."""
+    prompts: list[list[Json]] = []
+    for rollout in _rollouts(store, row, count, order):
+        messages: list[Json] = []
+        for item in rollout.messages[: rollout.prompt_messages]:
+            messages.append({name: item[name] for name in MESSAGE_FIELDS if name in item})
+        if messages:
+            prompts.append(messages)
+    return prompts
+
+
 def tools_of(store: Store, row: Deployment) -> list[Json]:
     """OpenAI function schemas of what the model could call in training."""
-    rollout = _newest_rollout(store, row.run_id) if row.run_id else None
-    return rollout.tools if rollout else []
+    rows = _rollouts(store, row, 1, "index")
+    return rows[0].tools if rows else []
 
 
-def _newest_rollout(store: Store, run_id: str) -> Rollout | None:
+def _rollouts(store: Store, row: Deployment, count: int, order: RolloutOrder) -> list[Rollout]:
+    """Of the newest step that has any, of the held-out tasks if they were evaluated."""
+    if row.run_id is None:
+        return []
     for split in ("eval", "train"):
-        if steps := store.rollout_steps(run_id, split):
-            return store.rollouts(run_id, split, steps[-1], "index", limit=1)[0]
-    return None
+        if steps := store.rollout_steps(row.run_id, split):
+            return store.rollouts(row.run_id, split, steps[-1], order, limit=count)
+    return []

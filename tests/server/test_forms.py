@@ -1,0 +1,133 @@
+"""Every form of the pages, submitted in a real browser; and what a browser shows of a refusal."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flash_mcp.state.owners import Limits
+from flash_mcp.state.store import Store, open_store
+from flash_mcp.supervisor.model_servers import Deployments
+from tests.pages.test_report import browser
+from tests.places import ROOT
+from tests.samples import finished_run, sample_rollout, supervised
+from tests.server.test_http_server import give
+from tests.supervisor.test_model_servers import SCRIPTED, served, stop_all
+from tests.teams import Team, team_server
+
+__all__ = ["browser"]
+pytestmark = pytest.mark.slow
+TEMPLATES = ROOT / "flash_mcp/pages/templates"
+SUBMITTED = {"chat", "overview", "sign_in", "transcripts"}
+"""The templates whose forms the tests below submit."""
+
+
+@pytest.fixture
+def team(flash_home: Path) -> Generator[Team]:
+    with supervised(), team_server() as started:
+        yield started
+
+
+@pytest.fixture
+def deployments(flash_home: Path) -> Iterator[Deployments]:
+    store = Store(flash_home)
+    manager = Deployments(store, store.base, command=SCRIPTED)
+    yield manager
+    stop_all(manager)
+
+
+@pytest.fixture
+def page(team: Team, browser: Any) -> Iterator[Any]:
+    """A page of alice's, who has signed in by the form."""
+    opened = browser.new_page()
+    opened.goto(team.url)
+    assert opened.url == f"{team.url}/ui"
+    opened.fill("[name=token]", team.token("alice"))
+    opened.click("button")
+    opened.wait_for_selector("h1:text('Runs')")
+    yield opened
+    opened.close()
+
+
+def test_every_template_with_a_form_has_a_test_that_submits_it() -> None:
+    files = TEMPLATES.glob("*.html.j2")
+    with_form = {file.name.partition(".")[0] for file in files if "<form" in file.read_text()}
+    assert with_form == SUBMITTED
+
+
+def test_a_wrong_token_is_refused_on_the_page(team: Team, browser: Any) -> None:
+    page = browser.new_page()
+    page.goto(team.url)
+    page.fill("[name=token]", "flash_wrong")
+    page.click("button")
+    page.wait_for_selector("p:has-text('no valid bearer token')")
+    page.close()
+
+
+def test_a_message_is_sent_and_answered(
+    page: Any, deployments: Deployments, tmp_path: Path
+) -> None:
+    row, _, _ = served(deployments.store, deployments, tmp_path / "adapter")
+    open_store().put_rollouts(str(row.run_id), "train", 3, [sample_rollout(3, 0, 1.0)])
+    give("alice", "alices")
+    page.reload()
+    page.click("a:text('Chat')")
+    page.fill("textarea", "What is 7 * 6?")
+    page.click("button:text('Send')")
+    page.wait_for_selector("main pre:text-is('hello')")
+    assert "Use <calc> to calculate." in page.inner_text("main")
+    page.check("[name=raw]")
+    page.click("button:text('Send')")
+    page.wait_for_selector("main pre:text-is('hello')")
+    assert "Use <calc>" not in page.inner_text("main") and page.is_checked("[name=raw]")
+
+
+def test_chosen_runs_are_shown_together(page: Any, tmp_path: Path) -> None:
+    runs = [finished_run(tmp_path / name).id for name in ("one", "other")]
+    give("alice", "alices")
+    page.reload()
+    for run_id in runs:
+        page.check(f"[value={run_id}]")
+    page.click("button:text('together')")
+    page.wait_for_selector("h1:text('2 runs together')")
+    assert all(run_id in page.inner_text("main") for run_id in runs)
+
+
+def test_transcripts_are_chosen_by_the_form(page: Any, team: Team, tmp_path: Path) -> None:
+    run_id = finished_run(tmp_path).id
+    give("alice", "alices")
+    page.goto(f"{team.url}/ui/runs/{run_id}/rollouts")
+    page.select_option("[name=split]", "eval")
+    page.select_option("[name=order]", "best")
+    page.click("button:text('Show')")
+    page.wait_for_selector("p:has-text('1 to 12 of')")
+    assert "split=eval" in page.url and "order=best" in page.url
+    page.fill("[name=contains]", "nowhere")
+    page.press("[name=contains]", "Enter")
+    page.wait_for_selector("p:has-text('No such rollouts.')")
+
+
+def test_what_is_refused_is_a_page_and_never_json(flash_home: Path) -> None:
+    with supervised(), team_server(Limits(requests_per_minute=3)) as team:
+        headers = {"authorization": f"Bearer {team.token('alice')}"}
+        with team.http() as http:
+            answers = [
+                http.get("/ui"),
+                http.get("/ui", headers={"host": "evil.example"}),
+                http.get("/", headers={"host": "evil.example"}),
+                http.get("/ui/nothing", headers=headers),
+                http.get("/ui/runs/run-none", headers=headers),
+                http.get("/ui", headers=headers),
+                http.get("/ui", headers=headers),
+            ]
+            first = http.get("/")
+    assert (first.status_code, first.headers["location"]) == (303, "/ui")
+    assert [answer.status_code for answer in answers] == [401, 421, 421, 404, 404, 200, 429]
+    for answer in answers:
+        assert answer.headers["content-type"] == "text/html; charset=utf-8"
+        assert re.search(r"<h1>.+</h1>", answer.text)
+    assert int(answers[-1].headers["retry-after"]) > 0
