@@ -111,7 +111,7 @@ def vector(buffer):
     return longs(ctypes.addressof(buffer), len(buffer))
 
 def our_fault(code):
-    from environments.process.faults import EnvironmentFault
+    from environments.faults import EnvironmentFault
 
     return EnvironmentFault(code, "Fix: send keys")
 """

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from environments.process.host import EnvironmentFault, EnvironmentHost
-from environments.process.sandbox import describe
+from environments.sandbox.confinement import describe
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.run_folder import RunFolder, RunWriter
 

@@ -26,8 +26,8 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from environments.faults import EnvironmentFault
 from environments.process import requirements
-from environments.process.faults import EnvironmentFault
 from environments.process.host import EnvironmentHost, Score
 from environments.settings import FILE as SETTINGS_FILE
 from flash_mcp.state import references

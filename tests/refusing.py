@@ -12,8 +12,8 @@ import platform
 import struct
 import sys
 
-from environments.process import seccomp
-from environments.process.kernel import PR_SET_NO_NEW_PRIVS, checked, libc
+from environments.sandbox import seccomp
+from environments.sandbox.kernel import PR_SET_NO_NEW_PRIVS, checked, libc
 
 CALLS = {
     "landlock": {"x86_64": 444, "aarch64": 444},

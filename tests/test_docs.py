@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 import environments
 from environments.adapters.gym import GymEnvironment
-from environments.process import dialects
+from environments.agents import dialects
 from environments.process.host import EnvironmentHost
 from flash_mcp.judgement import health
 from flash_mcp.protocol.errors import CODES

@@ -16,11 +16,16 @@ PACKAGES = ("environments", "flash_mcp", "worker")
 FLOORS = (
     (
         "environments.base",
+        "environments.faults",
         "environments.locks",
+        "environments.redaction",
         "environments.settings",
         "environments.task_cache",
+        "environments.untrusted_text",
     ),
-    ("environments.adapters",),
+    ("environments.judge", "environments.tools"),
+    ("environments.adapters", "environments.sandbox"),
+    ("environments.agents",),
     ("environments.process",),
     ("environments.checks", "environments.examples"),
     ("flash_mcp.protocol",),

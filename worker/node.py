@@ -26,7 +26,7 @@ from typing import IO
 
 import psutil
 
-from environments.process.kernel import die_with_parent
+from environments.sandbox.kernel import die_with_parent
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.node_code import use_own_home
 from flash_mcp.protocol.packages import missing_packages

@@ -25,7 +25,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from environments.process.kernel import die_with_parent
+from environments.sandbox.kernel import die_with_parent
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.listening import Listening, free_port, trust
 from flash_mcp.protocol.paths import write_private

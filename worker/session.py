@@ -23,9 +23,9 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from environments.checks.constants import best_constant
 from environments.process.host import EnvironmentHost
-from environments.process.sandbox import describe
-from environments.process.untrusted_text import plain_name
+from environments.sandbox.confinement import describe
 from environments.settings import LOCAL_OWNER, identity
+from environments.untrusted_text import plain_name
 from flash_mcp.protocol import records
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import home

@@ -11,11 +11,15 @@ import hashlib
 import importlib
 import inspect
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 from environments.base import ChatMessage, TaskExample
+from environments.settings import read_small
 from environments.tools import text_of
 
 MODULES = {
@@ -24,16 +28,35 @@ MODULES = {
     "openreward": "environments.adapters.openreward",
 }
 """The adapter of a package's objects, whose module has `adapt(loaded)`."""
+SDK = "freesolo"
+SDK_IMPORT = re.compile(rb"^\s*(from|import)\s+freesolo\b", re.MULTILINE)
 HELD_OUT_EVERY = 5
 """Without a split for evaluation, each fifth task is held out."""
 
 Row = Mapping[str, Any]
 
 
+def imports_sdk(folder: Path) -> bool:
+    """Whether the code in the folder imports the freesolo SDK."""
+    for path in folder.rglob("*.py"):
+        with suppress(OSError):
+            if SDK_IMPORT.search(read_small(path)):
+                return True
+    return False
+
+
+def load(folder: Path, load_environment: Callable[..., Any], args: Mapping[str, Any]) -> Any:
+    """Call the `load_environment` of a folder. Adapt what it returns to this contract."""
+    if imports_sdk(folder):
+        freesolo = importlib.import_module("environments.adapters.freesolo")
+        return freesolo.load(folder, load_environment, args)
+    return adapted(load_environment(**args))
+
+
 def adapted(loaded: Any) -> Any:
     """An environment of this contract for an object of another one; other values as they are."""
-    result = cast("type[Any]", loaded if isinstance(loaded, type) else type(loaded))
-    for kind in result.__mro__:
+    loaded_class = cast("type[Any]", loaded if isinstance(loaded, type) else type(loaded))
+    for kind in loaded_class.__mro__:
         if adapter := MODULES.get(kind.__module__.partition(".")[0]):
             return importlib.import_module(adapter).adapt(loaded)
     return loaded

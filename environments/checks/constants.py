@@ -21,7 +21,7 @@ from statistics import fmean
 
 from environments.checks.answers import parts, tags
 from environments.checks.playing import Task, known_gold, play, together
-from environments.process.faults import EnvironmentFault
+from environments.faults import EnvironmentFault
 from environments.process.host import EnvironmentHost
 
 USUAL = ("0", "1", "Yes", "No", "True", "A", "B", "[]")

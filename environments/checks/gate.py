@@ -47,8 +47,8 @@ from environments.checks.report import (
 from environments.checks.splits import shared_tasks
 from environments.process import requirements
 from environments.process.host import EnvironmentFault, EnvironmentHost
-from environments.process.untrusted_text import plain_name
 from environments.tools import TOOL_ERROR
+from environments.untrusted_text import plain_name
 
 ROWS = {"train": 5, "eval": 3}
 """How many tasks of each split are tried, spread over the split."""

@@ -23,7 +23,7 @@ from environments.checks.answers import JUNK, final_answer, tags
 from environments.checks.constants import INJECTED, USUAL, candidates
 from environments.checks.playing import Played, Task, known_gold, play, together
 from environments.checks.report import Probe, shown
-from environments.process.faults import EnvironmentFault
+from environments.faults import EnvironmentFault
 from environments.process.host import EnvironmentHost
 
 HUNT = "hunt"

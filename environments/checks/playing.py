@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 from environments.base import ChatMessage
-from environments.process.faults import EnvironmentFault
+from environments.faults import EnvironmentFault
 from environments.process.host import Ended, EnvironmentHost, Opening, Score
 
 T = TypeVar("T")

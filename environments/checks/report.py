@@ -12,11 +12,12 @@ from typing import Any
 
 from environments.base import Environment, EnvironmentSingleTurn
 from environments.checks.playing import Answers, Played, Turn
-from environments.process import requirements, sandbox
-from environments.process.faults import FIXES, EnvironmentFault, remedy
+from environments.faults import FIXES, EnvironmentFault, remedy
+from environments.process import requirements
 from environments.process.host import Score
-from environments.process.untrusted_text import quoted
+from environments.sandbox.needs import FILE as NEEDS_FILE
 from environments.tools import text_of
+from environments.untrusted_text import quoted
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,11 @@ FIX_OF_CODE = {
     "for this Python",
 }
 LIMITS_FIX = (
-    f"stay within the limits, or raise them in {sandbox.FILE} "
+    f"stay within the limits, or raise them in {NEEDS_FILE} "
     "(network, memory_gib, processes, file_gib)"
 )
 FIX_OF_TEXT = {
-    rf"^{re.escape(sandbox.FILE)}": f"correct {sandbox.FILE}, or delete it: most environments need "
+    rf"^{re.escape(NEEDS_FILE)}": f"correct {NEEDS_FILE}, or delete it: most environments need "
     "none",
     r"^there is no environment\.py": "pass the folder that holds environment.py; env_setup writes "
     "one to start from",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from environments.process.host import EnvironmentHost
-from environments.process.untrusted_text import plain_name
+from environments.untrusted_text import plain_name
 
 Tasks = Sequence[tuple[str, str]]
 """(task id, digest of what the model is asked), as EnvironmentHost.tasks lists them."""

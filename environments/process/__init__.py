@@ -1,1 +1,1 @@
-"""The processes that run environment code, and their sandbox."""
+"""The process that runs environment code: its host, its child, and its packages."""

@@ -2,7 +2,7 @@
 
     python -m environments.process.child BOUNDS REQUESTS REPLIES
 
-environments.process.warden starts it inside the sandbox. It reads requests as JSON lines from the
+environments.sandbox.warden starts it inside the sandbox. It reads requests as JSON lines from the
 descriptor REQUESTS and writes each reply to REPLIES as soon as it is ready:
 
     {"number": 7, "op": "step_episode", "episode": 3, "text": "..."}
@@ -38,7 +38,8 @@ from queue import SimpleQueue
 from typing import Any, Literal, Never, cast
 
 from environments import adapters, task_cache
-from environments.adapters import freesolo
+from environments.agents import programs
+from environments.agents.calls import ANSWER_ROLES, OPENING_ROLES, Usage
 from environments.base import (
     ArgumentsError,
     ChatMessage,
@@ -53,20 +54,19 @@ from environments.base import (
     TaskExample,
     UnsupportedError,
 )
+from environments.faults import EnvironmentFault
 from environments.judge import JudgeRubric
-from environments.process import programs, sandbox
-from environments.process.faults import EnvironmentFault
 from environments.process.generators import Generators, switch_global_generators
-from environments.process.redaction import Redactor
 from environments.process.replies import (
-    ANSWER_ROLES,
     EVIDENCE_CHARACTERS,
     MAX_ID_CHARACTERS,
     MAX_TASKS,
     MAX_TURNS,
-    OPENING_ROLES,
-    Usage,
 )
+from environments.redaction import Redactor
+from environments.sandbox import refusals
+from environments.sandbox.needs import FILE as NEEDS_FILE
+from environments.sandbox.needs import Bounds
 from environments.tools import tool_calls_of, tool_schemas
 
 MAX_THREADS = 4096
@@ -212,9 +212,7 @@ class Child:
                 "environment.py defines no load_environment(**kwargs) that returns an environment"
             )
             raise _invalid(what)
-        if "freesolo" in sys.modules:
-            return freesolo.load(self.folder, module.load_environment, args)
-        return adapters.adapted(module.load_environment(**args))
+        return adapters.load(self.folder, module.load_environment, args)
 
     def _read_splits(self, environment: Environment) -> dict[str, Sequence[TaskExample]]:
         splits: dict[str, Any] = {"train": environment.dataset, "eval": environment.eval_dataset}
@@ -505,7 +503,7 @@ class Child:
                 where = f" ({Path(place.filename).name} line {place.lineno})"
         called = "environment.py" if method == "_import_and_load" else method
         message = f"{called} raised {type(error).__name__}: {_cut(_message(error), 300)}{where}"
-        if refused := sandbox.refusal(error):
+        if refused := refusals.refusal(error):
             code = refused[0]
             message = f"{message}; {refused[1]}"
         try:
@@ -582,13 +580,13 @@ def _check_tasks(attribute: str, examples: Sequence[Any]) -> None:
 def _served(agent: EnvironmentAgent, call: Callable[..., Coroutine[Any, Any, Any]]) -> Environment:
     """The agent as an environment of many turns."""
     # Imported here: a web server takes time to import, and only agents need it.
-    from environments.process.endpoint import AgentEpisode, Endpoint  # noqa: PLC0415
+    from environments.agents.endpoint import AgentEpisode, Endpoint  # noqa: PLC0415
 
     try:
         return AgentEpisode(agent, Endpoint(asyncio.get_running_loop()), call)
     except OSError as error:
         what = f"an EnvironmentAgent cannot be served here ({_message(error)})"
-        fix = f"it needs endpoint = true in its {sandbox.FILE}, on a machine that allows a network"
+        fix = f"it needs endpoint = true in its {NEEDS_FILE}, on a machine that allows a network"
         raise _invalid(f"{what}: {fix} namespace with loopback") from error
 
 
@@ -758,11 +756,11 @@ async def _serve(folder: Path, main_thread: MainThread, requests: int, replies: 
 
 
 def main() -> None:
-    bounds = sandbox.Bounds.load(sys.argv[1])
+    bounds = Bounds.load(sys.argv[1])
     requests, replies = map(int, sys.argv[2:])
     os.set_inheritable(requests, False)
     os.set_inheritable(replies, False)
-    sandbox.explain_refusals(bounds)
+    refusals.explain_refusals(bounds)
     programs.bounds = bounds
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)

@@ -2,8 +2,8 @@
 
 The child (`environments.process.child`) loads the folder's environment.py and answers JSON lines.
 It gets a minimal environment with only the named secrets, no inherited descriptors, its own process
-group and a sandbox (`environments.process.sandbox`). It dies with its parent, and so does every
-process that it started (`environments.process.warden`).
+group and a sandbox (`environments.sandbox.confinement`). It dies with its parent, and so does every
+process that it started (`environments.sandbox.warden`).
 
 This side enforces the deadline of every call. A child with a call that does not end is retired: it
 serves its open episodes until they are closed, and new episodes open in a fresh child. If a child
@@ -28,23 +28,21 @@ from pathlib import Path
 from typing import Any, Literal, Self, cast
 
 from environments import task_cache
+from environments.agents.calls import NO_USAGE, AgentCall, Usage
 from environments.base import ChatMessage
-from environments.process import requirements, scratch
-from environments.process.faults import EnvironmentFault
-from environments.process.redaction import Redactor
+from environments.faults import EnvironmentFault
+from environments.process import requirements
 from environments.process.replies import (
-    NO_USAGE,
-    AgentCall,
     ForgedError,
     Reader,
-    Usage,
     parse,
     protections,
 )
-from environments.process.sandbox import FILE as NEEDS_FILE
-from environments.process.sandbox import READABLE_VARIABLE, Bounds, Needs
-from environments.process.untrusted_text import marked
-from environments.process.warden import MEMORY_EXIT_CODE, SWEEP_TIMEOUT_S, UNPROTECTED_EXIT_CODE
+from environments.redaction import Redactor
+from environments.sandbox import scratch
+from environments.sandbox.needs import FILE as NEEDS_FILE
+from environments.sandbox.needs import READABLE_VARIABLE, Bounds, Needs
+from environments.sandbox.warden import MEMORY_EXIT_CODE, SWEEP_TIMEOUT_S, UNPROTECTED_EXIT_CODE
 from environments.settings import FILE as SETTINGS_FILE
 from environments.settings import (
     LOCAL_OWNER,
@@ -52,6 +50,7 @@ from environments.settings import (
     load_settings,
     state_directory,
 )
+from environments.untrusted_text import marked
 
 ABANDON_TIMEOUT_S = 5.0
 """A child that does not confirm within this time that it dropped a call is frozen, and killed."""
@@ -455,7 +454,7 @@ class EnvironmentHost:
             readable=(*filter(None, named), *requirements.prefix(interpreter)),
         )
         # With -P and PYTHONPATH `environments` is this package, whatever the folder holds.
-        command = [sys.executable, "-P", "-m", "environments.process.warden"]
+        command = [sys.executable, "-P", "-m", "environments.sandbox.warden"]
         command += [str(os.getpid()), bounds.dump(), str(interpreter)]
         _, child = await asyncio.get_running_loop().subprocess_exec(
             lambda: _Child(self._redactor, needs.secrets),

@@ -7,18 +7,15 @@ else raises ForgedError."""
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from environments import task_cache
+from environments.agents.calls import ANSWER_ROLES, OPENING_ROLES, finite_float
 from environments.base import ChatMessage
-from environments.process.redaction import Redactor
+from environments.redaction import Redactor
 from environments.tools import NAME
 
-OPENING_ROLES = ("system", "user", "assistant", "tool")
-ANSWER_ROLES = ("user", "tool", "system")
 MAX_TASKS = 1_000_000
 """Tasks of one split. The host keeps a list of their ids."""
 MAX_ID_CHARACTERS = 1000
@@ -56,39 +53,6 @@ METHODS = (
     "sft_completion",
 )
 """What user code is called through. Another name is not repeated."""
-
-
-@dataclass(frozen=True)
-class Usage:
-    """The tokens of one turn, and why it ended. The host sends it with the turn."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    ended: Literal["stop", "length"] = "stop"
-
-    def fields(self) -> dict[str, int]:
-        """As OpenAI's API writes it."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-        }
-
-
-NO_USAGE = Usage()
-
-
-@dataclass(frozen=True)
-class AgentCall:
-    """A request of an agent to the model.
-
-    If it continues the conversation of an earlier call, `parent`, `messages` are those after that
-    call's answer; otherwise they are all of it."""
-
-    number: int
-    parent: int | None
-    messages: list[ChatMessage]
-    tools: list[dict[str, Any]]
 
 
 class ForgedError(ValueError):
@@ -324,14 +288,6 @@ def _encodable(value: Any, depth: int) -> Any:
         items = cast("dict[str, Any]", value).items()
         return {_encodable(name, 0): _encodable(item, depth + 1) for name, item in items}
     return value
-
-
-def finite_float(text: str) -> float:
-    """For json.loads. ForgedError, which is a ValueError, for what is no number in JSON."""
-    number = float(text)
-    if not math.isfinite(number):
-        raise ForgedError
-    return number
 
 
 def _mapping(value: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ lock: if two processes want the same packages, one installs them and the other w
 `ready` is written last and holds the installed versions. An installer goes on after its caller
 timed out or died, so a later call finds more done.
 
-The installer runs in the sandbox (environments.process.sandbox), in up to three steps:
+The installer runs in the sandbox (environments.sandbox.confinement), in up to three steps:
 
 1. wheels are downloaded and unpacked. This runs no foreign code; only this step has the passwords
    of package indexes.
@@ -52,12 +52,14 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+from environments.adapters import SDK, imports_sdk
+from environments.faults import EnvironmentFault
 from environments.locks import lock as wait_for_lock
 from environments.locks import try_lock
-from environments.process import kernel, namespaces, sandbox, scratch, warden
-from environments.process.faults import EnvironmentFault
-from environments.process.untrusted_text import visible
+from environments.sandbox import kernel, namespaces, scratch, warden
+from environments.sandbox.needs import Bounds
 from environments.settings import load_settings, machine_directory, read_small, state_directory
+from environments.untrusted_text import visible
 
 FILE = "requirements.txt"
 PROJECT_FILE = "pyproject.toml"
@@ -75,9 +77,7 @@ OPTION = re.compile(
 """Lines with any other option. Some of them allow builds."""
 VARIABLE = re.compile(r"\$\{")
 """uv and pip would put the password of an index here, perhaps into another host's address."""
-SDK = "freesolo"
 SDK_REQUIREMENT = "freesolo>=0.4,<0.5"
-SDK_IMPORT = re.compile(rb"^\s*(from|import)\s+freesolo\b", re.MULTILINE)
 PASSED_ON = re.compile(r"PATH|LANG|USER|(UV|PIP|SSL|LC)_.+|.+_PROXY|.*_CA_BUNDLE", re.IGNORECASE)
 """Environment variables that an installer gets."""
 UPLOADS = re.compile(r"UV_PUBLISH_.*", re.IGNORECASE)
@@ -160,13 +160,7 @@ def _needs_sdk(folder: Path, requested: set[str]) -> bool:
         return False
     if not requested and importlib.util.find_spec(SDK) is not None:
         return False
-    return any(map(_imports_sdk, folder.rglob("*.py")))
-
-
-def _imports_sdk(path: Path) -> bool:
-    with suppress(OSError):
-        return bool(SDK_IMPORT.search(read_small(path)))
-    return False
+    return imports_sdk(folder)
 
 
 async def interpreter(
@@ -337,7 +331,7 @@ def _confine(target: Path, settings: list[str], *, network: bool, user: int | No
         if re.match("UV|PIP|SSL", name) and value.startswith("/"):
             readable.append(value)
     operator = load_settings(target.parent.parent)
-    bounds = sandbox.Bounds(
+    bounds = Bounds(
         folder=str(target),
         scratch=str(target),
         written=(str(target / "venv"), str(_temporary(target))),

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from environments.process.sandbox import describe
+from environments.sandbox.confinement import describe
 from environments.settings import FILE, load_settings
 from flash_mcp.cli.doctor_gpu import (
     Level,
@@ -287,7 +287,7 @@ FIXES = {
 
 def _sandbox() -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
-        command = (sys.executable, "-P", "-m", "environments.process.probe", folder, folder)
+        command = (sys.executable, "-P", "-m", "environments.sandbox.probe", folder, folder)
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
     if done.returncode:
         detail = shorten(done.stderr.strip(), 500)

@@ -10,7 +10,7 @@ import re
 import sys
 from typing import TYPE_CHECKING, Any, cast
 
-from environments.process.untrusted_text import visible
+from environments.untrusted_text import visible
 from flash_mcp.cli.shell import in_shell
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from typing import Any, cast
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from environments.process.untrusted_text import visible
+from environments.untrusted_text import visible
 from flash_mcp.pages.charts import Axis
 from flash_mcp.protocol.records import text_of
 from flash_mcp.tools.shared.truncation import shorten, utc

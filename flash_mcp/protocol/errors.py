@@ -2,7 +2,7 @@
 
 An agent reads `str(error)`:  `[code key=value] what happened. Fix: what to do next.`, and below it,
 in marked lines, what an environment or a model's template wrote
-(environments.process.untrusted_text).
+(environments.untrusted_text).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path, PurePath
 from typing import Any, Self, cast
 
-from environments.process.faults import EnvironmentFault
-from environments.process.untrusted_text import quoted, visible
+from environments.faults import EnvironmentFault
+from environments.untrusted_text import quoted, visible
 from flash_mcp.protocol.paths import HomeError, home
 
 EVIDENCE_CHARACTERS = 900

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
-from environments.process.untrusted_text import is_plain, plain_name
 from environments.settings import identity
 from environments.tools import text_of as text_of  # for all of flash_mcp: judgement sees records
+from environments.untrusted_text import is_plain, plain_name
 from flash_mcp.protocol.spec import LOCAL_TARGET, EvalSpec, RunSpec, stored_spec
 
 Json = dict[str, Any]

@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from environments.process.untrusted_text import visible
+from environments.untrusted_text import visible
 from flash_mcp import __version__
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import runs_dir

@@ -22,7 +22,7 @@ from typing import Any
 
 import httpx
 
-from environments.process.kernel import die_with_parent
+from environments.sandbox.kernel import die_with_parent
 from flash_mcp.protocol.artifacts import delete_run
 from flash_mcp.protocol.base_models import find
 from flash_mcp.protocol.errors import FlashError

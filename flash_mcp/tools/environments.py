@@ -22,7 +22,8 @@ from environments.checks.report import Probe as GateProbe
 from environments.checks.report import Report as GateReport
 from environments.checks.splits import Overlap, overlap
 from environments.process.host import EnvironmentFault
-from environments.process.sandbox import Needs, describe
+from environments.sandbox.confinement import describe
+from environments.sandbox.needs import Needs
 from environments.settings import identity
 from flash_mcp.judgement.attempts import by_task
 from flash_mcp.protocol.errors import EVIDENCE_CHARACTERS, FlashError, disk_error

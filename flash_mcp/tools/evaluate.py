@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from anyio.to_thread import run_sync
 from pydantic import Field
 
-from environments.process.untrusted_text import plain_name
+from environments.untrusted_text import plain_name
 from flash_mcp.judgement import health
 from flash_mcp.protocol.errors import FlashError, nearest
 from flash_mcp.protocol.records import EnvironmentVersion, Json, Run

@@ -19,11 +19,11 @@ from pydantic import Field
 from pydantic.fields import FieldInfo
 
 from environments.checks.splits import Overlap, overlap
-from environments.process import sandbox
 from environments.process.host import EnvironmentFault, EnvironmentHost
-from environments.process.sandbox import Needs
-from environments.process.untrusted_text import plain_name
+from environments.sandbox.needs import FILE as NEEDS_FILE
+from environments.sandbox.needs import Needs
 from environments.settings import load_settings
+from environments.untrusted_text import plain_name
 from flash_mcp.judgement import statistics
 from flash_mcp.judgement.attempts import DEFAULT_MAX_LENGTH
 from flash_mcp.judgement.curation import prompt_digest
@@ -546,7 +546,7 @@ def _notes(plan: _Plan) -> list[str]:
     dataset = plan.dataset
     estimate = plan.estimate
     if request := Needs.of(Path(plan.environment.path)).asked():
-        notes.append(f"the environment's {sandbox.FILE} asks for {to_text(request)}")
+        notes.append(f"the environment's {NEEDS_FILE} asks for {to_text(request)}")
     if contamination := contamination_note(plan.probe.shared):
         notes.append(contamination)
     room = spec.max_length or DEFAULT_MAX_LENGTH

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from environments.agents.calls import AgentCall
 from environments.process.host import EnvironmentHost
-from environments.process.replies import AgentCall
-from environments.process.sandbox import READABLE_VARIABLE
+from environments.sandbox.needs import READABLE_VARIABLE
 from tests.clients.helpers import PROGRAMS, needs, node_path
 from tests.folders import environment_folder
 

@@ -22,8 +22,8 @@ from environments.adapters import reasoning_gym
 from environments.adapters.gym import GymEnvironment
 from environments.base import EnvironmentEpisode
 from environments.checks import gate
+from environments.faults import EnvironmentFault, remedy
 from environments.process import requirements
-from environments.process.faults import EnvironmentFault, remedy
 from environments.process.host import Ended, EnvironmentHost
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.server.mcp_server import server

@@ -14,8 +14,8 @@ import pytest
 from mcp import Client
 
 from environments.adapters import tasks_of
+from environments.faults import EnvironmentFault
 from environments.process import requirements
-from environments.process.faults import EnvironmentFault
 from environments.process.host import Ended, EnvironmentHost
 from flash_mcp.server.mcp_server import server
 from tests import hubs

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from environments import task_cache
-from environments.process.faults import EnvironmentFault
+from environments.faults import EnvironmentFault
 from environments.process.host import EnvironmentHost
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.state.store import open_store

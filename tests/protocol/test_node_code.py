@@ -16,7 +16,7 @@ import pytest
 
 from environments import locks
 from environments.process import requirements
-from environments.process.scratch import scratch_folder
+from environments.sandbox.scratch import scratch_folder
 from flash_mcp import __version__
 from flash_mcp.protocol.artifacts import Artifacts
 from flash_mcp.protocol.run_folder import RunFolder

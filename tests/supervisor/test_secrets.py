@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from mcp import Client
 
-from environments.process.redaction import Redactor
+from environments.redaction import Redactor
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import resolve, validate
 from flash_mcp.server.mcp_server import server

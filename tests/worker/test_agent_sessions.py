@@ -17,7 +17,7 @@ import pytest
 
 from environments.process.host import EnvironmentHost
 from tests.attempts import Attempt, make_run
-from tests.environments.test_programs import CLIENT
+from tests.environments.agents.test_programs import CLIENT
 from tests.folders import environment_folder
 from tests.tiny import make_tokenizer
 from tests.virtual import FakeEngine

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
+from environments.agents.calls import NO_USAGE
+from environments.agents.dialects import DIALECTS, Answer, ApiError
+from environments.agents.endpoint import AgentEpisode, Session
 from environments.base import EnvironmentAgent, RewardResult, TaskExample
-from environments.process.dialects import DIALECTS, Answer, ApiError
-from environments.process.endpoint import AgentEpisode, Session
-from environments.process.faults import EnvironmentFault
+from environments.faults import EnvironmentFault
 from environments.process.host import Opening, Score
-from environments.process.replies import NO_USAGE
 from tests.tiny import make_tokenizer
 from tests.virtual import FakeEngine, run_virtually
 from worker.rollouts.scheduler import Generator, Limits, Rollout, Task, collect

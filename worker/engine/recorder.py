@@ -19,8 +19,8 @@ from typing import Any, ClassVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from environments.process.dialects import DIALECTS, ApiError
-from environments.process.redaction import Redactor
+from environments.agents.dialects import DIALECTS, ApiError
+from environments.redaction import Redactor
 from environments.tools import as_list, as_object
 from flash_mcp.protocol.recordings import Recording
 

@@ -25,10 +25,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, Self
 
+from environments.agents.calls import AgentCall, Usage
 from environments.checks.playing import together
 from environments.process.host import Ended, EnvironmentFault, Opening, Score, Step
-from environments.process.replies import AgentCall, Usage
-from environments.process.untrusted_text import plain_name
+from environments.untrusted_text import plain_name
 from flash_mcp.protocol import records
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json

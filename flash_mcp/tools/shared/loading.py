@@ -11,9 +11,9 @@ from typing import Annotated, Any
 from anyio.to_thread import run_sync
 from pydantic import Field
 
+from environments import faults
 from environments.checks.splits import Overlap
-from environments.process import faults
-from environments.process.faults import remedy
+from environments.faults import remedy
 from environments.process.host import EnvironmentFault, EnvironmentHost
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.packages import missing_packages

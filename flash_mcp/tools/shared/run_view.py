@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from environments.process.untrusted_text import quoted
+from environments.untrusted_text import quoted
 from flash_mcp.judgement import comparison, health, statistics
 from flash_mcp.judgement.comparison import Change, Verdict
 from flash_mcp.judgement.failures import SAMPLE_ROLLOUTS, failure_counts

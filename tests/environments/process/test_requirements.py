@@ -25,9 +25,10 @@ from typing import ClassVar
 import psutil
 import pytest
 
-from environments.process import kernel, requirements
-from environments.process.faults import EnvironmentFault, remedy
+from environments.faults import EnvironmentFault, remedy
+from environments.process import requirements
 from environments.process.host import EnvironmentHost
+from environments.sandbox import kernel
 from tests.folders import environment_folder
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]

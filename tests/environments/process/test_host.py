@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from environments.process.faults import remedy
+from environments.faults import remedy
 from environments.process.host import Ended, EnvironmentFault, EnvironmentHost
 from tests.folders import environment_folder
 from tests.watch import is_running, outer_pid

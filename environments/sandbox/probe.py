@@ -1,13 +1,13 @@
 """Print what the sandbox protects on this machine, as JSON, for the doctor.
 
-python -m environments.process.probe FOLDER SCRATCH
+python -m environments.sandbox.probe FOLDER SCRATCH
 """
 
 import json
 import sys
 
-from environments.process import warden
-from environments.process.sandbox import Bounds
+from environments.sandbox import warden
+from environments.sandbox.needs import Bounds
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """The process between the host and environment code. It ends every process that the code started.
 
     # starts environments.process.child in the sandbox
-    python -m environments.process.warden PARENT_PID BOUNDS INTERPRETER
+    python -m environments.sandbox.warden PARENT_PID BOUNDS INTERPRETER
     # the same from Python: goes on in a new process in the sandbox; the caller becomes its warden
     found = enclose(bounds)
 
@@ -16,9 +16,9 @@ and kills them. The warden ends with the status of environment code. Twice a sec
 memory of the processes. Where a cgroup can be made, it bounds what they keep in the kernel too.
 Neither of the two runs user code.
 
-The sandbox (environments.process.sandbox) is set up before INTERPRETER starts. An interpreter with
-its own packages runs their code at once (.pth files), and a package's build may have written the
-interpreter itself. So the first line on stdout, written before that, says what is protected: no
+The sandbox (environments.sandbox.confinement) is set up before INTERPRETER starts. An interpreter
+with its own packages runs their code at once (.pth files), and a package's build may have written
+the interpreter itself. So the first line on stdout, written before that, says what is protected: no
 foreign code can have written it. Every later line is a reply."""
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from environments.process import cgroup
-from environments.process.kernel import (
+from environments.sandbox import cgroup
+from environments.sandbox.confinement import confine
+from environments.sandbox.kernel import (
     CAP_KILL,
     die_with_parent,
     end_with_parent,
@@ -44,8 +45,8 @@ from environments.process.kernel import (
     set_dumpable,
     set_subreaper,
 )
-from environments.process.namespaces import Mounts, Own, enter_namespaces, own_mounts, pids_by_user
-from environments.process.sandbox import Bounds, confine
+from environments.sandbox.namespaces import Mounts, Own, enter_namespaces, own_mounts, pids_by_user
+from environments.sandbox.needs import Bounds
 
 CHECK_EVERY_S = 0.5
 SWEEP_TIMEOUT_S = 5.0

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from importlib.metadata import packages_distributions
 
-from environments.process.untrusted_text import quoted
+from environments.untrusted_text import quoted
 
 
 class EnvironmentFault(Exception):

@@ -20,9 +20,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from environments.process import warden
 from environments.process.host import EnvironmentFault, EnvironmentHost
-from environments.process.sandbox import Needs, describe
+from environments.sandbox import warden
+from environments.sandbox.confinement import describe
+from environments.sandbox.needs import Needs
 from flash_mcp.protocol.paths import environments_dir
 from flash_mcp.state.store import open_store
 from tests.folders import allow, environment_folder
@@ -545,8 +546,8 @@ async def test_memory_that_the_kernel_keeps_counts_where_a_cgroup_can_be_made(
 OF_VERSION_2 = """
 import os, sys
 from pathlib import Path
-from environments.process import cgroup
-from environments.process.kernel import checked, libc
+from environments.sandbox import cgroup
+from environments.sandbox.kernel import checked, libc
 
 MS_REC_PRIVATE = 0x4000 | 0x40000
 libc.mount(b"none", b"/", None, MS_REC_PRIVATE, None)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from fcntl import ioctl
 from pathlib import Path
 
-from environments.process.kernel import (
+from environments.sandbox.kernel import (
     CAP_DAC_OVERRIDE,
     CAP_DAC_READ_SEARCH,
     checked,

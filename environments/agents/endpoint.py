@@ -38,16 +38,8 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
-from environments.base import (
-    ChatMessage,
-    EnvironmentAgent,
-    EnvironmentEpisode,
-    EnvironmentMultiTurn,
-    EnvironmentStepResult,
-    RewardResult,
-    TaskExample,
-)
-from environments.process.dialects import (
+from environments.agents.calls import ANSWER_ROLES, NO_USAGE, AgentCall, Usage, finite_float
+from environments.agents.dialects import (
     DIALECTS,
     MODEL,
     Answer,
@@ -57,8 +49,16 @@ from environments.process.dialects import (
     count_tokens,
     invalid,
 )
-from environments.process.faults import EnvironmentFault
-from environments.process.replies import ANSWER_ROLES, NO_USAGE, AgentCall, Usage, finite_float
+from environments.base import (
+    ChatMessage,
+    EnvironmentAgent,
+    EnvironmentEpisode,
+    EnvironmentMultiTurn,
+    EnvironmentStepResult,
+    RewardResult,
+    TaskExample,
+)
+from environments.faults import EnvironmentFault
 from environments.tools import as_object
 
 Json = dict[str, Any]

@@ -20,8 +20,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from environments.agents.calls import Usage
 from environments.base import ChatMessage
-from environments.process.replies import Usage
 from environments.tools import as_list, as_object, tool_calls_of, tool_schemas
 
 Json = dict[str, Any]

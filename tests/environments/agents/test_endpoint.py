@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 
+from environments.agents.calls import AgentCall, Usage
+from environments.agents.dialects import ApiError
+from environments.agents.endpoint import Session
 from environments.checks.playing import Task, Turn, play
 from environments.process import host as host_module
-from environments.process.dialects import ApiError
-from environments.process.endpoint import Session
 from environments.process.host import EnvironmentFault, EnvironmentHost, Score
-from environments.process.replies import AgentCall, Usage
 from tests.folders import environment_folder
 from tests.places import ROOT
 

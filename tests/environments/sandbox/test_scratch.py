@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from environments.process import scratch
+from environments.sandbox import scratch
 from tests.places import ROOT
 
 pytestmark = pytest.mark.slow
@@ -84,7 +84,7 @@ def test_a_user_without_rights_removes_it_too(tmp_path: Path) -> None:
         import os, sys, tempfile
         from pathlib import Path
         sys.path.insert(0, {str(ROOT)!r})
-        from environments.process import scratch
+        from environments.sandbox import scratch
         place = Path(tempfile.mkdtemp())
         os.chown(place, 4242, 4242)
         os.setgroups([])
@@ -152,7 +152,7 @@ def test_a_killed_process_gives_its_place_back(flash_home: Path) -> None:
     code = f"""
         import sys, time
         sys.path.insert(0, {str(ROOT)!r})
-        from environments.process import scratch
+        from environments.sandbox import scratch
         held = scratch.scratch_folder("alice", 1, 1)
         print("ready", flush=True)
         time.sleep(600)

@@ -8,7 +8,7 @@ import platform
 import struct
 from dataclasses import dataclass
 
-from environments.process.kernel import checked, libc
+from environments.sandbox.kernel import checked, libc
 
 PR_SET_SECCOMP = 22
 # The instructions of the filter, as in linux/bpf_common.h.

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from environments.process.dialects import DIALECTS, Answer, ApiError
+from environments.agents.calls import AgentCall, Usage
+from environments.agents.dialects import DIALECTS, Answer, ApiError
 from environments.process.host import EnvironmentHost
-from environments.process.replies import AgentCall, Usage
 from environments.tools import as_object
-from tests.environments.test_endpoint import CALL, TOOL, agents
+from tests.environments.agents.test_endpoint import CALL, TOOL, agents
 
 pytestmark = [
     pytest.mark.slow,

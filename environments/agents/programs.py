@@ -21,13 +21,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import IO
 
-from environments.process import scratch
-from environments.process.sandbox import (
-    LANDLOCK_RESTRICT_SELF,
-    Bounds,
-    landlock_version,
-    program_rules,
-)
+from environments.sandbox import scratch
+from environments.sandbox.landlock import LANDLOCK_RESTRICT_SELF, landlock_version, program_rules
+from environments.sandbox.needs import Bounds
 
 LAUNCH = f"""
 import ctypes, os, signal, sys

@@ -24,8 +24,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from environments.agents.programs import room, start
 from environments.base import EnvironmentAgent, RewardResult, TaskExample
-from environments.process.programs import room, start
 
 REWARD_FILE = "FLASH_REWARD_FILE"
 REWARD_NAME = "reward.json"

@@ -1,0 +1,1 @@
+"""The sandbox of environment code: namespaces, Landlock, seccomp, limits, and its warden."""

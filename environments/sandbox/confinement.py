@@ -1,0 +1,109 @@
+"""The sandbox of environment code: limits on what its process may open, reach and use up. It needs
+Linux, no helper program and no root.
+
+    found = confine(bounds, own, mounts)    # in the child, before user code
+    python -m environments.sandbox.probe FOLDER SCRATCH     # prints `found`, for the doctor
+
+`found` maps each protection to "" if it works on this machine, and else to why it does not:
+
+- files (Landlock): the code reads its folder and the system's libraries, and writes to a temporary
+  folder. It gets terminals if the mount namespace has its own.
+- attributes (a read-only mount namespace, or another user): it changes no file's mode or time
+  outside that temporary folder.
+- network (seccomp): it can make no socket except pairs of connected ones. With network, which
+  environment.toml asks for and settings.toml grants, it makes IPv4 and IPv6 sockets too. Without,
+  it also gets an empty network namespace, if it may have namespaces. With an endpoint it makes TCP
+  sockets in that namespace, where only its own processes listen; without the namespace, none.
+- process_tree (a PID namespace): all that it starts ends with it, and it finds no other process.
+- proc: /proc shows its own processes only.
+- signals (a PID namespace or Landlock): it signals and traces no process outside the sandbox.
+- memory, file_size, processes (resource limits; root becomes another user first).
+- kernel_memory (a cgroup): files in memory and socket buffers count as its memory.
+
+In any case seccomp refuses changes of another process's limits, and without a PID namespace of its
+priority and its processors too.
+
+A program that the code starts for one rollout may get rules of its own within these
+(environments/agents/programs.py).
+
+The sandbox does not limit CPU time, the number of files in the temporary folder, what one episode
+learns of another in the same process, or, with network, servers that listen on this machine's own
+addresses. Environment code shares a kernel with its host.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+
+from environments.sandbox.kernel import PR_SET_NO_NEW_PRIVS, keep_capabilities, libc
+from environments.sandbox.landlock import restrict_files
+from environments.sandbox.namespaces import Mounts, Own, become
+from environments.sandbox.needs import FILE, Bounds, Needs
+from environments.sandbox.seccomp import filter_calls
+from environments.settings import FILE as SETTINGS_FILE
+
+UNCOUNTED = (
+    "neither another user nor a user namespace can be had, and without one all processes of the "
+    "user count"
+)
+STACK_BYTES = 8 << 20
+"""The stack of one thread. The kernel counts all of it as soon as the thread starts."""
+
+
+def confine(bounds: Bounds, own: Own, mounts: Mounts) -> dict[str, str]:
+    """Confine this process for good: {protection: "" if it works, else why it does not}.
+
+    The process must have a single thread. Raises nothing: a protection that cannot be had is left
+    out and named."""
+    needs = Needs(**bounds.needs)
+    memory = bounds.memory_bytes + bounds.threads * STACK_BYTES
+    results = {
+        "memory": _limit(resource.RLIMIT_DATA, memory),
+        "file_size": _limit(resource.RLIMIT_FSIZE, int(needs.file_gib * 2**30)),
+        "processes": UNCOUNTED,
+        "process_tree": own.process_tree,
+        "proc": mounts.proc,
+        "attributes": mounts.attributes,
+    }
+    if not sys.platform.startswith("linux"):
+        why = f"{sys.platform} has no Landlock and no seccomp"
+        return results | dict.fromkeys(("files", "signals", "network"), why)
+    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    try:
+        become(own)
+    except OSError:  # root of a container that has no such user
+        keep_capabilities()
+    is_counted = own.is_mapped or (os.getuid() != 0 and own.uid is not None)
+    if is_counted:
+        results["processes"] = _limit(resource.RLIMIT_NPROC, needs.processes + bounds.threads)
+    results["files"], results["signals"] = restrict_files(bounds, mounts)
+    if own.has_processes:
+        results["signals"] = ""
+    results["network"] = filter_calls(
+        allow_sockets=needs.network,
+        allow_tcp=own.loopback,
+        has_processes=own.has_processes,
+    )
+    if needs.network and not results["network"]:
+        results["network"] = f"open: {FILE} asks for it and {SETTINGS_FILE} grants it"
+    return results
+
+
+def _limit(kind: int, most: int) -> str:
+    hard = resource.getrlimit(kind)[1]
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    try:
+        resource.setrlimit(kind, (most, most))
+    except (OSError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def describe(results: dict[str, str]) -> str:
+    """What `confine` returned, as one line of text."""
+    working = ", ".join(name for name, why in results.items() if not why) or "none"
+    line = f"sandbox of environment code protects: {working}"
+    missing = "; ".join(f"{name}: {why}" for name, why in results.items() if why)
+    return f"{line}; not: {missing}" if missing else line

@@ -1,0 +1,193 @@
+"""Landlock: the files that environment code opens and the processes that it signals.
+
+Landlock needs no privileges, and its rules hold for all that a process starts. A program that the
+code starts for one rollout may get rules of its own within these (environments/agents/programs.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from environments.sandbox.kernel import checked, libc
+from environments.sandbox.namespaces import Mounts
+from environments.sandbox.needs import Bounds
+
+LANDLOCK_CREATE_RULESET = 444
+LANDLOCK_ADD_RULE = 445
+LANDLOCK_RESTRICT_SELF = 446
+VERSION_FLAG = 1
+PATH_BENEATH = 1
+EXECUTE = 1
+WRITE_FILE = 1 << 1
+READ_FILE = 1 << 2
+READ_DIR = 1 << 3
+REMOVE_FILE = 1 << 5
+MAKE_REG = 1 << 8
+REFER = 1 << 13
+TRUNCATE = 1 << 14
+IOCTL_DEV = 1 << 15
+ALL_OF_VERSION_1 = (1 << 13) - 1
+READ = EXECUTE | READ_FILE | READ_DIR
+OF_A_FILE = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV
+SCOPE_ABSTRACT_SOCKETS = 1
+SCOPE_SIGNALS = 2
+SYSTEM = (
+    "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/opt", "/nix", "/proc", "/sys",
+)  # fmt: skip
+SETTINGS = """
+alternatives ca-certificates ca-certificates.conf debian_version fonts gai.conf group host.conf
+hosts ld.so.cache ld.so.conf ld.so.conf.d locale.alias localtime mime.types nsswitch.conf os-release
+passwd pki/tls/certs pki/ca-trust protocols resolv.conf services ssl/certs ssl/openssl.cnf timezone
+""".split()  # noqa: SIM905
+"""What programs look up in /etc. The rest of it may be secret."""
+DEVICES = ("null", "zero", "full", "random", "urandom")
+TERMINALS = ("tty", "ptmx", "pts")
+SHARED_MEMORY = Path("/dev/shm")
+ANSWERS = "datasets"
+"""The folder of an environment that programs of its agents cannot read."""
+
+
+def restrict_files(bounds: Bounds, mounts: Mounts) -> tuple[str, str]:
+    """Why files and signals are not protected; "" for each that is."""
+    version = landlock_version()
+    if version < 1:
+        why = f"this kernel has no Landlock ({os.strerror(ctypes.get_errno())})"
+        return why, why
+    try:
+        rules = _ruleset(version, partial(_rules, bounds, mounts))
+        checked(libc.syscall(LANDLOCK_RESTRICT_SELF, rules, 0))
+        os.close(rules)
+    except OSError as error:
+        return str(error), str(error)
+    if version >= 6:
+        return "", ""
+    return "", f"this kernel has Landlock {version}, which leaves signals alone; 6 does not"
+
+
+def program_rules(bounds: Bounds, folder: Path, unseen: Path) -> int:
+    """The descriptor of Landlock rules for a program that the code starts: it may do what the code
+    may, but in the scratch folder it writes to `folder` alone, and opens nothing else of `unseen`
+    and nothing of ANSWERS. The rules also keep it from all processes but those that it starts.
+    OSError if this kernel has no Landlock.
+    """
+    # The code's own rules hold too, so these hide nothing else.
+    inner = replace(bounds, hidden=os.devnull, written=(str(folder),))
+    answers = _real(Path(bounds.folder, ANSWERS))
+
+    def rules(handled: int) -> Iterator[tuple[Path, int]]:
+        for path, rights in _rules(inner, Mounts(terminals=True), handled):
+            if path == SHARED_MEMORY:
+                rights &= ~READ_DIR  # without the names in there it finds nothing of others
+            parts = [path]
+            if rights & READ_FILE and answers.is_relative_to(path):
+                # A folder that may not be listed is left whole.
+                parts = _without(path, answers) or parts
+            for part in parts:
+                yield part, rights
+        for entry in Path(bounds.scratch).iterdir():
+            if entry != unseen:
+                yield entry, READ
+
+    return _ruleset(checked(landlock_version()), rules)
+
+
+def landlock_version() -> int:
+    return libc.syscall(LANDLOCK_CREATE_RULESET, None, 0, VERSION_FLAG)
+
+
+def _ruleset(version: int, rules: Callable[[int], Iterable[tuple[Path, int]]]) -> int:
+    """The descriptor of a set of rules: `rules` gets all rights that are handled, and says which
+    paths have which of them.
+    """
+    # A kernel accepts only the rights that it knows. It does not restrict the others.
+    handled = ALL_OF_VERSION_1
+    for right, since in ((REFER, 2), (TRUNCATE, 3), (IOCTL_DEV, 5)):
+        if version >= since:
+            handled |= right
+    scoped = 0
+    size = 8
+    if version >= 4:
+        size = 16
+    if version >= 6:
+        size = 24
+        scoped = SCOPE_ABSTRACT_SOCKETS | SCOPE_SIGNALS
+    attributes = struct.pack("QQQ", handled, 0, scoped)
+    result = checked(libc.syscall(LANDLOCK_CREATE_RULESET, attributes, ctypes.c_size_t(size), 0))
+    try:
+        for path, rights in rules(handled):
+            _allow(result, path, rights & handled)
+    except BaseException:
+        os.close(result)
+        raise
+    return result
+
+
+def _rules(bounds: Bounds, mounts: Mounts, handled: int) -> Iterator[tuple[Path, int]]:
+    """The paths that it may use, each with its rights."""
+    package = Path(__file__).parents[1]
+    hidden = _real(bounds.hidden)
+    # Python looks for the package there. There may be more in it than packages.
+    if not hidden.is_relative_to(_real(package.parent)):
+        yield package.parent, READ_DIR
+    executable = Path(sys.executable).resolve().parent
+    readable = [*SYSTEM, *(f"/etc/{name}" for name in SETTINGS)]
+    readable += [sys.prefix, sys.base_prefix, sys.exec_prefix, str(executable)]
+    readable += [entry for entry in sys.path if entry and Path(entry) != package.parent]
+    readable += [*bounds.readable, str(package), bounds.folder]
+    for root in readable:
+        for path in _without(_real(root), hidden):
+            yield path, READ
+    yield Path(bounds.folder), READ_DIR
+    devices = DEVICES
+    if mounts.terminals:
+        devices += TERMINALS
+    for name in devices:
+        yield Path("/dev", name), READ_FILE | READ_DIR | WRITE_FILE | TRUNCATE | IOCTL_DEV
+    for folder in bounds.writable:
+        yield Path(folder), handled
+    shared = READ | WRITE_FILE | TRUNCATE | REMOVE_FILE | MAKE_REG
+    if mounts.shm:
+        shared = handled
+    yield SHARED_MEMORY, shared
+
+
+def _without(root: Path, hidden: Path) -> list[Path]:
+    """`root`, or the parts of it that do not lead to `hidden`. Both are free of symbolic links."""
+    if not hidden.is_relative_to(root):
+        return [root]
+    paths: list[Path] = []
+    try:
+        for entry in root.iterdir():
+            real = _real(entry) if entry.is_symlink() else entry
+            # A link is followed only if it leads neither into `hidden` nor above it.
+            leads_above = real is not entry and hidden.is_relative_to(real)
+            if not real.is_relative_to(hidden) and not leads_above:
+                paths += _without(real, hidden)
+    except OSError:
+        return []
+    return paths
+
+
+def _real(path: str | Path) -> Path:
+    return Path(os.path.realpath(path))
+
+
+def _allow(rules: int, path: Path, rights: int) -> None:
+    try:
+        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except OSError:  # it does not exist
+        return
+    try:
+        if not path.is_dir():
+            rights &= OF_A_FILE
+        rule = struct.pack("=Qi", rights, descriptor)
+        checked(libc.syscall(LANDLOCK_ADD_RULE, rules, PATH_BENEATH, rule, 0))
+    finally:
+        os.close(descriptor)

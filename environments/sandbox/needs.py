@@ -1,0 +1,108 @@
+"""What an environment asks for in environment.toml, and the limits of one child process.
+
+needs = Needs.of(folder)    # the defaults, if the folder has no environment.toml
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from environments.settings import FILE as SETTINGS_FILE
+from environments.settings import EnvironmentSettings, read_toml
+
+FILE = "environment.toml"
+READABLE_VARIABLE = "FLASH_READABLE"
+"""More folders that environment code may read, separated by colons: data sets too large to push."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What an environment asks for in environment.toml. The defaults suit most environments."""
+
+    network: bool = False
+    endpoint: bool = False
+    """For an EnvironmentAgent: a loopback interface of its own, on which the model is served."""
+    memory_gib: float = 8.0
+    """For all its processes together."""
+    processes: int = 512
+    """Processes and threads, in addition to one thread for each running call."""
+    file_gib: float = 4.0
+    """The size of one file."""
+    secrets: tuple[str, ...] = ()
+    """Names of the server's variables that it needs. A caller has to pass each one."""
+
+    @classmethod
+    def of(cls, folder: Path) -> Needs:
+        """Read the folder's environment.toml. ValueError explains a file that cannot be used."""
+        return read_toml(cls, folder / FILE)
+
+    def within(self, operator: EnvironmentSettings) -> Needs:
+        """The same, with defaults lowered to the operator's limits. ValueError names a value that
+        the file asks for and that is above them.
+        """
+        limits = {
+            "memory_gib": operator.most_memory_gib,
+            "processes": operator.processes,
+            "file_gib": operator.file_gib,
+        }
+        requests = self.asked()
+        for name, most in limits.items():
+            if requests.get(name, 0) > most:
+                what = (
+                    f"{FILE}: {name} = {requests[name]:g} is more than the {most:g} of this machine"
+                )
+                raise ValueError(
+                    f"{what}; the operator allows more with {name} under [environments] in "
+                    f"{SETTINGS_FILE}"
+                )
+        lowered = {name: min(getattr(self, name), most) for name, most in limits.items()}
+        return replace(self, **lowered)
+
+    def asked(self) -> dict[str, Any]:
+        """The values that differ from the defaults."""
+        usual = asdict(Needs())
+        return {name: value for name, value in asdict(self).items() if value != usual[name]}
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The limits of one child. No rule opens what is in `hidden`, except `folder`."""
+
+    folder: str
+    scratch: str
+    hidden: str
+    needs: dict[str, Any] = field(default_factory=dict[str, Any])
+    threads: int = 32
+    readable: tuple[str, ...] = ()
+    written: tuple[str, ...] = ()
+    """Folders in `scratch`, if the code may not write to all of it."""
+    user: int | None = None
+    """The user that the code becomes, if we are root and these folders are already that user's."""
+    without_file_protection: bool = False
+    """Run code also if `files` cannot be protected."""
+
+    @property
+    def writable(self) -> tuple[str, ...]:
+        return self.written or (self.scratch,)
+
+    @property
+    def has_network(self) -> bool:
+        return Needs(**self.needs).network
+
+    @property
+    def has_endpoint(self) -> bool:
+        return Needs(**self.needs).endpoint
+
+    @property
+    def memory_bytes(self) -> int:
+        return int(Needs(**self.needs).memory_gib * 2**30)
+
+    def dump(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def load(cls, text: str) -> Bounds:
+        return cls(**json.loads(text))
