@@ -94,6 +94,11 @@ class RunTable(Connection):
         self._taken[caller().owner, target] = taken
         return [taken[run_id] for run_id in updated if run_id in taken]
 
+    def live_attempts(self) -> set[str]:
+        """RUN-ATTEMPT of every attempt under way, of all owners and on all targets."""
+        sql = "SELECT id, attempt FROM main.runs WHERE state IN ('starting', 'running')"
+        return {f"{row['id']}-{row['attempt']}" for row in self.query(sql)}
+
     def active_with_secrets(self) -> list[Run]:
         """Runs that have not ended and need secrets."""
         sql = f"""SELECT * FROM runs WHERE state IN ({marks(ACTIVE)})

@@ -70,13 +70,12 @@ class Janitor:
 
     def _end_jobs(self) -> None:
         """End the engine's jobs of attempts that are over. It is asked first: an attempt that is
-        submitted later is not in its list.
+        submitted later is not in its list. Its list has the jobs of all targets on that engine.
         """
         handles = self.target.launcher.under_way()
         if not handles:
             return
-        taken = self.store.taken_runs(self.target.name)
-        live = {f"{run.id}-{run.attempt}" for run in taken}
+        live = self.store.live_attempts()
         live |= {job_key(row) for row in self.store.deployments(LIVE_DEPLOYMENT)}
         over = [handle for handle in handles if handle.key not in live]
         for handle in over[:MAX_JOBS]:

@@ -15,7 +15,8 @@ from flash_mcp.state import removal
 from flash_mcp.state.removed_folders import due_folders
 from flash_mcp.supervisor.janitor import Janitor
 from flash_mcp.supervisor.launch.base import JobStatus
-from flash_mcp.supervisor.loop import Supervisor
+from flash_mcp.supervisor.loop import RunReconciler, Supervisor
+from flash_mcp.supervisor.secrets import Vault
 from tests.protocol.test_artifacts import folder as some_folder
 from tests.supervisor.test_targets import HASTE, Bench, Lab
 
@@ -61,6 +62,20 @@ def test_jobs_that_no_run_waits_for_are_ended_and_those_of_live_attempts_stay(be
     bench.attendant.janitor.clear()
     assert [hints[key].state for key in (*over, "run-pending-1")] == ["gone"] * 3
     assert hints[f"{run.id}-1"].state == "alive"
+
+
+def test_a_target_leaves_the_jobs_of_another_target_on_the_same_engine(bench: Bench) -> None:
+    near = Lab()
+    near.name, near.launcher = "near", bench.lab.launcher
+    attendant = RunReconciler(bench.store, near, Vault(bench.store.base), HASTE)
+    run, other = bench.train("lab"), bench.train("near")
+    bench.until(lambda: bench.now(run).handle)
+    attendant.attend(bench.store.taken_runs("near"))
+    keys = [f"{run.id}-1", f"{other.id}-1"]
+    for janitor in (bench.attendant.janitor, attendant.janitor):
+        janitor.clear()
+        assert [bench.lab.engine.hints[key].state for key in keys] == ["pending"] * 2
+    assert {handle.key for handle in near.launcher.under_way()} == set(keys)
 
 
 def test_a_supervisor_ends_what_one_that_died_left_on_a_target_without_active_runs(
