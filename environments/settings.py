@@ -104,6 +104,8 @@ class DiskSettings:
     --environment-mib."""
     datasets_gib: float = 2.0
     """GiB of datasets that an owner over HTTP may store."""
+    exports_gib: float = 64.0
+    """GiB of exports that an owner over HTTP may store."""
 
 
 @dataclass(frozen=True)

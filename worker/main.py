@@ -27,6 +27,7 @@ import psutil
 
 from environments.process.host import EnvironmentFault
 from environments.settings import machine_directory
+from flash_mcp.protocol import credentials
 from flash_mcp.protocol.artifacts import Artifacts, placed, trim
 from flash_mcp.protocol.errors import FlashError, disk_error
 from flash_mcp.protocol.paths import scratch_prefix
@@ -67,6 +68,7 @@ def main() -> int:
         prepare_process()
         return serve_rank(folder, args.attempt, args.rank, args.scratch, _train, _explained)
     job = folder.job()
+    credentials.restrict(job)
     try:
         writer = folder.claim(args.attempt)
     except FlashError as error:

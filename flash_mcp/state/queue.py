@@ -91,6 +91,8 @@ def enqueue(
         lineage = {"code": code_version(), **(lineage or {})}
         if commit := _commit_before(store, spec, init_adapter):
             lineage["model_commit"] = commit
+        if (granted := caller().secrets) is not None:
+            lineage["granted"] = sorted(granted)
         if environment.owner != caller().owner:  # the local owner may run another's
             lineage["environment_owner"] = environment.owner
         store.insert(

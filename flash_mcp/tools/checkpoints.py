@@ -9,6 +9,7 @@ from typing import Annotated
 from anyio.to_thread import run_sync
 from pydantic import Field
 
+from flash_mcp.protocol import base_models, credentials
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.exports import ExportKind
 from flash_mcp.protocol.records import Run
@@ -17,10 +18,17 @@ from flash_mcp.state import queue, references
 from flash_mcp.state.owners import refuse_server_side
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.shared.exporting import Export, Exporter
+from flash_mcp.tools.shared.loading import check_logins
 from flash_mcp.tools.shared.next_steps import RunContext, going_on, next_of, waiting_for
 from flash_mcp.tools.shared.tool_base import Result, ResultModel, RunId, page_offset
 from flash_mcp.tools.shared.waiting import deadline_after, look_after, wait_until
 
+BYTES_PER_PARAMETER: dict[ExportKind, int] = {
+    "merged": 2,
+    "adapter": 0,
+    "gguf-f16": 2,
+    "gguf-q8_0": 1,
+}
 EXPORT_WAIT_S = 38.0
 """How long a call waits for its export; the export itself goes on."""
 
@@ -141,7 +149,9 @@ async def checkpoints(
     store = open_store()
     if export is None:
         return await run_sync(_listed, store, run_id, limit, cursor)
-    if push_to is None:
+    if push_to is not None:
+        check_logins([credentials.HUB])
+    else:
         fix = "give push_to=OWNER/NAME too, and take it from the hub"
         refuse_server_side("an export's folder", fix, argument="export")
     subject = await run_sync(references.find_subject, store, run_id)
@@ -151,17 +161,27 @@ async def checkpoints(
     run, step = subject.run, subject.step
     result = await run_sync(_listed, store, run.id, 1, str(step + 1))
     result.has_more, result.cursor = False, None
-    result.export = await _exported(Exporter(store.base, f"{run.id}@{step}", export, push_to))
+    exporter = Exporter(store.base, f"{run.id}@{step}", export, push_to)
+    if await run_sync(exporter.look) is None:
+        size_bytes = _size_of(run, export, result.checkpoints[0])
+        await run_sync(exporter.check_quota, store, size_bytes)
+        await run_sync(exporter.start)
+    result.export = await _exported(exporter)
     result.next = f"the same call again waits for {result.export.folder}"
     if result.export.state == "ready":
         result.next = f"take {result.export.folder}: README.md there is its model card"
     return result
 
 
+def _size_of(run: Run, kind: ExportKind, checkpoint: Checkpoint) -> int:
+    """About how large the export will be. A model of unknown size counts as its adapter."""
+    parameters = base_models.find(run.model).parameters or 0
+    weights = parameters * BYTES_PER_PARAMETER[kind]
+    return max(checkpoint.size_bytes, weights)
+
+
 async def _exported(exporter: Exporter) -> Export:
     """The export, once it is there or after EXPORT_WAIT_S. The error of one that failed."""
-    if await run_sync(exporter.look) is None:
-        await run_sync(exporter.start)
     result = await wait_until(
         exporter.look,
         lambda seen: seen is None or seen.state == "ready",

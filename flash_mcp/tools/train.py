@@ -28,6 +28,7 @@ from flash_mcp.judgement import statistics
 from flash_mcp.judgement.attempts import DEFAULT_MAX_LENGTH
 from flash_mcp.judgement.curation import prompt_digest
 from flash_mcp.protocol.base_models import ModelCard
+from flash_mcp.protocol.credentials import TRACKERS
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import EnvironmentVersion, GateVerdict, Json, Run, text_of
 from flash_mcp.protocol.spec import LOCAL_TARGET, RECIPES, ResolvedSpec, RunSpec, default_of
@@ -44,6 +45,7 @@ from flash_mcp.tools.shared.held_out import read_held_out
 from flash_mcp.tools.shared.loading import (
     RunName,
     RunNote,
+    check_logins,
     check_machine,
     check_target,
     contamination_note,
@@ -352,6 +354,7 @@ async def _plan(
     need_on = functools.partial(need_of, resolved.spec)
     resolved, why = await run_sync(placed, store, resolved, need_on, first and first.target)
     spec = resolved.spec
+    check_logins(TRACKERS[name] for name in spec.report_to if name in TRACKERS)
     costs.check(spec, store.base)
     if sample and spec.algorithm != "grpo":
         what = "sample works with algorithm=grpo only"

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import gguf
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -22,6 +23,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flash_mcp.protocol.base_models import MODELS, ModelCard
+from flash_mcp.protocol.credentials import NO_HUB_LOGIN
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import RunFolder
@@ -304,6 +306,33 @@ def test_an_attempt_uses_the_commit_of_the_run_it_builds_on_and_of_the_attempt_b
     assert loaded(2, {}) == snapshots / ("a" * 40)
     folder = RunFolder(tmp_path / "other")
     assert loaded(1, {}) == snapshots / ("b" * 40)
+
+
+@pytest.mark.hostile("requests")
+def test_a_model_that_another_s_login_brought_here_is_not_for_a_caller_without_one(
+    snapshots: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub  # noqa: PLC0415
+    from huggingface_hub.errors import GatedRepoError  # noqa: PLC0415
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise ConnectionError("there is no hub")
+
+    def gated(*_: object, token: object) -> None:
+        assert token is False
+        raise GatedRepoError("gated", response=httpx.Response(403, request=request))
+
+    request = httpx.Request("GET", "https://hub.example/someone/some-model")
+    monkeypatch.setenv(NO_HUB_LOGIN, "1")
+    pinned = f"someone/some-model@{'a' * 40}"
+    for check, code in ((gated, "unknown_model"), (unreachable, "hub_unreachable")):
+        monkeypatch.setattr(huggingface_hub.HfApi, "auth_check", check)
+        for name in ("someone/some-model", pinned):
+            with pytest.raises(FlashError) as caught:
+                ensure(name)
+            assert caught.value.code == code
+    monkeypatch.setattr(huggingface_hub.HfApi, "auth_check", lambda *_, **__: None)
+    assert ensure(pinned) == snapshots / ("a" * 40)
 
 
 def test_an_unknown_model_is_told_by_the_command(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import re
 import shutil
 import subprocess
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from flash_mcp.protocol.base_models import MODELS, ModelCard, find, folder_card
+from flash_mcp.protocol.credentials import NO_HUB_LOGIN
 from flash_mcp.protocol.errors import FlashError, disk_error
 from flash_mcp.protocol.paths import models_dir
 
@@ -198,11 +200,16 @@ def _from_hub(hub_id: str, revision: str | None, tell: Progress) -> Path:
         folder_card(folder)  # FlashError unless it is a whole model
         return folder
 
-    if revision:
+    is_public = hub_id in {card.address for card in MODELS.values()}
+    is_anonymous = NO_HUB_LOGIN in os.environ and not is_public
+    if revision and not is_anonymous:
         with suppress(hub.LocalEntryNotFoundError):
             return snapshot(revision, local_files_only=True)
     missing = (hub.GatedRepoError, hub.RepositoryNotFoundError, hub.RevisionNotFoundError)
     try:
+        if is_anonymous:
+            # Another caller's login may have brought here what the hub does not serve to this one.
+            huggingface_hub.HfApi().auth_check(hub_id, token=False)
         # One quick request first: a download retries for minutes. What it names is fetched, even if
         # a newer commit comes meanwhile.
         info = huggingface_hub.HfApi().model_info(hub_id, revision=revision, timeout=HUB_TIMEOUT_S)
@@ -210,11 +217,14 @@ def _from_hub(hub_id: str, revision: str | None, tell: Progress) -> Path:
     except (*missing, hub.HFValidationError) as error:
         what = f"the hub does not serve {hub_id}{f' at commit {revision}' if revision else ''}"
         fix = (
-            "check the name, or set HF_TOKEN if the model asks for it; or use one of "
+            "check the name; set HF_TOKEN if the model asks for it, and over HTTP use a token "
+            "that was created with `--secret HF_TOKEN`; or use one of "
             f"{', '.join(MODELS)}"
         )
         raise FlashError("unknown_model", what, model=hub_id, fix=fix) from error
     except (httpx.HTTPError, ConnectionError, hub.LocalEntryNotFoundError) as error:
+        if is_anonymous:
+            raise _unreachable(hub_id, error) from error
         try:
             return snapshot(revision, local_files_only=True)
         except hub.LocalEntryNotFoundError:

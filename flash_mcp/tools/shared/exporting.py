@@ -11,11 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from flash_mcp.protocol.credentials import environment_for
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.exports import Agreement, ExportKind
 from flash_mcp.protocol.paths import exports_dir
 from flash_mcp.protocol.result_model import ResultModel
+from flash_mcp.state.disk import check_quota, disk_settings, size_of
 from flash_mcp.state.locks import try_lock
+from flash_mcp.state.owners import caller
+from flash_mcp.state.store import Store
 
 
 class Export(ResultModel):
@@ -83,11 +87,35 @@ class Exporter:
                     stdin=subprocess.DEVNULL,
                     stdout=printed,
                     stderr=subprocess.STDOUT,
-                    env={**os.environ, "FLASH_HOME": str(self.base)},
+                    env={
+                        **environment_for(caller().secrets, os.environ),
+                        "FLASH_HOME": str(self.base),
+                    },
                     pass_fds=[lock.fileno()],
                     start_new_session=True,
                     check=True,
                 )
+
+    def check_quota(self, store: Store, size_bytes: int) -> None:
+        """FlashError(quota_exceeded) if the caller's exports leave no room for one of that size, or
+        another one is being written: each loads a model.
+        """
+        if caller().is_local:
+            return
+        folder, stored = self.folder.parent, 0
+        own = {row["id"] for row in store.query("SELECT id FROM runs")}
+        for path in folder.glob("run-*"):
+            if "-".join(path.name.split("-")[:2]) not in own:
+                continue
+            stored += size_of(path)
+            if path.suffix == ".lock" and path != Path(f"{self._name}.lock"):
+                with path.open("ab") as lock:
+                    if not try_lock(lock):
+                        what = f"{path.stem} is being written, and an owner has one at a time"
+                        fix = "call again when it is ready"
+                        raise FlashError("quota_exceeded", what, fix=fix)
+        limit = int(disk_settings(self.base).exports_gib * 2**30)
+        check_quota("exports", stored, size_bytes, limit, "exports_gib")
 
     def failure(self) -> FlashError:
         """Why it has failed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -89,6 +89,12 @@ def secret_values(names: Sequence[str] | None) -> dict[str, str]:
         what = f"secrets that the server does not have: {', '.join(absent)}"
         raise FlashError("invalid_argument", what, fix=fix)
     return {name: os.environ[name] for name in names or ()}
+
+
+def check_logins(names: Iterable[str]) -> None:
+    """FlashError(invalid_argument) for logins of the server that the caller's token may not use."""
+    if caller().secrets is not None:
+        secret_values(list(names))
 
 
 @asynccontextmanager
