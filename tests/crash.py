@@ -366,8 +366,8 @@ def defects_of(store: Store, run: Run, steps: int, *, is_quick: bool) -> list[st
         expect(f"rollouts of step {step}", [row.index for row in rows], list(range(len(rows))))
     expect("steps with checkpoints", [row.step for row in store.checkpoints(run.id)], every)
     with tempfile.TemporaryDirectory() as scratch, folder.listed():
-        for step in folder.checkpoint_steps():
-            saved = folder.fetch_checkpoint(step, Path(scratch, str(step)))
+        for step in folder.checkpoints.steps():
+            saved = folder.checkpoints.fetch(step, Path(scratch, str(step)))
             if is_quick:
                 state = (saved / "state").read_text()
                 expect(f"state after step {step}", state, state_after(step))
@@ -380,7 +380,7 @@ def seen_in(folder: RunFolder) -> list[object]:
     """What a reader sees of a run folder that no attempt may change any more."""
     with folder.listed():
         steps = [folder.metrics(step) for step in folder.metric_steps()]
-        saved = [folder.manifest(step) for step in folder.checkpoint_steps()]
+        saved = [folder.checkpoints.manifest(step) for step in folder.checkpoints.steps()]
         return [*steps, *saved, folder.result()]
 
 

@@ -14,7 +14,8 @@ from typing import Any
 from environments.process.host import EnvironmentFault, EnvironmentHost
 from environments.sandbox.confinement import describe
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.run_folder import RunFolder, RunWriter
+from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.run_writer import RunWriter
 
 
 async def play(job: dict[str, Any], writer: RunWriter) -> None:
@@ -53,7 +54,7 @@ async def roll(host: EnvironmentHost, index: int) -> dict[str, Any]:
 def main() -> None:
     logging.basicConfig(stream=sys.stderr)
     folder = RunFolder(sys.argv[1])
-    writer = folder.claim(int(sys.argv[3]))
+    writer = RunWriter(folder, int(sys.argv[3]))
     writer.beat(0, "environment")
     asyncio.run(play(folder.job(), writer))
     writer.beat(1, "train")

@@ -11,10 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from flash_mcp.protocol.checkpoints import OPTIMIZER
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import home
 from flash_mcp.protocol.records import EnvironmentVersion, Run
-from flash_mcp.protocol.run_folder import OPTIMIZER, RunFolder, RunWriter
+from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.spec import resolve, validate
 from flash_mcp.state import queue
 from flash_mcp.state.store import Store, open_store
@@ -90,7 +92,7 @@ def start(run_id: str) -> RunWriter:
     assert run is not None and run.id == run_id
     run_folder = RunFolder(run.folder)
     run_folder.create(queue.job(run))
-    writer = run_folder.claim(run.attempt)
+    writer = RunWriter(run_folder, run.attempt)
     writer.beat(0, "model")
     queue.mark_running(store, run_id, run.attempt)
     return writer

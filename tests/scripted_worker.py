@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.run_folder import RunFolder, RunWriter
+from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.run_writer import RunWriter
 
 ROLLOUTS_PER_STEP = 3
 
@@ -32,8 +33,8 @@ def main() -> None:
     sys.stderr.write(f"attempt {attempt} as pid {os.getpid()}\n")
     if cue.get("do") == "die_at_start":
         sys.exit("no such module: torch")
-    writer = folder.claim(attempt)
-    resumed = folder.newest_good_checkpoint() or 0
+    writer = RunWriter(folder, attempt)
+    resumed = folder.checkpoints.newest_good() or 0
     if folder.job()["spec"]["algorithm"] == "eval":
         evaluate(folder, writer, plan)
         return

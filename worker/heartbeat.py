@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.run_folder import RunWriter
+from flash_mcp.protocol.run_writer import RunWriter
 
 log = logging.getLogger("worker")
 BEAT_EVERY_S = 2.0

@@ -32,9 +32,11 @@ from flash_mcp.protocol.artifacts import Artifacts, placed, trim
 from flash_mcp.protocol.errors import FlashError, disk_error
 from flash_mcp.protocol.paths import scratch_prefix
 from flash_mcp.protocol.records import Json
-from flash_mcp.protocol.run_folder import PATIENCE_S, RunFolder, RunWriter
+from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.sealing import TOKEN, Receiver
 from flash_mcp.protocol.spec import EvalSpec, RunSpec, stored_spec
+from flash_mcp.protocol.storage import PATIENCE_S
 from worker.heartbeat import Cancelled, Heartbeat
 from worker.imports import quick_imports
 from worker.process import CARDS, prepare_process
@@ -70,7 +72,7 @@ def main() -> int:
     job = folder.job()
     credentials.restrict(job)
     try:
-        writer = folder.claim(args.attempt)
+        writer = RunWriter(folder, args.attempt)
     except FlashError as error:
         log.error("%s", error)
         return 3

@@ -32,6 +32,7 @@ from flash_mcp.protocol.node_code import use_own_home
 from flash_mcp.protocol.packages import missing_packages
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import RunFolder, final_result
+from flash_mcp.protocol.run_writer import RunWriter
 
 log = logging.getLogger("node")
 SHIP_EVERY_S = 5.0
@@ -76,7 +77,7 @@ def refuse(folder: RunFolder, attempt: int, requested: str) -> None:
     what = f"the node {socket.gethostname()} has flash-mcp {version()}; the server has {requested}"
     fix = 'install that version there, in its image if it has one, or use setup = "uv"'
     error = FlashError("target_refused", what, fix=fix)
-    folder.claim(attempt).commit_result("failed", 0, error)
+    RunWriter(folder, attempt).commit_result("failed", 0, error)
 
 
 def probe(folder: RunFolder) -> None:

@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from environments.sandbox.kernel import die_with_parent
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
-from flash_mcp.protocol.run_folder import RunFolder, RunWriter
+from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.run_writer import RunWriter
 from worker.engine.ports import close_listening, listening
 from worker.heartbeat import Cancelled, Heartbeat
 from worker.process import CARDS

@@ -30,7 +30,7 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.listening import Listening, free_port, trust
 from flash_mcp.protocol.paths import write_private
 from flash_mcp.protocol.records import Json
-from flash_mcp.protocol.run_folder import RunWriter
+from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.server_log import STARTED, told_error
 from worker.heartbeat import Cancelled, Heartbeat
 

@@ -9,9 +9,10 @@ from typing import Any
 
 from peft import PeftModel
 
+from flash_mcp.protocol.checkpoints import OPTIMIZER
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
-from flash_mcp.protocol.run_folder import OPTIMIZER, RunWriter
+from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.spec import RunSpec
 from worker.heartbeat import Cancelled, Heartbeat
 from worker.imports import quick_imports
@@ -183,10 +184,10 @@ def _resume_point(
     writer: RunWriter, scratch: Path, ranks: Ranks = ALONE
 ) -> tuple[int, Path] | None:
     """The step and the folder of the newest good checkpoint."""
-    step = ranks.from_first(writer.folder.newest_good_checkpoint)
+    step = ranks.from_first(writer.folder.checkpoints.newest_good)
     if step is None:
         return None
-    path = writer.folder.fetch_checkpoint(step, scratch / "resume")
+    path = writer.folder.checkpoints.fetch(step, scratch / "resume")
     what = f"going on from checkpoint {step}"
     if not (path / OPTIMIZER).is_file():
         what += ", with a fresh optimizer: only the newest checkpoint keeps its state"

@@ -197,9 +197,9 @@ def _damaged(base: Path) -> list[str]:
     results: list[str] = []
     for path in sorted((base / "runs").glob("*")):
         folder = RunFolder(path)
-        for step in folder.checkpoint_steps():
+        for step in folder.checkpoints.steps():
             try:
-                folder.verify_checkpoint(step)
+                folder.checkpoints.verify(step)
             except FlashError:
                 results.append(f"{path.name}/{step}")
     return results

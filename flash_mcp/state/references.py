@@ -166,7 +166,7 @@ def _checkpoint(store: Store, run_id: str, step: int | None) -> Subject:
         return Subject(card.name, card.context, 0, run, run.init_adapter)
     checkpoint = store.checkpoint(run_id, step)
     folder = folder_of(run)
-    path = folder.fetch_checkpoint(
+    path = folder.checkpoints.fetch(
         checkpoint.step, store.base / "adapters" / f"{run_id}-{checkpoint.step}", whole=False
     )
     adapter = {

@@ -115,7 +115,7 @@ def prune_checkpoints(store: Store, run: Run) -> None:
         stored = folder_of(run)
         # One that is killed here reads their rows again, and comes back.
         for row in surplus:
-            stored.remove_checkpoint(row.step)
+            stored.checkpoints.remove(row.step)
 
 
 def _is_kept_by_others(store: Store, run: Run) -> bool:
@@ -149,7 +149,7 @@ def drop_optimizers(run: Run) -> int:
     """Delete the optimizer's state of a run that ended; the bytes that it took. Its checkpoints can
     still be served and trained from.
     """
-    return folder_of(run).drop_optimizers()
+    return folder_of(run).checkpoints.drop_optimizers()
 
 
 # -- the files of old runs -------------------------------------------------------------------------

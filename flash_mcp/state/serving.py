@@ -59,7 +59,7 @@ def request(
             raise FlashError(
                 "invalid_argument", f"the name {name!r} is taken by {row.id}", name=name, fix=fix
             )
-    adapter = folder.fetch_checkpoint(
+    adapter = folder.checkpoints.fetch(
         step, store.base / "adapters" / f"{run_id}-{step}", whole=False
     )
     data = _job(store, run, deployment_id, elsewhere)
@@ -234,12 +234,12 @@ def _rank_of(row: Deployment, reference: str) -> tuple[bool, ...]:
 
 
 def _good_step(folder: RunFolder, run_id: str, step: int | None) -> int:
-    if step is not None and folder.manifest(step) is not None:
+    if step is not None and folder.checkpoints.manifest(step) is not None:
         return step
-    newest = folder.newest_good_checkpoint() if step is None else None
+    newest = folder.checkpoints.newest_good() if step is None else None
     if newest is not None:
         return newest
-    steps = folder.checkpoint_steps()
+    steps = folder.checkpoints.steps()
     what = f"run {run_id} has no checkpoint" + ("" if step is None else f" at step {step}")
     wait = (
         "wait for the first one: status shows the run's progress; a run that ended without one"

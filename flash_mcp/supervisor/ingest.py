@@ -62,13 +62,13 @@ class Reader:
         self._take(
             "events", events, lambda name: store.put_event(run_id, name, _found(folder.event(name)))
         )
-        has_saved = self._take("checkpoints", folder.checkpoint_versions(), self._put_checkpoint)
+        has_saved = self._take("checkpoints", folder.checkpoints.versions(), self._put_checkpoint)
         ended = time.monotonic()
         self._next_at = ended + 20 * (ended - started)
         return has_saved
 
     def _put_checkpoint(self, step: int) -> None:
-        if manifest := self.folder.manifest(step):
+        if manifest := self.folder.checkpoints.manifest(step):
             self.store.put_checkpoint(self.run_id, manifest, manifest["path"])
 
     def _take(self, kind: str, versions: Mapping[Name, str], put: Callable[[Name], None]) -> bool:

@@ -25,6 +25,7 @@ from flash_mcp.protocol.paths import home
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Json, Run
 from flash_mcp.protocol.run_files import Beat, FinalResult
 from flash_mcp.protocol.run_folder import RunFolder, final_result, read_beats
+from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.spec import LOCAL_TARGET, MAX_GPUS
 from flash_mcp.state import costs, queue, removed_folders
 from flash_mcp.state.disk import LEAST_FREE_BYTES, has_space
@@ -623,7 +624,7 @@ class RunReconciler:
         """
         with self._despite_trouble(run):
             folder.create(self.target.job(run))
-            writer = folder.claim(folder.newest_epoch() + 1)
+            writer = RunWriter(folder, folder.newest_epoch() + 1)
             cause = FlashError.from_dict(error) if error else None
             writer.commit_result(state, step, cause, retryable=False)
         self._finish(run, state, step, error)

@@ -29,7 +29,8 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.listening import Listening, free_port
 from flash_mcp.protocol.paths import write_private
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Deployment
-from flash_mcp.protocol.run_folder import Result, RunFolder
+from flash_mcp.protocol.run_files import Result
+from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state.removed_folders import add_removed
 from flash_mcp.state.runs import REMOTE_PATIENCE_S
 from flash_mcp.state.serving import job_key, target_of

@@ -16,8 +16,8 @@ from flash_mcp.protocol import node_code, sealing
 from flash_mcp.protocol.artifacts import MARK, Artifacts, packed
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json, Run
-from flash_mcp.protocol.run_folder import PATIENCE_S
 from flash_mcp.protocol.spec import LOCAL_TARGET, EvalSpec, RunSpec
+from flash_mcp.protocol.storage import PATIENCE_S
 from flash_mcp.state import queue
 from flash_mcp.state.runs import REMOTE_PATIENCE_S
 from flash_mcp.state.targets import TargetSettings, find_target, key_of, tag_of

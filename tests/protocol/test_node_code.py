@@ -20,6 +20,7 @@ from environments.sandbox.scratch import scratch_folder
 from flash_mcp import __version__
 from flash_mcp.protocol.artifacts import Artifacts
 from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.state.targets import TargetSettings
 from flash_mcp.supervisor.code_archive import code_folder
 from flash_mcp.supervisor.targets import Code, on_node
@@ -151,7 +152,7 @@ def test_a_job_that_an_engine_starts_again_after_the_end_of_its_run_does_nothing
     """As SkyPilot does if the machine is taken away while the job ends."""
     folder = RunFolder(tmp_path / "run")
     folder.create({"run_id": "run-1"})
-    folder.claim(1).commit_result("succeeded", 3)
+    RunWriter(folder, 1).commit_result("succeeded", 3)
     files = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     command = [sys.executable, "-m", "worker.node", folder.url, "--attempt", "1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -21,7 +21,8 @@ import fsspec
 import pytest
 
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.run_folder import RunFolder, RunWriter
+from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.run_writer import RunWriter
 from tests.damage import DAMAGES
 from tests.places import TESTS
 
@@ -185,14 +186,14 @@ def test_an_empty_folder_has_nothing_to_say(folder: RunFolder) -> None:
         folder.metric_steps(),
         folder.rollout_steps(),
         folder.event_names(),
-        folder.checkpoint_steps(),
+        folder.checkpoints.steps(),
     ) == (
         {},
         {},
         [],
         [],
     )
-    assert folder.newest_good_checkpoint() is None
+    assert folder.checkpoints.newest_good() is None
     assert folder.log_tail(1) == ""
     with pytest.raises(FlashError, match="unknown_run"):
         folder.job()
@@ -206,9 +207,9 @@ def test_the_job_can_be_written_again_and_read_by_another(folder: RunFolder, url
 
 
 def test_an_epoch_is_claimed_once(folder: RunFolder, url: str) -> None:
-    folder.claim(1)
+    RunWriter(folder, 1)
     with pytest.raises(FlashError, match="fenced"):
-        RunFolder(url).claim(1)
+        RunWriter(RunFolder(url), 1)
 
 
 def test_of_many_who_claim_an_epoch_at_once_one_gets_it(folder: RunFolder, url: str) -> None:
@@ -218,7 +219,7 @@ def test_of_many_who_claim_an_epoch_at_once_one_gets_it(folder: RunFolder, url: 
         contender = RunFolder(url)
         barrier.wait(10)
         try:
-            contender.claim(3)
+            RunWriter(contender, 3)
             owners.append(number)
         except FlashError as error:
             assert error.code == "fenced"
@@ -232,14 +233,14 @@ def test_of_many_who_claim_an_epoch_at_once_one_gets_it(folder: RunFolder, url: 
 
 
 def test_an_older_epoch_cannot_be_claimed_after_a_newer_one(folder: RunFolder) -> None:
-    folder.claim(12)
+    RunWriter(folder, 12)
     with pytest.raises(FlashError, match="fenced"):
-        folder.claim(9)
+        RunWriter(folder, 9)
     assert folder.newest_epoch() == 12
 
 
 def test_what_the_owner_writes_is_read_back(folder: RunFolder, url: str) -> None:
-    writer = folder.claim(1)
+    writer = RunWriter(folder, 1)
     writer.beat(3, "train")
     writer.metrics(3, {"loss": 0.5, "kl": None})
     writer.rollouts(
@@ -261,7 +262,7 @@ def test_what_the_owner_writes_is_read_back(folder: RunFolder, url: str) -> None
 
 
 def test_a_step_written_again_replaces_itself_and_shows_a_new_version(folder: RunFolder) -> None:
-    writer = folder.claim(1)
+    writer = RunWriter(folder, 1)
     writer.metrics(1, {"loss": 1.5})
     before = folder.metric_steps()
     writer.metrics(1, {"loss": 2.5})
@@ -273,78 +274,80 @@ def test_a_step_written_again_replaces_itself_and_shows_a_new_version(folder: Ru
 
 def test_not_a_number_is_refused_rather_than_written_as_broken_json(folder: RunFolder) -> None:
     with pytest.raises(ValueError, match="JSON"):
-        folder.claim(1).metrics(1, {"loss": float("nan")})
+        RunWriter(folder, 1).metrics(1, {"loss": float("nan")})
     assert folder.metric_steps() == {}
 
 
 def test_a_checkpoint_is_whole_and_verified(folder: RunFolder, tmp_path: Path) -> None:
-    manifest = folder.claim(1).commit_checkpoint(10, adapter(tmp_path), {"reward/mean": 0.5})
-    assert folder.checkpoint_steps() == [10]
-    assert folder.verify_checkpoint(10) == manifest
+    manifest = RunWriter(folder, 1).commit_checkpoint(10, adapter(tmp_path), {"reward/mean": 0.5})
+    assert folder.checkpoints.steps() == [10]
+    assert folder.checkpoints.verify(10) == manifest
     assert manifest["size_bytes"] == len(b"weights") + len(b"moments")
     assert set(manifest["files"]) == {"adapter.bin", "optimizer/state.bin"}
-    fetched = folder.fetch_checkpoint(10, tmp_path / "fetched")
+    fetched = folder.checkpoints.fetch(10, tmp_path / "fetched")
     assert (fetched / "optimizer" / "state.bin").read_bytes() == b"moments"
 
 
 @pytest.mark.slow
 def test_the_same_checkpoint_written_twice_is_the_newer(folder: RunFolder, tmp_path: Path) -> None:
-    writer = folder.claim(1)
+    writer = RunWriter(folder, 1)
     old = writer.commit_checkpoint(10, adapter(tmp_path, b"old"), {})
     new = writer.commit_checkpoint(10, adapter(tmp_path, b"new"), {})
-    assert folder.verify_checkpoint(10) == new != old
-    assert folder.checkpoint_steps() == [10]
+    assert folder.checkpoints.verify(10) == new != old
+    assert folder.checkpoints.steps() == [10]
 
 
 def test_a_store_that_is_away_damages_no_checkpoint(
     folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = folder.claim(1)
+    writer = RunWriter(folder, 1)
     for step in (5, 10):
         writer.commit_checkpoint(step, adapter(tmp_path), {})
 
     def away(_: str) -> str:
         raise FlashError("store_unreachable", "it does not answer")
 
-    monkeypatch.setattr(folder, "_digest", away)
+    monkeypatch.setattr(folder, "digest", away)
     with pytest.raises(FlashError, match="store_unreachable"):
-        folder.newest_good_checkpoint()
+        folder.checkpoints.newest_good()
 
 
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     folder: RunFolder, tmp_path: Path
 ) -> None:
-    writer = folder.claim(1)
+    writer = RunWriter(folder, 1)
     for step in (5, 10):
         writer.commit_checkpoint(step, adapter(tmp_path), {})
     filesystem, _ = file_system(folder)
-    paths = {step: f"{(folder.manifest(step) or {})['path']}/adapter.bin" for step in (5, 10)}
+    paths = {
+        step: f"{(folder.checkpoints.manifest(step) or {})['path']}/adapter.bin" for step in (5, 10)
+    }
     filesystem.pipe_file(paths[10], b"weight?")
     with pytest.raises(FlashError, match="checkpoint_corrupt"):
-        folder.verify_checkpoint(10)
-    assert folder.newest_good_checkpoint() == 5
+        folder.checkpoints.verify(10)
+    assert folder.checkpoints.newest_good() == 5
     filesystem.rm_file(paths[5])
-    assert folder.newest_good_checkpoint() is None
+    assert folder.checkpoints.newest_good() is None
     with pytest.raises(FlashError, match="checkpoint_corrupt"):
-        folder.fetch_checkpoint(5, tmp_path / "fetched")
+        folder.checkpoints.fetch(5, tmp_path / "fetched")
 
 
 def test_a_checkpoint_without_its_manifest_does_not_exist(
     folder: RunFolder, tmp_path: Path
 ) -> None:
-    manifest = folder.claim(1).commit_checkpoint(5, adapter(tmp_path), {})
+    manifest = RunWriter(folder, 1).commit_checkpoint(5, adapter(tmp_path), {})
     filesystem, _ = file_system(folder)
     filesystem.rm_file(f"{manifest['path']}/MANIFEST.json")
-    assert folder.checkpoint_steps() == []
+    assert folder.checkpoints.steps() == []
     with pytest.raises(FlashError, match="unknown_checkpoint"):
-        folder.verify_checkpoint(5)
+        folder.checkpoints.verify(5)
 
 
 def test_a_zombie_changes_nothing(folder: RunFolder, tmp_path: Path) -> None:
-    zombie = folder.claim(1)
+    zombie = RunWriter(folder, 1)
     zombie.beat(1, "train")
     zombie.commit_checkpoint(1, adapter(tmp_path), {})
-    folder.claim(2)
+    RunWriter(folder, 2)
     before = files_of(folder)
     deeds = [
         lambda: zombie.beat(2, "train"),
@@ -363,7 +366,7 @@ def test_a_zombie_changes_nothing(folder: RunFolder, tmp_path: Path) -> None:
 
 
 def test_a_cancel_and_a_result_reach_the_other_side(folder: RunFolder, url: str) -> None:
-    writer = folder.claim(1)
+    writer = RunWriter(folder, 1)
     RunFolder(url).request_cancel("enough")
     assert folder.is_cancelled()
     writer.commit_result(
@@ -382,28 +385,28 @@ def test_a_cancel_and_a_result_reach_the_other_side(folder: RunFolder, url: str)
 def test_what_nobody_reads_can_be_deleted_and_the_rest_stays(
     folder: RunFolder, tmp_path: Path
 ) -> None:
-    first = folder.claim(1)
+    first = RunWriter(folder, 1)
     for step in (1, 2):
         first.metrics(step, {"loss": 1.0})
         first.commit_checkpoint(step, adapter(tmp_path), {})
     first.attempts(3, [{"index": 0}])
     first._write("checkpoints/7/1-9/weights", b"not whole")
-    second = folder.claim(2)
+    second = RunWriter(folder, 2)
     second.metrics(2, {"loss": 2.0})
     second.attempts(4, [{"index": 0}])
     second._write("checkpoints/8/2-1/weights", b"being saved")
     second._put("evals/3.2.json", {"step": 3, "summary": {}, "rollouts": []})
-    before = set(folder._find())
+    before = set(folder.sizes())
     folder.drop_superseded()
-    assert before - set(folder._find()) == {
+    assert before - set(folder.sizes()) == {
         "metrics/2.1.json",
         "evals/3/0001-000000",
         "checkpoints/7/1-9/weights",
     }
-    folder.remove_checkpoint(1)
-    folder.remove_checkpoint(5)
-    assert folder.checkpoint_steps() == [2]
-    assert folder.newest_good_checkpoint() == 2
+    folder.checkpoints.remove(1)
+    folder.checkpoints.remove(5)
+    assert folder.checkpoints.steps() == [2]
+    assert folder.checkpoints.newest_good() == 2
 
 
 def test_the_tail_of_a_log_is_its_end(folder: RunFolder) -> None:
@@ -416,9 +419,9 @@ def test_the_tail_of_a_log_is_its_end(folder: RunFolder) -> None:
 
 def test_a_result_of_an_attempt_that_was_replaced_is_no_result(folder: RunFolder) -> None:
     """As an attempt leaves it that was stopped between its last look at the epochs and the write."""
-    folder.claim(1).commit_result("failed", 3)
+    RunWriter(folder, 1).commit_result("failed", 3)
     stale = (folder.result() or {})["epoch"]
-    owner = folder.claim(2)
+    owner = RunWriter(folder, 2)
     assert stale == 1 and folder.result() is None
     owner.commit_result("succeeded", 5)
     assert (folder.result() or {})["state"] == "succeeded"
@@ -428,14 +431,16 @@ def test_a_zombie_that_wakes_while_its_successor_saves_takes_nothing_from_it(
     folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both save the same step; the older one was stopped when its files were half copied."""
-    zombie, source = folder.claim(1), adapter(tmp_path, b"stale")
+    zombie, source = RunWriter(folder, 1), adapter(tmp_path, b"stale")
     check = zombie.check_owner
     manifests = []
 
     def successor_saves() -> None:
         if not manifests:
             monkeypatch.setattr(zombie, "check_owner", check)
-            manifests.append(folder.claim(2).commit_checkpoint(7, adapter(tmp_path, b"fresh"), {}))
+            manifests.append(
+                RunWriter(folder, 2).commit_checkpoint(7, adapter(tmp_path, b"fresh"), {})
+            )
         check()
 
     monkeypatch.setattr(
@@ -443,8 +448,8 @@ def test_a_zombie_that_wakes_while_its_successor_saves_takes_nothing_from_it(
     )
     with pytest.raises(FlashError, match="fenced"):
         zombie.commit_checkpoint(7, source, {})
-    assert folder.verify_checkpoint(7) == manifests[0]
-    fetched = folder.fetch_checkpoint(7, tmp_path / "fetched")
+    assert folder.checkpoints.verify(7) == manifests[0]
+    fetched = folder.checkpoints.fetch(7, tmp_path / "fetched")
     assert (fetched / "adapter.bin").read_bytes() == b"fresh"
 
 
@@ -460,21 +465,21 @@ def test_a_zombie_that_wakes_after_its_last_check_takes_nothing_from_its_success
     folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The older attempt was stopped before it wrote the manifest, and found itself the owner."""
-    zombie = folder.claim(1)
+    zombie = RunWriter(folder, 1)
     check = zombie.check_owner
     checks = iter([check, lambda: (check(), successor_saves()), check])
     saved = []
 
     def successor_saves() -> None:
-        owner = folder.claim(2)
+        owner = RunWriter(folder, 2)
         saved.append(owner.commit_checkpoint(7, adapter(tmp_path, b"fresh"), {}))
         owner.commit_result("succeeded", 7)
 
     monkeypatch.setattr(zombie, "check_owner", lambda: next(checks)())
     with suppress_fenced():
         zombie.commit_checkpoint(7, adapter(tmp_path, b"stale"), {})
-    assert folder.verify_checkpoint(7) == saved[0]
-    fetched = folder.fetch_checkpoint(7, tmp_path / "fetched")
+    assert folder.checkpoints.verify(7) == saved[0]
+    fetched = folder.checkpoints.fetch(7, tmp_path / "fetched")
     assert (fetched / "adapter.bin").read_bytes() == b"fresh"
 
 
@@ -504,12 +509,12 @@ def test_a_zombie_that_wakes_between_its_check_and_its_write_replaces_nothing(
         }
         return readers[what]()
 
-    zombie = folder.claim(1)
+    zombie = RunWriter(folder, 1)
     check, expected = zombie.check_owner, list[Any]()
 
     def successor_writes() -> None:
         check()
-        write(RunFolder(url).claim(2), 0.0)
+        write(RunWriter(RunFolder(url), 2), 0.0)
         expected.append(seen())
 
     monkeypatch.setattr(zombie, "check_owner", successor_writes)
@@ -521,18 +526,18 @@ def test_a_zombie_that_wakes_between_its_check_and_its_write_replaces_nothing(
 def test_a_successor_removes_what_a_killed_attempt_left_of_the_same_checkpoint(
     folder: RunFolder, tmp_path: Path
 ) -> None:
-    lost = folder.claim(1).commit_checkpoint(7, adapter(tmp_path), {})
+    lost = RunWriter(folder, 1).commit_checkpoint(7, adapter(tmp_path), {})
     filesystem, _ = file_system(folder)
     filesystem.rm_file(f"{lost['path']}/MANIFEST.json")
-    folder.claim(2).commit_checkpoint(7, adapter(tmp_path), {})
+    RunWriter(folder, 2).commit_checkpoint(7, adapter(tmp_path), {})
     assert not [path for path in files_of(folder) if path.startswith(f"{lost['path']}/")]
-    assert folder.verify_checkpoint(7)["epoch"] == 2
+    assert folder.checkpoints.verify(7)["epoch"] == 2
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_counts_as_absent(tmp_path: Path, damage: str) -> None:
     folder = RunFolder(tmp_path)
-    writer = folder.claim(1)
+    writer = RunWriter(folder, 1)
     folder.create({"run_id": "run-1", "created": 1.5})
     writer.beat(3, "train")
     writer.metrics(3, {"loss": 0.5})
@@ -548,7 +553,7 @@ def test_a_damaged_file_counts_as_absent(tmp_path: Path, damage: str) -> None:
         "evals/3.1.json": lambda: folder.evaluation(3),
         "events/0001-000000.json": lambda: folder.event("0001-000000.json"),
         "rollouts/3.1.jsonl": lambda: folder.rollouts(3),
-        "checkpoints/3/1-1/MANIFEST.json": lambda: folder.manifest(3),
+        "checkpoints/3/1-1/MANIFEST.json": lambda: folder.checkpoints.manifest(3),
     }
     for name, read in readers.items():
         assert read() and not folder.damaged
@@ -556,7 +561,7 @@ def test_a_damaged_file_counts_as_absent(tmp_path: Path, damage: str) -> None:
         assert not read()
         if (name, damage) != ("rollouts/3.1.jsonl", "empty"):
             assert folder.damaged.pop(name)
-    assert folder.checkpoint_steps() == []
+    assert folder.checkpoints.steps() == []
     DAMAGES[damage](tmp_path / "job.json")
     if damage not in ("NaN", "other fields"):
         with pytest.raises(FlashError, match=r"no job\.json that can be read"):
@@ -567,7 +572,7 @@ def test_a_damaged_file_counts_as_absent(tmp_path: Path, damage: str) -> None:
 
 def test_a_file_of_another_step_is_damaged(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    folder.claim(1).metrics(3, {"loss": 0.5})
+    RunWriter(folder, 1).metrics(3, {"loss": 0.5})
     Path(tmp_path, "metrics", "3.1.json").rename(tmp_path / "metrics" / "4.1.json")
     assert folder.metrics(4) is None
     assert folder.damaged == {"metrics/4.1.json": "it is of step 3"}
@@ -575,7 +580,7 @@ def test_a_file_of_another_step_is_damaged(tmp_path: Path) -> None:
 
 def test_a_damaged_line_is_left_out(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    folder.claim(1).rollouts(3, [{"index": 0, "reward": 1.0}, {"index": 1, "reward": 0.5}])
+    RunWriter(folder, 1).rollouts(3, [{"index": 0, "reward": 1.0}, {"index": 1, "reward": 0.5}])
     path = tmp_path / "rollouts" / "3.1.jsonl"
     path.write_bytes(path.read_bytes()[:-5])
     assert [row["index"] for row in folder.rollouts(3)] == [0]
@@ -594,24 +599,24 @@ def test_a_claim_whose_answer_was_lost_finds_itself(
     far_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, monkey = RunFolder(far_url), [ConnectionResetError("the answer was lost")]
-    pipe_file = folder._fs._filesystem.pipe_file
+    pipe_file = folder.filesystem._filesystem.pipe_file
 
     def lose_the_answer(*arguments: Any, **options: Any) -> None:
         pipe_file(*arguments, **options)
         if monkey:
             raise monkey.pop()
 
-    monkeypatch.setattr(folder._fs._filesystem, "pipe_file", lose_the_answer)
-    assert folder.claim(1).epoch == 1
+    monkeypatch.setattr(folder.filesystem._filesystem, "pipe_file", lose_the_answer)
+    assert RunWriter(folder, 1).epoch == 1
     with pytest.raises(FlashError, match="fenced"):
-        RunFolder(far_url).claim(1)
+        RunWriter(RunFolder(far_url), 1)
 
 
 def test_a_store_that_stays_away_is_named(
     far_url: str, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = RunFolder(far_url, patience_s=0.2)
-    writer = folder.claim(1)
+    writer = RunWriter(folder, 1)
     with object_store.away(), pytest.raises(FlashError, match="store_unreachable") as caught:
         writer.metrics(1, {"loss": 1.0})
     assert SECRET_KEY not in str(caught.value)
@@ -622,7 +627,7 @@ def test_a_store_that_stays_away_is_named(
 def test_a_store_that_says_nothing_is_given_up_in_the_time_that_the_control_plane_has(
     far_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flash_mcp.protocol.run_folder.READ_S", 0.3)
+    monkeypatch.setattr("flash_mcp.protocol.storage.READ_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # it takes connections, and no more
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
         monkeypatch.setenv("AWS_ENDPOINT_URL", address)
@@ -642,9 +647,9 @@ def test_a_heartbeat_asks_who_owns_the_run_while_another_thread_looks_at_a_listi
     far_url: str,
 ) -> None:
     folder = RunFolder(far_url)
-    writer = folder.claim(1)
+    writer = RunWriter(folder, 1)
     with folder.listed(), ThreadPoolExecutor(1) as heartbeat:
-        RunFolder(far_url).claim(2)
+        RunWriter(RunFolder(far_url), 2)
         assert folder.newest_epoch() == 1
         with pytest.raises(FlashError, match=r"fenced.*newest=2"):
             heartbeat.submit(writer.check_owner).result()
@@ -681,9 +686,9 @@ def test_a_worker_sits_out_an_object_store_that_goes_away_and_loses_nothing(
     assert result["state"] == "cancelled"
     steps = list(range(1, result["step"]))
     assert list(folder.metric_steps()) == list(folder.rollout_steps()) == steps
-    assert folder.checkpoint_steps() == [*steps, result["step"]]
+    assert folder.checkpoints.steps() == [*steps, result["step"]]
     assert all(len(folder.rollouts(step)) == 3 for step in steps)
-    assert all(folder.verify_checkpoint(step) for step in folder.checkpoint_steps())
+    assert all(folder.checkpoints.verify(step) for step in folder.checkpoints.steps())
     assert "is tried again" in log.read_text()
     told = log.read_bytes() + b"".join(files_of(folder).values())
     for secret in (SECRET_KEY, object_store.environment["AWS_ACCESS_KEY_ID"]):

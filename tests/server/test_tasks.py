@@ -14,7 +14,8 @@ from mcp_types import CallToolResult, Request, RequestParams, Result
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Run
-from flash_mcp.protocol.run_folder import RunFolder, RunWriter
+from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.server.mcp_server import server
 from flash_mcp.server.tasks import IDENTIFIER
 from flash_mcp.state import queue
@@ -158,7 +159,7 @@ def claimed(task_id: str) -> tuple[Run, RunWriter]:
     assert run.id == task_id
     folder = RunFolder(run.folder)
     folder.create(queue.job(run))
-    writer = folder.claim(run.attempt)
+    writer = RunWriter(folder, run.attempt)
     queue.mark_running(store, task_id, run.attempt)
     return run, writer
 

@@ -104,7 +104,7 @@ def test_backup_and_restore_as_commands(
     assert "runs: 1" in out.out and "exists already" in out.err and "already" in out.err
     store = Store(tmp_path / "elsewhere")
     assert store.run(run.id).state == "succeeded" and len(store.metrics(run.id)) == 20
-    assert RunFolder(store.run(run.id).folder).newest_good_checkpoint() == 20
+    assert RunFolder(store.run(run.id).folder).checkpoints.newest_good() == 20
     assert sorted(flash_home.rglob("*")) == before
 
 

@@ -80,7 +80,7 @@ def check_moved(before: Everything, old: Path, new: Path) -> None:
     runs, checkpoints, environments, deployments = after
     for run in runs:
         if run.attempt:
-            assert RunFolder(run.folder).newest_good_checkpoint() == 20
+            assert RunFolder(run.folder).checkpoints.newest_good() == 20
     assert checkpoints
     paths = [row.path for row in checkpoints]
     paths += [row.path for row in environments if row.name == "sums"]

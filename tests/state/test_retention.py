@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from flash_mcp.protocol.checkpoints import OPTIMIZER, Checkpoints
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Run
-from flash_mcp.protocol.run_folder import OPTIMIZER, RunFolder, RunWriter
+from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.run_writer import RunWriter
+from flash_mcp.protocol.storage import Storage
 from flash_mcp.state import retention, serving
 from flash_mcp.state.locks import backing_up
 from flash_mcp.state.retention import prune_checkpoints
@@ -44,13 +47,13 @@ def saved(folder: Path, *, best: int = 3, **fields: int) -> tuple[Run, RunWriter
 def steps(store: Store, run: Run) -> list[int]:
     """The steps with a checkpoint, in the store and in the folder."""
     found = [row.step for row in store.checkpoints(run.id)]
-    assert RunFolder(run.folder).checkpoint_steps() == found
+    assert RunFolder(run.folder).checkpoints.steps() == found
     return found
 
 
 def with_optimizer(run: Run) -> list[int]:
     folder = RunFolder(run.folder)
-    paths = {step: Path((folder.manifest(step) or {})["path"]) for step in STEPS}
+    paths = {step: Path((folder.checkpoints.manifest(step) or {})["path"]) for step in STEPS}
     return [step for step, path in paths.items() if (path / OPTIMIZER).is_file()]
 
 
@@ -64,14 +67,14 @@ def test_only_the_newest_good_checkpoint_keeps_the_optimizers_state(
     folder = RunFolder(run.folder)
     assert with_optimizer(run) == [10]
     for step in STEPS:
-        assert folder.verify_checkpoint(step)["optimizer_bytes"] == len(b"moments")
+        assert folder.checkpoints.verify(step)["optimizer_bytes"] == len(b"moments")
     (row,) = [row for row in store.checkpoints(run.id) if row.step == 1]
     files = [path for path in Path(row.path).iterdir() if path.name != "MANIFEST.json"]
     assert row.size_bytes == sum(path.stat().st_size for path in files)
     assert serving.request(store, run.id, step=5).step == 5
     # A damaged one is none, so the one before is resumed from: without its optimizer's state.
     Path(folder.path("checkpoints", "10", "1-10", OPTIMIZER)).write_bytes(b"damaged")
-    assert folder.newest_good_checkpoint() == 9
+    assert folder.checkpoints.newest_good() == 9
     end(writer, run.id, 10)
 
 
@@ -79,23 +82,23 @@ def test_a_checkpoint_that_cannot_be_read_back_takes_nothing_from_the_one_before
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, writer = saved(tmp_path)
-    put = RunWriter._put_files
+    put = Storage.put_files
 
-    def lie(self: RunWriter, place: str, files: dict[str, Path]) -> None:
+    def lie(self: Storage, place: str, files: dict[str, Path]) -> None:
         put(self, place, files)
-        Path(self.folder.path(place), "adapter_model.safetensors").write_bytes(b"other")
+        Path(self.path(place), "adapter_model.safetensors").write_bytes(b"other")
 
-    monkeypatch.setattr(RunWriter, "_put_files", lie)
+    monkeypatch.setattr(Storage, "put_files", lie)
     writer.commit_checkpoint(11, tmp_path / "adapter-10", {})
     assert with_optimizer(run) == [10]
-    assert RunFolder(run.folder).newest_good_checkpoint() == 10
+    assert RunFolder(run.folder).checkpoints.newest_good() == 10
 
 
 def test_a_zombie_takes_nothing_from_its_successor(store: Store, tmp_path: Path) -> None:
     run, zombie = saved(tmp_path)
     folder = RunFolder(run.folder)
-    folder.claim(2).commit_checkpoint(9, tmp_path / "adapter-9", {})
-    zombie._drop_older_optimizers("checkpoints/10/1-10")
+    RunWriter(folder, 2).commit_checkpoint(9, tmp_path / "adapter-9", {})
+    zombie.folder.checkpoints._drop_older_optimizers("checkpoints/10/1-10", zombie.epoch)
     assert with_optimizer(run) == [9, 10]
 
 
@@ -114,7 +117,9 @@ def test_a_run_that_ended_long_ago_loses_its_optimizers_state_and_can_be_served(
 KILLED = """
 import os, shutil, sys
 from pathlib import Path
-from flash_mcp.protocol.run_folder import OPTIMIZER, RunFolder
+from flash_mcp.protocol.checkpoints import OPTIMIZER
+from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.run_writer import RunWriter
 
 OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.copyfile"}
 base = Path(sys.argv[1])
@@ -137,7 +142,7 @@ def killed_after(operations, folder):
     sys.addaudithook(count)
 
 start = RunFolder(base / "start")
-writer = start.claim(1)
+writer = RunWriter(start, 1)
 commit(writer, 10)
 kills = 0
 while True:
@@ -146,21 +151,20 @@ while True:
     child = os.fork()
     if child == 0:
         run = RunFolder(folder)
-        writer = type(writer)(run, 1)
-        writer._saves = 1
+        writer = RunWriter(run, 2)
         killed_after(kills, folder)
         commit(writer, 20)
         os._exit(0)
     _, status = os.waitpid(child, 0)
     run = RunFolder(folder)
-    step = run.newest_good_checkpoint()
+    step = run.checkpoints.newest_good()
     assert step in (10, 20), (kills, step)
-    path = run.fetch_checkpoint(step, base)
+    path = run.checkpoints.fetch(step, base)
     assert (path / OPTIMIZER).read_bytes() == f"{OPTIMIZER} {step}".encode(), (kills, step)
-    commit(run.claim(2), 20)
-    assert run.newest_good_checkpoint() == 20
+    commit(RunWriter(run, 3), 20)
+    assert run.checkpoints.newest_good() == 20
     found = sorted(str(each.relative_to(folder)) for each in folder.rglob(OPTIMIZER))
-    assert found == [f"checkpoints/20/2-1/{OPTIMIZER}"], (kills, found)
+    assert found == [f"checkpoints/20/3-1/{OPTIMIZER}"], (kills, found)
     if os.waitstatus_to_exitcode(status) == 0:
         break
     kills += 1
@@ -233,15 +237,15 @@ def test_a_checkpoint_that_goes_while_it_is_to_be_served_is_refused(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, _ = saved(tmp_path, keep_checkpoints=2)
-    fetch = RunFolder.fetch_checkpoint
+    fetch = Checkpoints.fetch
 
-    def and_prune(self: RunFolder, step: int, into: Path, *, whole: bool) -> Path:
+    def and_prune(self: Checkpoints, step: int, into: Path, *, whole: bool) -> Path:
         path = fetch(self, step, into, whole=whole)
         prune_checkpoints(store, store.run(run.id))
         return path
 
     monkeypatch.setattr(serving, "read_adapter_config", lambda *_: {"r": 32})
-    monkeypatch.setattr(RunFolder, "fetch_checkpoint", and_prune)
+    monkeypatch.setattr(Checkpoints, "fetch", and_prune)
     with pytest.raises(FlashError, match="unknown_checkpoint"):
         serving.request(store, run.id, step=1)
     assert store.deployments() == []

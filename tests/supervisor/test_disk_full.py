@@ -10,6 +10,7 @@ import pytest
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.state.store import open_store
 from flash_mcp.state.versions import folder_files, staged
 from flash_mcp.tools.shared.waiting import obstacles
@@ -37,7 +38,7 @@ def fill(disk: Path) -> None:
 def test_a_full_disk_is_named_and_leaves_nothing_half_made(small_disk: Path) -> None:
     run = RunFolder(small_disk / "run")
     run.create({"run_id": "run-1"})
-    writer = run.claim(1)
+    writer = RunWriter(run, 1)
     writer.metrics(1, {"loss": 1.0})
     adapter = small_disk.parent / "adapter"
     adapter.mkdir()
@@ -56,7 +57,7 @@ def test_a_full_disk_is_named_and_leaves_nothing_half_made(small_disk: Path) -> 
     assert [path for path in sorted(small_disk.rglob("*")) if path.is_file()] == [
         p for p in before if p.is_file()
     ]
-    assert run.metrics(1) and run.metrics(2) is None and run.checkpoint_steps() == []
+    assert run.metrics(1) and run.metrics(2) is None and run.checkpoints.steps() == []
 
 
 def test_status_says_that_a_full_disk_holds_a_run_up(

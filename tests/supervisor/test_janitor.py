@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from flash_mcp.protocol.checkpoints import OPTIMIZER
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Run
-from flash_mcp.protocol.run_folder import OPTIMIZER, RunFolder
+from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state import removal
 from flash_mcp.state.removed_folders import due_folders
 from flash_mcp.supervisor.janitor import Janitor
@@ -164,7 +165,7 @@ def test_runs_on_targets_keep_the_checkpoints_and_files_that_were_asked_for(
 ) -> None:
     run = ended(bench, folder, keep_checkpoints=1)
     assert [row.step for row in bench.store.checkpoints(run.id)] == [3, 4]
-    assert RunFolder(run.folder).checkpoint_steps() == [3, 4]
+    assert RunFolder(run.folder).checkpoints.steps() == [3, 4]
     assert not Path(run.folder, "checkpoints", "1").exists()
 
     state = Path(bench.store.checkpoint(run.id).path, OPTIMIZER)
@@ -172,7 +173,7 @@ def test_runs_on_targets_keep_the_checkpoints_and_files_that_were_asked_for(
     assert state.exists()
     aged(bench, run, 31).clear()
     assert not state.exists()
-    assert RunFolder(run.folder).newest_good_checkpoint() == 4
+    assert RunFolder(run.folder).checkpoints.newest_good() == 4
 
     (bench.store.base / "settings.toml").write_text("[disk]\nrun_days = 3\n")
     janitor = aged(bench, run, 4)

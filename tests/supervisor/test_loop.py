@@ -366,7 +366,7 @@ def test_a_zombie_that_wakes_after_its_replacement_changes_nothing(bench: Bench)
     supervisor._attempts[run.id].reader.read(now=True)
     before, checkpoints = (
         all_rows(bench.store, run.id),
-        RunFolder(run.folder).checkpoint_steps(),
+        RunFolder(run.folder).checkpoints.steps(),
     )
     os.kill(zombie, signal.SIGCONT)
     bench.until(lambda: not is_running(zombie), supervisor=supervisor)
@@ -374,7 +374,7 @@ def test_a_zombie_that_wakes_after_its_replacement_changes_nothing(bench: Bench)
     for _ in range(10):
         supervisor.tick()
     assert all_rows(bench.store, run.id) == before
-    assert RunFolder(run.folder).checkpoint_steps() == checkpoints == [1, 2, 3]
+    assert RunFolder(run.folder).checkpoints.steps() == checkpoints == [1, 2, 3]
     assert bench.store.run(run.id).state == "running"
     Path(run.folder, "go").touch()
     ended = bench.finish(run, supervisor=supervisor)

@@ -29,6 +29,7 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.recordings import Recording
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Deployment
 from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state import queue
 from flash_mcp.state.owners import Caller, acting_as
@@ -63,7 +64,7 @@ def make_run(store: Store, model: str, checkpoints: dict[int, Path]) -> str:
     run, _ = queue.enqueue(store, resolve(RunSpec(environment="sums", model=model)), environment)
     folder = RunFolder(run.folder)
     folder.create(queue.job(run))
-    writer = folder.claim(1)
+    writer = RunWriter(folder, 1)
     for step, adapter in checkpoints.items():
         writer.commit_checkpoint(step, adapter, {})
     queue.request_cancel(store, run.id)  # no supervisor shall train it
@@ -544,7 +545,7 @@ def test_a_run_without_a_checkpoint_or_with_a_damaged_one_is_refused(
     run_id = make_run(
         store, "toy", {1: make_adapter(tmp_path / "a"), 2: make_adapter(tmp_path / "b")}
     )
-    saved = RunFolder(store.run(run_id).folder).verify_checkpoint(2)
+    saved = RunFolder(store.run(run_id).folder).checkpoints.verify(2)
     Path(saved["path"], "adapter_model.safetensors").write_bytes(b"")
     assert request(store, run_id).step == 1, "the newest good one"
     with pytest.raises(FlashError) as caught:

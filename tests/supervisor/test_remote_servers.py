@@ -20,7 +20,8 @@ from anyio.to_thread import run_sync
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.listening import Listening, trust
 from flash_mcp.protocol.records import Deployment
-from flash_mcp.protocol.run_folder import RunFolder, RunWriter
+from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.sealing import Receiver
 from flash_mcp.state import costs
 from flash_mcp.state.serving import request, request_stop
@@ -72,7 +73,7 @@ class Node:
         self.bench, self.scratch = bench, scratch
         job, number = row.data["job"], row.data["attempt"]
         self.key = f"{job}-{number}"
-        self.writer: RunWriter = bench.folder(row).claim(number)
+        self.writer: RunWriter = RunWriter(bench.folder(row), number)
         token = bench.engine.launches[self.key].environment["FLASH_LAUNCH_TOKEN"]
         self.receiver = Receiver(self.key, token)
         self.writer.offer(self.receiver.offer)

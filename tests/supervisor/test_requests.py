@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from flash_mcp.protocol.records import Run
-from flash_mcp.protocol.run_folder import RunFolder, RunWriter
+from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.state import queue
 from flash_mcp.state.targets import new_target, remove_target, write_target
 from flash_mcp.supervisor.launch.base import JobStatus
@@ -133,7 +134,7 @@ def test_a_store_that_says_nothing_holds_up_no_run_elsewhere_and_no_tool(
     until(lambda: bench.now(here).handle and overdue_s() > -1)
     with s3.frozen():
         until(lambda: overdue_s() > 1)
-        RunFolder(here.folder).claim(1).commit_result("succeeded", 1)
+        RunWriter(RunFolder(here.folder), 1).commit_result("succeeded", 1)
         local.engine.hints[f"{here.id}-1"] = JobStatus("gone")
         ended_s = until(lambda: bench.now(here).ended)
         began = time.monotonic()

@@ -76,7 +76,7 @@ def place(flash_home: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_a_run_of_two_processes_goes_on_after_one_is_killed(place: Place) -> None:
     run = place.train(VOWELS, steps=3, batch_size=2, group_size=4, max_tokens=8, save_every=1)
     folder = RunFolder(place.now(run).folder)
-    place.until(run, lambda: folder.checkpoint_steps())
+    place.until(run, lambda: folder.checkpoints.steps())
     place.second_process(run).kill()
     ended = place.finish(run)
     assert (ended.state, ended.attempt) == ("succeeded", 2), (ended.error, place.store.log(run.id))
@@ -95,4 +95,4 @@ def test_sft_of_two_processes_learns_from_start_to_end(place: Place) -> None:
     found = [folder.metrics(step) for step in (1, 6)]
     first, last = [each["metrics"] for each in found if each]
     assert 0 < last["loss"] < first["loss"]
-    assert last["eval_loss"] > 0 and list(folder.checkpoint_steps()) == [6]
+    assert last["eval_loss"] > 0 and list(folder.checkpoints.steps()) == [6]

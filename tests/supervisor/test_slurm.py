@@ -191,7 +191,7 @@ def test_a_worker_that_is_told_to_end_saves_and_another_attempt_goes_on(lab: Lab
     wrapper.send_signal(signal.SIGTERM)
     lab.until(lambda: lab.now(run).attempt == 2 and lab.now(run).state == "running")
     assert lab.now(run).preemptions == 1
-    saved = RunFolder(run.folder).newest_good_checkpoint()
+    saved = RunFolder(run.folder).checkpoints.newest_good()
     assert saved and saved >= 3
     lab.until(lambda: lab.now(run).step > saved)
 

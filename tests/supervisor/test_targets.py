@@ -11,7 +11,8 @@ import pytest
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json, Run
-from flash_mcp.protocol.run_folder import RunFolder, RunWriter
+from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.sealing import TOKEN, Receiver
 from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state import queue
@@ -104,7 +105,7 @@ class Bench:
     def start(self, run: Run) -> RunWriter:
         """The engine gives the newest attempt a machine, and it beats."""
         attempt = self.now(run).attempt
-        writer = RunFolder(run.folder).claim(attempt)
+        writer = RunWriter(RunFolder(run.folder), attempt)
         writer.beat(1, "train")
         self.lab.engine.hints[f"{run.id}-{attempt}"] = JobStatus("alive")
         self.until(lambda: self.now(run).state == "running")
@@ -305,13 +306,13 @@ def test_a_target_that_does_not_answer_delays_no_other(bench: Bench) -> None:
         until(lambda: all(bench.now(run).pending_reason for run in runs.values()))
         bench.lab.engine.answers.clear()
         for name in ("near", "local"):
-            RunFolder(runs[name].folder).claim(1).commit_result("succeeded", 1)
+            RunWriter(RunFolder(runs[name].folder), 1).commit_result("succeeded", 1)
         near.engine.hints[f"{runs['near'].id}-1"] = JobStatus("gone")
         until(lambda: bench.now(runs["near"]).ended and bench.now(runs["local"]).ended)
         assert bench.now(runs["lab"]).state == "starting"
     finally:
         bench.lab.engine.answers.set()
-    RunFolder(runs["lab"].folder).claim(1).commit_result("succeeded", 1)
+    RunWriter(RunFolder(runs["lab"].folder), 1).commit_result("succeeded", 1)
     bench.lab.engine.hints[f"{runs['lab'].id}-1"] = JobStatus("gone")
     until(lambda: bench.now(runs["lab"]).ended)
 
@@ -327,7 +328,7 @@ def test_status_its_log_and_cancel_ask_no_store_for_a_run_elsewhere(
     writer.event("phase", "it prints")
     writer.beat(1, "train")
     bench.until(lambda: bench.store.log(run.id))
-    refuse = "flash_mcp.protocol.run_folder.connect"
+    refuse = "flash_mcp.protocol.storage.connect"
     monkeypatch.setattr(refuse, lambda *_: pytest.fail("the store was asked"))
     view = report_on(bench.store, run.id, detailed=True).view
     assert (view.target, view.log_tail) == ("lab", "step 1: train")
@@ -365,7 +366,7 @@ def test_secrets_are_sealed_for_an_attempt_that_asks_and_a_supervisor_without_th
     sealed = writer.take_sealed()
     assert sealed and receiver.open(sealed) == {"PLANTED_KEY": "planted"}
     bench.tick()
-    assert not [name for name in RunFolder(run.folder)._find() if name.startswith(("key", "seal"))]
+    assert not [name for name in RunFolder(run.folder).sizes() if name.startswith(("key", "seal"))]
 
 
 def test_the_next_runs_of_an_owner_wait_while_those_of_a_day_have_cost_the_limit(

@@ -218,7 +218,7 @@ def test_a_damaged_checkpoint_is_passed_over_by_the_next_attempt_and_refused_by_
     run = bench.train(script, keep_checkpoints=9)
     bench.until(lambda: bench.step(run) == 5 and len(bench.store.checkpoints(run.id)) == 4)
     folder = RunFolder(run.folder)
-    Path(folder.verify_checkpoint(4)["path"], "adapter.bin").write_bytes(b"\0" * 64)
+    Path(folder.checkpoints.verify(4)["path"], "adapter.bin").write_bytes(b"\0" * 64)
     with pytest.raises(FlashError, match="checkpoint_corrupt"):
         request(bench.store, run.id, step=4)
     bench.supervisor.launcher.cancel(bench.supervisor._attempts[run.id].handle)
@@ -230,7 +230,7 @@ def test_a_damaged_checkpoint_is_passed_over_by_the_next_attempt_and_refused_by_
     assert resumed() == [0, 3]
     Path(run.folder, "go").touch()
     assert bench.finish(run).state == "succeeded"
-    assert [folder.verify_checkpoint(step)["step"] for step in range(1, 7)] == list(range(1, 7))
+    assert [folder.checkpoints.verify(step)["step"] for step in range(1, 7)] == list(range(1, 7))
 
 
 # -- a supervisor that does not start --------------------------------------------------------------

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 from mcp import Client
 
-from flash_mcp.protocol import run_folder
+from flash_mcp.protocol import storage
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import datasets_dir
 from flash_mcp.protocol.recordings import Limits, Recording
 from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.spec import resolve, validate
 from flash_mcp.server import mcp_server as server_module
 from flash_mcp.server.mcp_server import server
@@ -103,7 +104,7 @@ def recorded(
     assert queue.claim(store) is not None
     folder = RunFolder(run.folder)
     folder.create(queue.job(run))
-    writer = folder.claim(1)
+    writer = RunWriter(folder, 1)
     if rollouts:
         writer.rollouts(1, rollouts)
     if evaluation:
@@ -412,14 +413,14 @@ async def test_every_token_of_the_models_own_answers_is_learnt_and_no_other(
 def hold_up(path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Make whoever reads the file wait, until what is returned is called."""
     released = threading.Event()
-    read_local = run_folder.read_local
+    read_local = storage.read_local
 
     def wait(file: Path, max_bytes: int) -> bytes:
         if file == path:
             released.wait()
         return read_local(file, max_bytes)
 
-    monkeypatch.setattr(run_folder, "read_local", wait)
+    monkeypatch.setattr(storage, "read_local", wait)
     return released.set
 
 

@@ -12,7 +12,8 @@ import pytest
 
 from flash_mcp import __version__
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.run_folder import RunFolder, RunWriter
+from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.state import queue
 from flash_mcp.state.queue import code_version
 from flash_mcp.state.serving import request
@@ -67,7 +68,7 @@ def work_on(run_id: str) -> RunWriter:
     folder = RunFolder(run.folder)
     folder.create(queue.job(run))
     queue.mark_running(store, run_id, run.attempt)
-    return folder.claim(run.attempt)
+    return RunWriter(folder, run.attempt)
 
 
 @pytest.mark.parametrize(

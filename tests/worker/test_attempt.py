@@ -28,6 +28,7 @@ from tensorboardX.proto.event_pb2 import Event
 from environments.process.host import EnvironmentHost
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.spec import RunSpec
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.environments import env_push
@@ -92,7 +93,7 @@ def test_an_evaluation_within_a_run_opens_a_block_of_episodes_at_a_time(tmp_path
             heartbeat.advance()
             on_done(Rollout(task, f"v{task.index}"))
 
-    heartbeat, host = Heartbeat(run.claim(1)), SimpleNamespace(splits={"eval": 5000})
+    heartbeat, host = Heartbeat(RunWriter(run, 1)), SimpleNamespace(splits={"eval": 5000})
     nothing: Any = None
     model = Model(tmp_path, nothing, torch.float32, 256, None)
     spec = RunSpec(**run.job()["spec"])
@@ -114,7 +115,8 @@ def test_a_run_reports_every_step_and_leaves_an_adapter(whole_run: Any) -> None:
     assert list(whole_run.metric_steps()) == list(whole_run.rollout_steps()) == [1, 2, 3, 4, 5]
     assert list(whole_run.eval_steps()) == [0, 5]
     assert (
-        whole_run.checkpoint_steps() == [1, 2, 3, 4, 5] and whole_run.newest_good_checkpoint() == 5
+        whole_run.checkpoints.steps() == [1, 2, 3, 4, 5]
+        and whole_run.checkpoints.newest_good() == 5
     )
     rows = whole_run.rollouts(5)
     assert [row["index"] for row in rows] == list(range(32)) and {row["group"] for row in rows} == {
@@ -183,7 +185,7 @@ def test_the_final_adapter_loads_in_peft_and_was_trained(whole_run: Any, tiny_mo
     from peft import PeftModel  # noqa: PLC0415
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
-    folder = Path(whole_run.verify_checkpoint(5)["path"])
+    folder = Path(whole_run.checkpoints.verify(5)["path"])
     PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), folder)
     assert any(
         weight.any()
@@ -236,7 +238,7 @@ def test_an_attempt_killed_in_mid_run_is_followed_by_one_that_ends_where_an_undi
         tmp_path / "run", tiny_model, environment=environment, env_timeout_s=600, **SHORT
     )
     with Attempt(run, one_by_one=True) as first:
-        first.wait_until(lambda: 3 in run.checkpoint_steps())
+        first.wait_until(lambda: 3 in run.checkpoints.steps())
         children = psutil.Process(first.process.pid).children(recursive=True)
         first.process.send_signal(signal.SIGKILL)
     assert children
@@ -259,8 +261,8 @@ def test_an_attempt_killed_in_mid_run_is_followed_by_one_that_ends_where_an_undi
             == exact_run.metrics(step)["metrics"]["reward/mean"]
         )
     assert (
-        run.manifest(5)["files"]["adapter_model.safetensors"]
-        == exact_run.manifest(5)["files"]["adapter_model.safetensors"]
+        run.checkpoints.manifest(5)["files"]["adapter_model.safetensors"]
+        == exact_run.checkpoints.manifest(5)["files"]["adapter_model.safetensors"]
     )
 
 
@@ -272,13 +274,13 @@ def test_a_cancelled_run_that_is_resumed_to_more_steps_ends_where_an_undisturbed
     asked = {**SHORT, "environment": environment, "env_timeout_s": 600}
     run = make_run(tmp_path / "run", tiny_model, steps=4, **asked)
     with Attempt(run, one_by_one=True) as first:
-        first.wait_until(lambda: 3 in run.checkpoint_steps())
+        first.wait_until(lambda: 3 in run.checkpoints.steps())
         run.request_cancel()
         assert first.wait() == 0, first.log_path.read_text()
     assert finished(run, "cancelled")["step"] == 3
     flag.unlink()
     before = run.reopen()
-    assert run.result() is None and run.has_optimizer(3)
+    assert run.result() is None and run.checkpoints.has_optimizer(3)
     make_run(tmp_path / "run", tiny_model, **asked)
     with Attempt(run, before + 1, one_by_one=True) as second:
         assert second.wait() == 0, second.log_path.read_text()
@@ -290,7 +292,10 @@ def test_a_cancelled_run_that_is_resumed_to_more_steps_ends_where_an_undisturbed
 
     assert curve(run) == curve(exact_run)
     trained = "adapter_model.safetensors"
-    assert run.manifest(5)["files"][trained] == exact_run.manifest(5)["files"][trained]
+    assert (
+        run.checkpoints.manifest(5)["files"][trained]
+        == exact_run.checkpoints.manifest(5)["files"][trained]
+    )
 
 
 RANKED = """
@@ -343,8 +348,8 @@ def test_an_attempt_that_finds_every_step_made_makes_no_other(
     with Attempt(run, 2, one_by_one=True) as second:
         assert second.wait() == 0, second.log_path.read_text()
     assert finished(run)["step"] == 5 and list(run.metric_steps()) == [1, 2, 3, 4, 5]
-    assert run.checkpoint_steps() == exact_run.checkpoint_steps()
-    manifest, before = run.manifest(5), exact_run.manifest(5)
+    assert run.checkpoints.steps() == exact_run.checkpoints.steps()
+    manifest, before = run.checkpoints.manifest(5), exact_run.checkpoints.manifest(5)
     assert manifest and before and manifest["files"] == before["files"]
     said, before = (
         [row["messages"] for row in r.evaluation(5)["rollouts"]] for r in (run, exact_run)
@@ -401,11 +406,11 @@ def test_a_cancel_in_mid_rollout_saves_what_was_trained_and_ends_as_cancelled(
         run.request_cancel()
         assert attempt.wait() == 0, attempt.log_path.read_text()
     step = finished(run, "cancelled")["step"]
-    assert step >= 2 and run.newest_good_checkpoint() == step
+    assert step >= 2 and run.checkpoints.newest_good() == step
 
 
 def test_a_cancel_between_two_steps_counts_the_step_that_was_made(tmp_path: Path) -> None:
-    heartbeat = Heartbeat(make_run(tmp_path / "run", tmp_path).claim(1))
+    heartbeat = Heartbeat(RunWriter(make_run(tmp_path / "run", tmp_path), 1))
     heartbeat.step = 5
     heartbeat.cancelled.set()
     with pytest.raises(Cancelled):
@@ -418,7 +423,7 @@ def test_a_warm_start_begins_with_the_other_runs_adapter(
 ) -> None:
     start = {
         "init_adapter": {
-            "path": whole_run.verify_checkpoint(5)["path"],
+            "path": whole_run.checkpoints.verify(5)["path"],
             "run_id": "run",
             "step": 5,
             "digest": "",
@@ -459,7 +464,7 @@ def test_a_run_that_cannot_start_ends_with_a_coded_error(
     assert error["code"] == code and evidence in json.dumps(error) + str(error["values"]).replace(
         "': ", "="
     ).replace("'", "")
-    assert not run.metric_steps() and not run.checkpoint_steps()
+    assert not run.metric_steps() and not run.checkpoints.steps()
 
 
 def test_an_environment_that_mostly_fails_ends_the_run_with_the_evidence(

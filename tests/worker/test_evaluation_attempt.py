@@ -11,7 +11,8 @@ import pytest
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import EnvironmentVersion
-from flash_mcp.protocol.run_folder import RunFolder, RunWriter
+from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.spec import EvalSpec
 from flash_mcp.state.references import Subject
 from flash_mcp.tools.shared import resolve
@@ -93,7 +94,7 @@ def test_an_evaluation_makes_every_attempt_and_trains_nothing(
     assert summary["n"] == 6 and summary["tokens_per_s"] > 0
     assert "constant_success" not in summary, "two tasks say nothing of constants"
     assert summary["reward_mean"] == pytest.approx(sum(row["reward"] for row in rows) / 6)
-    assert run.result()["step"] == 6 and not run.checkpoint_steps() and not run.metric_steps()
+    assert run.result()["step"] == 6 and not run.checkpoints.steps() and not run.metric_steps()
     assert not Path(run.path("evals", "0")).exists(), "the shards are gone once the whole is there"
 
 
@@ -180,7 +181,7 @@ def test_the_attempts_of_a_task_are_scored_together_also_those_of_a_resumed_eval
     run = make_evaluation(
         tmp_path / "run", tiny_model, environment=environment, tasks=[2, 0], attempts=3
     )
-    writer = run.claim(1)
+    writer = RunWriter(run, 1)
     task = Task("eval", 2, 0, 1, seed=0, attempt=1)
     writer.attempts(0, [Rollout(task, "v2", reward=9.0).record(0).fields()])
     with Attempt(run, 2) as attempt:
@@ -195,7 +196,7 @@ def test_attempts_end_while_a_shard_of_them_is_being_written(
 ) -> None:
     monkeypatch.setattr("worker.evaluate.SHARD_EVERY_S", 0.0)
     run = make_evaluation(tmp_path / "run", tmp_path)
-    writer, is_back, shards = run.claim(1), threading.Event(), list[int]()
+    writer, is_back, shards = RunWriter(run, 1), threading.Event(), list[int]()
 
     def slowly(step: int, rows: list[dict[str, Any]]) -> None:
         assert is_back.wait(60)
@@ -210,7 +211,7 @@ def test_attempts_end_while_a_shard_of_them_is_being_written(
     is_back.set()
     recorder.flush()
     assert shards == [1, 2] and [row["index"] for row in run.attempts(0)] == [0, 1, 2]
-    run.claim(2)
+    RunWriter(run, 2)
     recorder.add(Rollout(Task("eval", 3, 3, 3, seed=0), "v3"))
     with pytest.raises(FlashError, match="fenced"):
         recorder.flush()

@@ -27,6 +27,7 @@ from flash_mcp.protocol.credentials import NO_HUB_LOGIN
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.spec import RunSpec, resolve
 from tests.tiny import CHATML
 from worker.engine import fetch
@@ -299,7 +300,7 @@ def test_an_attempt_uses_the_commit_of_the_run_it_builds_on_and_of_the_attempt_b
     folder = RunFolder(tmp_path / "run")
 
     def loaded(attempt: int, job: Json) -> Path:
-        writer = folder.claim(attempt)
+        writer = RunWriter(folder, attempt)
         return load_model(job, spec, writer, Heartbeat(writer), trains=False).path
 
     assert loaded(1, {"lineage": {"model_commit": "a" * 40}}) == snapshots / ("a" * 40)

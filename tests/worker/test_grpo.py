@@ -25,6 +25,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.spec import RunSpec, resolve
 from worker.rollouts.scheduler import Rollout, Task
 from worker.rollouts.transcript import ChatTemplate, Transcript
@@ -327,7 +328,7 @@ def test_a_trainer_that_resumes_ends_where_one_that_was_not_stopped_ends(
         folder = RunFolder(tmp_path / name)
         if not resume:
             folder.create({})
-        writer = folder.claim(folder.newest_epoch() + 1)
+        writer = RunWriter(folder, folder.newest_epoch() + 1)
         spec = settings_of(
             steps=steps, save_every=2, kl_penalty_coef=0.1, loss_type="grpo", learning_rate=1e-2
         )
@@ -339,10 +340,10 @@ def test_a_trainer_that_resumes_ends_where_one_that_was_not_stopped_ends(
         return folder
 
     whole, cut = attempt("whole", 4), attempt("cut", stop)
-    attempt("cut", 4, cut.verify_checkpoint(stop)["path"])
+    attempt("cut", 4, cut.checkpoints.verify(stop)["path"])
     assert (
-        cut.manifest(4)["files"]["adapter_model.safetensors"]
-        == whole.manifest(4)["files"]["adapter_model.safetensors"]
+        cut.checkpoints.manifest(4)["files"]["adapter_model.safetensors"]
+        == whole.checkpoints.manifest(4)["files"]["adapter_model.safetensors"]
     )
     assert list(cut.metric_steps()) == list(whole.metric_steps()) == [1, 2, 3, 4]
     for step in whole.metric_steps():
@@ -508,14 +509,17 @@ def test_a_gradient_that_is_no_number_ends_the_run_before_it_is_saved(
         rollouts[0].reward = math.inf if step == 2 else 1.0
         return rollouts
 
-    spec, writer = settings_of(steps=3, save_every=1, importance_sampling="none"), folder.claim(1)
+    spec, writer = (
+        settings_of(steps=3, save_every=1, importance_sampling="none"),
+        RunWriter(folder, 1),
+    )
     trainer = Trainer(
         make_policy(fp32_model), tokenizer, spec, rollouts_of=rollouts_of, max_completion=MAX_COMPLETION, packed=True,
         output_dir=str(tmp_path / "out"), callbacks=[Reporter(writer, spec, threading.Event())],
     )  # fmt: skip
     with pytest.raises(FlashError, match=r"diverged step=2.*learning_rate"):
         trainer.train()
-    assert folder.checkpoint_steps() == [1]
+    assert folder.checkpoints.steps() == [1]
 
 
 def test_a_pack_is_the_same_computed_as_one_block(

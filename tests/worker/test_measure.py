@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.spec import validate
 from tests.attempts import make_run
 from worker import session
@@ -71,7 +72,7 @@ def test_a_run_on_a_card_reports_the_choice_and_a_short_one_measures_nothing(
 
     monkeypatch.setattr(measure, "_measured", measured)
     run = make_run(tmp_path / "run", tmp_path)
-    writer = run.claim(1)
+    writer = RunWriter(run, 1)
     spec = validate({"environment": "e", "steps": steps, "max_tokens": 1000})
     chosen = session.choose_sync(
         tmp_path, spec, torch.bfloat16, 2048, 64, writer, Heartbeat(writer)

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import worker.ranks
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.spec import validate
 from tests.attempts import Attempt, make_run
 from tests.places import ROOT
@@ -147,7 +148,7 @@ CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
 def adapter(run: RunFolder, step: int) -> dict[str, torch.Tensor]:
-    return load_file(Path(run.verify_checkpoint(step)["path"]) / "adapter_model.safetensors")
+    return load_file(Path(run.checkpoints.verify(step)["path"]) / "adapter_model.safetensors")
 
 
 def curve(run: RunFolder, step: int) -> dict[str, Any]:
@@ -177,7 +178,7 @@ def test_a_run_of_two_ranks_is_that_of_one_though_a_rank_is_killed_and_one_goes_
         assert attempt.wait() == 0, attempt.log_path.read_text()
     run = make_run(tmp_path / "run", exact_model, gpus=2, **FIELDS)
     with Attempt(run, one_by_one=True, **CPU) as attempt:
-        attempt.wait_until(lambda: 2 in run.checkpoint_steps())
+        attempt.wait_until(lambda: 2 in run.checkpoints.steps())
         lost = second_rank(attempt)
         assert listening_ports(attempt.process.pid) == listening_ports(lost.pid) == []
         environments = lost.children(recursive=True)
@@ -231,7 +232,7 @@ def test_a_cancel_ends_the_wait_for_a_rank(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(
         worker.ranks, "close_listening", lambda keep: None
     )  # of both, in one process
-    heartbeat = Heartbeat(make_run(tmp_path / "run", tmp_path).claim(1))
+    heartbeat = Heartbeat(RunWriter(make_run(tmp_path / "run", tmp_path), 1))
     ranks = [Ranks(0, 2, heartbeat), Ranks(1, 2)]
     threads = [threading.Thread(target=each.connect, args=(tmp_path,)) for each in ranks]
     for thread in threads:

@@ -14,8 +14,10 @@ from transformers import AutoTokenizer
 from trl import SFTTrainer
 
 from environments.process.host import EnvironmentHost
+from flash_mcp.protocol.checkpoints import OPTIMIZER
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.run_folder import OPTIMIZER, RunFolder
+from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.spec import RunSpec, resolve
 from tests.attempts import Attempt, make_run
 from tests.places import CALCULATOR, NO_TORCH
@@ -148,7 +150,7 @@ def tune(folder: RunFolder, model: Path, scratch: Path, steps: int) -> None:
     texts = [[rng.randrange(33, 126) for _ in range(length)] for length in (9, 20, 5, 30, 12, 7)]
     rows = {"train": [{"input_ids": ids, "labels": ids} for ids in texts]}
     folder.create({})
-    writer = folder.claim(folder.newest_epoch() + 1)
+    writer = RunWriter(folder, folder.newest_epoch() + 1)
     fields = {
         "algorithm": "sft",
         "batch_size": 2,
@@ -179,9 +181,9 @@ def test_fine_tuning_that_resumes_ends_where_it_would_have(
     tune(whole, fp32_model, tmp_path, 5)
     tune(cut, fp32_model, tmp_path, stop)
     tune(cut, fp32_model, tmp_path, 5)
-    assert list(cut.metric_steps()) == cut.checkpoint_steps() == [1, 2, 3, 4, 5]
+    assert list(cut.metric_steps()) == cut.checkpoints.steps() == [1, 2, 3, 4, 5]
     last, expected = (
-        run.manifest(5)["files"]["adapter_model.safetensors"]  # pyright: ignore[reportOptionalSubscript]
+        run.checkpoints.manifest(5)["files"]["adapter_model.safetensors"]  # pyright: ignore[reportOptionalSubscript]
         for run in (cut, whole)
     )
     assert last == expected
@@ -192,14 +194,14 @@ def test_an_attempt_resumes_with_a_fresh_optimizer_if_the_newest_checkpoint_is_d
 ) -> None:
     run = RunFolder(tmp_path / "run")
     tune(run, fp32_model, tmp_path, 3)
-    paths = [Path((run.manifest(step) or {})["path"]) for step in (1, 2, 3)]
+    paths = [Path((run.checkpoints.manifest(step) or {})["path"]) for step in (1, 2, 3)]
     assert [(path / OPTIMIZER).is_file() for path in paths] == [False, False, True]
     (paths[2] / "adapter_model.safetensors").write_bytes(b"damaged")
     tune(run, fp32_model, tmp_path, 4)
     said = [(run.event(name) or {})["message"] for name in run.event_names()]
     assert any("checkpoint 2, with a fresh optimizer" in message for message in said)
-    assert run.newest_good_checkpoint() == 4
-    assert (Path((run.manifest(4) or {})["path"]) / OPTIMIZER).is_file()
+    assert run.checkpoints.newest_good() == 4
+    assert (Path((run.checkpoints.manifest(4) or {})["path"]) / OPTIMIZER).is_file()
 
 
 def test_a_fine_tuned_adapter_warms_a_grpo_run(tiny_model: Path, tmp_path: Path) -> None:
@@ -218,14 +220,14 @@ def test_a_fine_tuned_adapter_warms_a_grpo_run(tiny_model: Path, tmp_path: Path)
     held_out = [tuned.metrics(step)["metrics"].get("eval_loss") for step in (2, 3, 6)]  # pyright: ignore[reportOptionalSubscript]
     assert held_out[0] is None and held_out[2] < held_out[1]
     assert (
-        tuned.checkpoint_steps() == [3, 6]
+        tuned.checkpoints.steps() == [3, 6]
         and list(tuned.eval_steps()) == [6]
         and not tuned.rollout_steps()
     )
 
     start = {
         "init_adapter": {
-            "path": tuned.verify_checkpoint(6)["path"],
+            "path": tuned.checkpoints.verify(6)["path"],
             "run_id": "sft",
             "step": 6,
             "digest": "",
@@ -235,7 +237,7 @@ def test_a_fine_tuned_adapter_warms_a_grpo_run(tiny_model: Path, tmp_path: Path)
     warmed = make_run(tmp_path / "grpo", tiny_model, job=start, **few, **calculator)
     with Attempt(warmed) as attempt:
         assert attempt.wait() == 0, attempt.log_path.read_text()
-    assert warmed.checkpoint_steps() == [1]
+    assert warmed.checkpoints.steps() == [1]
 
 
 def test_a_run_that_samples_nothing_needs_no_vllm(tiny_model: Path, tmp_path: Path) -> None:
@@ -246,4 +248,4 @@ def test_a_run_that_samples_nothing_needs_no_vllm(tiny_model: Path, tmp_path: Pa
     )  # fmt: skip
     with Attempt(run, fresh=True, PYTHONPATH=str(tmp_path)) as attempt:
         assert attempt.wait() == 0, attempt.log_path.read_text()
-    assert run.checkpoint_steps() == [1]
+    assert run.checkpoints.steps() == [1]

@@ -115,7 +115,7 @@ def test_a_run_on_a_shared_model_goes_on_where_one_card_holds_it_after_a_kill(
 ) -> None:
     run = make_run(tmp_path / "run", exact_model, **FIELDS)
     with SharedAttempt(run, **CPU) as attempt:
-        attempt.wait_until(lambda: run.checkpoint_steps())
+        attempt.wait_until(lambda: run.checkpoints.steps())
         lost = second_rank(attempt)
         assert listening_ports(attempt.process.pid) == listening_ports(lost.pid) == []
         lost.kill()

@@ -11,6 +11,7 @@ from transformers import TrainerCallback, TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.spec import RunSpec
 from tests.attempts import make_run
 from worker.training import trackers
@@ -66,7 +67,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("stand_ins")
 def test_a_tracker_that_raises_or_hangs_stops_neither_the_run_nor_the_others(tmp_path: Path):
     run = make_run(tmp_path / "run", tmp_path, report_to=["wandb", "mlflow", "trackio"])
-    writer = run.claim(1)
+    writer = RunWriter(run, 1)
     arguments = TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True)
     told = Trackers(RunSpec(**run.job()["spec"]), writer, arguments)
     for step in range(1, STEPS + 1):

@@ -29,7 +29,7 @@ from environments.base import ChatMessage
 from environments.process.host import EnvironmentHost
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
-from flash_mcp.protocol.run_folder import RunWriter
+from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.spec import RunSpec
 from worker.ranks import ALONE, Ranks
 from worker.rollouts.transcript import ChatTemplate, Transcript

@@ -203,10 +203,12 @@ def _start(store: Store, reference: str) -> _Start:
     checkpoint = store.checkpoint(run_id, int(at) if at else None)
     run = store.run(run_id)
     files = folder_of(run)
-    if not at and (whole := files.newest_good_checkpoint()) is not None:
+    if not at and (whole := files.checkpoints.newest_good()) is not None:
         checkpoint = store.checkpoint(run_id, whole)
     step = checkpoint.step
-    folder = files.fetch_checkpoint(step, store.base / "adapters" / f"{run_id}-{step}", whole=False)
+    folder = files.checkpoints.fetch(
+        step, store.base / "adapters" / f"{run_id}-{step}", whole=False
+    )
     return _Start(folder, run_id, step, checkpoint.digest, served_model(store, run))
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from flash_mcp.protocol.checkpoints import OPTIMIZER
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Run
-from flash_mcp.protocol.run_folder import OPTIMIZER, RunFolder
+from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state import queue
 from flash_mcp.state.store import Store
 
@@ -38,7 +39,7 @@ def resume(store: Store, run_id: str, steps: int | None, *, fresh_optimizer: boo
             return Resumed(run, run.step, [f"it is {run.state} already: nothing was changed"])
         _check_files(run)
         folder = RunFolder(run.folder, patience_s=PATIENCE_S)
-        step = folder.newest_good_checkpoint() or 0
+        step = folder.checkpoints.newest_good() or 0
         notes = _loss(folder, step, fresh_optimizer=fresh_optimizer)
         if step and total == step:
             notes.append(f"all {step} steps are made: it only evaluates, where it was asked to")
@@ -89,7 +90,7 @@ def _loss(folder: RunFolder, step: int, *, fresh_optimizer: bool) -> list[str]:
     """
     if not step:
         return ["it saved no checkpoint that can be read: it starts over"]
-    if folder.has_optimizer(step):
+    if folder.checkpoints.has_optimizer(step):
         return []
     if fresh_optimizer:
         return [f"checkpoint {step} has no {OPTIMIZER}: it goes on with a fresh optimizer"]

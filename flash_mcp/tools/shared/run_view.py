@@ -264,7 +264,7 @@ def _context(
     has_optimizer = True  # also where the folder is elsewhere: its store may not answer
     is_here = history.run.target == LOCAL_TARGET
     if checkpoint is not None and is_here and history.run.state in ("failed", "cancelled"):
-        has_optimizer = folder_of(history.run).has_optimizer(checkpoint)
+        has_optimizer = folder_of(history.run).checkpoints.has_optimizer(checkpoint)
     return RunContext(
         run=history.run,
         flags=judged.flags,

@@ -12,7 +12,7 @@ from typing import Any
 
 from environments.process.host import EnvironmentFault, EnvironmentHost
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.run_folder import RunWriter
+from flash_mcp.protocol.run_writer import RunWriter
 from worker.event_loop import AsyncRunner
 from worker.heartbeat import Heartbeat
 
@@ -37,10 +37,10 @@ def train(
     ranks: Any,
 ) -> int:
     """As worker.train.train: the last step."""
-    resumed = writer.folder.newest_good_checkpoint() or 0
+    resumed = writer.folder.checkpoints.newest_good() or 0
     state = ""
     if resumed:
-        state = (writer.folder.fetch_checkpoint(resumed, scratch / "resume") / "state").read_text()
+        state = (writer.folder.checkpoints.fetch(resumed, scratch / "resume") / "state").read_text()
     writer.event("phase", f"going on from checkpoint {resumed}", step=resumed)
     with AsyncRunner() as runner:
         heartbeat.enter("environment", resumed)

@@ -1,0 +1,237 @@
+"""The checkpoints of a run: checkpoints/STEP/EPOCH-N/ of its folder.
+
+Each attempt saves into folders of its own, and a complete checkpoint never changes, but for its
+optimizer's state. So an attempt that was stopped while it saved, and wakes later, cannot touch its
+successor's."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import cast
+
+from environments.locks import lock
+from flash_mcp.protocol.errors import FlashError, disk_error
+from flash_mcp.protocol.records import Json
+from flash_mcp.protocol.run_files import Manifest, ManifestFile
+from flash_mcp.protocol.storage import Storage, dump, sha256_of
+
+ADAPTER = "adapter_"
+"""How the files of a checkpoint begin that serving and a warm start need."""
+OPTIMIZER = "optimizer.pt"
+"""The optimizer's state, twice as large as the adapter. Only the newest good checkpoint keeps it.
+Without it a checkpoint is complete: whoever resumes from it starts with a fresh optimizer."""
+SAVED = re.compile(r"(\d+)-(\d+)")
+"""EPOCH-N, the name of a checkpoint's folder."""
+
+
+class Checkpoints:
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    def versions(self) -> dict[int, str]:
+        """{step: version} of checkpoints that may be complete. The version changes with each that
+        an attempt completes.
+        """
+        versions: dict[int, str] = {}
+        for step in self._all_steps():
+            names = self._storage.names("checkpoints", str(step))
+            complete = [name for name in names if self._is_complete(step, name)]
+            if complete:
+                versions[step] = ",".join(sorted(complete))
+        return versions
+
+    def steps(self) -> list[int]:
+        """Steps with a complete checkpoint, oldest first."""
+        return [step for step in self._all_steps() if self.manifest(step)]
+
+    def _all_steps(self) -> list[int]:
+        names = self._storage.names("checkpoints")
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    def _is_complete(self, step: int, save: str) -> bool:
+        is_save = SAVED.fullmatch(save) is not None
+        return is_save and "MANIFEST.json" in self._storage.names("checkpoints", str(step), save)
+
+    def manifest(self, step: int) -> Manifest | None:
+        """The newest complete checkpoint of that step."""
+        names = self._storage.names("checkpoints", str(step))
+        saves = [name for name in names if SAVED.fullmatch(name)]
+        for save in sorted(saves, key=saved_by, reverse=True):
+            place = f"checkpoints/{step}/{save}"
+            name = f"{place}/MANIFEST.json"
+            if manifest := self._storage.read_object(ManifestFile, name, step=step):
+                return {**manifest, "path": self._storage.address(place)}
+        return None
+
+    def verify(self, step: int) -> Manifest:
+        """The manifest, if every file matches it; otherwise FlashError(checkpoint_corrupt) or
+        FlashError(unknown_checkpoint).
+        """
+        manifest = self._existing(step)
+        place = self._place(manifest)
+        _check_files(manifest, lambda name: self._storage.digest(f"{place}/{name}"))
+        return manifest
+
+    def _existing(self, step: int) -> Manifest:
+        manifest = self.manifest(step)
+        if manifest is None:
+            what = "there is no checkpoint at that step"
+            raise FlashError(
+                "unknown_checkpoint", what, step=step, fix=f"use one of {self.steps()}"
+            )
+        return manifest
+
+    def newest_good(self) -> int | None:
+        """The newest step whose files match their checksums."""
+        for step in reversed(self.versions()):
+            try:
+                self.verify(step)
+            except FlashError as error:
+                if error.code == "store_unreachable":  # it says nothing about the checkpoint
+                    raise
+                continue
+            return step
+        return None
+
+    def has_optimizer(self, step: int) -> bool:
+        """Whether that checkpoint has the optimizer's state."""
+        manifest = self.manifest(step)
+        return bool(manifest and self._storage.exists(f"{self._place(manifest)}/{OPTIMIZER}"))
+
+    def fetch(self, step: int, into: Path, *, whole: bool = True) -> Path:
+        """The folder of a verified checkpoint: its own if it is local, else a copy beside `into`
+        that is made once. Without `whole`, the copy has the adapter only.
+        """
+        if self._storage.is_local:
+            return Path(self.verify(step)["path"])
+        manifest = self._existing(step)
+        target = into.with_name(f"{into.name}-{manifest['digest']}")
+        if not whole:
+            files = manifest["files"].items()
+            adapter = {name: digest for name, digest in files if name.startswith(ADAPTER)}
+            manifest = cast("Manifest", {**manifest, "files": adapter})
+            target = target.with_name(f"{target.name}-adapter")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.with_name(f".{target.name}.lock").open("a") as file:
+            lock(file)
+            if not target.is_dir():
+                part = tempfile.mkdtemp(prefix=".part-", dir=target.parent)
+                try:
+                    self._copy(manifest, Path(part))
+                    Path(part).rename(target)
+                finally:
+                    shutil.rmtree(part, ignore_errors=True)
+        return target
+
+    def _copy(self, manifest: Manifest, into: Path) -> None:
+        """Copy a checkpoint's files and check them. The optimizer's state may be gone."""
+        place = self._storage.path(self._place(manifest))
+        for name in manifest["files"]:
+            (into / name).parent.mkdir(parents=True, exist_ok=True)
+            with suppress(FileNotFoundError):
+                self._storage.filesystem.get_file(f"{place}/{name}", str(into / name))
+        _check_files(manifest, Storage(into).digest)
+
+    def _place(self, manifest: Manifest) -> str:
+        """The name of a checkpoint's folder within the run folder."""
+        return manifest["path"].removeprefix(self._storage.address(""))
+
+    # -- writing -----------------------------------------------------------------------------------
+
+    def save(
+        self, step: int, save: str, source: Path, metrics: Json, guard: Callable[[], None]
+    ) -> Manifest:
+        """Copy the files of local folder `source` to a new checkpoint of `step`; its manifest.
+
+        `save` is EPOCH-N, of the attempt that saves. MANIFEST.json is written last: a checkpoint
+        without it does not exist. The newest checkpoint of a step counts. The files of one that
+        failed are removed."""
+        place = f"checkpoints/{step}/{save}"
+        paths = {str(path.relative_to(source)): path for path in sorted(source.rglob("*"))}
+        files = {name: path for name, path in paths.items() if path.is_file()}
+        digests = {name: sha256_of(path) for name, path in files.items()}
+        manifest: ManifestFile = {
+            "step": step,
+            "epoch": saved_by(save)[0],
+            "time": time.time(),
+            "digest": hashlib.sha256(dump(digests)).hexdigest()[:16],
+            "files": digests,
+            "size_bytes": sum(path.stat().st_size for path in files.values()),
+            "optimizer_bytes": files[OPTIMIZER].stat().st_size if OPTIMIZER in files else 0,
+            "metrics": metrics,
+        }
+        try:
+            self._storage.put_files(place, files)
+            self._storage.write(f"{place}/MANIFEST.json", dump(manifest), guard)
+        except BaseException as error:
+            self._storage.remove(place)
+            if isinstance(error, OSError):
+                guard()  # a successor removes what it finds unfinished
+                error = disk_error(error, Path(self._storage.path(place)))
+            if isinstance(error, FlashError) and error.code == "disk_full":
+                error.values["needed_bytes"] = manifest["size_bytes"]
+            raise error
+        with self._storage.listed():
+            self._remove_unfinished(step, manifest["epoch"])
+            if self.newest_good() == step:
+                self._drop_older_optimizers(place, manifest["epoch"])
+        return {**manifest, "path": self._storage.address(place)}
+
+    def _remove_unfinished(self, step: int, epoch: int) -> None:
+        """Remove what attempts before `epoch` left of a checkpoint of this step."""
+        for name in self._storage.names("checkpoints", str(step)):
+            is_over = SAVED.fullmatch(name) and saved_by(name)[0] < epoch
+            if is_over and not self._is_complete(step, name):
+                self._storage.remove("checkpoints", str(step), name)
+
+    def _drop_older_optimizers(self, newest: str, epoch: int) -> None:
+        """Delete the optimizer's state of every checkpoint that attempt `epoch` or an earlier one
+        saved, except `newest`.
+        """
+        for step in self._storage.names("checkpoints"):
+            for name in self._storage.names("checkpoints", step):
+                place = f"checkpoints/{step}/{name}"
+                is_ours = SAVED.fullmatch(name) and saved_by(name)[0] <= epoch
+                has_state = OPTIMIZER in self._storage.names(*place.split("/"))
+                if is_ours and place != newest and has_state:
+                    self._storage.remove(place, OPTIMIZER)
+
+    def remove(self, step: int) -> None:
+        """Delete all that was saved at that step. A checkpoint without its manifest does not exist,
+        so that goes first.
+        """
+        names = self._storage.sizes("checkpoints", str(step))
+        self._storage.remove_files([name for name in names if name.endswith("/MANIFEST.json")])
+        self._storage.remove("checkpoints", str(step))
+
+    def drop_optimizers(self) -> int:
+        """Delete the optimizer's state of every checkpoint; the bytes that it took."""
+        sizes = self._storage.sizes("checkpoints")
+        states = {name: size for name, size in sizes.items() if name.endswith(f"/{OPTIMIZER}")}
+        self._storage.remove_files(list(states))
+        return sum(states.values())
+
+
+def saved_by(name: str) -> tuple[int, int]:
+    """The attempt that saved the checkpoint of this folder, and the number of its save."""
+    epoch, _, number = name.partition("-")
+    return int(epoch), int(number)
+
+
+def _check_files(manifest: Manifest, digest_of: Callable[[str], str | None]) -> None:
+    for name, digest in manifest["files"].items():
+        result = digest_of(name)
+        if result is None and name == OPTIMIZER:
+            continue
+        if result != digest:
+            what, fix = f"{name} does not match its checksum", "use an earlier checkpoint"
+            raise FlashError("checkpoint_corrupt", what, step=manifest["step"], fix=fix)

@@ -1,0 +1,421 @@
+"""Files under one prefix, on a disk of this machine or in an object store.
+
+Files are replaced whole and atomically: an object store cannot append. The credentials of an object
+store come from its own variables (AWS_ACCESS_KEY_ID and so on), never from the folder or its URL.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import hashlib
+import json
+import logging
+import os
+import random
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, cast
+from uuid import uuid4
+
+import fsspec  # pyright: ignore[reportMissingTypeStubs]
+
+from flash_mcp.protocol.errors import FlashError, disk_error
+from flash_mcp.protocol.records import Json
+from flash_mcp.protocol.run_files import (
+    MAX_BYTES,
+    MAX_ROLLOUTS_BYTES,
+    Damaged,
+    Shape,
+    decoded,
+    read_local,
+)
+
+log = logging.getLogger(__name__)
+PATIENCE_S = 600.0
+READ_S = 10.0
+"""A store that is reached answers within this time; uploads may be long."""
+RETRY_DELAY_S = (0.1, 15.0)
+READ_BYTES = 8 << 20
+
+
+def connect(url: str, patience_s: float) -> tuple[Any, str, bool]:
+    """(the file system of a path or an fsspec URL, the path there, whether it is this machine's).
+
+    FlashError(engine_missing) if packages for the URL are missing."""
+    try:
+        core: Any = fsspec.core  # untyped
+        # Listings are never cached: other machines write there too.
+        limits = _limits(url, patience_s)
+        filesystem, root = core.url_to_fs(url, use_listings_cache=False, **limits)
+        if limits:
+            filesystem.retries = 1  # s3fs repeats calls too
+    except ImportError as error:
+        fix = "install flash-mcp with the extra s3, or the fsspec package for that store"
+        raise FlashError("engine_missing", f"{error}", folder=url, fix=fix) from error
+    protocols: str | tuple[str, ...] = filesystem.protocol
+    is_local = "file" in ((protocols,) if isinstance(protocols, str) else protocols)
+    patient = filesystem if is_local else _Patient(filesystem, patience_s)
+    return patient, root.rstrip("/"), is_local
+
+
+def _limits(url: str, patience_s: float) -> Json:
+    """Options of a file system for those that have little patience: S3's client waits for minutes
+    otherwise where the store says nothing, and asks for the size of each file before it reads it.
+    """
+    if patience_s >= PATIENCE_S or not url.startswith("s3://"):
+        return {}
+    times = {"connect_timeout": patience_s, "read_timeout": max(patience_s, READ_S)}
+    return {"max_concurrency": 1, "config_kwargs": {**times, "retries": {"max_attempts": 0}}}
+
+
+class _Look(threading.local):
+    """One look at all files of a store, by the thread that looks. The heartbeat's thread asks for
+    the owner at the same time, and must not take a listing for the answer.
+    """
+
+    listing: dict[str, dict[str, Json]] | None = None
+    """{folder: {name: entry}}, while it counts."""
+
+
+class Storage:
+    """The files under `url`, a local path or any fsspec URL. Names of files and folders are paths
+    below it.
+
+    While an object store is unreachable, each call is retried for `patience_s`; then it raises
+    FlashError(store_unreachable). FlashError(engine_missing) if packages for the URL are missing.
+    """
+
+    def __init__(self, url: str | Path, *, patience_s: float = PATIENCE_S) -> None:
+        self.url = str(url)
+        self.filesystem, self.root, self.is_local = connect(self.url, patience_s)
+        self.damaged: dict[str, str] = {}
+        """Files that were found damaged when they were last read, and what is wrong with them."""
+        self._look = _Look()
+
+    def path(self, *parts: str) -> str:
+        """A file's or folder's place, as the file system takes it."""
+        return "/".join((self.root, *parts))
+
+    def address(self, name: str) -> str:
+        """A file's or folder's path or URL."""
+        return self.path(name) if self.is_local else f"{self.url.rstrip('/')}/{name}"
+
+    # -- listing -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def listed(self) -> Generator[None]:
+        """Within, what an object store holds is what one listing of the whole folder shows: a
+        request for each thousand files, instead of one for each question. Local disks are asked.
+        """
+        if self.is_local or self._look.listing is not None:
+            yield
+            return
+        listing: dict[str, dict[str, Json]] = {}
+        for name, entry in self._all_below().items():
+            folder, _, file = name.rpartition("/")
+            listing.setdefault(folder, {})[file] = entry
+            while folder:
+                above, _, own = folder.rpartition("/")
+                listing.setdefault(above, {})[own] = {}
+                folder = above
+        self._look.listing = listing
+        try:
+            yield
+        finally:
+            self._look.listing = None
+
+    def names(self, *parts: str) -> list[str]:
+        """The names of what a folder holds."""
+        if self._look.listing is not None:
+            return list(self._look.listing.get("/".join(parts), {}))
+        path = self.path(*parts)
+        try:
+            paths = cast("list[str]", self.filesystem.ls(path, detail=False, refresh=True))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return [path.rstrip("/").rsplit("/", 1)[-1] for path in paths]
+
+    def entries(self, folder: str) -> dict[str, Json]:
+        """{name: what the file system says of it} of what a folder holds."""
+        if self._look.listing is not None:
+            return self._look.listing.get(folder, {})
+        path = self.path(folder)
+        try:
+            entries = cast("list[Json]", self.filesystem.ls(path, detail=True, refresh=True))
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        return {entry["name"].rsplit("/", 1)[-1]: entry for entry in entries}
+
+    def sizes(self, *parts: str) -> dict[str, int]:
+        """{name: bytes} of every file in a folder and those below it."""
+        return {name: entry["size"] for name, entry in self._all_below(*parts).items()}
+
+    def _all_below(self, *parts: str) -> dict[str, Json]:
+        entries = cast("dict[str, Json]", self.filesystem.find(self.path(*parts), detail=True))
+        start = len(self.root.lstrip("/")) + 1
+        return {name.lstrip("/")[start:]: entry for name, entry in entries.items()}
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    def read(self, name: str, max_bytes: int = MAX_BYTES) -> str | None:
+        """A file's text; None if there is none, or it is damaged."""
+        self.damaged.pop(name, None)
+        try:
+            if self.is_local:
+                body = read_local(Path(self.path(name)), max_bytes)
+            else:
+                body = cast(bytes, self.filesystem.cat_file(self.path(name)))
+            return body.decode()
+        except FileNotFoundError:
+            return None
+        except (Damaged, UnicodeDecodeError) as error:
+            self.damaged[name] = str(error)
+            return None
+
+    def read_json(self, *parts: str) -> Json | None:
+        return self.read_object(dict[str, Any], "/".join(parts))
+
+    def read_object(
+        self, shape: type[Shape], name: str, *, max_bytes: int = MAX_BYTES, step: int | None = None
+    ) -> Shape | None:
+        """The JSON object in a file; None if there is none, or it is damaged. One of another step
+        than `step` is.
+        """
+        text = self.read(name, max_bytes)
+        return None if text is None else self.decode(shape, name, text, step)
+
+    def decode(
+        self, shape: type[Shape], name: str, text: str, step: int | None = None
+    ) -> Shape | None:
+        """The JSON object in `text`, which a file holds; None if the file is damaged."""
+        try:
+            body = decoded(text, shape)
+            if step is not None and (stated := cast(Json, body)["step"]) != step:
+                raise Damaged(f"it is of step {stated}")
+        except Damaged as error:
+            self.damaged[name] = str(error)
+            return None
+        return body
+
+    def read_lines(self, shape: type[Shape], name: str) -> list[Shape]:
+        """The JSON objects in the lines of a file; damaged lines are left out."""
+        text = self.read(name, MAX_ROLLOUTS_BYTES) or ""
+        shapes: list[Shape] = []
+        # Not splitlines(): it also splits at U+2028, which JSON leaves unescaped within a string.
+        for number, line in enumerate(text.split("\n"), start=1):
+            if not line:
+                continue
+            try:
+                shapes.append(decoded(line, shape))
+            except Damaged as error:
+                self.damaged[name] = f"line {number}: {error}"
+        return shapes
+
+    def read_tail(self, name: str, size_bytes: int) -> str:
+        """The end of a file's text; empty if there is none that can be read."""
+        path = self.path(name)
+        try:
+            if self.is_local:
+                size = self.filesystem.size(path)
+                start = max(0, size - size_bytes)
+                tail: bytes = self.filesystem.cat_file(path, start=start, end=size)
+            else:
+                tail = self.filesystem.cat_file(path)[-size_bytes:]
+        except REFUSALS:
+            return ""
+        return tail.decode(errors="replace")
+
+    def exists(self, name: str) -> bool:
+        return self.filesystem.exists(self.path(name))
+
+    def digest(self, name: str) -> str | None:
+        """sha256 of a file; None if it does not exist."""
+        path = self.path(name)
+        sha = hashlib.sha256()
+        try:
+            for start in range(0, size := self.filesystem.size(path), READ_BYTES):
+                end = min(start + READ_BYTES, size)
+                sha.update(self.filesystem.cat_file(path, start=start, end=end))
+        except FileNotFoundError:
+            return None
+        return sha.hexdigest()
+
+    # -- writing -----------------------------------------------------------------------------------
+
+    def write(self, name: str, body: bytes, guard: Callable[[], None] = lambda: None) -> None:
+        """Replace a file. `guard` runs as late as possible and raises if that is not allowed."""
+        if not self.is_local:
+            guard()
+            self.filesystem.pipe_file(self.path(*name.split("/")), body)
+            return
+        target = Path(self.path(name))
+        temporary = target.with_name(f".{target.name}.{uuid4().hex}")
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with temporary.open("wb") as stream:
+                stream.write(body)
+                stream.flush()
+                os.fsync(stream.fileno())
+            guard()
+            _replace(temporary, target)
+        except OSError as error:
+            raise disk_error(error, target) from error
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def write_new(self, name: str, body: Json) -> bool:
+        """Write a file unless it is there; whether this call wrote it. `body` must be unique: a
+        call whose response was lost is retried, and then finds what it wrote itself.
+        """
+        path = self.path(name)
+        try:
+            if self.is_local:
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+                with Path(path).open("xb") as stream:
+                    stream.write(dump(body))
+            else:
+                self.filesystem.pipe_file(path, dump(body), mode="create")
+        except OSError as error:
+            # The type of the refusal differs between stores.
+            existing = None if self.is_local else self.read_json(name)
+            if existing is None and not isinstance(error, FileExistsError):
+                raise disk_error(error, Path(path).parent) from error
+            return existing == body
+        return True
+
+    def put_files(self, folder: str, files: dict[str, Path]) -> None:
+        """Copy local files into a folder, {name there: file}."""
+        target = self.path(folder)
+        if not self.is_local:
+            for name, path in files.items():
+                self.filesystem.put_file(str(path), f"{target}/{name}")
+            return
+        for name, path in files.items():
+            copy = Path(target, name)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
+        _sync_tree(Path(target))
+
+    def remove(self, *parts: str) -> None:
+        """Delete a file, or a folder with all that it holds; without `parts` everything."""
+        with suppress(FileNotFoundError):
+            self.filesystem.rm(self.path(*parts), recursive=True)
+
+    def remove_files(self, names: Sequence[str]) -> None:
+        """Delete files, many with one request. One that is gone already is no error."""
+        with suppress(FileNotFoundError):
+            if names:
+                self.filesystem.rm([self.path(name) for name in names])
+
+
+def read_of_all(storages: Sequence[Storage], name: str) -> list[bytes | None]:
+    """The file of that name in several folders of one store, all asked for at once.
+
+    FlashError(store_unreachable)."""
+    if not storages:
+        return []
+    paths = [storage.path(name) for storage in storages]
+    bodies = cast("dict[str, Any]", storages[0].filesystem.cat(paths, on_error="return"))
+    contents: list[bytes | None] = []
+    for path in paths:
+        body = bodies.get(path.lstrip("/"), bodies.get(path))
+        if isinstance(body, Exception) and _may_pass(body):
+            raise _unreachable(path, body)
+        contents.append(body if isinstance(body, bytes) else None)
+    return contents
+
+
+class _Patient:
+    """A remote file system. While it is unreachable, each call is retried with a growing delay."""
+
+    def __init__(self, filesystem: Any, patience_s: float) -> None:
+        self._filesystem = filesystem
+        self._patience_s = patience_s
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        call = getattr(self._filesystem, name)
+
+        @functools.wraps(call)
+        def patient(*arguments: Any, **options: Any) -> Any:
+            began = time.monotonic()
+            delay_s, most_s = RETRY_DELAY_S
+            while True:
+                try:
+                    return call(*arguments, **options)
+                except Exception as error:
+                    if not _may_pass(error):
+                        raise
+                    if time.monotonic() - began + delay_s > self._patience_s:
+                        raise _unreachable(arguments[0], error) from error
+                    log.warning("%s %s is tried again: %s", name, arguments[0], error)
+                time.sleep(delay_s * random.uniform(0.5, 1.0))
+                delay_s = min(2 * delay_s, most_s)
+
+        return patient
+
+
+REFUSALS = (
+    FileNotFoundError,
+    FileExistsError,
+    PermissionError,
+    IsADirectoryError,
+    NotADirectoryError,
+)
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether the store or the network failed; False if the store refused."""
+    if isinstance(error, REFUSALS):
+        return False
+    if isinstance(error, OSError):
+        return error.errno not in (errno.EINVAL, errno.ENOSPC)
+    # Errors of botocore, which may not be installed, have no base in the standard library.
+    names = {base.__name__ for base in type(error).__mro__}
+    return not names.isdisjoint(("ConnectionError", "HTTPClientError"))
+
+
+def _unreachable(path: str, error: Exception) -> FlashError:
+    variables = "its variables (AWS_ENDPOINT_URL, ...)"
+    fix = f"check that the store answers and that {variables} are right; the run resumes"
+    what = f"the run folder's store does not answer: {error}"
+    return FlashError("store_unreachable", what, path=path, fix=fix)
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _replace(temporary: Path, target: Path) -> None:
+    """Rename, also over a folder that something made there: it is kept under another name."""
+    try:
+        temporary.replace(target)
+    except IsADirectoryError:
+        target.rename(target.with_name(f".{target.name}.{uuid4().hex}.folder"))
+        temporary.replace(target)
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in (*folder.rglob("*"), folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def dump(body: Any) -> bytes:
+    """JSON as files hold it."""
+    text = json.dumps(body, ensure_ascii=False, separators=(",", ":"), default=str, allow_nan=False)
+    # Lone surrogates, which an environment may write, have no UTF-8 form.
+    return text.encode(errors="replace")
+
+
+def this_process() -> Json:
+    return {"host": socket.gethostname(), "pid": os.getpid()}
