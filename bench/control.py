@@ -201,7 +201,10 @@ def poll_over_http(base: Path, ids: list[str], agents: int, polls: int) -> Json:
             settings = (str(port), str(count), str(polls), *ids[number * 40 :][:40])
             command = [sys.executable, "-m", "bench.control", *settings]
             children.append(subprocess.Popen(command, stdout=subprocess.PIPE, env=environment))
-        told = [json.loads(child.communicate(timeout=300)[0]) for child in children]
+        outputs = [child.communicate(timeout=300)[0] for child in children]
+        if any(child.returncode for child in children):
+            raise RuntimeError("the agents' processes failed; what they print says how")
+        told = [json.loads(output) for output in outputs]
     finally:
         server.terminate()
         server.wait(20)

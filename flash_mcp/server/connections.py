@@ -15,7 +15,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from environments.settings import ServerSettings
 
 HEADER_TIMEOUT_S = 10.0
-"""For the headers of a request, from the connection's first moment or the last response's end."""
+"""For the headers of a request, from the connection's first moment or the first byte of the next."""
+IDLE_TIMEOUT_S = 75
+"""Between two requests: longer than clients and proxies keep a connection. A client that sends at
+the moment at which the server closes gets no answer, and cannot know whether its call was made."""
 BODY_TIMEOUT_S = 30.0
 """For the body of a request, and longer for one that arrives at MIN_BODY_RATE."""
 MIN_BODY_RATE = 1024.0
@@ -27,7 +30,10 @@ class LimitedConfig(uvicorn.Config):
 
     def __init__(self, app: Any, host: str, port: int, limits: ServerSettings, **more: Any) -> None:
         # No web sockets: nothing here speaks them, and an upgrade would pass by the limits.
-        super().__init__(app, host, port, http=LimitedProtocol, ws="none", **more)
+        super().__init__(
+            app, host, port, http=LimitedProtocol, ws="none",
+            timeout_keep_alive=IDLE_TIMEOUT_S, **more,
+        )  # fmt: skip
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         # Calls that are under way need files too.
         self.most_connections = min(limits.connections, files // 2)
@@ -36,7 +42,7 @@ class LimitedConfig(uvicorn.Config):
 
 class LimitedProtocol(H11Protocol):
     """One connection. The client owes headers, then the body, and then nothing until the answer is
-    sent. What it owes has a deadline.
+    sent and its next request begins. What it owes has a deadline.
 
     h11 also limits the size of headers, which uvicorn's other parser takes without end.
     """
@@ -109,7 +115,8 @@ class LimitedProtocol(H11Protocol):
         owed = None
         if not self.transport.is_closing():
             if self.waits_for_headers():
-                owed = ("headers", self.cycle)
+                has_begun = self.cycle is None or self.conn.trailing_data[0]
+                owed = ("headers", self.cycle) if has_begun else None
             elif self.cycle.more_body:
                 owed = ("body", self.cycle)
         if owed == self._owed:

@@ -15,10 +15,11 @@ from flash_mcp.server import connections
 from tests.samples import queued_run, supervised
 from tests.server.test_mcp_server import body_of
 from tests.teams import Team, team_server
+from tests.waiting import PATIENCE_S, wait_for
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 HALF = b"GET /healthz HTTP/1.1\r\nhost: 127.0.0.1\r\nx-slow: "
-PATIENCE_S = 20.0
+WHOLE = b"GET /healthz HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
 
 
 @contextmanager
@@ -74,10 +75,7 @@ def test_half_sent_headers_by_the_hundred_stop_nobody(flash_home: Path) -> None:
         slow = [stack.enter_context(connect(team, HALF)) for _ in range(300)]
         with team.http() as http:
             assert http.get("/healthz").text == "ok\n"
-        deadline = time.monotonic() + PATIENCE_S
-        while sum(map(is_open, slow)) > 50:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_for(lambda: sum(map(is_open, slow)) <= 50)
         assert is_open(slow[-1]), "the oldest ones ended"
 
 
@@ -97,13 +95,28 @@ def test_a_second_request_has_the_same_time(
     flash_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "HEADER_TIMEOUT_S", 0.5)
-    with (
-        team_server() as team,
-        connect(team, b"GET /healthz HTTP/1.1\r\nhost: a\r\n\r\n" + HALF) as slow,
-    ):
-        received = answer(slow)
-    assert received.startswith(b"HTTP/1.1 200 ")
-    assert b"HTTP/1.1 408 " in received
+    with team_server() as team:
+        for at_once, later in ((WHOLE + HALF, b""), (WHOLE, HALF)):
+            with connect(team, at_once) as slow:
+                received = slow.recv(4096)
+                slow.sendall(later)
+                received += answer(slow)
+            assert received.startswith(b"HTTP/1.1 200 ")
+            assert b"HTTP/1.1 408 " in received
+
+
+def test_a_connection_may_be_idle_for_longer_than_headers_may_take(
+    flash_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "HEADER_TIMEOUT_S", 0.2)
+    with team_server() as team, connect(team, WHOLE) as idle:
+        assert idle.recv(4096).startswith(b"HTTP/1.1 200 ")
+        time.sleep(0.5)
+        idle.sendall(WHOLE)
+        assert idle.recv(4096).startswith(b"HTTP/1.1 200 ")
+    monkeypatch.setattr(connections, "IDLE_TIMEOUT_S", 1)
+    with team_server() as team, connect(team, WHOLE) as idle:
+        assert answer(idle).startswith(b"HTTP/1.1 200 "), "and then the server closes"
 
 
 @pytest.mark.hostile("slow connections")
