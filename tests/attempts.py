@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -38,6 +39,32 @@ def make_run(
         }
     )  # fmt: skip
     return run
+
+
+HELD = """
+import itertools, pathlib, time
+class Held(Vowels):
+    opened = itertools.count(1)
+    def start_episode(self, example, prompt_text):
+        number = next(self.opened)
+        while pathlib.Path({flag!r}).exists() and (number > float("{after}") or pathlib.Path({saved!r}).exists()):
+            time.sleep(0.02)
+        return super().start_episode(example, prompt_text)
+def load_environment(train=12, held_out=5, question="Write"):
+    return Held(train, held_out, question)
+"""
+
+
+def held(folder: Path, *, after: float = math.inf, saved: Path | None = None) -> tuple[Path, Path]:
+    """An environment whose episodes wait as long as a file exists, and that file: those after the
+    first `after`, or those that begin when the checkpoint `saved` is there.
+    """
+    folder.mkdir()
+    flag = folder.with_name("flag")
+    flag.touch()
+    source = HELD.format(after=after, flag=str(flag), saved=str(saved or "/nowhere"))
+    (folder / "environment.py").write_text((VOWELS / "environment.py").read_text() + source)
+    return folder, flag
 
 
 ONE_BY_ONE = """

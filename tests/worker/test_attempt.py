@@ -12,7 +12,6 @@ import shutil
 import signal
 import statistics
 import struct
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -32,9 +31,10 @@ from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.spec import RunSpec
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.environments import env_push
-from tests.attempts import VOWELS, Attempt, make_run
+from tests.attempts import VOWELS, Attempt, held, make_run
 from tests.folders import generated_files
 from tests.tiny import make_tokenizer
+from tests.waiting import wait_for
 from tests.watch import is_running, listening_ports
 from worker.heartbeat import Cancelled, Heartbeat
 from worker.rollouts.scheduler import Limits, Rollout, Task
@@ -201,32 +201,6 @@ def test_an_attempt_listens_on_no_port(tiny_model: Path, tmp_path: Path) -> None
         assert listening_ports(attempt.process.pid) == []
 
 
-HELD = """
-import itertools, pathlib, time
-class Held(Vowels):
-    opened = itertools.count(1)
-    def start_episode(self, example, prompt_text):
-        number = next(self.opened)
-        while number > {after} and pathlib.Path({flag!r}).exists():
-            time.sleep(0.02)
-        return super().start_episode(example, prompt_text)
-def load_environment(train=12, held_out=5, question="Write"):
-    return Held(train, held_out, question)
-"""
-
-
-def held(folder: Path, *, after: int) -> tuple[Path, Path]:
-    """An environment whose episodes after the first `after` wait as long as a file exists, and that
-    file.
-    """
-    folder.mkdir()
-    flag = folder.with_name("flag")
-    flag.touch()
-    source = (VOWELS / "environment.py").read_text() + HELD.format(after=after, flag=str(flag))
-    (folder / "environment.py").write_text(source)
-    return folder, flag
-
-
 @pytest.mark.cpu
 def test_an_attempt_killed_in_mid_run_is_followed_by_one_that_ends_where_an_undisturbed_run_ends(
     exact_run: RunFolder, tiny_model: Path, tmp_path: Path
@@ -242,9 +216,7 @@ def test_an_attempt_killed_in_mid_run_is_followed_by_one_that_ends_where_an_undi
         children = psutil.Process(first.process.pid).children(recursive=True)
         first.process.send_signal(signal.SIGKILL)
     assert children
-    deadline = time.monotonic() + 60
-    while any(is_running(child.pid) for child in children):
-        assert time.monotonic() < deadline, "the environment's process outlived the worker"
+    wait_for(lambda: not any(is_running(child.pid) for child in children))
     assert run.result() is None
     flag.unlink()
     with Attempt(run, 2, one_by_one=True) as second:

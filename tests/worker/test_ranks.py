@@ -22,7 +22,7 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.spec import validate
-from tests.attempts import Attempt, make_run
+from tests.attempts import Attempt, held, make_run
 from tests.places import ROOT
 from tests.tiny import make_tiny_model, make_tokenizer
 from tests.watch import listening_ports
@@ -176,7 +176,9 @@ def test_a_run_of_two_ranks_is_that_of_one_though_a_rank_is_killed_and_one_goes_
     alone = make_run(tmp_path / "alone", exact_model, **FIELDS)
     with Attempt(alone, one_by_one=True, **CPU) as attempt:
         assert attempt.wait() == 0, attempt.log_path.read_text()
-    run = make_run(tmp_path / "run", exact_model, gpus=2, **FIELDS)
+    environment, flag = held(tmp_path / "held", saved=tmp_path / "run" / "checkpoints" / "2")
+    asked = {**FIELDS, "environment": environment, "env_timeout_s": 600}
+    run = make_run(tmp_path / "run", exact_model, gpus=2, **asked)
     with Attempt(run, one_by_one=True, **CPU) as attempt:
         attempt.wait_until(lambda: 2 in run.checkpoints.steps())
         lost = second_rank(attempt)
@@ -190,6 +192,7 @@ def test_a_run_of_two_ranks_is_that_of_one_though_a_rank_is_killed_and_one_goes_
     psutil.wait_procs(environments, timeout=60)
     assert not any(each.is_running() for each in environments)
 
+    flag.unlink()
     job = run.job()
     job["spec"]["gpus"] = 1
     run.create(job)

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.run_folder import RunFolder
-from tests.attempts import Attempt, make_run
+from tests.attempts import Attempt, held, make_run
 from tests.places import ROOT
 from tests.watch import listening_ports
 from tests.worker import test_ranks
@@ -113,7 +113,10 @@ def check_greedy(rows: list[dict[str, Any]], path: Path, model: Any) -> None:
 def test_a_run_on_a_shared_model_goes_on_where_one_card_holds_it_after_a_kill(
     exact_model: Path, tmp_path: Path
 ) -> None:
-    run = make_run(tmp_path / "run", exact_model, **FIELDS)
+    saved = tmp_path / "run" / "checkpoints" / "1"
+    environment, flag = held(tmp_path / "held", saved=saved)
+    asked = {**FIELDS, "environment": environment, "env_timeout_s": 600}
+    run = make_run(tmp_path / "run", exact_model, **asked)
     with SharedAttempt(run, **CPU) as attempt:
         attempt.wait_until(lambda: run.checkpoints.steps())
         lost = second_rank(attempt)
@@ -122,6 +125,7 @@ def test_a_run_on_a_shared_model_goes_on_where_one_card_holds_it_after_a_kill(
         assert attempt.wait() == 0, attempt.log_path.read_text()
     result = run.result()
     assert result and result["retryable"] and "SIGKILL" in result["error"]["what"], result
+    flag.unlink()
     job = run.job()
     run.create({**job, "spec": {**job["spec"], "gpus": 1}})
     with Attempt(run, 2, **CPU) as attempt:
