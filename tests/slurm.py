@@ -13,13 +13,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
 from tests.network import Network
+from tests.waiting import wait_for
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scancel", "sinfo")
 NODES = ("n1", "n2")
@@ -230,14 +230,6 @@ def free_ports(count: int) -> list[int]:
     for each in held:
         each.close()
     return ports
-
-
-def wait_for(condition: object) -> None:
-    assert callable(condition)
-    deadline = time.monotonic() + READY_S
-    while not condition():
-        assert time.monotonic() < deadline, "the cluster was not ready in time"
-        time.sleep(0.05)
 
 
 if __name__ == "__main__":

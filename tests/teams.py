@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -20,8 +19,7 @@ from flash_mcp.server.mcp_server import build_server
 from flash_mcp.state import tokens
 from flash_mcp.state.owners import NOBODY, Access, Limits, acting_as
 from flash_mcp.state.store import open_store
-
-START_TIMEOUT_S = 20
+from tests.waiting import PATIENCE_S, wait_for
 
 
 @dataclass
@@ -72,16 +70,13 @@ def team_server(limits: Limits | None = None, *, authenticate: bool = True) -> G
 
     thread = threading.Thread(target=run)
     thread.start()
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while not server.started:
-        assert thread.is_alive()
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.01)
+    wait_for(lambda: server.started or not thread.is_alive())
+    assert thread.is_alive()
     try:
         yield Team(server.servers[0].sockets[0].getsockname()[1])
     finally:
         server.should_exit = True
-        thread.join(START_TIMEOUT_S)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive()
 
 

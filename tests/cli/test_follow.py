@@ -29,6 +29,7 @@ from tests.samples import (
     started_run,
     supervised,
 )
+from tests.waiting import PATIENCE_S, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -55,12 +56,9 @@ def test_ctrl_c_while_a_deployment_starts_says_that_it_goes_on(tmp_path: Path):
         run, store = finished_run(tmp_path), open_store()
         command = [*FLASH, "deploy", run.id]
         with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as waiting:
-            deadline = time.monotonic() + 30
-            while not store.deployments():
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
+            wait_for(store.deployments)
             waiting.send_signal(signal.SIGINT)
-            assert "goes on" in waiting.communicate(timeout=20)[1]
+            assert "goes on" in waiting.communicate(timeout=PATIENCE_S)[1]
             assert waiting.returncode == 130
         assert store.deployments()[0].state == "starting"
 
@@ -80,7 +78,7 @@ def test_wait_returns_when_the_run_ends(tmp_path: Path):
             with pytest.raises(subprocess.TimeoutExpired):
                 waiting.wait(2)
             queue.finish(open_store(), run.id, run.attempt, "succeeded")
-            assert waiting.wait(20) == 0
+            assert waiting.wait(PATIENCE_S) == 0
 
 
 def test_a_fine_tuning_run_is_followed_by_its_losses_and_its_held_out_success(tmp_path: Path):
@@ -138,14 +136,14 @@ def test_a_terminal_shows_the_curve_and_ctrl_c_only_detaches(tmp_path: Path):
             assert b"F\x1b[J" in drawn_over
             process.send_signal(signal.SIGINT)
             rest = _read_until(ours, b"flash-mcp cancel")
-            assert process.wait(30) == 130
+            assert process.wait(PATIENCE_S) == 130
         os.close(ours)
         assert f"flash-mcp status {run.id} --follow".encode() in rest
         assert open_store().run(run.id).state == "running"
 
 
-def _read_until(terminal: int, wanted: bytes, timeout_s: float = 30) -> bytes:
-    found, deadline = b"", time.monotonic() + timeout_s
+def _read_until(terminal: int, wanted: bytes) -> bytes:
+    found, deadline = b"", time.monotonic() + PATIENCE_S
     while wanted not in found:
         assert time.monotonic() < deadline, found
         if select.select([terminal], [], [], 0.1)[0]:

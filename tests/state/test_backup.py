@@ -19,7 +19,8 @@ from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state import backup, queue
 from flash_mcp.state.store import Store, open_store
 from tests.samples import finished_run
-from tests.supervisor.test_loop import Bench, bench, start_supervisor, wait_for
+from tests.supervisor.test_loop import Bench, bench, start_supervisor
+from tests.waiting import wait_for
 from tests.watch import is_running
 
 __all__ = ["bench"]

@@ -12,7 +12,8 @@ from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state import queue
 from tests.damage import DAMAGES
-from tests.supervisor.test_loop import Bench, bench, wait_for
+from tests.supervisor.test_loop import Bench, bench
+from tests.waiting import wait_for
 from tests.watch import is_running
 
 pytestmark = pytest.mark.slow

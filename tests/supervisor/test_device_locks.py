@@ -23,7 +23,8 @@ from flash_mcp.supervisor.launch.local import LocalLauncher, Record, devices_in_
 from flash_mcp.tools.shared.waiting import obstacles
 from tests.places import ROOT
 from tests.supervisor.test_launcher import local, state
-from tests.supervisor.test_loop import TIMEOUT_S, Bench, wait_for
+from tests.supervisor.test_loop import TIMEOUT_S, Bench
+from tests.waiting import wait_for
 
 UUID = "GPU-11111111-2222-3333-4444-555555555555"
 SUPERVISE = """

@@ -20,6 +20,7 @@ from flash_mcp.supervisor.loop import RunReconciler, Supervisor
 from flash_mcp.supervisor.secrets import Vault
 from tests.protocol.test_artifacts import folder as some_folder
 from tests.supervisor.test_targets import HASTE, Bench, Lab
+from tests.waiting import wait_for
 
 DAY_S = 86_400.0
 folder = some_folder
@@ -90,10 +91,12 @@ def test_a_supervisor_ends_what_one_that_died_left_on_a_target_without_active_ru
         patience=HASTE,
         open_target=lambda *_: bench.lab,
     )
-    deadline = time.monotonic() + 30
-    while bench.lab.engine.hints["run-of-a-lost-row-1"].state != "gone":
-        assert time.monotonic() < deadline
+
+    def is_gone() -> bool:
         supervisor.tick()
+        return bench.lab.engine.hints["run-of-a-lost-row-1"].state == "gone"
+
+    wait_for(is_gone)
 
 
 def test_the_folder_of_a_removed_run_goes_though_the_remover_was_killed_and_an_attempt_writes_late(

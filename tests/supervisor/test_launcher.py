@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -25,6 +24,7 @@ from flash_mcp.supervisor.launch.slurm import SlurmLauncher, with_gpus
 from tests import engines, ray_cluster, slurm
 from tests.places import ROOT
 from tests.refuse import refusing
+from tests.waiting import wait_for
 from tests.watch import is_running
 
 SLEEPER = [sys.executable, "-c", "import signal; signal.pause()"]
@@ -40,13 +40,6 @@ signal.pause()
 """,
 ]
 """Writes the pid of its child to the file that is named next."""
-
-
-def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.01)
 
 
 @dataclass
@@ -151,7 +144,7 @@ def test_a_submitted_attempt_comes_alive_under_its_key(harness: Harness) -> None
     handle = harness.submit(launcher)
     assert handle.key == f"{harness.run_id}-1"
     assert state(launcher, handle) in ("pending", "alive")
-    until(lambda: state(launcher, handle) == "alive")
+    wait_for(lambda: state(launcher, handle) == "alive")
 
 
 def test_a_key_submitted_again_is_the_same_attempt(harness: Harness) -> None:
@@ -165,7 +158,7 @@ def test_another_launcher_finds_the_attempt(harness: Harness) -> None:
     first = harness.submit(harness.reopen())
     later = harness.reopen()
     assert harness.submit(later) == first
-    until(lambda: state(later, first) == "alive")
+    wait_for(lambda: state(later, first) == "alive")
 
 
 def test_an_attempt_that_ended_stays_ended_when_its_key_is_submitted_again(
@@ -173,9 +166,9 @@ def test_an_attempt_that_ended_stays_ended_when_its_key_is_submitted_again(
 ) -> None:
     launcher = harness.reopen()
     handle = harness.submit(launcher)
-    until(lambda: state(launcher, handle) == "alive")
+    wait_for(lambda: state(launcher, handle) == "alive")
     harness.end(handle)
-    until(lambda: is_gone(launcher, handle))
+    wait_for(lambda: is_gone(launcher, handle))
     assert launcher.poll([handle])[handle.key].detail
     for again in (launcher, harness.reopen()):
         assert harness.submit(again).key == handle.key
@@ -186,7 +179,7 @@ def test_a_cancelled_attempt_is_gone_and_cancelling_it_again_is_harmless(harness
     handle = harness.submit(harness.reopen())
     later = harness.reopen()
     later.cancel(handle)
-    until(lambda: is_gone(later, handle))
+    wait_for(lambda: is_gone(later, handle))
     later.cancel(handle)
     assert is_gone(later, handle)
 
@@ -218,11 +211,11 @@ def harness_of_ray(ray: ray_cluster.Cluster, tmp_path: Path) -> Iterator[Harness
 def test_what_waits_for_a_node_of_ray_is_pending_with_rays_reason(harness_of_ray: Harness) -> None:
     launcher = harness_of_ray.reopen()
     first, second, third = (harness_of_ray.submit(launcher, attempt) for attempt in (1, 2, 3))
-    until(lambda: "waiting for resources" in launcher.poll([third])[third.key].detail)
+    wait_for(lambda: "waiting for resources" in launcher.poll([third])[third.key].detail)
     assert state(launcher, third) == "pending"
     launcher.cancel(first)
-    until(lambda: state(launcher, third) == "alive")
-    until(lambda: state(launcher, second) == "alive")
+    wait_for(lambda: state(launcher, third) == "alive")
+    wait_for(lambda: state(launcher, second) == "alive")
 
 
 @pytest.mark.slow
@@ -232,19 +225,19 @@ def test_a_job_of_ray_gets_its_own_variables_and_a_failure_of_its_own_is_no_pree
     launcher = harness_of_ray.reopen()
     launch = harness_of_ray.launch(command=["/usr/bin/env"])
     handle = launcher.submit(replace(launch, environment={"GIVEN": 'it\'s "quoted" ${HOME}'}))
-    until(lambda: is_gone(launcher, handle))
+    wait_for(lambda: is_gone(launcher, handle))
     printed = (harness_of_ray.logs / "log.1").read_text()
     assert 'GIVEN=it\'s "quoted" ${HOME}\n' in printed
     assert "OMP_NUM_THREADS" not in printed
 
     failed = launcher.submit(harness_of_ray.launch(2, ["/bin/false"]))
-    until(lambda: is_gone(launcher, failed))
+    wait_for(lambda: is_gone(launcher, failed))
     hint = launcher.poll([failed])[failed.key]
     assert (hint.is_preempted, "exit code 1" in hint.detail) == (False, True)
     stopped = harness_of_ray.submit(launcher, 3)
-    until(lambda: state(launcher, stopped) == "alive")
+    wait_for(lambda: state(launcher, stopped) == "alive")
     launcher.cancel(stopped)
-    until(lambda: is_gone(launcher, stopped))
+    wait_for(lambda: is_gone(launcher, stopped))
     assert launcher.poll([stopped])[stopped.key].is_preempted
 
 
@@ -318,10 +311,10 @@ def there(cluster: None, tmp_path: Path) -> Iterator[Harness]:
 def test_what_waits_for_a_node_of_slurm_is_pending_with_slurms_reason(there: Harness) -> None:
     launcher = there.reopen()
     first, second, third = (there.submit(launcher, attempt) for attempt in (1, 2, 3))
-    until(lambda: launcher.poll([third])[third.key].detail == "Slurm: Resources")
+    wait_for(lambda: launcher.poll([third])[third.key].detail == "Slurm: Resources")
     assert state(launcher, third) == "pending"
     launcher.cancel(first)
-    until(lambda: state(launcher, third) == "alive")
+    wait_for(lambda: state(launcher, third) == "alive")
     assert state(launcher, second) == "alive"
 
 
@@ -333,8 +326,8 @@ def test_a_job_of_slurm_gets_its_own_environment_and_nothing_of_this_process(
     launcher = there.reopen()
     launch = there.launch(command=["/usr/bin/env"])
     handle = launcher.submit(replace(launch, environment={"GIVEN": 'it\'s "quoted" $HOME'}))
-    until(lambda: is_gone(launcher, handle))
-    until(lambda: launch.log and launch.log.exists())
+    wait_for(lambda: is_gone(launcher, handle))
+    wait_for(lambda: launch.log and launch.log.exists())
     printed = (there.logs / "log.1").read_text()
     assert 'GIVEN=it\'s "quoted" $HOME\n' in printed
     assert "PLANTED_KEY" not in printed
@@ -346,12 +339,12 @@ def test_a_job_that_somebody_else_cancels_was_preempted_and_one_that_fails_was_n
 ) -> None:
     launcher = there.reopen()
     handle = there.submit(launcher)
-    until(lambda: state(launcher, handle) == "alive")
+    wait_for(lambda: state(launcher, handle) == "alive")
     subprocess.run(["scancel", handle.id], check=True)
-    until(lambda: is_gone(launcher, handle))
+    wait_for(lambda: is_gone(launcher, handle))
     assert launcher.poll([handle])[handle.key].is_preempted
     failed = launcher.submit(there.launch(2, ["/bin/false"]))
-    until(lambda: is_gone(launcher, failed))
+    wait_for(lambda: is_gone(launcher, failed))
     hint = launcher.poll([failed])[failed.key]
     assert (hint.is_preempted, hint.detail) == (False, f"Slurm job {failed.id}: FAILED")
 
@@ -367,7 +360,7 @@ def test_the_jobs_of_a_state_directory_are_listed_and_no_others(
     assert other.under_way() == [second]
     assert SlurmLauncher().under_way() == []
     mine.cancel(first)
-    until(lambda: mine.under_way() == [])
+    wait_for(lambda: mine.under_way() == [])
 
 
 @pytest.mark.slow
@@ -411,7 +404,7 @@ def test_output_goes_to_the_log_and_the_exit_code_is_told(here: Harness) -> None
     launcher = here.reopen()
     code = "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)"
     handle = launcher.submit(here.launch(command=[sys.executable, "-c", code]))
-    until(lambda: state(launcher, handle) == "gone")
+    wait_for(lambda: state(launcher, handle) == "gone")
     assert launcher.poll([handle])[handle.key].detail == "exit code 3"
     assert sorted((here.logs / "log.1").read_text().split()) == ["err", "out"]
 
@@ -419,7 +412,7 @@ def test_output_goes_to_the_log_and_the_exit_code_is_told(here: Harness) -> None
 def test_a_command_that_does_not_exist_is_gone_with_the_reason_in_the_log(here: Harness) -> None:
     launcher = here.reopen()
     handle = launcher.submit(here.launch(command=["/no/such/program"]))
-    until(lambda: state(launcher, handle) == "gone")
+    wait_for(lambda: state(launcher, handle) == "gone")
     assert "/no/such/program" in (here.logs / "log.1").read_text()
 
 
@@ -438,13 +431,13 @@ def test_cancelling_ends_children_too_even_those_whose_leader_is_gone(
     note = tmp_path / "child"
     launcher = here.reopen()
     handle = launcher.submit(here.launch(command=[*PARENT, str(note)]))
-    until(lambda: note.exists() and note.read_text())
+    wait_for(lambda: note.exists() and note.read_text())
     child = int(note.read_text())
     os.kill(int(handle.id), signal.SIGKILL)
-    until(lambda: state(launcher, handle) == "gone")
+    wait_for(lambda: state(launcher, handle) == "gone")
     assert is_running(child)
     launcher.cancel(handle)
-    until(lambda: not is_running(child))
+    wait_for(lambda: not is_running(child))
 
 
 def test_another_process_with_the_attempts_old_pid_is_left_alone(here: Harness) -> None:
@@ -470,7 +463,7 @@ def test_a_foreign_group_whose_leader_had_the_attempts_pid_is_left_alone(
     """The leader of that group has ended as well: nothing but its members shows whose it is."""
     note = tmp_path / "member"
     leader = subprocess.Popen([*PARENT, str(note)], start_new_session=True)
-    until(lambda: note.exists() and note.read_text())
+    wait_for(lambda: note.exists() and note.read_text())
     member = int(note.read_text())
     try:
         stat = Path(f"/proc/{leader.pid}/stat").read_text().split(" ")
@@ -506,13 +499,13 @@ def test_each_attempt_gets_a_device_of_its_own_until_none_is_left(here: Harness)
         launcher.submit(here.launch(attempt, [sys.executable, "-c", code])) for attempt in (1, 2)
     ]
     logs = [here.logs / f"log.{attempt}" for attempt in (1, 2)]
-    until(lambda: all(log.read_text() for log in logs))
+    wait_for(lambda: all(log.read_text() for log in logs))
     assert [log.read_text() for log in logs] == ["0\n", "1\n"]
     with pytest.raises(FlashError, match="not_ready"):
         here.reopen().submit(here.launch(3))
     launcher.cancel(handles[0])
     here.reopen().submit(here.launch(3, [sys.executable, "-c", code]))
-    until(lambda: (here.logs / "log.3").read_text())
+    wait_for(lambda: (here.logs / "log.3").read_text())
     assert (here.logs / "log.3").read_text() == "0\n"
 
 
@@ -538,7 +531,7 @@ print(launcher.submit(Launch("run-1", 1, {SLEEPER!r}, dict(os.environ), Path({st
     record = Record.read(here.logs.parent / "records" / "run-1-1")
     assert record and pids == {str(record.pid)}
     assert record.is_alive()
-    until(lambda: len(list((here.logs.parent / "records").iterdir())) == 1)
+    wait_for(lambda: len(list((here.logs.parent / "records").iterdir())) == 1)
 
 
 def let_go_at_once(children: list[subprocess.Popen[str]]) -> None:

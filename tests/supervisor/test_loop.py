@@ -32,6 +32,7 @@ from flash_mcp.supervisor.loop import Supervisor, Timeouts, supervise
 from flash_mcp.supervisor.process import PYTHON, LockOwner, ensure_supervisor, is_supervised
 from flash_mcp.supervisor.secrets import give
 from tests.places import TESTS
+from tests.waiting import wait_for
 from tests.watch import is_running
 
 pytestmark = pytest.mark.slow
@@ -595,13 +596,6 @@ def start_supervisor(bench: Bench, **patience: float) -> subprocess.Popen[bytes]
             stderr=log,
             start_new_session=True,
         )
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_new_supervisor_goes_on_where_a_killed_one_was(bench: Bench) -> None:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -43,6 +43,7 @@ from flash_mcp.tools.rollouts import rollouts
 from flash_mcp.tools.shared.snippets import snippets
 from tests.places import TESTS
 from tests.samples import sample_rollout
+from tests.waiting import wait_for
 from tests.watch import is_running, listening_ports
 from worker.rollouts.transcript import ChatTemplate
 
@@ -69,14 +70,6 @@ def make_run(store: Store, model: str, checkpoints: dict[int, Path]) -> str:
         writer.commit_checkpoint(step, adapter, {})
     queue.request_cancel(store, run.id)  # no supervisor shall train it
     return run.id
-
-
-def wait_for(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
-    deadline = time.monotonic() + timeout_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.02)
-    return value
 
 
 # -- the rules, on a scripted server ---------------------------------------------------------------

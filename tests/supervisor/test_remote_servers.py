@@ -39,7 +39,8 @@ from flash_mcp.tools.deploy import chat, describe
 from flash_mcp.tools.shared.snippets import snippets
 from tests import engines, slurm, sshd
 from tests.places import ROOT
-from tests.supervisor.test_model_servers import SCRIPTED, make_adapter, make_run, wait_for
+from tests.supervisor.test_model_servers import SCRIPTED, make_adapter, make_run
+from tests.waiting import wait_for
 from worker.serving import make_certificate, own_addresses
 
 pytestmark = [pytest.mark.slow, pytest.mark.anyio]
@@ -137,12 +138,12 @@ class Bench:
     def folder(self, row: Deployment) -> RunFolder:
         return RunFolder(self.settings.folder_of(row.data["job"]))
 
-    def until(self, condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
+    def until(self, condition: Callable[[], Any]) -> Any:
         def met() -> Any:
             self.servers.tick()
             return condition()
 
-        return wait_for(met, timeout_s)
+        return wait_for(met)
 
     def row(self, row: Deployment) -> Deployment:
         return self.store.deployment(row.id)
@@ -455,7 +456,7 @@ async def test_vllm_serves_the_adapter_from_a_node_that_shares_nothing_but_a_fol
     run_id = make_run(bench.store, str(tiny_model), {5: tiny_adapter})
     asked = request(bench.store, run_id, target="lab")
     try:
-        await run_sync(lambda: bench.until(lambda: bench.row(asked).state != "starting", 200.0))
+        await run_sync(lambda: bench.until(lambda: bench.row(asked).state != "starting"))
         ready = bench.row(asked)
         assert ready.state == "ready", ready.error
         both = await chat(message="hello", side_by_side=True, max_tokens=32)

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from flash_mcp.supervisor import keeper, secrets
 from flash_mcp.supervisor.process import is_supervised
 from tests.folders import environment_folder
 from tests.places import ROOT, TESTS
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 SECRET = 'pl4nted/"sécret"+value=42'
@@ -87,17 +88,10 @@ def supervisor(flash_home: Path) -> Iterator[Path]:
             [sys.executable, "-c", SUPERVISE, str(flash_home), worker], stdout=stream, stderr=stream,
             cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
         )  # fmt: skip
-    until(lambda: is_supervised(flash_home) and (flash_home / secrets.NAME).exists())
+    wait_for(lambda: is_supervised(flash_home) and (flash_home / secrets.NAME).exists())
     yield log
     process.kill()
     process.wait()
-
-
-def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 async def call(client: Client, tool: str, **arguments: Any) -> tuple[dict[str, Any], str]:

@@ -6,8 +6,7 @@ import json
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from flash_mcp.supervisor.targets import card_gib
 from tests import engines, sky_cluster
 from tests.places import ROOT
 from tests.supervisor.test_slurm import Lab, commands_of, installed_python
+from tests.waiting import wait_for
 
 TIMEOUT_S = 900.0
 RESOURCES = {"infra": "slurm", "cpus": 1, "accelerators": NO_CARDS}
@@ -40,13 +40,6 @@ def cluster(hidden: Path) -> Iterator[sky_cluster.Cluster]:
     engines.need(sky_cluster.missing())
     with sky_cluster.running([hidden]) as made:
         yield made
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.5)
 
 
 @pytest.mark.slow
@@ -74,11 +67,11 @@ def test_a_job_of_skypilot_from_its_launch_to_its_end(
         assert hint.state != "gone", hint
         return hint == JobStatus("alive") and log.exists()
 
-    until(has_begun)
-    until(lambda: log.read_text() == "it's mine\n")
+    wait_for(has_begun, TIMEOUT_S, pause_s=0.5)
+    wait_for(lambda: log.read_text() == "it's mine\n", TIMEOUT_S, pause_s=0.5)
 
     mine.cancel(first)
-    until(lambda: mine.poll([first])[first.key].state == "gone")
+    wait_for(lambda: mine.poll([first])[first.key].state == "gone", TIMEOUT_S, pause_s=0.5)
     assert "CANCELLED" in mine.poll([first])[first.key].detail
     mine.cancel(first)
     assert again.submit(launch) == first

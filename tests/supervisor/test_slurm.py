@@ -31,6 +31,7 @@ from flash_mcp.supervisor.loop import Supervisor, Timeouts
 from tests import engines, slurm
 from tests.places import ROOT, VOWELS
 from tests.protocol.test_run_folder import BUCKET, SECRET_KEY, ObjectStore
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -280,9 +281,8 @@ def test_run_folders_in_an_object_store_are_read_served_and_removed_and_no_secre
     assert [each["step"] for each in flash("checkpoints", run.id)["checkpoints"]] == [2, 1]
     flash("export", run.id, "--format", "adapter", "--to", str(tmp_path / "exported"))
     assert (tmp_path / "exported" / "adapter_model.safetensors").is_file()
-    deadline = time.monotonic() + TIMEOUT_S
-    while (served := flash("deploy", run.id))["state"] == "starting":
-        assert time.monotonic() < deadline, served
+    wait_for(lambda: flash("deploy", run.id)["state"] != "starting", TIMEOUT_S)
+    served = flash("deploy", run.id)
     assert served["state"] == "ready", served
     assert flash("undeploy", served["deployment"])["state"] in ("stopping", "stopped")
 

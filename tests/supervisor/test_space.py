@@ -31,8 +31,9 @@ from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.shared.waiting import obstacles
 from tests.places import ROOT
 from tests.samples import finished_run
-from tests.supervisor.test_loop import TIMEOUT_S, Bench, wait_for
+from tests.supervisor.test_loop import Bench
 from tests.supervisor.test_model_servers import SCRIPTED, make_adapter, make_run, settle, stop_all
+from tests.waiting import wait_for
 from tests.watch import is_running
 
 pytestmark = pytest.mark.slow
@@ -77,11 +78,12 @@ def free(disk: Path) -> None:
 
 def run_until(supervisor: Supervisor, condition: Callable[[], object]) -> None:
     """As the supervisor's own loop, which waits out a full disk."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline
+
+    def met() -> object:
         supervisor._tick_unless_held_up()
-        time.sleep(0.01)
+        return condition()
+
+    wait_for(met)
 
 
 def finish(bench: Bench, run: Run) -> Run:

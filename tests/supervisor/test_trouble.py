@@ -25,7 +25,8 @@ from flash_mcp.supervisor.process import LockOwner, ensure_supervisor
 from flash_mcp.tools import status
 from flash_mcp.tools.registry import TOOLS
 from tests.samples import finished_run, push_echo
-from tests.supervisor.test_loop import HASTE, Bench, bench, start_supervisor, wait_for
+from tests.supervisor.test_loop import HASTE, Bench, bench, start_supervisor
+from tests.waiting import wait_for
 from tests.watch import is_running
 
 pytestmark = pytest.mark.slow

@@ -23,7 +23,7 @@ from flash_mcp.supervisor.process import LockOwner, ensure_supervisor, take_lock
 from flash_mcp.tools.shared.waiting import obstacle
 from tests.places import ROOT
 from tests.supervisor.test_keeper import end_supervisors, waiting_run
-from tests.supervisor.test_loop import wait_for
+from tests.waiting import wait_for
 from tests.watch import is_running
 
 __all__ = ["waiting_run"]

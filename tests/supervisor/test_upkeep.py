@@ -25,6 +25,7 @@ from flash_mcp.supervisor.upkeep import Upkeep
 from flash_mcp.tools.compare import compare
 from flash_mcp.tools.status import status
 from tests.samples import finished_run, queued_run, started_run, supervised
+from tests.waiting import wait_for
 
 DAY_S = 86_400.0
 
@@ -47,9 +48,7 @@ def allow(store: Store, **values: float) -> None:
 
 def clear(store: Store) -> None:
     upkeep = Upkeep(store)
-    deadline = time.monotonic() + 60
-    while upkeep.step():
-        assert time.monotonic() < deadline
+    wait_for(lambda: not upkeep.step(), pause_s=0)
 
 
 def has_files(run: Run) -> bool:

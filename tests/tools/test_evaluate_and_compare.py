@@ -7,7 +7,6 @@ from __future__ import annotations
 import re
 import sys
 import threading
-import time
 from collections.abc import AsyncGenerator, Generator
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ from tests.samples import (
     started_run,
     supervised,
 )
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.anyio
 WORKER = (sys.executable, str(TESTS / "scripted_worker.py"))
@@ -62,9 +62,7 @@ def supervisor(flash_home: Path) -> Generator[None]:
         yield
         for run in open_store().active_runs():
             let_go(run.id)
-        deadline = time.monotonic() + 20
-        while open_store().active_runs() and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_for(lambda: not open_store().active_runs())
         done.set()
         thread.join()
 

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import pytest
 from environments.faults import remedy
 from environments.process.host import Ended, EnvironmentFault, EnvironmentHost
 from tests.folders import environment_folder
+from tests.waiting import until
 from tests.watch import is_running, outer_pid
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -36,12 +36,6 @@ async def children_of(folder: Path) -> list[psutil.Process]:
             if any(str(folder) in word for word in child.cmdline()):
                 found.append(child)
     return found
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110  another process is waited for
-            await asyncio.sleep(0.01)
 
 
 # -- episodes --------------------------------------------------------------------------------------

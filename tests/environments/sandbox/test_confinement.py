@@ -28,6 +28,7 @@ from flash_mcp.protocol.paths import environments_dir
 from flash_mcp.state.store import open_store
 from tests.folders import allow, environment_folder
 from tests.places import CALCULATOR, ROOT
+from tests.waiting import until
 from tests.watch import is_running, outer_pid
 
 pytestmark = [
@@ -88,9 +89,7 @@ async def attack_on(folder: Path, needs: str = "", **options: object) -> AsyncGe
 
 
 async def all_ended(processes: list[psutil.Process]) -> None:
-    async with asyncio.timeout(60):
-        while any(is_running(process.pid) for process in processes):  # noqa: ASYNC110  other processes are waited for
-            await asyncio.sleep(0.01)
+    await until(lambda: not any(is_running(process.pid) for process in processes))
 
 
 REFUSED_IN_CONTAINERS = dict.fromkeys(("attributes", "process_tree", "proc", "kernel_memory"), "")

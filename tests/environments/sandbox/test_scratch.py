@@ -6,8 +6,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import pytest
 
 from environments.sandbox import scratch
 from tests.places import ROOT
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -37,13 +36,6 @@ HOSTILE = """
         os.symlink(sys.argv[2], "out")
         os.chdir("deep")
 """
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -124,7 +116,7 @@ def test_what_a_dead_process_left_is_swept_and_the_rest_stays(
     with ExitStack() as stack:
         scratch._lock(home / "locked", stack)
         mine, lock = scratch.scratch_folder("local", 9, 9)
-        until(lambda: {path.name for path in home.iterdir()} == kept | {mine.name})
+        wait_for(lambda: {path.name for path in home.iterdir()} == kept | {mine.name})
         assert mine.parent == home and home.stat().st_mode & 0o777 == 0o700
         lock.close()
     assert (outside / "kept").exists()
