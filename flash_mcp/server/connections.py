@@ -15,7 +15,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from environments.settings import ServerSettings
 
 HEADER_TIMEOUT_S = 10.0
-"""For the headers of a request, from the connection's first moment or the first byte of the next."""
+"""For the headers of a request, from the connection's first moment or the next one's first byte."""
 IDLE_TIMEOUT_S = 75
 """Between two requests: longer than clients and proxies keep a connection. A client that sends at
 the moment at which the server closes gets no answer, and cannot know whether its call was made."""
