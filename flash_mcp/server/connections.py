@@ -115,7 +115,8 @@ class LimitedProtocol(H11Protocol):
         owed = None
         if not self.transport.is_closing():
             if self.waits_for_headers():
-                has_begun = self.cycle is None or self.conn.trailing_data[0]
+                is_first = cast("RequestResponseCycle | None", self.cycle) is None
+                has_begun = is_first or self.conn.trailing_data[0]
                 owed = ("headers", self.cycle) if has_begun else None
             elif self.cycle.more_body:
                 owed = ("body", self.cycle)
