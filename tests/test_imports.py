@@ -151,6 +151,16 @@ def test_the_worker_imports_only_the_protocol_and_environments():
     ] == []
 
 
+def test_the_engine_and_the_trainer_do_not_know_each_other():
+    others = {"worker.engine": "worker.training", "worker.training": "worker.engine"}
+    crossing = []
+    for room, other in others.items():
+        imported = imports_of(room)
+        assert imported
+        crossing += [pair for pair in imported if pair[1].startswith(f"{other}.")]
+    assert crossing == []
+
+
 def test_the_protocol_loads_nothing_else_of_the_control_plane():
     loaded = loaded_by(", ".join(modules_of("flash_mcp.protocol")))
     ours = {name for name in loaded if name.partition(".")[0] == "flash_mcp"}

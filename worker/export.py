@@ -25,8 +25,8 @@ from flash_mcp.protocol.chat_templates import with_tools
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.exports import Agreement, Exported, ExportJob
 from worker import gguf_file
+from worker.adapter import merged_weights
 from worker.engine.fetch import ensure
-from worker.training.policy import merged_weights
 
 ANSWER_TOKENS = 48
 """Tokens of each greedy answer that is compared."""

@@ -29,8 +29,8 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.run_writer import RunWriter
-from worker.engine.ports import close_listening, listening
 from worker.heartbeat import Cancelled, Heartbeat
+from worker.ports import close_listening, listening
 from worker.process import CARDS
 
 if TYPE_CHECKING:

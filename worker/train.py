@@ -14,16 +14,16 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.spec import RunSpec
+from worker.capacity import share_machine
 from worker.heartbeat import Cancelled, Heartbeat
 from worker.imports import quick_imports
 from worker.ranks import ALONE, Ranks, check_devices
-from worker.session import TrainingSession
 from worker.survey import PREFLIGHT_TASKS, RESUMED_TASKS, preflight
-from worker.training import memory
 from worker.training.checkpoints import Finished
 from worker.training.packing import can_pack
 from worker.training.sft import GOLD_SPLITS, Row, Tuner, dataset_rows, gold_rows, make_sft_trainer
 from worker.training.trackers import Trackers
+from worker.training_session import TrainingSession
 
 log = logging.getLogger("worker")
 GOLD_ERROR_SHARE = 0.05
@@ -39,7 +39,7 @@ def train(
     saved.
     """
     check_devices(ranks)
-    memory.share_machine(ranks.count)
+    share_machine(ranks.count)
     resume_from = _resume_point(writer, scratch, ranks)
     if resume_from:
         heartbeat.step = resume_from[0]

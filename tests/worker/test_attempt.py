@@ -37,11 +37,13 @@ from tests.tiny import make_tokenizer
 from tests.waiting import wait_for
 from tests.watch import is_running, listening_ports
 from worker.heartbeat import Cancelled, Heartbeat
+from worker.model import Model
 from worker.rollouts.scheduler import Limits, Rollout, Task
 from worker.rollouts.transcript import ChatTemplate
-from worker.session import BLOCK, Model, TrainingSession, examples_of
+from worker.session import BLOCK
 from worker.survey import preflight
 from worker.training.sft import gold_rows
+from worker.training_session import TrainingSession, examples_of
 
 
 def finished(run: Any, state: str = "succeeded") -> dict[str, Any]:

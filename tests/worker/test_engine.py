@@ -21,12 +21,13 @@ from flash_mcp.protocol import device_locks
 from flash_mcp.protocol.chat_templates import with_tools
 from tests.tiny import CHATML
 from tests.virtual import FakeHost
+from worker.adapter import save_adapter
 from worker.engine.vllm import LORA_RANKS, UTILIZATION, Sync, VllmEngine, room_for_rank
 from worker.rollouts.scheduler import Finished, Generator, Limits, Rollout, Task, collect
 from worker.rollouts.transcript import ChatTemplate
 from worker.rollouts.turns import Completion, Sampling
 from worker.training import packing
-from worker.training.policy import load_policy, save_adapter
+from worker.training.policy import load_policy
 
 RANK = 12  # not one of vLLM's
 PROMPT = [

@@ -33,7 +33,7 @@ from tests.tiny import CHATML
 from worker.engine import fetch
 from worker.engine.fetch import commit_of, ensure
 from worker.heartbeat import Heartbeat
-from worker.session import load_model
+from worker.model import load_model
 
 NAME, REQUIREMENT = "toy-instruct", "toy-model==1.0"
 HIDDEN, LAYERS, CONTEXT = 64, 2, 512

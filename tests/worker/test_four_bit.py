@@ -20,8 +20,9 @@ from flash_mcp.supervisor.launch.devices import Device
 from flash_mcp.supervisor.launch.memory_need import memory_need
 from tests.attempts import Attempt, make_run
 from tests.places import ROOT, WHEELS
+from worker.adapter import merged_weights
 from worker.training import memory, packing, policy
-from worker.training.policy import load_policy, merged_weights
+from worker.training.policy import load_policy
 
 needs_bitsandbytes = pytest.mark.skipif(
     find_spec("bitsandbytes") is None, reason="needs bitsandbytes"

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from worker.engine.front import Front
-from worker.engine.ports import close_listening, listening
+from worker.ports import close_listening, listening
 
 pytestmark = pytest.mark.anyio
 USER, ADMIN = {"authorization": "Bearer user"}, {"authorization": "Bearer admin"}

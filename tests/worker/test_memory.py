@@ -16,8 +16,9 @@ import torch
 from flash_mcp.protocol.errors import FlashError
 from tests.attempts import VOWELS, Attempt, make_run
 from tests.watch import watch
+from worker.capacity import GIB, MIB, _control_group_rooms, kv_cache_bytes
 from worker.training import attention, memory, packing
-from worker.training.memory import GIB, MIB, Workload, check, estimate, kv_cache_bytes
+from worker.training.memory import Workload, check, estimate
 from worker.training.policy import load_policy
 
 WORK = Workload(
@@ -255,8 +256,8 @@ def test_the_limit_of_any_control_group_above_is_heeded(version: int, tmp_path: 
             (top / folder / name).write_text(value)
     membership = tmp_path / "membership"
     membership.write_text("5:memory:/a/b\n4:cpu:/x\n" if version == 1 else "0::/a/b\n")
-    assert min(memory._control_group_rooms(membership, tmp_path)) == 400
-    assert 4400 in list(memory._control_group_rooms(membership, tmp_path))
+    assert min(_control_group_rooms(membership, tmp_path)) == 400
+    assert 4400 in list(_control_group_rooms(membership, tmp_path))
 
 
 @pytest.mark.cpu

@@ -23,10 +23,11 @@ from tests.watch import listening_ports
 from tests.worker import test_ranks
 from tests.worker.test_evaluation_attempt import finish, make_evaluation
 from tests.worker.test_ranks import CASES, CPU, Step, exact_model, second_rank
+from worker.adapter import save_adapter
+from worker.model_files import check_shape
 from worker.ranks import Ranks
 from worker.rollouts.transcript import ChatTemplate
 from worker.training import memory, shards
-from worker.training.policy import save_adapter
 
 __all__ = ["exact_model"]
 pytestmark = pytest.mark.slow
@@ -188,11 +189,11 @@ def check_steps(run: RunFolder) -> None:
 def test_cards_that_cannot_share_the_heads_are_refused() -> None:
     config = LlamaConfig(hidden_size=768, num_attention_heads=12, num_key_value_heads=4)
     for count in (2, 4, 12):
-        shards.check_shape(config, count)
+        check_shape(config, count)
     with pytest.raises(FlashError, match=r"invalid_argument.*8 cards cannot share 12 heads"):
-        shards.check_shape(config, 8)
+        check_shape(config, 8)
     with pytest.raises(FlashError, match=r"6 cards cannot share 12 heads, 4 of them"):
-        shards.check_shape(config, 6)
+        check_shape(config, 6)
 
 
 def test_a_model_that_one_card_cannot_hold_is_shared_by_all_if_they_can(

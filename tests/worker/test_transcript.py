@@ -10,9 +10,9 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from flash_mcp.protocol.errors import FlashError
 from tests.tiny import CHATML, make_tokenizer
+from worker.model_files import end_ids
 from worker.rollouts.transcript import ChatTemplate, Transcript
 from worker.rollouts.turns import Completion
-from worker.session import end_ids
 
 # adds an empty think block to the prompt and drops it from history, as Qwen3's own template does
 QWEN3 = (

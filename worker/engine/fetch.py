@@ -67,13 +67,6 @@ def commit_of(model_path: Path) -> str | None:
     return model_path.name if is_snapshot and COMMIT.fullmatch(model_path.name) else None
 
 
-def config_of(model_path: Path) -> Any:
-    """The model's transformers config. `Any`, since what a config holds depends on its model."""
-    from transformers import AutoConfig  # noqa: PLC0415  seconds of imports
-
-    return cast(Any, AutoConfig).from_pretrained(model_path)
-
-
 # -- from a Python wheel ---------------------------------------------------------------------------
 
 

@@ -26,7 +26,8 @@ from flash_mcp.protocol import device_locks
 from flash_mcp.protocol.base_models import chat_template_of, find, folder_card
 from flash_mcp.protocol.chat_templates import tool_form, with_tools
 from flash_mcp.protocol.errors import FlashError
-from worker.engine.fetch import config_of, ensure
+from worker.engine.fetch import ensure
+from worker.model_files import check_shape, config_of
 from worker.process import CARDS
 
 MAX_LENGTH = 8192
@@ -70,8 +71,8 @@ def server_command(
     """
     import torch  # noqa: PLC0415  after the check that the packages are installed
 
+    from worker.capacity import KV_BLOCK_TOKENS, engine_cache_bytes  # noqa: PLC0415
     from worker.engine.vllm import CPU_LORA_WORKER, UTILIZATION, room_for_rank  # noqa: PLC0415
-    from worker.training.memory import KV_BLOCK_TOKENS, engine_cache_bytes  # noqa: PLC0415
 
     length = min(folder_card(model).context or MAX_LENGTH, MAX_LENGTH)
     options: dict[str, Any] = {
@@ -87,7 +88,7 @@ def server_command(
         # Not the model's own: by default, sample as training and evaluation do.
         "generation-config": "vllm",
         "middleware": "worker.engine.front.Front",
-        "worker-extension-cls": "worker.engine.ports.PortClosing",
+        "worker-extension-cls": "worker.ports.PortClosing",
     }
     for name in ("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_NO_USAGE_STATS", "HF_HUB_OFFLINE"):
         os.environ[name] = "1"
@@ -114,8 +115,6 @@ def server_command(
     # A bounded cache: a run may train on the same card, now or later.
     options["kv-cache-memory-bytes"] = engine_cache_bytes(model, length, SEQUENCES, shards=cards)
     if cards > 1:
-        from worker.training.shards import check_shape  # noqa: PLC0415
-
         check_shape(config_of(model), cards)
         options["tensor-parallel-size"] = cards
     command = ["-m", "vllm.entrypoints.openai.api_server", *flags]

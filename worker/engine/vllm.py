@@ -11,17 +11,17 @@ import tempfile
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
 
 from flash_mcp.protocol.paths import POLICY_PREFIX
-from worker.engine.ports import close_listening, listening
+from worker.capacity import KV_BLOCK_TOKENS, engine_cache_bytes
 from worker.imports import quick_imports
+from worker.ports import close_listening, listening
 from worker.process import CARDS
 from worker.rollouts.turns import Completion, Sampling
-from worker.training.memory import KV_BLOCK_TOKENS, engine_cache_bytes
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -29,10 +29,11 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
 Sync = Literal["merged", "adapter"]
+SYNC_VARIABLE = "FLASH_SYNC"
 CPU_LORA_WORKER = "worker.engine.lora_cpu.LoraWorker"
 IN_PROCESSES = {
     "distributed_executor_backend": "mp",
-    "worker_extension_cls": "worker.engine.ports.PortClosing",
+    "worker_extension_cls": "worker.ports.PortClosing",
 }
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks that vLLM supports; an adapter of a rank in between uses the next larger one."""
@@ -138,7 +139,7 @@ class VllmEngine:
 
     def load_policy(self, policy: PeftModel) -> None:
         """Sample from `policy` from now on. Raises RuntimeError while a request is under way."""
-        from worker.training.policy import merged_weights, save_adapter  # noqa: PLC0415
+        from worker.adapter import merged_weights, save_adapter  # noqa: PLC0415
 
         if self._sync == "adapter":
             with tempfile.TemporaryDirectory(prefix=POLICY_PREFIX) as folder:
@@ -311,7 +312,10 @@ def room_for_rank(rank: int) -> int:
 
 
 def default_sync(dtype: torch.dtype) -> Sync:
-    """vLLM's GPU kernels for adapters support half precision only."""
+    """Merged weights on a CPU, whose kernels for adapters are slow, and in fp32, which the GPU's
+    kernels for adapters do not support; the adapter elsewhere. FLASH_SYNC overrides it."""
+    if (named := os.environ.get(SYNC_VARIABLE)) in get_args(Sync):
+        return cast("Sync", named)
     return "adapter" if torch.cuda.is_available() and dtype != torch.float32 else "merged"
 
 

@@ -1,29 +1,24 @@
-"""The policy: a base model with a LoRA adapter, and how it gets into the engine."""
+"""The policy: a base model with a LoRA adapter."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from peft.tuners.lora import LoraLayer
 from peft.utils import save_and_load
 from safetensors import torch as safetensors
-from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from flash_mcp.protocol.adapters import read_adapter_config
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.spec import check_adapter
-from worker.engine.fetch import config_of
+from worker.model_files import config_of
 from worker.training.attention import attention_of
 from worker.training.kernels import LoraLinear, fuse_norms
-
-ADAPTER = "default"
 
 
 def load_policy(
@@ -92,39 +87,6 @@ def lora_config(rank: int, alpha: int) -> LoraConfig:
     )
     cast(Any, config)._register_custom_module({torch.nn.Linear: LoraLinear})
     return config
-
-
-def merged_weights(model: PeftModel) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of W + scale·BA for every adapted layer, and of its bias, with the names of
-    the base checkpoint.
-
-    They are computed from the unchanged base weights each time: merging in place would make them
-    drift in bf16. The engine has the rest, embeddings and norms, already.
-
-    Axes: O outputs, I inputs, R rank."""
-    base = cast(Any, model).base_model.model
-    with torch.no_grad():
-        for name, module in base.named_modules():
-            if not isinstance(module, LoraLayer):
-                continue
-            layer = cast(Any, module)
-            linear = layer.base_layer
-            if not linear.weight.is_floating_point():
-                raise ValueError("an adapter cannot be merged into 4-bit weights")
-            a_RI: Tensor = layer.lora_A[ADAPTER].weight
-            b_OR: Tensor = layer.lora_B[ADAPTER].weight * layer.scaling[ADAPTER]
-            dtype = linear.weight.dtype
-            # One product and sum, so that the result is rounded once.
-            yield f"{name}.weight", torch.addmm(linear.weight, b_OR.to(dtype), a_RI.to(dtype))
-            if linear.bias is not None:
-                yield f"{name}.bias", linear.bias.data
-
-
-def save_adapter(model: PeftModel, folder: Path) -> None:
-    """Write the trained adapter, and no other, in PEFT's format: adapter_config.json and fp32
-    weights.
-    """
-    model.save_pretrained(str(folder), selected_adapters=[ADAPTER], save_embedding_layers=False)
 
 
 def _warm_start(model: PeftModel, adapter_path: Path, rank: int, alpha: int) -> None:

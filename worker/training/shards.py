@@ -19,24 +19,12 @@ from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from flash_mcp.protocol.errors import FlashError
-from worker.engine.ports import close_listening, listening
+from worker.ports import close_listening, listening
 from worker.ranks import LONGEST, Ranks
 from worker.training.policy import load_policy
 
 WORLD = "world"
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-
-
-def check_shape(config: Any, count: int) -> None:
-    """FlashError(invalid_argument) unless `count` cards can share each layer's heads in vLLM."""
-    text = config.get_text_config()
-    heads: int = text.num_attention_heads
-    keys: int = getattr(text, "num_key_value_heads", None) or heads
-    if heads % count or (keys % count and count % keys):
-        what = f"{count} cards cannot share {heads} heads, {keys} of them with keys of their own"
-        fix = "use a number of gpus that divides them, or a model that one card can hold"
-        raise FlashError("invalid_argument", what, gpus=count, fix=fix)
 
 
 def load_shared_policy(model_path: Path, ranks: Ranks, **arguments: Any) -> PeftModel:

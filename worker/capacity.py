@@ -1,0 +1,129 @@
+"""The memory of this machine or card, and how much of it an engine's cache takes."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from worker.model_files import config_of
+
+MIB = 2**20
+GIB = 2**30
+GPU_PROCESS_BYTES = 2 * GIB
+"""CUDA's context, and the engine's graphs and workspace. This is a guess."""
+KV_BLOCK_TOKENS = 32
+"""Block size of the CPU's cache: the smallest that vLLM takes. Prefixes are found by whole blocks;
+with vLLM's default of 128, shorter chat prompts would never be found.
+"""
+KV_CACHE_SHARE = 4
+"""On the CPU the cache takes at most 1/KV_CACHE_SHARE of the memory: sequences that do not fit
+wait.
+"""
+
+
+def kv_cache_bytes(
+    config: Any, max_length: int, sequences: int, room: int, *, itemsize: int = 2, shards: int = 1
+) -> int:
+    """Bytes of a cache for every sequence at full length, but at most `room`, and at least one
+    sequence.
+
+    `config` is a transformers config. Each of `shards` cards has its share of the heads.
+    """
+    config = config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    heads = math.ceil(heads / shards)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    block = 2 * itemsize * config.num_hidden_layers * heads * head_dim * KV_BLOCK_TOKENS
+    blocks = math.ceil(max_length / KV_BLOCK_TOKENS)
+    one = blocks + 1  # vLLM keeps one block empty
+    every = sequences * blocks + 1
+    return block * max(one, min(every, room // block))
+
+
+def engine_cache_bytes(
+    model_path: Path, max_length: int, sequences: int, *, itemsize: int = 2, shards: int = 1
+) -> int:
+    """`kv_cache_bytes` with the memory that is free on this machine now, after PyTorch's allocator
+    has returned what it keeps of freed tensors.
+    """
+    weights = sum(path.stat().st_size for path in model_path.glob("*.safetensors"))
+    if torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info()[0]
+    else:
+        free = capacity_bytes()
+    room = cache_room(free, math.ceil(weights / shards))
+    config = config_of(model_path)
+    return kv_cache_bytes(config, max_length, sequences, room, itemsize=itemsize, shards=shards)
+
+
+def cache_room(free: int, engine_weights: int) -> int:
+    """Bytes of `free` for the engine's cache. On a GPU, half of what the weights leave; training
+    gets the rest.
+    """
+    if torch.cuda.is_available():
+        return max(0, free - engine_weights - GPU_PROCESS_BYTES) // 2
+    return free // KV_CACHE_SHARE
+
+
+_processes = 1
+
+
+def share_machine(processes: int) -> None:
+    """Leave as much memory of the machine to each of `processes` like this one. Each has a GPU of
+    its own, if there are any.
+    """
+    global _processes
+    _processes = processes
+
+
+def capacity_bytes() -> int:
+    """The memory that this process may use in total: what is free plus what it already holds. On a
+    GPU, of the card.
+    """
+    if torch.cuda.is_available():
+        return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+    rooms = _control_group_rooms(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+    room = min([psutil.virtual_memory().available, *rooms]) // _processes
+    return room + psutil.Process().memory_info().rss
+
+
+def _control_group_rooms(membership: Path, root: Path) -> Iterator[int]:
+    """Bytes left within each memory limit that control groups (version 1 or 2) set on this
+    process.
+    """
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:  # not Linux
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        top = root / controllers
+        limit_file = "memory.max"
+        used_file = "memory.current"
+        if controllers:
+            limit_file = "memory.limit_in_bytes"
+            used_file = "memory.usage_in_bytes"
+        group = top / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if not folder.is_relative_to(top):
+                break
+            try:
+                limit = (folder / limit_file).read_text().strip()
+                used = int((folder / used_file).read_text())
+                rows = (folder / "memory.stat").read_text().splitlines()
+                statistics = dict(row.split() for row in rows)
+            except (OSError, ValueError):
+                continue
+            if limit.isdigit():
+                # The kernel drops inactive files first.
+                yield int(limit) - used + int(statistics.get("inactive_file", 0))

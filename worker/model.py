@@ -1,0 +1,184 @@
+"""Load the model of an attempt: fetch it, check that it fits, attach the adapter."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from peft import PeftModel
+from transformers import AutoTokenizer
+
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.records import Json
+from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.run_writer import RunWriter
+from flash_mcp.protocol.spec import EvalSpec, RunSpec
+from worker.engine.fetch import commit_of, ensure, log_progress
+from worker.engine.vllm import Sync, can_share, default_sync
+from worker.heartbeat import Heartbeat
+from worker.model_files import check_shape, config_of, end_ids
+from worker.process import CARDS
+from worker.ranks import ALONE, Ranks
+from worker.rollouts.transcript import ChatTemplate
+from worker.training import memory
+from worker.training.policy import load_policy
+
+MAX_LENGTH = 4096
+EARLY_EVENTS = 10
+"""An attempt reports the model among so many of its first events."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A base model, ready for use."""
+
+    path: Path
+    template: ChatTemplate
+    dtype: torch.dtype
+    max_length: int
+    policy: PeftModel | Path | None
+    """The policy; the folder of an adapter that only the engine reads; None for the base model."""
+    sync: Sync | None = None
+    """How the engine gets the policy; None for the engine's default."""
+    cards: Sequence[str] = ("",)
+    """Those that share the base weights, as CUDA_VISIBLE_DEVICES names them. One holds them all."""
+
+    @property
+    def is_shared(self) -> bool:
+        return len(self.cards) > 1
+
+
+def load_model(
+    job: Json,
+    spec: RunSpec | EvalSpec,
+    writer: RunWriter,
+    heartbeat: Heartbeat,
+    *,
+    trains: bool,
+    ranks: Ranks = ALONE,
+    cards: Sequence[str] = ("",),
+) -> Model:
+    """Without `trains`, the policy is loaded only if the engine cannot read the job's adapter; that
+    of several `cards` can."""
+    heartbeat.enter("model")
+    tell = log_progress()
+
+    def on_fetched(stage: str, share: float) -> None:
+        heartbeat.advance()
+        tell(stage, share)
+
+    pinned = _pinned_commit(writer.folder) or job.get("lineage", {}).get("model_commit")
+    path = Path(
+        ranks.from_first(lambda: str(ensure(spec.model, revision=pinned, on_progress=on_fetched)))
+    )
+    if commit := commit_of(path):
+        writer.event("model", f"{spec.model} at commit {commit}", commit=commit)
+    config = config_of(path)
+    tokenizer = cast(Any, AutoTokenizer).from_pretrained(path)
+    template = ChatTemplate(tokenizer, thinking=spec.thinking, end_ids=end_ids(path))
+    # bf16, unless the model's own files are fp32 on purpose, as the tiny models of tests are.
+    dtype = torch.float32 if config.dtype == torch.float32 else torch.bfloat16
+    check_precision(dtype)
+    adapter = Path(job["init_adapter"]["path"]) if job.get("init_adapter") else None
+    max_length = _length(spec, config)
+    if len(cards) > 1:
+        check_sharing(config, dtype, len(cards))
+        return Model(path, template, dtype, max_length, adapter, adapter and "adapter", cards)
+    policy = adapter
+    sync: Sync | None = None
+    if trains or (adapter and default_sync(dtype) == "merged"):
+        has_engine = isinstance(spec, EvalSpec) or spec.generates
+        smallest = memory.Workload(0, 1, 1, max_length, 1, int(has_engine), spec.lora_rank)
+        smallest = replace(smallest, four_bit=is_four_bit(spec))
+        sharing = ranks.count if can_share(dtype) else 1
+        most = max(ranks.gather(memory.check_model(path, smallest, dtype, sharing)))
+        arguments: Json = {
+            "rank": spec.lora_rank,
+            "alpha": spec.lora_alpha,
+            "seed": spec.seed,
+            "dtype": dtype,
+            "adapter_path": adapter,
+        }
+        if most > 1:
+            return _shared_model(path, template, dtype, max_length, arguments, writer, ranks)
+        # Nothing can be merged into 4-bit weights.
+        sync = "adapter" if is_four_bit(spec) else default_sync(dtype)
+        policy = load_policy(path, **arguments, four_bit=is_four_bit(spec))
+    return Model(path, template, dtype, max_length, policy, sync)
+
+
+def check_sharing(config: Any, dtype: torch.dtype, count: int) -> None:
+    """FlashError unless an engine on `count` cards can share the model."""
+    check_shape(config, count)
+    if not can_share(dtype):
+        what = "processors cannot share a model in bf16"
+        raise FlashError("device_unsupported", what, gpus=count, fix="use gpus=1")
+
+
+def _shared_model(
+    path: Path,
+    template: ChatTemplate,
+    dtype: torch.dtype,
+    max_length: int,
+    arguments: Json,
+    writer: RunWriter,
+    ranks: Ranks,
+) -> Model:
+    """A model whose layers the ranks share, in the trainer and in one engine of rank 0."""
+    from worker.training.shards import load_shared_policy  # noqa: PLC0415
+
+    check_shape(config_of(path), ranks.count)
+    what = f"one card cannot hold the model: {ranks.count} share each of its layers"
+    writer.event("shared", what, gpus=ranks.count)
+    cards = ranks.gather(os.environ.get(CARDS, ""))
+    policy = load_shared_policy(path, ranks, **arguments)
+    return Model(path, template, dtype, max_length, policy, "adapter", cards)
+
+
+def _length(spec: RunSpec | EvalSpec, config: Any) -> int:
+    """Tokens of a whole conversation, within the model's context."""
+    context: int = config.get_text_config().max_position_embeddings
+    if spec.max_length and spec.max_length > context:
+        raise FlashError(
+            "invalid_argument",
+            "max_length is longer than the model's context",
+            max_length=spec.max_length,
+            context=context,
+            fix=f"set max_length to at most {context}",
+        )
+    return spec.max_length or min(context, MAX_LENGTH)
+
+
+def is_four_bit(spec: RunSpec | EvalSpec) -> bool:
+    """Whether the trainer's base weights have 4 bits."""
+    return isinstance(spec, RunSpec) and spec.base_precision == "nf4"
+
+
+def check_precision(dtype: torch.dtype) -> None:
+    """FlashError(device_unsupported) if the GPU has no bfloat16: fp16 would overflow where models
+    were trained in bf16, and loss scaling is not implemented.
+    """
+    if dtype != torch.bfloat16 or not torch.cuda.is_available():
+        return
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise FlashError(
+            "device_unsupported",
+            "the GPU has no bfloat16, in which models are trained",
+            gpu=torch.cuda.get_device_name(),
+            fix="use a card of compute capability 8.0 or more (A10, A100, RTX 30 and newer), or "
+            "train on the CPU",
+        )
+
+
+def _pinned_commit(folder: RunFolder) -> str | None:
+    """The commit of the hub model that an earlier attempt of this run used."""
+    for name in folder.event_names():
+        is_early = int(name.removesuffix(".json").rpartition("-")[2]) < EARLY_EVENTS
+        event = folder.event(name) if is_early else None
+        if event and event["kind"] == "model":
+            return cast("Json", event).get("commit")
+    return None

@@ -1,0 +1,212 @@
+"""The session of a run: rollouts for its steps, evaluations between them, reports of both."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import random
+import time
+from dataclasses import asdict, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, cast
+
+from flash_mcp.protocol import records
+from flash_mcp.protocol.spec import RunSpec
+from worker.model import is_four_bit
+from worker.rollouts.metrics import summarize, summarize_evaluation
+from worker.rollouts.scheduler import Limits, Rollout, grouped, mixed_seed, task_groups
+from worker.session import Session, check_errors
+from worker.training import memory
+from worker.training.checkpoints import Reporter
+from worker.training.trackers import eval_metrics
+
+if TYPE_CHECKING:
+    from worker.training.sft import Row
+
+log = logging.getLogger("worker")
+
+
+class TrainingSession(Session[RunSpec]):
+    """A session whose policy is trained, with the reporter of its steps."""
+
+    def __init__(self, spec: RunSpec, *parts: Any) -> None:
+        super().__init__(spec, *parts)
+        self.reporter = Reporter(
+            self.writer,
+            spec,
+            self.heartbeat.cancelled,
+            before_step=self._before_step,
+            advance=self.heartbeat.advance,
+            saves=self.ranks.is_first,
+        )
+        self.resumed_at = 0
+        """The step of the checkpoint that this attempt resumed from."""
+
+    def check_memory(self, prompt: int, turns: int, *, packed: bool) -> float:
+        """Report the memory that GRPO needs if the longest prompt has `prompt` tokens. Returns the
+        tokens of a pass above which its activations must be recomputed.
+
+        FlashError(out_of_memory) if the run cannot fit.
+        """
+        work = memory.Workload(
+            prompt=prompt,
+            max_tokens=self.limits.max_tokens,
+            turns=turns,
+            max_length=self.limits.max_length,
+            group_size=self.spec.rollouts_per_prompt,
+            sequences=self._sequences,
+            lora_rank=self.spec.lora_rank,
+            packed=packed,
+        )
+        return self._check_memory(work)
+
+    def check_batch_memory(self, rows: list[Row], *, packed: bool) -> float:
+        """`check_memory` of SFT on batches of `rows`."""
+        spec = self.spec
+        length = self.limits.max_length
+        longest = max((len(row["input_ids"]) for row in rows), default=1)
+        work = memory.Workload(
+            prompt=0,
+            max_tokens=min(longest, length),
+            turns=1,
+            max_length=length,
+            group_size=spec.batch_size,
+            sequences=self._sequences if spec.generates else 0,
+            lora_rank=spec.lora_rank,
+            packed=packed,
+        )
+        return self._check_memory(work)
+
+    def _check_memory(self, work: memory.Workload) -> float:
+        work = replace(work, four_bit=is_four_bit(self.spec), shards=len(self.model.cards))
+        needs, keep_tokens, warning = memory.check(self.model.path, work, self.model.dtype)
+        message = f"at most {needs}"
+        if keep_tokens is not None:
+            message += (
+                f"; packs of more than {keep_tokens} tokens are split, or take longer: activations "
+                "are computed twice"
+            )
+        log.info("memory: %s", message)
+        self.writer.event("memory", message, **asdict(needs))
+        if warning:
+            log.warning("%s", warning)
+            self.writer.event("warning", warning)
+        return math.inf if keep_tokens is None else keep_tokens
+
+    def rollouts(self, step: int) -> list[Rollout]:
+        """This rank's rollouts of optimizer step `step`: G for each of its examples. The trainer
+        calls this.
+        """
+        spec = self.spec
+        examples = examples_of(step, spec.batch_size, self.host.splits["train"], spec.seed)
+        self.heartbeat.enter("sync", step - 1)
+        sync_s = self.sync(step - 1)
+        tasks = task_groups(
+            "train",
+            examples,
+            spec.rollouts_per_prompt,
+            lambda example, index, attempt: mixed_seed(spec.seed, step, index),
+        )
+        # A group stays on one rank: its advantages need all its rewards.
+        own = list(itertools.chain.from_iterable(self.own(grouped(tasks))))
+        self.heartbeat.enter("rollout", of=len(tasks))
+        started = time.monotonic()
+        rollouts = self.collect(own, self.limits)
+        every = self._from_all(rollouts)
+        if self.ranks.is_first:
+            self._report_rollouts(step, every, time.monotonic() - started, sync_s)
+        self.heartbeat.enter("train")
+        if self.model.is_shared:
+            groups = self.ranks.mine(range(spec.batch_size))
+            rollouts = [item for item in every if item.task.group in groups]
+        return rollouts
+
+    def _from_all(self, rollouts: list[Rollout]) -> list[Rollout]:
+        """The rollouts of all ranks, in the order of the step."""
+        if self.ranks.count == 1:
+            return rollouts
+        parts = self.ranks.gather([rollout.packed() for rollout in rollouts])
+        template = self.model.template
+        every = [Rollout.unpacked(item, template) for part in parts for item in part]
+        return sorted(every, key=lambda entry: entry.task.index)
+
+    def _report_rollouts(
+        self, step: int, rollouts: list[Rollout], rollout_s: float, sync_s: float
+    ) -> None:
+        """Write a step's rollouts and leave their metrics to the reporter."""
+        from worker.training.grpo import (  # noqa: PLC0415  only GRPO needs TRL's
+            group_advantages,
+            groups_of,
+            scales_advantages,
+        )
+
+        spec = self.spec
+        groups = groups_of(rollouts, spec.rollouts_per_prompt)
+        rows: list[records.Rollout] = []
+        for group in groups:
+            advantages_G = cast(Any, group_advantages(group, scale=scales_advantages(spec)))
+            for rollout, advantage in zip(group, advantages_G.tolist(), strict=True):
+                rows.append(rollout.record(step, advantage))
+        self.writer.rollouts(step, [row.fields() for row in rows])
+        check_errors(rows, spec.max_error_share)
+        tokens = sum(rollout.transcript.model_tokens for rollout in rollouts if rollout.transcript)
+        self.reporter.pending = {
+            **summarize(groups),
+            "engine/tokens_per_s": tokens / rollout_s,
+            "time/rollout_s": rollout_s,
+            "time/sync_s": sync_s,
+        }
+
+    def evaluate(self, step: int) -> None:
+        """Greedy rollouts of the eval split under the policy after `step` steps."""
+        total = min(self.spec.eval_examples, self.host.splits.get("eval", 0))
+        if not total:
+            what = "the environment declares no eval split; the evaluation was left out"
+            self.writer.event("warning", what)
+            return
+        # Evaluations of later steps belong to a policy that was lost with the attempt before.
+        if step <= self.resumed_at and self.writer.folder.evaluation(step):
+            return
+        self.sync(step)
+        self.heartbeat.enter("eval", step, of=total)
+        ours = self.limits
+        limits = Limits(ours.max_tokens, ours.max_length, temperature=0.0, stop=ours.stop)
+        started = time.monotonic()
+        own: list[records.Rollout] = []
+        tasks = task_groups("eval", range(total), 1, lambda example, index, attempt: index)
+        mine = self.own(tasks)
+        self.collect_blocks(mine, limits, lambda rollout: own.append(rollout.record(step)))
+        parts = self.ranks.gather([row.fields() for row in own])
+        if not self.ranks.is_first:
+            return
+        rows = [records.Rollout.from_row(fields) for part in parts for fields in part]
+        rows.sort(key=lambda row: row.index)
+        summary = summarize_evaluation(rows, seconds=time.monotonic() - started)
+        summary |= self.constant_level("eval", range(total))
+        self.writer.evaluation(step, summary, [row.fields() for row in rows])
+        self.reporter.tell(step, eval_metrics(summary))
+        log.info("step %s: eval %s", step, summary)
+
+    def _before_step(self, step: int, steps: int) -> None:
+        """After `step` steps of `steps`, before the next one."""
+        self.heartbeat.steps = steps
+        self.heartbeat.enter(self.heartbeat.phase, step)
+        if step and self.spec.eval_every and step % self.spec.eval_every == 0:
+            self.evaluate(step)
+            self.heartbeat.enter("train")
+
+
+def examples_of(step: int, count: int, total: int, seed: int) -> list[int]:
+    """The `count` examples of step 1, 2, ...: they pass through all `total` again and again, each
+    time in another order.
+
+    They depend on the step alone, so an attempt that resumes draws what the one before would
+    have."""
+    places = range((step - 1) * count, step * count)
+    return [_order(place // total, total, seed)[place % total] for place in places]
+
+
+@lru_cache(maxsize=2)
+def _order(epoch: int, total: int, seed: int) -> list[int]:
+    return random.Random(f"{seed}/{epoch}").sample(range(total), total)
