@@ -115,7 +115,11 @@ class ServerSettings:
     connections: int = 512
     """Open connections. At most half of the files that the process may open."""
     connections_per_address: int = 128
-    """Open connections from one address."""
+    """Open connections from one address on which no request with a token came yet."""
+    streams_per_owner: int = 128
+    """Answers that an owner's clients keep open, to be told what happens."""
+    proxies: tuple[str, ...] = ()
+    """Addresses of reverse proxies whose X-Forwarded-Proto and X-Forwarded-For are believed."""
     secrets: tuple[str, ...] = ()
     """Variables of the server's environment that the machine's own user may name as secrets over
     HTTP. The tokens of other owners say which ones those may name."""

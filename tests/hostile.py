@@ -57,6 +57,8 @@ KINDS = {
     "uploads": "an upload with paths, links, devices, bombs, or without an end",
     "pushes": "a push with links, pipes, or paths that leave its folder",
     "other owners": "another owner's things, paths of the server, secrets and rights that a token does not give",
+    "logins": "uses of a login of the server by a caller who was not granted it",
+    "pages": "uses of the pages by links, by other servers' pages, and by sessions and tokens in place of each other",
     "requests": "requests without a valid token, with another's session, from other hosts, too many or too large",
     "open": "what the sandbox does not stop",
 }

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
+import secrets
 import socket
 import sys
 import webbrowser
@@ -100,20 +101,21 @@ def _serve_http(arguments: Arguments) -> None:
 def ui(arguments: Arguments) -> None:
     """Show runs, curves, transcripts and deployments in a browser, as they change.
 
-    Only you can open the pages: the address that is printed holds your token. `serve --http` has
+    Only you can open the pages: the address that is printed signs you in, once. `serve --http` has
     the same pages at /ui, behind its tokens."""
     host, port = LOOPBACK[0], int(arguments.port)
     _check_port(host, port)
     from flash_mcp.server import http_server  # noqa: PLC0415
     from flash_mcp.server.mcp_server import server  # noqa: PLC0415
 
-    token = tokens.local_token(open_store().base)
-    address = f"http://{host}:{port}/ui?token={token}"
-    sys.stderr.write(f"Open {address}\nCtrl-C ends it.\n")
+    code = secrets.token_urlsafe()
+    address = f"http://{host}:{port}/ui?code={code}"
+    by_token = f"It signs one browser in; in others paste {tokens.LOCAL_TOKEN} of FLASH_HOME."
+    sys.stderr.write(f"Open {address}\n{by_token}\nCtrl-C ends it.\n")
     if not arguments.no_browser:
         webbrowser.open(address)
     with kept():
-        http_server.serve(server, host, port, authenticate=True, on_loopback=True)
+        http_server.serve(server, host, port, authenticate=True, on_loopback=True, code=code)
 
 
 def _check_port(host: str, port: int) -> None:

@@ -18,7 +18,9 @@ NO_HUB_LOGIN = "FLASH_NO_HUB_LOGIN"
 _LOGINS = (HUB, "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH")
 
 
-def environment_for(granted: Collection[str] | None, variables: Mapping[str, str]) -> dict[str, str]:
+def environment_for(
+    granted: Collection[str] | None, variables: Mapping[str, str]
+) -> dict[str, str]:
     """The variables for a process that acts for a caller with these grants; None for all."""
     if granted is None or HUB in granted:
         return dict(variables)

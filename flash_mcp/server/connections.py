@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import resource
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import uvicorn
@@ -31,9 +33,17 @@ class LimitedConfig(uvicorn.Config):
     def __init__(self, app: Any, host: str, port: int, limits: ServerSettings, **more: Any) -> None:
         # No web sockets: nothing here speaks them, and an upgrade would pass by the limits.
         super().__init__(
-            app, host, port, http=LimitedProtocol, ws="none",
-            timeout_keep_alive=IDLE_TIMEOUT_S, **more,
-        )  # fmt: skip
+            app,
+            host,
+            port,
+            http=LimitedProtocol,
+            ws="none",
+            timeout_keep_alive=IDLE_TIMEOUT_S,
+            # By default uvicorn believes every program of this machine.
+            proxy_headers=bool(limits.proxies),
+            forwarded_allow_ips=list(limits.proxies),
+            **more,
+        )
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         # Calls that are under way need files too.
         self.most_connections = min(limits.connections, files // 2)
@@ -55,6 +65,10 @@ class LimitedProtocol(H11Protocol):
         self._since = 0.0
         self._received = 0
         self._timer: asyncio.TimerHandle | None = None
+        self.owner: str | None = None
+        """Whose the last request was; None before one had a token."""
+        self._is_stream = False
+        self.app_state = {**self.app_state, "connection": self}
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
@@ -80,6 +94,10 @@ class LimitedProtocol(H11Protocol):
         """The peer's, without its port."""
         return self.client[0] if self.client else None
 
+    def serves(self, owner: str, *, is_stream: bool) -> None:
+        """The request under way has a token of this owner."""
+        self.owner, self._is_stream = owner, is_stream
+
     def waits_for_headers(self) -> bool:
         """Whether no request is under way."""
         cycle = cast("RequestResponseCycle | None", self.cycle)
@@ -88,25 +106,34 @@ class LimitedProtocol(H11Protocol):
     # -- too many ----------------------------------------------------------------------------------
 
     def _make_room(self) -> None:
-        """At a limit, end the oldest connection that has no request under way; without one, refuse
-        this one.
+        """At a limit, end the connection that is needed least; if all are needed, refuse this one.
+
+        An address counts only before a request of its connection had a token: all clients of a
+        proxy have the same.
         """
         protocols = cast("set[LimitedProtocol]", self.connections)
         others = [
             item for item in protocols if item is not self and not item.transport.is_closing()
         ]
-        neighbours = [other for other in others if other.address == self.address]
-        for crowd, most in (
-            (neighbours, self.config.most_per_address),
-            (others, self.config.most_connections),
-        ):
-            if len(crowd) < most:
-                continue
-            idle = [item for item in crowd if item.waits_for_headers()]
-            if not idle:
-                self._end("503 Service Unavailable", "too many connections")
+        strangers = [item for item in others if item.owner is None]
+        neighbours = [item for item in strangers if item.address == self.address]
+        if len(neighbours) >= self.config.most_per_address:
+            self._end_one([_idle(neighbours)])
+        elif len(others) >= self.config.most_connections:
+            sizes = Counter(item.owner for item in others if item.owner is not None)
+            largest, size = max(sizes.items(), key=lambda entry: entry[1], default=("", 0))
+            own = [item for item in others if item.owner == largest]
+            # No owner's streams hold up another owner. Whose stream ends opens it again.
+            streams = [item for item in own if item._is_stream] if size > 1 else []
+            self._end_one([_idle(strangers), _idle(own), _idle(others), streams])
+
+    def _end_one(self, choices: Sequence[Sequence[LimitedProtocol]]) -> None:
+        """End the oldest connection of the first choice that has any; without one, this one."""
+        for crowd in choices:
+            if crowd:
+                min(crowd, key=lambda item: item.opened).transport.abort()
                 return
-            min(idle, key=lambda entry: entry.opened).transport.abort()
+        self._end("503 Service Unavailable", "too many connections")
 
     # -- too slow ----------------------------------------------------------------------------------
 
@@ -156,3 +183,7 @@ class LimitedProtocol(H11Protocol):
             head = f"HTTP/1.1 {status}\r\ncontent-type: text/plain\r\nconnection: close\r\n"
             self.transport.write(f"{head}content-length: {len(why) + 1}\r\n\r\n{why}\n".encode())
         self.transport.close()
+
+
+def _idle(crowd: Iterable[LimitedProtocol]) -> list[LimitedProtocol]:
+    return [item for item in crowd if item.waits_for_headers()]

@@ -12,8 +12,10 @@ import dataclasses
 import math
 import socket
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import anyio
 import uvicorn
@@ -37,6 +39,7 @@ from environments.settings import load_settings
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.server import ui
 from flash_mcp.server.connections import LimitedConfig
+from flash_mcp.server.sessions import Sessions
 from flash_mcp.server.uploads import Uploads, refusal_response
 from flash_mcp.state import tokens
 from flash_mcp.state.owners import LOCAL, LOCAL_OWNER, NOBODY, Caller, Limits, acting_as, caller
@@ -61,14 +64,19 @@ class Gate:
         on_loopback: bool,
         hosts: Iterable[str],
         limits: Limits,
+        code: str = "",
     ) -> None:
+        """`code` is that of `Sessions`."""
         self.app = app
         self.authenticate = authenticate
         self.on_loopback = on_loopback
         self.limits = limits
         self.local = Caller(LOCAL_OWNER, secrets=frozenset(load_settings().server.secrets))
         self.security = TransportSecurityMiddleware(security_of(hosts))
+        self.sessions = Sessions(code)
         self.rate = Rate(limits.requests_per_minute)
+        self.streams_per_owner = load_settings().server.streams_per_owner
+        self.streams = Counter[str]()
         self.closing = anyio.Event()
         # Its own threads: calls that hang must not block the admission of others.
         self.threads = anyio.CapacityLimiter(4)
@@ -80,23 +88,40 @@ class Gate:
         request = Request(scope, receive)
         try:
             who = await self._admit(request)
+            is_stream = self._is_stream(request)
+            if is_stream and self.streams[who.owner] >= self.streams_per_owner:
+                what = f"{self.streams_per_owner} streams of yours are open"
+                fix = "close one; calls work without streams"
+                raise FlashError("rate_limited", what, retry_after_s=5, fix=fix)
         except FlashError as error:
             answer = refusal_response(error)
             if ui.is_page(request.url.path):
-                answer = await ui.refused(request, error, self._caller_of)
+                answer = await ui.refused(request, error, self.sign_in)
             await answer(scope, receive, send)
             return
-        scope.setdefault("state", {})["caller"] = who
+        state = scope.setdefault("state", {})
+        state["caller"] = who
+        if connection := state.get("connection"):
+            connection.serves(who.owner, is_stream=is_stream)
         if who.token_id is not None:  # the SDK binds a session to it
             access = AccessToken(token="", client_id=who.token_id, scopes=[], subject=who.owner)
             scope["user"] = AuthenticatedUser(access)
-        listens = request.headers.get("mcp-method") == "subscriptions/listen"
         with acting_as(who):
-            streams = request.url.path == MCP_PATH and (listens or request.method == "GET")
-            if streams or request.url.path == ui.EVENTS:
-                await self._until_closing(scope, receive, send)
-            else:
+            if not is_stream:
                 await self.app(scope, receive, send)
+                return
+            self.streams[who.owner] += 1
+            try:
+                await self._until_closing(scope, receive, send)
+            finally:
+                self.streams[who.owner] -= 1
+
+    def _is_stream(self, request: Request) -> bool:
+        """Whether the client keeps the answer open for what will happen."""
+        if request.url.path == MCP_PATH:
+            listens = request.headers.get("mcp-method") == "subscriptions/listen"
+            return listens or request.method == "GET"
+        return request.url.path == ui.EVENTS
 
     async def _admit(self, request: Request) -> Caller:
         path = request.url.path
@@ -105,12 +130,15 @@ class Gate:
         if refused := await self.security.validate_request(request):
             fix = "use a known name of this server, or start it with --allow-host NAME"
             raise FlashError("host_refused", bytes(refused.body).decode(), fix=fix)
+        _check_origin(request)
         authorization = request.headers.get("authorization", "")
-        if path.startswith(ui.PATH) and not authorization:
+        kind, _, text = authorization.partition(" ")
+        digest = tokens.digest_of(text.strip() if kind.lower() == "bearer" else "")
+        if ui.is_page(path) and not authorization:
             # A browser sends no header of ours. Pages change nothing but by POST, whose Origin is
             # checked above, and the cookie is not sent from other sites.
-            authorization = f"Bearer {request.cookies.get(ui.COOKIE, '')}"
-        who = await run_sync(self._caller_of, authorization, limiter=self.threads)
+            digest = self.sessions.token_of(request)
+        who = await run_sync(self._caller_of, digest, limiter=self.threads)
         if wait_s := self.rate.wait_s(who):
             fix = f"try again in {wait_s} s"
             what = f"more than {self.limits.requests_per_minute} requests a minute"
@@ -127,16 +155,25 @@ class Gate:
             raise FlashError("too_large", what, bytes=length, fix=fix)
         return who
 
-    def _caller_of(self, authorization: str) -> Caller:
+    def sign_in(self, token: str | None, code: str) -> str:
+        """A new page session, by a token's text or the code of `flash-mcp ui`.
+        FlashError(unauthenticated).
+        """
+        digest = tokens.digest_of((token or "").strip())
+        if token is None and self.on_loopback and self.sessions.takes_code(code):
+            with acting_as(LOCAL):
+                digest = tokens.digest_of(tokens.local_token(open_store().base))
+        self._caller_of(digest)
+        return self.sessions.start(digest)
+
+    def _caller_of(self, token_digest: str) -> Caller:
         if not self.authenticate:
             return self.local
-        kind, _, text = authorization.partition(" ")
-        text = text.strip() if kind.lower() == "bearer" else ""
         with acting_as(LOCAL):
             store = open_store()
-            if self.on_loopback and tokens.is_local_token(store.base, text):
+            if self.on_loopback and tokens.is_local_token(store.base, token_digest):
                 return dataclasses.replace(self.local, token_id=tokens.LOCAL_TOKEN)
-            token = tokens.find(store, text)
+            token = tokens.find(store, token_digest)
         if token is None:
             makes = "`flash-mcp token create NAME` on the server's machine makes one"
             if self.on_loopback:
@@ -187,6 +224,18 @@ class Rate:
             return math.ceil((1 - left) * 60 / self.per_minute)
         self._buckets[who.token_id] = (left - 1, now)
         return 0
+
+
+def _check_origin(request: Request) -> None:
+    """FlashError(host_refused) for what a page of another server sends, on another port of this
+    host too.
+    """
+    origin = request.headers.get("origin")
+    host = request.headers.get("host", "")
+    if origin and urlsplit(origin).netloc.lower() != host.lower():
+        what = f"a page of {origin:.200} sent this request to {host:.200}"
+        fix = "open this server's own pages; a proxy has to pass on the Host header with its port"
+        raise FlashError("host_refused", what, fix=fix)
 
 
 def security_of(hosts: Iterable[str]) -> TransportSecuritySettings:
@@ -252,6 +301,7 @@ def application(
     hosts: Sequence[str],
     limits: Limits,
     on_loopback: bool = False,
+    code: str = "",
 ) -> Gate:
     """The ASGI application: MCP, the other routes, and the gate before them. `on_loopback` admits
     the machine's own user by tokens.LOCAL_TOKEN.
@@ -265,7 +315,14 @@ def application(
         Route("/environments/{name}", Uploads().put, methods=["PUT"]),
         *ui.routes(),
     ]
-    return Gate(app, authenticate=authenticate, on_loopback=on_loopback, hosts=hosts, limits=limits)
+    return Gate(
+        app,
+        authenticate=authenticate,
+        on_loopback=on_loopback,
+        hosts=hosts,
+        limits=limits,
+        code=code,
+    )
 
 
 class HttpServer(uvicorn.Server):
@@ -300,11 +357,19 @@ def serve(
     on_loopback: bool = False,
     allow_hosts: Sequence[str] = (),
     limits: Limits = Limits(),  # noqa: B008  frozen
+    code: str = "",
 ) -> None:
-    """Serve until SIGTERM or SIGINT; running calls then have SHUTDOWN_S to end."""
+    """Serve until SIGTERM or SIGINT; running calls then have SHUTDOWN_S to end. `code` is that of
+    `Sessions`.
+    """
     hosts = [*names_of(host), *allow_hosts]
     gate = application(
-        server, authenticate=authenticate, on_loopback=on_loopback, hosts=hosts, limits=limits
+        server,
+        authenticate=authenticate,
+        on_loopback=on_loopback,
+        hosts=hosts,
+        limits=limits,
+        code=code,
     )
     with acting_as(NOBODY if authenticate else LOCAL):
         HttpServer(gate, host, port).run()

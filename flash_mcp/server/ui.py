@@ -1,6 +1,6 @@
 """The live pages below /ui, for a browser: what `status`, `rollouts`, `catalog` and `chat` show.
 
-A browser signs in with a token, once; a cookie holds it then. The pages change nothing. A page is
+A browser signs in with a token; a cookie holds a session then. The pages change nothing. A page is
 told by server-sent events that something changed, and loads itself anew."""
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from starlette.routing import Route
 from flash_mcp.pages import live
 from flash_mcp.pages.report import html
 from flash_mcp.protocol.errors import FlashError, as_flash_error
+from flash_mcp.server.sessions import keep_in_cookie
 from flash_mcp.server.uploads import STATUS
-from flash_mcp.state.owners import Caller
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.deploy import chat
 
 PATH = "/ui"
 EVENTS = f"{PATH}/events"
 SIGN_IN = f"{PATH}/sign-in"
-COOKIE = "flash_token"
 LOOK_S = 1.0
 """Seconds between two looks for changes."""
 KEEP_ALIVE_S = 15.0
@@ -35,6 +34,8 @@ HEADERS = {"cache-control": "no-store", "x-frame-options": "DENY", "referrer-pol
 """With no-referrer, Chromium sends `Origin: null` with a form, which the gate refuses."""
 
 Page = Callable[[Request], str]
+SignIn = Callable[[str | None, str], str]
+"""Starts a page session by a token's text, or by a code; FlashError(unauthenticated)."""
 
 
 def routes() -> list[Route]:
@@ -82,15 +83,13 @@ def _refusal(request: Request, error: Exception) -> Response:
     return HTMLResponse(live.problem(problem), status, headers=headers)
 
 
-async def refused(
-    request: Request, error: FlashError, caller_of: Callable[[str], Caller]
-) -> Response:
+async def refused(request: Request, error: FlashError, start: SignIn) -> Response:
     """The page of a request that the gate did not admit."""
     if error.code != "unauthenticated":
         return _refusal(request, error)
     if request.url.path == "/":  # the cookie is not sent there
         return await _to_overview(request)
-    return await sign_in(request, caller_of)
+    return await sign_in(request, start)
 
 
 def _unknown(request: Request) -> str:
@@ -205,21 +204,21 @@ async def _form(request: Request) -> dict[str, str]:
 # -- signing in ------------------------------------------------------------------------------------
 
 
-async def sign_in(request: Request, caller_of: Callable[[str], Caller]) -> Response:
-    """The answer to a request without a valid token: a form, or the cookie if the form, or the
-    address that `flash-mcp ui` printed, has a valid one.
+async def sign_in(request: Request, start: SignIn) -> Response:
+    """The answer to a request without a valid session: a form; or a session, by what the form or
+    the address that `flash-mcp ui` printed holds.
     """
-    token = request.query_params.get("token")
+    token, code = None, request.query_params.get("code", "")
     if request.url.path == SIGN_IN and request.method == "POST":
         token = (await _form(request)).get("token", "")
-    if token is None:
+    if token is None and not code:
         return HTMLResponse(live.sign_in(), 401, headers=HEADERS)
     try:
-        await run_sync(caller_of, f"Bearer {token.strip()}")
+        session = await run_sync(start, token, code)
     except FlashError as error:
         return HTMLResponse(live.sign_in(error.what), 401, headers=HEADERS)
     answer = RedirectResponse(PATH, 303, headers=HEADERS)
-    answer.set_cookie(COOKIE, token.strip(), httponly=True, samesite="strict", path=PATH)
+    keep_in_cookie(session, request, answer, PATH)
     return answer
 
 

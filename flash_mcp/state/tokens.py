@@ -76,7 +76,7 @@ def create(
         used=None,
         revoked=None,
     )
-    store.insert("tokens", {**token, "hash": _hash(text)})
+    store.insert("tokens", {**token, "hash": digest_of(text)})
     return token, text
 
 
@@ -108,13 +108,13 @@ def revoke(store: Store, reference: str) -> list[Token]:
     return cast("list[Token]", rows)
 
 
-def find(store: Store, text: str) -> Token | None:
-    """The token whose text this is, unless it was revoked or has expired."""
+def find(store: Store, digest: str) -> Token | None:
+    """The token whose text has this digest, unless it was revoked or has expired."""
     now = time.time()
     # 256 random bits need no slow hash; looking the hash up tells a timer nothing about the text.
     sql = f"""SELECT {_COLUMNS} FROM tokens
               WHERE hash = ? AND revoked IS NULL AND (expires IS NULL OR expires > ?)"""
-    rows = cast("list[Token]", store.query(sql, [_hash(text), now]))
+    rows = cast("list[Token]", store.query(sql, [digest, now]))
     if rows and (rows[0]["used"] or 0.0) < now - USED_EVERY_S:
         # A full disk or a locked database lets reads through, at once.
         with suppress(FlashError), store.transaction(wait_s=0):
@@ -133,9 +133,10 @@ def local_token(base: Path) -> str:
     return path.read_text().strip()
 
 
-def is_local_token(base: Path, text: str) -> bool:
-    return hmac.compare_digest(local_token(base).encode(), text.encode())
+def is_local_token(base: Path, digest: str) -> bool:
+    return hmac.compare_digest(digest_of(local_token(base)), digest)
 
 
-def _hash(text: str) -> str:
+def digest_of(text: str) -> str:
+    """What is kept of a token's text."""
     return hashlib.sha256(text.encode()).hexdigest()

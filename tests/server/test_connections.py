@@ -15,6 +15,7 @@ from flash_mcp.server import connections
 from tests.samples import queued_run, supervised
 from tests.server.test_mcp_server import body_of
 from tests.teams import Team, team_server
+from tests.waiting import wait_for
 from tests.waiting import PATIENCE_S, wait_for
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -23,9 +24,10 @@ WHOLE = b"GET /healthz HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
 
 
 @contextmanager
-def limited(home: Path, *, per_address: int) -> Generator[Team]:
+def limited(home: Path, **settings: int) -> Generator[Team]:
     home.mkdir(parents=True, exist_ok=True)
-    (home / FILE).write_text(f"[server]\nconnections_per_address = {per_address}\n")
+    lines = [f"{name} = {value}" for name, value in settings.items()]
+    (home / FILE).write_text("\n".join(["[server]", *lines, ""]))
     with team_server() as team:
         yield team
 
@@ -71,7 +73,7 @@ def is_open(connection: socket.socket) -> bool:
 
 @pytest.mark.hostile("slow connections")
 def test_half_sent_headers_by_the_hundred_stop_nobody(flash_home: Path) -> None:
-    with limited(flash_home, per_address=50) as team, ExitStack() as stack:
+    with limited(flash_home, connections_per_address=50) as team, ExitStack() as stack:
         slow = [stack.enter_context(connect(team, HALF)) for _ in range(300)]
         with team.http() as http:
             assert http.get("/healthz").text == "ok\n"
@@ -147,7 +149,7 @@ def test_a_body_that_arrives_slowly_and_steadily_is_taken(
 def test_who_has_requests_under_way_on_every_connection_is_refused_another(
     flash_home: Path,
 ) -> None:
-    with limited(flash_home, per_address=2) as team, ExitStack() as stack:
+    with limited(flash_home, connections=2) as team, ExitStack() as stack:
         for owner in ("alice", "bob"):
             under_way = stack.enter_context(connect(team, upload(team, 1000, owner)))
             assert under_way.recv(4096).startswith(b"HTTP/1.1 100 ")
@@ -165,3 +167,61 @@ async def test_a_call_that_takes_longer_than_a_request_may_is_answered(
         async with team.client("none") as client:
             result = await client.call_tool("status", {"run_id": run_id, "wait_s": 1.5})
             assert body_of(result)["changed"] is False
+
+
+# -- streams ---------------------------------------------------------------------------------------
+
+
+def stream(team: Team, token: str) -> socket.socket:
+    """A page's stream of changes that has begun; what refuses it has status 429 or 503."""
+    lines = [
+        "GET /ui/events HTTP/1.1",
+        f"host: 127.0.0.1:{team.port}",
+        f"authorization: Bearer {token}",
+    ]
+    return connect(team, "\r\n".join([*lines, "", ""]).encode())
+
+
+def begins(connection: socket.socket) -> bool:
+    return connection.recv(4096).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.hostile("slow connections")
+def test_one_token_s_streams_have_a_limit_and_shut_nobody_out(flash_home: Path) -> None:
+    with limited(flash_home, streams_per_owner=5) as team, ExitStack() as stack:
+        token = team.token("mallory", "read")
+        for _ in range(5):
+            assert begins(stack.enter_context(stream(team, token)))
+        with stream(team, token) as sixth:
+            assert sixth.recv(4096).startswith(b"HTTP/1.1 429 ")
+        with team.http(token) as http:
+            assert http.get("/metrics").status_code == 200, "calls go on"
+        assert begins(stack.enter_context(stream(team, team.token("alice", "read"))))
+
+
+@pytest.mark.hostile("slow connections")
+def test_agents_behind_one_proxy_fit_though_they_share_its_address(flash_home: Path) -> None:
+    with limited(flash_home, connections_per_address=8) as team, ExitStack() as stack:
+        tokens = [team.token(f"owner-{number}") for number in range(3)]
+        streams: list[socket.socket] = []
+        for number in range(30):
+            streams.append(stack.enter_context(stream(team, tokens[number % 3])))
+            assert begins(streams[-1])
+        with team.http(tokens[0]) as http:
+            assert http.get("/metrics").status_code == 200
+        assert all(map(is_open, streams))
+
+
+@pytest.mark.hostile("slow connections")
+def test_where_all_connections_are_taken_the_owner_with_the_most_streams_loses_one(
+    flash_home: Path,
+) -> None:
+    with limited(flash_home, connections=10) as team, ExitStack() as stack:
+        mallory, alice = team.token("mallory", "read"), team.token("alice")
+        streams = [stack.enter_context(stream(team, mallory)) for _ in range(8)]
+        own = [stack.enter_context(stream(team, alice)) for _ in range(2)]
+        assert all(map(begins, [*streams, *own]))
+        with team.http(team.token("bob")) as http:
+            assert http.get("/metrics").status_code == 200
+        wait_for(lambda: sum(map(is_open, streams)) < 8)
+        assert all(map(is_open, own))

@@ -46,7 +46,7 @@ async def call(team: Team, token: str, tool: str, **arguments: Any) -> str:
         return text_of(await client.call_tool(tool, arguments))
 
 
-@pytest.mark.hostile("requests")
+@pytest.mark.hostile("logins")
 async def test_a_push_to_the_hub_needs_a_token_that_was_granted_the_hub_s_login(
     team: Team, tmp_path: Path, starts: list[str]
 ) -> None:
@@ -61,7 +61,7 @@ async def test_a_push_to_the_hub_needs_a_token_that_was_granted_the_hub_s_login(
     assert starts == [f"{run.id}@20"]
 
 
-@pytest.mark.hostile("requests")
+@pytest.mark.hostile("logins")
 @pytest.mark.parametrize(
     ("tracker", "variable"),
     [("wandb", "WANDB_API_KEY"), ("mlflow", "MLFLOW_TRACKING_URI"), ("trackio", "HF_TOKEN")],
@@ -78,7 +78,7 @@ async def test_metrics_go_to_the_operator_s_tracker_only_for_those_who_were_gran
     assert not (await call(team, granted, "train", **arguments)).startswith("[")
 
 
-@pytest.mark.hostile("requests")
+@pytest.mark.hostile("logins")
 def test_a_run_s_process_has_no_hub_login_unless_its_caller_was_granted_it(
     flash_home: Path, tmp_path: Path
 ) -> None:
@@ -96,7 +96,7 @@ def test_a_run_s_process_has_no_hub_login_unless_its_caller_was_granted_it(
     assert variables(None) == {"HF_TOKEN": "t", "PATH": "/bin"}
 
 
-@pytest.mark.hostile("requests")
+@pytest.mark.hostile("logins")
 async def test_exports_count_in_a_quota_and_an_owner_writes_one_at_a_time(
     team: Team, tmp_path: Path, starts: list[str], flash_home: Path
 ) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
+from flash_mcp.server import sessions
+from flash_mcp.state import tokens
 from flash_mcp.state.store import open_store
 from flash_mcp.tools.shared.run_view import report_on
 from tests.pages.test_report import HOSTILE, Tags, browser, hostile_run
@@ -42,31 +44,110 @@ def signed_in(team: Team, token: str) -> Generator[httpx.Client]:
         yield http
 
 
-def test_a_browser_signs_in_with_a_token_and_keeps_it_in_a_cookie(team: Team) -> None:
+def test_a_browser_signs_in_with_a_token_and_keeps_a_session_in_a_cookie(team: Team) -> None:
     with team.http() as http:
         asked = http.get("/ui")
         assert asked.status_code == 401 and "Paste a token" in asked.text
         wrong = http.post("/ui/sign-in", data={"token": "flash_wrong"})
         assert wrong.status_code == 401 and "no valid bearer token" in wrong.text
         assert "set-cookie" not in wrong.headers
-        answer = http.get(f"/ui?token={team.token('alice')}")
+        token = team.token("alice")
+        answer = http.post("/ui/sign-in", data={"token": token})
         assert answer.headers["location"] == "/ui"
-        cookie = answer.headers["set-cookie"].lower()
-        assert all(word in cookie for word in ("httponly", "samesite=strict", "path=/ui"))
+        cookie = answer.headers["set-cookie"]
+        assert token not in cookie
+        words = ("httponly", "samesite=strict", "path=/ui", f"flash_session_{team.port}=")
+        assert all(word in cookie.lower() for word in words)
         page = http.get("/ui")
         assert page.status_code == 200
         assert page.headers["cache-control"] == "no-store"
 
 
-def test_the_cookie_opens_the_pages_and_nothing_else(team: Team) -> None:
-    text = team.token("alice")
-    with team.http(cookie=f"flash_token={text}") as http:
+@pytest.mark.hostile("pages")
+def test_a_session_opens_the_pages_and_nothing_else(team: Team) -> None:
+    with signed_in(team, team.token("alice")) as http:
+        name, session = next(iter(http.cookies.items()))
+    with team.http(cookie=f"{name}={session}") as http:
         assert http.get("/ui").status_code == 200
         assert http.get("/metrics").status_code == 401
         assert http.post("/mcp", json={}).status_code == 401
-        for header in ({"origin": "https://evil.example"}, {"host": "evil.example"}):
-            assert http.get("/ui", headers=header).status_code in (403, 421)
-            assert http.post("/ui/chat/x", headers=header).status_code in (403, 421)
+    with team.http(session) as http:
+        assert http.get("/metrics").status_code == http.post("/mcp", json={}).status_code == 401
+        assert http.get("/ui").status_code == 401
+
+
+@pytest.mark.hostile("pages")
+def test_a_token_is_no_session(team: Team) -> None:
+    text = team.token("alice")
+    with team.http(cookie=f"flash_session_{team.port}={text}; flash_token={text}") as http:
+        assert http.get("/ui").status_code == 401
+
+
+@pytest.mark.hostile("pages")
+def test_a_session_ends_with_its_token(team: Team) -> None:
+    with signed_in(team, team.token("alice")) as http:
+        assert http.get("/ui").status_code == 200
+        tokens.revoke(open_store(), "alice")
+        assert http.get("/ui").status_code == 401
+
+
+@pytest.mark.hostile("pages")
+def test_a_token_has_a_few_sessions_and_they_end_after_a_day_s_work(
+    team: Team, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = team.token("alice")
+    with signed_in(team, text) as first:
+        for _ in range(sessions.SESSIONS_PER_TOKEN - 1):
+            with signed_in(team, text):
+                pass
+        assert first.get("/ui").status_code == 200
+        with signed_in(team, text) as last:
+            assert first.get("/ui").status_code == 401
+            assert last.get("/ui").status_code == 200
+    monkeypatch.setattr(sessions, "SESSION_S", 0.0)
+    with signed_in(team, text) as http:
+        assert http.get("/ui").status_code == 401
+
+
+@pytest.mark.hostile("pages")
+def test_no_link_and_no_other_server_s_page_signs_a_visitor_in(team: Team) -> None:
+    text = team.token("mallory")
+    with team.http() as http:
+        for address in (
+            f"/ui?token={text}",
+            f"/ui/sign-in?token={text}",
+            "/ui?code=",
+            "/ui?code=x",
+        ):
+            answer = http.get(address)
+            assert answer.status_code == 401 and "set-cookie" not in answer.headers
+        for origin in ("https://evil.example", "http://127.0.0.1:3000", "http://localhost", "null"):
+            headers = {"origin": origin}
+            answer = http.post("/ui/sign-in", data={"token": text}, headers=headers)
+            assert answer.status_code == 421 and "set-cookie" not in answer.headers
+    with signed_in(team, text) as http:
+        for headers in ({"origin": "http://localhost:3000"}, {"host": "evil.example"}):
+            answer = http.post("/ui/chat/x", data={"message": "hi"}, headers=headers)
+            assert answer.status_code == 421
+        answer = http.post("/ui/chat/x", data={"message": "hi"}, headers={"origin": team.url})
+        assert answer.status_code == 404
+
+
+@pytest.mark.hostile("pages")
+def test_a_session_that_came_by_tls_is_sent_by_tls_only(flash_home: Path) -> None:
+    def cookie(team: Team, **headers: str) -> str:
+        data = {"token": team.token("alice")}
+        with team.http(host="127.0.0.1") as http:
+            answer = http.post("/ui/sign-in", data=data, headers=headers)
+        return answer.headers["set-cookie"].lower()
+
+    with team_server() as team:
+        assert "secure" in cookie(team, origin="https://127.0.0.1")
+        assert "secure" not in cookie(team, origin="http://127.0.0.1")
+        assert "secure" not in cookie(team, **{"x-forwarded-proto": "https"}), "any program's word"
+    (flash_home / "settings.toml").write_text('[server]\nproxies = ["127.0.0.1"]\n')
+    with team_server() as team:
+        assert "secure" in cookie(team, **{"x-forwarded-proto": "https"})
 
 
 def test_pages_of_anothers_run_read_like_those_of_no_run(team: Team, tmp_path: Path) -> None:
@@ -177,6 +258,8 @@ def test_the_command_prints_an_address_that_opens_the_pages(flash_home: Path) ->
                 page = http.get(address)
             assert page.url.path == "/ui" and not page.url.query
             assert "Runs" in page.text
+            with httpx.Client(trust_env=False, follow_redirects=True) as http:
+                assert http.get(address).status_code == 401, "the code is used up"
         finally:
             server.terminate()
             server.wait(20)
@@ -193,7 +276,11 @@ def test_in_a_browser_a_page_follows_its_run(team: Team, tmp_path: Path, browser
     page.on("console", lambda message: said.append(message.text))
     page.on("pageerror", lambda error: said.append(str(error)))
     page.on("request", lambda request: asked.append(request.url))
-    page.goto(f"{team.url}/ui?token={team.token('alice')}")
+    page.goto(f"{team.url}/ui")
+    page.fill("[name=token]", team.token("alice"))
+    page.click("button")
+    page.wait_for_selector("h1:text('Runs')")
+    said.clear()  # of the page that asks for a token, whose status is 401
     page.keyboard.press("Tab")
     page.click(f"text={run.id}")
     page.wait_for_selector("text=2 of 20 steps")

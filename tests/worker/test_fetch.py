@@ -309,7 +309,7 @@ def test_an_attempt_uses_the_commit_of_the_run_it_builds_on_and_of_the_attempt_b
     assert loaded(1, {}) == snapshots / ("b" * 40)
 
 
-@pytest.mark.hostile("requests")
+@pytest.mark.hostile("logins")
 def test_a_model_that_another_s_login_brought_here_is_not_for_a_caller_without_one(
     snapshots: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
