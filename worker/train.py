@@ -134,7 +134,10 @@ def _gold_rows(session: TrainingSession) -> dict[str, list[Row]]:
     watched = {"max_error_share": share, "advance": session.heartbeat.advance}
     host = session.host
     rows: dict[str, list[Row]] = {}
-    for name, split in GOLD_SPLITS.items():
+    splits = dict(GOLD_SPLITS)
+    if not session.spec.evaluates:
+        del splits["holdout"]  # measuring it costs a pass over its rows at each checkpoint
+    for name, split in splits.items():
         session.heartbeat.enter("dataset", of=host.splits.get(split, 0))
         rows[name] = session.wait(gold_rows(host, session.model.template, split, **watched))
         if missing := host.splits.get(split, 0) - len(rows[name]):

@@ -44,7 +44,7 @@ from environments.checks.report import (
     score_text,
     shown,
 )
-from environments.checks.splits import shared_tasks
+from environments.checks.splits import repeated_questions, shared_tasks
 from environments.process import requirements
 from environments.process.host import EnvironmentFault, EnvironmentHost
 from environments.tools import TOOL_ERROR
@@ -211,16 +211,23 @@ class _Gate:
                 what = f"{len(repeated)} of {len(tasks)} {split} tasks repeat an id"
                 fix = "give each row its own id, or no id: load_dataset derives one from the row"
                 raise _FailedError(f"{what}, for instance {plain_name(repeated[0])}", fix)
+            if copies := repeated_questions(tasks):
+                example = " = ".join(map(plain_name, copies[0]))
+                what = f"{len(copies)} of {len(tasks)} {split} tasks ask what another one asks"
+                fix = "remove the copies; if other data tells them apart, put that into their input"
+                raise _FailedError(f"{what}, for instance {example}", fix)
         if not held_out:
             fix = "set eval_dataset (datasets/eval.jsonl): only held-out tasks can show learning"
             raise _SkippedError("there is no eval split", fix)
         overlap = shared_tasks(train, held_out)
         if overlap.shared:
             what = f"{overlap.shared} of {len(held_out)} eval tasks are train tasks too: {overlap}"
-            fix = "remove them from one split, or give different tasks different ids"
+            fix = "remove them from one split"
+            if overlap.same_id:
+                fix += ", or give tasks that only share an id different ids"
             raise _FailedError(f"contaminated: {what}", fix)
         sizes = f"{len(train)} train and {len(held_out)} eval tasks"
-        return f"{sizes}; ids are unique, no task is in both splits"
+        return f"{sizes}; ids and questions are unique, no task is in both splits"
 
     async def _check_prompts(self, host: EnvironmentHost) -> str:
         turns: list[int] = []
@@ -241,6 +248,9 @@ class _Gate:
             except EnvironmentFault as fault:
                 if fault.code == "environment_timeout":
                     raise
+                if not fault.traceback:  # it gave one that breaks the contract
+                    fix = "give rows an output that is text, or correct sft_completion"
+                    raise _FailedError(f"a gold answer is not valid: {fault.shown}", fix) from fault
                 fix = (
                     "give rows an output, or override sft_completion: algorithm='sft' needs it too"
                 )

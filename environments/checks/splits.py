@@ -55,3 +55,15 @@ def shared_tasks(train: Tasks, held_out: Tasks) -> Overlap:
         elif task_id in train_ids:
             result.same_id.append((task_id, task_id))
     return result
+
+
+def repeated_questions(tasks: Tasks) -> list[tuple[str, str]]:
+    """Pairs (earlier id, id) of the tasks that ask what an earlier one asks."""
+    first: dict[str, str] = {}
+    pairs: list[tuple[str, str]] = []
+    for task_id, digest in tasks:
+        if digest in first:
+            pairs.append((first[digest], task_id))
+        else:
+            first[digest] = task_id
+    return pairs

@@ -68,9 +68,24 @@ def uniform_share(tasks: Tasks) -> float | None:
     return fmean(len(values) == 1 for values in rewards) if rewards else None
 
 
-def evaluation_at(run: Run, evaluations: Sequence[Evaluation], step: int | None) -> Evaluation:
+def first_checkpoint(run: Run) -> str:
+    """How to come to a checkpoint of a run that has none."""
+    if run.algorithm == "eval":
+        model = run.evaluation.checkpoint or run.model
+        return f"an evaluation saves none: name the model, {model!r}"
+    if run.ended is None:
+        every = f"one is saved every save_every={run.training.save_every} steps"
+        return f"status(run_id={run.id!r}, until='news') waits for the first: {every}"
+    if run.files_removed is not None:
+        return "its files were removed: use another run"
+    return f"it ended before it saved one: train(resume={run.id!r}) starts it over"
+
+
+def evaluation_at(
+    run: Run, evaluations: Sequence[Evaluation], step: int | None, checkpoints: Sequence[int]
+) -> Evaluation:
     """The run's evaluation at `step`, or its newest. FlashError if it has none (yet) that can be
-    judged.
+    judged. `checkpoints` are the steps that it has saved.
     """
     results = [row for row in evaluations if step is None or row.step == step]
     if results and results[-1].summary["n"]:
@@ -89,10 +104,15 @@ def evaluation_at(run: Run, evaluations: Sequence[Evaluation], step: int | None)
         fix = f"status(run_id={run_id!r}) says why; call evaluate again"
         raise FlashError("not_ready", what, fix=fix)
     steps = ", ".join(str(row.step) for row in evaluations)
-    count = f"it has those of the steps {steps}; " if steps else ""
-    model = run_id if step is None else f"{run_id}@{step}"
+    fix = f"it has those of the steps {steps}; " if steps else ""
+    if step == 0 or (checkpoints and (step is None or step in checkpoints)):
+        model = run_id if step is None else f"{run_id}@{step}"
+        fix += f"evaluate(model='{model}') makes one"
+    elif checkpoints:
+        fix += f"evaluate(model='{run_id}@{checkpoints[-1]}') measures its newest checkpoint"
+    else:
+        fix += f"evaluating it needs a checkpoint: {first_checkpoint(run)}"
     what = f"{run_id} has no such evaluation"
-    fix = f"{count}evaluate(model='{model}') makes one"
     raise FlashError("invalid_argument", what, run_id=run_id, step=step, fix=fix)
 
 

@@ -166,7 +166,11 @@ def outlook(history: Sequence[Metrics], raised: Sequence[Flag], verdict: str | N
 
 
 def _progress(steps: Steps, raised: Sequence[Flag]) -> str:
-    """The outlook of a run without problems or doubts, by its reward or its loss."""
+    """The outlook of a run without problems or doubts, by its reward, its held-out loss or else
+    its training loss.
+    """
+    if len(steps.column("eval_loss")) > 1:
+        return _held_out_progress(steps, raised)
     name = "reward/mean" if steps.column("reward/mean") else "loss"
     values = steps.column(name)
     moved = trend(values)
@@ -181,8 +185,20 @@ def _progress(steps: Steps, raised: Sequence[Flag]) -> str:
         return f"doubtful: {said}"
     if len(values) < LONG and not _is_monotone(values):
         return f"too early to say: {said}, too unsteadily to call it a trend"
-    minded = f"; mind {', '.join(flag.name for flag in raised)}" if raised else ""
-    return f"yes: {said}{minded}"
+    return f"yes: {said}{_minded(raised)}"
+
+
+def _held_out_progress(steps: Steps, raised: Sequence[Flag]) -> str:
+    """By a loss that is always of the same rows: it has no noise of sampling."""
+    losses = steps.column("eval_loss")
+    said = f"held-out loss went from {losses[0]:.3g} to {losses[-1]:.3g} over {steps}"
+    if losses[-1] >= losses[0]:
+        return f"doubtful: {said}"
+    return f"yes: {said}{_minded(raised)}"
+
+
+def _minded(raised: Sequence[Flag]) -> str:
+    return f"; mind {', '.join(flag.name for flag in raised)}" if raised else ""
 
 
 def _is_monotone(values: Sequence[float]) -> bool:

@@ -124,7 +124,8 @@ class FlashError(Exception):
         return cls(fault.code, about + what, fix=fix, wrote=wrote, **values)
 
     def __str__(self) -> str:
-        values = "".join(f" {name}={_short(value)}" for name, value in self.values.items())
+        present = {name: value for name, value in self.values.items() if value is not None}
+        values = "".join(f" {name}={_short(value)}" for name, value in present.items())
         text = f"[{self.code}{values}] {self.what}"
         if not self.what.endswith((".", "!", "?")):
             text += "."
@@ -180,9 +181,19 @@ def nearest(
     return difflib.get_close_matches(name, list(existing), n=count, cutoff=likeness)
 
 
-def did_you_mean(requested: str, existing: Iterable[str], **options: Any) -> str:
-    """`; did you mean 'X' or 'Y'?`, or empty if no known name is `nearest` to `wanted`."""
+def did_you_mean(
+    requested: str,
+    existing: Iterable[str],
+    *,
+    also: Mapping[str, str] | None = None,
+    **options: Any,
+) -> str:
+    """`; did you mean 'X' or 'Y'?`, or empty if no known name is `nearest` to `requested`. `also`
+    maps other programs' names to known ones.
+    """
     near = nearest(requested, existing, **options)
+    if also and requested in also:
+        near = [also[requested]]
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 

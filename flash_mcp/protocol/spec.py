@@ -341,6 +341,27 @@ def check_adapter(
     raise FlashError("adapter_mismatch", f"the adapter has {result}", fix=fix)
 
 
+OTHER_NAMES = {
+    "lr": "learning_rate",
+    "num_steps": "steps",
+    "max_steps": "steps",
+    "num_epochs": "epochs",
+    "num_train_epochs": "epochs",
+    "num_generations": "group_size",
+    "per_device_train_batch_size": "batch_size",
+    "rank": "lora_rank",
+    "r": "lora_rank",
+    "alpha": "lora_alpha",
+    "max_new_tokens": "max_tokens",
+    "max_seq_length": "max_length",
+    "beta": "kl_penalty_coef",
+    "kl_coef": "kl_penalty_coef",
+    "env": "environment",
+    "model_name": "model",
+    "base_model": "model",
+    "n_gpus": "gpus",
+}
+"""What other programs call a run's fields."""
 SDK_NAMES = {"id": "environment", "params": "environment_args"}
 """What `[environment]` of a file for the freesolo SDK calls a run's fields."""
 
@@ -358,9 +379,12 @@ def read_toml(path: Path) -> dict[str, Any]:
 
     try:
         document = tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except OSError as error:
         fix = "name a TOML file on the server; env_setup writes one under configs/"
         raise refused(f"cannot be read: {error}", fix) from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        fix = 'correct it there: a line is `steps = 100` or `model = "NAME"`, in UTF-8'
+        raise refused(f"is no TOML: {error}", fix) from error
     environment = document.get("environment")
     if isinstance(environment, dict):
         table = cast("dict[str, Any]", document.pop("environment"))
@@ -375,7 +399,7 @@ def read_toml(path: Path) -> dict[str, Any]:
             table["seed"] = seeds[0]
         for field, inner in table.items():
             if field not in RunSpec.model_fields:
-                guess = did_you_mean(field, RunSpec.model_fields, count=1)
+                guess = did_you_mean(field, RunSpec.model_fields, count=1, also=OTHER_NAMES)
                 fix = f"use fields of: {', '.join(RunSpec.model_fields)}"
                 raise refused(f"has an unknown field {field!r}{guess}", fix)
             if field in fields:

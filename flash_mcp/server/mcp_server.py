@@ -281,7 +281,7 @@ def _progress_of(context: Context[Any, Any]) -> Callable[[str, float | None], Aw
         nonlocal reported, reported_at
         if share is None and time.monotonic() - reported_at < 1:
             return
-        reported = max(reported + 1e-6, share or 0.0)
+        reported = round(max(reported + 1e-6, share or 0.0), 6)
         reported_at = time.monotonic()
         await context.report_progress(reported, 1.0, message)
 

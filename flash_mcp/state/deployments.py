@@ -10,6 +10,8 @@ from flash_mcp.protocol.errors import FlashError, did_you_mean
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Deployment
 from flash_mcp.state.database import Connection, marks
 
+DEPLOYS = "deploy(run_id=...) serves a checkpoint; status lists the runs"
+
 
 class DeploymentTable(Connection):
     """Deployments."""
@@ -40,7 +42,7 @@ class DeploymentTable(Connection):
             "unknown_deployment",
             f"there is no deployment {deployment_id!r}{did_you_mean(deployment_id, live)}",
             deployment_id=deployment_id,
-            fix=f"use one of: {', '.join(live)}" if live else "start one with deploy",
+            fix=f"use one of: {', '.join(live)}" if live else DEPLOYS,
         )
 
     def update_deployment(

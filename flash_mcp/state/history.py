@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flash_mcp.judgement.attempts import first_checkpoint
 from flash_mcp.judgement.curve import METRICS, Curve, drawn
 from flash_mcp.judgement.health import WINDOW
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import (
-    ACTIVE,
     Checkpoint,
     Evaluation,
     Event,
@@ -81,6 +81,18 @@ class HistoryTables(RunTable):
     def last_metrics(self, run_id: str) -> StepMetrics | None:
         rows = self.metrics(run_id, limit=1)
         return rows[0] if rows else None
+
+    def slowest_step_s(self, run_id: str) -> float:
+        """The longest of the newest steps; 0 if none was made."""
+        rows = self.metrics(run_id, limit=NEWEST_STEPS)
+        return max((row.metrics.get("time/step_s") or 0.0 for row in rows), default=0.0)
+
+    def lost_steps(self, run: Run) -> int:
+        """Steps that a cancelled run made after its newest checkpoint."""
+        if run.state != "cancelled" or run.algorithm == "eval":
+            return 0
+        saved = self.checkpoints(run.id)
+        return max(0, run.step - (saved[-1].step if saved else 0))
 
     def values(self, run_id: str, name: str) -> list[float]:
         """One metric at each step that has it, in order. `name` is one of ours: a quotation mark
@@ -199,18 +211,12 @@ class HistoryTables(RunTable):
         results = [row for row in rows if step is None or row.step == step]
         if results:
             return results[-1]
-        wait = (
-            "wait for the first one: status shows the run's progress"
-            if run.state in ACTIVE
-            else "use another run"
-        )
-        raise FlashError(
-            "unknown_checkpoint",
-            f"run {run_id} has no checkpoint" + (f" at step {step}" if step is not None else ""),
-            run_id=run_id,
-            step=step,
-            fix=f"use one of the steps {[row.step for row in rows]}" if rows else wait,
-        )
+        what = f"run {run_id} has no checkpoint"
+        if step is not None:
+            what += f" at step {step}"
+        steps = [row.step for row in rows]
+        fix = f"use one of the steps {steps}" if steps else first_checkpoint(run)
+        raise FlashError("unknown_checkpoint", what, run_id=run_id, step=step, fix=fix)
 
     def _is_stale(self, table: str, run_id: str, row: Mapping[str, Any]) -> bool:
         """Whether a newer attempt reported that step: an attempt that was replaced, and woke,

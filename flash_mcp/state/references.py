@@ -179,9 +179,11 @@ def _checkpoint(store: Store, run_id: str, step: int | None) -> Subject:
 
 
 def split_size(store: Store, run: Run) -> int | None:
-    """The tasks of the split that the run's evaluations take, as env_push counted them; None if
-    that is not known.
+    """The tasks of the split that the run's evaluations take, as they were counted when it was
+    started, else by env_push; None if that is not known.
     """
+    if size := run.lineage.get("tasks", {}).get(run.eval_split):
+        return size
     try:
         data = store.environment(run.environment_reference).data
     except FlashError:  # it was removed

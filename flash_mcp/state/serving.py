@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 from environments.settings import load_settings
+from flash_mcp.judgement.attempts import first_checkpoint
 from flash_mcp.protocol.adapters import read_adapter_config
 from flash_mcp.protocol.base_models import is_named, pinned
 from flash_mcp.protocol.errors import FlashError
@@ -16,6 +17,7 @@ from flash_mcp.protocol.records import LIVE_DEPLOYMENT, Deployment, Json, Run
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import LOCAL_TARGET
 from flash_mcp.state.costs import limit_error, served_by_target
+from flash_mcp.state.deployments import DEPLOYS
 from flash_mcp.state.owners import caller
 from flash_mcp.state.runs import folder_of
 from flash_mcp.state.store import Store
@@ -44,7 +46,7 @@ def request(
     elsewhere = _elsewhere(store, target, port=port, record=record)
     run = store.run(run_id)
     folder = folder_of(run)
-    step = _good_step(folder, run_id, step)
+    step = _good_step(folder, run, step)
     if name and is_named(name):
         what = f"{name!r} is a base model's name"
         raise FlashError("invalid_argument", what, name=name, fix="choose another name")
@@ -195,33 +197,41 @@ def ended_idle(row: Deployment) -> bool:
     return row.state == "stopped" and (row.error or {}).get("code") == "unknown_deployment"
 
 
-def find_deployment(store: Store, reference: str | None) -> Deployment:
-    """By id or name; None is the only one there is. FlashError(unknown_deployment)."""
+NOTHING_TO_END = "nothing has to be ended; catalog lists what is served"
+
+
+def find_deployment(store: Store, reference: str | None, *, to_end: bool = False) -> Deployment:
+    """By id or name; None is the only one there is. `to_end`: the caller wants it ended.
+    FlashError(unknown_deployment).
+    """
     live = store.deployments(LIVE_DEPLOYMENT)
     if reference is None:
         if len(live) == 1:
             return live[0]
         if not live:
-            raise _nothing_deployed(store)
+            raise _nothing_deployed(store, to_end=to_end)
         fix = f"name one of: {', '.join(row.id for row in live)}"
         raise FlashError("unknown_deployment", f"{len(live)} deployments are there", fix=fix)
     results = [row for row in store.deployments() if reference in (row.id, row.name)]
-    return (
-        min(results, key=lambda row: _rank_of(row, reference))
-        if results
-        else store.deployment(reference)
-    )
+    if results:
+        return min(results, key=lambda row: _rank_of(row, reference))
+    if to_end and not live:
+        what = f"there is no deployment {reference!r}, and none is served"
+        raise FlashError("unknown_deployment", what, fix=NOTHING_TO_END)
+    return store.deployment(reference)
 
 
-def _nothing_deployed(store: Store) -> FlashError:
+def _nothing_deployed(store: Store, *, to_end: bool) -> FlashError:
     """Says why the last deployment ended, unless somebody ended it."""
+    if to_end:
+        return FlashError("unknown_deployment", "nothing is deployed", fix=NOTHING_TO_END)
     last = max(store.deployments(), key=lambda row: row.updated, default=None)
     if last and last.error and (last.state == "failed" or ended_idle(last)):
         what = f"nothing is deployed; {last.id} ended: {last.error['what']}"
         fix = f"deploy(run_id={last.run_id!r}, step={last.step}) starts it again"
         cause = last.error.get("wrote", "").split("\n")[0]  # others' deployments share the rest
         return FlashError("unknown_deployment", what, fix=fix, wrote=cause)
-    return FlashError("unknown_deployment", "nothing is deployed", fix="start one with deploy")
+    return FlashError("unknown_deployment", "nothing is deployed", fix=DEPLOYS)
 
 
 def _rank_of(row: Deployment, reference: str) -> tuple[bool, ...]:
@@ -233,20 +243,16 @@ def _rank_of(row: Deployment, reference: str) -> tuple[bool, ...]:
     )
 
 
-def _good_step(folder: RunFolder, run_id: str, step: int | None) -> int:
+def _good_step(folder: RunFolder, run: Run, step: int | None) -> int:
     if step is not None and folder.checkpoints.manifest(step) is not None:
         return step
     newest = folder.checkpoints.newest_good() if step is None else None
     if newest is not None:
         return newest
     steps = folder.checkpoints.steps()
-    what = f"run {run_id} has no checkpoint" + ("" if step is None else f" at step {step}")
-    wait = (
-        "wait for the first one: status shows the run's progress; a run that ended without one"
-        " cannot be deployed"
-    )
-    fix = f"use one of the steps {steps}" if steps else wait
-    raise FlashError("unknown_checkpoint", what, run_id=run_id, step=step, fix=fix)
+    what = f"run {run.id} has no checkpoint" + ("" if step is None else f" at step {step}")
+    fix = f"use one of the steps {steps}" if steps else first_checkpoint(run)
+    raise FlashError("unknown_checkpoint", what, run_id=run.id, step=step, fix=fix)
 
 
 def _deployment_id(*parts: object) -> str:

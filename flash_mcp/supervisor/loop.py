@@ -75,7 +75,7 @@ class Timeouts:
     beat_silent_s: float = 120.0
     """Without a new beat for so long, an attempt hangs, even though the launcher calls it alive."""
     cancel_grace_s: float = 120.0
-    """What a worker has to save and end, before it is killed."""
+    """What a worker has to save and end before it is killed, besides the time of two steps."""
     leave_s: float = 10.0
     """What a worker has to leave after its result, before it is killed."""
     retry_delay_s: float = 1.0
@@ -501,12 +501,11 @@ class RunReconciler:
             if shortage := _memory_shortage(attempt.beat):
                 return self._error("out_of_memory", f"{what}; {shortage}", run, attempt)
             return self._error("worker_failed", what, run, attempt)
-        if (
-            attempt.cancelled_at is not None
-            and now - attempt.cancelled_at > patience.cancel_grace_s
-        ):
-            what = f"attempt {attempt.number} did not end when asked to"
-            return self._error("stalled", what, run, attempt)
+        if attempt.cancelled_at is not None:
+            grace_s = patience.cancel_grace_s + 2 * self.store.slowest_step_s(run.id)
+            if now - attempt.cancelled_at > grace_s:
+                what = f"attempt {attempt.number} did not end within {grace_s:.0f} s of the cancel"
+                return self._error("stalled", what, run, attempt)
         if attempt.pending_at is not None:
             waited_s = now - attempt.pending_at
             if not run.cancel_requested and waited_s <= patience.pending_s:

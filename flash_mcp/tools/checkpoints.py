@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from typing import Annotated
 
 from anyio.to_thread import run_sync
 from pydantic import Field
 
+from flash_mcp.judgement.attempts import first_checkpoint
 from flash_mcp.protocol import base_models, credentials
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.exports import ExportKind
@@ -44,6 +46,8 @@ class Cancel(Result):
     """Steps done."""
     checkpoint: int | None = None
     """Step of its newest checkpoint."""
+    lost_steps: int | None = None
+    """Steps made after it, which were lost as the attempt had to be killed."""
 
 
 class Checkpoint(ResultModel):
@@ -58,7 +62,9 @@ class Checkpoint(ResultModel):
     eval_success: float | None = None
     """Held-out success share, if evaluated at that step."""
     loss: float | None = None
-    """Loss at that step (sft)."""
+    """Training loss at that step (sft)."""
+    held_out_loss: float | None = None
+    """Loss on gold answers that are not trained on, if measured at that step (sft)."""
     size_bytes: int
     """Without optimizer."""
     digest: str
@@ -110,21 +116,35 @@ async def cancel(
         deadline_after(wait_s),
         lambda run: (f"{run_id}: {run.state}, asked to save and end", None),
     )
-    saved = await run_sync(store.checkpoints, run_id)
+    return await run_sync(_cancelled, store, run)
+
+
+def _cancelled(store: Store, run: Run) -> Cancel:
+    saved = store.checkpoints(run.id)
     checkpoint = saved[-1].step if saved else None
+    if run.state == "cancelled":
+        next_step = next_of(RunContext(run=run, checkpoint=checkpoint))
+    else:
+        next_step = f"{_ending(store, run)}; {waiting_for(run.id, 'end')} returns when it has ended"
     return Cancel(
-        run_id=run_id,
+        run_id=run.id,
         state=run.state,
         step=run.step,
         checkpoint=checkpoint,
-        next=_after_cancel(run, checkpoint),
+        lost_steps=store.lost_steps(run) or None,
+        next=next_step,
     )
 
 
-def _after_cancel(run: Run, checkpoint: int | None) -> str:
-    if run.state == "cancelled":
-        return next_of(RunContext(run=run, checkpoint=checkpoint))
-    return f"it is saving; {waiting_for(run.id, 'end')} returns when it has ended"
+def _ending(store: Store, run: Run) -> str:
+    """What a run that was asked to end still does, and how long that takes."""
+    if run.algorithm == "eval":
+        return "it is ending"
+    step_s = store.slowest_step_s(run.id)
+    if not step_s:
+        return "it ends before its first step"
+    minutes = math.ceil(step_s / 60)
+    return f"it is finishing step {run.step + 1} and saving, up to {minutes} min"
 
 
 async def checkpoints(
@@ -207,6 +227,7 @@ def _listed(store: Store, run_id: str, limit: int, cursor: str | None) -> Checkp
             success=rounded(row.metrics.get("success/rate"), 4),
             eval_success=rounded(evaluated.get(row.step), 4),
             loss=rounded(row.metrics.get("loss"), 4) if run.algorithm == "sft" else None,
+            held_out_loss=rounded(row.metrics.get("eval_loss"), 4),
             size_bytes=row.size_bytes,
             digest=row.digest,
             path=row.path,
@@ -221,8 +242,7 @@ def _listed(store: Store, run_id: str, limit: int, cursor: str | None) -> Checkp
     elif run.algorithm == "eval":
         next_step = f"an evaluation saves none; status(run_id={run_id!r}) has its scores"
     else:
-        every = f"save_every={run.training.save_every}"
-        next_step = f"none yet: one is saved every {every} steps; status shows the progress"
+        next_step = first_checkpoint(run)
     has_more = len(rows) > limit
     more = str(results[-1].step) if has_more else None
     return Checkpoints(

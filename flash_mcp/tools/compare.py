@@ -374,7 +374,8 @@ def _find(store: Store, text: str) -> Evaluated:
 
 
 def _evaluated(store: Store, run: Run, step: int | None) -> Evaluated:
-    row = attempts.evaluation_at(run, store.evals(run.id), step)
+    saved = [row.step for row in store.checkpoints(run.id)]
+    row = attempts.evaluation_at(run, store.evals(run.id), step, saved)
     return Evaluated(run, row, store.tries(run.id, row.step))
 
 

@@ -209,7 +209,7 @@ async def undeploy(
         wait_s: Seconds to wait for its end.
     """
     store, deadline = open_store(), deadline_after(wait_s)
-    row = await run_sync(find_deployment, store, deployment)
+    row = await run_sync(functools.partial(find_deployment, to_end=True), store, deployment)
     row = await run_sync(request_stop, store, row.id)
     if row.state == "stopping":
         await run_sync(look_after, store)

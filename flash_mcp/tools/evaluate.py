@@ -192,6 +192,7 @@ async def _measure(
         idempotency_key,
         again=request.again,
         label=request.label,
+        lineage={"tasks": {request.split: len(names)}},
     )
     if trouble is None:
         run = await ended(store, run.id, started + min(wait_s, WAIT_LIMIT_S))

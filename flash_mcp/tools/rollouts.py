@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from flash_mcp.judgement.attempts import first_checkpoint
 from flash_mcp.judgement.failures import SAMPLE_ROLLOUTS, FailureMode, failure_counts, failure_modes
 from flash_mcp.protocol.recordings import Recording
 from flash_mcp.protocol.records import ACTIVE, Json, Rollout, Run, text_of
@@ -155,7 +156,7 @@ def rollouts(
     offset = page_offset(cursor, "rollouts") if index is None else index
     if not steps or (at is not None and at not in steps):
         others = store.rollout_steps(run_id, "eval" if split == "train" else "train")
-        return _nothing(run, at, steps, split, bool(others))
+        return _nothing(store, run, at, steps, split, bool(others))
     if index is None:
         page = store.rollouts(run_id, split, at, which, contains, success, limit + 1, offset)
         total = store.rollout_count(run_id, split, at, contains, success)
@@ -260,7 +261,9 @@ def _step(step: int | None, steps: list[int], *, search: bool) -> int | None:
     return steps[-1] if step is None and steps else step
 
 
-def _nothing(run: Run, step: int | None, steps: list[int], split: str, others: bool) -> Rollouts:
+def _nothing(
+    store: Store, run: Run, step: int | None, steps: list[int], split: str, others: bool
+) -> Rollouts:
     run_id = run.id
     state = run.state
     if steps:
@@ -270,6 +273,8 @@ def _nothing(run: Run, step: int | None, steps: list[int], split: str, others: b
         next_step = f"it has no {split} rollouts: split={other!r} has the others"
     elif split == "eval" and run.algorithm != "eval":
         makes = f"evaluate(model={run_id!r}) makes one, as eval_before and eval_after do"
+        if not store.checkpoints(run_id):
+            makes = first_checkpoint(run)
         next_step = f"no evaluation was made: {makes}"
     elif state in ACTIVE and run.algorithm != "sft":
         waits = f"status(run_id={run_id!r}, wait_s=40) waits for the first"
@@ -414,7 +419,9 @@ def _next_step(result: _Found, shown: list[RolloutView], was_cut: bool) -> str:
         count = result.store.rollout_count(run_id, result.split, result.step)
         return f"this step has {count} {result.split} rollouts: index is 0 to {count - 1}"
     if not shown:
-        return "nothing matches: try step=-1, or without contains and success"
+        if result.step is not None:
+            return f"nothing of step {result.step} matches: step=-1 looks into all steps"
+        return "nothing of any step matches: leave out contains or success"
     options: list[str] = []
     first = shown[0]
     last = first.messages[-1].number if first.messages else None

@@ -88,6 +88,8 @@ class Estimate(ResultModel):
     """Conversations generated (grpo)."""
     examples: int | None = None
     """Conversations trained on, repeats counted (sft)."""
+    held_out_examples: int | None = None
+    """Held-out conversations whose loss is measured, all times together (sft)."""
     train_tasks: int
     """Rows of the train split."""
     eval_tasks: int
@@ -233,15 +235,21 @@ async def train(
         tried = await _sampled(plan, price_per_hour, started + SAMPLE_LIMIT_S)
         return plan.result(state="validated", created=False, sample=tried, next=after_sample(tried))
     if validate_only:
-        next_step = "call train again without validate_only to start it"
-        if plan.spec.algorithm == "grpo":
-            next_step += "; sample=true lets the model try it first"
-        return plan.result(state="validated", created=False, next=next_step)
+        return plan.result(state="validated", created=False, next=_after_validation(plan))
     if not accept_failed_gate:
         plan.check_gate()
     run, created = await run_sync(_enqueue, plan, idempotency_key, label)
     next_step = await _followed(plan.store, run, is_own=created)
     return plan.result(run_id=run.id, state=run.state, created=created, next=next_step)
+
+
+def _after_validation(plan: _Plan) -> str:
+    if plan.gate.failed:
+        return plan.gate_error().fix
+    next_step = "call train again without validate_only to start it"
+    if plan.spec.algorithm == "grpo":
+        next_step += "; sample=true lets the model try it first"
+    return next_step
 
 
 async def _followed(store: Store, run: Run, *, is_own: bool) -> str:
@@ -336,13 +344,15 @@ class _Plan:
 
     def check_gate(self) -> None:
         """FlashError(gate_failed) if env_test last found a fault in these files."""
-        if not self.gate.failed or self.is_repeated:
-            return
+        if self.gate.failed and not self.is_repeated:
+            raise self.gate_error()
+
+    def gate_error(self) -> FlashError:
         reference = self.environment.reference
         what = f"env_test failed on {reference}: {', '.join(self.gate.failed)}"
         test = f"env_test(environment={reference!r}) says what to change"
         fix = f"{test}; accept_failed_gate=true trains all the same, and is written on the report"
-        raise FlashError("gate_failed", what, fix=fix)
+        return FlashError("gate_failed", what, fix=fix)
 
 
 async def _plan(
@@ -433,7 +443,7 @@ def _time_by_sample(plan: _Plan, sampled: Sample, price_per_hour: float | None) 
 
 def _enqueue(plan: _Plan, idempotency_key: str | None, label: Label) -> tuple[Run, bool]:
     shared = plan.probe.shared
-    lineage: Json = {"gate": str(plan.gate)}
+    lineage: Json = {"gate": str(plan.gate), "tasks": plan.probe.splits}
     if shared.shared:
         lineage["overlap"] = {
             "shared": shared.shared,
@@ -659,4 +669,10 @@ def _estimate(spec: RunSpec, probe: _Probe, dataset: Dataset | None) -> Estimate
         estimate.tokens_at_most = estimate.rollouts * max(1, min(spec.max_tokens, room))
     else:
         estimate.examples = steps * batch
+        rows = estimate.eval_tasks if spec.evaluates else 0
+        if dataset:
+            rows = dataset.manifest["counts"]["holdout_rows"]
+        every = spec.eval_every or spec.save_every
+        measurements = math.ceil(steps / every)
+        estimate.held_out_examples = measurements * min(rows, spec.eval_examples) or None
     return estimate

@@ -228,6 +228,20 @@ FAULTS = {
         "tasks",
         "1 of 7 train tasks repeat an id, for instance 't0'",
     ),
+    "one task under two ids": (
+        "def __init__(self):\n"
+        "        self.dataset, self.eval_dataset = tasks(6), tasks(4, first=100)\n"
+        "        self.eval_dataset.append(dataclasses.replace(self.eval_dataset[1], id='again'))",
+        {"tasks"},
+        "tasks",
+        "1 of 5 eval tasks ask what another one asks, for instance 't101' = 'again'",
+    ),
+    "a gold answer that is no text": (
+        "def sft_completion(self, example): return [{'role': 'assistant', 'content': 3}]",
+        {"gold"},
+        "gold",
+        "train[0]: the content of a assistant message of sft_completion must be a string, got int 3",
+    ),
     "a prompt of the wrong shape": (
         "def build_prompt_messages(self, example, prompt_text): return [{'role': 'user', 'text': 'hello'}]",
         {"prompts"},

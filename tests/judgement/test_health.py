@@ -292,6 +292,20 @@ def test_a_reward_that_rises_by_shortening_is_a_problem_unless_success_bears_it_
             [{"step": step, "loss": 1 + step / 10} for step in range(1, 9)],
             "doubtful: loss went from",
         ),
+        (  # The loss of single batches is at rest; that of the held-out rows is not.
+            [
+                {"step": step, "loss": 0.01, **({"eval_loss": 0.1 / step} if step % 4 == 0 else {})}
+                for step in range(1, 13)
+            ],
+            "yes: held-out loss went from 0.025 to 0.00833",
+        ),
+        (
+            [
+                {"step": step, "loss": 2 - step / 10, **({"eval_loss": step} if step > 2 else {})}
+                for step in range(1, 5)
+            ],
+            "doubtful: held-out loss went from 3 to 4 over steps 1 to 4",
+        ),
     ],
 )
 def test_one_line_says_whether_the_run_is_worth_continuing(

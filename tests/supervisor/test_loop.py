@@ -31,6 +31,7 @@ from flash_mcp.supervisor.launch.local import LocalLauncher, Record
 from flash_mcp.supervisor.loop import Supervisor, Timeouts, supervise
 from flash_mcp.supervisor.process import PYTHON, LockOwner, ensure_supervisor, is_supervised
 from flash_mcp.supervisor.secrets import give
+from flash_mcp.tools.shared.run_view import report_on
 from tests.places import TESTS
 from tests.waiting import wait_for
 from tests.watch import is_running
@@ -549,9 +550,25 @@ def test_a_hung_run_is_killed_after_its_grace_and_ends_as_cancelled(bench: Bench
         None,
     )
     assert requested and ended.ended and ended.ended - requested > HASTE.cancel_grace_s
+    assert bench.store.lost_steps(ended) == 1
+    view = report_on(bench.store, run.id).view
+    assert view.warnings and view.warnings[0].startswith("1 step was lost")
     assert not is_running(bench.pid(run))
     result = RunFolder(run.folder).result()
     assert result and result["state"] == "cancelled"
+
+
+def test_the_grace_after_a_cancel_covers_two_of_the_runs_own_steps(bench: Bench) -> None:
+    """Steps of 290 s would not end within 120 s."""
+    run = bench.train({"1": {"at": 2, "do": "stall"}})
+    bench.until(lambda: bench.step(run) == 2)
+    slow = {"time/step_s": 1.5}
+    bench.store.put_metrics(run.id, {"step": 2, "epoch": 1, "time": 0.0, "metrics": slow})
+    requested = queue.request_cancel(bench.store, run.id).cancel_requested
+    ended = bench.finish(run)
+    assert requested and ended.ended and ended.ended - requested > HASTE.cancel_grace_s + 3.0
+    lost = bench.store.events(run.id, kinds=["attempt"])[1]
+    assert "did not end within 4 s of the cancel" in lost.message
 
 
 def test_a_run_that_dies_while_cancelling_ends_as_cancelled_and_is_not_retried(

@@ -21,7 +21,7 @@ from tests.places import CALCULATOR, VOWELS
 pytestmark = [pytest.mark.slow, pytest.mark.cpu]
 TIMEOUT_S = 600.0
 COMMON = {"gpus": 2, "max_length": 256, "lora_rank": 4, "lora_alpha": 8, "learning_rate": 0.01}
-SFT = {"steps": 6, "batch_size": 5, "max_length": 512, "eval_examples": 8}
+SFT = {"steps": 6, "batch_size": 5, "max_length": 512, "eval_examples": 8, "eval_after": True}
 
 
 class Place:

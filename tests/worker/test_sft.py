@@ -249,3 +249,5 @@ def test_a_run_that_samples_nothing_needs_no_vllm(tiny_model: Path, tmp_path: Pa
     with Attempt(run, fresh=True, PYTHONPATH=str(tmp_path)) as attempt:
         assert attempt.wait() == 0, attempt.log_path.read_text()
     assert run.checkpoints.steps() == [1]
+    # Nothing is measured on the eval split that nobody asked for.
+    assert "eval_loss" not in (run.metrics(1) or {})["metrics"]

@@ -137,6 +137,22 @@ def going_on(run: Run, step: int) -> str:
     return f"train({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
 
 
+def training_on(evaluation: Run) -> str:
+    """The call that trains what was evaluated on the tasks that it was evaluated on."""
+    spec = evaluation.evaluation
+    fields: dict[str, Any] = {"environment": evaluation.environment}
+    if evaluation.model != default_of("model"):
+        fields["model"] = evaluation.model
+    if spec.checkpoint:
+        fields["init_from_adapter"] = spec.checkpoint
+    for name in ("environment_args", "secrets"):
+        if value := getattr(spec, name):
+            fields[name] = value
+    if spec.max_tokens != default_of("max_tokens"):
+        fields["max_tokens"] = spec.max_tokens
+    return f"train({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
+
+
 def _worst(run: Run) -> str:
     return f"rollouts(run_id={run.id!r}, which='worst')"
 
@@ -256,6 +272,8 @@ def _after_scores(context: RunContext) -> str:
     failures = f"{_worst(run)} shows what fails"
     earlier = [row for row in context.near if row.created < run.created]
     partner = next((row for row in earlier if _differ_in_model_alone(row, run)), None)
+    if run.evaluation.split == "train":
+        return f"{failures}; {training_on(run)} trains on these tasks"
     if partner is None:
         return f"{failures}; evaluate another model on the same tasks, then compare"
     # The less trained is the base: without an adapter, then before training, then the earlier.
@@ -458,7 +476,8 @@ def _more(models: Sequence[str], like: Run, change: Change, measured: int, size:
     has_more = size is None or size > measured
     if has_more and (size is None or size >= needed):
         both = _all(measuring(model, like, count=needed) for model in models)
-        return f"about {needed} tasks would decide: {both}, then compare"
+        unsure = " (if the split has so many)" if size is None else ""
+        return f"about {needed} tasks would decide{unsure}: {both}, then compare"
     adding = f"add tasks to the {split} split and env_push"
     few = f"about {needed} tasks would decide and the {split} split has no more than {size}"
     if tries >= MOST_TRIES:

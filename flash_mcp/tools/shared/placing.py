@@ -101,8 +101,14 @@ def check_gpus(count: int, *, shares_model: bool = False) -> None:
         what = "processors"
         has = processor().cores or 1
     if count > has:
-        what = f"gpus={count}, and this machine has {has} {what}"
+        available = f"{has} {what}"
         fix = f"use gpus={max(1, has)}, or another target"
+        if not cards:
+            available = f"no GPU and {has} processors"
+            fix = "leave gpus out, or name a target with GPUs"
+            if has > 1:
+                fix += f"; gpus={has} trains on each processor as if it were a GPU"
+        what = f"gpus={count}, and this machine has {available}"
         raise FlashError("device_unsupported", what, fix=fix)
 
 

@@ -288,7 +288,6 @@ def _view(store: Store, history: RunHistory, judged: Judgement, blocked: Sequenc
     step_s = _step_s(history)
     evaluations = _held_out(history)
     shown = evaluations if len(evaluations) <= 5 else [evaluations[0], *evaluations[-4:]]
-    warnings = [shorten(warning, 300) for warning in (*blocked, *history.warnings)]
     view = RunView(
         run_id=run.id,
         name=run.name,
@@ -309,7 +308,7 @@ def _view(store: Store, history: RunHistory, judged: Judgement, blocked: Sequenc
         newest=_newest_values(newest) if newest else None,
         checkpoint=history.checkpoints[-1].step if history.checkpoints else None,
         flags=judged.flags or None,
-        warnings=warnings or None,
+        warnings=_warnings(store, history, blocked),
         error=_failure(store, run),
     )
     _add_place(view, run)
@@ -326,6 +325,14 @@ def _view(store: Store, history: RunHistory, judged: Judgement, blocked: Sequenc
     if run.algorithm == "eval" and history.evaluations:
         view.scores = scores_of(history.evaluations[-1], history.tries)
     return view
+
+
+def _warnings(store: Store, history: RunHistory, blocked: Sequence[str]) -> list[str] | None:
+    warnings = [shorten(warning, 300) for warning in (*blocked, *history.warnings)]
+    if lost := store.lost_steps(history.run):
+        were = "1 step was" if lost == 1 else f"{lost} steps were"
+        warnings.insert(0, f"{were} lost: the attempt was killed before it had saved")
+    return warnings or None
 
 
 def _add_place(view: RunView, run: Run) -> None:

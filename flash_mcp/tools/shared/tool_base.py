@@ -32,6 +32,7 @@ from pydantic import (
 
 from flash_mcp.protocol.errors import FlashError, did_you_mean
 from flash_mcp.protocol.result_model import ResultModel
+from flash_mcp.protocol.spec import OTHER_NAMES
 from flash_mcp.tools.shared.truncation import unwrapped
 
 if TYPE_CHECKING:
@@ -145,7 +146,11 @@ def check_arguments(tool: Tool, arguments: dict[str, Any]) -> None:
     unknown = [name for name in arguments if name not in accepted]
     if not unknown:
         return
-    guesses = "".join(did_you_mean(name, accepted, count=1) for name in unknown)
+    names = {other: name for other, name in OTHER_NAMES.items() if name in accepted}
+    guesses = ""
+    for name in unknown:
+        if guess := did_you_mean(name, accepted, count=1, also=names):
+            guesses += guess if len(unknown) == 1 else guess.replace("?", f" for {name!r}?")
     what = f"{tool.name} has no argument {', '.join(map(repr, unknown))}; nothing was done{guesses}"
     fix = f"{tool.name} accepts: {', '.join(accepted) or 'no arguments'}"
     raise FlashError("unknown_argument", what, argument=unknown[0], fix=fix)

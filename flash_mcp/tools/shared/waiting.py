@@ -56,6 +56,7 @@ async def submit(
     again: bool = False,
     any_name: bool = False,
     label: queue.Label = queue.NO_LABEL,
+    lineage: Json | None = None,
 ) -> tuple[Run, bool, FlashError | None]:
     """Queue an evaluation and make sure that a supervisor runs; last, why none does.
 
@@ -72,7 +73,9 @@ async def submit(
                 existing = next(same, None)
             if existing is not None:
                 return queue.label(store, existing, label), False
-            run, created = queue.enqueue(store, resolved, environment, subject.adapter, key)
+            run, created = queue.enqueue(
+                store, resolved, environment, subject.adapter, key, lineage=lineage
+            )
             return queue.label(store, run, label), created
 
     run, created = await run_sync(find_or_enqueue)

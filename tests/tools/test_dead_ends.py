@@ -1,0 +1,160 @@
+"""Words that once led nowhere: each Fix and `next` below is done literally, and works."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.records import Run
+from flash_mcp.state.store import open_store
+from flash_mcp.tools.registry import TOOLS
+from flash_mcp.tools.shared.tool_base import check_arguments
+from tests.calls import named_calls
+from tests.frozen_calls import play_evaluation
+from tests.samples import finished_run, push_echo, queued_run, supervised
+from tests.tools.test_next import call, cancelled_in_queue, running, stopped
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+
+
+@pytest.fixture(autouse=True)
+def no_supervisor(flash_home: Path) -> Iterator[None]:
+    with supervised():
+        yield
+
+
+async def refused(tool: str, **arguments: Any) -> FlashError:
+    with pytest.raises(FlashError) as caught:
+        await call(tool, **arguments)
+    return caught.value
+
+
+async def play(text: str) -> list[Any]:
+    """The results of all calls that a text writes out."""
+    calls = named_calls(text)
+    assert calls, text
+    return [await call(tool, **arguments) for tool, arguments in calls]
+
+
+def unsaved(folder: Path) -> Run:
+    return stopped(folder, "cancelled", saved=False)
+
+
+async def test_a_search_over_all_steps_is_not_sent_to_all_steps(tmp_path: Path) -> None:
+    run_id = finished_run(tmp_path).id
+    said = (await call("rollouts", run_id=run_id, contains="nowhere"))["next"]
+    assert "step=-1" not in said and "leave out contains" in said
+    newest = (await call("rollouts", run_id=run_id, step=1, contains="nowhere"))["next"]
+    assert "step=-1 looks into all steps" in newest
+    assert (await call("rollouts", run_id=run_id, step=-1))["total"]
+
+
+@pytest.mark.parametrize("tool", ["compare", "deploy"])
+@pytest.mark.parametrize("make", [unsaved, cancelled_in_queue])
+async def test_a_run_that_ended_without_a_checkpoint_is_started_over(
+    tmp_path: Path, tool: str, make: Any
+) -> None:
+    run_id = make(tmp_path).id
+    arguments = {"base": run_id, "other": run_id} if tool == "compare" else {"run_id": run_id}
+    error = await refused(tool, **arguments)
+    assert "evaluate(" not in error.fix and "wait" not in error.fix
+    (again,) = await play(error.fix)
+    assert (again["run_id"], again["state"]) == (run_id, "queued")
+
+
+async def test_checkpoints_of_a_cancelled_run_promise_none(tmp_path: Path) -> None:
+    run_id = unsaved(tmp_path).id
+    said = (await call("checkpoints", run_id=run_id))["next"]
+    assert said.startswith("it ended before it saved one")
+    assert (await play(said))[0]["state"] == "queued"
+
+
+async def test_checkpoints_of_a_running_run_are_waited_for(tmp_path: Path) -> None:
+    run_id = running(tmp_path).id
+    said = (await call("checkpoints", run_id=run_id))["next"]
+    assert named_calls(said) == [("status", {"run_id": run_id, "until": "news"})]
+    error = await refused("deploy", run_id=run_id)
+    assert named_calls(error.fix) == named_calls(said)
+
+
+async def test_what_has_a_checkpoint_is_evaluated(tmp_path: Path) -> None:
+    run_id = stopped(tmp_path, "cancelled").id
+    error = await refused("compare", base=run_id, other=run_id)
+    (made,) = await play(error.fix)
+    assert made["created"]
+    error = await refused("compare", base=f"{run_id}@3", other=run_id)
+    assert named_calls(error.fix) == [("evaluate", {"model": f"{run_id}@6"})]
+
+
+@pytest.mark.parametrize("name", [None, "dep-nothing"])
+async def test_there_is_nothing_to_undeploy(name: str | None) -> None:
+    error = await refused("undeploy", deployment=name)
+    assert error.code == "unknown_deployment" and "start" not in str(error)
+    assert "catalog" in error.fix and "deployments" in await call("catalog")
+
+
+async def test_more_gpus_than_a_machine_without_one_has(tmp_path: Path) -> None:
+    push_echo(tmp_path)
+    error = await refused("train", environment="echo", gpus=64, batch_size=64)
+    assert "no GPU" in error.what and error.fix.startswith("leave gpus out")
+    assert (await call("train", environment="echo", validate_only=True))["state"] == "validated"
+
+
+async def test_after_a_sample_of_the_train_split_comes_train(tmp_path: Path) -> None:
+    push_echo(tmp_path)
+    arguments = {"environment": "echo", "split": "train", "attempts": 4, "limit": 3}
+    made = await call("evaluate", **arguments, model="smollm2-135m-instruct", max_tokens=64)
+    play_evaluation(made["run_id"], 4, 12)
+    said = (await call("status", run_id=made["run_id"]))["next"]
+    (training,) = [arguments for tool, arguments in named_calls(said) if tool == "train"]
+    assert training == {"environment": "echo", "max_tokens": 64}
+    assert (await call("train", **training))["created"]
+
+
+async def test_a_config_file_is_corrected_where_it_is(tmp_path: Path) -> None:
+    push_echo(tmp_path / "environment")
+    file = tmp_path / "run.toml"
+    file.write_text("environment = echo\n")
+    error = await refused("train", config=str(file))
+    assert "line 1" in error.what and error.fix.startswith("correct it there")
+    file.write_text('environment = "echo"\n')
+    assert (await call("train", config=str(file), validate_only=True))["state"] == "validated"
+    missing = await refused("train", config=str(tmp_path / "none.toml"))
+    assert "env_setup writes one" in missing.fix
+
+
+async def test_validation_does_not_promise_what_the_gate_refuses(tmp_path: Path) -> None:
+    version = push_echo(tmp_path)
+    open_store().put_gate(version.digest, None, ["junk"])
+    said = (await call("train", environment="echo", validate_only=True))["next"]
+    assert "without validate_only" not in said
+    assert [tool for tool, _ in named_calls(said)] == ["env_test"]
+    error = await refused("train", environment="echo")
+    assert named_calls(error.fix) == named_calls(said)
+    assert (await call("train", environment="echo", accept_failed_gate=True))["created"]
+
+
+async def test_more_tasks_than_the_split_has_are_not_asked_for(tmp_path: Path) -> None:
+    """The size is known from the run itself, also where env_push did not count it."""
+    push_echo(tmp_path)
+    made = await call("evaluate", environment="echo", model="smollm2-135m-instruct")
+    run = open_store().run(made["run_id"])
+    assert run.lineage["tasks"] == {"eval": made["tasks"]}
+    trained = await call("train", environment="echo")
+    assert open_store().run(trained["run_id"]).lineage["tasks"]["eval"] == made["tasks"]
+
+
+async def test_errors_show_no_empty_values(tmp_path: Path) -> None:
+    error = await refused("checkpoints", run_id=queued_run(tmp_path).id, export="merged")
+    assert "None" not in str(error)
+
+
+def test_other_programs_names_are_known() -> None:
+    with pytest.raises(FlashError) as caught:
+        check_arguments(TOOLS["train"], {"lr": 1e-4, "num_steps": 3, "environment": "x"})
+    assert "did you mean 'learning_rate' for 'lr'?" in caught.value.what
+    assert "did you mean 'steps' for 'num_steps'?" in caught.value.what
