@@ -33,6 +33,7 @@ FLOORS = (
     ("flash_mcp.state",),
     ("flash_mcp.supervisor",),
     ("flash_mcp.tools.shared",),
+    ("flash_mcp.tools.training",),
     ("flash_mcp.tools",),
     ("flash_mcp.pages",),
     ("flash_mcp.server",),

@@ -19,7 +19,7 @@ from flash_mcp.protocol.result_model import rounded
 from flash_mcp.state import queue, references
 from flash_mcp.state.owners import refuse_server_side
 from flash_mcp.state.store import Store, open_store
-from flash_mcp.tools.shared.exporting import Export, Exporter
+from flash_mcp.tools.exporting import Export, Exporter
 from flash_mcp.tools.shared.loading import check_logins
 from flash_mcp.tools.shared.next_steps import RunContext, going_on, next_of, waiting_for
 from flash_mcp.tools.shared.tool_base import Result, ResultModel, RunId, page_offset

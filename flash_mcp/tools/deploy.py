@@ -29,16 +29,16 @@ from flash_mcp.supervisor.keeper import look_after
 from flash_mcp.supervisor.model_servers import Server, check_port, error_message, server_of
 from flash_mcp.supervisor.model_servers import idle_minutes as idle_limit
 from flash_mcp.tools.shared.loading import check_machine
-from flash_mcp.tools.shared.snippets import (
+from flash_mcp.tools.shared.tool_base import Result, ResultModel, report
+from flash_mcp.tools.shared.truncation import shorten, to_text
+from flash_mcp.tools.shared.waiting import deadline_after, wait_until
+from flash_mcp.tools.snippets import (
     max_tokens_of,
     opening_of,
     question_of,
     snippets,
     tools_of,
 )
-from flash_mcp.tools.shared.tool_base import Result, ResultModel, report
-from flash_mcp.tools.shared.truncation import shorten, to_text
-from flash_mcp.tools.shared.waiting import deadline_after, wait_until
 
 CHAT_LIMIT_S = 40.0
 ANSWER_CHARACTERS = 3000

@@ -12,7 +12,7 @@ from flash_mcp.protocol.records import Run, RunState
 from flash_mcp.protocol.result_model import rounded
 from flash_mcp.state.owners import caller
 from flash_mcp.state.store import Store, open_store
-from flash_mcp.tools.shared.news import (
+from flash_mcp.tools.news import (
     News,
     NewsCursor,
     Until,

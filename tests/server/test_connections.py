@@ -15,7 +15,6 @@ from flash_mcp.server import connections
 from tests.samples import queued_run, supervised
 from tests.server.test_mcp_server import body_of
 from tests.teams import Team, team_server
-from tests.waiting import wait_for
 from tests.waiting import PATIENCE_S, wait_for
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]

@@ -40,7 +40,7 @@ from flash_mcp.supervisor.model_servers import Deployments, Server, check_port, 
 from flash_mcp.tools import deploy as deploy_tools
 from flash_mcp.tools.deploy import Message, _answer, chat, deploy, describe, undeploy
 from flash_mcp.tools.rollouts import rollouts
-from flash_mcp.tools.shared.snippets import snippets
+from flash_mcp.tools.snippets import snippets
 from tests.places import TESTS
 from tests.samples import sample_rollout
 from tests.waiting import wait_for

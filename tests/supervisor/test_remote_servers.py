@@ -36,7 +36,7 @@ from flash_mcp.supervisor.remote_servers import RemoteServers, cards_for
 from flash_mcp.supervisor.targets import RemoteTarget
 from flash_mcp.tools.catalog import catalog
 from flash_mcp.tools.deploy import chat, describe
-from flash_mcp.tools.shared.snippets import snippets
+from flash_mcp.tools.snippets import snippets
 from tests import engines, slurm, sshd
 from tests.places import ROOT
 from tests.supervisor.test_model_servers import SCRIPTED, make_adapter, make_run

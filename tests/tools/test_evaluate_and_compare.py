@@ -23,8 +23,8 @@ from flash_mcp.state.store import open_store
 from flash_mcp.supervisor import keeper
 from flash_mcp.supervisor.launch.local import LocalLauncher
 from flash_mcp.supervisor.loop import Supervisor, Timeouts
-from flash_mcp.tools.shared import run_time
 from flash_mcp.tools.shared.truncation import RESULT_CHARACTERS, to_text
+from flash_mcp.tools.training import run_time
 from tests.calls import refusal
 from tests.folders import environment_folder
 from tests.places import TESTS

@@ -17,8 +17,9 @@ from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.state import queue
 from flash_mcp.state.store import open_store
 from flash_mcp.supervisor.ingest import Reader
+from flash_mcp.tools import news
 from flash_mcp.tools.registry import TOOLS
-from flash_mcp.tools.shared import news, tool_base
+from flash_mcp.tools.shared import tool_base
 from flash_mcp.tools.shared.truncation import to_text
 from tests.calls import named_calls, tokens
 from tests.samples import (

@@ -24,12 +24,12 @@ from flash_mcp.state.references import find_subject
 from flash_mcp.state.serving import request
 from flash_mcp.state.store import open_store
 from flash_mcp.supervisor.launch.devices import Device
-from flash_mcp.tools import train
 from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.rollouts import LEAST_PER_MESSAGE, share_out
 from flash_mcp.tools.shared import waiting
-from flash_mcp.tools.shared.run_time import RunTime
 from flash_mcp.tools.shared.truncation import RESULT_CHARACTERS, to_text
+from flash_mcp.tools.training import probe
+from flash_mcp.tools.training.run_time import RunTime
 from tests.calls import named_calls
 from tests.places import TOOL_CALCULATOR
 from tests.samples import (
@@ -215,7 +215,7 @@ async def test_a_call_that_is_repeated_after_another_push_tells_of_the_version_t
 async def test_tasks_that_open_slowly_are_no_reason_to_refuse_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(train, "OPENINGS_S", 0.3)
+    monkeypatch.setattr(probe, "OPENINGS_S", 0.3)
     slow = (
         "    def start_episode(self, example, prompt_text):\n        import time; time.sleep(1)\n"
     )
@@ -448,8 +448,8 @@ async def test_the_time_has_a_cost_where_the_operator_set_a_price(tmp_path: Path
 
 def machine_of(gib: float, monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device("cpu", "a processor", gib, gib / 2, cores=2)
-    monkeypatch.setattr("flash_mcp.tools.train.processor", lambda: device)
-    monkeypatch.setattr("flash_mcp.tools.train.gpus", list[Device])
+    monkeypatch.setattr("flash_mcp.tools.training.plan.processor", lambda: device)
+    monkeypatch.setattr("flash_mcp.tools.training.plan.gpus", list[Device])
 
 
 async def test_a_model_that_cannot_fit_the_machine_is_refused_with_the_estimate(

@@ -26,7 +26,7 @@ class Resumed:
     notes: list[str]
 
 
-def resume(store: Store, run_id: str, steps: int | None, *, fresh_optimizer: bool) -> Resumed:
+def resume_run(store: Store, run_id: str, steps: int | None, *, fresh_optimizer: bool) -> Resumed:
     """Queue the run again with its own values, up to `steps` or as far as it was to go.
 
     A repeat finds the run under way, or at those steps already, and changes nothing. Raises

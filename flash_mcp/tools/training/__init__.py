@@ -1,0 +1,1 @@
+"""What train alone needs: how a run is checked, estimated and queued."""

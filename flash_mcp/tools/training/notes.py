@@ -1,0 +1,87 @@
+"""What the caller should consider before a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from environments.sandbox.needs import FILE as NEEDS_FILE
+from environments.sandbox.needs import Needs
+from flash_mcp.judgement import statistics
+from flash_mcp.judgement.attempts import DEFAULT_MAX_LENGTH
+from flash_mcp.tools.shared.loading import contamination_note
+from flash_mcp.tools.shared.truncation import to_text
+from flash_mcp.tools.training import probe
+from flash_mcp.tools.training.plan import Plan
+
+
+def notes_on(plan: Plan) -> list[str]:
+    """What the caller should consider before the run."""
+    return [*_of_tasks(plan), *_of_evaluations(plan), *_of_machine(plan), *_of_gate(plan)]
+
+
+def _of_tasks(plan: Plan) -> list[str]:
+    notes: list[str] = []
+    spec = plan.spec
+    dataset = plan.inputs.dataset
+    estimate = plan.estimate
+    if request := Needs.of(Path(plan.inputs.environment.path)).asked():
+        notes.append(f"the environment's {NEEDS_FILE} asks for {to_text(request)}")
+    if contamination := contamination_note(plan.probe.shared):
+        notes.append(contamination)
+    room = spec.max_length or DEFAULT_MAX_LENGTH
+    prompt_tokens = plan.probe.prompt_tokens
+    if spec.algorithm == "grpo" and prompt_tokens + spec.max_tokens > room:
+        requested = f"a prompt of about {prompt_tokens} tokens and max_tokens={spec.max_tokens}"
+        exceed = f"exceed the {room} tokens of a conversation"
+        notes.append(f"{requested} {exceed}: answers will be cut off")
+    manifest = dataset.manifest if dataset else None
+    if dataset and manifest and manifest["allow_eval_tasks"] and manifest["counts"]["eval_tasks"]:
+        risk = "a better evaluation afterwards may be memory"
+        notes.append(f"{dataset.reference} may hold eval tasks: {risk}")
+    if not estimate.prompt_tokens_about:
+        risk = "steps will be slow, and prompts may be too long"
+        notes.append(f"no task opened within {probe.OPENINGS_S:g} s: {risk}")
+    if estimate.passes > 20:
+        passes = f"{estimate.passes:.0f}"
+        notes.append(f"each row will be seen {passes} times: more rows would be better")
+    return notes
+
+
+def _of_evaluations(plan: Plan) -> list[str]:
+    notes: list[str] = []
+    spec = plan.spec
+    estimate = plan.estimate
+    judged = spec.eval_before and spec.eval_after
+    if spec.algorithm == "grpo" and estimate.eval_tasks and not judged:
+        notes.append("without eval_before and eval_after the run gets no verdict")
+    rows = min(estimate.eval_tasks, spec.eval_examples)
+    if (spec.eval_before or spec.eval_after) and rows < 50:
+        interval = statistics.wilson(rows / 2, rows)
+        half = (interval.high - interval.low) / 2
+        notes.append(f"{rows} eval rows give a success rate to within up to ±{half:.2f}")
+    return notes
+
+
+def _of_machine(plan: Plan) -> list[str]:
+    notes = [plan.inputs.placed, *(need.warning() for need in plan.needs)]
+    if missing := _missing(plan.spec.report_to):
+        notes.append(f"not installed here, so it gets no metrics: {', '.join(missing)}")
+    return list(filter(None, notes))
+
+
+def _of_gate(plan: Plan) -> list[str]:
+    tested = f"env_test(environment={plan.inputs.environment.reference!r})"
+    if plan.gate.time is None:
+        return [f"{tested} was never run: a reward that pays for the wrong thing wastes a run"]
+    if not plan.gate.failed:
+        return []
+    failed = ", ".join(plan.gate.failed)
+    return [f"env_test failed ({failed}): train needs that mended, or accept_failed_gate=true"]
+
+
+def _missing(report_to: Sequence[str]) -> list[str]:
+    """The trackers whose packages are not installed beside this server."""
+    packages = {"tensorboard": ("tensorboard", "tensorboardX")}
+    return [name for name in report_to if not any(map(find_spec, packages.get(name, (name,))))]
