@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
+import os
 import secrets
 import socket
 import sys
@@ -49,10 +50,15 @@ def serve(arguments: Arguments) -> None:
     if arguments.http:
         _serve_http(arguments)
         return
+    from anyio import BrokenResourceError  # noqa: PLC0415
+
     from flash_mcp.server.mcp_server import server  # noqa: PLC0415
 
     with kept():
-        server.run()
+        try:
+            server.run()
+        except* (BrokenPipeError, BrokenResourceError):  # its client has vanished
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _serve_http(arguments: Arguments) -> None:

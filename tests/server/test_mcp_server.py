@@ -31,6 +31,7 @@ from flash_mcp.tools.shared.truncation import RESULT_CHARACTERS, fit, to_text
 from tests.places import ROOT
 from tests.samples import finished_run, supervised
 from tests.teams import Team
+from tests.waiting import PATIENCE_S
 
 START_TIMEOUT_S = 60
 
@@ -417,6 +418,35 @@ async def test_a_session_over_stdio(mode: str, tmp_path: Path, flash_home: Path)
     with anyio.fail_after(START_TIMEOUT_S):
         async with Client(command, mode=mode) as client:
             await drive(client, run.id)
+
+
+@pytest.mark.slow
+def test_a_client_over_stdio_that_vanishes_is_an_end_and_no_failure(flash_home: Path):
+    command = [sys.executable, "-m", "flash_mcp.cli", "serve"]
+    pipe = subprocess.PIPE
+    hello = {
+        "protocolVersion": "2025-11-25",
+        "capabilities": {},
+        "clientInfo": {"name": "short-lived", "version": "1"},
+    }
+    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        assert process.stdin and process.stdout and process.stderr
+
+        def send(number: int, method: str, params: dict[str, Any]) -> None:
+            body = {"jsonrpc": "2.0", "id": number, "method": method, "params": params}
+            process.stdin.write(json.dumps(body).encode() + b"\n")
+            process.stdin.flush()
+
+        send(1, "initialize", hello)
+        assert b"protocolVersion" in process.stdout.readline()
+        process.stdout.close()
+        for number in range(2, 12):
+            send(number, "tools/list", {})
+        process.stdin.close()
+        said = process.stderr.read()
+        assert process.wait(PATIENCE_S) == 0, said
+    assert b"unexpectedly" not in said and b"Traceback" not in said
+    assert not (flash_home / "logs" / "server.log").exists()
 
 
 @pytest.mark.slow
