@@ -27,7 +27,7 @@ from flash_mcp.state import queue
 from flash_mcp.state.owners import Caller, Limits, acting_as
 from flash_mcp.state.store import Store
 from flash_mcp.state.targets import new_target, write_target
-from flash_mcp.supervisor.loop import CLAIM_S
+from flash_mcp.supervisor.reconciler import CLAIM_S
 
 TARGETS: tuple[str, ...] = ("big", "middle", "small")
 SHARES = (0.5, 0.3, 0.2)

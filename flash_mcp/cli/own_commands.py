@@ -182,7 +182,8 @@ def supervise(arguments: Arguments) -> int:
 
     Replaces one that hangs, or that is of an older version and not in a terminal. Exits with 1 if
     another supervisor looks after this state directory."""
-    from flash_mcp.supervisor.loop import Supervisor, Timeouts  # noqa: PLC0415
+    from flash_mcp.supervisor.attempt import Timeouts  # noqa: PLC0415
+    from flash_mcp.supervisor.loop import Supervisor  # noqa: PLC0415
     from flash_mcp.supervisor.loop import supervise as run  # noqa: PLC0415
     from flash_mcp.supervisor.process import replace_unfit, unfit  # noqa: PLC0415
 

@@ -11,15 +11,15 @@ from typing import Protocol
 
 from flash_mcp.protocol.records import Run
 from flash_mcp.state.store import Store
-from flash_mcp.supervisor.janitor import Janitor
+from flash_mcp.supervisor.maintenance import Maintenance
 
 log = logging.getLogger(__name__)
 
 
 class Attends(Protocol):
-    """Looks after the runs of one target; `janitor` clears what they left there."""
+    """Looks after the runs of one target; `maintenance` clears what they left there."""
 
-    janitor: Janitor
+    maintenance: Maintenance
 
     def attend(self, taken: Sequence[Run]) -> None: ...
 
@@ -78,7 +78,7 @@ class TargetThread(threading.Thread):
         """Whether anything is left to do."""
         self._attendant = self._attendant or self.targets.attendant_of(self.target)
         if self.target not in store.active_targets():
-            return self._attendant.janitor.clear()
+            return self._attendant.maintenance.clear()
         self._attendant.attend(store.taken_runs(self.target))
-        self._attendant.janitor.step()
+        self._attendant.maintenance.step()
         return True

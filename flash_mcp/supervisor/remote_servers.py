@@ -138,7 +138,7 @@ class RemoteServers:
         state = "stopped" if row.state == "stopping" else "failed"
         values = {"state": state, "error": error.to_dict()}
         self.store.update_deployment(row.id, expected_states=(row.state,), **values)
-        # If its job cannot be ended now, the janitor does that.
+        # If its job cannot be ended now, the target's maintenance does that.
         server = self._servers.get(row.id)
         if server and error.code not in NO_TARGET:
             with suppress(FlashError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import math
 import os
 import shlex
 import sys
@@ -16,6 +17,7 @@ from flash_mcp.protocol import node_code, sealing
 from flash_mcp.protocol.artifacts import MARK, Artifacts, packed
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json, Run
+from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import LOCAL_TARGET, EvalSpec, RunSpec
 from flash_mcp.protocol.storage import PATIENCE_S
 from flash_mcp.state import queue
@@ -35,6 +37,9 @@ class LocalTarget(Target):
 
     name = LOCAL_TARGET
     patience_s = PATIENCE_S
+    # Looking at files here costs little.
+    read_s = beats_per_s = math.inf
+    read_every_s = 0.0
 
     def __init__(self, base: Path, launcher: Launcher, worker: Sequence[str]) -> None:
         self.base = base
@@ -43,6 +48,9 @@ class LocalTarget(Target):
 
     def job(self, run: Run) -> Json:
         return queue.job(run)
+
+    def log_tail(self, folder: RunFolder, attempt: int) -> str:
+        return ""
 
     def launch(self, run: Run, secrets: Mapping[str, str]) -> Launch:
         return Launch(

@@ -20,7 +20,7 @@ from flash_mcp.state.retention import prune_checkpoints
 from flash_mcp.state.store import Store, open_store
 from tests.places import ROOT
 from tests.samples import end, evaluate, learn, read_in, started_run
-from tests.supervisor.test_upkeep import clear, ended_days_ago
+from tests.supervisor.test_local_maintenance import clear, ended_days_ago
 
 STEPS = range(1, 11)
 

@@ -25,10 +25,11 @@ from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state import queue
 from flash_mcp.state.store import Store
+from flash_mcp.supervisor.attempt import Timeouts
 from flash_mcp.supervisor.ingest import Reader
 from flash_mcp.supervisor.launch.base import Handle, JobStatus
 from flash_mcp.supervisor.launch.local import LocalLauncher, Record
-from flash_mcp.supervisor.loop import Supervisor, Timeouts, supervise
+from flash_mcp.supervisor.loop import Supervisor, supervise
 from flash_mcp.supervisor.process import PYTHON, LockOwner, ensure_supervisor, is_supervised
 from flash_mcp.supervisor.secrets import give
 from flash_mcp.tools.shared.run_view import report_on
@@ -248,7 +249,7 @@ def test_a_worker_killed_while_memory_was_short_is_told_so(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "flash_mcp.supervisor.loop.SHORT_OF_MEMORY", 1.0
+        "flash_mcp.supervisor.reconciler.SHORT_OF_MEMORY", 1.0
     )  # as if what is left here were next to nothing
     run = bench.finish(
         bench.train(
@@ -595,7 +596,8 @@ SUPERVISE = f"""
 import logging, sys
 from pathlib import Path
 from flash_mcp.supervisor.launch.local import LocalLauncher
-from flash_mcp.supervisor.loop import Timeouts, Supervisor, supervise
+from flash_mcp.supervisor.attempt import Timeouts
+from flash_mcp.supervisor.loop import Supervisor, supervise
 logging.basicConfig(level=logging.INFO)
 import json
 base = Path(sys.argv[1])
@@ -696,7 +698,7 @@ def test_a_supervisor_that_dies_between_two_writes_is_made_up_for_by_the_next(
         raise Death
 
     cut = {
-        "claimed": ("flash_mcp.supervisor.loop.RunFolder.create", die),
+        "claimed": ("flash_mcp.supervisor.reconciler.RunFolder.create", die),
         "submitted": ("flash_mcp.supervisor.loop.Supervisor._note", die),
         "result": ("flash_mcp.state.queue.finish", die),
         "requeue": ("flash_mcp.state.queue.requeue", die),

@@ -28,9 +28,9 @@ from flash_mcp.state.serving import request, request_stop
 from flash_mcp.state.store import Store
 from flash_mcp.state.targets import Cards, key_of, new_target, write_target
 from flash_mcp.supervisor import remote_servers
-from flash_mcp.supervisor.janitor import Janitor
 from flash_mcp.supervisor.launch.base import Handle, JobStatus, Launch, Launcher, MemoryLauncher
 from flash_mcp.supervisor.launch.local import LocalLauncher
+from flash_mcp.supervisor.maintenance import Maintenance
 from flash_mcp.supervisor.model_servers import Deployments, Server, server_of
 from flash_mcp.supervisor.remote_servers import RemoteServers, cards_for
 from flash_mcp.supervisor.targets import RemoteTarget
@@ -209,11 +209,11 @@ async def test_it_waits_in_the_queue_then_answers_on_its_node_and_leaves_nothing
         assert "hello" in said
     assert not any(value.encode() in stored(bench, tmp_path) for value in keys.values())
 
-    # Neither the servers here nor the janitor take it for one of theirs, or for nobody's.
+    # Neither the servers here nor the maintenance take it for one of theirs, or for nobody's.
     here = Deployments(bench.store, bench.home)
     here.tick()
     assert not here.busy()
-    Janitor(bench.store, bench.target(bench.engine))._end_jobs()
+    Maintenance(bench.store, bench.target(bench.engine))._end_jobs()
     assert bench.engine.hints[node.key].state == "alive"
 
     # The next supervisor finds it.

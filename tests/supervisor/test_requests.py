@@ -16,7 +16,8 @@ from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.state import queue
 from flash_mcp.state.targets import new_target, remove_target, write_target
 from flash_mcp.supervisor.launch.base import JobStatus
-from flash_mcp.supervisor.loop import READ_S, Supervisor
+from flash_mcp.supervisor.loop import Supervisor
+from flash_mcp.supervisor.targets import RemoteTarget
 from flash_mcp.tools.shared.run_view import report_on
 from tests.protocol.test_run_folder import BUCKET, ObjectStore, adapter, object_store
 from tests.supervisor.test_targets import HASTE, Bench, Lab
@@ -97,7 +98,9 @@ def test_a_look_at_many_runs_with_news_in_a_slow_store_ends_soon(
     look = cost(s3, bench)
     print(f"a look at {number} runs: {time.monotonic() - began:.2f} s")  # noqa: T201
     s3.delay(0)
-    assert look <= number + READ_S / delay_s + 5  # heartbeats, and one run may be longer
+    assert (
+        look <= number + RemoteTarget.read_s / delay_s + 5
+    )  # heartbeats, and one run may be longer
     bench.until(lambda: all(bench.store.metrics(run.id) for run in runs))
 
 

@@ -37,7 +37,8 @@ SUPERVISE = """
 import sys
 from pathlib import Path
 from flash_mcp.supervisor.launch.local import LocalLauncher
-from flash_mcp.supervisor.loop import Timeouts, Supervisor, supervise
+from flash_mcp.supervisor.attempt import Timeouts
+from flash_mcp.supervisor.loop import Supervisor, supervise
 
 patience = Timeouts(poll_s=0.02, leave_s=2.0, idle_exit_s=60.0)
 worker = (sys.executable, sys.argv[2])

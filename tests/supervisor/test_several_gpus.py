@@ -14,8 +14,9 @@ from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state import queue
 from flash_mcp.state.store import Store
+from flash_mcp.supervisor.attempt import Timeouts
 from flash_mcp.supervisor.launch.local import LocalLauncher, Record
-from flash_mcp.supervisor.loop import Supervisor, Timeouts
+from flash_mcp.supervisor.loop import Supervisor
 from tests.places import CALCULATOR, VOWELS
 
 pytestmark = [pytest.mark.slow, pytest.mark.cpu]

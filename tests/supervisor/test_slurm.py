@@ -27,7 +27,8 @@ from flash_mcp.state import queue, references, removal
 from flash_mcp.state.store import Store
 from flash_mcp.state.targets import find_target, new_target, remove_target, write_target
 from flash_mcp.state.versions import digest_of
-from flash_mcp.supervisor.loop import Supervisor, Timeouts
+from flash_mcp.supervisor.attempt import Timeouts
+from flash_mcp.supervisor.loop import Supervisor
 from tests import engines, slurm
 from tests.places import ROOT, VOWELS
 from tests.protocol.test_run_folder import BUCKET, SECRET_KEY, ObjectStore

@@ -26,7 +26,6 @@ from flash_mcp.state.versions import staged
 from flash_mcp.supervisor.loop import Supervisor
 from flash_mcp.supervisor.model_servers import Deployments
 from flash_mcp.supervisor.process import take_lock
-from flash_mcp.supervisor.upkeep import Upkeep
 from flash_mcp.tools.registry import TOOLS
 from flash_mcp.tools.shared.waiting import obstacles
 from tests.places import ROOT
@@ -338,13 +337,13 @@ def test_what_fills_the_disk_can_be_removed(disk: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("FLASH_HOME", str(home))
     run = finished_run(disk.parent / "scratch")
     Path(run.folder, "large").write_bytes(bytes(10 * MIB))
-    Upkeep(open_store()).step()
+    Supervisor(open_store().base).maintenance.step()
     open_store().close()
     fill(disk)
     assert command_line(home, "remove", run.id).returncode == 0
     assert not Path(run.folder).exists() and not open_store().runs()
     free(disk)
-    Upkeep(open_store()).step()
+    Supervisor(open_store().base).maintenance.step()
     assert (home / RESERVE).stat().st_size == RESERVE_BYTES
 
 

@@ -18,9 +18,11 @@ from flash_mcp.protocol.spec import RunSpec, resolve
 from flash_mcp.state import queue
 from flash_mcp.state.store import Store
 from flash_mcp.state.targets import find_target, key_of, new_target, write_target
+from flash_mcp.supervisor.attempt import Attempt, Timeouts
 from flash_mcp.supervisor.ingest import Reader
 from flash_mcp.supervisor.launch.base import Handle, JobStatus, Launch, MemoryLauncher, Target
-from flash_mcp.supervisor.loop import Attempt, RunReconciler, Supervisor, Timeouts
+from flash_mcp.supervisor.loop import Supervisor
+from flash_mcp.supervisor.reconciler import RunReconciler
 from flash_mcp.supervisor.secrets import Vault
 from flash_mcp.supervisor.targets import RemoteTarget
 from flash_mcp.tools.shared import waiting
@@ -263,7 +265,7 @@ def test_a_look_reads_folders_for_a_while_and_the_next_one_begins_with_the_other
     bench.until(lambda: all(bench.now(run).handle for run in runs))
     writers = [bench.start(run) for run in runs]
     bench.until(lambda: all(each.writes_read is not None for each in attempts(bench)))
-    monkeypatch.setattr("flash_mcp.supervisor.loop.READ_S", 0.0)
+    monkeypatch.setattr(bench.lab, "read_s", 0.0)
     monkeypatch.setattr(Attempt, "has_news", lambda *_: True)
     writers[1].commit_result("succeeded", 1)
     bench.lab.engine.hints[f"{runs[1].id}-1"] = JobStatus("gone")

@@ -154,7 +154,7 @@ def test_a_pause_of_the_machine_is_no_silence_of_the_attempt(
     os.kill(worker, signal.SIGSTOP)  # it wakes after the supervisor has
     supervisor.tick()
     real = time.monotonic
-    monkeypatch.setattr("flash_mcp.supervisor.loop.time.monotonic", lambda: real() + 130)
+    monkeypatch.setattr("flash_mcp.supervisor.process.time.monotonic", lambda: real() + 130)
     for _ in range(3):
         supervisor.tick()
     os.kill(worker, signal.SIGCONT)

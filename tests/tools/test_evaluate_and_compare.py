@@ -21,8 +21,9 @@ from flash_mcp.protocol.spec import resolve, validate
 from flash_mcp.server.mcp_server import server
 from flash_mcp.state.store import open_store
 from flash_mcp.supervisor import keeper
+from flash_mcp.supervisor.attempt import Timeouts
 from flash_mcp.supervisor.launch.local import LocalLauncher
-from flash_mcp.supervisor.loop import Supervisor, Timeouts
+from flash_mcp.supervisor.loop import Supervisor
 from flash_mcp.tools.shared.truncation import RESULT_CHARACTERS, to_text
 from flash_mcp.tools.training import run_time
 from tests.calls import refusal

@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Literal
 
 from flash_mcp.protocol.records import Json, Run
+from flash_mcp.protocol.run_folder import RunFolder
+
+LOG_TAIL_BYTES = 4000
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ class Launcher(ABC):
         """
 
     def under_way(self) -> list[Handle]:
-        """The attempts of this state directory that the engine has not ended. The janitor ends
+        """The attempts of this state directory that the engine has not ended. Maintenance ends
         those that no run waits for. Empty if the launcher cannot list them.
         """
         return []
@@ -106,6 +109,12 @@ class Target(ABC):
     launcher: Launcher
     patience_s: float
     """How long the supervisor retries while the place of the run folders does not answer."""
+    read_s: float = 0.5
+    """Run folders are read for so long in one look; the next look begins with the others."""
+    read_every_s: float = 60.0
+    """A folder is read so often even though its attempt's heartbeat names nothing new."""
+    beats_per_s: float = 20.0
+    """Heartbeats that are asked for: with many runs, each less often."""
 
     @abstractmethod
     def job(self, run: Run) -> Json:
@@ -122,6 +131,10 @@ class Target(ABC):
         from its environment.
         """
         return None
+
+    def log_tail(self, folder: RunFolder, attempt: int) -> str:
+        """The end of an attempt's output, for the database; empty where the file can be read."""
+        return folder.log_tail(attempt, LOG_TAIL_BYTES)
 
 
 @dataclass

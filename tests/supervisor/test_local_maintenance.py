@@ -20,8 +20,9 @@ from flash_mcp.state.owners import Caller, acting_as
 from flash_mcp.state.retention import leftovers
 from flash_mcp.state.store import Store, open_store
 from flash_mcp.state.versions import staged
-from flash_mcp.supervisor.loop import Supervisor, Timeouts
-from flash_mcp.supervisor.upkeep import Upkeep
+from flash_mcp.supervisor.attempt import Timeouts
+from flash_mcp.supervisor.loop import Supervisor
+from flash_mcp.supervisor.maintenance import LocalMaintenance
 from flash_mcp.tools.compare import compare
 from flash_mcp.tools.status import status
 from tests.samples import finished_run, queued_run, started_run, supervised
@@ -47,8 +48,8 @@ def allow(store: Store, **values: float) -> None:
 
 
 def clear(store: Store) -> None:
-    upkeep = Upkeep(store)
-    wait_for(lambda: not upkeep.step(), pause_s=0)
+    maintenance = LocalMaintenance(store, Supervisor(store.base).target)
+    wait_for(lambda: not maintenance.step(), pause_s=0)
 
 
 def has_files(run: Run) -> bool:

@@ -14,9 +14,10 @@ from flash_mcp.protocol.records import Run
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state import removal
 from flash_mcp.state.removed_folders import due_folders
-from flash_mcp.supervisor.janitor import Janitor
 from flash_mcp.supervisor.launch.base import JobStatus
-from flash_mcp.supervisor.loop import RunReconciler, Supervisor
+from flash_mcp.supervisor.loop import Supervisor
+from flash_mcp.supervisor.maintenance import Maintenance
+from flash_mcp.supervisor.reconciler import RunReconciler
 from flash_mcp.supervisor.secrets import Vault
 from tests.protocol.test_artifacts import folder as some_folder
 from tests.supervisor.test_targets import HASTE, Bench, Lab
@@ -61,7 +62,7 @@ def test_jobs_that_no_run_waits_for_are_ended_and_those_of_live_attempts_stay(be
     bench.start(run)
     over = ("run-of-a-lost-row-1", f"{run.id}-0")  # the latter: an attempt that was replaced
     hints |= dict.fromkeys(over, JobStatus("alive")) | {"run-pending-1": JobStatus("pending")}
-    bench.attendant.janitor.clear()
+    bench.attendant.maintenance.clear()
     assert [hints[key].state for key in (*over, "run-pending-1")] == ["gone"] * 3
     assert hints[f"{run.id}-1"].state == "alive"
 
@@ -74,8 +75,8 @@ def test_a_target_leaves_the_jobs_of_another_target_on_the_same_engine(bench: Be
     bench.until(lambda: bench.now(run).handle)
     attendant.attend(bench.store.taken_runs("near"))
     keys = [f"{run.id}-1", f"{other.id}-1"]
-    for janitor in (bench.attendant.janitor, attendant.janitor):
-        janitor.clear()
+    for maintenance in (bench.attendant.maintenance, attendant.maintenance):
+        maintenance.clear()
         assert [bench.lab.engine.hints[key].state for key in keys] == ["pending"] * 2
     assert {handle.key for handle in near.launcher.under_way()} == set(keys)
 
@@ -108,18 +109,18 @@ def test_the_folder_of_a_removed_run_goes_though_the_remover_was_killed_and_an_a
         with pytest.raises(SystemExit):
             removal.remove(bench.store, run.id)
     assert files(run)
-    janitor = bench.attendant.janitor
-    janitor.clear()
+    maintenance = bench.attendant.maintenance
+    maintenance.clear()
     assert not Path(run.folder).exists()
 
     late = Path(run.folder, "metrics", "5.1.json")
     for _ in range(2):
         late.parent.mkdir(parents=True)
         late.write_text("{}")
-        janitor.clear()
+        maintenance.clear()
         assert late.exists()  # it is not due yet
         bench.store.execute("UPDATE removed_folders SET due = 0", [])
-        janitor.clear()
+        maintenance.clear()
         assert not Path(run.folder).exists()
     assert not bench.store.query("SELECT * FROM removed_folders")
 
@@ -136,16 +137,16 @@ def test_a_storage_that_does_not_answer_keeps_a_removed_folder_for_later(
         with pytest.raises(FlashError):
             removal.remove(bench.store, run.id)
         with pytest.raises(FlashError):
-            bench.attendant.janitor.clear()
+            bench.attendant.maintenance.clear()
     assert [each.place for each in due_folders(bench.store, "lab")] == [run.folder]
-    bench.attendant.janitor.clear()
+    bench.attendant.maintenance.clear()
     assert not Path(run.folder).exists()
 
 
-def aged(bench: Bench, run: Run, days: float) -> Janitor:
+def aged(bench: Bench, run: Run, days: float) -> Maintenance:
     values = [time.time() - days * DAY_S, run.id]
     bench.store.execute("UPDATE runs SET ended = ? WHERE id = ?", values)
-    return Janitor(bench.store, bench.lab)
+    return Maintenance(bench.store, bench.lab)
 
 
 def test_what_attempts_that_were_replaced_left_goes_after_the_end_of_the_run(
@@ -179,9 +180,9 @@ def test_runs_on_targets_keep_the_checkpoints_and_files_that_were_asked_for(
     assert RunFolder(run.folder).checkpoints.newest_good() == 4
 
     (bench.store.base / "settings.toml").write_text("[disk]\nrun_days = 3\n")
-    janitor = aged(bench, run, 4)
-    janitor.clear()
+    maintenance = aged(bench, run, 4)
+    maintenance.clear()
     assert bench.now(run).files_removed and not bench.store.checkpoints(run.id)
-    janitor.clear()
+    maintenance.clear()
     assert not Path(run.folder).exists()
     assert [row.step for row in bench.store.metrics(run.id)] == [1, 2, 3, 4]

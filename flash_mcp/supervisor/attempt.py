@@ -1,0 +1,145 @@
+"""What the supervisor knows of an attempt that it looks after, and how long it waits for what."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from flash_mcp.protocol.run_files import Beat
+from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.supervisor.ingest import Reader
+from flash_mcp.supervisor.launch.base import Handle, JobStatus
+
+STALE_S = 15.0
+"""An attempt without a new heartbeat for so long may have ended."""
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """How long the supervisor waits for what, in seconds."""
+
+    poll_s: float = 0.5
+    beat_stale_s: float = 10.0
+    """Without a new beat for so long, an attempt that the launcher calls gone is."""
+    beat_silent_s: float = 120.0
+    """Without a new beat for so long, an attempt hangs, even though the launcher calls it alive."""
+    cancel_grace_s: float = 120.0
+    """What a worker has to save and end before it is killed, besides the time of two steps."""
+    leave_s: float = 10.0
+    """What a worker has to leave after its result, before it is killed."""
+    retry_delay_s: float = 1.0
+    """Before the second attempt; doubled before each further one, up to a minute."""
+    idle_exit_s: float = 60.0
+    max_gap_s: float = 5.0
+    """A longer time between two looks at an attempt counts as so long."""
+    trouble_s: float = 60.0
+    """Trouble with an attempt that lasts so long ends it."""
+    pending_s: float = 7 * 86_400.0
+    """An attempt that waited so long for a machine is submitted anew."""
+    remote_poll_s: float = 2.0
+    """Between two looks at a target that is not this machine."""
+
+
+class TimeBudget:
+    """The time that one look has for something. It is enough for one item, however short it is."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._until: float | None = None
+
+    def is_over(self) -> bool:
+        """Whether the next item has to wait for the next look."""
+        now = time.monotonic()
+        if self._until is None:
+            self._until = now + self.seconds
+            return False
+        return now >= self._until
+
+
+@dataclass
+class Attempt:
+    """What is known of an attempt beyond its row.
+
+    Its times are seconds for which this process has watched it: machines disagree about the time,
+    and a pause of the whole machine is no silence of the attempt.
+    """
+
+    run_id: str
+    number: int
+    folder: RunFolder
+    handle: Handle
+    reader: Reader
+    beat: Beat | None = None
+    watched_s: float = 0.0
+    looked_at: float = field(default_factory=time.monotonic)
+    """When `watched_s` was counted, by this process's clock."""
+    beat_at: float = 0.0
+    progress_at: float = 0.0
+    damaged: set[str] = field(default_factory=set[str])
+    """Damaged files that were reported."""
+    is_short_of_space: bool = False
+    """The disk was full since the last beat."""
+    pending_at: float | None = None
+    """Since when it waits for a machine."""
+    read_beat: Beat | None = None
+    """The heartbeat as it was read last."""
+    beat_due_at: float = 0.0
+    """When its heartbeat is to be asked for again, by this process's clock."""
+    read_at: float | None = None
+    """When its folder was last read."""
+    writes_read: int | None = None
+    """How many files it had written by then."""
+    has_secrets: bool = False
+    """They were sealed for it; of an attempt on another machine."""
+    read_began: float = 0.0
+    """When its folder was last read, by this process's clock."""
+    cancelled_at: float | None = None
+    result_at: float | None = None
+
+    def look(self, max_gap_s: float) -> None:
+        """Count the time since the last look, of a longer gap only `max_gap_s`: the supervisor, or
+        the machine, was stopped.
+        """
+        now = time.monotonic()
+        self.watched_s += min(now - self.looked_at, max_gap_s)
+        self.looked_at = now
+
+    def has_news(self, hint: JobStatus, read_every_s: float) -> bool:
+        """Whether its folder is to be read: looking at one elsewhere costs requests."""
+        if self.read_at is None or self.result_at is not None or hint.state == "gone":
+            return True
+        silent_s = self.watched_s - self.read_at
+        if self.beat is None or "writes" not in self.beat:
+            return self.beat is not None or silent_s >= read_every_s
+        is_stale = self.watched_s - self.beat_at > STALE_S and silent_s > STALE_S
+        return self.beat["writes"] != self.writes_read or is_stale or silent_s >= read_every_s
+
+    def was_read(self) -> None:
+        """Note that all was read that its heartbeat names."""
+        self.read_at = self.watched_s
+        self.writes_read = (self.beat or {}).get("writes")
+
+    def hold_clocks(self) -> None:
+        """It waits for a machine: that is neither silence nor a stall."""
+        self.beat_at = self.progress_at = self.watched_s
+
+    def observe(self, beat: Beat | None) -> tuple[bool, bool]:
+        """Take in beat.json as it is now: (it is a new one of this attempt, something moved)."""
+        if beat is None or beat["epoch"] != self.number or beat == self.beat:
+            return False, False
+        before = self.beat or {}
+        moved = any(beat.get(name) != before.get(name) for name in ("step", "phase", "progress"))
+        self.beat, self.beat_at = beat, self.watched_s
+        self.is_short_of_space = False
+        if moved:
+            self.progress_at = self.beat_at
+        return True, moved
+
+
+@dataclass
+class Trouble:
+    """What kept the supervisor from looking after an attempt, and since when."""
+
+    attempt: int
+    since: float
+    last: str = ""

@@ -1,0 +1,489 @@
+"""Looks after the runs of one target: gives queued runs to workers, reads what they say into the
+store, replaces them when they are lost, and ends them.
+
+It keeps nothing that it could not find again in the store, the run folders and the launcher."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from flash_mcp.protocol.errors import FULL, FlashError
+from flash_mcp.protocol.records import Json, Run
+from flash_mcp.protocol.run_files import Beat, FinalResult
+from flash_mcp.protocol.run_folder import RunFolder, final_result, read_beats
+from flash_mcp.protocol.run_writer import RunWriter
+from flash_mcp.protocol.spec import MAX_GPUS
+from flash_mcp.state import costs, queue
+from flash_mcp.state.disk import LEAST_FREE_BYTES, has_space
+from flash_mcp.state.retention import prune_checkpoints
+from flash_mcp.state.store import Store
+from flash_mcp.supervisor.attempt import Attempt, TimeBudget, Timeouts, Trouble
+from flash_mcp.supervisor.ingest import Reader
+from flash_mcp.supervisor.launch.base import LOG_TAIL_BYTES, Handle, JobStatus, Target
+from flash_mcp.supervisor.maintenance import Maintenance
+from flash_mcp.supervisor.secrets import Vault
+
+log = logging.getLogger(__name__)
+
+CLAIM_S = 0.5
+"""Attempts are started for so long before the others are looked after again."""
+SHORT_OF_MEMORY = 0.05
+"""If less than this share of memory was free at the last heartbeat, report `out_of_memory`."""
+OF_THE_MACHINE = (
+    "disk_full",
+    "not_ready",
+    "state_busy",
+    "state_corrupt",
+    "store_unreachable",
+    "target_unreachable",
+)
+"""Errors that another attempt would meet as well: a run waits until they pass."""
+COUNTS_AS: dict[str, queue.Loss] = {"disk_full": "nothing", "preempted": "preemption"}
+"""What a lost attempt counts as, by the code of its error. All others count as attempts."""
+MAX_DAMAGED = 10
+"""Damaged files of a run that are reported."""
+
+
+class RunReconciler:
+    """Looks after the runs of one target: starts, reads, replaces and ends their attempts."""
+
+    def __init__(
+        self,
+        store: Store,
+        target: Target,
+        vault: Vault,
+        patience: Timeouts,
+        alive: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.base = store.base
+        self.store = store
+        self.target = target
+        self.launcher = target.launcher
+        self.vault = vault
+        self.patience = patience
+        self.maintenance = Maintenance(store, target, lambda: self.alive())
+        self.alive = alive
+        """Called again and again while it works."""
+        self._attempts: dict[str, Attempt] = {}
+        self._troubles: dict[tuple[str, str], Trouble] = {}
+
+    def attend(self, taken: Sequence[Run]) -> None:
+        """Do whatever is due for the target's runs that are under way, and start others."""
+        attaching = TimeBudget(self.target.read_s)
+        for run in taken:
+            if not self._is_attached(run) and not attaching.is_over():
+                self._guarded("attach", run, self._attach)
+        handles = [attempt.handle for attempt in self._attempts.values()]
+        hints = self.launcher.poll(handles) if handles else {}
+        self._read_beats(taken)
+        reading = TimeBudget(self.target.read_s)
+        for run in sorted(taken, key=self._read_began):
+            self._guarded("advance", run, lambda run: self._advance(run, hints, reading))
+        room = self.launcher.capacity - sum(self._slots(run) for run in taken)
+        claiming = TimeBudget(CLAIM_S)
+        while room > 0:
+            claimed = None if claiming.is_over() else self._claim(room)
+            if claimed is None:
+                break
+            room -= self._slots(claimed)
+            self._guarded("attach", claimed, self._attach)
+
+    def _is_attached(self, run: Run) -> bool:
+        existing = self._attempts.get(run.id)
+        return existing is not None and existing.number == run.attempt
+
+    def _read_began(self, run: Run) -> float:
+        existing = self._attempts.get(run.id)
+        return existing.read_began if existing else 0.0
+
+    def _read_beats(self, taken: Sequence[Run]) -> None:
+        """Read all heartbeats that are due, at once."""
+        now = time.monotonic()
+        existing = [self._attempts[run.id] for run in taken if run.id in self._attempts]
+        due = [attempt for attempt in existing if now >= attempt.beat_due_at]
+        beats = read_beats([attempt.folder for attempt in due])
+        for attempt, beat in zip(due, beats, strict=True):
+            attempt.read_beat = beat
+            attempt.beat_due_at = now + len(existing) / self.target.beats_per_s
+
+    def _slots(self, run: Run) -> int:
+        return self.launcher.slots_of(run.spec.gpus)
+
+    def _claim(self, room: int) -> Run | None:
+        """The oldest run that does not have to wait, if `room` slots are enough for it. Younger
+        ones do not overtake it: else one that needs many GPUs might never start.
+        """
+        with self.store.transaction():  # a run that is enqueued after the look cannot be claimed
+            runs = self.store.may_have_to_wait(self.target.name)
+            waiting = [run.id for run in runs if self._has_to_wait(run)]
+            over = costs.over_limit(self.store)
+            enough_for_any = self.launcher.slots_of(MAX_GPUS) <= room
+            gpus = MAX_GPUS if enough_for_any else room
+            return queue.claim(self.store, waiting, self.target.name, gpus=gpus, over=over)
+
+    def _has_to_wait(self, run: Run) -> bool:
+        """Whether it lacks secrets, or the space for the checkpoint that did not fit."""
+        if self.vault.lacking(run.id, run.spec.secrets):
+            return True
+        if run.state != "queued" or not run.error or run.error["code"] != "disk_full":
+            return False
+        values = run.error.get("values", {})
+        needed = values.get("needed_bytes")
+        full = values.get("path")  # that of temporary files may be another disk
+        return not has_space(
+            [self.base, Path(full if isinstance(full, str) else self.base)],
+            LEAST_FREE_BYTES + (needed if isinstance(needed, int) else 0),
+        )
+
+    def _guarded(self, what: str, run: Run, act: Callable[[Run], None]) -> None:
+        # One run's trouble (a full disk, a damaged file) is not another's. It is logged once, and
+        # tried again; if it does not pass, the attempt ends.
+        try:
+            act(run)
+        except Exception as error:
+            now = time.monotonic()
+            trouble = self._troubles.setdefault((run.id, what), Trouble(run.attempt, now))
+            if trouble.attempt != run.attempt or is_of_the_machine(error):
+                trouble.attempt, trouble.since = run.attempt, now
+            is_new = trouble.last != repr(error)
+            trouble.last = repr(error)
+            if is_new:
+                log.exception("%s: trouble with attempt %s", run.id, run.attempt)
+            if is_new and not isinstance(error, FlashError):  # those come by themselves, and go
+                where = f"the supervisor had trouble with attempt {run.attempt}"
+                message = f"{where}, and tried again: {error!r}"
+                with suppress(FlashError):  # a full disk, which others may not mind
+                    self._note(run, "trouble", message, kind="warning")
+            if is_new and isinstance(error, FlashError):
+                with suppress(FlashError):
+                    queue.record_wait(self.store, run.id, run.attempt, str(error))
+            if now - trouble.since > self.patience.trouble_s:
+                self._give_up(run, error)
+        else:
+            self._troubles.pop((run.id, what), None)
+
+    def _give_up(self, run: Run, error: Exception) -> None:
+        """End the attempt after trouble that did not pass."""
+        attempt = self._attempts.get(run.id)
+        if attempt is None or attempt.number != run.attempt:
+            folder = self._folder(run)
+            handle = Handle(f"{run.id}-{run.attempt}", run.handle or "")
+            reader = Reader(self.store, run.id, folder)
+            attempt = Attempt(run.id, run.attempt, folder, handle, reader)
+        cause = f"{type(error).__name__}: {error}"
+        what = f"trouble with attempt {run.attempt} that did not pass: {cause}"
+        try:
+            self._replace(run, attempt, self._error("worker_failed", what, run, attempt))
+        except Exception:
+            log.exception("%s: attempt %s could not be ended", run.id, run.attempt)
+
+    def _attach(self, run: Run) -> None:
+        """Start the run's attempt, or find it where another supervisor had started it."""
+        existing = self._attempts.get(run.id)
+        folder = self._folder(run)
+        # An engine forgets attempts that have ended: what it took is not submitted again.
+        handle = Handle(f"{run.id}-{run.attempt}", run.handle or "")
+        # Without its secrets an attempt cannot be started: one that an earlier supervisor started
+        # is found, another is gone, and the run waits in the queue.
+        may_start = not self.vault.lacking(run.id, run.spec.secrets) and not final_result(folder)
+        if may_start and not run.handle:
+            handle = self._submit(run, folder)
+        reader = existing.reader if existing else Reader(self.store, run.id, folder, self.alive)
+        self._attempts[run.id] = Attempt(run.id, run.attempt, folder, handle, reader)
+
+    def _submit(self, run: Run, folder: RunFolder) -> Handle:
+        folder.create(self.target.job(run))
+        secrets = self.vault.values(run.id, run.spec.secrets)
+        handle = self.launcher.submit(self.target.launch(run, secrets))
+        if handle.id:
+            queue.record_handle(self.store, run.id, run.attempt, handle.id)
+        self._note(run, "launched", f"attempt {run.attempt} of {run.max_attempts} started")
+        return handle
+
+    def _folder(self, run: Run) -> RunFolder:
+        return RunFolder(run.folder, patience_s=self.target.patience_s)
+
+    def _advance(self, run: Run, hints: dict[str, JobStatus], reading: TimeBudget) -> None:
+        """Resolve the run's state from its folder, if it is its turn. The hints are older: who was
+        gone has written its last word.
+        """
+        attempt = self._attempts.get(run.id)
+        if attempt is None or attempt.number != run.attempt:
+            return
+        attempt.look(self.patience.max_gap_s)
+        if not has_space([self.base], LEAST_FREE_BYTES):
+            attempt.is_short_of_space = True
+        spent = None if run.cancel_requested else costs.used_up(run, self.base)
+        if spent and not final_result(attempt.folder):
+            run = queue.request_cancel(self.store, run.id, spent)
+        if run.cancel_requested and attempt.cancelled_at is None:
+            self._request_cancel(run, attempt)
+        self._take_beat(run, attempt)
+        hint = hints.get(attempt.handle.key, JobStatus("unknown"))
+        self._note_wait(run, attempt, hint)
+        result = retryable = None
+        if attempt.has_news(hint, self.target.read_every_s):
+            if reading.is_over():
+                return
+            attempt.read_began = time.monotonic()
+            with attempt.folder.listed():
+                self._read(run, attempt)
+                result = final_result(attempt.folder)
+                retryable = None if result else self._retryable_error(run, attempt)
+        if result:
+            self._settle(run, attempt, result, hint)
+        elif error := retryable or self._diagnose(run, attempt, hint):
+            self._replace(run, attempt, error)
+
+    def _take_beat(self, run: Run, attempt: Attempt) -> None:
+        """Store a new heartbeat, and give the attempt the secrets that it asks for."""
+        beat = attempt.read_beat
+        is_new, moved = attempt.observe(beat)
+        if beat and is_new:
+            queue.mark_running(self.store, run.id, attempt.number)
+            queue.record_beat(self.store, run.id, attempt.number, beat, progressed=moved)
+        if run.spec.secrets and is_new:
+            self._hand_over_secrets(run, attempt)
+
+    def _request_cancel(self, run: Run, attempt: Attempt) -> None:
+        """Ask the worker to save and end; the time that it has for this begins."""
+        if not attempt.folder.is_cancelled():
+            attempt.folder.request_cancel(run.cancel_reason or "")
+        attempt.cancelled_at = attempt.watched_s
+
+    def _read(self, run: Run, attempt: Attempt) -> None:
+        """Store what is new in the folder."""
+        # Where each read is due by its news, the reader need not hold back.
+        if attempt.reader.read(now=self.target.read_every_s > 0):
+            prune_checkpoints(self.store, run)
+        self._note_damage(run, attempt)
+        self._store_log(attempt)
+        attempt.was_read()
+
+    def _hand_over_secrets(self, run: Run, attempt: Attempt) -> None:
+        """Seal the secrets for an attempt on another machine, once it asks for them."""
+        is_known = not self.vault.lacking(run.id, run.spec.secrets)
+        if attempt.has_secrets or not is_known:
+            return
+        if offer := attempt.folder.offer(attempt.number):
+            values = self.vault.values(run.id, run.spec.secrets)
+            if sealed := self.target.seal(run, offer, values):
+                attempt.folder.put_sealed(attempt.number, sealed)
+            attempt.has_secrets = True
+
+    def _store_log(self, attempt: Attempt) -> None:
+        """Keep the end of its output, if nobody else reads the folder."""
+        if tail := self.target.log_tail(attempt.folder, attempt.number):
+            self.store.put_log(attempt.run_id, attempt.number, tail)
+
+    def _note_wait(self, run: Run, attempt: Attempt, hint: JobStatus) -> None:
+        """Store what the attempt waits for, and hold its clocks meanwhile."""
+        if hint.state == "unknown":
+            return
+        is_pending = hint.state == "pending" and attempt.beat is None
+        reason = (hint.detail or "a machine") if is_pending else None
+        if reason != run.pending_reason:
+            queue.record_wait(self.store, run.id, attempt.number, reason)
+        if not is_pending:
+            attempt.pending_at = None
+            return
+        attempt.hold_clocks()
+        if attempt.pending_at is None:
+            attempt.pending_at = attempt.watched_s
+
+    def _note_damage(self, run: Run, attempt: Attempt) -> None:
+        """Say once of each damaged file what is wrong with it."""
+        for name, what in attempt.folder.damaged.items():
+            if name in attempt.damaged or len(attempt.damaged) == MAX_DAMAGED:
+                continue
+            attempt.damaged.add(name)
+            log.warning("%s: %s is damaged: %s", run.id, name, what)
+            message = f"{name} is damaged and counts as absent: {what}"
+            self._note(run, f"damaged-{len(attempt.damaged)}", message, kind="warning")
+
+    def _retryable_error(self, run: Run, attempt: Attempt) -> FlashError | None:
+        """The error of an attempt that gave up in a way that another attempt may cure."""
+        result = attempt.folder.result()
+        if result is None or result["epoch"] != attempt.number:
+            return None
+        if result["error"]:
+            return FlashError.from_dict(result["error"])
+        return FlashError("worker_failed", f"attempt {attempt.number} gave up", run_id=run.id)
+
+    def _diagnose(self, run: Run, attempt: Attempt, hint: JobStatus) -> FlashError | None:
+        """Why the attempt has to be given up, if it has."""
+        now, patience = attempt.watched_s, self.patience
+        silent_s, still_s = now - attempt.beat_at, now - attempt.progress_at
+        if hint.state == "gone" and (
+            not attempt.beat or run.cancel_requested or silent_s > patience.beat_stale_s
+        ):
+            how = f" ({hint.detail})" if hint.detail else ""
+            what = f"attempt {attempt.number} ended without a result{how}"
+            if hint.is_preempted:
+                return self._error("preempted", what, run, attempt)
+            if shortage := _memory_shortage(attempt.beat):
+                return self._error("out_of_memory", f"{what}; {shortage}", run, attempt)
+            return self._error("worker_failed", what, run, attempt)
+        if attempt.cancelled_at is not None:
+            grace_s = patience.cancel_grace_s + 2 * self.store.slowest_step_s(run.id)
+            if now - attempt.cancelled_at > grace_s:
+                what = f"attempt {attempt.number} did not end within {grace_s:.0f} s of the cancel"
+                return self._error("stalled", what, run, attempt)
+        if attempt.pending_at is not None:
+            waited_s = now - attempt.pending_at
+            if not run.cancel_requested and waited_s <= patience.pending_s:
+                return None
+            what = f"attempt {attempt.number} waited {waited_s:.0f} s for {hint.detail}"
+            return self._error("preempted", what, run, attempt)
+        # On a full disk it can write no beat.
+        if hint.state != "alive" or not has_space([self.base], LEAST_FREE_BYTES):
+            return None
+        if attempt.beat and silent_s > patience.beat_silent_s:
+            what = f"attempt {attempt.number} gave no sign for {silent_s:.0f} s"
+            return self._error("stalled", what, run, attempt)
+        if still_s > run.spec.stall_timeout_s:
+            what = f"attempt {attempt.number} made no progress for {still_s:.0f} s"
+            return self._error("stalled", what, run, attempt)
+        return None
+
+    def _error(self, code: str, what: str, run: Run, attempt: Attempt) -> FlashError:
+        log_path = f"{run.folder}/log.{attempt.number}"
+        beat = attempt.beat or {}
+        damaged = dict(list(attempt.folder.damaged.items())[:MAX_DAMAGED])
+        values: dict[str, Any] = {"damaged": damaged} if damaged else {}
+        return FlashError(
+            code,
+            what,
+            fix=f"read the end of its log, and the whole of it in {log_path}",
+            run_id=run.id,
+            attempt=attempt.number,
+            phase=beat.get("phase"),
+            step=beat.get("step"),
+            **values,
+            log=attempt.folder.log_tail(attempt.number, LOG_TAIL_BYTES),
+        )
+
+    def _replace(self, run: Run, attempt: Attempt, error: FlashError) -> None:
+        """Kill the attempt and let another one start, or end the run where none is left or a cancel
+        is wanted.
+        """
+        self.launcher.cancel(attempt.handle)
+        with self._despite_trouble(run):
+            # Asked first: an attempt that still ends writes its result after all else.
+            result = final_result(attempt.folder)
+            attempt.reader.read(now=True)
+            self._store_log(attempt)
+            if result:
+                self._finish(run, result["state"], result["step"], result["error"])
+                return
+        if attempt.is_short_of_space and error.code == "worker_failed":
+            error = self._out_of_space(run, error)
+        self._note(run, "lost", error.what, error=error.to_dict())
+        log.warning("%s: %s", run.id, error.what)
+        delay_s = self.patience.retry_delay_s * 2 ** (attempt.number - 1)
+        counts_as = COUNTS_AS.get(error.code, "attempt")
+        if queue.requeue(
+            self.store, run.id, attempt.number, error, delay_s=delay_s, counts_as=counts_as
+        ):
+            return
+        # Asked anew: a cancel may have come since the row was read.
+        cancelled = self.store.run(run.id).cancel_requested is not None
+        self._end(
+            run,
+            attempt.folder,
+            "cancelled" if cancelled else "failed",
+            step=attempt.beat["step"] if attempt.beat else run.step,
+            error=None if cancelled else error.to_dict(),
+        )
+
+    def _out_of_space(self, run: Run, error: FlashError) -> FlashError:
+        """The error of an attempt that ended while the disk was full."""
+        saved = [row.size_bytes for row in self.store.checkpoints(run.id)]
+        return FlashError(
+            "disk_full",
+            f"the disk was full; {error.what}",
+            fix="free space there: the run goes on from its newest checkpoint",
+            path=self.base,
+            needed_bytes=max(saved, default=0),
+        )
+
+    @contextmanager
+    def _despite_trouble(self, run: Run) -> Generator[None]:
+        """Log what fails within, unless it is the machine's: then the run waits."""
+        try:
+            yield
+        except Exception as error:
+            if is_of_the_machine(error):
+                raise
+            log.exception("%s: trouble while attempt %s is ended", run.id, run.attempt)
+
+    def _settle(self, run: Run, attempt: Attempt, result: FinalResult, hint: JobStatus) -> None:
+        """The folder's result ends the run, once the attempt has left or had the time to."""
+        if attempt.result_at is None:
+            attempt.result_at = attempt.watched_s
+        if hint.state == "alive" and attempt.watched_s - attempt.result_at < self.patience.leave_s:
+            return
+        try:
+            self.launcher.cancel(attempt.handle)
+        except FlashError as error:  # the engine does not answer: the result counts all the same
+            log.warning("%s: attempt %s was not cancelled: %s", run.id, attempt.number, error)
+        if attempt.reader.read(now=True):
+            prune_checkpoints(self.store, run)
+        self._store_log(attempt)
+        self._finish(run, result["state"], result["step"], result["error"])
+
+    def _end(
+        self,
+        run: Run,
+        folder: RunFolder,
+        state: queue.EndState,
+        *,
+        step: int = 0,
+        error: Json | None = None,
+    ) -> None:
+        """Write the result in the worker's stead, as an owner of the folder's own: no attempt can
+        write any more.
+        """
+        with self._despite_trouble(run):
+            folder.create(self.target.job(run))
+            writer = RunWriter(folder, folder.newest_epoch() + 1)
+            cause = FlashError.from_dict(error) if error else None
+            writer.commit_result(state, step, cause, retryable=False)
+        self._finish(run, state, step, error)
+
+    def _finish(
+        self, run: Run, state: queue.EndState, step: int, error: Mapping[str, Any] | None
+    ) -> None:
+        queue.finish(self.store, run.id, run.attempt, state, step=step, error=error)
+        self._attempts.pop(run.id, None)
+        for what in ("attach", "advance"):
+            self._troubles.pop((run.id, what), None)
+        log.info("%s: %s", run.id, self.store.run(run.id).state)
+
+    def _note(self, run: Run, what: str, message: str, **values: object) -> None:
+        row: Json = {"time": time.time(), "epoch": run.attempt, "kind": "attempt"}
+        row |= {"message": message, **values}
+        self.store.put_event(run.id, f"{run.attempt:04d}-{what}", row)
+
+
+def is_of_the_machine(error: Exception) -> bool:
+    """Whether another attempt would meet the same error, until somebody mends the machine."""
+    if isinstance(error, FlashError):
+        return error.code in OF_THE_MACHINE
+    return isinstance(error, OSError) and error.errno in FULL
+
+
+def _memory_shortage(beat: Beat | None) -> str | None:
+    """What the last beat said, where so little memory was left that the kernel may have ended the
+    attempt.
+    """
+    held, left = (beat or {}).get("held_bytes", 0), (beat or {}).get("available_bytes", 1)
+    if left > SHORT_OF_MEMORY * (held + left):
+        return None
+    rest = f"{left / 2**30:.1f} GiB of the machine's memory were left"
+    return f"its last beat held {held / 2**30:.1f} GiB and {rest}"
