@@ -57,6 +57,7 @@ REPLACEMENTS: dict[str, tuple[str, str]] = {
         r"sandbox of environment code protects: [^\"]*",
         "<sandbox>",
     ),
+    "where the command is": (r"`/[^`]*/flash-mcp ", "`flash-mcp "),
     "what is free on the disk": (r"[\d.]+ [MG]B free", "<size> free"),
     "where an environment lies before it is published": (r"\.staged-\w+", "<staged>"),
 }

@@ -44,11 +44,12 @@ from flash_mcp.server.uploads import Uploads, refusal_response
 from flash_mcp.state import tokens
 from flash_mcp.state.owners import LOCAL, LOCAL_OWNER, NOBODY, Caller, Limits, acting_as, caller
 from flash_mcp.state.store import open_store
+from flash_mcp.tools.shared import waiting
 
 MCP_PATH = "/mcp"
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 SHUTDOWN_S = 50
-"""More than the 45 s that a call may take."""
+"""More than the 45 s that a call may take; calls that wait longer end when the server does."""
 
 
 class Gate:
@@ -330,6 +331,7 @@ class HttpServer(uvicorn.Server):
 
     def __init__(self, gate: Gate, host: str, port: int) -> None:
         self.gate = gate
+        waiting.closing.clear()
         # It would cut off the streams that answer calls.
         AppStatus.disable_automatic_graceful_drain()
         config = LimitedConfig(
@@ -345,6 +347,7 @@ class HttpServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.gate.closing.set()
+        waiting.closing.set()
         await super().shutdown(sockets)
 
 

@@ -24,9 +24,9 @@ from flash_mcp.tools.news import (
 from flash_mcp.tools.shared.next_steps import waiting_for
 from flash_mcp.tools.shared.resolve import adapter_name
 from flash_mcp.tools.shared.run_view import RunView, mean_of, report_on
-from flash_mcp.tools.shared.tool_base import Result, ResultModel, illustrate
+from flash_mcp.tools.shared.tool_base import Result, ResultModel, illustrate, longest_wait_s
 from flash_mcp.tools.shared.truncation import to_text, utc
-from flash_mcp.tools.shared.waiting import MAX_WAIT_S, wait_for_change
+from flash_mcp.tools.shared.waiting import wait_for_change
 
 LINES_CHARACTERS = 7_500
 """What the lines of a list may take of a result."""
@@ -104,8 +104,9 @@ async def status(
 
     Args:
         run_id: Run id. Without it: the list of runs, newest first.
-        until: With run_id: wait up to 43 s. news: for a flag, evaluation, checkpoint, lost attempt
-            or the end, never a mere step; end: for the end or a problem.
+        until: With run_id: wait; 43 s, or up to an hour if the client asks for progress. news: for a
+            flag, evaluation, checkpoint, lost attempt or the end, never a mere step; end: for the
+            end or a problem.
         since: `since` of the last result: tells only what is new; until is then news.
         wait_s: Seconds to wait, at most, for until; without it, for any change.
         detail: detailed adds all metrics, failure modes, lineage, every value with its source, and
@@ -145,7 +146,7 @@ async def _follow(
 ) -> Status:
     """Wait, then tell what the cursor `since` says that the caller was not told."""
     cursor = NewsCursor.parse(run_id, since)
-    limit = MAX_WAIT_S if wait_s is None else wait_s
+    limit = longest_wait_s() if wait_s is None else wait_s
     report = await wait_for_news(store, run_id, cursor, until, limit)
     if not cursor.misses(report, until):
         again = waiting_for(run_id, until, since)

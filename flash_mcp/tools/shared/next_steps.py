@@ -7,6 +7,8 @@ them as a table.
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,7 @@ from flash_mcp.judgement.comparison import Change
 from flash_mcp.judgement.health import CONTAMINATED, Flag
 from flash_mcp.protocol.records import ACTIVE, Run
 from flash_mcp.protocol.spec import default_of
+from flash_mcp.state.owners import caller
 from flash_mcp.tools.shared.preflight import Sample
 
 MOST_TRIES = 16
@@ -95,6 +98,12 @@ class Rule:
 def next_of(context: RunContext) -> str:
     """What to do next with a run or an evaluation."""
     return next(rule.says(context) for rule in RULES if rule.applies(context))
+
+
+def command() -> str:
+    """How a shell on this machine starts flash-mcp."""
+    name = "flash-mcp"
+    return name if shutil.which(name) else str(Path(sys.executable).with_name(name))
 
 
 def waiting_for(run_id: str, until: str = "news", since: str | None = None) -> str:
@@ -374,7 +383,8 @@ RULES = (
 def after_train(run: Run, after: str, *, created: bool) -> str:
     """`after` is what follows a run that has ended."""
     if run.ended is None:
-        return f"{waiting_for(run.id)} follows it; cancel ends it"
+        shell = f"; in a shell: `{command()} wait {run.id}`" if caller().is_local else ""
+        return f"{waiting_for(run.id)} follows it{shell}; cancel ends it"
     result = f"{run.id} {run.state} before"
     if created:
         return f"{result}: {after}"

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from flash_mcp.judgement.curve import Curve
 
 CALL_TIMEOUT_S = 45.0
+ANSWER_S = 2.0
+"""What a call that waited needs to answer."""
 ARGUMENTS = "\n\nArgs:\n"
 ARGUMENT = re.compile(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", re.MULTILINE)
 """"    name: text" and the more deeply indented lines that continue it."""
@@ -154,6 +156,19 @@ def check_arguments(tool: Tool, arguments: dict[str, Any]) -> None:
     what = f"{tool.name} has no argument {', '.join(map(repr, unknown))}; nothing was done{guesses}"
     fix = f"{tool.name} accepts: {', '.join(accepted) or 'no arguments'}"
     raise FlashError("unknown_argument", what, argument=unknown[0], fix=fix)
+
+
+_patience_s: ContextVar[float] = ContextVar("patience_s", default=CALL_TIMEOUT_S)
+
+
+def allow(seconds: float) -> None:
+    """Let the call of this context take so long: its client waits longer than others."""
+    _patience_s.set(seconds)
+
+
+def longest_wait_s() -> float:
+    """How long the call of this context may wait before it answers."""
+    return _patience_s.get() - ANSWER_S
 
 
 Progress = Callable[[str, float | None], Awaitable[None]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
@@ -23,7 +24,7 @@ from flash_mcp.state.targets import find_target
 from flash_mcp.supervisor import keeper, secrets
 from flash_mcp.supervisor.launch.local import devices_in_use
 from flash_mcp.supervisor.process import LOG, is_supervised, unfit
-from flash_mcp.tools.shared.tool_base import report
+from flash_mcp.tools.shared.tool_base import longest_wait_s, report
 
 T = TypeVar("T")
 
@@ -41,9 +42,13 @@ environment.
 """
 
 POLL_S = 0.25
+SLOW_POLL_S = 1.0
+"""After the first minute."""
+PROGRESS_S = 5.0
+"""A wait without news says so, which keeps its call alive."""
 WAIT_LIMIT_S = 42.0
-MAX_WAIT_S = 43.0
-"""Less than the 45 s after which the server ends a call: the answer takes time too."""
+closing = threading.Event()
+"""The server ends: calls that wait answer now."""
 
 
 async def submit(
@@ -123,7 +128,7 @@ def tried_again(run_id: str) -> str:
 
 def deadline_after(wait_s: float) -> float:
     """When a call that may wait `wait_s` has to answer, by time.monotonic()."""
-    return time.monotonic() + min(wait_s, MAX_WAIT_S)
+    return time.monotonic() + min(wait_s, longest_wait_s())
 
 
 async def wait_until(
@@ -136,10 +141,17 @@ async def wait_until(
 
     `progress` says what to report of it meanwhile: a message and a share in 0..1."""
     result = await run_sync(read)
-    while not done(result) and time.monotonic() < deadline:
-        await anyio.sleep(POLL_S)
+    began = time.monotonic()
+    told = None
+    told_at = began
+    while not done(result) and time.monotonic() < deadline and not closing.is_set():
+        now = time.monotonic()
+        await anyio.sleep(POLL_S if now - began < 60 else SLOW_POLL_S)
         result = await run_sync(read)
-        await report(*progress(result))
+        reached = progress(result)
+        if reached != told or now - told_at > PROGRESS_S:
+            await report(*reached)
+            told, told_at = reached, now
     return result
 
 

@@ -1,0 +1,42 @@
+"""How long a client waits for the answer to a call: an answer that comes later is lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mcp.server.mcpserver import Context
+
+from flash_mcp.tools.shared.tool_base import CALL_TIMEOUT_S
+
+LONG_CALL_S = 3600.0
+"""A call may take so long while its client takes progress."""
+FIXED_TIMEOUT = ("codex-mcp-client",)
+"""Clients that give a call a minute, whatever progress comes."""
+CAUTION = 0.8
+"""Of the time after which a client gave up, the next call takes this share."""
+
+
+class Patience:
+    """What is known of each client, by its name."""
+
+    def __init__(self) -> None:
+        self._given_up_s: dict[str, float] = {}
+
+    def limit_s(self, context: Context[Any, Any]) -> float:
+        """Seconds that a call of this client may take."""
+        meta = context.request_context.meta or {}
+        client = client_name(context)
+        if meta.get("progress_token") is None or client in FIXED_TIMEOUT:
+            return CALL_TIMEOUT_S
+        return max(CALL_TIMEOUT_S, self._given_up_s.get(client, LONG_CALL_S))
+
+    def gave_up(self, context: Context[Any, Any], after_s: float) -> None:
+        """The client cancelled a call: its next one ends sooner."""
+        if after_s > CALL_TIMEOUT_S:
+            self._given_up_s[client_name(context)] = after_s * CAUTION
+
+
+def client_name(context: Context[Any, Any]) -> str:
+    """What the client calls itself; "" if it did not say."""
+    params = context.session.client_params
+    return params.client_info.name if params else ""
