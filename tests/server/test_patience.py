@@ -94,9 +94,7 @@ async def test_a_client_that_gave_up_gets_its_next_answer_before_it_gives_up_aga
         assert "now" in answer
 
 
-async def test_waits_end_with_the_server(
-    running: tuple[Run, RunWriter], server: Team
-) -> None:
+async def test_waits_end_with_the_server(running: tuple[Run, RunWriter], server: Team) -> None:
     run, _ = running
     async with server.client("none") as client:
         first = (await client.call_tool("status", {"run_id": run.id})).structured_content
