@@ -19,6 +19,7 @@ from flash_mcp import __version__
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.server.mcp_server import server
 from flash_mcp.state.store import open_store
+from tests.outlines import pretty
 from tests.samples import (
     ENVIRONMENT,
     end,
@@ -120,13 +121,16 @@ class Calls:
             kept["result"] = body
         if pictures := [each.mime_type for each in result.content[1:]]:
             kept["pictures"] = pictures
-        self.results[name] = self.names.as_frozen(json.dumps(kept, indent=1, ensure_ascii=False))
+        self.results[name] = self._text(kept)
 
     async def read(self, name: str, uri: str) -> None:
         """Read a resource and keep its lines."""
         contents = (await self.client.read_resource(self.names.as_called(uri))).contents[0]
-        lines = {"uri": uri, "lines": contents.text.splitlines()}
-        self.results[name] = self.names.as_frozen(json.dumps(lines, indent=1, ensure_ascii=False))
+        self.results[name] = self._text({"uri": uri, "lines": contents.text.splitlines()})
+
+    def _text(self, kept: dict[str, Any]) -> str:
+        """Lines are filled when the names are in: they are as long each time."""
+        return pretty(json.loads(self.names.as_frozen(json.dumps(kept, ensure_ascii=False))))
 
 
 # -- the store -------------------------------------------------------------------------------------

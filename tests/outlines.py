@@ -68,3 +68,32 @@ def _facts(schema: Schema) -> str:
 
 def _plain(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
+
+
+WIDTH = 100
+
+
+def pretty(body: Any, indent: str = "") -> str:
+    """JSON in lines of at most 100 letters where it can be: what fits into one is in one, and short
+    entries share one.
+    """
+    text = json.dumps(body, ensure_ascii=False)
+    if not isinstance(body, dict | list) or len(indent + text) <= WIDTH:
+        return text
+    inner = f"{indent} "
+    if isinstance(body, dict):
+        entries = [f"{json.dumps(key)}: {pretty(value, inner)}" for key, value in body.items()]
+    else:
+        entries = [pretty(value, inner) for value in body]
+    lines = [""]
+    for entry in entries:
+        line = f"{lines[-1]} {entry}," if lines[-1] else f"{inner}{entry},"
+        if len(line) <= WIDTH and "\n" not in line:
+            lines[-1] = line
+        else:
+            lines.append(f"{inner}{entry},")
+            if "\n" in entry:
+                lines.append("")
+    opening, closing = "{}" if isinstance(body, dict) else "[]"
+    inside = "\n".join(line for line in lines if line).removesuffix(",")
+    return f"{opening}\n{inside}\n{indent}{closing}"
