@@ -98,6 +98,7 @@ def with_group(leader: int, number: signal.Signals) -> None:
 def run_stage(name: str, out: Path, *, cpu: bool) -> int:
     # Imported here: torch and vLLM are for the stages' own processes.
     from bench import gpu_stages  # noqa: PLC0415
+    from bench.gpu_place import Place  # noqa: PLC0415
 
     stage = getattr(gpu_stages, name, None)
     if stage is None:
@@ -105,7 +106,7 @@ def run_stage(name: str, out: Path, *, cpu: bool) -> int:
 
         stage = getattr(gpu_model, name)
     with tempfile.TemporaryDirectory(prefix="flash-gpu-check-") as scratch:
-        stage(gpu_stages.Place(Path(scratch), Results(out, name), cpu=cpu))
+        stage(Place(Path(scratch), Results(out, name), cpu=cpu))
     return 0
 
 
