@@ -1,18 +1,23 @@
 """What all commands share: how their help looks, and how a wrong call is reported.
 
 Built on argparse: pydantic-settings adds 0.1 seconds to every start, and has no near misses, no
-option that may also be given by position, and no @FILE."""
+option that may also be given by position, and no @FILE. click has no help for what is given by
+position, and its decorators are as long as the tables of commands."""
 
 from __future__ import annotations
 
 import argparse
 import textwrap
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
 from flash_mcp.protocol.errors import FlashError, did_you_mean
 
 HELP_WIDTH = 100
+Arguments = argparse.Namespace
+Run = Callable[[Arguments], int | None]
+Option = tuple[str, dict[str, Any]]
 
 
 class Parser(argparse.ArgumentParser):
@@ -22,12 +27,48 @@ class Parser(argparse.ArgumentParser):
         raise FlashError("invalid_argument", message, fix=f"see {self.prog} --help")
 
 
+@dataclass(frozen=True)
+class Command:
+    """`run` takes the parsed arguments. At most one option of `exclusive` may be given."""
+
+    run: Run
+    examples: tuple[str, ...]
+    options: tuple[Option, ...] = ()
+    exclusive: tuple[Option, ...] = ()
+
+
+@dataclass(frozen=True)
+class Group:
+    """A command with sub-commands."""
+
+    text: str
+    examples: tuple[str, ...]
+    actions: dict[str, Command]
+
+
+def option(name: str, text: str, metavar: str | None = None, **settings: Any) -> Option:
+    named = {} if metavar is None else {"metavar": metavar}
+    return name, {"help": text, **named, **settings}
+
+
+def flag(name: str, text: str, **settings: Any) -> Option:
+    return name, {"help": text, "action": "store_true", **settings}
+
+
+def repeated(name: str, text: str, metavar: str) -> Option:
+    settings: dict[str, Any] = {"action": "append", "default": []}
+    return option(name, f"{text}; may be repeated", metavar, **settings)
+
+
+JSON = flag("--json", "print the result as JSON")
+
+
 def add_command(
     commands: Any,
     name: str,
     text: str,
     examples: str,
-    run: Callable[[argparse.Namespace], int | None] | None,
+    run: Run | None,
     **settings: Any,
 ) -> Parser:
     """A command. `text` is its description; the list of commands shows the first sentence."""
@@ -43,6 +84,32 @@ def add_command(
     )
     parser.set_defaults(run=run, command=parser.prog.partition(" ")[2])
     return parser
+
+
+def add_own(commands: Any, name: str, command: Command | Group) -> None:
+    """Add a command of COMMANDS to the parser."""
+    if isinstance(command, Group):
+        parser = add_command(commands, name, command.text, example(*command.examples), None)
+        actions = parser.add_subparsers(metavar="ACTION", required=True)
+        for action, item in command.actions.items():
+            add_own(actions, action, item)
+        return
+    text = command.run.__doc__ or ""
+    parser = add_command(commands, name, text, example(*command.examples), command.run)
+    _add_options(parser, command)
+
+
+def _add_options(parser: Parser, command: Command) -> None:
+    if command.exclusive:
+        group = parser.add_mutually_exclusive_group()
+        for name, settings in command.exclusive:
+            group.add_argument(name, **settings)
+    for name, settings in command.options:
+        parser.add_argument(name, **settings)
+    names = [name for name, _ in (*command.exclusive, *command.options)]
+    options = [name for name in names if name.startswith("-")]
+    words = [name for name in names if not name.startswith("-")]
+    parser.set_defaults(options=options, words=words, named=[])
 
 
 def example(*lines: str) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import tomllib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flash_mcp.cli.output import answer, render
+from flash_mcp.cli.parsing import JSON, Arguments, Command, Group, flag, option, repeated
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import home
 from flash_mcp.state.targets import (
@@ -21,7 +21,9 @@ from flash_mcp.state.targets import (
     targets,
     write_target,
 )
-from flash_mcp.supervisor.probe import Probed, probe
+
+if TYPE_CHECKING:
+    from flash_mcp.supervisor.probe import Probed
 
 SIMPLE = (
     "engine",
@@ -40,8 +42,11 @@ SIMPLE = (
 """Options of `add` that are fields of a target as they are."""
 
 
-def add(arguments: argparse.Namespace) -> None:
-    """As `flash-mcp target add`."""
+def add(arguments: Arguments) -> None:
+    """Add a place beyond this machine where runs may train, and prove it with a job of a second.
+
+    The job starts on a node, claims a folder of the storage, and reports its version of flash-mcp,
+    its devices and missing packages. If it fails, nothing is added."""
     fields: dict[str, Any] = {name: getattr(arguments, name) for name in SIMPLE}
     fields["options"] = shlex.split(" ".join(arguments.option))
     fields["env"] = dict(_pair("--env", text) for text in arguments.env)
@@ -49,7 +54,7 @@ def add(arguments: argparse.Namespace) -> None:
     fields["resources"] = {name: _value(text) for name, text in pairs}
     chosen = {name: value for name, value in fields.items() if value not in (None, [], {})}
     settings = new_target(home(), arguments.name, chosen)
-    result = None if arguments.unproved else probe(arguments.name, settings, arguments.wait_s)
+    result = None if arguments.unproved else _prove(arguments.name, settings, arguments.wait_s)
     if result and _shows_cards(settings):
         settings = settings.model_copy(update={"cards": Cards(**result.cards)})
     write_target(home(), arguments.name, settings)
@@ -57,14 +62,21 @@ def add(arguments: argparse.Namespace) -> None:
     answer(arguments, body, "\n".join(render(body)))
 
 
-def check(arguments: argparse.Namespace) -> None:
+def check(arguments: Arguments) -> None:
     """Prove a target with a job of a second, as `target add` does."""
     settings = find_target(home(), arguments.name)
-    result = probe(arguments.name, settings, arguments.wait_s)
+    result = _prove(arguments.name, settings, arguments.wait_s)
     if _shows_cards(settings):
         note_cards(home(), arguments.name, Cards(**result.cards))
     body = {"target": arguments.name, **_probed(result)}
     answer(arguments, body, "\n".join(render(body)))
+
+
+def _prove(name: str, settings: TargetSettings, wait_s: float) -> Probed:
+    # It loads the clients of all engines, for which no other command has to wait.
+    from flash_mcp.supervisor.probe import probe  # noqa: PLC0415
+
+    return probe(name, settings, wait_s)
 
 
 def _shows_cards(settings: TargetSettings) -> bool:
@@ -75,8 +87,8 @@ def _shows_cards(settings: TargetSettings) -> bool:
     return settings.cards is None and not chooses
 
 
-def show(arguments: argparse.Namespace) -> None:
-    """List the targets."""
+def list_targets(arguments: Arguments) -> None:
+    """List the targets of targets.toml."""
     results = {
         name: item.model_dump(exclude_defaults=True) for name, item in targets(home()).items()
     }
@@ -85,8 +97,8 @@ def show(arguments: argparse.Namespace) -> None:
     answer(arguments, results, "\n".join(lines) or nothing)
 
 
-def remove(arguments: argparse.Namespace) -> None:
-    """Remove a target. Runs that are under way there are no longer looked after."""
+def remove(arguments: Arguments) -> None:
+    """Remove a target. Its active runs wait until it is added again, or they are cancelled."""
     remove_target(home(), arguments.name)
     answer(arguments, {"removed": arguments.name}, f"removed {arguments.name}")
 
@@ -109,3 +121,49 @@ def _value(text: str) -> Any:
 
 def _probed(probed: Probed | None) -> dict[str, Any]:
     return {} if probed is None else vars(probed)
+
+
+ENGINES = ("slurm", "ray", "sky")
+SETUPS = ("path", "image", "uv")
+PACKAGES = ("install", "node")
+TARGET = option("name", "name of the target, as train's target", "NAME")
+WAIT = option("--wait-s", "seconds for the job (default 120)", "S", type=float, default=120.0)
+COMMANDS: dict[str, Command | Group] = {
+    "target": Group(
+        "Add, list, check and remove places beyond this machine where runs may train.",
+        ("flash-mcp target add lab --engine slurm --storage s3://bucket/flash",),
+        {
+            "add": Command(
+                add,
+                (
+                    "flash-mcp target add lab --engine slurm --storage /shared/flash "
+                    "--python /opt/flash/bin/python --option=--gres=gpu:1",
+                ),
+                (
+                    TARGET,
+                    option("--engine", "slurm, ray or sky", choices=ENGINES, required=True),
+                    option("--storage", "URL, or a folder that all nodes share", required=True),
+                    option("--setup", "how nodes get flash-mcp: path, image, uv", choices=SETUPS),
+                    option("--packages", "with uv: install or node", choices=PACKAGES),
+                    option("--python", "interpreter on the nodes", "PATH"),
+                    option("--home", "FLASH_HOME on the nodes (default: of each its own)", "DIR"),
+                    option("--ssh", "host that has the engine's commands", "HOST"),
+                    repeated("--option", "argument of sbatch, such as --gres=gpu:1", "ARGUMENT"),
+                    option("--address", "URL of Ray's dashboard or SkyPilot's API server", "URL"),
+                    option("--token-file", "file here with the token for this URL", "PATH"),
+                    repeated("--resource", "what an attempt takes: GPU=1, infra=aws", "NAME=N"),
+                    repeated("--env", "variable of the attempts", "NAME=VALUE"),
+                    option("--env-file", "shell file on the nodes that sets others", "PATH"),
+                    option("--slots", "attempts submitted at once (default 8)", "N", type=int),
+                    option("--price-per-hour", "price of an attempt's hour", "P", type=float),
+                    flag("--unproved", "add it without the job"),
+                    WAIT,
+                    JSON,
+                ),
+            ),
+            "list": Command(list_targets, ("flash-mcp target list",), (JSON,)),
+            "check": Command(check, ("flash-mcp target check lab",), (TARGET, WAIT, JSON)),
+            "remove": Command(remove, ("flash-mcp target remove lab",), (TARGET, JSON)),
+        },
+    ),
+}

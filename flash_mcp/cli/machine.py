@@ -1,0 +1,206 @@
+"""demo, doctor, install and what saves, mends or empties the state directory."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from flash_mcp.cli.install import CLIENTS, check_name
+from flash_mcp.cli.install import install as install_server
+from flash_mcp.cli.output import answer, render
+from flash_mcp.cli.parsing import JSON, Arguments, Command, Group, flag, option
+from flash_mcp.cli.service import LINGER, install_service, remove_service
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.paths import home
+from flash_mcp.state import backup as archives
+
+CURVE = Path("reward-curve.png")
+REFERENCES = (
+    "RUN_ID, the folder's name of an export, or NAME@DIGEST of an environment or dataset; another "
+    "owner's is OWNER/NAME@DIGEST"
+)
+
+
+def demo(arguments: Arguments) -> int:
+    """Play the whole loop on a small real model, in minutes.
+
+    Does what an agent would do, through a real MCP client over stdio: writes the calculator
+    environment, publishes and checks it, trains, watches, reads rollouts, compares the base model
+    with the trained one on held-out tasks, deploys the adapter and talks to it. State is kept in
+    FLASH_HOME, so that every flash-mcp command shows the run afterwards.
+
+    With --agent it trains a program that calls OpenAI's API with a tool of its own, as it is. With
+    --target it trains and serves on nodes of Slurm or Ray."""
+    from flash_mcp.cli.demo import play  # noqa: PLC0415
+
+    choices = {"model": arguments.model, "target": arguments.target}
+    overrides = {name: value for name, value in choices.items() if value}
+    chosen = (arguments.json, arguments.curve, overrides, arguments.environment)
+    return play(*chosen, agent=arguments.agent)
+
+
+def doctor(arguments: Arguments) -> int:
+    """Check this machine and say how to fix what is wrong.
+
+    Looks at Python, the state directory, disk, memory, GPU, training packages, SQLite, the sandbox
+    and the supervisor. Exits with 1 if there is a problem."""
+    from flash_mcp.cli.doctor import examine  # noqa: PLC0415
+
+    findings = examine()
+    signs = {"ok": "ok     ", "warning": "WARNING", "problem": "PROBLEM"}
+    lines: list[str] = []
+    for finding in findings:
+        lines.append(f"{signs[finding.level]}  {finding.name}: {finding.detail}")
+        if finding.fix:
+            lines.append(f"         Fix: {finding.fix}")
+    answer(arguments, [vars(finding) for finding in findings], "\n".join(lines), indent=2)
+    return int(any(finding.level == "problem" for finding in findings))
+
+
+def install(arguments: Arguments) -> None:
+    """Add this server to a coding agent's configuration, or continue runs after a reboot.
+
+    An agent's other settings and comments stay, and a copy of the old file is kept. `service` makes
+    a systemd user service of the supervisor."""
+    if arguments.client == "service":
+        _install_service(arguments)
+        return
+    if arguments.remove:
+        fix = "remove the server's entry from the agent's configuration by hand"
+        raise FlashError("invalid_argument", "only a service can be removed", fix=fix)
+    done = install_server(arguments.client, name=arguments.name, write=not arguments.only_print)
+    lines = [f"wrote {done.path}", f"restart {done.client}, and ask it to train a model"]
+    if done.backup:
+        lines[0] += f"; the old one is {done.backup}"
+    if not done.changed:
+        lines = [f"{done.path} has it already"]
+    if arguments.only_print:
+        lines = [done.text.rstrip()]
+    answer(arguments, dataclasses.asdict(done), "\n".join(lines))
+
+
+def _install_service(arguments: Arguments) -> None:
+    check_name(arguments.name)
+    act = remove_service if arguments.remove else install_service
+    done = act(arguments.name, write=not arguments.only_print)
+    lines = [f"{done.path} is there already; it is enabled and started", LINGER]
+    if done.changed:
+        lines[0] = f"wrote {done.path}; it is enabled and started"
+    if arguments.remove:
+        lines = [f"removed {done.path}" if done.changed else f"there is no {done.path}"]
+        if done.changed and arguments.only_print:
+            lines = [f"would remove {done.path}"]
+    elif arguments.only_print:
+        lines = [done.text.rstrip()]
+    answer(arguments, dataclasses.asdict(done), "\n".join(lines))
+
+
+def backup(arguments: Arguments) -> None:
+    """Save runs, environments and the database to one file, while in use."""
+    _show_archive(arguments, archives.backup(home(), arguments.file.absolute()))
+
+
+def restore(arguments: Arguments) -> None:
+    """Restore a backup into an empty state directory; runs go on from there."""
+    _show_archive(arguments, archives.restore(home(), arguments.file.absolute()))
+
+
+def _show_archive(arguments: Arguments, held: archives.Summary) -> None:
+    answer(arguments, vars(held), "\n".join(render(vars(held))))
+
+
+def recover(arguments: Arguments) -> None:
+    """Rebuild a lost or damaged database from the run folders.
+
+    Takes in the runs and environments that the database does not know; rows that exist stay as they
+    are. Runs that had not ended go on. A damaged database is moved aside."""
+    from flash_mcp.supervisor.recovery import recover as rebuild  # noqa: PLC0415
+
+    result = rebuild(home())
+    taken = f"took in {len(result.runs)} runs and {len(result.environments)} environments"
+    lines = [f"{taken}; {result.kept} were there already"]
+    if result.damaged:
+        lines.append(f"the damaged database is {result.damaged}; restart running servers")
+    lines += [f"not taken in: {problem}" for problem in result.problems]
+    lines += [f"lost: {what}" for what in result.lost]
+    answer(arguments, dataclasses.asdict(result), "\n".join(lines))
+
+
+def remove(arguments: Arguments) -> None:
+    """Delete runs, exports, environment versions and datasets that nothing else depends on.
+
+    On a terminal, and for --older-than and --failed, it shows first what goes and asks; --yes
+    answers. With these options it leaves out what is in use. Afterwards the database shrinks."""
+    from flash_mcp.cli.remove import remove_all  # noqa: PLC0415
+
+    remove_all(arguments)
+
+
+COMMANDS: dict[str, Command | Group] = {
+    "demo": Command(
+        demo,
+        (
+            "flash-mcp demo",
+            "flash-mcp demo --agent",
+            "flash-mcp demo --json figures.json --curve curve.png",
+        ),
+        (
+            option("--json", "write the figures to FILE", "FILE", type=Path),
+            option("--curve", f"the picture (default {CURVE})", "FILE", type=Path, default=CURVE),
+            option("--model", "base model (default: the config's)"),
+            option("--environment", "a published environment (default: the calculator)"),
+            option("--target", "a target of Slurm or Ray (default: this machine)"),
+            option("--agent", "train an agent that uses OpenAI's package", action="store_true"),
+        ),
+    ),
+    "doctor": Command(doctor, ("flash-mcp doctor",), (JSON,)),
+    "install": Command(
+        install,
+        (
+            "flash-mcp install claude",
+            "flash-mcp install codex --print",
+            "flash-mcp install service",
+        ),
+        (
+            option("client", "agent to configure, or service", choices=(*CLIENTS, "service")),
+            option(
+                "--name",
+                "what the agent calls the server (default flash); a service is NAME-mcp.service",
+                default="flash",
+            ),
+            flag("--print", "print the new file, and write nothing", dest="only_print"),
+            flag("--dry-run", "as --print", dest="only_print"),
+            flag("--remove", "stop and remove the service; what it started goes on"),
+            JSON,
+        ),
+    ),
+    "backup": Command(
+        backup,
+        ("flash-mcp backup flash.tar.gz",),
+        (
+            option("file", "archive to write; compressed if it ends with .gz", "FILE", type=Path),
+            JSON,
+        ),
+    ),
+    "restore": Command(
+        restore,
+        ("flash-mcp restore flash.tar.gz",),
+        (option("file", "archive that `flash-mcp backup` wrote", "FILE", type=Path), JSON),
+    ),
+    "recover": Command(recover, ("flash-mcp recover",), (JSON,)),
+    "remove": Command(
+        remove,
+        (
+            "flash-mcp remove run-2f9k1c8d calculator@3f2a9c --dry-run",
+            "flash-mcp remove --failed --older-than 30d",
+        ),
+        (
+            option("references", REFERENCES, "REFERENCE", nargs="*"),
+            option("--older-than", "every run that ended so long ago: 12h, 30d or 8w", "AGE"),
+            flag("--failed", "every run that failed"),
+            flag("--dry-run", "say what would be removed, and remove nothing"),
+            flag("--yes", "remove without asking"),
+            flag("--json", "print {kind, reference, owner, freed_bytes, used_by} of each"),
+        ),
+    ),
+}

@@ -1,0 +1,173 @@
+"""serve, ui and supervise: programs that stay."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import sys
+import webbrowser
+
+from flash_mcp.cli.parsing import Arguments, Command, Group, Option, flag, option, repeated
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.paths import home
+from flash_mcp.state import tokens
+from flash_mcp.state.owners import Limits
+from flash_mcp.state.store import open_store
+from flash_mcp.supervisor.keeper import kept
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def _limit(name: str, default: int, what: str) -> Option:
+    return option(name, f"at most N {what} (default {default})", "N", type=int, default=default)
+
+
+def serve(arguments: Arguments) -> None:
+    """Speak MCP on stdin and stdout, or over HTTP.
+
+    Agents start the server themselves on stdin and stdout; `flash-mcp install` configures them.
+    With --http one server serves many clients until Ctrl-C."""
+    if arguments.http:
+        _serve_http(arguments)
+        return
+    from anyio import BrokenResourceError  # noqa: PLC0415
+
+    from flash_mcp.server.mcp_server import server  # noqa: PLC0415
+
+    with kept():
+        try:
+            server.run()
+        except* (BrokenPipeError, BrokenResourceError):  # its client has vanished
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _serve_http(arguments: Arguments) -> None:
+    host = str(arguments.host)
+    port = int(arguments.port)
+    store = open_store()
+    on_loopback = host in LOOPBACK and not arguments.allow_host
+    authenticate = not arguments.unauthenticated
+    if authenticate and not on_loopback and not tokens.made(store):
+        fix = (
+            "make a token with `flash-mcp token create NAME` and start again, listen on 127.0.0.1 "
+            "and reach it through `ssh -L`, or accept the risk with --unauthenticated"
+        )
+        what = "anyone who can reach this address could run code as you"
+        raise FlashError("invalid_argument", what, host=host, fix=fix)
+    _check_port(host, port)
+    from flash_mcp.server import http_server  # noqa: PLC0415
+    from flash_mcp.server.mcp_server import server  # noqa: PLC0415
+
+    note = "Anyone who can connect acts as you: without --unauthenticated it asks for a token."
+    if authenticate:
+        note = (
+            "Every request needs `Authorization: Bearer TOKEN`; `flash-mcp token create NAME`, on "
+            "this machine, makes a token."
+        )
+    if authenticate and on_loopback:
+        tokens.local_token(store.base)
+        note += f" Yours is in {store.base / tokens.LOCAL_TOKEN}, which only you can read."
+    sys.stderr.write(f"flash-mcp listens on http://{host}:{port}/mcp\n{note}\n")
+    limits = Limits(
+        arguments.requests_per_minute, arguments.queued_runs, arguments.environment_mib << 20
+    )
+    allow_hosts = arguments.allow_host
+    with kept():
+        http_server.serve(
+            server,
+            host,
+            port,
+            authenticate=authenticate,
+            on_loopback=on_loopback,
+            allow_hosts=allow_hosts,
+            limits=limits,
+        )
+
+
+def ui(arguments: Arguments) -> None:
+    """Show runs, curves, transcripts and deployments in a browser, as they change.
+
+    Only you can open the pages: the address that is printed signs you in, once. `serve --http` has
+    the same pages at /ui, behind its tokens."""
+    host, port = LOOPBACK[0], int(arguments.port)
+    _check_port(host, port)
+    from flash_mcp.server import http_server  # noqa: PLC0415
+    from flash_mcp.server.mcp_server import server  # noqa: PLC0415
+
+    code = secrets.token_urlsafe()
+    address = f"http://{host}:{port}/ui?code={code}"
+    by_token = f"It signs one browser in; in others paste {tokens.LOCAL_TOKEN} of FLASH_HOME."
+    sys.stderr.write(f"Open {address}\n{by_token}\nCtrl-C ends it.\n")
+    if not arguments.no_browser:
+        webbrowser.open(address)
+    with kept():
+        http_server.serve(server, host, port, authenticate=True, on_loopback=True, code=code)
+
+
+def _check_port(host: str, port: int) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            what = f"cannot listen there: {error.strerror}"
+            fix = "choose another --port, or end the program that holds this one"
+            raise FlashError("port_taken", what, host=host, port=port, fix=fix) from error
+
+
+def supervise(arguments: Arguments) -> int:
+    """Look after the runs in the foreground (train starts this by itself).
+
+    Replaces one that hangs, or that is of an older version and not in a terminal. Exits with 1 if
+    another supervisor looks after this state directory."""
+    from flash_mcp.supervisor.attempt import Timeouts  # noqa: PLC0415
+    from flash_mcp.supervisor.loop import Supervisor  # noqa: PLC0415
+    from flash_mcp.supervisor.loop import supervise as run  # noqa: PLC0415
+    from flash_mcp.supervisor.process import replace_unfit, unfit  # noqa: PLC0415
+
+    logging.getLogger().setLevel(logging.INFO)
+    patience = Timeouts()
+    if arguments.idle_exit_s is not None:
+        patience = Timeouts(idle_exit_s=arguments.idle_exit_s)
+    replace_unfit(home())
+    is_foreground = sys.stdin.isatty()  # False for a service
+    if run(home(), lambda base: Supervisor(base, patience=patience), is_foreground=is_foreground):
+        return 0
+    sys.stderr.write("another supervisor already looks after this state directory\n")
+    if result := unfit(home()):
+        sys.stderr.write(f"{result.what}: {result.fix}\n")
+    return 1
+
+
+COMMANDS: dict[str, Command | Group] = {
+    "serve": Command(
+        serve,
+        ("flash-mcp serve", "flash-mcp serve --http --port 9000"),
+        (
+            flag("--http", "Streamable HTTP at http://HOST:PORT/mcp"),
+            option("--host", "address to listen on (default 127.0.0.1)", default="127.0.0.1"),
+            option("--port", "port to listen on (default 8765)", type=int, default=8765),
+            flag("--unauthenticated", "ask for no token: anyone who reaches HOST runs code as you"),
+            repeated("--allow-host", "another Host to accept, such as a reverse proxy's", "NAME"),
+            _limit("--requests-per-minute", Limits.requests_per_minute, "for each token"),
+            _limit("--queued-runs", Limits.queued_runs, "for each owner"),
+            _limit("--environment-mib", Limits.environment_bytes >> 20, "MiB for each owner"),
+        ),
+    ),
+    "ui": Command(
+        ui,
+        ("flash-mcp ui",),
+        (
+            option("--port", "port to listen on (default 8766)", type=int, default=8766),
+            flag("--no-browser", "only print the address"),
+        ),
+    ),
+    "supervise": Command(
+        supervise,
+        ("flash-mcp supervise --idle-exit-s 60",),
+        (option("--idle-exit-s", "exit after S seconds without work", "S", type=float),),
+    ),
+}
