@@ -28,7 +28,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from environments.process.host import Ended, Opening, Score, Step
+from environments.process.host import NO_USAGE, Ended, Opening, Score, Step, Usage
 from flash_mcp.protocol.errors import FlashError
 from worker.engine.vllm import VllmEngine
 from worker.event_loop import AsyncRunner
@@ -147,7 +147,13 @@ class Host:
     async def open(self, split: str, index: int) -> Opening:
         return Opening(index, f"{split}/{index}", messages(index), max_turns=100)
 
-    async def step(self, episode: int, assistant_text: str) -> Step:
+    async def step(
+        self,
+        episode: int,
+        assistant_text: str | None,
+        tool_calls: Sequence[Json] = (),
+        usage: Usage = NO_USAGE,
+    ) -> Step:
         async with self._slots:
             await asyncio.sleep(self._latency_s)
         self._left[episode] -= 1

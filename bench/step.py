@@ -21,7 +21,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +37,9 @@ from flash_mcp.protocol.spec import RunSpec, resolve
 from worker.rollouts.scheduler import Rollout, Task
 from worker.rollouts.transcript import ChatTemplate, Transcript
 from worker.training.checkpoints import trainer_arguments
-from worker.training.grpo import RolloutsOf, Trainer, scales_advantages
+from worker.training.grpo import SCALED, RolloutsOf, Trainer
 from worker.training.kernels import LoraLinear
+from worker.training.packing import way_of
 from worker.training.policy import load_policy
 
 Json = dict[str, Any]
@@ -110,7 +110,7 @@ def plain_trainer(
         beta=spec.kl_penalty_coef,
         temperature=spec.temperature,
         loss_type=spec.loss_type,
-        scale_rewards="group" if scales_advantages(spec) else "none",
+        scale_rewards="group" if spec.loss_type in SCALED else "none",
         vllm_importance_sampling_mode=spec.importance_sampling,
         vllm_importance_sampling_clip_max=spec.importance_sampling_clip,
     )
@@ -133,8 +133,12 @@ def plain_trainer(
     return trainer
 
 
+def our_trainer(policy: Any, *args: Any, **options: Any) -> Trainer:
+    return Trainer(policy, *args, **options, way=way_of(policy.get_base_model()))
+
+
 SYSTEMS: dict[str, Callable[..., Any]] = {
-    "ours": partial(Trainer, packed=True),
+    "ours": our_trainer,
     "trl": lambda *args, **options: plain_trainer(*args, **options, as_it_comes=False),
     "trl as it comes": plain_trainer,
 }
@@ -173,12 +177,12 @@ def _run_case(model_path: Path, case: Case, repeat: int) -> Json:
         steps = {name: make_step(name) for name in SYSTEMS}
         for name, step in steps.items():
             say(case, f"{name}, first pass", step.run())  # the first pass allocates
-        seconds: dict[str, list[float]] = {name: [] for name in steps}
+        times: dict[str, list[Times]] = {name: [] for name in steps}
         for number in range(repeat):
             for name in rotated(list(steps), number):
                 gc.collect()
-                seconds[name].append(steps[name].run())
-                say(case, name, seconds[name][-1])
+                times[name].append(steps[name].run())
+                say(case, name, times[name][-1])
         precise = {}
         for name in ("ours", "trl"):
             step = make_step(name, torch.float32)
@@ -193,13 +197,9 @@ def _run_case(model_path: Path, case: Case, repeat: int) -> Json:
     return {
         "label": case.label,
         "rollouts": len(rollouts),
-        "seconds": seconds,
-        "over": {
-            name: statistics.median(
-                theirs / mine for theirs, mine in zip(times, seconds["ours"], strict=True)
-            )
-            for name, times in seconds.items()
-        },
+        "seconds": {name: [each.wall_s for each in of] for name, of in times.items()},
+        "over": _over(times, "wall_s"),
+        "over_by_cpu": _over(times, "cpu_s"),
         "tokens": {
             "packed": packed,
             "padded": len(rollouts) * (case.prompt + longest),
@@ -212,13 +212,33 @@ def _run_case(model_path: Path, case: Case, repeat: int) -> Json:
             "trl to fp32": compare(gradients["trl"], precise["trl"]),
         },
         "bound_s": bound_s,
-        "bound_share": bound_s / statistics.median(seconds["ours"]),
+        "bound_share": bound_s / statistics.median(each.wall_s for each in times["ours"]),
     }
 
 
-def say(case: Case, what: str, seconds: float) -> None:
+@dataclass(frozen=True)
+class Times:
+    """Of one step. The process's own time counts nothing of what else the machine does."""
+
+    wall_s: float
+    cpu_s: float
+
+
+def _over(times: dict[str, list[Times]], clock: str) -> dict[str, float]:
+    """The median ratio of each system's time to ours, within a repeat."""
+    return {
+        name: statistics.median(
+            getattr(theirs, clock) / getattr(mine, clock)
+            for theirs, mine in zip(of, times["ours"], strict=True)
+        )
+        for name, of in times.items()
+    }
+
+
+def say(case: Case, what: str, times: Times) -> None:
     """A line for each pass: all of them take up to half an hour on a CPU."""
-    sys.stderr.write(f"step: {case.label}: {what}: {seconds:.1f} s\n")
+    took = f"{times.wall_s:.1f} s, {times.cpu_s:.1f} s of CPU time"
+    sys.stderr.write(f"step: {case.label}: {what}: {took}\n")
 
 
 class Step:
@@ -232,17 +252,17 @@ class Step:
         self.model: Any = trainer.accelerator.prepare_model(trainer.model)
         trainer.current_gradient_accumulation_steps = self._groups
 
-    def run(self) -> float:
-        """Seconds of one step; its gradients stay."""
+    def run(self) -> Times:
+        """One step; its gradients stay."""
         self.model.zero_grad()
         size = self._trainer.args.per_device_train_batch_size
         batch = [{"prompt": str(row // size)} for row in range(size * self._groups)]
-        started = time.perf_counter()
+        started, used = time.perf_counter(), time.process_time()
         for _ in range(self._groups):
             self._trainer.training_step(self.model, batch, None)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        return time.perf_counter() - started
+        return Times(time.perf_counter() - started, time.process_time() - used)
 
     def gradient(self) -> Tensor:
         return torch.cat([p.grad.flatten() for p in self.model.parameters() if p.grad is not None])
@@ -372,6 +392,7 @@ def rows(result: Json) -> Iterator[list[str]]:
         "ours / trl / trl as it comes, s",
         "over trl",
         "over trl as it comes",
+        "the two by CPU time",
         "gradient: cosine, difference to trl",
         "in fp32",
         "ours / trl to fp32",
@@ -389,6 +410,7 @@ def rows(result: Json) -> Iterator[list[str]]:
             " / ".join(f"{statistics.median(times):.2f}" for times in case["seconds"].values()),
             f"{case['over']['trl']:.2f}",
             f"{case['over']['trl as it comes']:.2f}",
+            " / ".join(f"{case['over_by_cpu'][name]:.2f}" for name in ("trl", "trl as it comes")),
             f"{gradient['ours to trl']['cosine']:.5f}, {gradient['ours to trl'][difference]:.3f}",
             f"{gradient['ours to trl in fp32'][difference]:.0e}",
             f"{ours:.3f} / {trl:.3f}",
