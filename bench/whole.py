@@ -142,9 +142,7 @@ def _attempt_on_trl() -> int:
     from bench.step import plain_trainer  # noqa: PLC0415
     from worker.training import grpo  # noqa: PLC0415
 
-    grpo.Trainer = lambda *args, packed, keep_tokens, ranks, **options: plain_trainer(
-        *args, **options
-    )
+    grpo.Trainer = lambda *args, way, keep_tokens, ranks, **options: plain_trainer(*args, **options)
     return worker.main()
 
 

@@ -20,7 +20,7 @@ from worker.imports import quick_imports
 from worker.ranks import ALONE, Ranks, check_devices
 from worker.survey import PREFLIGHT_TASKS, RESUMED_TASKS, preflight
 from worker.training.checkpoints import Finished
-from worker.training.packing import can_pack
+from worker.training.packing import Way, way_of
 from worker.training.sft import GOLD_SPLITS, Row, Tuner, dataset_rows, gold_rows, make_sft_trainer
 from worker.training.trackers import Trackers
 from worker.training_session import TrainingSession
@@ -60,19 +60,18 @@ def train(
         )
         policy = model.policy
         assert isinstance(policy, PeftModel)
-        packed = can_pack(policy.get_base_model())
-        if not packed:
-            _without_packed_pass(session)
+        way = way_of(policy.get_base_model())
+        _report_way(session, way)
         common: dict[str, Any] = {
             "output_dir": str(scratch / "trainer"),
             "callbacks": [session.reporter],
-            "packed": packed,
+            "way": way,
             "ranks": ranks,
         }
         if spec.algorithm == "sft":
             trainer = _sft_trainer(job, session, policy, common)
         else:
-            keep_tokens = session.check_memory(longest, turns, packed=packed)
+            keep_tokens = session.check_memory(longest, turns, way=way)
             common["keep_tokens"] = ranks.share(keep_tokens)
             if session.has_engine:
                 session.start_engine()
@@ -90,12 +89,13 @@ def train(
         return _optimize(trainer, session, resume_from)
 
 
-def _without_packed_pass(session: TrainingSession) -> None:
-    if session.model.is_shared:
+def _report_way(session: TrainingSession, way: Way) -> None:
+    if way != Way.PACKED and session.model.is_shared:
         what = "one card cannot hold the model, and it lacks the packed pass, which sharing needs"
         raise FlashError("out_of_memory", what, fix="use another model, or larger cards")
-    what = "training takes longer and more memory: the model has no packed pass"
-    session.writer.event("warning", what)
+    if way == Way.ROWS:
+        what = "training takes longer and more memory: a prompt is computed for each completion"
+        session.writer.event("warning", what)
 
 
 def _sft_trainer(
@@ -103,15 +103,12 @@ def _sft_trainer(
 ) -> Tuner:
     """A trainer on the job's dataset, or on the environment's gold answers."""
     template = session.model.template
-    if session.ranks.count > 1 and not common["packed"]:
-        what = "sft on several GPUs needs the packed pass, which this model lacks"
-        raise FlashError("invalid_argument", what, gpus=session.ranks.count, fix="use gpus=1")
     session.heartbeat.enter("dataset")
     dataset = job.get("dataset")
     rows = session.ranks.from_first(
         lambda: dataset_rows(dataset, template) if dataset else _gold_rows(session)
     )
-    keep_tokens = session.check_batch_memory(rows["train"], packed=common["packed"])
+    keep_tokens = session.check_batch_memory(rows["train"], way=common["way"])
     common["keep_tokens"] = session.ranks.share(keep_tokens)
     trainer = make_sft_trainer(
         policy,

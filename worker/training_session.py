@@ -22,6 +22,7 @@ from worker.training.checkpoints import Reporter
 from worker.training.trackers import eval_metrics
 
 if TYPE_CHECKING:
+    from worker.training.packing import Way
     from worker.training.sft import Row
 
 log = logging.getLogger("worker")
@@ -43,7 +44,7 @@ class TrainingSession(Session[RunSpec]):
         self.resumed_at = 0
         """The step of the checkpoint that this attempt resumed from."""
 
-    def check_memory(self, prompt: int, turns: int, *, packed: bool) -> float:
+    def check_memory(self, prompt: int, turns: int, *, way: Way) -> float:
         """Report the memory that GRPO needs if the longest prompt has `prompt` tokens. Returns the
         tokens of a pass above which its activations must be recomputed.
 
@@ -57,11 +58,11 @@ class TrainingSession(Session[RunSpec]):
             group_size=self.spec.rollouts_per_prompt,
             sequences=self._sequences,
             lora_rank=self.spec.lora_rank,
-            packed=packed,
+            way=way,
         )
         return self._check_memory(work)
 
-    def check_batch_memory(self, rows: list[Row], *, packed: bool) -> float:
+    def check_batch_memory(self, rows: list[Row], *, way: Way) -> float:
         """`check_memory` of SFT on batches of `rows`."""
         spec = self.spec
         length = self.limits.max_length
@@ -74,7 +75,7 @@ class TrainingSession(Session[RunSpec]):
             group_size=spec.batch_size,
             sequences=self._sequences if spec.generates else 0,
             lora_rank=spec.lora_rank,
-            packed=packed,
+            way=way,
         )
         return self._check_memory(work)
 
@@ -138,14 +139,13 @@ class TrainingSession(Session[RunSpec]):
         from worker.training.grpo import (  # noqa: PLC0415  only GRPO needs TRL's
             group_advantages,
             groups_of,
-            scales_advantages,
         )
 
         spec = self.spec
         groups = groups_of(rollouts, spec.rollouts_per_prompt)
         rows: list[records.Rollout] = []
         for group in groups:
-            advantages_G = cast(Any, group_advantages(group, scale=scales_advantages(spec)))
+            advantages_G = cast(Any, group_advantages(group, spec.loss_type))
             for rollout, advantage in zip(group, advantages_G.tolist(), strict=True):
                 rows.append(rollout.record(step, advantage))
         self.writer.rollouts(step, [row.fields() for row in rows])

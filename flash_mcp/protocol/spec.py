@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from flash_mcp.protocol.errors import FlashError, did_you_mean
 
 Algorithm = Literal["grpo", "sft"]
-LossType = Literal["dr_grpo", "grpo", "bnpo", "dapo"]
+LossType = Literal["dr_grpo", "rollout_mean", "grpo", "bnpo", "dapo", "cispo", "maxrl"]
 ImportanceSampling = Literal[
     "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "none"
 ]
@@ -90,7 +90,9 @@ class RunSpec(BaseModel):
     kl_penalty_coef: Annotated[float, Field(ge=0, le=10)] = 0.0
     """Weight of the KL penalty to the starting policy."""
     loss_type: LossType = "dr_grpo"
-    """Normalisation of the GRPO loss."""
+    """What a rollout's loss is divided by: a constant (dr_grpo, maxrl), its tokens (rollout_mean,
+    grpo), its group's (bnpo), the step's (dapo, cispo); rollout_mean by default for agents.
+    grpo, bnpo, dapo and cispo scale advantages by their group's deviation, maxrl by its mean."""
     importance_sampling: ImportanceSampling = "token_truncate"
     """Correction for the mismatch of engine and trainer."""
     importance_sampling_clip: Annotated[float, Field(gt=1, le=100)] = 2.0
@@ -150,6 +152,8 @@ class RunSpec(BaseModel):
             raise ValueError("group_size is for algorithm='grpo'")
         if self.gpus > self.batch_size:
             raise ValueError(f"gpus={self.gpus} cannot share a batch of {self.batch_size}")
+        if self.loss_type == "cispo" and self.importance_sampling != "token_truncate":
+            raise ValueError("loss_type='cispo' needs importance_sampling='token_truncate'")
         room = self.max_length
         if "max_tokens" in self.model_fields_set and room is not None and self.max_tokens > room:
             raise ValueError(f"max_tokens={self.max_tokens} does not fit in max_length={room}")

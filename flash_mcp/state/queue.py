@@ -34,6 +34,7 @@ from flash_mcp.protocol.spec import (
     MAX_GPUS,
     ResolvedEval,
     ResolvedSpec,
+    default_of,
 )
 from flash_mcp.state.owners import caller
 from flash_mcp.state.store import Store
@@ -446,6 +447,8 @@ def request_digest(resolved: ResolvedSpec | ResolvedEval) -> str:
     request = resolved.spec.model_dump()
     if resolved.sources.get("target") == AUTO:
         request["target"] = AUTO
+    if resolved.sources.get("loss_type") == "recipe":  # what it is depends on the environment
+        request["loss_type"] = default_of("loss_type")
     return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
 
 

@@ -33,6 +33,7 @@ from worker.rollouts.scheduler import Rollout
 from worker.rollouts.transcript import ChatTemplate, Transcript
 from worker.rollouts.turns import Completion
 from worker.training.grpo import Trainer
+from worker.training.packing import Way
 from worker.training.sft import make_sft_trainer
 
 CASES: dict[str, dict[str, Any]] = {
@@ -55,7 +56,7 @@ class Step:
         if ranks.rank:  # as cards of two kinds would round
             next(p for p in self.policy.parameters() if p.requires_grad).data[0] += 1e-9
         self.policy.train()
-        common = {"output_dir": str(out), "callbacks": [], "packed": True, "ranks": ranks}
+        common = {"output_dir": str(out), "callbacks": [], "way": Way.PACKED, "ranks": ranks}
         made = self._sft if case == "sft" else self._grpo
         trainer, calls, arguments = made(AutoTokenizer.from_pretrained(model), case, common)
         trainer.current_gradient_accumulation_steps = calls

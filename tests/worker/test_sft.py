@@ -129,7 +129,7 @@ def test_the_packed_pass_gives_the_loss_and_the_gradients_of_trls_own(
         trainer = make_sft_trainer(
             policy, AutoTokenizer.from_pretrained(fp32_model), SPEC,
             {"train": rows, "holdout": rows}, SimpleNamespace(event=lambda kind, what, said=events: said.append(what)),
-            max_length=58, output_dir=str(tmp_path), callbacks=[], packed=True,
+            max_length=58, output_dir=str(tmp_path), callbacks=[], way=packing.Way.PACKED,
         )  # fmt: skip
         assert len(events) == 1 and "1 of 5 rows are longer than max_length=58" in events[0]
         batch = next(iter(trainer.get_train_dataloader()))
@@ -164,7 +164,7 @@ def tune(folder: RunFolder, model: Path, scratch: Path, steps: int) -> None:
     trainer = make_sft_trainer(
         load_policy(model, rank=8, alpha=16, seed=0, dtype=torch.float32),
         AutoTokenizer.from_pretrained(model), spec, rows, writer, max_length=64,
-        output_dir=str(scratch / "out"), callbacks=[reporter], packed=True,
+        output_dir=str(scratch / "out"), callbacks=[reporter], way=packing.Way.PACKED,
     )  # fmt: skip
     session: Any = SimpleNamespace(
         spec=spec, writer=writer, heartbeat=heartbeat, reporter=reporter, ranks=ALONE

@@ -68,7 +68,7 @@ def path_gradients(policy: Any, trees: list[tuple[Rollout, list[Call]]], loss: s
     policy.train()
     for group in range(GROUPS):
         rows = trees[group * SIZE : (group + 1) * SIZE]
-        advantages = group_advantages([rollout for rollout, _ in rows], scale=loss == "grpo")
+        advantages = group_advantages([rollout for rollout, _ in rows], loss)
         for (_, calls), advantage in zip(rows, advantages, strict=True):
             values: list[Tensor] = []
             for call in calls:
@@ -82,7 +82,7 @@ def path_gradients(policy: Any, trees: list[tuple[Rollout, list[Call]]], loss: s
     return flat(gradients(policy))
 
 
-@pytest.mark.parametrize("way", ["one pack", "packs of paths", "not packed"])
+@pytest.mark.parametrize("way", ["one pack", "packs of paths", "rows"])
 @pytest.mark.parametrize("loss", ["grpo", "dr_grpo"])
 def test_a_tree_has_the_gradients_of_its_separate_calls(
     fp32_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str, way: str
@@ -91,8 +91,8 @@ def test_a_tree_has_the_gradients_of_its_separate_calls(
     trees = make_trees(tokenizer)
     if way == "packs of paths":
         monkeypatch.setattr(packing, "PACK_TOKENS", 48)
-    if way == "not packed":
-        monkeypatch.setattr(packing, "can_pack", lambda model: False)
+    if way == "rows":
+        monkeypatch.setattr(packing, "way_of", lambda model: packing.Way.ROWS)
     spec = settings_of(loss_type=loss, importance_sampling="none")
     rollouts = [rollout for rollout, _ in trees]
     ours = flat(our_gradients(make_policy(fp32_model), tokenizer, spec, rollouts, tmp_path))

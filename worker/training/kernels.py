@@ -7,8 +7,9 @@ Axes: N rows, I inputs, O outputs, R rank, H hidden size, V vocabulary."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import MethodType
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from peft.tuners.lora import Linear
@@ -84,73 +85,126 @@ class _LoraProduct(torch.autograd.Function):
         return grad_x, None, None, grad_a, grad_b, None
 
 
+@dataclass(frozen=True)
+class Head:
+    """A language-model head: logits = softcap tanh(scale (x W' + bias) / softcap)."""
+
+    linear: torch.nn.Linear
+    scale: float = 1.0
+    softcap: float | None = None
+
+    @classmethod
+    def of(cls, causal_lm: Any) -> Self:
+        """The head of a transformers model, by what its config says."""
+        config = causal_lm.config.get_text_config()
+
+        def first(*names: str) -> float | None:
+            values = (getattr(config, name, None) for name in names)
+            return next((value for value in values if value is not None), None)
+
+        scale = first("logit_scale", "output_multiplier", "lm_head_multiplier")
+        divisor = first("logits_scaling")  # of Granite; HyperCLOVA X multiplies by it
+        if scale is None and divisor is not None:
+            scale = divisor if config.model_type == "hyperclovax" else 1 / divisor
+        softcap = first("final_logit_softcapping", "logits_soft_cap")
+        return cls(causal_lm.get_output_embeddings(), 1.0 if scale is None else scale, softcap)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """All at once; only small cases fit into memory."""
+        values = self.linear(hidden).float() * self.scale
+        return values if self.softcap is None else self.softcap * (values / self.softcap).tanh()
+
+
 def token_logps(
-    head: torch.nn.Linear, hidden: Tensor, targets: Tensor, temperature: float
+    head: Head, hidden: Tensor, targets: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """(log-probabilities, entropies), both (N,) in fp32, of `targets` (N,) under `hidden` (N, H).
 
     Logits are computed VOCABULARY_TILE columns at a time. The entropies and the head carry no
     gradient."""
-    return cast(Any, _TokenLogps).apply(hidden, head.weight, head.bias, targets, temperature)
+    weight = head.linear.weight
+    return cast(Any, _TokenLogps).apply(hidden, weight, targets, temperature, head)
 
 
 class _TokenLogps(torch.autograd.Function):
     """The softmax is summed tile by tile, relative to the largest logit so far.
 
-    d logp / d hidden = (W[target] - sum over v of p(v) W[v]) / temperature does not depend on the
-    gradient that comes in: it is summed with the softmax, and the backward pass is one product."""
+    d logp / d hidden = scale / temperature (s(t) W[t] - sum over v of p(v) s(v) W[v]), where t is
+    the target and s the slope of the soft cap, does not depend on the gradient that comes in: it is
+    summed with the softmax, and the backward pass is one product. The target's own part,
+    (1 - p(t)) s(t) W[t], is added in fp32: where p(t) is nearly 1, the difference of two rounded
+    sums would be mostly rounding."""
 
     @staticmethod
     def forward(
         ctx: Any,
         hidden: Tensor,
         weight_VH: Tensor,
-        bias_V: Tensor | None,
         targets_N: Tensor,
         temperature: float,
+        head: Head,
     ) -> tuple[Tensor, Tensor]:
         hidden_NH = hidden.to(weight_VH.dtype)
+        bias_V = cast(Tensor | None, head.linear.bias)
         count = len(targets_N)
         largest_N1 = hidden.new_full((count, 1), -torch.inf, dtype=torch.float32)
         total_N1 = torch.zeros_like(largest_N1)  # of exp(logit - largest)
         weighted_N1 = torch.zeros_like(largest_N1)  # of exp(logit - largest) * logit
         chosen_N1 = torch.empty_like(largest_N1)  # the target's logit
-        mean_NH = None  # of p(v) W[v]
+        others_NH = None  # of p(v) s(v) W[v], the target left out
         if ctx.needs_input_grad[0]:
-            mean_NH = torch.zeros_like(hidden_NH, dtype=torch.float32)
+            others_NH = torch.zeros_like(hidden_NH, dtype=torch.float32)
         room = largest_N1.new_empty(count, min(VOCABULARY_TILE, len(weight_VH)))
         for start in range(0, len(weight_VH), VOCABULARY_TILE):  # v: the columns of a tile
             tile = slice(start, start + VOCABULARY_TILE)
             bias = None if bias_V is None else bias_V[tile]
-            logits_Nv = linear(hidden_NH, weight_VH[tile], bias).float().div_(temperature)
+            logits_Nv = linear(hidden_NH, weight_VH[tile], bias).float().mul_(head.scale)
+            if head.softcap is not None:
+                logits_Nv.div_(head.softcap).tanh_().mul_(head.softcap)
+            logits_Nv.div_(temperature)
             width = logits_Nv.size(1)
             place_N1 = targets_N[:, None] - start
             inside_N1 = (place_N1 >= 0) & (place_N1 < width)
-            found_N1 = logits_Nv.gather(1, place_N1.clamp(0, width - 1))
-            chosen_N1 = torch.where(inside_N1, found_N1, chosen_N1)
+            place_N1 = place_N1.clamp(0, width - 1)
+            chosen_N1 = torch.where(inside_N1, logits_Nv.gather(1, place_N1), chosen_N1)
             before_N1 = largest_N1
             largest_N1 = torch.maximum(largest_N1, logits_Nv.amax(1, keepdim=True))
             shrink_N1 = (before_N1 - largest_N1).exp_()
             share_Nv = torch.sub(logits_Nv, largest_N1, out=room[:, :width]).exp_()
             total_N1 = total_N1 * shrink_N1 + share_Nv.sum(1, keepdim=True)
+            if others_NH is not None:
+                kept_Nv = share_Nv
+                if head.softcap is not None:
+                    kept_Nv = share_Nv * _slope(logits_Nv * temperature, head.softcap)
+                kept_Nv = kept_Nv.to(weight_VH.dtype, copy=True)
+                kept_N1 = kept_Nv.gather(1, place_N1).masked_fill_(inside_N1, 0.0)
+                kept_Nv.scatter_(1, place_N1, kept_N1)
+                others_NH.mul_(shrink_N1).add_(kept_Nv @ weight_VH[tile])
             logits_Nv.mul_(share_Nv)
             weighted_N1 = weighted_N1 * shrink_N1 + logits_Nv.sum(1, keepdim=True)
-            if mean_NH is not None:
-                mean_NH.mul_(shrink_N1).add_(share_Nv.to(weight_VH.dtype) @ weight_VH[tile])
-        if mean_NH is not None:
-            slope_NH = weight_VH[targets_N].float() - mean_NH.div_(total_N1)
-            ctx.save_for_backward(slope_NH.div_(temperature).to(weight_VH.dtype))
         normalizer_N1 = largest_N1 + total_N1.log()
-        logps_N = (chosen_N1 - normalizer_N1).squeeze(1)
+        logps_N1 = chosen_N1 - normalizer_N1
+        if others_NH is not None:
+            own_N1 = -torch.expm1(logps_N1)
+            if head.softcap is not None:
+                own_N1 = own_N1 * _slope(chosen_N1 * temperature, head.softcap)
+            slope_NH = own_N1 * weight_VH[targets_N].float() - others_NH.div_(total_N1)
+            slope_NH.mul_(head.scale / temperature)
+            ctx.save_for_backward(slope_NH.to(weight_VH.dtype))
         entropies_N = (normalizer_N1 - weighted_N1 / total_N1).squeeze(1)
         ctx.mark_non_differentiable(entropies_N)
-        return logps_N, entropies_N
+        return logps_N1.squeeze(1), entropies_N
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         (slope_NH,) = ctx.saved_tensors
         return (grad_N[:, None] * slope_NH).to(slope_NH.dtype), None, None, None, None
+
+
+def _slope(capped: Tensor, softcap: float) -> Tensor:
+    """d softcap tanh(x / softcap) / dx, of the values after the cap."""
+    return 1 - (capped / softcap).square()
 
 
 def fuse_norms(model: torch.nn.Module) -> int:

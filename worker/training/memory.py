@@ -64,8 +64,8 @@ class Workload:
     group_size: int
     sequences: int
     lora_rank: int
-    packed: bool = True
-    """Whether the training pass is that of worker.training.packing, or TRL's."""
+    way: str = "packed"
+    """The training pass's worker.training.packing.Way."""
     four_bit: bool = False
     """Whether the trainer's linear layers are in NF4. The engine's are whole."""
     recomputed: bool = False
@@ -82,23 +82,18 @@ class Workload:
 
     @property
     def rows(self) -> int:
-        """Completions that are computed together: packed, after one prompt; by TRL, each after its
-        own prompt.
-        """
+        """Completions that are computed together."""
         # Imported here: this module is also used by a server of models, which needs no trainer.
         from worker.training.packing import PACK_TOKENS  # noqa: PLC0415
 
-        if not self.packed:
-            return self.group_size
-        fitting = (PACK_TOKENS - self.prompt) // self.completion
+        shared, own = (0, self.prompt) if self.way == "rows" else (self.prompt, 0)
+        fitting = (PACK_TOKENS - shared) // (own + self.completion)
         return max(1, min(self.group_size, fitting))
 
     @property
     def tokens(self) -> int:
-        """Tokens of one forward and backward pass: of a pack, or of TRL's group, with the prompt
-        once for each completion.
-        """
-        prompts = 1 if self.packed else self.group_size
+        """Tokens of one forward and backward pass."""
+        prompts = self.rows if self.way == "rows" else 1
         return prompts * self.prompt + self.rows * self.completion
 
     @property
@@ -113,7 +108,7 @@ class Workload:
 @dataclass(frozen=True)
 class Estimate:
     """Peak bytes of an attempt by purpose. `activations` and `logits` are those of one training
-    pass: of a pack, or of a whole group by TRL. `fragmentation` is what the allocator wastes.
+    pass. `fragmentation` is what the allocator wastes.
     """
 
     process: int
@@ -336,49 +331,44 @@ def _training_pass(model_path: Path, dtype: torch.dtype, work: Workload) -> tupl
 def _traced_pass(model: Any, work: Workload) -> tuple[int, int]:
     """`_training_pass` through every layer of `model`.
 
-    It runs like worker.training.packing.Pack.logps, or like TRL's trainer, with every completion
-    at full length."""
-    from trl.trainer.utils import add_fused_lm_head  # noqa: PLC0415
-
-    from worker.training import attention, kernels, packing  # noqa: PLC0415
+    It runs like worker.training.packing.Pack.logps, with every completion at full length."""
+    from worker.training import kernels, packing  # noqa: PLC0415
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows = work.rows
-    completions = rows * work.completion
-    flash = attention.can_flash(model.config, model.dtype, device)
-    lengths = [work.completion] * rows
-    layout = attention.Layout(work.prompt, lengths, model.dtype, device, flash=flash)
+    count = rows * work.completion
+    way = packing.Way.ROWS if work.recomputed and work.way == "state" else packing.Way(work.way)
 
     def ids(length: int) -> Tensor:
         return torch.zeros(length, dtype=torch.long, device=device)
 
+    layout = None
+    if way == packing.Way.PACKED:
+        lengths = [work.completion] * rows
+        layout = packing.layout_of(model.get_base_model(), work.prompt, lengths, device=device)
     # `to_empty` reads the meta tensors, hence allow_non_fake_inputs.
     with FakeTensorMode(allow_non_fake_inputs=True):
         causal_lm = model.to_empty(device=device).get_base_model()
         causal_lm.tie_weights()
         packing.recompute(causal_lm, work.recomputed)
-        if not work.packed:
-            add_fused_lm_head(causal_lm, outputs=("log_probs", "entropy"))
         with _Alive(model.parameters()) as alive:
             half = causal_lm.dtype == torch.bfloat16
-            outcome: Any
             with torch.autocast(device.type, torch.bfloat16, enabled=half):
-                if work.packed:
-                    length = work.prompt + completions
-                    hidden = packing.hidden_states(causal_lm, ids(length), layout)
-                    before_head = alive.now
-                    count = completions
-                    outcome = kernels.token_logps(
-                        causal_lm.lm_head, hidden[ids(count)], ids(count), 1.0
-                    )
+                if layout:
+                    hidden = packing.hidden_states(causal_lm, ids(work.prompt + count), layout)
+                    hidden = hidden[ids(count)]
                 else:
-                    whole = ids(rows * (work.prompt + work.completion)).view(rows, -1)
-                    output = causal_lm(input_ids=whole, labels=whole, fused_lm_head=True)
-                    outcome = output.to_tuple()
-                    before_head = alive.now
+                    completions = [ids(work.completion)] * rows
+                    trained = [torch.arange(work.completion, device=device)] * rows
+                    places = ids(count), [()] * rows, [*range(rows)]
+                    pack = packing.Pack(ids(work.prompt), completions, trained, *places, way)
+                    hidden = pack.hidden(causal_lm)
+                before_head = alive.now
+                head = kernels.Head.of(causal_lm)
+                logps, _ = kernels.token_logps(head, hidden, ids(count), 1.0)
             held = alive.now
             logits = held - before_head
-            outcome[0].sum().backward()
+            cast(Any, logps.sum()).backward()
             peak = alive.peak
     return held - logits, peak - held + logits
 

@@ -1,11 +1,19 @@
 """Log-probabilities of a group's completions, its prompt computed once.
 
-The rollouts of a group share their prompt. They are laid out as one sequence, the prompt and then
-the completions, with padding only at the end (worker/training/attention.py). The language-model
-head runs only on the positions that predict trained tokens.
+The rollouts of a group share their prompt. Which way a model is computed is tried before it is
+trained (`way_of`): the first that gives what its own eager attention does.
+
+    packed  one sequence, the prompt and then the completions, with padding only at the end
+            (worker/training/attention.py)
+    state   for layers that carry a state, such as linear attention and convolutions: the prompt by
+            itself, and then the completions as rows that go on from its keys and states
+    rows    each completion after a prompt of its own
+
+The language-model head runs only on the positions that predict trained tokens.
 
 A completion may be a tree: the calls of an agent, each token once. Its forks say where a branch
 begins: from ids[start] of the row on, the tokens follow ids[after - 1] and what that one follows.
+Only `packed` computes it as it is; otherwise each of its paths is a row.
 
 Axes: B rows of a batch, P prompt tokens, C completion tokens, T = P + C; L tokens of a packed
 sequence, H hidden size, V vocabulary, N predicted tokens."""
@@ -16,16 +24,19 @@ import logging
 import math
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
+from transformers import DynamicCache
 
 from flash_mcp.protocol.errors import FlashError
-from worker.training.attention import Layout, can_flash
-from worker.training.kernels import token_logps
+from worker.training.attention import ATTENTION, Layout, can_flash, windows_of
+from worker.training.kernels import Head, token_logps
 
 log = logging.getLogger("worker")
 PACK_TOKENS = 4096
@@ -35,7 +46,17 @@ PROMPT_SHARE = 4
 Forks = Sequence[tuple[int, int]]
 """(start, after) of each branch of a row, in its own ids, the prompt first."""
 HEAD_STEP = 16
-"""Rows of the head are padded to a multiple, like sequences to one of attention.BLOCK."""
+"""Rows of the head are padded to a multiple, like sequences to one of attention.BLOCK. So are
+sequences that are computed as rows.
+"""
+
+
+class Way(StrEnum):
+    """How a model's completions are computed; see above."""
+
+    PACKED = "packed"
+    STATE = "state"
+    ROWS = "rows"
 
 
 def group_logps(
@@ -45,14 +66,13 @@ def group_logps(
     trained_BC: Tensor,  # 1 where a log-probability is wanted
     temperature: float,
     forks_B: Sequence[Forks] | None = None,
+    way: Way = Way.PACKED,
 ) -> tuple[Tensor, Tensor]:
     """(log-probabilities, entropies), both (B, C) in fp32, zero where `trained_BC` is 0. Entropies
-    carry no gradient.
-
-    `causal_lm` is a transformers decoder with a `model` and an `lm_head`."""
+    carry no gradient."""
     logps_BC = ids_BT.new_zeros(trained_BC.shape, dtype=torch.float32)
     entropies_BC = torch.zeros_like(logps_BC)
-    for pack in packs_of(ids_BT, seen_BT, trained_BC, forks_B=forks_B):
+    for pack in packs_of(ids_BT, seen_BT, trained_BC, forks_B=forks_B, way=way):
         values_N, entropies_N = pack.logps(causal_lm, temperature)
         logps_BC = pack.put(logps_BC, values_N)
         entropies_BC = pack.put(entropies_BC, entropies_N)
@@ -72,12 +92,16 @@ class Pack:
     """For each completion, the positions in it of the tokens that are trained."""
     places_N: Tensor
     """Where the trained tokens are in the batch, flattened from (B, C)."""
-    forks: list[Forks]
+    forks: Sequence[Forks]
     """Of each completion."""
+    rows: list[int]
+    """The row of the batch that each completion is of."""
+    way: Way = Way.PACKED
 
     @property
     def tokens(self) -> int:
-        return len(self.prompt) + sum(map(len, self.completions))
+        prompts = len(self.completions) if self.way == Way.ROWS else 1
+        return prompts * len(self.prompt) + sum(map(len, self.completions))
 
     def logps(
         self, causal_lm: Any, temperature: float, *, keep_tokens: float = math.inf
@@ -87,34 +111,73 @@ class Pack:
 
         Above `keep_tokens` tokens, activations are recomputed in the backward pass."""
         if torch.is_grad_enabled():
-            recompute(causal_lm, self.tokens > keep_tokens)
+            recomputed = self.tokens > keep_tokens
+            recompute(causal_lm, recomputed)
+            if recomputed and self.way == Way.STATE:  # transformers keeps no cache then
+                return replace(self, way=Way.ROWS).logps(causal_lm, temperature, keep_tokens=0)
+        hidden_NH = self.hidden(causal_lm)
+        parts = zip(self.completions, self.trained, strict=True)
+        targets_N = torch.cat([completion[at] for completion, at in parts])
+        count = len(targets_N)
+        filler = -count % HEAD_STEP
+        values, entropies = token_logps(
+            Head.of(causal_lm),
+            pad(hidden_NH, (0, 0, 0, filler)),
+            pad(targets_N, (0, filler)),
+            temperature,
+        )
+        return values[:count], entropies[:count]
+
+    def hidden(self, causal_lm: Any) -> Tensor:
+        """(N, H) last hidden states of the tokens that predict the trained ones."""
+        return self._in_one(causal_lm) if self.way == Way.PACKED else self._by_rows(causal_lm)
+
+    def _in_one(self, causal_lm: Any) -> Tensor:
         prompt = self.prompt
         lengths = [len(part) for part in self.completions]
         forks = self._placed_forks()
-        layout = _layout(causal_lm, len(prompt), lengths, forks)
         ids_L = torch.cat([prompt, *self.completions])
+        layout = layout_of(causal_lm, len(prompt), lengths, forks)
         hidden_LH = hidden_states(causal_lm, ids_L, layout)
         # Token t is predicted at t-1; a completion's first token at the prompt's end.
         before_L = torch.arange(-1, len(ids_L) - 1, device=ids_L.device)
         for start, after, _ in forks:
             before_L[start] = after - 1
         predictors: list[Tensor] = []
-        targets: list[Tensor] = []
         offset = len(prompt)
-        for completion, at in zip(self.completions, self.trained, strict=True):
+        for length, at in zip(lengths, self.trained, strict=True):
             before_L[offset] = len(prompt) - 1
             predictors.append(before_L[offset + at])
-            targets.append(completion[at])
-            offset += len(completion)
-        count = len(self.places_N)
-        filler = -count % HEAD_STEP
-        values, entropies = token_logps(
-            causal_lm.lm_head,
-            pad(hidden_LH[torch.cat(predictors)], (0, 0, 0, filler)),
-            pad(torch.cat(targets), (0, filler)),
-            temperature,
-        )
-        return values[:count], entropies[:count]
+            offset += length
+        return hidden_LH[torch.cat(predictors)]
+
+    def _by_rows(self, causal_lm: Any) -> Tensor:
+        prompt = self.prompt
+        shares = self.way == Way.STATE and len(prompt) > 0 and len(self.completions) > 1
+        state = last_1H = None
+        rows = self.completions
+        if shares:
+            state = SharedState(config=causal_lm.config)
+            output = causal_lm.base_model(
+                input_ids=prompt[None], past_key_values=state, use_cache=True
+            )
+            last_1H = output.last_hidden_state[0, -1:]
+        elif len(prompt):
+            rows = [torch.cat([prompt, completion]) for completion in self.completions]
+        by_row: dict[int, Tensor] = {}
+        for batch in _alike([len(row) for row in rows]):
+            ids = pad_sequence([rows[number] for number in batch], batch_first=True)
+            # At least two: some layers have another path for one token, which stores the state.
+            ids = pad(ids, (0, -ids.size(1) % HEAD_STEP))
+            past = {"past_key_values": state.shared(len(batch))} if state else {}
+            output = causal_lm.base_model(input_ids=ids, use_cache=bool(past), **past)
+            for number, hidden_TH in zip(batch, output.last_hidden_state, strict=True):
+                at = self.trained[number]
+                if last_1H is not None:
+                    by_row[number] = torch.cat([last_1H, hidden_TH])[at]
+                else:
+                    by_row[number] = hidden_TH[len(prompt) + at - 1]
+        return torch.cat([by_row[number] for number in range(len(rows))])
 
     def _placed_forks(self) -> list[tuple[int, int, int]]:
         """(start, after, end) of each branch, in the packed sequence."""
@@ -134,24 +197,89 @@ class Pack:
         return values_BC.view(-1).index_put((self.places_N,), values_N).view_as(values_BC)
 
 
+class SharedState(DynamicCache):
+    """A prompt's keys, values and states. Once `shared`, rows go on from them without changing
+    them: transformers writes states in place, which their gradient does not survive."""
+
+    _rows = 0
+    _states: list[dict[int, Tensor]] | None = None
+
+    def shared(self, rows: int) -> SharedState:
+        """This, for so many rows."""
+        layers: list[Any] = self.layers
+        if self._states is None:
+            self._states = [dict(getattr(layer, "recurrent_states", {})) for layer in layers]
+        self._rows = rows
+        for layer, states in zip(layers, self._states, strict=True):
+            for name, state in states.items():
+                if cast(Any, state) is not None:
+                    layer.recurrent_states[name] = self._expanded(state)
+        return self
+
+    def _expanded(self, part: Tensor) -> Tensor:
+        return part.expand(self._rows, *part.shape[1:])
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **others: Any
+    ) -> tuple[Tensor, Tensor]:
+        if not self._rows:
+            return cast(Any, super()).update(key_states, value_states, layer_idx, *args, **others)
+        layer: Any = self.layers[layer_idx]
+        return (
+            torch.cat([self._expanded(layer.keys), key_states], dim=-2),
+            torch.cat([self._expanded(layer.values), value_states], dim=-2),
+        )
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **others: Any
+    ) -> Tensor:
+        if not self._rows:
+            return cast(Any, super()).update_conv_state(conv_states, layer_idx, state_idx, **others)
+        layer: Any = self.layers[layer_idx]
+        return torch.cat([self._expanded(layer.conv_states[state_idx]), conv_states], dim=-1)
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **others: Any
+    ) -> Tensor:
+        if self._rows:
+            return recurrent_states
+        return cast(Any, super()).update_recurrent_state(
+            recurrent_states, layer_idx, state_idx, **others
+        )
+
+
+def _alike(lengths: list[int]) -> Iterator[list[int]]:
+    """Batches of rows, the longest first, in which none is padded to more than twice its length."""
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    batch: list[int] = []
+    for row in order:
+        if batch and 2 * lengths[row] < lengths[batch[0]]:
+            yield batch
+            batch = []
+        batch.append(row)
+    yield batch
+
+
 def packs_of(
     ids_BT: Tensor,
     seen_BT: Tensor,
     trained_BC: Tensor,
     keep_tokens: float = math.inf,
     forks_B: Sequence[Forks] | None = None,
+    way: Way = Way.PACKED,
 ) -> list[Pack]:
     """The packs of a batch (arguments as of `group_logps`): of at most PACK_TOKENS tokens or a
     single completion, and of at most `keep_tokens` where the repeated prompts cost little. A tree
-    that is longer is split into its paths."""
+    that is longer, or whose model is not packed, is split into its paths."""
     width = trained_BC.size(1)
     starts = ids_BT.size(1) - width
     packs: list[Pack] = []
-    for prompt, rows in _rows_of_packs(ids_BT, seen_BT, starts, keep_tokens):
+    for prompt, rows in _rows_of_packs(ids_BT, seen_BT, starts, keep_tokens, way):
         forks = [forks_B[row] if forks_B else () for row in rows]
         completions = [ids_BT[row, starts:][seen_BT[row, starts:].bool()] for row in rows]
-        if forks[0] and len(prompt) + len(completions[0]) > PACK_TOKENS:
-            packs += packs_of_paths(ids_BT, seen_BT, trained_BC, forks_B, rows)
+        is_long = len(prompt) + len(completions[0]) > PACK_TOKENS
+        if any(forks) if way != Way.PACKED else forks[0] and is_long:
+            packs += packs_of_paths(ids_BT, seen_BT, trained_BC, forks_B, rows, way)
             continue
         trained: list[Tensor] = []
         places: list[Tensor] = []
@@ -159,7 +287,7 @@ def packs_of(
             at = trained_BC[row, : len(completion)].nonzero().squeeze(1)
             trained.append(at)
             places.append(row * width + at)
-        packs.append(Pack(prompt, completions, trained, torch.cat(places), forks))
+        packs.append(Pack(prompt, completions, trained, torch.cat(places), forks, rows, way))
     return packs
 
 
@@ -169,6 +297,7 @@ def packs_of_paths(
     trained_BC: Tensor,
     forks_B: Sequence[Forks] | None,
     rows: Sequence[int],
+    way: Way = Way.PACKED,
 ) -> list[Pack]:
     """A pack with one completion for each path through the trees of these rows. A token that is on
     several paths is trained on one of them."""
@@ -190,7 +319,9 @@ def packs_of_paths(
             first = int(new[0])
             in_batch = row * width + path_places[new] - starts
             completion = path_tokens[first:]
-            packs.append(Pack(path_tokens[:first], [completion], [new - first], in_batch, [()]))
+            prompt = path_tokens[:first]
+            parts = [completion], [new - first], in_batch, [()]
+            packs.append(Pack(prompt, *parts, [row], way))
     return packs
 
 
@@ -221,7 +352,7 @@ def recompute(causal_lm: Any, on: bool) -> None:
 
 
 def _rows_of_packs(
-    ids_BT: Tensor, seen_BT: Tensor, starts: int, keep_tokens: float
+    ids_BT: Tensor, seen_BT: Tensor, starts: int, keep_tokens: float, way: Way
 ) -> Iterator[tuple[Tensor, list[int]]]:
     """(prompt, rows) of each pack."""
     by_prompt: dict[tuple[int, ...], list[int]] = {}
@@ -231,16 +362,18 @@ def _rows_of_packs(
     lengths: list[int] = cast(Any, seen_BT[:, starts:].sum(1)).tolist()
     for key, rows in by_prompt.items():
         prompt = ids_BT.new_tensor(key)
-        limit = pack_limit(len(prompt), keep_tokens)
+        shared = 0 if way == Way.ROWS else len(prompt)
+        own = len(prompt) - shared
+        limit = pack_limit(shared, keep_tokens)
         pack: list[int] = []
-        size = len(prompt)
+        size = shared
         for row in rows:
-            if pack and size + lengths[row] > limit:
+            if pack and size + own + lengths[row] > limit:
                 yield prompt, pack
                 pack = []
-                size = len(prompt)
+                size = shared
             pack.append(row)
-            size += lengths[row]
+            size += own + lengths[row]
         yield prompt, pack
 
 
@@ -252,22 +385,28 @@ def pack_limit(prompt: int, keep_tokens: float) -> float:
     return PACK_TOKENS
 
 
-def _layout(
+def layout_of(
     causal_lm: Any,
     prompt: int,
     completions: list[int],
     forks: Sequence[tuple[int, int, int]] = (),
+    *,
+    device: torch.device | None = None,
 ) -> Layout:
+    """The layout of a pack on `device`, by default the model's."""
     dtype: torch.dtype = causal_lm.dtype
-    device: torch.device = causal_lm.device
+    device = device or cast(torch.device, causal_lm.device)
     flash = can_flash(causal_lm.config, dtype, device)
-    return Layout(prompt, completions, dtype, device, flash=flash, forks=forks)
+    windows = windows_of(causal_lm.config)
+    if windows is None:
+        raise NotImplementedError("a mask for layers of this model's kinds")
+    return Layout(prompt, completions, dtype, device, flash=flash, forks=forks, windows=windows)
 
 
 def hidden_states(causal_lm: Any, ids: Tensor, layout: Layout) -> Tensor:
     """Last hidden states (L, H) of `ids` and the filler after them."""
     ids = pad(ids, (0, layout.filler))
-    output = causal_lm.model(
+    output = causal_lm.base_model(
         input_ids=ids[None],
         attention_mask=layout.mask,
         position_ids=layout.positions[None],
@@ -278,62 +417,65 @@ def hidden_states(causal_lm: Any, ids: Tensor, layout: Layout) -> Tensor:
 
 # -- whether a model is computed correctly ---------------------------------------------------------
 
-PROBE_PROMPT = 4
+PROBE_PROMPT = 7
 PROBE = [12, 4]
 """Tokens of the prompt, and of the completions, that a model is tried with."""
+PROBE_WINDOW = 5
+"""Tokens of the window, if it has one: the probe must be longer."""
 
 
-def can_pack(causal_lm: Any) -> bool:
-    """Whether `group_logps` computes what the model itself would, tried on a few tokens without
-    random numbers.
+def way_of(causal_lm: Any) -> Way:
+    """The first way that computes what the model's own eager attention would, tried on a few tokens
+    without random numbers. A model may number its positions itself, carry a state, or have
+    attention with options of its own.
 
-    A model may scale its logits, number its positions itself or carry a state from one completion
-    to the next. An attention window is longer than these tokens: there the config decides."""
-    config = causal_lm.config.get_text_config()
-    kinds = getattr(config, "layer_types", None)
-    if kinds and set(kinds) != {"full_attention"}:
-        return False
-    if not kinds and getattr(config, "sliding_window", None):
-        return False
-    try:
-        with _at_rest(causal_lm):
-            return _is_exact(causal_lm)
-    except Exception as error:  # whatever a model raises that `group_logps` does not fit
-        log.info("no packed training pass: %s: %s", type(error).__name__, error)
-        return False
-
-
-def _is_exact(causal_lm: Any) -> bool:
-    ids_BT, seen_BT = _few_tokens(causal_lm)
-    inputs = {"input_ids": ids_BT, "attention_mask": seen_BT, "use_cache": False}
-    hidden_BTH = causal_lm.model(**inputs).last_hidden_state
-    logits_BTV = causal_lm(**inputs).logits
-    layout = _layout(causal_lm, PROBE_PROMPT, PROBE)
-    ends = [PROBE_PROMPT + length for length in PROBE]
-    tokens = [row[PROBE_PROMPT:end] for row, end in zip(ids_BT, ends, strict=True)]
-    completions = [row[PROBE_PROMPT:end] for row, end in zip(hidden_BTH, ends, strict=True)]
-    ids_L = torch.cat([ids_BT[0, :PROBE_PROMPT], *tokens])
-    packed_LH = hidden_states(causal_lm, ids_L, layout)[PROBE_PROMPT:]
-    parts = torch.split(packed_LH[: sum(PROBE)], PROBE)
-    # Attention by blocks sums in another order.
-    rounding = torch.finfo(causal_lm.dtype).eps ** 0.5
-    if not _off(causal_lm.lm_head(hidden_BTH), logits_BTV) < 1e-3:  # also where it is NaN
-        return False
-    return all(_off(*pair) < rounding for pair in zip(parts, completions, strict=True))
+    FlashError(invalid_argument) if there is none, or if its logits are no such `Head`."""
+    with _at_rest(causal_lm), _short_window(causal_lm.config.get_text_config()):
+        pack = _probe(causal_lm)
+        expected_NH = _eager_states(causal_lm, pack)
+        rounding = torch.finfo(causal_lm.dtype).eps ** 0.5
+        for way in Way:
+            if way == Way.PACKED and causal_lm.config._attn_implementation != ATTENTION:
+                continue
+            try:
+                off = _off(replace(pack, way=way).hidden(causal_lm), expected_NH)
+            except Exception as error:  # whatever a model raises that a way does not fit
+                log.info("no %s training pass: %s: %s", way, type(error).__name__, error)
+                continue
+            if off < rounding:  # also false where it is NaN
+                return way
+            log.info("no %s training pass: it is off by %.1e", way, off)
+    raise FlashError(
+        "invalid_argument",
+        "no training pass computes what the model does: its gradients would be wrong",
+        model_type=causal_lm.config.model_type,
+        fix="use a model of another architecture",
+    )
 
 
-def check_trl_head(causal_lm: Any, temperature: float) -> None:
-    """FlashError unless the head that a TRL trainer put on the model gives the model's own
-    log-probabilities.
-    """
-    ids_BT, seen_BT = _few_tokens(causal_lm)
-    inputs = {"input_ids": ids_BT, "attention_mask": seen_BT}
-    targets_BT = ids_BT.masked_fill(seen_BT == 0, -100)
-    with _at_rest(causal_lm):
-        logits = causal_lm(**inputs, use_cache=False).logits[:, :-1].float() / temperature
-        logps = logits.log_softmax(-1).gather(2, ids_BT[:, 1:, None]).squeeze(2)
-        theirs = causal_lm(**inputs, labels=targets_BT, fused_lm_head=True).log_probs
-    if not _off(theirs, logps * seen_BT[:, 1:]) < torch.finfo(causal_lm.dtype).eps ** 0.5:
+def _probe(causal_lm: Any) -> Pack:
+    """Two completions of one prompt, the second shorter."""
+    lengths = [PROBE_PROMPT, *PROBE]
+    ids = torch.arange(7, 7 + 7 * sum(lengths), 7, device=causal_lm.device)
+    prompt, *completions = (ids % causal_lm.config.get_text_config().vocab_size).split(lengths)
+    trained = [torch.arange(length, device=ids.device) for length in PROBE]
+    rows = list(range(len(PROBE)))
+    return Pack(prompt, completions, trained, torch.arange(sum(PROBE)), [()] * len(rows), rows)
+
+
+def _eager_states(causal_lm: Any, pack: Pack) -> Tensor:
+    """`pack.hidden` of each sequence by itself and with the model's eager attention. FlashError if
+    `Head` does not give the model's logits."""
+    states: list[Tensor] = []
+    off = 0.0
+    with _eager(causal_lm):
+        for completion in pack.completions:
+            ids = torch.cat([pack.prompt, completion])[None]
+            hidden_TH = causal_lm.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+            logits_TV = causal_lm(input_ids=ids, use_cache=False).logits[0]
+            off = max(off, _off(Head.of(causal_lm).logits(hidden_TH), logits_TV))
+            states.append(hidden_TH[PROBE_PROMPT - 1 : -1])
+    if not off < (1e-3 if causal_lm.dtype == torch.float32 else 2e-2):
         raise FlashError(
             "invalid_argument",
             "the model changes its logits in a way that the trainer does not know: its gradients "
@@ -341,6 +483,35 @@ def check_trl_head(causal_lm: Any, temperature: float) -> None:
             model_type=causal_lm.config.model_type,
             fix="use a model of another architecture",
         )
+    return torch.cat(states)
+
+
+@contextmanager
+def _eager(causal_lm: Any) -> Generator[None]:
+    """With transformers' plain attention, where the model looks its attention up."""
+    before: str = causal_lm.config._attn_implementation
+    if before != ATTENTION:
+        yield
+        return
+    causal_lm.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        causal_lm.set_attn_implementation(before)
+
+
+@contextmanager
+def _short_window(config: Any) -> Generator[None]:
+    """With an attention window of PROBE_WINDOW, if there is any: masks are made from the config in
+    each pass."""
+    before: int | None = getattr(config, "sliding_window", None)
+    try:
+        if before:
+            config.sliding_window = min(before, PROBE_WINDOW)
+        yield
+    finally:
+        if before:
+            config.sliding_window = before
 
 
 @contextmanager
@@ -353,16 +524,6 @@ def _at_rest(model: torch.nn.Module) -> Generator[None]:
             yield
     finally:
         model.train(training)
-
-
-def _few_tokens(causal_lm: Any) -> tuple[Tensor, Tensor]:
-    """Ids and mask, (B, T), of two rows with the same prompt, the second shorter."""
-    width = PROBE_PROMPT + max(PROBE)
-    ids = torch.arange(7, 7 + 14 * width, 7, device=causal_lm.device).view(2, width)
-    ids = ids % causal_lm.config.get_text_config().vocab_size
-    ids[1, :PROBE_PROMPT] = ids[0, :PROBE_PROMPT]
-    ends = torch.tensor(PROBE, device=ids.device) + PROBE_PROMPT
-    return ids, (torch.arange(width, device=ids.device) < ends[:, None]).long()
 
 
 def _off(values: Tensor, expected: Tensor) -> float:

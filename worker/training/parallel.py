@@ -15,14 +15,13 @@ from worker.ranks import Ranks
 log = logging.getLogger("worker")
 
 
-def combine(trainer: Any, ranks: Ranks, loss: float, *, weight: float = 1.0) -> Tensor:
+def combine(trainer: Any, ranks: Ranks, loss: float) -> Tensor:
     """Make the gradients and metrics of a TRL trainer those of all ranks; their summed loss.
 
-    Called on each rank after its backward passes of a step, and before gradients are clipped. Its
-    loss and gradients count `weight` times."""
+    Called on each rank after its backward passes of a step, and before gradients are clipped."""
     trained: list[Tensor] = [p for p in trainer.model.parameters() if p.requires_grad]
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
-    total = ranks.sum(torch.cat([gradient.flatten() for gradient in gradients]) * weight)
+    total = ranks.sum(torch.cat([gradient.flatten() for gradient in gradients]))
     start = 0
     for weights in trained:
         end = start + weights.numel()
@@ -30,7 +29,7 @@ def combine(trainer: Any, ranks: Ranks, loss: float, *, weight: float = 1.0) -> 
         start = end
 
     metrics: dict[str, list[float]] = trainer._metrics["train"]
-    result = ranks.gather((_fingerprint(trained), loss * weight, dict(metrics)))
+    result = ranks.gather((_fingerprint(trained), loss, dict(metrics)))
     if len({fingerprint for fingerprint, _, _ in result}) > 1:
         # Cards of two kinds may round a norm differently.
         log.info("the ranks' adapters differ: all take that of the first")

@@ -3,7 +3,7 @@ SFTTrainer.
 
 The rows are tokenized by the same Transcript that rollouts use, so that what is learnt here is
 what is sampled later, token for token; only the assistant's tokens carry a label. A batch is
-computed as one sequence without padding, by GRPO's forward pass (worker/training/packing.py).
+computed by GRPO's forward pass (worker/training/packing.py).
 
 Axes: B rows of a batch, T tokens of the longest row."""
 
@@ -35,7 +35,7 @@ from worker.ranks import ALONE, Ranks
 from worker.rollouts.transcript import ChatTemplate, Transcript
 from worker.survey import survey
 from worker.training.checkpoints import trainer_arguments
-from worker.training.packing import Pack, check_trl_head, packs_of, recompute
+from worker.training.packing import Pack, Way, packs_of
 from worker.training.parallel import Passes, combine, no_loss
 
 Row = dict[str, list[int]]
@@ -84,11 +84,11 @@ def dataset_rows(dataset: Json, template: ChatTemplate) -> dict[str, list[Row]]:
 
 
 class Tuner(SFTTrainer):
-    """SFTTrainer with a packed forward pass; `held_out` measures the loss on rows that are not
+    """SFTTrainer with our forward pass; `held_out` measures the loss on rows that are not
     learnt.
     """
 
-    packed: bool
+    way: Way
     keep_tokens: float
     ranks: Ranks
     passes: Passes
@@ -113,10 +113,7 @@ class Tuner(SFTTrainer):
         """
         causal_lm = cast(Any, self.accelerator).unwrap_model(model).get_base_model()
         ids_BT = inputs["input_ids"]
-        if return_outputs or not self.packed:
-            recompute(causal_lm, ids_BT.numel() > self.keep_tokens)
-            trl = cast(Any, super())
-            return trl.compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        assert not return_outputs
         trained_BT = (inputs["labels"] != IGNORED).long()
         trained_BT[:, 0] = 0  # nothing predicts a row's first token
         # Only the first rank measures held-out rows.
@@ -125,7 +122,8 @@ class Tuner(SFTTrainer):
         mask_BT = inputs["attention_mask"]
         packs: list[Pack] = []
         if len(own):
-            packs = packs_of(ids_BT[own], mask_BT[own], trained_BT[own], self.keep_tokens)
+            rows = ids_BT[own], mask_BT[own], trained_BT[own]
+            packs = packs_of(*rows, self.keep_tokens, way=self.way)
         count = trained_BT.sum().clamp(min=1)
         scale = count if num_items_in_batch is None else num_items_in_batch
         total = torch.zeros((), device=ids_BT.device)
@@ -161,12 +159,12 @@ def make_sft_trainer(
     max_length: int,
     output_dir: str,
     callbacks: list[TrainerCallback],
-    packed: bool,
+    way: Way,
     keep_tokens: float = math.inf,
     ranks: Ranks = ALONE,
 ) -> Tuner:
-    """A trainer on rows["train"], with rows["holdout"] held out. `packed` is the result of
-    worker.training.packing.can_pack.
+    """A trainer on rows["train"], with rows["holdout"] held out. `way` is the result of
+    worker.training.packing.way_of.
 
     Activations of more than `keep_tokens` tokens are recomputed. Rows are cut at `max_length`
     tokens; an event says how many. FlashError(dataset_invalid) if no row has anything to learn."""
@@ -204,12 +202,10 @@ def make_sft_trainer(
         callbacks=callbacks,
     )
     trainer.remove_callback(PrinterCallback)
-    trainer.packed = packed
+    trainer.way = way
     trainer.ranks = ranks
     trainer.passes = Passes(model, ranks)
     trainer.keep_tokens = keep_tokens
-    if not packed:
-        check_trl_head(model.get_base_model(), 1.0)
     return trainer
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from environments.sandbox.needs import Needs
 from flash_mcp.judgement.attempts import DEFAULT_MAX_LENGTH
 from flash_mcp.protocol.adapters import read_adapter_config
 from flash_mcp.protocol.base_models import ModelCard, unpinned
@@ -135,6 +136,23 @@ def resolved_spec(
         adapter_fields=frozenset(shape),
     )
     return _bounded(resolved, card), card, dataset
+
+
+def for_environment(resolved: ResolvedSpec, environment: EnvironmentVersion) -> ResolvedSpec:
+    """With the recipe for an agent's environment, whose rollouts differ most in length: each counts
+    the same."""
+    spec = resolved.spec
+    if spec.algorithm != "grpo" or resolved.sources["loss_type"] != "recipe":
+        return resolved
+    try:
+        is_agents = Needs.of(Path(environment.path)).endpoint
+    except ValueError:  # loading the environment says so
+        return resolved
+    if not is_agents:
+        return resolved
+    return resolved.model_copy(
+        update={"spec": spec.model_copy(update={"loss_type": "rollout_mean"})}
+    )
 
 
 def _bounded(resolved: ResolvedSpec, card: ModelCard) -> ResolvedSpec:

@@ -21,7 +21,7 @@ from flash_mcp.supervisor.launch.devices import gpus, processor
 from flash_mcp.supervisor.launch.memory_need import MemoryNeed, need_of
 from flash_mcp.tools.shared.loading import check_logins, check_machine, check_target
 from flash_mcp.tools.shared.placing import check_gpus, placed
-from flash_mcp.tools.shared.resolve import init_adapter, resolved_spec
+from flash_mcp.tools.shared.resolve import for_environment, init_adapter, resolved_spec
 from flash_mcp.tools.shared.tool_base import report
 from flash_mcp.tools.training.disk_need import DiskNeed, disk_need
 from flash_mcp.tools.training.estimate import Estimate, check_lengths, estimate_of
@@ -140,6 +140,7 @@ def _inputs(
     else:
         reference, adapter = spec.environment, init_adapter(store, spec, card)
     environment = references.environment(store, reference)
+    resolved = for_environment(resolved, environment)
     return Inputs(resolved, card, dataset, environment, adapter, why, first is not None)
 
 

@@ -1,0 +1,243 @@
+"""The step's gradient beside a dense reference: plain PyTorch, one sequence at a time, no packs, no
+TRL. It knows of the product only how it is called."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+from flash_mcp.protocol.spec import RunSpec
+from tests.places import ROOT
+from tests.worker.test_grpo import MAX_COMPLETION, make_policy, settings_of
+from tests.worker.test_trees import make_calls
+from worker.ranks import Ranks
+from worker.rollouts.calls import Call, merged
+from worker.rollouts.scheduler import Rollout, Task
+from worker.rollouts.transcript import ChatTemplate
+from worker.training import packing
+from worker.training.grpo import Trainer
+
+GROUPS, SIZE = 3, 4
+Group = list[tuple[Rollout, list[Call]]]
+
+
+def make_groups(tokenizer: Any, *, failed: bool = False) -> list[Group]:
+    """Trees of calls, some of one call. With `failed`: a group of equal rewards, a rollout that
+    failed before it began and one that failed later."""
+    rng, template = random.Random(3), ChatTemplate(tokenizer)
+    groups: list[Group] = []
+    for group in range(GROUPS):
+        rows: Group = []
+        for index in range(group * SIZE, (group + 1) * SIZE):
+            calls = make_calls(template, rng, f"question {group}")[: rng.choice([1, 9])]
+            task = Task("train", group, group, index, seed=index)
+            reward = rng.choice([0.0, 0.3, 1.0])
+            rows.append((Rollout(task, f"t{index}", merged(calls), reward=reward), calls))
+        groups.append(rows)
+    if failed:
+        for rollout, _ in groups[1]:
+            rollout.reward = 0.1 + 0.2
+        never, later = groups[2][0], groups[2][3]
+        never[0].error = later[0].error = {"code": "environment_error", "what": "boom"}
+        never[0].transcript = None
+        groups[2][0] = never[0], []
+        groups[2][1][0].reward, groups[2][2][0].reward = 0.25, 1.0
+    return groups
+
+
+def advantages_of(rollouts: list[Rollout], loss: str) -> list[float]:
+    valid = [rollout.reward for rollout in rollouts if not rollout.error]
+    mean = sum(valid) / len(valid)
+    spread = math.sqrt(sum((reward - mean) ** 2 for reward in valid) / (len(valid) - 1))
+    if len(set(valid)) == 1:
+        return [0.0] * len(rollouts)
+    by = {"dr_grpo": 1.0, "rollout_mean": 1.0, "maxrl": mean}.get(loss, spread + 1e-4)
+    return [0.0 if rollout.error else (rollout.reward - mean) / by for rollout in rollouts]
+
+
+class Reference:
+    """The base model in fp32, with W + scale BA in the place of each adapted weight."""
+
+    def __init__(self, folder: Path, policy: Any, spec: RunSpec) -> None:
+        self.base = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+        self.base.requires_grad_(False)
+        self.spec = spec
+        self.adapters = {
+            name: [getattr(module, part)["default"].weight.detach().clone() for part in ("lora_A", "lora_B")]
+            for name, module in policy.get_base_model().named_modules()
+            if hasattr(module, "lora_A")
+        }  # fmt: skip
+        self.start = copy.deepcopy(self.adapters)
+        for pair in self.adapters.values():
+            for weight in pair:
+                weight.requires_grad_()
+
+    def logps(self, call: Call, adapters: dict[str, list[Tensor]]) -> Tensor:
+        """Of the tokens that the call sampled."""
+        ids = torch.tensor(call.transcript.ids)
+        weights = {
+            f"{name}.weight": self.base.get_submodule(name).weight + 2.0 * b @ a
+            for name, (a, b) in adapters.items()
+        }
+        inputs = {"input_ids": ids[None], "use_cache": False}
+        logits = torch.func.functional_call(self.base, weights, args=(), kwargs=inputs).logits[0]
+        logps = (logits[:-1] / self.spec.temperature).log_softmax(-1)
+        return logps.gather(1, ids[1:, None])[call.shown - 1 :, 0]
+
+    def token_terms(self, calls: list[Call], advantage: float) -> Tensor:
+        """(N,) -advantage * weight * log-probability, and the KL penalty, of a rollout's tokens."""
+        spec = self.spec
+        if not calls:
+            return torch.zeros(0)
+        mine = torch.cat([self.logps(call, self.adapters) for call in calls])
+        engine = torch.tensor(
+            list(itertools.chain(*(c.transcript.logprobs[c.shown - len(c.transcript.prompt_ids) :] for c in calls)))
+        )  # fmt: skip
+        apart = mine.detach() - engine
+        if spec.importance_sampling.startswith("sequence"):
+            apart = apart.sum().expand_as(apart)
+        ratio = apart.exp()
+        weight = torch.ones_like(ratio)
+        if spec.importance_sampling.endswith("truncate"):
+            weight = ratio.clamp(max=spec.importance_sampling_clip)
+        elif spec.importance_sampling.endswith("mask"):
+            weight = ratio * (ratio <= spec.importance_sampling_clip)
+        terms = -advantage * weight * mine
+        if spec.kl_penalty_coef:
+            with torch.no_grad():
+                before = torch.cat([self.logps(call, self.start) for call in calls])
+            terms = terms + spec.kl_penalty_coef * ((before - mine).exp() - (before - mine) - 1)
+        return terms
+
+    def gradients(self, groups: list[Group]) -> dict[str, list[Tensor]]:
+        loss = self.spec.loss_type
+        total = torch.zeros(())
+        count = 0
+        parts: list[list[Tensor]] = []
+        for group in groups:
+            advantages = advantages_of([rollout for rollout, _ in group], loss)
+            parts.append([
+                self.token_terms(calls, advantage)
+                for (_, calls), advantage in zip(group, advantages, strict=True)
+            ])  # fmt: skip
+            count += sum(map(len, parts[-1]))
+        for terms in parts:
+            tokens = sum(map(len, terms))
+            whole = torch.stack([part.sum() for part in terms]).sum()
+            if loss in ("grpo", "rollout_mean"):
+                means = [part.mean() for part in terms if len(part)]
+                total = total + torch.stack(means).sum() / SIZE / GROUPS
+            elif loss in ("dr_grpo", "maxrl"):
+                total = total + whole / (SIZE * MAX_COMPLETION) / GROUPS
+            elif loss == "bnpo":
+                total = total + whole / tokens / GROUPS
+            else:
+                total = total + whole / count
+        total.backward()
+        return {name: [weight.grad for weight in pair] for name, pair in self.adapters.items()}
+
+
+class Caught(TrainerCallback):
+    """The gradients of the optimizer's step, before they are clipped."""
+
+    def __init__(self, policy: Any) -> None:
+        self.policy = policy
+        self.gradients: dict[str, Tensor] = {}
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        for name, weight in self.policy.named_parameters():
+            if weight.requires_grad and ".ref." not in name:
+                self.gradients[name.removeprefix("base_model.model.")] = weight.grad.clone()
+
+
+def train(model: Path, groups: list[Group], spec: RunSpec, out: Path, **options: Any) -> Caught:
+    """One step of the trainer's own loop."""
+    policy = make_policy(model)
+    caught = Caught(policy)
+    rollouts = [rollout for group in groups for rollout, _ in group]
+    trainer = Trainer(
+        policy, AutoTokenizer.from_pretrained(model), spec, rollouts_of=lambda step: copy.deepcopy(rollouts),
+        output_dir=str(out), max_completion=MAX_COMPLETION, callbacks=[caught], way=packing.Way.PACKED, **options,
+    )  # fmt: skip
+    trainer.train()
+    return caught
+
+
+def check(caught: Caught, model: Path, groups: list[Group], spec: RunSpec) -> None:
+    expected = Reference(model, make_policy(model), spec).gradients(groups)
+    assert len(caught.gradients) == 2 * len(expected) > 0
+    mine, theirs = [], []
+    for name, pair in expected.items():
+        for part, gradient in zip(("A", "B"), pair, strict=True):
+            mine.append(caught.gradients[f"{name}.lora_{part}.default.weight"].flatten())
+            theirs.append(gradient.flatten())
+    difference = (torch.cat(mine) - torch.cat(theirs)).norm() / torch.cat(theirs).norm()
+    assert difference < 5e-6
+
+
+def spec_of(**fields: Any) -> RunSpec:
+    return settings_of(batch_size=GROUPS, group_size=SIZE, max_grad_norm=1000, **fields)
+
+
+LOSSES = ["dr_grpo", "rollout_mean", "grpo", "bnpo", "dapo", "cispo", "maxrl"]
+MODES = ["none", "token_mask", "sequence_truncate", "sequence_mask"]
+CASES: list[dict[str, Any]] = [
+    *({"loss_type": loss, "importance_sampling_clip": 1.3} for loss in LOSSES),
+    *({"importance_sampling": mode, "importance_sampling_clip": 1.3} for mode in MODES),
+    {"kl_penalty_coef": 0.1, "temperature": 0.7},
+]
+
+
+@pytest.mark.parametrize("failed", [False, True])
+@pytest.mark.parametrize("pack_tokens", [packing.PACK_TOKENS, 48])
+@pytest.mark.parametrize("fields", CASES, ids=str)
+def test_the_step_has_the_gradient_of_the_dense_reference(
+    fp32_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any],
+    pack_tokens: int, failed: bool,
+) -> None:  # fmt: skip
+    """With 48 tokens in a pack, trees are split into their paths."""
+    monkeypatch.setattr(packing, "PACK_TOKENS", pack_tokens)
+    groups = make_groups(AutoTokenizer.from_pretrained(fp32_model), failed=failed)
+    spec = spec_of(**fields)
+    check(train(fp32_model, groups, spec, tmp_path), fp32_model, groups, spec)
+
+
+RANK_CASES = [{"loss_type": "dapo"}, {"loss_type": "rollout_mean", "kl_penalty_coef": 0.1}]
+
+
+def train_as(rank: int, model: Path, folder: Path) -> list[Caught]:
+    """The steps of RANK_CASES on one of two ranks, of which the first has two of three groups."""
+    ranks = Ranks(rank, 2)
+    ranks.connect(folder)
+    caught: list[Caught] = []
+    for fields in RANK_CASES:
+        groups = make_groups(AutoTokenizer.from_pretrained(model), failed=True)
+        own = ranks.mine(groups)
+        caught.append(train(model, own, spec_of(**fields), folder / f"out-{rank}", ranks=ranks))
+    return caught
+
+
+def test_two_ranks_with_uneven_shares_have_the_gradient_of_the_dense_reference(
+    fp32_model: Path, tmp_path: Path
+) -> None:
+    code = f"""
+from pathlib import Path
+from tests.worker.test_reference import train_as
+train_as(1, Path({str(fp32_model)!r}), Path({str(tmp_path)!r}))
+"""
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as second:
+        for caught, fields in zip(train_as(0, fp32_model, tmp_path), RANK_CASES, strict=True):
+            groups = make_groups(AutoTokenizer.from_pretrained(fp32_model), failed=True)
+            check(caught, fp32_model, groups, spec_of(**fields))
+        assert second.wait(120) == 0
