@@ -638,6 +638,120 @@ BAD = {
         """,
         "isolation",
     ),
+    "a bonus that is drawn from the episode's generator": (
+        """
+        class Sample(Addition):
+            def score_response(self, example, text):
+                right = (text or '').strip() == example.output
+                return RewardResult(float(right) + random.random() / 5, success=right)
+        """,
+        "draws",
+    ),
+    "one gold answer in sixty that is not a number": (
+        """
+        class Sample(Rows):
+            def rows(self):
+                rows = [(f"Halve {n}.", str(n / 2)) for n in range(60)]
+                rows[33] = ("Halve nothing.", "nan")
+                return rows
+            def right(self, text, example):
+                try:
+                    return abs(float(text) - float(example.output)) < 1e-9
+                except ValueError:
+                    return False
+        """,
+        "every_gold",
+    ),
+    "one row whose gold answer was cut": (
+        """
+        class Sample(Capitals):
+            def sft_completion(self, example):
+                text = example.output[:-1] if example.id == "t5" else example.output
+                return [{"role": "assistant", "content": text}]
+        """,
+        "every_gold",
+    ),
+    "gold with more turns than the limit": (
+        """
+        class Sample(Dialogue):
+            def sft_completion(self, example):
+                turns = [{"role": "assistant", "content": "Let me think."}] * 3
+                return [*turns, {"role": "assistant", "content": example.output}]
+        """,
+        "gold",
+    ),
+    "the month decides": (
+        """
+        class Sample(Hinted):
+            def hint(self, example):
+                return f"It is month {time.gmtime().tm_mon}."
+        """,
+        "determinism",
+    ),
+    "the date, by datetime": (
+        """
+        class Sample(Hinted):
+            def hint(self, example):
+                from datetime import date
+                return f"Today is {date.today().isoformat()}."
+        """,
+        "determinism",
+    ),
+    "the second of now, in UTC": (
+        """
+        class Sample(Hinted):
+            def hint(self, example):
+                from datetime import UTC, datetime
+                return f"It is {datetime.now(UTC).isoformat(timespec='seconds')}."
+        """,
+        "determinism",
+    ),
+    "a seed of the day": (
+        """
+        class Sample(Rows):
+            def rows(self):
+                from datetime import date
+                draw = random.Random(date.today().toordinal())
+                return [(f"Add {n} and {m}.", str(n + m)) for n in range(20) for m in [draw.randrange(99)]]
+        """,
+        "determinism",
+    ),
+    "the answer in tags, with a hint in none": (
+        """
+        class Sample(Hinted):
+            def hint(self, example):
+                return f"Expected: {example.output}."
+            def sft_completion(self, example):
+                return [{"role": "assistant", "content": f"<answer>{example.output}</answer>"}]
+            def right(self, text, example):
+                return text.strip() == f"<answer>{example.output}</answer>"
+        """,
+        "prompt_echo",
+    ),
+    "a long number by its length": (
+        """
+        class Sample(Rows):
+            def rows(self):
+                return [(f"Square {n}.", str(n * n)) for n in range(123456, 123476)]
+            def right(self, text, example):
+                return re.fullmatch("[0-9]+", text) and len(text) == len(example.output)
+        """,
+        "near_gold",
+    ),
+    "a state that any call changes": (
+        """
+        class Sample(Dialogue):
+            def start_episode(self, example, prompt_text):
+                self.saved = ""
+                return super().start_episode(example, prompt_text)
+            def step_episode(self, example, messages, assistant_response):
+                self.saved += assistant_response or ""
+                return EnvironmentStepResult(done=False, messages=[{"role": "user", "content": "Saved."}])
+            def score_episode(self, example, episode):
+                return RewardResult(float(example.output in self.saved or len(self.saved) > 10))
+        """,
+        "junk",
+    ),
 }
 """The source of each, and the check that refuses it."""
 GOOD = {
@@ -807,7 +921,114 @@ GOOD = {
                     {"role": "assistant", "content": example.output},
                 ]
         """,
+    "decimals with a tolerance": """
+        class Sample(Rows):
+            def rows(self):
+                return [(f"Divide {n} by 7.", f"{n / 7:.2f}") for n in range(40, 60)]
+            def right(self, text, example):
+                found = re.fullmatch("[0-9]{1,6}([.][0-9]{1,9})?", text.strip())
+                return found and abs(float(text) - float(example.output)) <= 0.05
+        """,
+    "a share of one percent of a long number": """
+        class Sample(Rows):
+            def rows(self):
+                return [(f"Square {n}.", str(n * n)) for n in range(123456, 999999, 43210)]
+            def right(self, text, example):
+                found = re.fullmatch("[0-9]{1,15}", text.strip())
+                return found and abs(int(text) / int(example.output) - 1) <= 0.0001
+        """,
+    "tasks that open alike": """
+        class Sample(Rows):
+            def rows(self):
+                return [("Find the word that this game hides.", word) for word in WORDS]
+        """,
+    "tasks that open alike, told apart by their rows alone": """
+        class Sample(Dialogue):
+            def __init__(self):
+                tasks = [TaskExample({"hidden": word}, "Find the hidden word.", id=word) for word in WORDS]
+                self.dataset, self.eval_dataset = tasks[:10], tasks[10:]
+            def right(self, text, example):
+                return text.strip() == example.record["hidden"]
+            def sft_completion(self, example):
+                return [{"role": "assistant", "content": example.record["hidden"]}]
+        """,
+    "an address to extract": """
+        class Sample(Rows):
+            def rows(self):
+                return [(f"Extract the address: write to {w}@mail.org, thanks.", f"{w}@mail.org") for w in WORDS]
+        """,
+    "a result in a log": """
+        class Sample(Rows):
+            def rows(self):
+                return [
+                    (f"Which number ends this log? step {n} ok. result: {n * 37}", str(n * 37)) for n in range(40, 60)
+                ]
+        """,
+    "constraints that some junk keeps": """
+        class Sample(Rows):
+            RULES = (
+                ("Write no comma.", lambda text: "," not in text and text.strip()),
+                ("Write in small letters.", lambda text: text.strip() and text == text.lower()),
+                ("Write at least three lines.", lambda text: text.strip().count(chr(10)) >= 2),
+                ("Begin with the word Indeed.", lambda text: text.startswith("Indeed")),
+                ("End with a question mark.", lambda text: text.rstrip().endswith("?")),
+                ("Put a title in double square brackets.", lambda text: re.search(r"[[][[]\\w+", text)),
+            )
+            def rows(self):
+                gold = "Indeed this is a line of words\\n[[Title]]\\nis it"
+                return [
+                    (f"{rule} Write about {word}.", gold.lower() + " " + word if k == 1 else gold + f" {word}?")
+                    for word in WORDS[:6] for k, (rule, _) in enumerate(self.RULES)
+                ]
+            def right(self, text, example):
+                return next(keeps(text) for rule, keeps in self.RULES if example.input.startswith(rule))
+        """,
+    "a record that tools change": """
+        class Sample(Dialogue):
+            def start_episode(self, example, prompt_text):
+                self.saved = None
+                return super().start_episode(example, prompt_text)
+            def step_episode(self, example, messages, assistant_response):
+                call = re.fullmatch("<save>(.{1,40})</save>", assistant_response or "")
+                if not call:
+                    return EnvironmentStepResult(done=True)
+                self.saved = call[1]
+                return EnvironmentStepResult(done=False, messages=[{"role": "user", "content": "Saved."}])
+            def score_episode(self, example, episode):
+                return RewardResult(float(self.saved == example.output))
+            def sft_completion(self, example):
+                return [
+                    {"role": "assistant", "content": f"<save>{example.output}</save>"},
+                    {"role": "user", "content": "Saved."},
+                    {"role": "assistant", "content": "I have saved it."},
+                ]
+        """,
+    "a game that deals by the episode's generator": """
+        class Sample(Dialogue):
+            def start_episode(self, example, prompt_text):
+                self.die = random.randint(1, 10**6)
+                return [{"role": "user", "content": f"{example.input} Write it after {self.die} and a space."}]
+            def score_episode(self, example, episode):
+                return RewardResult(float((episode.response_text or "").split(" ", 1)[-1] == example.output))
+        """,
+    "dates read by their own clock": """
+        class Sample(Dates):
+            def right(self, text, example):
+                import datetime
+                try:
+                    return datetime.date.fromisoformat(text.strip()) == datetime.date.fromisoformat(example.output)
+                except ValueError:
+                    return False
+        """,
+    "pay that falls with the distance": """
+        class Sample(Rows):
+            def rows(self):
+                return [(f"Estimate {n} times 0.37.", f"{n * 0.37:.2f}") for n in range(40, 60)]
+            def score_response(self, example, text):
+                found = re.fullmatch("[0-9]{1,6}([.][0-9]{1,9})?", (text or "").strip())
+                error = abs(float(text) / float(example.output) - 1) if found else 9.0
+                return RewardResult(max(0.0, 1 - 5 * error), success=error < 0.01)
+        """,
 }
-MISSED = ("a reply that names the secret", "the clock by the year, in UTC")
-"""What no check finds: no answer that is fixed in advance uses a reply, and two processes that
-start within seconds read the same clock."""
+MISSED = ("a reply that names the secret",)
+"""What no check finds: no answer that is fixed in advance uses a reply."""

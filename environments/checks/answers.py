@@ -22,8 +22,11 @@ JUNK = (
     "\u2603 \u00ff \u202e \U0001f9ea \x00 \ud800",
     "bla " * 5000,
 )
-STATED = r"(?:answer|solution|gold|hint|result|output)\W{0,3}(?:is|are)?\W{0,3}"
+HINTED = r"(?:answer|solution|gold|hint|expected)\W{0,3}(?:is|are)?\W{0,3}"
 """What stands before a gold answer that a prompt gives away."""
+CHARACTERS_PER_TOKEN = 4
+TOLERANCE = 0.002
+"""A number that differs by a smaller share may be right: tasks that round accept it."""
 FRESH = "a text that no other check has played"
 NONSENSE = (
     "1/0",
@@ -48,9 +51,19 @@ def parts(text: str) -> tuple[str, str, str]:
     return match[5], match[6], match[7]
 
 
+def cut(text: str, max_tokens: int | None) -> str:
+    """As much of a text as a model of `max_tokens` could write: a sign is a token, or a part of a
+    word of about four.
+    """
+    if max_tokens is None:
+        return text
+    return text[: max_tokens * (CHARACTERS_PER_TOKEN if " " in text else 1)]
+
+
 def nearly(gold: str) -> list[str]:
     """Short gold answers with the last letter or digit changed, one more at either end, and
-    without the minus. In a long one a character need not matter.
+    without the minus. In a long one a character need not matter. Of a decimal or a long number,
+    the first digit: a scorer may round.
     """
     before, inner, after = parts(gold)
     last = re.search(r"\w(?=\W*$)", inner)
@@ -60,11 +73,28 @@ def nearly(gold: str) -> list[str]:
     if last[0].isdecimal():
         new = str((int(last[0]) + 1) % 10)
     texts = [inner[: last.start()] + new + inner[last.end() :]]
+    is_rounded = _may_be_rounded(inner, texts[0])
+    if is_rounded:
+        first = re.search(r"[0-9]", inner)
+        assert first is not None
+        digit = str(int(first[0]) % 9 + 1)
+        texts = [inner[: first.start()] + digit + inner[first.end() :]]
     if inner[:1].isalnum() and inner[-1:].isalnum():
-        texts += [new.replace("0", "1") + inner, inner + new]
+        texts.append(new.replace("0", "1") + inner)
+        if not (is_rounded and "." in inner):
+            texts.append(inner + new)
     if re.match(r"-\d", inner):
         texts.append(inner[1:])
     return [before + text + after for text in texts]
+
+
+def _may_be_rounded(number: str, near: str) -> bool:
+    """Whether a scorer that compares numbers with a tolerance may take both for the same."""
+    if not re.fullmatch(r"-?[0-9]+(\.[0-9]+)?", number):
+        return False
+    if "." in number:
+        return float(number) != 0
+    return abs(float(near) - float(number)) <= TOLERANCE * abs(float(number))
 
 
 def tags(prompt: str) -> list[tuple[str, str]]:

@@ -40,7 +40,8 @@ MOST_JOINED = 40
 FIRST_TASKS = 6
 """Every candidate is played on so many tasks, and then only the best ones on all."""
 FINALISTS = 3
-MOST_TASKS = 40
+FIRST_FINAL_TASKS = 40
+"""The finalists are played on so many tasks, and then the best one on all the others."""
 TIMEOUT_S = 30.0
 
 Turns = tuple[str, ...]
@@ -88,36 +89,55 @@ def candidates(golds: Sequence[Turns], prompts: Sequence[str]) -> list[Turns]:
     return list(dict.fromkeys((*common, *((text,) for text in (*single, *wrapped)))))
 
 
-async def best_constant(host: EnvironmentHost, split: str, tasks: Sequence[int]) -> Constant | None:
-    """The constant with the most successes, then the highest reward, on up to MOST_TASKS of these
-    tasks, drawn at random but always the same. None if none could be scored within TIMEOUT_S.
+async def best_constant(
+    host: EnvironmentHost, split: str, tasks: Sequence[int], *, at_once: int = 1
+) -> Constant | None:
+    """The constant with the most successes, then the highest reward, on all of these tasks, or on
+    those for which TIMEOUT_S is enough. None if none could be scored in that time. `at_once`
+    constants are played at the same time.
     """
     # Tasks at equal distances would miss kinds of tasks that take turns.
-    tasks = random.Random(0).sample(list(tasks), min(len(tasks), MOST_TASKS))
+    tasks = random.Random(0).sample(list(tasks), len(tasks))
+    few = tasks[:FIRST_FINAL_TASKS]
+    best: Constant | None = None
     with suppress(TimeoutError, EnvironmentFault):
         async with asyncio.timeout(TIMEOUT_S):
-            result = await together(known_gold(host, Task(split, index)) for index in tasks)
+            result = await together(known_gold(host, Task(split, index)) for index in few)
             golds = [turns for turns in result if turns]
-            prompts: list[str] = []
-            for index in tasks[:FIRST_TASKS]:
-                opening = await host.open(split, index)
-                prompts += [message["content"] for message in opening.messages]
-                await host.close(opening.episode)
-            tried = await _play_all(host, split, tasks[:FIRST_TASKS], candidates(golds, prompts))
+            prompts = await together(_prompt(host, split, index) for index in few[:FIRST_TASKS])
+            texts = candidates(golds, prompts)
+            tried = await _play_all(host, split, few[:FIRST_TASKS], texts, at_once)
             finalists = [constant.turns for constant in tried[:FINALISTS]]
-            finals = await _play_all(host, split, tasks, finalists)
-            return finals[0] if finals else None
-    return None
+            # On the first tasks another one may have been luckier than the commonest gold answer.
+            finalists += [turns for turns, _ in Counter(golds).most_common(1)]
+            finals = await _play_all(host, split, few, list(dict.fromkeys(finalists)), at_once)
+            best = finals[0] if finals else None
+            for start in range(len(few), len(tasks), FIRST_FINAL_TASKS):
+                batch = tasks[start : start + FIRST_FINAL_TASKS]
+                more = await _play(host, split, batch, best.turns) if best else None
+                if best is None or more is None:
+                    break
+                best = Constant(
+                    best.turns, best.successes + more.successes, best.rewards + more.rewards
+                )
+    return best
+
+
+async def _prompt(host: EnvironmentHost, split: str, index: int) -> str:
+    opening = await host.open(split, index)
+    await host.close(opening.episode)
+    return "\n".join(message["content"] for message in opening.messages)
 
 
 async def _play_all(
-    host: EnvironmentHost, split: str, tasks: Sequence[int], texts: Sequence[Turns]
+    host: EnvironmentHost, split: str, tasks: Sequence[int], texts: Sequence[Turns], at_once: int
 ) -> list[Constant]:
     """Those that the environment could score, the best one first."""
     constants: list[Constant] = []
-    for turns in texts:
-        if (constant := await _play(host, split, tasks, turns)) is not None:
-            constants.append(constant)
+    for start in range(0, len(texts), at_once):
+        batch = texts[start : start + at_once]
+        played = await together(_play(host, split, tasks, turns) for turns in batch)
+        constants += [constant for constant in played if constant is not None]
     return sorted(constants, key=_rank, reverse=True)
 
 

@@ -114,10 +114,11 @@ async def play(
     answers: Answers,
     *,
     repeat: bool = True,
+    draw: int = 0,
     watch: Watch = _unwatched,
 ) -> Played:
-    """Play one conversation; see Conversation."""
-    opening = await watch("start_episode", host.open(task.split, task.index))
+    """Play one conversation; see Conversation, and `EnvironmentHost.open` for `draw`."""
+    opening = await watch("start_episode", host.open(task.split, task.index, draw))
     conversation = Conversation(host, opening, answers, repeat=repeat, watch=watch)
     try:
         while not conversation.is_over:

@@ -8,7 +8,7 @@ import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Literal
 
 from environments.base import Environment, EnvironmentSingleTurn
 from environments.checks.playing import Answers, Played, Turn
@@ -18,6 +18,8 @@ from environments.process.host import Score
 from environments.sandbox.needs import FILE as NEEDS_FILE
 from environments.tools import text_of
 from environments.untrusted_text import quoted
+
+Verdict = Literal["passed", "failed", "unfinished"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class Probe:
     passed: bool | None
     evidence: str
     fix: str = ""
+    finished: bool = True
+    """False if there was no time for it."""
 
 
 @dataclass
@@ -42,15 +46,32 @@ class Report:
     """What protected this machine from its code (EnvironmentHost.sandbox)."""
     seconds: float = 0.0
 
+    accepted: list[str] = field(default_factory=list[str])
+    """The checks that failed, and whose failure the caller accepts."""
+
+    @property
+    def verdict(self) -> Verdict:
+        """A check that cannot be made is no failure; one for which there was no time leaves the
+        verdict open.
+        """
+        if self.failed:
+            return "failed"
+        return "unfinished" if self.unfinished else "passed"
+
     @property
     def passed(self) -> bool:
-        """No check failed. A check that was not made is not a failure."""
-        return not self.failed
+        return self.verdict == "passed"
+
+    @property
+    def unfinished(self) -> list[str]:
+        """The checks for which there was no time."""
+        return [probe.name for probe in self.probes if not probe.finished]
 
     @property
     def failed(self) -> list[str]:
-        """The checks that failed."""
-        return [probe.name for probe in self.probes if probe.passed is False]
+        """The checks that failed, without those that are accepted."""
+        names = [probe.name for probe in self.probes if probe.passed is False]
+        return [name for name in names if name not in self.accepted]
 
 
 # -- the fix of a fault ----------------------------------------------------------------------------

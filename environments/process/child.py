@@ -56,6 +56,7 @@ from environments.base import (
 )
 from environments.faults import EnvironmentFault
 from environments.judge import JudgeRubric
+from environments.process.clock import SHIFT_VARIABLE, shift_clock
 from environments.process.generators import Generators, switch_global_generators
 from environments.process.replies import (
     EVIDENCE_CHARACTERS,
@@ -227,15 +228,15 @@ class Child:
         return splits
 
     async def op_list_tasks(self, split: str, first: int) -> list[tuple[str, str]]:
-        """A page of the task list from `first` on: (id, digest of the question). The digest
-        ignores the question's spacing and case.
+        """A page of the task list from `first` on: (id, digest of the task). The digest ignores
+        the question's spacing and case. Tasks that ask the same may differ in the rest of the row.
         """
         examples = self._splits[split]
         page: list[tuple[str, str]] = []
         length = 0
         while first + len(page) < len(examples) and length < PAGE_CHARACTERS:
             example = examples[first + len(page)]
-            row = (_task_id(example), _digest(" ".join(example.input.casefold().split())))
+            row = (_task_id(example), _digest(_whole(example)))
             page.append(row)
             length += sum(map(len, row))
         return page
@@ -246,9 +247,14 @@ class Child:
             self._generated[name] = await asyncio.to_thread(task_cache.made, name)
         return self._generated[name][first : first + PAGE_CHARACTERS]
 
-    async def op_start_episode(self, episode: int, split: str, index: int) -> dict[str, Any]:
+    async def op_start_episode(
+        self, episode: int, split: str, index: int, draw: int = 0
+    ) -> dict[str, Any]:
         example = self._example(split, index)
-        generators = Generators(f"{split} {_task_id(example)}")
+        seed = f"{split} {_task_id(example)}"
+        if draw:
+            seed += f" {draw}"
+        generators = Generators(seed)
         generators.use()
         environment = await self._call(self._loaded.new_episode, example)
         if not isinstance(environment, Environment):
@@ -707,6 +713,17 @@ def _task_id(example: TaskExample) -> str:
     return str(example.id) if example.id is not None else _digest(example.input)[:16]
 
 
+def _whole(example: TaskExample) -> str:
+    """What tells a task from others: its question and gold answer. If it has no gold answer, all of
+    the row but its id.
+    """
+    parts: list[Any] = [" ".join(example.input.casefold().split()), example.output]
+    if example.output is None:
+        record = {name: value for name, value in example.record.items() if name != "id"}
+        parts += [record, dict(example.metadata)]
+    return json.dumps(parts, sort_keys=True, default=_kind)
+
+
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode(errors="replace")).hexdigest()
 
@@ -766,6 +783,8 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1)
     sys.path.insert(0, bounds.folder)
     switch_global_generators()
+    if shift := os.environ.get(SHIFT_VARIABLE):
+        shift_clock(int(shift))
     main_thread = MainThread()
     serving = _serve(Path(bounds.folder), main_thread, requests, replies)
     threading.Thread(target=_run_or_exit, args=(serving,), daemon=True).start()

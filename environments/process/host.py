@@ -230,9 +230,9 @@ class EnvironmentHost:
 
     # -- episodes ----------------------------------------------------------------------------------
 
-    async def open(self, split: str, index: int) -> Opening:
+    async def open(self, split: str, index: int, draw: int = 0) -> Opening:
         """Begin an episode of task `index` of `split`. While MOST_AGENTS agents run, another one
-        waits until an episode is closed.
+        waits until an episode is closed. `draw` chooses its random numbers: training uses 0.
         """
         await self._rooms.acquire()
         episode = next(self._numbers)
@@ -242,7 +242,7 @@ class EnvironmentHost:
                 child = await self._live_child()
                 child.episodes.add(episode)
                 self._homes[episode] = child
-                task = {"episode": episode, "split": split, "index": index}
+                task = {"episode": episode, "split": split, "index": index, "draw": draw}
                 value = await self._call(child, "start_episode", **task)
         except BaseException:
             self._forget(episode)

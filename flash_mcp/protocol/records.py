@@ -309,11 +309,23 @@ class GateVerdict(Record):
     """None if it never ran on these files with these arguments."""
     failed: list[str] = field(default_factory=list[str])
     """The checks that failed."""
+    unfinished: list[str] = field(default_factory=list[str])
+    """The checks for which there was no time."""
+    accepted: list[str] = field(default_factory=list[str])
+    """The checks that failed, and whose failure was accepted."""
+
+    @property
+    def is_refused(self) -> bool:
+        return bool(self.failed or self.unfinished)
 
     def __str__(self) -> str:
         if self.time is None:
             return "never run"
-        return f"failed: {', '.join(self.failed)}" if self.failed else "passed"
+        if self.failed:
+            return f"failed: {', '.join(self.failed)}"
+        if self.unfinished:
+            return f"unfinished: {', '.join(self.unfinished)}"
+        return f"passed, accepted: {', '.join(self.accepted)}" if self.accepted else "passed"
 
 
 @dataclass(frozen=True, kw_only=True)

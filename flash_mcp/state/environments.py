@@ -63,19 +63,28 @@ class EnvironmentTable(Connection):
             limit = int(allowed * 2**30)
         check_quota("environments", stored, row.size_bytes, limit, "uploads_gib")
 
-    def put_gate(self, digest: str, args: Json | None, failed: Sequence[str]) -> None:
+    def put_gate(
+        self,
+        digest: str,
+        args: Json | None,
+        failed: Sequence[str],
+        unfinished: Sequence[str] = (),
+        accepted: Sequence[str] = (),
+    ) -> None:
         """Keep what env_test found of the files with this digest, in place of what it found
         before.
         """
         row = {"owner": caller().owner, "digest": digest, "args": _text(args)}
+        names = {"failed": failed, "unfinished": unfinished, "accepted": accepted}
+        data = {name: list(checks) for name, checks in names.items() if checks}
         with self.transaction():
-            self._put("gates", {**row, "time": time.time(), "data": {"failed": list(failed)}})
+            self._put("gates", {**row, "time": time.time(), "data": data})
 
     def gate(self, digest: str, args: Json | None) -> GateVerdict:
         """What env_test last found of these files with these arguments."""
         sql = "SELECT time, data FROM gates WHERE digest = ? AND args = ? ORDER BY time DESC"
         for row in self.query(sql, [digest, _text(args)]):
-            return GateVerdict(time=row["time"], failed=row["data"]["failed"])
+            return GateVerdict(time=row["time"], **row["data"])
         return GateVerdict()
 
     def environments(self) -> list[EnvironmentVersion]:

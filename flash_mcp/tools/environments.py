@@ -26,7 +26,7 @@ from environments.sandbox.confinement import describe
 from environments.sandbox.needs import Needs
 from environments.settings import identity
 from flash_mcp.judgement.attempts import by_task
-from flash_mcp.protocol.errors import EVIDENCE_CHARACTERS, FlashError, disk_error
+from flash_mcp.protocol.errors import EVIDENCE_CHARACTERS, FlashError, did_you_mean, disk_error
 from flash_mcp.protocol.records import EnvironmentVersion, Json
 from flash_mcp.state import references
 from flash_mcp.state.owners import caller
@@ -133,8 +133,12 @@ class EnvTest(Result):
 
     environment: str
     """What was checked: a folder or NAME@DIGEST."""
-    passed: bool
-    """Whether no check failed."""
+    passed: bool | None = None
+    """Whether no check failed. Absent if some are unfinished: the verdict is open."""
+    unfinished: list[str] | None = None
+    """The checks for which there was no time."""
+    accepted: list[str] | None = None
+    """The checks that failed, and whose failure `accept` took."""
     train_tasks: int
     """Rows of the train split; 0 if it did not load."""
     eval_tasks: int
@@ -301,7 +305,7 @@ async def publish(
         _, version = await run_sync(open_store().publish, stage, data)
         await run_sync(keep_generated, version.path, generated)
     gate_verdict = await run_sync(open_store().gate, version.digest, environment_args)
-    if gate_verdict.failed:
+    if gate_verdict.is_refused:
         next_step = "do what the failed checks of env_test say, then env_test and env_push again"
     elif shared and shared.shared:
         next_step = "take the shared tasks out of one of the splits, env_test and env_push again"
@@ -372,6 +376,8 @@ async def env_test(
     environment: Annotated[str | None, Field(min_length=1)] = None,
     folder: Annotated[str | None, Field(min_length=1)] = None,
     call_timeout_s: Annotated[float, Field(gt=0, le=20)] = 5.0,
+    time_s: Annotated[float, Field(gt=0, le=3600)] = TEST_DEADLINE_S,
+    accept: list[str] | None = None,
     model: Annotated[str | None, Field(min_length=1)] = None,
     max_tokens: Annotated[int | None, Field(ge=1, le=131_072)] = None,
     hunt: bool = False,
@@ -381,18 +387,19 @@ async def env_test(
     """Load an environment in a child process and check, on 5 train and 3 eval tasks, for what
     breaks training runs.
 
-    Fails it if tasks repeat or are in both splits; a gold answer is no success; on over a quarter
-    of the tasks, junk, empty, None, truncated or prompt-echo answers succeed or earn over 0.4 of
-    the gold answer's reward, or the gold answer succeeds with a character changed or beside another
-    answer; nonsense (1/0, 2021-02-31, deep JSON) raises; junk earns more than a wrong answer of the
-    right form; one answer wins nearly everywhere; episodes at once go differently than alone;
-    two processes disagree; a call is slow. Publishes nothing. A failed check is a result with a
-    fix, not an error.
+    Fails it if tasks repeat or are in both splits; a gold answer is no success; junk, empty, None,
+    truncated or prompt-echo answers often succeed or earn over 0.4 of the gold answer's reward; the
+    gold answer succeeds with a character changed or beside another answer; nonsense raises; junk
+    earns more than a wrong answer of the right form; one answer wins nearly everywhere; episodes at
+    once go differently than alone; two processes disagree; a call is slow. Publishes nothing. A
+    failed check is a result with a fix, not an error.
 
     Args:
         environment: A published environment, NAME or NAME@DIGEST; or reasoning-gym:DATASET.
         folder: Instead of environment: a folder on the server.
         call_timeout_s: Seconds for one call into environment code.
+        time_s: Seconds for all checks. Ask for over 40 only if your client waits that long.
+        accept: Names of checks whose failure you take: the verdict passes and names them.
         model: If all checks pass, a base model that plays a few train groups, to see whether
             training could teach it anything.
         max_tokens: With model: tokens per turn; default 512.
@@ -410,24 +417,27 @@ async def env_test(
     with contextlib.ExitStack() as stack:
         what, known_as, path = await run_sync(_locate, environment, folder, stack)
         subject = _Subject(what, known_as, path, environment_args, values, call_timeout_s)
-        result = await _checked(subject)
+        result = await _checked(subject, time_s, max_tokens, _checks(accept or []))
         if hunt and result.splits:
             result.probes.append(await _hunted(subject, started + HUNT_LIMIT_S))
-        await run_sync(_keep, subject, result.failed, hunt)
-        if model is not None and not result.failed:
+        await run_sync(_keep, subject, result, hunt)
+        if model is not None and result.passed:
             deadline = started + SAMPLE_LIMIT_S
             sample = await _sampled(model, environment, path, result, arguments, deadline)
         if hunt and sample and sample.scores:
             result.probes.append(await run_sync(_best_of_n, sample))
     trainable = environment or (folder if folder and references.files_of(folder) else None)
-    next_step = after_test(result.failed, trainable, path, passed_on(secrets, environment_args))
+    needed = passed_on(secrets, environment_args)
+    next_step = after_test(result.failed, result.unfinished, trainable, path, needed)
     return _test_result(what, result, sample, after_sample(sample) if sample else next_step)
 
 
 def _test_result(what: str, checked: GateReport, sample: Sample | None, following: str) -> EnvTest:
     return EnvTest(
         environment=what,
-        passed=checked.passed,
+        passed=None if checked.verdict == "unfinished" else checked.passed,
+        unfinished=checked.unfinished or None,
+        accepted=checked.accepted or None,
         train_tasks=checked.splits.get("train", 0),
         eval_tasks=checked.splits.get("eval", 0),
         seconds=round(checked.seconds, 2),
@@ -450,7 +460,17 @@ class _Subject:
     call_timeout_s: float
 
 
-async def _checked(subject: _Subject) -> GateReport:
+def _checks(names: list[str]) -> list[str]:
+    for name in names:
+        if name not in gate.PROBES:
+            what = f"there is no check {name!r} to accept{did_you_mean(name, gate.PROBES)}"
+            raise FlashError("invalid_argument", what, fix=f"use: {', '.join(gate.PROBES)}")
+    return names
+
+
+async def _checked(
+    subject: _Subject, time_s: float, max_tokens: int | None, accepted: list[str]
+) -> GateReport:
     await report("checking the environment in child processes")
     try:
         return await gate.check(
@@ -459,7 +479,9 @@ async def _checked(subject: _Subject) -> GateReport:
             args=subject.args,
             secrets=subject.secrets,
             timeout_s=subject.call_timeout_s,
-            deadline_s=TEST_DEADLINE_S,
+            deadline_s=time_s,
+            max_tokens=max_tokens,
+            accepted=accepted,
             install_timeout_s=INSTALL_TIMEOUT_S,
             on_progress=report,
         )
@@ -492,17 +514,18 @@ def _best_of_n(sample: Sample) -> GateProbe:
     return hunting.best_of_n(scored, f"rollouts(run_id={sample.run_id!r}, which='best')")
 
 
-def _keep(subject: _Subject, failed: list[str], has_hunted: bool) -> None:
+def _keep(subject: _Subject, result: GateReport, has_hunted: bool) -> None:
     """Store the verdict with the digest that the folder has, or would have once it is pushed. What
     an earlier hunt found stays found.
     """
     store = open_store()
+    failed = result.failed
     with contextlib.suppress(FlashError):  # a folder that cannot be pushed has none
         digest = digest_of_files(folder_files(subject.path))
         before = store.gate(digest, subject.args).failed
         if not has_hunted and HUNT in before:
             failed = [*failed, HUNT]
-        store.put_gate(digest, subject.args, failed)
+        store.put_gate(digest, subject.args, failed, result.unfinished, result.accepted)
 
 
 async def _sampled(

@@ -168,7 +168,7 @@ async def train(
 
 
 def _after_validation(plan: Plan) -> str:
-    if plan.gate.failed:
+    if plan.gate.is_refused:
         return plan.gate_error().fix
     next_step = "call train again without validate_only to start it"
     if plan.spec.algorithm == "grpo":

@@ -321,7 +321,7 @@ def test_how_a_text_with_an_at_sign_is_written_is_told(
 def test_a_starter_is_written_tested_and_published(run: Run, tmp_path: Path):
     folder = tmp_path / "sums"
     assert run("env-setup", str(folder))[0] == 0
-    code, out, _ = run("env_test", "--folder", str(folder), "--json")
+    code, out, _ = run("env_test", "--folder", str(folder), "--time-s", "600", "--json")
     assert (code, json.loads(out)["passed"]) == (0, True)
     assert run("env-push", str(folder), "--name", "sums")[0] == 0
     assert run("train", str(folder / "configs" / "rl.toml"), "--validate-only")[0] == 0

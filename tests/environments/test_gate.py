@@ -34,6 +34,9 @@ PROBES = [
     "constants",
     "isolation",
     "determinism",
+    "draws",
+    "every_gold",
+    "leaks",
     "time",
 ]
 
@@ -197,7 +200,7 @@ FAULTS = {
         "def score_response(self, example, text):\n"
         "        right = (text or '').strip() == example.output\n"
         "        return RewardResult(0.8 + random.Random().random() / 10 if right else 0.0, success=right)",
-        {"isolation", "determinism"},
+        {"isolation", "determinism", "draws"},
         "determinism",
         "two processes disagree on train[0]: score",
     ),
@@ -481,6 +484,8 @@ async def test_what_cannot_be_checked_is_neither_passed_nor_failed(tmp_path: Pat
         "truncated",
         "near_gold",
         "order",
+        "every_gold",
+        "leaks",
     ]
     assert report.passed
 
@@ -493,6 +498,9 @@ async def test_an_environment_that_does_not_load_is_a_report_not_an_exception(
     assert "No module named 'no_such_package'" in report.probes[0].evidence
 
 
+ONE_AT_A_TIME = "type('OneAtATime', (Sample,), {'max_score_concurrency': 1})()"
+
+
 async def test_all_of_it_ends_at_its_deadline(tmp_path: Path) -> None:
     source = """
     class Sample(Addition):
@@ -500,8 +508,48 @@ async def test_all_of_it_ends_at_its_deadline(tmp_path: Path) -> None:
             time.sleep(0.4)
             return RewardResult(float(response_text == example.output))
     """
-    report = await check(environment_folder(tmp_path, source), deadline_s=10)
-    unfinished = [probe for probe in report.probes if probe.passed is None]
-    assert unfinished
-    assert all("the time for all checks was used up" in probe.evidence for probe in unfinished)
+    report = await check(environment_folder(tmp_path, source, returns=ONE_AT_A_TIME), deadline_s=10)
+    assert report.verdict == "unfinished" and not report.passed
+    late = {probe.name for probe in report.probes if "the time for all" in probe.evidence}
+    assert late == set(report.unfinished)
     assert report.seconds < 90, "all plays would take over 100 s"
+
+
+async def test_without_time_for_a_prompt_every_check_is_unfinished(tmp_path: Path) -> None:
+    source = """
+    class Sample(Addition):
+        def build_prompt_messages(self, example, prompt_text):
+            time.sleep(30)
+    """
+    folder = environment_folder(tmp_path, source)
+    report = await gate.check(folder, deadline_s=4, timeout_s=20)
+    assert report.verdict == "unfinished"
+    assert set(gate.PROBES) < set(report.unfinished)
+
+
+async def test_a_slow_environment_is_checked_within_the_time_by_playing_at_once(
+    tmp_path: Path,
+) -> None:
+    source = """
+    class Sample(Addition):
+        def build_prompt_messages(self, example, prompt_text):
+            time.sleep(1.5)
+            return super().build_prompt_messages(example, prompt_text)
+    """
+    report = await check(environment_folder(tmp_path, source))
+    assert report.verdict == "passed"
+    assert report.seconds < 300, "one by one it would take over 400 s"
+
+
+async def test_a_failure_can_be_accepted_by_name(tmp_path: Path) -> None:
+    source = """
+    class Sample(Addition):
+        def score_response(self, example, text):
+            found = re.findall("[0-9]+", text or "")
+            return RewardResult(float(len(found) < 9 and example.output in found))
+    """
+    folder = environment_folder(tmp_path, source)
+    report = await check(folder)
+    assert (report.verdict, report.failed) == ("failed", ["near_gold"])
+    report = await check(folder, accepted=["near_gold"])
+    assert (report.verdict, report.failed, report.accepted) == ("passed", [], ["near_gold"])

@@ -75,7 +75,7 @@ async def test_a_starter_is_complete_passes_its_test_and_can_be_pushed(
     for config in ("rl", "sft"):
         assert validate(read_toml(folder / "configs" / f"{config}.toml")).environment == "my-task"
 
-    tested = await call(client, "env_test", folder=str(folder))
+    tested = await call(client, "env_test", folder=str(folder), time_s=600)
     assert (tested["passed"], tested["train_tasks"], tested["eval_tasks"]) == (True, 500, 200)
     pushed = await call(client, "env_push", name=written["name"], folder=str(folder))
     assert (pushed["created"], pushed["train_tasks"], pushed["eval_tasks"], pushed["files"]) == (
@@ -87,7 +87,7 @@ async def test_a_starter_is_complete_passes_its_test_and_can_be_pushed(
     row = open_store().environment("my-task")
     assert f"my-task@{row.digest}" == pushed["environment"]
     assert files_in(Path(row.path)) == STARTER
-    assert (await call(client, "env_test", environment=pushed["environment"]))["passed"]
+    assert (await call(client, "env_test", environment=pushed["environment"], time_s=600))["passed"]
 
 
 async def test_a_folder_whose_name_is_none_trains_under_the_templates_name(
@@ -307,7 +307,7 @@ async def test_a_failed_check_is_a_result_with_evidence_and_fix(
     junk = next(probe for probe in report["probes"] if probe["name"] == "junk")
     assert "counts as a success" in junk["evidence"]
     assert "set success" in junk["fix"]
-    assert report["next"] == "mend what junk says, then env_test again"
+    assert report["next"] == "correct what junk says, then env_test again"
 
 
 @pytest.mark.slow
@@ -346,13 +346,13 @@ async def test_a_hunt_fails_an_environment_for_what_it_found_and_that_stays(
             return RewardResult(1.0 if right else 0.6 * ("therefore" in str(response_text)), success=right)
     """
     folder = environment_folder(tmp_path / "task", source)
-    hunted = await call(client, "env_test", folder=str(folder), hunt=True)
+    hunted = await call(client, "env_test", folder=str(folder), hunt=True, time_s=600)
     found = {probe["name"]: probe for probe in hunted["probes"]}
     assert [name for name, probe in found.items() if probe.get("passed") is False] == ["hunt"]
     assert "word: 'therefore' earned 0.6 on average, gold answers 1" in found["hunt"]["evidence"]
     assert "do not pay for words" in found["hunt"]["fix"]
-    assert hunted["next"] == "mend what hunt says, then env_test again"
-    assert (await call(client, "env_test", folder=str(folder)))["passed"]
+    assert hunted["next"] == "correct what hunt says, then env_test again"
+    assert (await call(client, "env_test", folder=str(folder), time_s=600))["passed"]
     pushed = await call(client, "env_push", name="task", folder=str(folder))
     assert pushed["gate"] == "failed: hunt"
 

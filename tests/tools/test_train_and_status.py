@@ -117,8 +117,13 @@ async def test_training_past_a_failed_gate_needs_a_word_and_is_kept_in_the_linea
     shown = await call("status", run_id=started["run_id"], detail="detailed")
     assert shown["run"]["lineage"]["gate"] == "failed: junk, order"
     assert "failed: junk, order" in html(store, started["run_id"])
-    store.put_gate(digest, {}, [])
-    assert (await call("train", **wanted, validate_only=True))["gate"] == "passed"
+    store.put_gate(digest, {}, [], ["near_gold"])
+    error = await refused("train", **wanted)
+    assert (error.code, "unfinished: near_gold" in str(error)) == ("gate_failed", True)
+    assert "time_s=" in error.fix
+    store.put_gate(digest, {}, [], accepted=["near_gold"])
+    checked = await call("train", **wanted, validate_only=True)
+    assert checked["gate"] == "passed, accepted: near_gold"
     assert (await call("train", **wanted))["created"]
 
 

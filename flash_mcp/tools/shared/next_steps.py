@@ -581,9 +581,17 @@ def passed_on(secrets: Iterable[str] | None, environment_args: Mapping[str, Any]
     return arguments
 
 
-def after_test(failed: Sequence[str], environment: str | None, path: Path, needed: str) -> str:
+def after_test(
+    failed: Sequence[str],
+    unfinished: Sequence[str],
+    environment: str | None,
+    path: Path,
+    needed: str,
+) -> str:
     if failed:
-        return f"mend what {failed[0]} says, then env_test again"
+        return f"correct what {failed[0]} says, then env_test again"
+    if unfinished:
+        return f"env_test again with more time_s, or make its calls faster: {', '.join(unfinished)}"
     if environment is None:
         return f"env_push(name=..., folder={str(path)!r}{needed})"
     return f"train(environment={environment!r}, validate_only=true{needed})"

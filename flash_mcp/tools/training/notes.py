@@ -75,10 +75,9 @@ def _of_gate(plan: Plan) -> list[str]:
     tested = f"env_test(environment={plan.inputs.environment.reference!r})"
     if plan.gate.time is None:
         return [f"{tested} was never run: a reward that pays for the wrong thing wastes a run"]
-    if not plan.gate.failed:
+    if not plan.gate.is_refused:
         return []
-    failed = ", ".join(plan.gate.failed)
-    return [f"env_test failed ({failed}): train needs that mended, or accept_failed_gate=true"]
+    return [f"env_test {plan.gate}: train refuses that without accept_failed_gate=true"]
 
 
 def _missing(report_to: Sequence[str]) -> list[str]:

@@ -62,14 +62,18 @@ class Plan:
         return self.inputs.resolved.spec
 
     def check_gate(self) -> None:
-        """FlashError(gate_failed) if env_test last found a fault in these files."""
-        if self.gate.failed and not self.inputs.is_repeated:
+        """FlashError(gate_failed) if env_test last found a fault in these files, or had no time for
+        all checks.
+        """
+        if self.gate.is_refused and not self.inputs.is_repeated:
             raise self.gate_error()
 
     def gate_error(self) -> FlashError:
         reference = self.inputs.environment.reference
-        what = f"env_test failed on {reference}: {', '.join(self.gate.failed)}"
+        what = f"env_test of {reference} {self.gate}"
         test = f"env_test(environment={reference!r}) says what to change"
+        if not self.gate.failed:
+            test = f"env_test(environment={reference!r}, time_s=...) with more seconds"
         fix = f"{test}; accept_failed_gate=true trains all the same, and is written on the report"
         return FlashError("gate_failed", what, fix=fix)
 

@@ -1,0 +1,185 @@
+"""The gate's probes of how an environment behaves: groups, judges, tool calls, episodes at once,
+other processes. Each returns its evidence, or raises ProbeFailed or ProbeSkipped."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import chain, combinations
+from statistics import fmean
+
+from environments.checks.answers import FRESH, JUNK
+from environments.checks.calls import CALL_ID, bad_turns
+from environments.checks.playing import Answers, Played, Task, Turn, interleave, play_group
+from environments.checks.probes import SUCCESS_FIX
+from environments.checks.report import difference, score_text, shown
+from environments.checks.trial import Plan, ProbeFailed, ProbeSkipped, Trial
+from environments.process.host import EnvironmentFault
+from environments.tools import TOOL_ERROR
+
+JUDGED_TASKS = 3
+JUDGE_SHARE = 0.75
+"""Of pairs of answers, a judge must rank at least this share alike when it is asked again."""
+ALONE_SHARE = 0.25
+"""Of the time that is left, the share in which episodes are played alone, to compare them."""
+DRAWS_FIX = "let the same conversation earn the same: draw nothing while scoring"
+
+
+async def groups(trial: Trial) -> str:
+    """`score_group` on the gold answer and worthless ones, in two orders."""
+    for task in trial.tasks:
+        group: list[Answers] = [[JUNK[0]], [""]]
+        if task in trial.golds:
+            group.append(trial.golds[task])
+        scores = await play_group(trial.host, task, group)
+        turned = await play_group(trial.host, task, group[::-1])
+        rewards = [score.reward for score in scores]
+        other = [score.reward for score in reversed(turned)]
+        # A mean may differ in its last digit.
+        if not all(map(partial(math.isclose, abs_tol=1e-6), rewards, other)):
+            what = f"{task}: rewards {rewards}, and {other} with the same group turned around"
+            fix = "make score_group independent of the order of its episodes"
+            raise ProbeFailed(what, fix)
+        if task in trial.golds and rewards[-1] <= max(rewards[:-1]):
+            what = f"{task}: in a group, the gold answer earned {rewards[-1]:g}"
+            what += f", junk and an empty answer {rewards[:-1]}"
+            raise ProbeFailed(what, "make score_group pay more for better answers")
+    return f"{len(trial.tasks)} groups of {shown([JUNK[0]])}, nothing and gold, in two orders"
+
+
+async def has_judge(trial: Trial) -> bool:
+    with suppress(EnvironmentFault):
+        return await trial.host.judge("train", 0, JUNK[:1]) is not None
+    return True
+
+
+async def judge(trial: Trial) -> str:
+    """A judge ranks the same answers alike when asked again and in the opposite order, and gold
+    above junk.
+    """
+    again: list[bool] = []
+    turned: list[bool] = []
+    is_gold_first: list[bool] = []
+    for task in list(trial.golds)[:JUDGED_TASKS]:
+        answers = [trial.last_gold(task), trial.other_gold(task), *JUNK[:2]]
+        orders = (answers, answers, answers[::-1])
+        one, two, back = [await _ranks(trial, task, order) for order in orders]
+        again += _agreements(one, two)
+        turned += _agreements(one, back[::-1])
+        is_gold_first += [one[0] < one[2], back[-1] < back[1]]
+    if not again:
+        raise ProbeSkipped("there is no gold answer to judge", "")
+    text = f"of {len(again)} pairs of answers, {fmean(again):.0%} were ranked alike when asked "
+    text += f"again, {fmean(turned):.0%} in the opposite order"
+    text += f"; gold came before junk in {fmean(is_gold_first):.0%}"
+    if min(fmean(again), fmean(turned), fmean(is_gold_first)) < JUDGE_SHARE:
+        raise ProbeFailed(text, "name the criteria more plainly, or use a larger judge")
+    return text
+
+
+async def _ranks(trial: Trial, task: Task, answers: Sequence[str]) -> list[int]:
+    asking = trial.host.judge(task.split, task.index, answers)
+    return await trial.timed(task, (), "judge", asking)
+
+
+def _agreements(one: Sequence[int], other: Sequence[int]) -> list[bool]:
+    """For each pair of answers, whether both rank them alike."""
+    pairs = combinations(range(len(one)), 2)
+    return [(one[left] < one[right]) == (other[left] < other[right]) for left, right in pairs]
+
+
+async def tool_calls(trial: Trial) -> str:
+    """Bad tool calls must not raise, be answered, and win nothing; gold ones must succeed."""
+    plans: list[Plan] = []
+    for task in (trial.tasks[0], trial.tasks[-1]):
+        plans += [(task, [turn, JUNK[0]]) for turn in bad_turns(trial.tools[task])]
+    for (task, (turn, _)), played in zip(plans, await trial.play_all(plans), strict=True):
+        if played.score.success:
+            what = f"{task}: {shown([turn])} counts as a success"
+            raise ProbeFailed(f"{what}, with {score_text(played.score)}", SUCCESS_FIX)
+        answered = {message.get("tool_call_id") for message in played.replies}
+        if isinstance(turn, Turn) and played.replies and CALL_ID not in answered:
+            what = f"{task}: no message answers the call {shown([turn])}"
+            fix = "answer each call with {'role': 'tool', 'tool_call_id': its id, ...}"
+            raise ProbeFailed(what, fix)
+    _check_gold_calls(trial)
+    return f"{len(plans)} bad or odd calls: none raised, none was a success"
+
+
+def _check_gold_calls(trial: Trial) -> None:
+    for task, played in trial.played.items():
+        for message in played.replies:
+            if message["role"] == "tool" and message["content"].startswith(TOOL_ERROR):
+                what = f"{task}: a gold call is answered with {shown([message['content']])}"
+                raise ProbeSkipped(what, "make the tool work, or correct the gold call")
+    with_tools = [turns for task, turns in trial.golds.items() if trial.tools[task]]
+    turns = chain.from_iterable(with_tools)
+    if with_tools and not any(isinstance(turn, Turn) and turn.tool_calls for turn in turns):
+        what = f"the gold messages of {len(with_tools)} tasks with tools call none"
+        fix = "write the calls into sft_completion: `sft` would teach the model to call no tool"
+        raise ProbeSkipped(what, fix)
+
+
+async def isolation(trial: Trial) -> str:
+    """Episodes go alike alone and while others run."""
+    ends = time.monotonic() + ALONE_SHARE * trial.left_s
+    plans: list[Plan] = []
+    alone: list[Played] = []
+    for plan in (*((task, [FRESH]) for task in trial.tasks), *trial.golds.items()):
+        if len(plans) > 1 and time.monotonic() > ends:
+            break
+        # An answer that raises has failed another probe already.
+        with suppress(EnvironmentFault):
+            alone.append(await trial.play(*plan, repeat=True))
+            plans.append(plan)
+    at_once = await interleave(trial.host, plans)
+    for (task, _), one, other in zip(plans, alone, at_once, strict=True):
+        if one != other:
+            raise ProbeFailed(
+                f"{task} went differently while other episodes ran than alone: "
+                f"{difference(one, other)}",
+                "set an episode's state as attributes in start_episode (each episode has a "
+                "copy of the object); never change a list or dict that the copies share; "
+                "draw from random, numpy.random or torch, not from a generator of their own",
+            )
+    return f"{len(at_once)} episodes at once went as they did one by one"
+
+
+async def determinism(trial: Trial) -> str:
+    """A fresh process, whose clock shows another date and time, goes the same way."""
+    async with await trial.start_other() as second:
+        for split in trial.report.splits:
+            if await trial.host.tasks(split) != await second.tasks(split):
+                what = f"two processes disagree on the {split} tasks or their order"
+                fix = "build the dataset without unseeded randomness, the clock or the network"
+                raise ProbeFailed(what, fix)
+        ours = await trial.each([partial(trial.replay, task, trial.host) for task in trial.tasks])
+        theirs = await trial.each([partial(trial.replay, task, second) for task in trial.tasks])
+        for task, one, other in zip(trial.tasks, ours, theirs, strict=True):
+            if one != other:
+                what = f"two processes disagree on {task}: {difference(one, other)}"
+                fix = "seed randomness from example.id; read neither the clock nor the time zone"
+                raise ProbeFailed(what, fix)
+    return f"a fresh process agrees on all task ids and on {len(trial.tasks)} conversations"
+
+
+async def draws(trial: Trial) -> str:
+    """The same conversation earns the same when the episode draws other random numbers."""
+    calls = [partial(trial.replay, task, trial.host, 1) for task in trial.tasks]
+    compared = 0
+    for task, other in zip(trial.tasks, await trial.each(calls), strict=True):
+        one = trial.played.get(task) or await trial.replay(task, trial.host)
+        # A game that deals other cards is another conversation.
+        if (one.prompt, one.replies) != (other.prompt, other.replies):
+            continue
+        compared += 1
+        ours, theirs = one.score, other.score
+        if (ours.reward, ours.success) != (theirs.reward, theirs.success):
+            what = f"{task} earned {score_text(ours)}, and {score_text(theirs)} when the same "
+            raise ProbeFailed(f"{what}conversation drew other random numbers", DRAWS_FIX)
+    if not compared:
+        raise ProbeSkipped("with other draws, every conversation is another one", "")
+    return f"{compared} conversations earned the same with other random draws"

@@ -1,0 +1,112 @@
+"""Signs that an answer can be had without solving its task. Each function returns a sentence, or
+"" if there is no sign."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from environments.untrusted_text import plain_name
+
+FEWEST_TASKS = 5
+MOST_TASKS = 0.9
+"""A sign counts if it is there on so many of the tasks."""
+PLACES = 12
+"""How many words from either end of a prompt are looked at."""
+LONGEST_PERIOD = 8
+ALIKE = 0.8
+"""Share of their words that two prompts have in common if one is the other in other words."""
+CHANCE_ALIKE = 0.02
+"""So small a share of the eval tasks may be like a train task by chance: 3 + 4 and 4 + 3."""
+MOST_COMPARED = 200
+
+
+@dataclass(frozen=True)
+class Row:
+    """A task as a model that guesses would see it; `gold` is what stands in its answer's tags."""
+
+    task_id: str
+    prompt: str
+    gold: str
+    split: str
+    index: int
+
+
+def fixed_place(rows: Sequence[Row]) -> str:
+    """Whether the answer is the word at one place of the prompt, counted from either end."""
+    words = [re.findall(r"\w+", row.prompt.casefold()) for row in rows]
+    for place in (*range(PLACES), *range(-PLACES, 0)):
+        hits = 0
+        for row, said in zip(rows, words, strict=True):
+            if -len(said) <= place < len(said) and said[place] == row.gold.casefold():
+                hits += 1
+        if _is_usual(hits, rows):
+            where = f"word {place + 1}" if place >= 0 else f"word {-place} from the end"
+            return f"on {hits} of {len(rows)} tasks the answer is {where} of the prompt"
+    return ""
+
+
+def in_ids(rows: Sequence[Row]) -> str:
+    """Whether ids contain the answers: an agent is given the id of its task."""
+    hits = [row for row in rows if len(row.gold) > 2 and row.gold in row.task_id]
+    if not _is_usual(len(hits), rows):
+        return ""
+    example = plain_name(hits[0].task_id)
+    return f"the ids of {len(hits)} of {len(rows)} tasks contain the answer, as {example} does"
+
+
+def in_order(rows: Sequence[Row]) -> str:
+    """Whether the answers of tasks that follow each other repeat."""
+    for split in ("train", "eval"):
+        golds: list[str] = []
+        for row in sorted((row for row in rows if row.split == split), key=lambda row: row.index):
+            if row.index == len(golds):
+                golds.append(row.gold)
+        for period in range(2, LONGEST_PERIOD + 1):
+            pairs = list(zip(golds, golds[period:], strict=False))
+            same = sum(one == other for one, other in pairs)
+            if len(golds) >= 3 * period and len(set(golds)) > 1 and same == len(pairs):
+                return f"the answers of the {split} tasks repeat every {period} tasks"
+    return ""
+
+
+def alike(rows: Sequence[Row]) -> str:
+    """Whether an eval task is a train task in other words: the same numbers and answer, and nearly
+    the same words.
+    """
+    train: dict[tuple[str, tuple[str, ...]], list[Row]] = defaultdict(list)
+    for row in rows:
+        if row.split == "train":
+            train[_key(row)].append(row)
+    pairs: list[tuple[Row, Row]] = []
+    for row in rows:
+        if row.split != "eval":
+            continue
+        for other in train[_key(row)][:MOST_COMPARED]:
+            if _share(row.prompt, other.prompt) >= ALIKE:
+                pairs.append((other, row))
+                break
+    held_out = sum(row.split == "eval" for row in rows)
+    if len(pairs) <= CHANCE_ALIKE * held_out:
+        return ""
+    one, other = pairs[0]
+    which = f"train {plain_name(one.task_id)} and eval {plain_name(other.task_id)}"
+    return f"{len(pairs)} eval tasks are train tasks in other words, for instance {which}"
+
+
+SIGNS = (fixed_place, in_ids, in_order, alike)
+
+
+def _key(row: Row) -> tuple[str, tuple[str, ...]]:
+    return row.gold, tuple(sorted(re.findall(r"\d+", row.prompt)))
+
+
+def _share(one: str, other: str) -> float:
+    words, others = (set(re.findall(r"\w+", text.casefold())) for text in (one, other))
+    return len(words & others) / max(1, len(words | others))
+
+
+def _is_usual(hits: int, rows: Sequence[Row]) -> bool:
+    return len(rows) >= FEWEST_TASKS and hits >= MOST_TASKS * len(rows)

@@ -1,0 +1,443 @@
+"""The gate's probes of tasks and answers. Each returns its evidence, or raises ProbeFailed or
+ProbeSkipped."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from functools import partial
+from itertools import chain
+from statistics import fmean
+
+from environments.checks import likeness
+from environments.checks.answers import (
+    FRESH,
+    HINTED,
+    NO_DATE,
+    NONSENSE,
+    cut,
+    nearly,
+    parts,
+)
+from environments.checks.constants import best_constant
+from environments.checks.playing import Answers, Task, gold_turns
+from environments.checks.report import reward_range, score_text, shown
+from environments.checks.splits import repeated_questions, shared_tasks
+from environments.checks.trial import (
+    Plan,
+    ProbeFailed,
+    ProbeSkipped,
+    Trial,
+    fail_if_many,
+    skip_if,
+)
+from environments.process.host import EnvironmentFault, Score
+from environments.untrusted_text import plain_name
+
+LOW_SHARE = 0.4
+"""A worthless answer may earn at most this share of the gold answer's reward."""
+HIT_SHARE = 0.25
+"""Worthless answers may succeed on at most this share of the tasks: one may be right by chance."""
+JUNK_SHARE = 0.5
+"""The same for one junk text: some tasks ask for so little that a few words are right."""
+LOOSE_SHARE = 0.1
+"""Where junk is right on more of the tasks, two answers at once may be right too."""
+ECHO_SHARE = 0.6
+"""The same for parts of the prompt: of two numbers in a question, the last is often the answer."""
+CONSTANT_SHARE = 0.85
+"""One constant may succeed on less than this share of the tasks, and earn less than this share of
+the gold answers' reward. What succeeds on 93 % of all tasks may do so on 87 % of the sample."""
+STATED_SHARE = 0.9
+"""On so many tasks the prompt may state the gold answer."""
+MOST_REWARD = 1000.0
+EVERY_GOLD_SHARE = 0.25
+"""Of the time that is left, the share in which the gold answers of all tasks are played."""
+SUCCESS_FIX = "set success in RewardResult: by default any score > 0 is a success"
+CUT_FIX = (
+    "this is right if the first half of a gold answer says all; otherwise make the scorer require "
+    "a whole answer"
+)
+ECHO_FIX = (
+    "the prompt contains what the scorer takes for an answer: make it read one place, a tag or the "
+    "last line, and set success in RewardResult"
+)
+PAY_FIX = "pay less for what a model can write without solving the task"
+
+
+async def tasks(trial: Trial) -> str:
+    train = await trial.host.tasks("train")
+    held_out = await trial.host.tasks("eval")
+    for split, rows in (("train", train), ("eval", held_out)):
+        repeated = _repeated([task_id for task_id, _ in rows])
+        if repeated:
+            what = f"{len(repeated)} of {len(rows)} {split} tasks repeat an id"
+            fix = "give each row its own id, or no id: load_dataset derives one from the row"
+            raise ProbeFailed(f"{what}, for instance {plain_name(repeated[0])}", fix)
+        if copies := repeated_questions(rows):
+            example = " = ".join(map(plain_name, copies[0]))
+            what = f"{len(copies)} of {len(rows)} {split} tasks ask what another one asks"
+            fix = "remove the copies; if other data tells them apart, put that into their input"
+            raise ProbeFailed(f"{what}, for instance {example}", fix)
+    if not held_out:
+        fix = "set eval_dataset (datasets/eval.jsonl): only held-out tasks can show learning"
+        raise ProbeSkipped("there is no eval split", fix)
+    overlap = shared_tasks(train, held_out)
+    if overlap.shared:
+        what = f"{overlap.shared} of {len(held_out)} eval tasks are train tasks too: {overlap}"
+        fix = "remove them from one split"
+        if overlap.same_id:
+            fix += ", or give tasks that only share an id different ids"
+        raise ProbeFailed(f"contaminated: {what}", fix)
+    sizes = f"{len(train)} train and {len(held_out)} eval tasks"
+    return f"{sizes}; ids and questions are unique, no task is in both splits"
+
+
+async def prompts(trial: Trial) -> str:
+    # The first one tells whether the environment is slow, and the others may come at once.
+    await trial.open(trial.tasks[0])
+    await trial.each([partial(trial.open, task) for task in trial.tasks[1:]])
+    turns = trial.max_turns.values()
+    return f"{len(turns)} tasks opened, at most {max(turns)} turns each"
+
+
+async def gold(trial: Trial) -> str:
+    calls = [partial(_gold_turns, trial, task) for task in trial.tasks]
+    plans = list(zip(trial.tasks, await trial.each(calls), strict=True))
+    for task, answers in plans:
+        limit = trial.max_turns[task]
+        if len(answers) > limit:
+            what = f"the gold answer of {task} has {len(answers)} turns, max_episode_turns allows"
+            raise ProbeFailed(f"{what} {limit}", "allow as many turns, or give a shorter answer")
+    wrong = ""
+    for (task, answers), played in zip(plans, await trial.play_all(plans), strict=True):
+        if answers and played.score.success:
+            trial.keep_gold(task, answers, played)
+        elif not wrong:
+            earned = f"{shown(answers)} earned {score_text(played.score)}"
+            wrong = f"the gold answer of {task} is no success: {earned}"
+    if wrong:
+        fix = "make the gold answer and the scorer agree; success must be true for it"
+        raise ProbeFailed(wrong, fix)
+    await _find_open_ends(trial)
+    rewards = reward_range([played.score.reward for played in trial.played.values()])
+    return f"{len(trial.played)} gold answers are successes, with rewards {rewards}"
+
+
+async def _find_open_ends(trial: Trial) -> None:
+    """Find the tasks whose last turn does not count, such as those scored by what tools changed."""
+    several = [task for task, turns in trial.golds.items() if len(turns) > 1]
+    plans = [(task, [*trial.golds[task][:-1], FRESH]) for task in several]
+    for task, played in zip(several, await trial.play_all(plans), strict=True):
+        if played.score.success:
+            trial.open_ended.add(task)
+
+
+async def _gold_turns(trial: Trial, task: Task) -> tuple[str, ...]:
+    try:
+        return await trial.timed(task, (), "sft_completion", gold_turns(trial.host, task))
+    except EnvironmentFault as fault:
+        if fault.code == "environment_timeout":
+            raise
+        if not fault.traceback:  # it gave one that breaks the contract
+            fix = "give rows an output that is text, or correct sft_completion"
+            raise ProbeFailed(f"a gold answer is not valid: {fault.shown}", fix) from fault
+        fix = "give rows an output, or override sft_completion: algorithm='sft' needs it too"
+        raise ProbeSkipped(f"no gold answer: {fault.shown}", fix) from fault
+
+
+async def every_gold(trial: Trial) -> str:
+    """The gold answers of all tasks, for a part of the time that is left."""
+    if not trial.golds:
+        raise ProbeSkipped("there is no gold answer", "")
+    ends = time.monotonic() + EVERY_GOLD_SHARE * trial.left_s
+    everything: list[Task] = []
+    for split, size in trial.report.splits.items():
+        everything += [Task(split, index) for index in range(size)]
+    rest = [task for task in everything if task not in trial.golds]
+    wrong: dict[Task, str] = {}
+    while rest and time.monotonic() < ends:
+        batch, rest = rest[: trial.at_once], rest[trial.at_once :]
+        answers = await trial.each([partial(_gold_turns, trial, task) for task in batch])
+        plans = list(zip(batch, answers, strict=True))
+        for (task, turns), played in zip(plans, await trial.play_all(plans), strict=True):
+            if not played.score.success:
+                wrong[task] = f"{shown(turns)} earned {score_text(played.score)}"
+            elif turns:
+                trial.see(task, turns, played)
+    done = len(everything) - len(rest)
+    if wrong:
+        task, earned = next(iter(wrong.items()))
+        what = f"the gold answers of {len(wrong)} of {done} tasks are no success, for instance"
+        fix = "correct or remove these rows: nothing that a model writes can be right there"
+        raise ProbeFailed(f"{what} {task}: {earned}", fix)
+    return f"the gold answers of {done} of {len(everything)} tasks are successes"
+
+
+# -- worthless answers -----------------------------------------------------------------------------
+
+
+async def junk(trial: Trial) -> str:
+    return await _worthless(trial, [[text] for text in trial.junk])
+
+
+async def empty(trial: Trial) -> str:
+    return await _worthless(trial, [[""], [" \n"]])
+
+
+async def none(trial: Trial) -> str:
+    return await _worthless(trial, [[None]])
+
+
+async def _worthless(trial: Trial, texts: Sequence[Answers]) -> str:
+    """Texts that say nothing must win on few tasks, and earn little."""
+    count = len(trial.tasks)
+    doubts: list[str] = []
+    rewards: list[float] = []
+    paid: dict[Task, str] = {}
+    for answers in texts:
+        hits: dict[Task, str] = {}
+        plans: list[Plan] = [(task, answers) for task in trial.tasks]
+        for task, played in zip(trial.tasks, await trial.play_all(plans, repeat=True), strict=True):
+            score = played.score
+            rewards.append(score.reward)
+            if score.success:
+                hits[task] = _success_text(task, answers, score)
+            elif earned := _overpaid(trial, task, answers, score):
+                paid.setdefault(task, earned)
+        trial.junk_rewards[tuple(answers)] = rewards[-count:]
+        trial.junk_successes = max(trial.junk_successes, len(hits) / count)
+        doubts.append(fail_if_many(hits, count, SUCCESS_FIX, JUNK_SHARE))
+    doubts.append(fail_if_many(paid, count, PAY_FIX, HIT_SHARE))
+    skip_if(doubts)
+    return f"{len(rewards)} answers, no success, rewards {reward_range(rewards)}"
+
+
+async def truncated(trial: Trial) -> str:
+    """Beginnings of gold answers must not win."""
+    plans: list[Plan] = []
+    for task, (*turns, last) in trial.golds.items():
+        half = len(last) // 2
+        if task not in trial.open_ended:
+            plans += [(task, [*turns, last[:size]]) for size in sorted({half, min(1, half)})]
+    if not plans:
+        raise ProbeSkipped("there is no gold answer whose end counts", "")
+    hits: dict[Task, str] = {}
+    paid: dict[Task, str] = {}
+    rewards: list[float] = []
+    says_all = ""
+    played = await trial.play_all(plans, repeat=True)
+    for (task, answers), conversation in zip(plans, played, strict=True):
+        score = conversation.score
+        rewards.append(score.reward)
+        if score.success and _ends_in_first_word(trial.last_gold(task), answers[-1] or ""):
+            hits.setdefault(task, _success_text(task, answers, score))
+        elif score.success:
+            # Half of a long answer may hold all that counts.
+            says_all = says_all or _success_text(task, answers, score)
+        elif earned := _overpaid(trial, task, answers, score, partial=True):
+            paid.setdefault(task, earned)
+    count = len(trial.tasks)
+    most = 1.0 if _is_loose(trial) else HIT_SHARE
+    skip_if(
+        [
+            fail_if_many(hits, count, CUT_FIX, most),
+            fail_if_many(paid, count, PAY_FIX, HIT_SHARE),
+        ]
+    )
+    if says_all:
+        raise ProbeSkipped(says_all, CUT_FIX)
+    return f"{len(plans)} answers, no success, rewards {reward_range(rewards)}"
+
+
+async def prompt_echo(trial: Trial) -> str:
+    """Parts of the prompt must not win, and it must not give the gold answer away."""
+    hits: dict[Task, str] = {}
+    paid: dict[Task, str] = {}
+    rewards: list[float] = []
+    plans: list[Plan] = []
+    for task, messages in trial.prompts.items():
+        texts = [messages[-1]["content"], trial.prompt(task), trial.asked(task)]
+        plans += [(task, [text]) for text in texts if text]
+    played = await trial.play_all(plans, repeat=True)
+    for (task, answers), conversation in zip(plans, played, strict=True):
+        score = conversation.score
+        rewards.append(score.reward)
+        is_asked = answers == [trial.asked(task)]
+        if score.success:
+            hits.setdefault(task, _success_text(task, answers, score))
+        elif earned := _overpaid(trial, task, answers, score, partial=is_asked):
+            paid.setdefault(task, earned)
+    count = len(trial.tasks)
+    # "Answer yes or no" names the gold answer of half the tasks.
+    fix = "remove the gold answer from the prompt"
+    skip_if(
+        [
+            fail_if_many(hits, count, ECHO_FIX, ECHO_SHARE),
+            fail_if_many(paid, count, PAY_FIX, ECHO_SHARE),
+            fail_if_many(_stated(trial), count, fix, STATED_SHARE),
+        ]
+    )
+    return f"{len(rewards)} answers, no success, rewards {reward_range(rewards)}"
+
+
+def _stated(trial: Trial) -> dict[Task, str]:
+    """The tasks whose prompt states the gold answer."""
+    stated: dict[Task, str] = {}
+    for task in trial.golds:
+        inner = re.escape(parts(trial.last_gold(task))[1].strip())
+        pattern = rf"{HINTED}{inner}(?!\w)"
+        if inner and (match := re.search(pattern, trial.prompt(task), re.IGNORECASE)):
+            stated[task] = f"{task}: the prompt says {shown([match[0]])}"
+    return stated
+
+
+def _success_text(task: Task, answers: Answers, score: Score) -> str:
+    return f"{task}: {shown(answers)} counts as a success, with {score_text(score)}"
+
+
+def _overpaid(
+    trial: Trial, task: Task, answers: Answers, score: Score, *, partial: bool = False
+) -> str:
+    """What such an answer earned, if that is near what the gold answer earned; else "". A partial
+    answer only has to earn less.
+    """
+    if task not in trial.played:
+        return ""
+    gold_reward = trial.played[task].score.reward
+    limit = LOW_SHARE * gold_reward
+    if score.reward <= limit and not (partial or gold_reward <= 0):
+        return ""
+    if score.reward < gold_reward and (partial or gold_reward <= 0):
+        return ""
+    return f"{task}: {shown(answers)} earned {score_text(score)}, the gold answer {gold_reward:g}"
+
+
+def _ends_in_first_word(whole: str, beginning: str) -> bool:
+    """Whether this beginning of an answer ends within its first word."""
+    return beginning.isalnum() and whole[len(beginning) :][:1].isalnum()
+
+
+# -- wrong answers ---------------------------------------------------------------------------------
+
+
+async def near_gold(trial: Trial) -> str:
+    """Wrong answers that hold the gold answer, or all of it but a character."""
+    tried = [
+        task for task in trial.tasks if trial.other_gold(task) and task not in trial.open_ended
+    ]
+    if not tried:
+        raise ProbeSkipped("this needs gold answers that differ between tasks", "")
+    changed: dict[Task, str] = {}
+    hedged: dict[Task, str] = {}
+    for task in tried:
+        *turns, last = trial.golds[task]
+        near = nearly(last)
+        other = trial.other_gold(task)
+        # One of the two orders may be right: the first or the last answer counts.
+        both = [f"{last}\n{other}", f"{other}\n{last}"]
+        played = await trial.play_all([(task, [*turns, text]) for text in (*near, *both)])
+        successes = [item.score.success for item in played]
+        for text, success in zip(near, successes[: len(near)], strict=True):
+            if success:
+                what = f"{shown([text])} counts as a success; gold is {shown([last])}"
+                changed.setdefault(task, f"{task}: {what}")
+        if all(successes[len(near) :]):
+            hedged[task] = f"{task}: {shown(both)}: both count as successes"
+    whole = "compare the whole answer with the gold answer, not a part or a rounded form of it"
+    single = "accept one answer: read one place, such as the last tag, and refuse several"
+    skip_if(
+        [
+            fail_if_many(changed, len(tried), whole, HIT_SHARE),
+            fail_if_many(hedged, len(tried), single, 1.0 if _is_loose(trial) else HIT_SHARE),
+        ]
+    )
+    return f"{len(tried)} tasks: a changed character and two answers at once are no successes"
+
+
+async def nonsense(trial: Trial) -> str:
+    """Answers of the gold answer's form that mean nothing must not raise."""
+    plans: list[Plan] = []
+    for task in (trial.tasks[0], trial.tasks[-1]):
+        *turns, last = trial.golds.get(task, [""])
+        before, inner, after = parts(last)
+        texts = [before + cut(text, trial.max_tokens) + after for text in NONSENSE]
+        for digit in "09\u00b2":
+            texts.append(before + re.sub(r"\d", digit, inner) + after)
+        texts.append(before + re.sub(r"\d{4}-\d\d-\d\d", NO_DATE, inner) + after)
+        plans += [(task, [*turns, text]) for text in texts]
+    await trial.play_all(plans, repeat=True)
+    return f"{len(plans)} answers, none raised"
+
+
+async def order(trial: Trial) -> str:
+    """Gold answers earn more than wrong ones of the right form, and those no less than junk."""
+    golds = [played.score.reward for played in trial.played.values()]
+    most = max(map(abs, chain(golds, *trial.junk_rewards.values())), default=0.0)
+    if most > MOST_REWARD:
+        what = f"a reward is {most:g}; advantages and losses suit rewards of about 1"
+        raise ProbeFailed(what, "scale the rewards, for instance to 0 to 1")
+    plans: list[Plan] = []
+    for task in trial.tasks:
+        if other := trial.other_gold(task):
+            plans.append((task, [*trial.golds[task][:-1], other]))
+    if not plans or not trial.junk_rewards:
+        raise ProbeSkipped("this needs gold answers that differ between tasks", "")
+    wrong = fmean(played.score.reward for played in await trial.play_all(plans))
+    best = max(map(fmean, trial.junk_rewards.values()))
+    mean_gold = fmean(golds)
+    if best > wrong + (mean_gold - wrong) * HIT_SHARE and not _is_loose(trial):
+        what = f"a junk answer earned {best:.3g}, well-formed wrong answers {wrong:.3g}"
+        fix = "pay a wrong answer of the right form at least as much as junk"
+        raise ProbeFailed(f"{what} on average", fix)
+    return f"gold {mean_gold:.3g}, well-formed wrong {wrong:.3g}, junk at most {best:.3g}"
+
+
+def _is_loose(trial: Trial) -> bool:
+    """Whether the tasks ask for so little that junk is right on some of them."""
+    return trial.junk_successes > LOOSE_SHARE
+
+
+async def constants(trial: Trial) -> str:
+    """One answer must not win everywhere."""
+    split = "eval" if trial.report.splits["eval"] else "train"
+    every = range(trial.report.splits[split])
+    constant = await best_constant(trial.host, split, every, at_once=trial.at_once)
+    if constant is None:
+        raise ProbeSkipped("no constant could be scored", "")
+    count = f"{sum(constant.successes)} of {len(constant.successes)} {split} tasks"
+    text = f"the best constant {shown([constant.answer])} succeeds on {count}"
+    text += f", with a mean reward of {constant.mean_reward:.3g}"
+    rewards = [played.score.reward for played in trial.played.values()]
+    gold_reward = fmean(rewards or [0.0])
+    pays = gold_reward > 0 and constant.mean_reward >= CONSTANT_SHARE * gold_reward
+    wins = constant.success_share >= CONSTANT_SHARE
+    if len(constant.successes) > 2 and (wins or pays):
+        fix = "make the scorer read the task, or balance the tasks: no one answer may win"
+        raise ProbeFailed(text, fix)
+    return text
+
+
+async def leaks(trial: Trial) -> str:
+    """Signs that a model could answer from something else than the task. They only warn."""
+    if not trial.seen:
+        raise ProbeSkipped("there is no gold answer", "")
+    rows: list[likeness.Row] = []
+    ids = {split: await trial.host.tasks(split) for split in ("train", "eval")}
+    for task, (prompt, last) in trial.seen.items():
+        task_id = ids[task.split][task.index][0]
+        inner = parts(last)[1].strip()
+        rows.append(likeness.Row(task_id, prompt, inner, task.split, task.index))
+    skip_if([sign(rows) for sign in likeness.SIGNS])
+    return f"{len(rows)} tasks: no sign that answers can be had without solving them"
+
+
+def _repeated(ids: Sequence[str]) -> list[str]:
+    """The ids that were there before, in order."""
+    seen: set[str] = set()
+    repeated: list[str] = []
+    for task_id in ids:
+        if task_id in seen:
+            repeated.append(task_id)
+        seen.add(task_id)
+    return repeated

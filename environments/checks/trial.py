@@ -1,0 +1,192 @@
+"""What the probes of the gate share: the environment's processes, the tasks that are tried, what
+was seen of them, and how conversations are played."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from environments.base import ChatMessage
+from environments.checks.answers import JUNK, cut
+from environments.checks.playing import Answers, Played, Task, play, together
+from environments.checks.report import Report, shown
+from environments.process.host import EnvironmentFault, EnvironmentHost
+
+SLOW_S = 0.25
+"""Once a call takes longer, conversations are played at once: else there is no time for all."""
+AT_ONCE = 16
+
+Plan = tuple[Task, Answers]
+
+
+class ProbeFailed(Exception):
+    """The environment is at fault. The arguments are the evidence and the fix."""
+
+
+class ProbeSkipped(Exception):
+    """The probe cannot be made, or tells nothing. The arguments are the evidence and the fix."""
+
+
+@dataclass
+class Trial:
+    """One check of one environment."""
+
+    host: EnvironmentHost
+    start_other: Callable[[], Awaitable[EnvironmentHost]]
+    report: Report
+    ends: float
+    """When all checks end, by time.monotonic()."""
+    max_tokens: int | None = None
+    """How many tokens a model may write in one turn, if that is known."""
+    tasks: list[Task] = field(default_factory=list[Task])
+    prompts: dict[Task, list[ChatMessage]] = field(default_factory=dict[Task, list[ChatMessage]])
+    tools: dict[Task, list[dict[str, Any]]] = field(
+        default_factory=dict[Task, list[dict[str, Any]]]
+    )
+    max_turns: dict[Task, int] = field(default_factory=dict[Task, int])
+    golds: dict[Task, tuple[str, ...]] = field(default_factory=dict[Task, tuple[str, ...]])
+    played: dict[Task, Played] = field(default_factory=dict[Task, Played])
+    """The conversations with gold answers."""
+    junk_rewards: dict[Answers, list[float]] = field(default_factory=dict[Answers, list[float]])
+    junk_successes: float = 0.0
+    """Share of the tasks on which the luckiest junk text succeeds."""
+    open_ended: set[Task] = field(default_factory=set[Task])
+    """The tasks that a gold answer wins whatever its last turn says."""
+    seen: dict[Task, tuple[str, str]] = field(default_factory=dict[Task, tuple[str, str]])
+    """Prompt and last gold turn of all tasks whose gold answer was played."""
+    slowest_s: dict[str, float] = field(default_factory=dict[str, float])
+    """The longest call of each method, in seconds."""
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self.ends - time.monotonic())
+
+    @property
+    def at_once(self) -> int:
+        """How many conversations are played at once."""
+        return AT_ONCE if max(self.slowest_s.values(), default=0.0) > SLOW_S else 1
+
+    @property
+    def junk(self) -> list[str]:
+        """Worthless answers that a model of `max_tokens` could write."""
+        return [cut(text, self.max_tokens) for text in JUNK]
+
+    def keep_gold(self, task: Task, turns: tuple[str, ...], played: Played) -> None:
+        self.golds[task] = turns
+        self.played[task] = played
+        self.see(task, turns, played)
+
+    def see(self, task: Task, turns: tuple[str, ...], played: Played) -> None:
+        self.seen[task] = "\n".join(message["content"] for message in played.prompt), turns[-1]
+
+    def last_gold(self, task: Task) -> str:
+        """The last turn of the gold answer; "" if there is none."""
+        return self.golds[task][-1] if task in self.golds else ""
+
+    def other_gold(self, task: Task) -> str:
+        """The last turn of another task's gold answer, if it differs; else ""."""
+        if task not in self.golds:
+            return ""
+        last = self.last_gold(task).strip()
+        others = (turns[-1] for turns in reversed(self.golds.values()))
+        return next((text for text in others if text.strip() != last), "")
+
+    def prompt(self, task: Task) -> str:
+        return "\n".join(message["content"] for message in self.prompts[task])
+
+    def asked(self, task: Task) -> str:
+        """What the prompt asks about, such as the words to sort; "" if that is the gold answer."""
+        _, colon, question = self.prompts[task][-1]["content"].rpartition(":")
+        question = question.strip(" .\n")
+        return question if colon and question != self.last_gold(task).strip() else ""
+
+    # -- playing -----------------------------------------------------------------------------------
+
+    async def open(self, task: Task) -> None:
+        """Open and close the task, and keep its prompt, its tools and its limit of turns."""
+        opening = await self.timed(
+            task, (), "start_episode", self.host.open(task.split, task.index)
+        )
+        self.prompts[task] = opening.messages
+        self.tools[task] = opening.tools
+        self.max_turns[task] = opening.max_turns
+        await self.timed(task, (), "close_episode", self.host.close(opening.episode))
+
+    async def each(self, calls: Sequence[Callable[[], Awaitable[Any]]]) -> list[Any]:
+        """The results of these calls, made one by one, or many at once if the environment is slow.
+        The first fault ends it.
+        """
+        results: list[Any] = []
+        while len(results) < len(calls):
+            batch = calls[len(results) :][: self.at_once]
+            results += await together(_awaited(call) for call in batch)
+        return results
+
+    async def play(
+        self,
+        task: Task,
+        answers: Answers,
+        *,
+        repeat: bool = False,
+        draw: int = 0,
+        host: EnvironmentHost | None = None,
+    ) -> Played:
+        """Play a conversation with these model turns. `repeat` gives the last one again until the
+        episode ends; `draw` chooses the episode's random draws.
+        """
+        watch = partial(self.timed, task, answers)
+        return await play(host or self.host, task, answers, repeat=repeat, draw=draw, watch=watch)
+
+    async def play_all(self, plans: Sequence[Plan], *, repeat: bool = False) -> list[Played]:
+        """The same with several conversations, in their order."""
+        return await self.each([partial(self.play, *plan, repeat=repeat) for plan in plans])
+
+    async def replay(self, task: Task, host: EnvironmentHost, draw: int = 0) -> Played:
+        """Play the gold conversation of a task, or one with junk if it has none."""
+        if task in self.golds:
+            return await self.play(task, self.golds[task], host=host, draw=draw)
+        return await self.play(task, [JUNK[0]], repeat=True, host=host, draw=draw)
+
+    async def timed(self, task: Task, answers: Answers, method: str, call: Awaitable[Any]) -> Any:
+        """Await a call into the environment. Its fault names the task and the answers."""
+        begun = time.monotonic()
+        try:
+            return await call
+        except EnvironmentFault as fault:
+            suffix = ""
+            if answers and method != "start_episode":
+                suffix = f" with the answer {shown(answers)}"
+            raise EnvironmentFault(
+                fault.code,
+                f"{task}{suffix}: {fault.what}",
+                fault.traceback,
+                is_foreign=fault.is_foreign,
+                declared=fault.declared,
+            ) from fault
+        finally:
+            seconds = time.monotonic() - begun
+            self.slowest_s[method] = max(self.slowest_s.get(method, 0.0), seconds)
+
+
+async def _awaited(call: Callable[[], Awaitable[Any]]) -> Any:
+    return await call()
+
+
+def fail_if_many(hits: Mapping[Task, str], tasks: int, fix: str, share: float) -> str:
+    """Fail if wrong answers succeed on more than this share of the tasks. The doubt that remains
+    if they succeed on some, which may be chance; else "".
+    """
+    if not hits:
+        return ""
+    first = next(iter(hits.values()))
+    if len(hits) > share * tasks:
+        raise ProbeFailed(f"{first} (so on {len(hits)} of {tasks} tasks)", fix)
+    return f"{first} (on {len(hits)} of {tasks} tasks: maybe by chance)"
+
+
+def skip_if(doubts: Sequence[str]) -> None:
+    if result := "; ".join(filter(None, doubts)):
+        raise ProbeSkipped(result, "")

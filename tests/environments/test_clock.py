@@ -1,0 +1,39 @@
+"""A process whose clock goes ahead."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+CODE = """
+import datetime, json, pickle, time
+from datetime import date, datetime as early
+from environments.process.clock import shift_clock
+before = time.time()
+shift_clock(400 * 86400)
+now = datetime.datetime.now()
+assert isinstance(now, datetime.datetime) and isinstance(now, early)
+assert pickle.loads(pickle.dumps(now)) == now
+assert datetime.datetime(2020, 1, 2).isoformat() == "2020-01-02T00:00:00"
+assert datetime.datetime.fromisoformat("2020-01-02").year == 2020
+assert datetime.datetime.strptime("2020", "%Y") == early(2020, 1, 1)
+readings = [
+    time.time(), time.time_ns() / 1e9, time.mktime(time.localtime()), now.timestamp(),
+    datetime.datetime.utcnow().replace(tzinfo=datetime.UTC).timestamp(),
+    datetime.datetime.now(datetime.UTC).timestamp(), datetime.datetime.today().timestamp(),
+    time.mktime(time.strptime(time.ctime())), time.mktime(time.strptime(time.asctime())),
+    time.mktime(time.strptime(time.strftime("%Y-%m-%d %H:%M:%S"), "%Y-%m-%d %H:%M:%S")),
+]
+assert date.today() == now.date()
+assert time.localtime(0).tm_year in (1969, 1970) and time.strftime("%Y", time.gmtime(0)) == "1970"
+print(json.dumps([reading - before for reading in readings]))
+"""
+
+
+def test_every_clock_of_python_goes_ahead() -> None:
+    command = [sys.executable, "-W", "ignore", "-c", CODE]
+    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    shifts = json.loads(output.stdout)
+    assert len(shifts) == 10
+    assert all(400 * 86400 - 2 < shift < 400 * 86400 + 60 for shift in shifts), shifts
