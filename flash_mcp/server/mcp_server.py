@@ -142,7 +142,10 @@ class FlashServer(MCPServer[Any]):
         tools = await super().list_tools()
         for tool in tools:
             tool.input_schema = plain(tool.input_schema) | {"additionalProperties": False}
-            tool.output_schema = plain(tool.output_schema)
+            if known := self.known.get(tool.name):
+                for name in known.unlisted:
+                    del tool.input_schema["properties"][name]
+            tool.output_schema = outline(plain(tool.output_schema))
         return tools
 
     async def call_tool(
@@ -251,6 +254,27 @@ def plain(schema: Any, definitions: dict[str, Any] | None = None) -> Any:
     if isinstance(description := fields.get("description"), str):
         fields["description"] = unwrapped(description)
     return {name: plain(value, definitions) for name, value in fields.items()}
+
+
+def outline(schema: Any, depth: int = 0) -> Any:
+    """The schema of a result without the fields of what it contains: an agent reads them in the
+    results, and each list of tools would repeat them.
+    """
+    if isinstance(schema, list):
+        return [outline(item, depth) for item in cast("list[Any]", schema)]
+    if not isinstance(schema, dict):
+        return schema
+    kept: dict[str, Any] = {}
+    for name, value in cast("dict[str, Any]", schema).items():
+        if name == "properties":
+            if not depth:
+                kept[name] = {field: outline(inner, 1) for field, inner in value.items()}
+        elif name in ("required", "additionalProperties") and value is not True:
+            if not depth:
+                kept[name] = value
+        elif name != "default":
+            kept[name] = outline(value, depth)
+    return kept
 
 
 def _words_of(name: str, error: ToolError) -> str:

@@ -36,6 +36,7 @@ from flash_mcp.protocol.spec import (
     ResolvedSpec,
     default_of,
 )
+from flash_mcp.state import database
 from flash_mcp.state.owners import caller
 from flash_mcp.state.store import Store
 from flash_mcp.state.targets import find_target
@@ -439,6 +440,15 @@ def asked_before(
             idempotency_key=idempotency_key,
             fix="use a new key for a new run, or repeat the first call's arguments to get that run",
         )
+    return Run.from_row(rows[0]) if rows else None
+
+
+def alive_like(store: Store, resolved: ResolvedSpec, environment: EnvironmentVersion) -> Run | None:
+    """A run of the caller with the same values on the same files that has not ended."""
+    sql = f"""SELECT * FROM runs WHERE request_digest = ? AND environment_digest = ? AND owner = ?
+              AND state IN ({database.marks(ACTIVE)}) ORDER BY created LIMIT 1"""
+    values = [request_digest(resolved), environment.digest, caller().owner, *ACTIVE]
+    rows = store.query(sql, values)
     return Run.from_row(rows[0]) if rows else None
 
 

@@ -7,7 +7,7 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -72,6 +72,8 @@ INLINE = ("environment.py", "datasets/eval.jsonl", "datasets/train.jsonl", "conf
 """Files of a starter that are returned where none can be written, in order of their worth."""
 INLINE_CHARACTERS = 7_500
 LOAD_TIMEOUT_S = 25.0
+TRACEBACK = "\n| Traceback"
+"""How a traceback begins within evidence."""
 CALL_TIMEOUT_S = 15.0
 TEST_DEADLINE_S = 38.0
 HUNT_LIMIT_S = 43.0
@@ -441,7 +443,7 @@ def _test_result(what: str, checked: GateReport, sample: Sample | None, followin
         train_tasks=checked.splits.get("train", 0),
         eval_tasks=checked.splits.get("eval", 0),
         seconds=round(checked.seconds, 2),
-        probes=[_shown(probe) for probe in checked.probes],
+        probes=[_shown(probe) for probe in _without_repeats(checked.probes)],
         sandbox=describe(checked.sandbox) if checked.sandbox else None,
         sample=sample,
         next=following,
@@ -588,6 +590,22 @@ def _version(environment: str | None, path: Path) -> EnvironmentVersion:
         pushed=0.0,
         data={},
     )
+
+
+def _without_repeats(probes: Sequence[GateProbe]) -> list[GateProbe]:
+    """The probes, with each traceback once."""
+    first: dict[str, str] = {}
+    kept: list[GateProbe] = []
+    for probe in probes:
+        what, mark, traceback = probe.evidence.partition(TRACEBACK)
+        frames = traceback.rpartition("\n")[0]  # the last line has the answer, which `what` has too
+        if frames in first:
+            kept.append(replace(probe, evidence=f"{what}\n| (traceback as in {first[frames]})"))
+            continue
+        if mark:
+            first[frames] = probe.name
+        kept.append(probe)
+    return kept
 
 
 def _shown(probe: GateProbe) -> Probe:

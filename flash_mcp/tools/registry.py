@@ -12,7 +12,7 @@ from flash_mcp.tools.evaluate import evaluate
 from flash_mcp.tools.rollouts import rollouts
 from flash_mcp.tools.shared.tool_base import Tool
 from flash_mcp.tools.status import status
-from flash_mcp.tools.train import train
+from flash_mcp.tools.train import RARE, train
 
 _TOOLS = (
     Tool(catalog, title="Browse the catalog", read_only=True),
@@ -20,7 +20,7 @@ _TOOLS = (
     Tool(env_push, title="Publish an environment", idempotent=True),
     # env_test is not read-only: with model it queues an evaluation.
     Tool(env_test, title="Check an environment", idempotent=True),
-    Tool(train, title="Start a training run", open_world=True),
+    Tool(train, title="Start a training run", open_world=True, unlisted=RARE),
     Tool(cancel, title="Cancel a run", destructive=True, idempotent=True),
     Tool(
         checkpoints,

@@ -105,8 +105,8 @@ async def status(
     Args:
         run_id: Run id. Without it: the list of runs, newest first.
         until: With run_id: wait; 43 s, or up to an hour if the client asks for progress. news: for
-            a flag, evaluation, checkpoint, lost attempt or the end, never a mere step; end: for
-            the end or a problem.
+            a flag, evaluation, checkpoint, lost attempt or the end, never a mere step; end: for the
+            end or a problem.
         since: `since` of the last result: tells only what is new; until is then news.
         wait_s: Seconds to wait, at most, for until; without it, for any change.
         detail: detailed adds all metrics, failure modes, lineage, every value with its source, and

@@ -9,12 +9,12 @@ from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
 from anyio.to_thread import run_sync
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 from pydantic.fields import FieldInfo
 
-from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.errors import FlashError, did_you_mean
 from flash_mcp.protocol.records import Json, Run
-from flash_mcp.protocol.spec import RECIPES, RunSpec, default_of
+from flash_mcp.protocol.spec import OTHER_NAMES, RECIPES, RunSpec, default_of
 from flash_mcp.state import queue
 from flash_mcp.state.queue import Label
 from flash_mcp.state.references import Subject
@@ -22,10 +22,9 @@ from flash_mcp.state.store import Store, open_store
 from flash_mcp.tools.shared.loading import RunName, RunNote, check_target
 from flash_mcp.tools.shared.next_steps import after_sample, after_train
 from flash_mcp.tools.shared.preflight import GROUP_SIZE, SAMPLE_LIMIT_S, Sample, sample_groups
-from flash_mcp.tools.shared.resolve import adapter_name
+from flash_mcp.tools.shared.resolve import adapter_name, changed_values
 from flash_mcp.tools.shared.run_view import RunView, by_source, report_on
 from flash_mcp.tools.shared.tool_base import Result, unwrapped
-from flash_mcp.tools.shared.truncation import without_empty
 from flash_mcp.tools.shared.waiting import look_after, tried_again
 from flash_mcp.tools.training.estimate import Estimate
 from flash_mcp.tools.training.notes import notes_on
@@ -57,16 +56,15 @@ class Train(Result):
     resumed_at: int | None = None
     """With resume: the step that it goes on from."""
     values: dict[str, Any]
-    """Every field of the run with its value."""
+    """The values that are not the recipe's; status with detail=detailed has all."""
     sources: dict[str, list[str]]
-    """Where values came from: argument, file, adapter, or auto for a target; all others from the
-    recipe."""
+    """Where they came from: argument, file, adapter, or auto for a target."""
     sample: Sample | None = None
     """With sample: what the model does now."""
     notes: list[str] | None = None
     """What to consider before it runs."""
-    run: RunView | None = None
-    """How it ended, if the client waits for it as a task."""
+    run: Annotated[RunView | None, WithJsonSchema({"type": "object"})] = None
+    """How it ended, as status has it, if the client waits for it as a task."""
 
 
 def _with_fields_of_run_spec(
@@ -107,9 +105,44 @@ def _argument(name: str, info: FieldInfo) -> Any:
     return Annotated[(info.annotation | None, field, *info.metadata)]  # pyright: ignore
 
 
+COMMON = (
+    "environment",
+    "model",
+    "algorithm",
+    "dataset",
+    "steps",
+    "epochs",
+    "batch_size",
+    "group_size",
+    "learning_rate",
+    "lora_rank",
+    "max_tokens",
+    "temperature",
+    "thinking",
+    "seed",
+    "eval_every",
+    "eval_before",
+    "eval_after",
+    "eval_examples",
+    "init_from_adapter",
+    "environment_args",
+    "secrets",
+    "target",
+    "gpus",
+    "max_hours",
+)
+"""Fields that the tool's schema shows each for itself; `settings` takes all others."""
+RARE = tuple(name for name in RunSpec.model_fields if name not in COMMON)
+Settings = Annotated[
+    dict[str, Any] | None,
+    Field(description=f"Rarer fields as {{name: value}}: {', '.join(RARE)}."),
+]
+
+
 @_with_fields_of_run_spec
 async def train(
     *,
+    settings: Settings = None,
     resume: Annotated[str | None, Field(min_length=1)] = None,
     fresh_optimizer: bool = False,
     config: str | None = None,
@@ -126,7 +159,7 @@ async def train(
     or a curated dataset.
 
     Loads the environment in a child process first and refuses a broken one. Fields left out take
-    the recipe's value; the result shows every value. The run continues when the client ends. To
+    the recipe's value. The run continues when the client ends. To
     follow it, call status. To check an environment more thoroughly, call env_test; to publish one,
     env_push.
 
@@ -143,7 +176,7 @@ async def train(
         accept_failed_gate: Train although env_test found the environment faulty; the lineage keeps
             that.
     """
-    arguments = {field: value for field, value in fields.items() if value is not None}
+    arguments = _arguments(fields, settings or {})
     label = Label(name, note)
     if resume is not None:
         others = {"config": config, "validate_only": validate_only, "sample": sample}
@@ -165,6 +198,24 @@ async def train(
     run, created = await run_sync(enqueue, plan, idempotency_key, label)
     next_step = await _followed(plan.store, run, is_own=created)
     return _result(plan, run_id=run.id, state=run.state, created=created, next=next_step)
+
+
+def _arguments(fields: Json, settings: Json) -> Json:
+    """What was given, in one. FlashError(unknown_argument | invalid_argument) names a setting that
+    is no field, or that was given twice.
+    """
+    arguments = {name: value for name, value in fields.items() if value is not None}
+    for name, value in settings.items():
+        if name not in RunSpec.model_fields:
+            guess = did_you_mean(name, RunSpec.model_fields, count=1, also=OTHER_NAMES)
+            what = f"settings has no field {name!r}; nothing was done{guess}"
+            fix = f"settings accepts: {', '.join(RARE)}"
+            raise FlashError("unknown_argument", what, argument=f"settings.{name}", fix=fix)
+        if name in arguments:
+            what = f"{name} is given twice, as an argument and in settings"
+            raise FlashError("invalid_argument", what, fix="keep one of the two")
+        arguments[name] = value
+    return arguments
 
 
 def _after_validation(plan: Plan) -> str:
@@ -209,7 +260,7 @@ async def _resumed(run_id: str, arguments: Json, label: Label, *, fresh_optimize
         environment=run.environment_reference,
         model=run.model,
         warm_start=adapter_name(run.init_adapter),
-        values=without_empty(run.spec.model_dump()),
+        values=changed_values(run.training, run.sources),
         sources=by_source(run.sources),
         notes=result.notes or None,
         next=next_step,
@@ -251,7 +302,7 @@ def _result(plan: Plan, *, state: str = "validated", created: bool = False, **fi
         warm_start=adapter_name(plan.inputs.adapter),
         gate=str(plan.gate),
         estimate=plan.estimate,
-        values=without_empty(plan.spec.model_dump()),
+        values=changed_values(plan.spec, plan.inputs.resolved.sources),
         sources=by_source(plan.inputs.resolved.sources),
         notes=notes_on(plan) or None,
         **fields,

@@ -311,6 +311,21 @@ async def test_a_failed_check_is_a_result_with_evidence_and_fix(
 
 
 @pytest.mark.slow
+async def test_an_error_of_many_checks_shows_its_traceback_once(
+    client: Client, tmp_path: Path
+) -> None:
+    source = """
+    class Sample(Addition):
+        def score_response(self, example, response_text):
+            return RewardResult(float(int(response_text)))
+    """
+    report = await call(client, "env_test", folder=str(environment_folder(tmp_path, source)))
+    failed = [probe["evidence"] for probe in report["probes"] if probe.get("passed") is False]
+    assert sum("Traceback (most recent call last)" in evidence for evidence in failed) == 1
+    assert sum("(traceback as in junk)" in evidence for evidence in failed) >= 2
+
+
+@pytest.mark.slow
 async def test_a_push_says_what_env_test_found_of_the_very_same_files(
     client: Client, tmp_path: Path
 ) -> None:

@@ -85,7 +85,8 @@ async def test_an_ended_run_goes_on_with_its_own_values(state: str, tmp_path: Pa
 
 async def test_without_steps_a_run_goes_on_as_far_as_it_was_to_go(tmp_path: Path):
     run = stopped_run(tmp_path, "cancelled")
-    assert (await train(resume=run.id))["values"]["steps"] == 20
+    assert (await train(resume=run.id))["state"] == "queued"
+    assert open_store().run(run.id).training.steps == 20
 
 
 async def test_a_run_that_never_started_starts_over(tmp_path: Path):

@@ -133,15 +133,8 @@ async def test_validate_only_says_what_each_value_is_and_creates_nothing(tmp_pat
     assert (checked["state"], checked["created"]) == ("validated", False)
     assert "run_id" not in checked
     assert open_store().runs() == []
-    assert (
-        checked["values"]["steps"],
-        checked["values"]["group_size"],
-        checked["values"]["max_length"],
-    ) == (
-        10,
-        8,
-        4096,
-    )
+    assert set(checked["values"]) == {"environment", "steps", "max_length"}
+    assert checked["values"]["steps"] == 10
     assert checked["sources"] == {"argument": ["environment", "steps"]}
     estimate = checked["estimate"]
     assert (estimate["steps"], estimate["rollouts"], estimate["tokens_at_most"]) == (
@@ -987,6 +980,34 @@ async def test_a_short_conversation_asks_for_no_longer_answers(tmp_path: Path):
             )
         )["values"]
         assert values["max_tokens"] == values["max_length"] == 256
+
+
+async def test_rare_fields_come_in_settings_and_errors_name_them(tmp_path: Path):
+    push_echo(tmp_path)
+    fields = {"environment": "echo", "validate_only": True}
+    checked = await call("train", **fields, settings={"kl_penalty_coef": 0.1, "save_every": 5})
+    assert (checked["values"]["kl_penalty_coef"], checked["values"]["save_every"]) == (0.1, 5)
+    error = await refused("train", **fields, settings={"beta": 0.1})
+    assert error.code == "unknown_argument"
+    assert "'beta'; nothing was done; did you mean 'kl_penalty_coef'?" in error.what
+    error = await refused("train", **fields, settings={"top_p": 3})
+    assert error.what.startswith("top_p: ")
+    error = await refused("train", **fields, steps=3, settings={"steps": 4})
+    assert error.what == "steps is given twice, as an argument and in settings"
+    assert (await call("train", **fields, top_p=0.9))["values"]["top_p"] == 0.9
+
+
+async def test_a_run_with_the_same_values_that_is_alive_is_named(tmp_path: Path):
+    push_echo(tmp_path)
+    first = await call("train", environment="echo", steps=3)
+    assert not any("same values" in note for note in first["notes"])
+    other = await call("train", environment="echo", steps=4)
+    assert not any("same values" in note for note in other["notes"])
+    again = await call("train", environment="echo", steps=3, validate_only=True)
+    assert again["notes"][0].startswith(f"{first['run_id']} is queued with the same values")
+    await call("cancel", run_id=first["run_id"])
+    again = await call("train", environment="echo", steps=3)
+    assert not any("same values" in note for note in again["notes"])
 
 
 async def test_only_grpo_is_judged_by_a_sample(tmp_path: Path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from flash_mcp.protocol.base_models import ModelCard, unpinned
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import EnvironmentVersion, Json
 from flash_mcp.protocol.spec import (
+    RECIPES,
     EvalSpec,
     ResolvedEval,
     ResolvedSpec,
@@ -33,6 +34,7 @@ from flash_mcp.state.references import Subject, base_model
 from flash_mcp.state.runs import folder_of
 from flash_mcp.state.serving import served_model
 from flash_mcp.state.store import Store
+from flash_mcp.tools.shared.truncation import without_empty
 
 TAKEN_FROM_RUN = (
     "max_tokens",
@@ -244,6 +246,17 @@ def _check_adapter(folder: Path, spec: RunSpec, card: ModelCard, base: str | Non
     if base and (other_commit or (base_name not in (name, card.address) and not same_name)):
         wrong.append(f"base model {base} (the run: {card.name})")
     check_adapter(config, rank=spec.lora_rank, alpha=spec.lora_alpha, wrong=wrong)
+
+
+def changed_values(spec: RunSpec, sources: Mapping[str, str]) -> Json:
+    """The values of a run that are not the recipe's."""
+    recipe = RECIPES[spec.algorithm]
+    changed: Json = {}
+    for name, value in without_empty(spec.model_dump()).items():
+        usual = recipe.get(name, default_of(name))
+        if value != usual or sources.get(name) not in ("recipe", "default", None):
+            changed[name] = value
+    return changed
 
 
 def adapter_name(adapter: Json | None) -> str | None:

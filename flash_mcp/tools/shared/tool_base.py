@@ -71,7 +71,8 @@ class Tool:
 
     `read_only`: changes nothing. `destructive`: may undo or delete. `idempotent`: calling again
     changes nothing more. `open_world`: reaches beyond this machine's state, for example to a model
-    hub. `changes_with`: the arguments without which it changes nothing."""
+    hub. `changes_with`: the arguments without which it changes nothing. `unlisted`: arguments that
+    it accepts and its schema leaves out, since another argument takes them too."""
 
     function: Callable[..., Any]
     _: KW_ONLY
@@ -81,6 +82,7 @@ class Tool:
     idempotent: bool = False
     open_world: bool = False
     changes_with: tuple[str, ...] = ()
+    unlisted: tuple[str, ...] = ()
 
     def is_reading(self, arguments: dict[str, Any]) -> bool:
         """Whether a call with these arguments changes nothing."""

@@ -18,7 +18,11 @@ from flash_mcp.tools.training.plan import Plan
 
 def notes_on(plan: Plan) -> list[str]:
     """What the caller should consider before the run."""
-    return [*_of_tasks(plan), *_of_evaluations(plan), *_of_machine(plan), *_of_gate(plan)]
+    notes = [*_of_tasks(plan), *_of_evaluations(plan), *_of_machine(plan), *_of_gate(plan)]
+    if twin := plan.inputs.twin:
+        same = f"{twin.id} is {twin.state} with the same values"
+        notes.insert(0, f"{same}: cancel one of the two; an idempotency_key makes no second run")
+    return notes
 
 
 def _of_tasks(plan: Plan) -> list[str]:

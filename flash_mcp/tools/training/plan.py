@@ -42,6 +42,8 @@ class Inputs:
     """Why it is to run where it is, if nobody named the target."""
     is_repeated: bool
     """An earlier call with the same idempotency_key made this run."""
+    twin: Run | None
+    """Another run with the same values that has not ended."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,8 @@ def _inputs(
         reference, adapter = spec.environment, init_adapter(store, spec, card)
     environment = references.environment(store, reference)
     resolved = for_environment(resolved, environment)
-    return Inputs(resolved, card, dataset, environment, adapter, why, first is not None)
+    twin = None if first else queue.alive_like(store, resolved, environment)
+    return Inputs(resolved, card, dataset, environment, adapter, why, first is not None, twin)
 
 
 def _check_sample(spec: RunSpec) -> None:
