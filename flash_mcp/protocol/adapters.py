@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from typing import cast
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
+from flash_mcp.protocol.run_files import MAX_SMALL_BYTES, AdapterConfig, decoded, read_local
+
+MAX_RANK = 4096
 
 
 def read_adapter_config(adapter: Path, *needed: str) -> Json:
     """The adapter_config.json of an adapter's folder. FlashError(unknown_checkpoint) if it cannot
-    be read, or if one of the `needed` fields is not an integer in it.
+    be read, or if one of the `needed` fields is not a number from 1 to MAX_RANK in it.
     """
     try:
-        text = (adapter / "adapter_config.json").read_text()
-        config: Json = {**json.loads(text)}  # TypeError if it is no object
+        text = read_local(adapter / "adapter_config.json", MAX_SMALL_BYTES).decode()
+        config = cast(Json, decoded(text, AdapterConfig))
         for name in needed:
-            int(config[name])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+            value = config[name]
+            # A bool is an int too.
+            if type(value) is not int or not 0 < value <= MAX_RANK:
+                raise ValueError(f"{name} is {value!r:.40}")
+    except (OSError, ValueError, KeyError) as error:
         raise FlashError(
             "unknown_checkpoint",
             f"no adapter is there: {error}",

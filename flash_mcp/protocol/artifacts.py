@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import tarfile
 import tempfile
@@ -25,10 +26,14 @@ from uuid import uuid4
 from environments.locks import make_once, try_lock
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
+from flash_mcp.protocol.run_files import StoredJob
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.storage import connect, sha256_of
 
 MARK = "artifact:"
+ARTIFACT = re.compile(r"artifact:[0-9a-f]{64}")
+RUN_FOLDERS = "run-folders"
+"""The folder of a storage that holds those of its runs."""
 CHUNK_BYTES = 4 << 20
 _IN_USE: dict[Path, int] = {}
 """File descriptors of lock files: the kernel lets go of them when the process ends."""
@@ -108,6 +113,9 @@ class Artifacts:
         """The folder, in the cache; it stays there until this process ends.
 
         FlashError(artifact_damaged) if what is stored is missing or does not match its digest."""
+        if not ARTIFACT.fullmatch(f"{MARK}{digest}"):
+            what = f"the job names the artifact {digest!r:.100}"
+            raise FlashError("artifact_damaged", what, storage=self.url, fix="start the run again")
         target = cache / digest
         cache.mkdir(parents=True, exist_ok=True, mode=0o700)
         with ExitStack() as opened:
@@ -208,15 +216,19 @@ def placed(job: Json, artifacts: Artifacts, cache: Path) -> Json:
 
 def delete_run(folder: RunFolder, patience_s: float) -> None:
     """Delete a run's folder, and what only this run needed. Calling it again does the rest."""
-    job = folder.read_json("job.json") or {}
-    if storage := job.get("storage"):
-        artifacts = Artifacts(storage["url"], patience_s=patience_s)
-
-        def release(name: str) -> str:
-            artifacts.release(name.removeprefix(MARK), job["run_id"])
-            return name
-
-        _replaced(job, lambda text: text.startswith(MARK), release)
+    storage, _, run_id = folder.url.rstrip("/").rpartition(f"/{RUN_FOLDERS}/")
+    job = folder.read_object(StoredJob, "job.json") or {}
+    bodies = [cast("Json", job.get(part) or {}).get(name) for part, name in PLACES]
+    # Others may have written to the job since: it says neither whose artifacts they are nor where.
+    digests = [
+        name.removeprefix(MARK)
+        for name in (*bodies, job.get("model"))
+        if isinstance(name, str) and ARTIFACT.fullmatch(name)
+    ]
+    if storage and digests:
+        artifacts = Artifacts(storage, patience_s=patience_s)
+        for digest in digests:
+            artifacts.release(digest, run_id)
     folder.remove()
 
 

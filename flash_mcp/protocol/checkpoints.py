@@ -11,7 +11,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import cast
@@ -19,7 +19,7 @@ from typing import cast
 from environments.locks import lock
 from flash_mcp.protocol.errors import FlashError, disk_error
 from flash_mcp.protocol.records import Json
-from flash_mcp.protocol.run_files import Manifest, ManifestFile
+from flash_mcp.protocol.run_files import Manifest, ManifestFile, number
 from flash_mcp.protocol.storage import Storage, dump, sha256_of
 
 ADAPTER = "adapter_"
@@ -27,7 +27,7 @@ ADAPTER = "adapter_"
 OPTIMIZER = "optimizer.pt"
 """The optimizer's state, twice as large as the adapter. Only the newest good checkpoint keeps it.
 Without it a checkpoint is complete: whoever resumes from it starts with a fresh optimizer."""
-SAVED = re.compile(r"(\d+)-(\d+)")
+SAVED = re.compile(r"([0-9]{1,9})-([0-9]{1,9})")
 """EPOCH-N, the name of a checkpoint's folder."""
 
 
@@ -54,35 +54,44 @@ class Checkpoints:
         return [step for step in self._all_steps() if self.manifest(step)]
 
     def _all_steps(self) -> list[int]:
-        names = self._storage.names("checkpoints")
-        return sorted(int(name) for name in names if name.isdecimal())
+        steps = map(number, self._storage.names("checkpoints"))
+        return sorted(step for step in steps if step is not None)
 
     def _is_complete(self, step: int, save: str) -> bool:
         is_save = SAVED.fullmatch(save) is not None
         return is_save and "MANIFEST.json" in self._storage.names("checkpoints", str(step), save)
 
-    def manifest(self, step: int) -> Manifest | None:
-        """The newest complete checkpoint of that step."""
+    def manifest(self, step: int, digest: str | None = None) -> Manifest | None:
+        """The newest complete checkpoint of that step; with `digest`, the newest that has it."""
         names = self._storage.names("checkpoints", str(step))
         saves = [name for name in names if SAVED.fullmatch(name)]
         for save in sorted(saves, key=saved_by, reverse=True):
             place = f"checkpoints/{step}/{save}"
             name = f"{place}/MANIFEST.json"
-            if manifest := self._storage.read_object(ManifestFile, name, step=step):
+            manifest = self._storage.read_object(ManifestFile, name, step=step)
+            if manifest is None:
+                continue
+            if wrong := _contradiction(manifest, saved_by(save)[0]):
+                self._storage.damaged[name] = wrong
+            elif digest in (None, manifest["digest"]):
                 return {**manifest, "path": self._storage.address(place)}
         return None
 
-    def verify(self, step: int) -> Manifest:
-        """The manifest, if every file matches it; otherwise FlashError(checkpoint_corrupt) or
-        FlashError(unknown_checkpoint).
+    def verify(self, step: int, digest: str | None = None) -> Manifest:
+        """The manifest, if every file matches it, and it has `digest`, which the database knows;
+        otherwise FlashError(checkpoint_corrupt) or FlashError(unknown_checkpoint).
         """
-        manifest = self._existing(step)
+        manifest = self._existing(step, digest)
         place = self._place(manifest)
         _check_files(manifest, lambda name: self._storage.digest(f"{place}/{name}"))
         return manifest
 
-    def _existing(self, step: int) -> Manifest:
-        manifest = self.manifest(step)
+    def _existing(self, step: int, digest: str | None) -> Manifest:
+        manifest = self.manifest(step, digest)
+        if manifest is None and digest and self.manifest(step):
+            what = "the folder has another checkpoint than the run saved at that step"
+            fix = "use another checkpoint; while the run goes on, repeat the call in a minute"
+            raise FlashError("checkpoint_corrupt", what, step=step, digest=digest, fix=fix)
         if manifest is None:
             what = "there is no checkpoint at that step"
             raise FlashError(
@@ -107,13 +116,16 @@ class Checkpoints:
         manifest = self.manifest(step)
         return bool(manifest and self._storage.exists(f"{self._place(manifest)}/{OPTIMIZER}"))
 
-    def fetch(self, step: int, into: Path, *, whole: bool = True) -> Path:
+    def fetch(
+        self, step: int, into: Path, *, whole: bool = True, digest: str | None = None
+    ) -> Path:
         """The folder of a verified checkpoint: its own if it is local, else a copy beside `into`
-        that is made once. Without `whole`, the copy has the adapter only.
+        that is made once. Without `whole`, the copy has the adapter only. `digest` is as in
+        `verify`.
         """
         if self._storage.is_local:
-            return Path(self.verify(step)["path"])
-        manifest = self._existing(step)
+            return Path(self.verify(step, digest)["path"])
+        manifest = self._existing(step, digest)
         target = into.with_name(f"{into.name}-{manifest['digest']}")
         if not whole:
             files = manifest["files"].items()
@@ -135,6 +147,12 @@ class Checkpoints:
     def _copy(self, manifest: Manifest, into: Path) -> None:
         """Copy a checkpoint's files and check them. The optimizer's state may be gone."""
         place = self._storage.path(self._place(manifest))
+        folder = self._place(manifest)
+        sizes = self._storage.sizes(folder)
+        names = [f"{folder}/{name}" for name in manifest["files"]]
+        if sum(sizes.get(name, 0) for name in names) > manifest["size_bytes"]:
+            what, fix = "its files are larger than it says", "use an earlier checkpoint"
+            raise FlashError("checkpoint_corrupt", what, step=manifest["step"], fix=fix)
         for name in manifest["files"]:
             (into / name).parent.mkdir(parents=True, exist_ok=True)
             with suppress(FileNotFoundError):
@@ -163,7 +181,7 @@ class Checkpoints:
             "step": step,
             "epoch": saved_by(save)[0],
             "time": time.time(),
-            "digest": hashlib.sha256(dump(digests)).hexdigest()[:16],
+            "digest": _digest_of(digests),
             "files": digests,
             "size_bytes": sum(path.stat().st_size for path in files.values()),
             "optimizer_bytes": files[OPTIMIZER].stat().st_size if OPTIMIZER in files else 0,
@@ -225,6 +243,21 @@ def saved_by(name: str) -> tuple[int, int]:
     """The attempt that saved the checkpoint of this folder, and the number of its save."""
     epoch, _, number = name.partition("-")
     return int(epoch), int(number)
+
+
+def _digest_of(files: Mapping[str, str]) -> str:
+    return hashlib.sha256(dump(files)).hexdigest()[:16]
+
+
+def _contradiction(manifest: ManifestFile, epoch: int) -> str | None:
+    """What in the manifest of a checkpoint of attempt `epoch` cannot be."""
+    if manifest["epoch"] != epoch:
+        return f"it is of attempt {manifest['epoch']}"
+    if manifest["digest"] != _digest_of(manifest["files"]):
+        return "its digest is not that of its files"
+    if manifest["optimizer_bytes"] > manifest["size_bytes"]:
+        return "a part of it is larger than the whole"
+    return None
 
 
 def _check_files(manifest: Manifest, digest_of: Callable[[str], str | None]) -> None:

@@ -10,10 +10,12 @@ import hmac
 import json
 import socket
 import ssl
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from typing import cast
 
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
+from flash_mcp.protocol.run_files import ListeningFile
 
 
 @dataclass(frozen=True)
@@ -30,15 +32,11 @@ class Listening:
         return {**asdict(self), "mac": self._code(key)}
 
     @classmethod
-    def checked(cls, response: Json, key: str) -> Listening:
+    def checked(cls, response: ListeningFile, key: str) -> Listening:
         """FlashError(deployment_failed) unless the holder of the key signed it."""
-        mac = str(response.get("mac"))
-        fields = {name: value for name, value in response.items() if name != "mac"}
-        try:
-            result = cls(**fields)
-        except TypeError:
-            result = None
-        if result is None or not hmac.compare_digest(mac.encode(), result._code(key).encode()):
+        said = cast("Json", response)
+        result = cls(**{field.name: said[field.name] for field in fields(cls)})
+        if not hmac.compare_digest(response["mac"].encode(), result._code(key).encode()):
             what = "the node's address was not written by the node"
             fix = "find out who can write to the target's storage"
             raise FlashError("deployment_failed", what, fix=fix)
@@ -58,6 +56,11 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 def trust(certificate: str) -> ssl.SSLContext:
     """For clients: accepts this certificate alone, at whichever address."""
-    context = ssl.create_default_context(cadata=certificate)
+    try:
+        context = ssl.create_default_context(cadata=certificate)
+    except (ssl.SSLError, ValueError) as error:
+        what = f"the node wrote no certificate: {error}"
+        fix = "find out who can write to the target's storage"
+        raise FlashError("deployment_failed", what, fix=fix) from error
     context.check_hostname = False
     return context

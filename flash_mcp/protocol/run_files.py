@@ -7,12 +7,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, TypeVar, cast
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    TypeAdapter,
+    ValidationError,
+)
 from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from flash_mcp.protocol.errors import encodable
@@ -20,7 +28,32 @@ from flash_mcp.protocol.errors import encodable
 MAX_BYTES = 64 << 20
 """The longest file that is read, but for those that hold rollouts."""
 MAX_ROLLOUTS_BYTES = 2 << 30
+MAX_SMALL_BYTES = 1 << 20
+"""The longest heartbeat, and the longest configuration of an adapter."""
 
+MAX_NAME = 255
+MAX_FILES = 1000
+"""The most files of a checkpoint."""
+_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
+_NUMBER = re.compile(r"[0-9]{1,15}")
+
+
+def plain_name(name: str) -> str:
+    """A relative path of plain parts, which leads nowhere but below its folder. ValueError."""
+    if len(name) > MAX_NAME or not all(map(_PART.fullmatch, name.split("/"))):
+        raise ValueError("it is no plain relative name")
+    return name
+
+
+def number(name: str) -> int | None:
+    """The number that a file's or folder's name is; None if it is none that we write."""
+    return int(name) if _NUMBER.fullmatch(name) else None
+
+
+RelativeName = Annotated[str, AfterValidator(plain_name)]
+Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+ShortDigest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
+Text = Annotated[str, Field(max_length=100_000)]
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 Number = int | float
 Numbers = dict[str, Number | None]
@@ -123,8 +156,9 @@ class ManifestFile(File):
     step: Count
     epoch: Count
     time: Number
-    digest: str
-    files: dict[str, str]
+    digest: ShortDigest
+    """Of `files`."""
+    files: Annotated[dict[RelativeName, Digest], Field(max_length=MAX_FILES)]
     size_bytes: Count
     optimizer_bytes: Count
     """Bytes of OPTIMIZER, a part of size_bytes. A checkpoint loses it once a newer one is saved."""
@@ -134,6 +168,48 @@ class ManifestFile(File):
 class Manifest(ManifestFile):
     path: str
     """The folder of the files."""
+
+
+class AdapterConfig(File):
+    """adapter_config.json, of which PEFT reads much more."""
+
+
+class KeyFile(File):
+    """keys/N.json"""
+
+    public: Digest
+    mac: Digest
+
+
+class ListeningFile(File):
+    """listening.N.json"""
+
+    addresses: Annotated[list[Annotated[str, Field(max_length=MAX_NAME)]], Field(max_length=100)]
+    port: Annotated[int, Field(gt=0, lt=65536)]
+    certificate: Text
+    adapter: Text
+    mac: Digest
+
+
+class ProbeFile(File):
+    """probe.json"""
+
+    host: Text
+    version: Text
+    devices: list[Text]
+    missing: list[Text]
+    cards: dict[str, Any]
+    clock_s: Number
+
+
+class StoredJob(File):
+    """What the server reads of job.json once others may have written to it."""
+
+    environment: NotRequired[dict[str, Any]]
+    init_adapter: NotRequired[dict[str, Any] | None]
+    dataset: NotRequired[dict[str, Any] | None]
+    code: NotRequired[dict[str, Any] | None]
+    model: NotRequired[str]
 
 
 Shape = TypeVar("Shape")
@@ -158,8 +234,9 @@ def decoded(text: str, shape: type[Shape]) -> Shape:
     return cast(Shape, body)  # not what pydantic returns: that has other keys first
 
 
-def read_local(path: Path, max_bytes: int) -> bytes:
-    """A file's content. FileNotFoundError, or Damaged if it cannot be read or is too large.
+def read_local(path: Path, max_bytes: int, *, root: str = "") -> bytes:
+    """A file's content. FileNotFoundError, or Damaged if it cannot be read, is too large, or does
+    not lie below `root`: others may make links there.
 
     Opening a named pipe would wait for a writer; this does not."""
     try:
@@ -168,6 +245,9 @@ def read_local(path: Path, max_bytes: int) -> bytes:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 raise Damaged("it is no regular file")
+            opened = Path(f"/proc/self/fd/{descriptor}").readlink()
+            if root and not is_below(str(opened), root):
+                raise Damaged("a link leads out of its folder")
             if status.st_size > max_bytes:
                 raise Damaged(f"it has {status.st_size} bytes, more than {max_bytes}")
             return stream.read(max_bytes)
@@ -175,6 +255,11 @@ def read_local(path: Path, max_bytes: int) -> bytes:
         raise
     except OSError as error:
         raise Damaged(f"it cannot be read: {error.strerror or error}") from error
+
+
+def is_below(path: str, root: str) -> bool:
+    """Whether the path, which has no links, is one below `root`, which may have some."""
+    return path.startswith(f"{os.path.realpath(root)}/")
 
 
 @cache

@@ -50,14 +50,20 @@ from flash_mcp.protocol.run_files import (
     EvaluationFile,
     EventFile,
     FinalResult,
+    KeyFile,
+    ListeningFile,
     Metrics,
+    ProbeFile,
     Result,
     RolloutLine,
+    number,
 )
 from flash_mcp.protocol.storage import PATIENCE_S, Storage, dump, read_of_all, this_process
 
-STEP_FILE = re.compile(r"(?P<step>\d+)\.(?P<epoch>\d+)(?P<suffix>\.[a-z]+)")
+STEP_FILE = re.compile(r"(?P<step>[0-9]{1,15})\.(?P<epoch>[0-9]{1,9})(?P<suffix>\.[a-z]+)")
 """STEP.N.json or STEP.N.jsonl: what attempt N wrote of a step."""
+EPOCH_FILE = re.compile(r"[0-9]{1,9}-[0-9]{1,9}(\.json)?")
+"""EPOCH-N, the attempts of an evaluation, or EPOCH-N.json, an event."""
 STEP_FILES = ("metrics", "rollouts", "evals")
 """Folders of such files."""
 
@@ -121,7 +127,7 @@ class RunFolder(Storage):
 
     def newest_epoch(self) -> int:
         """The number of the owning attempt; 0 before the first claim."""
-        return max((int(name) for name in self.names("epoch") if name.isdecimal()), default=0)
+        return max((number(name) or 0 for name in self.names("epoch")), default=0)
 
     def job(self) -> Json:
         job = self.read_json("job.json")
@@ -142,13 +148,17 @@ class RunFolder(Storage):
         result = self.read_object(Result, name) if name in self.names() else None
         return result if result and result["epoch"] == newest else None
 
-    def offer(self, epoch: int) -> Json | None:
+    def offer(self, epoch: int) -> KeyFile | None:
         """The public key of attempt `epoch`, while it waits for secrets."""
-        return self.read_json("keys", f"{epoch}.json")
+        return self.read_object(KeyFile, f"keys/{epoch}.json")
 
-    def listening(self, epoch: int) -> Json | None:
+    def listening(self, epoch: int) -> ListeningFile | None:
         """Where the model server of attempt `epoch` listens, once it does."""
-        return self.read_json(f"listening.{epoch}.json")
+        return self.read_object(ListeningFile, f"listening.{epoch}.json")
+
+    def probe(self) -> ProbeFile | None:
+        """What a node says of itself."""
+        return self.read_object(ProbeFile, "probe.json")
 
     def is_cancelled(self) -> bool:
         if self.is_local:
@@ -180,13 +190,14 @@ class RunFolder(Storage):
         """The attempts that a running evaluation has recorded so far, each once and in order."""
         rows: dict[int, Json] = {}
         for name in sorted(self.names("evals", str(step))):
-            if name[0].isdigit():  # others are temporary files
+            if EPOCH_FILE.fullmatch(name):  # others are temporary files
                 for row in self.read_lines(AttemptLine, f"evals/{step}/{name}"):
                     rows[row["index"]] = cast(Json, row)
         return [rows[index] for index in sorted(rows)]
 
     def event_names(self) -> list[str]:
-        return sorted(name for name in self.names("events") if name.endswith(".json"))
+        names = [name for name in self.names("events") if name.endswith(".json")]
+        return sorted(name for name in names if EPOCH_FILE.fullmatch(name))
 
     def event(self, name: str) -> EventFile | None:
         return self.read_object(EventFile, f"events/{name}")
@@ -258,10 +269,11 @@ def _superseded(names: Sequence[str], newest: int) -> list[str]:
         if kind in STEP_FILES and len(rest) == 1:
             match = STEP_FILE.fullmatch(rest[0])
             return bool(match and int(match["epoch"]) < versions[kind, match["step"]])
-        if kind == "evals":
+        if kind == "evals" and rest:
             return (kind, rest[0]) in versions
-        if kind in ("keys", "sealed"):
-            return int(rest[0].removesuffix(".json")) < newest
+        if kind in ("keys", "sealed") and rest:
+            epoch = number(rest[0].removesuffix(".json"))
+            return epoch is not None and epoch < newest
         if kind != "checkpoints" or len(rest) < 3 or not SAVED.fullmatch(rest[1]):
             return False
         is_whole = "/".join((kind, *rest[:2])) in complete

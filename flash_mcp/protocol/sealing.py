@@ -15,6 +15,7 @@ from __future__ import annotations
 import hmac
 import json
 from collections.abc import Mapping
+from typing import Any
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives import hpke
@@ -53,7 +54,7 @@ class Receiver:
         return json.loads(text)
 
 
-def seal(values: Mapping[str, str], offer: Json, name: str, token: str) -> bytes:
+def seal(values: Mapping[str, str], offer: Mapping[str, Any], name: str, token: str) -> bytes:
     """The values, for the attempt that made the offer alone. FlashError(secret_missing) if it was
     made without the token.
     """
@@ -62,8 +63,14 @@ def seal(values: Mapping[str, str], offer: Json, name: str, token: str) -> bytes
         what = f"a key was offered for {name} that its attempt did not make"
         fix = "find out who can write to the storage; cancel the run if it may be misused"
         raise FlashError("secret_missing", what, fix=fix)
-    key = X25519PublicKey.from_public_bytes(bytes.fromhex(public))
-    return SUITE.encrypt(json.dumps(dict(values)).encode(), key, info=_info(name))
+    try:
+        key = X25519PublicKey.from_public_bytes(bytes.fromhex(public))
+        return SUITE.encrypt(json.dumps(dict(values)).encode(), key, info=_info(name))
+    except ValueError as error:  # a point with which no secret can be agreed on
+        what = f"the attempt {name} offered no key that can be used: {error}"
+        raise FlashError(
+            "secret_missing", what, fix="cancel the run, and ask who runs its node"
+        ) from error
 
 
 def _info(name: str) -> bytes:

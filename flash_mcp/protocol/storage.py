@@ -30,9 +30,11 @@ from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_files import (
     MAX_BYTES,
     MAX_ROLLOUTS_BYTES,
+    MAX_SMALL_BYTES,
     Damaged,
     Shape,
     decoded,
+    is_below,
     read_local,
 )
 
@@ -168,15 +170,39 @@ class Storage:
         self.damaged.pop(name, None)
         try:
             if self.is_local:
-                body = read_local(Path(self.path(name)), max_bytes)
+                body = read_local(Path(self.path(name)), max_bytes, root=self.root)
             else:
-                body = cast(bytes, self.filesystem.cat_file(self.path(name)))
+                body = self._read_remote(name, max_bytes)
             return body.decode()
         except FileNotFoundError:
             return None
         except (Damaged, UnicodeDecodeError) as error:
             self.damaged[name] = str(error)
             return None
+
+    def _read_remote(self, name: str, max_bytes: int) -> bytes:
+        try:
+            body = cast(
+                bytes, self.filesystem.cat_file(self.path(name), start=0, end=max_bytes + 1)
+            )
+        except REFUSALS:
+            raise
+        except OSError as error:
+            if not _is_empty(error):
+                raise
+            body = b""  # an empty file has no range
+        if len(body) > max_bytes:
+            raise Damaged(f"it has more than {max_bytes} bytes")
+        return body
+
+    def _check_below(self, name: str) -> None:
+        """FlashError(artifact_damaged) if a link leads the folder of a file elsewhere."""
+        path = os.path.realpath(Path(self.path(name)).parent)
+        if self.is_local and not is_below(f"{path}/", self.root):
+            fix = "find out who can write to the storage, and remove the link"
+            raise FlashError(
+                "artifact_damaged", f"a link leads out of {self.url}", name=name, fix=fix
+            )
 
     def read_json(self, *parts: str) -> Json | None:
         return self.read_object(dict[str, Any], "/".join(parts))
@@ -224,10 +250,16 @@ class Storage:
             if self.is_local:
                 size = self.filesystem.size(path)
                 start = max(0, size - size_bytes)
+                if not is_below(os.path.realpath(path), self.root):
+                    return ""
                 tail: bytes = self.filesystem.cat_file(path, start=start, end=size)
             else:
-                tail = self.filesystem.cat_file(path)[-size_bytes:]
+                tail = self.filesystem.cat_file(path, start=-size_bytes)[-size_bytes:]
         except REFUSALS:
+            return ""
+        except OSError as error:
+            if not _is_empty(error):
+                raise
             return ""
         return tail.decode(errors="replace")
 
@@ -239,6 +271,7 @@ class Storage:
         path = self.path(name)
         sha = hashlib.sha256()
         try:
+            self._check_below(name)
             for start in range(0, size := self.filesystem.size(path), READ_BYTES):
                 end = min(start + READ_BYTES, size)
                 sha.update(self.filesystem.cat_file(path, start=start, end=end))
@@ -254,6 +287,7 @@ class Storage:
             guard()
             self.filesystem.pipe_file(self.path(*name.split("/")), body)
             return
+        self._check_below(name)
         target = Path(self.path(name))
         temporary = target.with_name(f".{target.name}.{uuid4().hex}")
         try:
@@ -276,6 +310,7 @@ class Storage:
         path = self.path(name)
         try:
             if self.is_local:
+                self._check_below(name)
                 Path(path).parent.mkdir(parents=True, exist_ok=True)
                 with Path(path).open("xb") as stream:
                     stream.write(dump(body))
@@ -297,6 +332,7 @@ class Storage:
                 self.filesystem.put_file(str(path), f"{target}/{name}")
             return
         for name, path in files.items():
+            self._check_below(f"{folder}/{name}")
             copy = Path(target, name)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, copy)
@@ -304,11 +340,15 @@ class Storage:
 
     def remove(self, *parts: str) -> None:
         """Delete a file, or a folder with all that it holds; without `parts` everything."""
+        if parts:
+            self._check_below("/".join(parts))
         with suppress(FileNotFoundError):
             self.filesystem.rm(self.path(*parts), recursive=True)
 
     def remove_files(self, names: Sequence[str]) -> None:
         """Delete files, many with one request. One that is gone already is no error."""
+        for name in names:
+            self._check_below(name)
         with suppress(FileNotFoundError):
             if names:
                 self.filesystem.rm([self.path(name) for name in names])
@@ -321,13 +361,15 @@ def read_of_all(storages: Sequence[Storage], name: str) -> list[bytes | None]:
     if not storages:
         return []
     paths = [storage.path(name) for storage in storages]
-    bodies = cast("dict[str, Any]", storages[0].filesystem.cat(paths, on_error="return"))
+    ends = [MAX_SMALL_BYTES + 1] * len(paths)
+    bodies = storages[0].filesystem.cat_ranges(paths, [0] * len(paths), ends, on_error="return")
     contents: list[bytes | None] = []
-    for path in paths:
-        body = bodies.get(path.lstrip("/"), bodies.get(path))
+    for path, body in zip(paths, bodies, strict=True):
         if isinstance(body, Exception) and _may_pass(body):
             raise _unreachable(path, body)
-        contents.append(body if isinstance(body, bytes) else None)
+        if not isinstance(body, bytes) or len(body) > MAX_SMALL_BYTES:
+            body = None
+        contents.append(body)
     return contents
 
 
@@ -378,6 +420,11 @@ def _may_pass(error: Exception) -> bool:
     # Errors of botocore, which may not be installed, have no base in the standard library.
     names = {base.__name__ for base in type(error).__mro__}
     return not names.isdisjoint(("ConnectionError", "HTTPClientError"))
+
+
+def _is_empty(error: OSError) -> bool:
+    """Whether an object store refused a part of a file because the file is empty."""
+    return "InvalidRange" in str(error) or "not satisfiable" in str(error)
 
 
 def _unreachable(path: str, error: Exception) -> FlashError:

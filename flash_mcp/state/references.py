@@ -15,8 +15,7 @@ from flash_mcp.protocol.base_models import ModelCard
 from flash_mcp.protocol.errors import FlashError, nearest
 from flash_mcp.protocol.records import LIVE_DEPLOYMENT, EnvironmentVersion, Json, Run
 from flash_mcp.state.owners import refuse_server_side
-from flash_mcp.state.runs import folder_of
-from flash_mcp.state.serving import find_deployment
+from flash_mcp.state.serving import fetch_adapter, find_deployment
 from flash_mcp.state.store import Store
 from flash_mcp.state.versions import Files, inline_files, staged
 
@@ -165,10 +164,7 @@ def _checkpoint(store: Store, run_id: str, step: int | None) -> Subject:
     if step == 0:
         return Subject(card.name, card.context, 0, run, run.init_adapter)
     checkpoint = store.checkpoint(run_id, step)
-    folder = folder_of(run)
-    path = folder.checkpoints.fetch(
-        checkpoint.step, store.base / "adapters" / f"{run_id}-{checkpoint.step}", whole=False
-    )
+    path = fetch_adapter(store, run, checkpoint.step)
     adapter = {
         "path": str(path),
         "run_id": run_id,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
+from pathlib import Path
 from typing import Any
 
 from environments.settings import load_settings
@@ -61,9 +62,7 @@ def request(
             raise FlashError(
                 "invalid_argument", f"the name {name!r} is taken by {row.id}", name=name, fix=fix
             )
-    adapter = folder.checkpoints.fetch(
-        step, store.base / "adapters" / f"{run_id}-{step}", whole=False
-    )
+    adapter = fetch_adapter(store, run, step)
     data = _job(store, run, deployment_id, elsewhere)
     data |= {"rank": read_adapter_config(adapter, "r")["r"], "thinking": bool(run.spec.thinking)}
     data |= {"port": port, "idle_minutes": idle_minutes, "record": bool(record)}
@@ -241,6 +240,18 @@ def _rank_of(row: Deployment, reference: str) -> tuple[bool, ...]:
         row.state not in LIVE_DEPLOYMENT,
         row.owner != caller().owner,
     )
+
+
+def fetch_adapter(store: Store, run: Run, step: int) -> Path:
+    """The folder of the adapter that the run saved, and of no other that lies there now.
+    FlashError(unknown_checkpoint | checkpoint_corrupt).
+    """
+    digest = None
+    # Nobody else writes to the run folders of this machine: a checkpoint may be not read in yet.
+    if run.target != LOCAL_TARGET or any(row.step == step for row in store.checkpoints(run.id)):
+        digest = store.checkpoint(run.id, step).digest
+    into = store.base / "adapters" / f"{run.id}-{step}"
+    return folder_of(run).checkpoints.fetch(step, into, whole=False, digest=digest)
 
 
 def _good_step(folder: RunFolder, run: Run, step: int | None) -> int:

@@ -24,6 +24,7 @@ from typing import Annotated, Any, Literal, Self, cast
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from environments.settings import read_small
+from flash_mcp.protocol.artifacts import RUN_FOLDERS
 from flash_mcp.protocol.errors import FlashError, did_you_mean
 from flash_mcp.protocol.paths import write_private
 from flash_mcp.protocol.spec import AUTO, LOCAL_TARGET, explain
@@ -130,7 +131,7 @@ class TargetSettings(BaseModel):
         """Where the run's folder lies. HOME/runs/ID is what a state directory's own folders are
         called: their paths move with it, and these must not.
         """
-        return f"{self.storage}/run-folders/{run_id}"
+        return f"{self.storage}/{RUN_FOLDERS}/{run_id}"
 
 
 def targets(base: Path) -> dict[str, TargetSettings]:

@@ -6,12 +6,14 @@ import secrets
 import shlex
 import time
 from dataclasses import dataclass, fields
+from typing import cast
 
 from flash_mcp import __version__
 from flash_mcp.protocol.artifacts import Artifacts
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.paths import home
 from flash_mcp.protocol.records import Json
+from flash_mcp.protocol.run_files import ProbeFile
 from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.state.runs import REMOTE_PATIENCE_S
 from flash_mcp.state.targets import TargetSettings
@@ -73,12 +75,12 @@ def _answer(
     handle: Handle,
     command: list[str],
     wait_s: float,
-) -> Json:
+) -> ProbeFile:
     """What the job wrote."""
     deadline = time.monotonic() + wait_s
     gone_at: float | None = None
     while True:
-        if result := folder.read_json("probe.json"):
+        if result := folder.probe():
             return result
         hint = launcher.poll([handle])[handle.key]
         if hint.state == "gone" and gone_at is None:
@@ -98,8 +100,9 @@ def _answer(
         time.sleep(POLL_S)
 
 
-def _checked(name: str, result: Json) -> Probed:
-    probed = Probed(**{field.name: result[field.name] for field in fields(Probed)})
+def _checked(name: str, result: ProbeFile) -> Probed:
+    said = cast("Json", result)
+    probed = Probed(**{field.name: said[field.name] for field in fields(Probed)})
     if probed.version != __version__:
         what = f"the nodes of {name} have flash-mcp {probed.version}; this is {__version__}"
         raise FlashError("target_refused", what, fix="install this version there")

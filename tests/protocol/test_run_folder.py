@@ -21,7 +21,7 @@ import fsspec
 import pytest
 
 from flash_mcp.protocol.errors import FlashError
-from flash_mcp.protocol.run_folder import RunFolder
+from flash_mcp.protocol.run_folder import RunFolder, read_beats
 from flash_mcp.protocol.run_writer import RunWriter
 from tests.damage import DAMAGES
 from tests.places import TESTS
@@ -610,6 +610,20 @@ def test_a_claim_whose_answer_was_lost_finds_itself(
     assert RunWriter(folder, 1).epoch == 1
     with pytest.raises(FlashError, match="fenced"):
         RunWriter(RunFolder(far_url), 1)
+
+
+def test_files_in_a_store_are_read_within_limits_also_empty_ones(far_url: str) -> None:
+    folder = RunFolder(far_url, patience_s=0.2)
+    for name in ("beat.json", "log.1"):
+        folder.write(name, b"")
+    assert folder.read("beat.json") == "" and folder.log_tail(1) == ""
+    folder.write("log.1", b"0123456789")
+    assert (folder.log_tail(1, 4), folder.log_tail(1, 40)) == ("6789", "0123456789")
+    assert (folder.read("log.1", 10), folder.read("log.1", 9)) == ("0123456789", None)
+    assert read_beats([folder]) == [None]
+    RunWriter(folder, 1).beat(3, "train")
+    beat = read_beats([folder])[0]
+    assert beat and beat["step"] == 3
 
 
 def test_a_store_that_stays_away_is_named(

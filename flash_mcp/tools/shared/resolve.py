@@ -32,7 +32,7 @@ from flash_mcp.state.datasets import Dataset
 from flash_mcp.state.owners import caller
 from flash_mcp.state.references import Subject, base_model
 from flash_mcp.state.runs import folder_of
-from flash_mcp.state.serving import served_model
+from flash_mcp.state.serving import fetch_adapter, served_model
 from flash_mcp.state.store import Store
 from flash_mcp.tools.shared.truncation import without_empty
 
@@ -225,11 +225,8 @@ def _start(store: Store, reference: str) -> _Start:
     files = folder_of(run)
     if not at and (whole := files.checkpoints.newest_good()) is not None:
         checkpoint = store.checkpoint(run_id, whole)
-    step = checkpoint.step
-    folder = files.checkpoints.fetch(
-        step, store.base / "adapters" / f"{run_id}-{step}", whole=False
-    )
-    return _Start(folder, run_id, step, checkpoint.digest, served_model(store, run))
+    folder = fetch_adapter(store, run, checkpoint.step)
+    return _Start(folder, run_id, checkpoint.step, checkpoint.digest, served_model(store, run))
 
 
 def _check_adapter(folder: Path, spec: RunSpec, card: ModelCard, base: str | None) -> None:
