@@ -36,7 +36,7 @@ def bench(part: str, model: Path, folder: Path) -> tuple[dict[str, Any], str]:
 
 
 @pytest.mark.skipif(
-    not (PEERS / "flash").exists(), reason="scripts/bench installs the peer, and did not run yet"
+    not (PEERS / "flash").exists(), reason="scripts/peers installs the peer, and did not run yet"
 )
 def test_every_rollout_system_generates_the_same_tokens(tiny_model: Path, tmp_path: Path) -> None:
     result, table = bench("rollouts", tiny_model, tmp_path)
@@ -69,6 +69,7 @@ def test_both_training_steps_give_the_same_gradient(tiny_model: Path, tmp_path: 
         assert gradient["ours to trl in fp32"]["norm_difference"] < 1e-5
         assert case["tokens"]["trained"] < case["tokens"]["packed"] < case["tokens"]["padded"]
         assert all(len(times) == 1 for times in case["seconds"].values())
+        assert set(case["over"]) == set(case["over_by_cpu"]) == set(case["seconds"])
     assert "gradient: cosine" in table and "118 + 42" in table
 
 
