@@ -59,6 +59,30 @@ def test_timing_changes_nothing_but_the_time(seed: int, latency_s: float, count:
     assert essence(at_once) == essence(one_by_one)
 
 
+def test_a_conversation_goes_on_in_the_iteration_after_its_answer() -> None:
+    """So the engine makes no more iterations than the longest conversation has tokens."""
+    engine = FakeEngine()
+    rollouts, _ = run_virtually(roll(tasks(12), FakeHost(), engine))
+    tokens = [r.transcript.model_tokens for r in rollouts if r.transcript]
+    assert len(engine.batches) == max(tokens)
+
+
+def test_the_rollouts_of_a_group_render_their_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = ChatTemplate(make_tokenizer())
+    rendered: list[str] = []
+    render = template._render
+
+    def counted(messages: Any, **options: Any) -> str:
+        rendered.append(messages[-1]["content"])
+        return render(messages, **options)
+
+    monkeypatch.setattr(template, "_render", counted)
+    first, second = (template.prompt_ids([{"role": "user", "content": "q"}]) for _ in range(2))
+    assert rendered == ["q"] and first == second
+    first.append(0)
+    assert second == template.prompt_ids([{"role": "user", "content": "q"}])
+
+
 def fault(call: str, example: int) -> str | None:
     faults = {
         ("open", 1): "environment_error",

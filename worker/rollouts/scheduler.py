@@ -184,6 +184,11 @@ class Rollout:
         )
 
 
+CYCLES = 4
+"""Cycles of the event loop between two iterations of the engine. A conversation whose environment
+answers at once takes two to ask for its next turn, which the next iteration then begins."""
+
+
 class Generator:
     """Turns for many coroutines of one event loop from one engine.
 
@@ -234,6 +239,8 @@ class Generator:
                     future = self._waiting.pop(request_id, None)
                     if future and not future.done():
                         future.set_result(completion)
+                for _ in range(CYCLES):
+                    await asyncio.sleep(0)
         except Exception as error:
             waiting = self._waiting
             self._waiting = {}

@@ -23,6 +23,8 @@ Json = dict[str, Any]
 ChatMessage = dict[str, Any]
 MOST_TOOL_SETS = 64
 """Sets of tools whose templates are kept: each task may have its own."""
+MOST_STARTS = 32
+"""Starts of conversations whose tokens are kept."""
 MEMORABLE_TOKENS = 256
 EMPTY_THINK = "<think>\n\n</think>\n\n"
 _SENTINEL = "\u2063answer\u2063"  # invisible separators: no template or task contains them
@@ -50,6 +52,7 @@ class ChatTemplate:
         self.end_ids = _end_ids(tokenizer).union(end_ids)
         self.tools: list[Json] = []
         self._glue: dict[str, list[int]] = {}
+        self._starts: dict[str, list[int]] = {}
         self._reader: CallReader | None = None
         self._with_tools: dict[str, Self] = {}
         self._check([{"role": "assistant", "content": "4"}, {"role": "user", "content": "Sure?"}])
@@ -71,6 +74,7 @@ class ChatTemplate:
         created = copy.copy(self)
         created.tools = tools
         created._glue = {}
+        created._starts = {}
         call = sample_call(tools[0])
         answer = {"role": "tool", "tool_call_id": call["id"], "content": "4"}
         try:
@@ -80,8 +84,15 @@ class ChatTemplate:
         return created
 
     def prompt_ids(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """Ids of a conversation's start, the generation prompt included."""
-        return self._encode(self._render(messages))
+        """Ids of a conversation's start, the generation prompt included. The rollouts of a group
+        begin alike, so the last ones are kept."""
+        key = json.dumps(messages, sort_keys=True, default=str)
+        ids = self._starts.get(key)
+        if ids is None:
+            ids = self._starts[key] = self._encode(self._render(messages))
+            if len(self._starts) > MOST_STARTS:
+                self._starts.pop(next(iter(self._starts)))
+        return list(ids)
 
     def glue_ids(self, messages: Sequence[ChatMessage], *, ended: bool) -> list[int]:
         """Ids from the end of an answer to the next generation prompt, with the environment's
