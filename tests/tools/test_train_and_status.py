@@ -31,7 +31,7 @@ from flash_mcp.tools.shared.truncation import RESULT_CHARACTERS, to_text
 from flash_mcp.tools.training import probe
 from flash_mcp.tools.training.run_time import RunTime
 from tests.calls import named_calls
-from tests.places import TOOL_CALCULATOR
+from tests.places import AGENT_CALCULATOR, TOOL_CALCULATOR
 from tests.samples import (
     ENVIRONMENT,
     EVAL_EXAMPLES,
@@ -170,6 +170,26 @@ async def test_one_key_starts_one_run(tmp_path: Path):
         await refused("train", environment="echo", steps=4, idempotency_key="k")
     ).code == "idempotency_conflict"
     assert len(open_store().runs()) == 1
+
+
+async def test_each_rollout_of_an_agent_counts_the_same_unless_the_caller_says_otherwise(
+    tmp_path: Path,
+):
+    push_echo(tmp_path)
+    await call("env_push", name="agent", folder=str(AGENT_CALCULATOR.parent))
+    asked = {"steps": 2, "validate_only": True}
+    losses = [
+        (await call("train", environment=environment, **asked, **given))["values"]["loss_type"]
+        for environment, given in (
+            ("echo", {}),
+            ("agent", {}),
+            ("agent", {"loss_type": "dr_grpo"}),
+        )
+    ]
+    assert losses == ["dr_grpo", "rollout_mean", "dr_grpo"]
+    first = await call("train", environment="agent", steps=2, idempotency_key="k")
+    again = await call("train", environment="agent", steps=2, idempotency_key="k")
+    assert again["run_id"] == first["run_id"]
 
 
 async def test_a_run_has_its_owners_name_and_note_and_a_repeat_changes_them(tmp_path: Path):
