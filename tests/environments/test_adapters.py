@@ -565,7 +565,8 @@ async def test_a_gym_like_object_passes_the_gate(tmp_path: Path) -> None:
     report = await gate.check(written(tmp_path, environment_py=source))
     unmade = {probe.name for probe in report.probes if probe.passed is not True}
     # A game has no gold answer.
-    assert (report.passed, unmade) == (True, {"gold", "truncated", "near_gold", "order"})
+    of_gold = {"gold", "truncated", "near_gold", "order", "every_gold", "leaks"}
+    assert (report.passed, unmade) == (True, of_gold)
 
 
 async def test_an_object_that_is_not_wrapped_is_refused_with_the_way_to_do_it(
