@@ -74,7 +74,8 @@ def known_names() -> set[str]:
     names |= set(inspect.signature(environments.EnvironmentAgent.run).parameters)
     names |= {*dialects.ROLES, "auto", "context_length_exceeded", "previous_response_id"}
     for path, dialect in dialects.DIALECTS.items():
-        names |= {*dialect.served, f"/v1{path}", "count_tokens"}
+        names |= dialect.honoured | dialect.of_the_run | {*dialect.neutral}
+        names |= {f"/v1{path}", "count_tokens"}
     return names | {
         "load_environment",
         "self",

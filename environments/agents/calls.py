@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from environments.base import ChatMessage
@@ -14,11 +14,18 @@ ANSWER_ROLES = ("user", "tool", "system")
 
 @dataclass(frozen=True)
 class Usage:
-    """The tokens of one turn, and why it ended. The host sends it with the turn."""
+    """The tokens of one turn, why it ended, and how it was sampled. The host sends it with the
+    turn."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     ended: Literal["stop", "length"] = "stop"
+    stopped_by: str | None = None
+    """The stop sequence of the request that ended the turn."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    logprobs: list[tuple[str, float]] = field(default_factory=list[tuple[str, float]])
+    """Each token's text and log-probability, if the request asks for them."""
 
     def fields(self) -> dict[str, int]:
         """As OpenAI's API writes it."""
@@ -33,6 +40,30 @@ NO_USAGE = Usage()
 
 
 @dataclass(frozen=True)
+class CallOptions:
+    """What a request asks of its answer. The defaults ask for nothing."""
+
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    tool_choice: Literal["auto", "none", "required"] = "auto"
+    tool_name: str | None = None
+    """The tool that has to be called. `tool_choice` is then "required"."""
+    parallel_tool_calls: bool = True
+    json_schema: dict[str, Any] | None = None
+    """The schema of the answer's text."""
+    logprobs: bool = False
+
+    def changed(self) -> dict[str, Any]:
+        """The options that differ from the defaults, as JSON."""
+        usual = CallOptions()
+        pairs = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {name: value for name, value in pairs.items() if value != getattr(usual, name)}
+
+
+NO_OPTIONS = CallOptions()
+
+
+@dataclass(frozen=True)
 class AgentCall:
     """A request of an agent to the model.
 
@@ -43,6 +74,7 @@ class AgentCall:
     parent: int | None
     messages: list[ChatMessage]
     tools: list[dict[str, Any]]
+    options: CallOptions = NO_OPTIONS
 
 
 def finite_float(text: str) -> float:

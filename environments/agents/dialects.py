@@ -3,24 +3,25 @@ messages.
 
     dialect = DIALECTS["/chat/completions"]
     request = dialect.read(body, kept)         # what the request asks, as messages and tools
-    dialect.whole(answer, request)             # the body of the reply
-    dialect.events(answer, request)            # the same as events of a stream
+    dialect.whole(answers, request)            # the body of the reply
+    dialect.events(answers, request)           # the same as events of a stream
 
 Every dialect reads the same messages: roles system, user, assistant and tool, texts as strings, and
-calls in the form of environments/tools.py. Only the standard library is used, because the
-interpreter may be the environment's own."""
+calls in the form of environments/tools.py. Each has a list of the fields that it accepts and
+refuses every other one, so no wish of an agent is passed over in silence. Only the standard library
+is used, because the interpreter may be the environment's own."""
 
 from __future__ import annotations
 
 import json
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, cast
 
-from environments.agents.calls import Usage
+from environments.agents.calls import CallOptions, Usage
 from environments.base import ChatMessage
 from environments.tools import as_list, as_object, tool_calls_of, tool_schemas
 
@@ -28,11 +29,18 @@ Json = dict[str, Any]
 Event = tuple[str | None, Json]
 """Its name, if the dialect names events, and its data."""
 MODEL = "policy"
-"""The name of the model that is trained or evaluated."""
+"""The name of the model that is trained or evaluated. Every other name in a request is it too."""
+MOST_CHOICES = 8
+"""Answers that one request may ask for."""
+MOST_STOPS = 16
+ANY_OBJECT: Json = {"type": "object"}
 ROLES = {"developer": "system"} | {role: role for role in ("system", "user", "assistant", "tool")}
 TEXT_PARTS = ("text", "input_text", "output_text")
 UNSEEN_PARTS = ("thinking", "redacted_thinking")
 """Parts that models of others wrote for themselves."""
+LOGPROBS = "message.output_text.logprobs"
+THREAD_UNSUPPORTED = "thread_unsupported_request"
+"""Anthropic's package then sends the whole conversation."""
 CHARACTERS_PER_TOKEN = 3
 """For requests that only count tokens: the model's tokenizer is in another process."""
 
@@ -88,23 +96,36 @@ def invalid(what: str, param: str | None = None) -> ApiError:
 
 
 @dataclass(frozen=True)
-class Asked:
+class ApiRequest:
     """A request in the terms of every dialect."""
 
     body: Json
     messages: list[ChatMessage]
     tools: list[Json]
+    options: CallOptions
     identity: str
     """Of the reply."""
+    choices: int = 1
+    """How many answers it asks for."""
+    left_out: list[str] = field(default_factory=list[str])
+    """Tools of the service, which cannot be had here."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def streams(self) -> bool:
         return bool(self.body.get("stream"))
 
+    @property
+    def model(self) -> str:
+        return str(self.body.get("model"))
+
 
 Kept = Mapping[str, list[ChatMessage]]
 """The conversations of earlier replies by their ids, without instructions."""
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
 
 
 class Dialect:
@@ -112,18 +133,33 @@ class Dialect:
 
     ends_with: str | None = None
     """What follows the last event of a stream."""
-    served: ClassVar[Mapping[str, Any]] = {}
-    """Fields that would change the answer, with the only value that is served."""
-
     replies: str
     """How the identity of a reply begins."""
+    honoured: ClassVar[frozenset[str]]
+    """Fields that change the answer as the API says."""
+    of_the_run: ClassVar[frozenset[str]]
+    """Fields that are accepted and have no effect: the run decides how its model samples."""
+    without_effect: ClassVar[frozenset[str]]
+    """Fields that say nothing about the answer, in the API either."""
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]]
+    """Fields that would change the answer, with the values that do not."""
 
-    def read(self, body: Json, kept: Kept) -> Asked:
-        """Raises ApiError."""
+    def read(self, body: Json, kept: Kept, *, is_counted: bool = False) -> ApiRequest:
+        """Raises ApiError. If `is_counted`, the request only asks for its number of tokens."""
+        self.check(body)
         messages = self.messages(body, kept)
         tools = self.tools(body)
-        self.check(body)
-        return Asked(body, messages, tools, f"{self.replies}{secrets.token_hex(12)}")
+        options = CallOptions() if is_counted else self.options(body)
+        _check_choice(options, tools)
+        return ApiRequest(
+            body,
+            messages,
+            tools,
+            options,
+            f"{self.replies}{secrets.token_hex(12)}",
+            self.choices(body),
+            [_kind_of(tool) for tool in as_list(body.get("tools")) if not self.is_function(tool)],
+        )
 
     def messages(self, body: Json, kept: Kept) -> list[ChatMessage]:
         """The conversation that a request continues. Raises ApiError."""
@@ -131,31 +167,120 @@ class Dialect:
 
     def tools(self, body: Json) -> list[Json]:
         """Raises ApiError."""
-        return _tools(as_list(body.get("tools")))
+        return _tools([tool for tool in as_list(body.get("tools")) if self.is_function(tool)])
+
+    def is_function(self, tool: Any) -> bool:
+        """Whether the client runs this tool. Those that the service runs cannot be had here."""
+        return as_object(tool).get("type", "function") == "function"
+
+    def options(self, body: Json) -> CallOptions:
+        """Raises ApiError."""
+        raise NotImplementedError
+
+    def choices(self, body: Json) -> int:
+        return 1
 
     def turn(self, reply: Json) -> ChatMessage:
         """The model's turn in a whole reply of another server. Raises ApiError."""
         raise NotImplementedError
 
-    def whole(self, answer: Answer, request: Asked) -> Json:
+    def whole(self, answers: Sequence[Answer], request: ApiRequest) -> Json:
         raise NotImplementedError
 
-    def events(self, answer: Answer, request: Asked) -> Iterator[Event]:
+    def events(self, answers: Sequence[Answer], request: ApiRequest) -> Iterator[Event]:
         raise NotImplementedError
 
-    def error(self, error: ApiError) -> Json:
-        said = {"message": str(error), "type": error.kind, "param": error.param}
-        return {"error": {**said, "code": error.code}}
+    def error(self, error: ApiError, request_id: str | None = None) -> Json:
+        return {"error": {**self._said(error), "code": error.code}}
+
+    def error_event(self, error: ApiError) -> Event:
+        """The error in a stream that has begun."""
+        return None, self.error(error)
+
+    def _said(self, error: ApiError) -> Json:
+        return {"message": str(error), "type": error.kind, "param": error.param}
 
     def check(self, body: Json) -> None:
-        if body.get("model") != MODEL:
-            what = f"the model {body.get('model')!r:.80} does not exist; use {MODEL!r}"
-            raise ApiError(404, "model_not_found", what, "model")
-        for name, served in self.served.items():
-            value = body.get(name)
-            if value is not None and value not in (served, [served]):
-                what = f"{name}={value!r:.80} is not supported here: leave it out"
-                raise ApiError(400, "unsupported_value", what, name)
+        """Raises ApiError for a field that is not accepted."""
+        if not isinstance(body.get("model"), str):
+            raise ApiError(400, "missing_required_parameter", "model must be a string", "model")
+        accepted = self.honoured | self.of_the_run | self.without_effect
+        for name, value in body.items():
+            if name in accepted or value is None:
+                continue
+            if name not in self.neutral:
+                raise self.unknown(name)
+            if value not in self.neutral[name]:
+                raise unsupported(name, value)
+
+    def unknown(self, name: str) -> ApiError:
+        return ApiError(400, "unknown_parameter", f"Unknown parameter: {name!r:.80}.", name[:80])
+
+
+def unsupported(name: str, value: Any) -> ApiError:
+    what = f"{name}={value!r:.80} is not supported here: leave it out"
+    return ApiError(400, "unsupported_value", what, name)
+
+
+def _check_choice(options: CallOptions, tools: Sequence[Json]) -> None:
+    """Raises ApiError for a choice of tools that the request does not have."""
+    if options.tool_choice != "required":
+        return
+    names = [tool["function"]["name"] for tool in tools]
+    if options.tool_name is not None and options.tool_name not in names:
+        raise invalid(f"tool_choice: there is no tool {options.tool_name!r:.80}", "tool_choice")
+    if not names:
+        raise invalid("tool_choice asks for a tool, and the request has none", "tool_choice")
+
+
+def _kind_of(tool: Any) -> str:
+    return str(as_object(tool).get("type", "tool"))[:40]
+
+
+def _number(body: Json, name: str, most: int | None = None) -> int | None:
+    """The value of a field that is a number of at least 1. Raises ApiError."""
+    value = body.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise invalid(f"{name} must be a whole number of at least 1, got {value!r:.40}", name)
+    if most is not None and value > most:
+        raise ApiError(400, "unsupported_value", f"{name} may be at most {most} here", name)
+    return value
+
+
+def _stops(body: Json, name: str) -> tuple[str, ...]:
+    value = body.get(name)
+    stops = [value] if isinstance(value, str) else as_list(value)
+    if not all(isinstance(stop, str) and stop for stop in stops) or len(stops) > MOST_STOPS:
+        raise invalid(f"{name} must be a text or up to {MOST_STOPS} texts", name)
+    return tuple(stops)
+
+
+def _schema(form: Json, param: str) -> Json | None:
+    """The JSON schema that a response format asks for. Raises ApiError."""
+    kind = form.get("type", "text")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return ANY_OBJECT
+    schema = form.get("schema")
+    if kind != "json_schema" or not isinstance(schema, dict):
+        raise invalid(f"{param} must be text, json_object, or json_schema with a schema", param)
+    return as_object(schema)
+
+
+def _chosen(value: Any) -> Json:
+    """`tool_choice` of OpenAI's APIs as options. Raises ApiError."""
+    if value is None:
+        return {}
+    if value in ("auto", "none", "required"):
+        return {"tool_choice": value}
+    choice = as_object(value)
+    name = choice.get("name", as_object(choice.get("function")).get("name"))
+    if choice.get("type") != "function" or not isinstance(name, str):
+        raise unsupported("tool_choice", value)
+    return {"tool_choice": "required", "tool_name": name}
 
 
 # -- OpenAI's chat completions ---------------------------------------------------------------------
@@ -164,14 +289,26 @@ class Dialect:
 class Chat(Dialect):
     ends_with = "[DONE]"
     replies = "chatcmpl-"
-    served: ClassVar[Mapping[str, Any]] = {
-        "n": 1,
-        "logprobs": False,
-        "stop": [],
-        "tool_choice": "auto",
-        "response_format": {"type": "text"},
-        "functions": [],
-        "modalities": ["text"],
+    honoured = _words(
+        "messages model max_tokens max_completion_tokens n parallel_tool_calls response_format "
+        "stop stream stream_options tool_choice tools logprobs"
+    )
+    of_the_run = _words("temperature top_p seed reasoning_effort verbosity")
+    without_effect = _words(
+        "metadata user store service_tier safety_identifier prediction prompt_cache_key "
+        "prompt_cache_options prompt_cache_retention"
+    )
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "frequency_penalty": (0,),
+        "presence_penalty": (0,),
+        "logit_bias": ({},),
+        "top_logprobs": (0,),
+        "modalities": (["text"],),
+        "functions": ([],),
+        "function_call": ("auto", "none"),
+        "audio": (),
+        "moderation": (),
+        "web_search_options": (),
     }
 
     def messages(self, body: Json, kept: Kept) -> list[ChatMessage]:
@@ -180,32 +317,56 @@ class Chat(Dialect):
             raise invalid("messages must be a list of at least one message", "messages")
         return [_message(as_object(message)) for message in messages]
 
-    def whole(self, answer: Answer, request: Asked) -> Json:
-        message = {**answer.turn, "refusal": None}
-        if answer.calls and not answer.text:
-            message["content"] = None
-        finish = answer.finish_reason
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish}
-        usage = answer.usage.fields()
-        return {**self._frame(request, ""), "choices": [choice], "usage": usage}
+    def options(self, body: Json) -> CallOptions:
+        limits = [_number(body, name) for name in ("max_tokens", "max_completion_tokens")]
+        form = as_object(body.get("response_format"))
+        if form.get("type") == "json_schema":
+            form = {**as_object(form.get("json_schema")), "type": "json_schema"}
+        return CallOptions(
+            max_tokens=min((limit for limit in limits if limit), default=None),
+            stop=_stops(body, "stop"),
+            parallel_tool_calls=body.get("parallel_tool_calls") is not False,
+            json_schema=_schema(form, "response_format"),
+            logprobs=body.get("logprobs") is True,
+            **_chosen(body.get("tool_choice")),
+        )
 
-    def _frame(self, request: Asked, part: str) -> Json:
+    def choices(self, body: Json) -> int:
+        return _number(body, "n", MOST_CHOICES) or 1
+
+    def whole(self, answers: Sequence[Answer], request: ApiRequest) -> Json:
+        choices: list[Json] = []
+        for index, answer in enumerate(answers):
+            message = {**answer.turn, "refusal": None}
+            if answer.calls and not answer.text:
+                message["content"] = None
+            logprobs = _logprobs(answer) if request.options.logprobs else None
+            finish = answer.finish_reason
+            choice = {"index": index, "message": message, "logprobs": logprobs}
+            choices.append({**choice, "finish_reason": finish})
+        return {**self._frame(request, ""), "choices": choices, "usage": _usage_of(answers)}
+
+    def _frame(self, request: ApiRequest, part: str) -> Json:
         kind = f"chat.completion{part}"
-        return {"id": request.identity, "created": request.created, "model": MODEL, "object": kind}
+        created = {"created": request.created, "model": request.model}
+        return {"id": request.identity, **created, "object": kind}
 
-    def events(self, answer: Answer, request: Asked) -> Iterator[Event]:
+    def events(self, answers: Sequence[Answer], request: ApiRequest) -> Iterator[Event]:
         frame = self._frame(request, ".chunk")
         options = as_object(request.body.get("stream_options"))
         with_usage = bool(options.get("include_usage"))
         if with_usage:
             frame["usage"] = None
-        for delta in self._deltas(answer):
-            choice = {"index": 0, "delta": delta, "finish_reason": None}
-            yield None, {**frame, "choices": [choice]}
-        last: Json = {"index": 0, "delta": {}, "finish_reason": answer.finish_reason}
-        yield None, {**frame, "choices": [last]}
+        for index, answer in enumerate(answers):
+            for delta in self._deltas(answer):
+                choice: Json = {"index": index, "delta": delta, "finish_reason": None}
+                if request.options.logprobs and "role" in delta:
+                    choice["logprobs"] = _logprobs(answer)
+                yield None, {**frame, "choices": [choice]}
+            last: Json = {"index": index, "delta": {}, "finish_reason": answer.finish_reason}
+            yield None, {**frame, "choices": [last]}
         if with_usage:
-            yield None, {**frame, "choices": [], "usage": answer.usage.fields()}
+            yield None, {**frame, "choices": [], "usage": _usage_of(answers)}
 
     def _deltas(self, answer: Answer) -> Iterator[Json]:
         yield {"role": "assistant", "content": None if answer.calls else ""}
@@ -218,18 +379,49 @@ class Chat(Dialect):
             yield {"tool_calls": [{"index": index, "function": arguments}]}
 
 
+def _usage_of(answers: Sequence[Answer]) -> Json:
+    written = sum(answer.usage.completion_tokens for answer in answers)
+    return Usage(answers[0].usage.prompt_tokens, written).fields()
+
+
+def _tokens(answer: Answer) -> list[Json]:
+    """The sampled tokens as OpenAI's APIs write them."""
+    tokens: list[Json] = []
+    for text, logprob in answer.usage.logprobs:
+        token = {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        tokens.append({**token, "top_logprobs": []})
+    return tokens
+
+
+def _logprobs(answer: Answer) -> Json:
+    return {"content": _tokens(answer), "refusal": None}
+
+
 # -- OpenAI's responses ----------------------------------------------------------------------------
 
 
 class Responses(Dialect):
     replies = "resp_"
-    served: ClassVar[Mapping[str, Any]] = {
-        "tool_choice": "auto",
-        "background": False,
-        "conversation": None,
-        "prompt": None,
-        "top_logprobs": 0,
-        "text": {"format": {"type": "text"}},
+    honoured = _words(
+        "input model instructions previous_response_id max_output_tokens tools tool_choice "
+        "parallel_tool_calls text stream stream_options include"
+    )
+    of_the_run = _words("temperature top_p reasoning")
+    without_effect = _words(
+        "metadata client_metadata user store service_tier safety_identifier max_tool_calls "
+        "prompt_cache_key prompt_cache_options prompt_cache_retention"
+    )
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "background": (False,),
+        "top_logprobs": (0,),
+        "truncation": ("disabled",),
+        "conversation": (),
+        "prompt": (),
+        "context_management": ([],),
+        "moderation": (),
+        "background_options": (),
+        "access_programs": ([],),
+        "image": (),
     }
 
     def messages(self, body: Json, kept: Kept) -> list[ChatMessage]:
@@ -248,8 +440,19 @@ class Responses(Dialect):
             raise invalid("input must be a text or a list of at least one item", "input")
         return messages
 
-    def tools(self, body: Json) -> list[Json]:
-        return _tools([tool for tool in as_list(body.get("tools")) if _is_function(tool)])
+    def options(self, body: Json) -> CallOptions:
+        form = as_object(as_object(body.get("text")).get("format"))
+        included = as_list(body.get("include"))
+        for name in included:
+            if name not in (LOGPROBS, "reasoning.encrypted_content"):
+                raise unsupported("include", name)
+        return CallOptions(
+            max_tokens=_number(body, "max_output_tokens"),
+            parallel_tool_calls=body.get("parallel_tool_calls") is not False,
+            json_schema=_schema(form, "text"),
+            logprobs=LOGPROBS in included,
+            **_chosen(body.get("tool_choice")),
+        )
 
     def turn(self, reply: Json) -> ChatMessage:
         messages: list[ChatMessage] = [{"role": "assistant", "content": ""}]
@@ -257,14 +460,11 @@ class Responses(Dialect):
             _add_item(messages, as_object(item))
         return messages[-1]
 
-    def check(self, body: Json) -> None:
-        format_only = {"format": as_object(body.get("text")).get("format") or {"type": "text"}}
-        super().check({**body, "text": format_only})
-
-    def whole(self, answer: Answer, request: Asked) -> Json:
+    def whole(self, answers: Sequence[Answer], request: ApiRequest) -> Json:
+        answer = answers[0]
         return self._response(answer, request, self._items(answer, request), "completed")
 
-    def _items(self, answer: Answer, request: Asked) -> list[Json]:
+    def _items(self, answer: Answer, request: ApiRequest) -> list[Json]:
         items: list[Json] = []
         name = request.identity.removeprefix("resp_")
         done = {"status": "completed"}
@@ -273,7 +473,7 @@ class Responses(Dialect):
                 "type": "output_text",
                 "text": answer.text,
                 "annotations": [],
-                "logprobs": [],
+                "logprobs": _tokens(answer),
             }
             items.append(
                 {"id": f"msg_{name}", "type": "message", "role": "assistant", **done}
@@ -284,7 +484,9 @@ class Responses(Dialect):
             items.append({"id": f"fc_{name}{number}", "type": "function_call", **called, **done})
         return items
 
-    def _response(self, answer: Answer, request: Asked, items: list[Json], status: str) -> Json:
+    def _response(
+        self, answer: Answer, request: ApiRequest, items: list[Json], status: str
+    ) -> Json:
         usage = None
         details = None
         if status == "completed":
@@ -307,24 +509,29 @@ class Responses(Dialect):
             "error": None,
             "incomplete_details": details,
             **{name: request.body.get(name) for name in repeated},
-            "model": MODEL,
+            "model": request.model,
             "output": items,
-            "parallel_tool_calls": True,
-            "temperature": 1.0,
-            "top_p": 1.0,
-            "text": {"format": {"type": "text"}},
-            "tool_choice": "auto",
+            "parallel_tool_calls": request.options.parallel_tool_calls,
+            # The run decides these, so they are the run's, whatever the request says.
+            "temperature": answer.usage.temperature,
+            "top_p": answer.usage.top_p,
+            "text": {"format": {"type": "text"}, **as_object(request.body.get("text"))},
+            "tool_choice": request.body.get("tool_choice") or "auto",
             "tools": as_list(request.body.get("tools")),
             "truncation": "disabled",
             "metadata": request.body.get("metadata") or {},
             "usage": usage,
         }
 
-    def events(self, answer: Answer, request: Asked) -> Iterator[Event]:
-        for number, (name, data) in enumerate(self._numbered(answer, request)):
+    def error_event(self, error: ApiError) -> Event:
+        said = {name: value for name, value in self._said(error).items() if name != "type"}
+        return "error", {"type": "error", "code": error.code, **said, "sequence_number": 0}
+
+    def events(self, answers: Sequence[Answer], request: ApiRequest) -> Iterator[Event]:
+        for number, (name, data) in enumerate(self._numbered(answers[0], request)):
             yield name, {"type": name, "sequence_number": number, **data}
 
-    def _numbered(self, answer: Answer, request: Asked) -> Iterator[tuple[str, Json]]:
+    def _numbered(self, answer: Answer, request: ApiRequest) -> Iterator[tuple[str, Json]]:
         begun = self._response(answer, request, [], "in_progress")
         yield "response.created", {"response": begun}
         yield "response.in_progress", {"response": begun}
@@ -342,9 +549,9 @@ class Responses(Dialect):
                 blank = {**part, "text": ""}
                 yield "response.content_part.added", {**place, "part": blank}
                 if text:
-                    delta: Json = {"delta": text, "logprobs": []}
+                    delta: Json = {"delta": text, "logprobs": part["logprobs"]}
                     yield "response.output_text.delta", {**place, **delta}
-                whole: Json = {"text": text, "logprobs": []}
+                whole: Json = {"text": text, "logprobs": part["logprobs"]}
                 yield "response.output_text.done", {**place, **whole}
                 yield "response.content_part.done", {**place, "part": part}
             else:
@@ -355,11 +562,6 @@ class Responses(Dialect):
             yield "response.output_item.done", {"output_index": index, "item": item}
         ended = self._response(answer, request, items, "completed")
         yield f"response.{ended['status']}", {"response": ended}
-
-
-def _is_function(tool: Any) -> bool:
-    """Whether the client runs this tool. Those that the service would run cannot be had here."""
-    return as_object(tool).get("type", "function") == "function"
 
 
 def _add_item(messages: list[ChatMessage], item: Json) -> None:
@@ -390,7 +592,21 @@ def _add_calls(messages: list[ChatMessage], calls: list[Json]) -> None:
 
 class Messages(Dialect):
     replies = "msg_"
-    served: ClassVar[Mapping[str, Any]] = {"stop_sequences": []}
+    honoured = _words(
+        "messages model max_tokens system tools tool_choice stop_sequences stream output_config "
+        "output_format"
+    )
+    of_the_run = _words("temperature top_p top_k thinking")
+    without_effect = _words(
+        "metadata service_tier cache_control inference_geo diagnostics user_profile_id "
+        "workspace_id speed betas billing_policy fallbacks fallback_credit_token"
+    )
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "container": (),
+        "mcp_servers": ([],),
+        "context_management": ({"edits": []},),
+        "compaction": (),
+    }
 
     def messages(self, body: Json, kept: Kept) -> list[ChatMessage]:
         messages: list[ChatMessage] = []
@@ -405,10 +621,9 @@ class Messages(Dialect):
 
     def tools(self, body: Json) -> list[Json]:
         tools: list[Json] = []
-        for tool in map(as_object, as_list(body.get("tools"))):
-            if tool.get("type", "custom") == "custom":
-                named = {"name": tool.get("name"), "description": tool.get("description")}
-                tools.append({**named, "parameters": tool.get("input_schema")})
+        for tool in map(as_object, filter(self.is_function, as_list(body.get("tools")))):
+            named = {"name": tool.get("name"), "description": tool.get("description")}
+            tools.append({**named, "parameters": tool.get("input_schema")})
         return _tools(tools)
 
     def turn(self, reply: Json) -> ChatMessage:
@@ -416,23 +631,57 @@ class Messages(Dialect):
         _add_turn(messages, reply)
         return messages[-1]
 
+    def is_function(self, tool: Any) -> bool:
+        return as_object(tool).get("type", "custom") == "custom"
+
+    def options(self, body: Json) -> CallOptions:
+        config = as_object(body.get("output_config"))
+        form = as_object(config.get("format") or body.get("output_format"))
+        limit = _number(body, "max_tokens")
+        if limit is None:
+            raise invalid("max_tokens: Field required", "max_tokens")
+        choice = as_object(body.get("tool_choice"))
+        kinds = {"auto": "auto", "none": "none", "any": "required", "tool": "required"}
+        kind = str(choice.get("type", "auto"))
+        if kind not in kinds:
+            raise unsupported("tool_choice", body.get("tool_choice"))
+        return CallOptions(
+            max_tokens=limit,
+            stop=_stops(body, "stop_sequences"),
+            tool_choice=cast('Literal["auto", "none", "required"]', kinds[kind]),
+            tool_name=str(choice.get("name")) if kind == "tool" else None,
+            parallel_tool_calls=choice.get("disable_parallel_tool_use") is not True,
+            json_schema=_schema(form, "output_config"),
+        )
+
     def check(self, body: Json) -> None:
-        choice = as_object(body.get("tool_choice")).get("type", "auto")
-        if choice != "auto":
-            what = f"tool_choice={choice!r:.40} is not supported here: leave it out"
-            raise ApiError(400, "unsupported_value", what, "tool_choice")
+        if body.get("thread") is not None:
+            what = "threads are not served here: send the whole conversation without `thread`"
+            raise ApiError(400, THREAD_UNSUPPORTED, what, "thread")
+        edits = as_list(as_object(body.get("context_management")).get("edits"))
+        kinds = [str(as_object(edit).get("type")) for edit in edits]
+        if edits and all(kind.startswith("clear_thinking") for kind in kinds):
+            # There is no thinking in a conversation here.
+            body = {**body, "context_management": None}
         super().check(body)
 
-    def _message(self, answer: Answer, request: Asked) -> Json:
+    def unknown(self, name: str) -> ApiError:
+        what = f"{name:.80}: Extra inputs are not permitted"
+        return ApiError(400, "unknown_parameter", what, name[:80])
+
+    def _message(self, answer: Answer, request: ApiRequest) -> Json:
         reasons = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}
+        reason = reasons[answer.finish_reason]
+        if answer.usage.stopped_by is not None and not answer.calls:
+            reason = "stop_sequence"
         return {
             "id": request.identity,
             "type": "message",
             "role": "assistant",
-            "model": MODEL,
+            "model": request.model,
             "content": list(self._blocks(answer)),
-            "stop_reason": reasons[answer.finish_reason],
-            "stop_sequence": None,
+            "stop_reason": reason,
+            "stop_sequence": answer.usage.stopped_by,
             "usage": self._usage(answer),
         }
 
@@ -456,11 +705,11 @@ class Messages(Dialect):
             call_part = {"name": call["function"]["name"], "input": as_object(arguments)}
             yield {"type": "tool_use", "id": call["id"], **call_part}
 
-    def whole(self, answer: Answer, request: Asked) -> Json:
-        return self._message(answer, request)
+    def whole(self, answers: Sequence[Answer], request: ApiRequest) -> Json:
+        return self._message(answers[0], request)
 
-    def events(self, answer: Answer, request: Asked) -> Iterator[Event]:
-        message = self._message(answer, request)
+    def events(self, answers: Sequence[Answer], request: ApiRequest) -> Iterator[Event]:
+        message = self._message(answers[0], request)
         usage = message["usage"]
         begun: Json = {"content": [], "stop_reason": None, "usage": {**usage, "output_tokens": 0}}
         yield self._event("message_start", message={**message, **begun})
@@ -474,20 +723,25 @@ class Messages(Dialect):
             yield self._event("content_block_start", index=index, content_block=opened)
             yield self._event("content_block_delta", index=index, delta=delta)
             yield self._event("content_block_stop", index=index)
-        ended = {"stop_reason": message["stop_reason"], "stop_sequence": None}
+        ended = {name: message[name] for name in ("stop_reason", "stop_sequence")}
         yield self._event("message_delta", delta=ended, usage=usage)
         yield self._event("message_stop")
 
     def _event(self, name: str, **data: Any) -> Event:
         return name, {"type": name, **data}
 
-    def error(self, error: ApiError) -> Json:
+    def error_event(self, error: ApiError) -> Event:
+        return "error", self.error(error)
+
+    def error(self, error: ApiError, request_id: str | None = None) -> Json:
         kinds = {404: "not_found_error", 413: "request_too_large"}
         message = str(error)
         if error.code == "context_length_exceeded":
             message = f"prompt is too long: {message}"
-        said = {"type": kinds.get(error.status, error.kind), "message": message}
-        return {"type": "error", "error": said, "request_id": None}
+        said: Json = {"type": kinds.get(error.status, error.kind), "message": message}
+        if error.code == THREAD_UNSUPPORTED:
+            said["details"] = {"error_code": error.code, "unsupported": "thread"}
+        return {"type": "error", "error": said, "request_id": request_id}
 
 
 def _add_turn(messages: list[ChatMessage], turn: Json) -> None:
@@ -560,7 +814,7 @@ def _tools(value: list[Any]) -> list[Json]:
         raise invalid(str(error), "tools") from error
 
 
-def count_tokens(request: Asked) -> Json:
+def count_tokens(request: ApiRequest) -> Json:
     """About how many tokens the request has, for agents that plan by it."""
     characters = len(json.dumps([request.messages, request.tools]))
     return {"input_tokens": characters // CHARACTERS_PER_TOKEN}

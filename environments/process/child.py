@@ -35,7 +35,7 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Literal, Never, cast
+from typing import Any, Never, cast
 
 from environments import adapters, task_cache
 from environments.agents import programs
@@ -280,6 +280,7 @@ class Child:
             "max_turns": int(turns),
             "tools": tools,
             "is_agent": self._is_agent,
+            "options": self._agent(episode).options.changed() if self._is_agent else {},
         }
 
     async def op_step_episode(
@@ -287,7 +288,7 @@ class Child:
         episode: int,
         text: str | None,
         tool_calls: list[dict[str, Any]],
-        usage: tuple[int, int, Literal["stop", "length"]],
+        usage: list[Any],
     ) -> dict[str, Any]:
         state = self._episode(episode)
         if self._is_agent:
@@ -317,7 +318,7 @@ class Child:
         if call is None:
             return {"ended": "max_turns" if agent.is_at_limit else "done"}
         messages = _messages(call.messages, "a request", OPENING_ROLES)
-        return {**vars(call), "messages": messages}
+        return {**vars(call), "messages": messages, "options": call.options.changed()}
 
     async def op_answer_call(
         self,
@@ -325,7 +326,7 @@ class Child:
         call: int,
         text: str,
         tool_calls: list[dict[str, Any]],
-        usage: tuple[int, int, Literal["stop", "length"]],
+        usage: list[Any],
     ) -> None:
         turn = _assistant(text, tool_calls)
         self._agent(episode).answer_call(call, turn, Usage(*usage))
@@ -342,7 +343,8 @@ class Child:
     ) -> dict[str, Any]:
         state = self._episode(episode)
         try:
-            return _score(await self._alone(state, latency_ms, total_tokens), ALONE)
+            result = await self._alone(state, latency_ms, total_tokens)
+            return {**_score(result, ALONE), "refusals": self._refusals(state)}
         finally:
             await self.op_close_episode(episode)
 
@@ -378,7 +380,15 @@ class Child:
             rewards = cast("Sequence[Any]", results)
             if len(rewards) != len(finished):
                 raise _error(f"{must}, one for each episode, got {len(rewards)}")
-            return [_score(result, must) for result in rewards]
+            states = [self._episode(number) for number, *_ in episodes]
+            return [
+                {**_score(result, must), "refusals": self._refusals(state)}
+                for result, state in zip(rewards, states, strict=True)
+            ]
+
+    def _refusals(self, state: Episode) -> dict[str, int]:
+        """What the API refused to the agent or left out."""
+        return cast("Any", state.environment).refusals if self._is_agent else {}
 
     async def op_judge(self, split: str, index: int, answers: list[str]) -> list[int] | None:
         """How the environment's judge ranks these answers; None without a judge."""
@@ -586,7 +596,8 @@ def _check_tasks(attribute: str, examples: Sequence[Any]) -> None:
 def _served(agent: EnvironmentAgent, call: Callable[..., Coroutine[Any, Any, Any]]) -> Environment:
     """The agent as an environment of many turns."""
     # Imported here: a web server takes time to import, and only agents need it.
-    from environments.agents.endpoint import AgentEpisode, Endpoint  # noqa: PLC0415
+    from environments.agents.endpoint import AgentEpisode  # noqa: PLC0415
+    from environments.agents.server import Endpoint  # noqa: PLC0415
 
     try:
         return AgentEpisode(agent, Endpoint(asyncio.get_running_loop()), call)

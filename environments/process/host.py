@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, cast
 
 from environments import task_cache
-from environments.agents.calls import NO_USAGE, AgentCall, Usage
+from environments.agents.calls import NO_OPTIONS, NO_USAGE, AgentCall, CallOptions, Usage
 from environments.base import ChatMessage
 from environments.faults import EnvironmentFault
 from environments.process import requirements
@@ -81,13 +81,15 @@ class Opening:
     max_turns: int
     tools: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     """OpenAI function schemas of what the model may call."""
+    options: CallOptions = NO_OPTIONS
+    """What an agent's first request asks of its answer."""
     is_agent: bool = False
     """Whether this is the first request of an agent, call 0: `next_call` has the others, and
     `answer_call` answers them."""
 
     @property
     def call(self) -> AgentCall:
-        return AgentCall(0, None, self.messages, self.tools)
+        return AgentCall(0, None, self.messages, self.tools, self.options)
 
 
 @dataclass
@@ -126,6 +128,8 @@ class Score:
     metrics: dict[str, float]
     reason: str | None
     error: str | None
+    refusals: dict[str, int] = field(default_factory=dict[str, int])
+    """How often the API refused something to an agent or left it out, by what it was."""
 
 
 @dataclass(frozen=True)

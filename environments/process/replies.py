@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, cast
 
 from environments import task_cache
-from environments.agents.calls import ANSWER_ROLES, OPENING_ROLES, finite_float
+from environments.agents.calls import ANSWER_ROLES, OPENING_ROLES, CallOptions, finite_float
 from environments.base import ChatMessage
 from environments.redaction import Redactor
 from environments.tools import NAME
@@ -22,6 +23,7 @@ MAX_ID_CHARACTERS = 1000
 MAX_TURNS = 2**31 - 1
 MAX_DEPTH = 100
 """How deep a reply may be nested. The extra fields of a message may hold any JSON value."""
+OPTION_NAMES = {item.name for item in fields(CallOptions)}
 WHAT_CHARACTERS = 2000
 EVIDENCE_CHARACTERS = 4000
 FAULT_CODES = (
@@ -140,8 +142,8 @@ class Reader:
         return page
 
     def _start_episode(self, value: Any) -> dict[str, Any]:
-        task_id, messages, turns, tools, is_agent = _fields(
-            value, "task_id", "messages", "max_turns", "tools", "is_agent"
+        task_id, messages, turns, tools, is_agent, options = _fields(
+            value, "task_id", "messages", "max_turns", "tools", "is_agent", "options"
         )
         opening = self._messages(messages, OPENING_ROLES)
         if not opening:
@@ -153,6 +155,7 @@ class Reader:
             "max_turns": most,
             "tools": [self._tool(tool) for tool in _items(tools)],
             "is_agent": _truth(is_agent),
+            "options": _options(options),
         }
 
     def _step_episode(self, value: Any) -> dict[str, Any]:
@@ -167,7 +170,9 @@ class Reader:
             if value["ended"] not in ("done", "max_turns"):
                 raise ForgedError
             return value
-        number, parent, messages, tools = _fields(value, "number", "parent", "messages", "tools")
+        number, parent, messages, tools, options = _fields(
+            value, "number", "parent", "messages", "tools", "options"
+        )
         said = self._messages(messages, OPENING_ROLES)
         if not said:
             raise ForgedError
@@ -176,6 +181,7 @@ class Reader:
             "parent": None if parent is None else _whole(parent),
             "messages": said,
             "tools": [self._tool(tool) for tool in _items(tools)],
+            "options": _options(options),
         }
 
     def _answer_call(self, value: Any) -> None:
@@ -185,8 +191,8 @@ class Reader:
     _refuse_call = _close_episode = _answer_call
 
     def _score_episode(self, value: Any) -> dict[str, Any]:
-        reward, success, metrics, reason, error = _fields(
-            value, "reward", "success", "metrics", "reason", "error"
+        reward, success, metrics, reason, error, refusals = _fields(
+            value, "reward", "success", "metrics", "reason", "error", "refusals"
         )
         return {
             "reward": _number(reward),
@@ -196,6 +202,9 @@ class Reader:
             },
             "reason": None if reason is None else self._text(reason),
             "error": None if error is None else self._text(error),
+            "refusals": {
+                self._text(what): _whole(count) for what, count in _mapping(refusals).items()
+            },
         }
 
     def _score_group(self, value: Any) -> list[dict[str, Any]]:
@@ -264,6 +273,34 @@ class Reader:
 
     def _text(self, value: Any) -> str:
         return self._redactor.text(_string(value))
+
+
+# -- an agent's request ---------------------------------------------------------------------------
+
+
+def _options(value: Any) -> CallOptions:
+    """What a request asks of its answer. The names of a schema are the agent's own text, which the
+    model is held to: they are no secrets.
+    """
+    options = _mapping(value)
+    if not set(options) <= OPTION_NAMES:
+        raise ForgedError
+    usual = CallOptions()
+    tool_name = options.get("tool_name")
+    limit = options.get("max_tokens")
+    schema = options.get("json_schema")
+    choice = options.get("tool_choice", usual.tool_choice)
+    if choice not in ("auto", "none", "required"):
+        raise ForgedError
+    return CallOptions(
+        max_tokens=None if limit is None else _whole(limit, 1),
+        stop=tuple(_string(stop) for stop in _items(options.get("stop", []))),
+        tool_choice=choice,
+        tool_name=None if tool_name is None else _string(tool_name, 64),
+        parallel_tool_calls=_truth(options.get("parallel_tool_calls", True)),
+        json_schema=None if schema is None else _mapping(schema),
+        logprobs=_truth(options.get("logprobs", False)),
+    )
 
 
 # -- kinds of values -------------------------------------------------------------------------------

@@ -175,6 +175,8 @@ class Rollout(Record):
     truncated: bool = False
     finish: str = "done"
     seconds: float = 0.0
+    refusals: dict[str, int] = field(default_factory=dict[str, int])
+    """What an agent asked of its endpoint that was refused or left out, and how often."""
 
     @property
     def prompt_messages(self) -> int:

@@ -29,6 +29,7 @@ LONG_MESSAGE = 1500
 OPENING_CHARACTERS = 1500
 MESSAGE_FRAME = 55
 """Characters of a message besides its text."""
+MOST_REFUSALS = 4
 RESULT_FRAME = 900
 """Characters of the result besides its rows."""
 
@@ -71,6 +72,8 @@ class RolloutView(ResultModel):
     """The scorer's explanation."""
     error: str | None = None
     """What failed in environment code."""
+    refused: dict[str, int] | None = None
+    """What an agent asked of its model's API that was refused or left out, and how often."""
     messages: list[Message]
     """The conversation after `opening`, prompt included."""
     messages_in_all: int | None = None
@@ -373,6 +376,7 @@ def _rollout(shown: _Shown, excerpts: dict[int, str]) -> RolloutView:
         completion_tokens=row.completion_tokens,
         metrics=parts or None,
         reason=shorten(row.reason or "", 300) or None,
+        refused=_refused(row),
         error=error_text(row.error, 600),
         messages=[
             Message(
@@ -384,6 +388,12 @@ def _rollout(shown: _Shown, excerpts: dict[int, str]) -> RolloutView:
         ],
         messages_in_all=None if is_whole else shown.opening + len(messages),
     )
+
+
+def _refused(row: Rollout) -> dict[str, int] | None:
+    """The most frequent refusals of the model's API."""
+    counts = sorted(row.refusals.items(), key=lambda item: -item[1])
+    return {shorten(what, 80): count for what, count in counts[:MOST_REFUSALS]} or None
 
 
 def _excerpt(text: str, allowed: int, around: str) -> str:

@@ -17,7 +17,8 @@ import pytest
 
 from environments.agents.calls import NO_USAGE
 from environments.agents.dialects import DIALECTS, Answer, ApiError
-from environments.agents.endpoint import AgentEpisode, Session
+from environments.agents.endpoint import AgentEpisode
+from environments.agents.session import Session
 from environments.base import EnvironmentAgent, RewardResult, TaskExample
 from environments.faults import EnvironmentFault
 from environments.process.host import Opening, Score
@@ -158,7 +159,13 @@ class InProcess:
 
 async def ask(session: Session, body: Any, *, is_retry: bool = False) -> Answer:
     asked = DIALECTS["/chat/completions"].read(body, {})
-    return await session.ask(asked.messages, asked.tools, is_retry=is_retry)
+    (wait,) = session.ask(asked.messages, asked.tools, is_retry=is_retry)
+    try:
+        answer = await asyncio.shield(wait.call.answer)
+        wait.delivered()
+        return answer
+    finally:
+        wait.leave()
 
 
 class Recorder(FakeEngine):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
+import json
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -17,15 +19,17 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
+from environments.agents.calls import CallOptions
 from flash_mcp.protocol import device_locks
 from flash_mcp.protocol.chat_templates import with_tools
 from tests.tiny import CHATML
 from tests.virtual import FakeHost
 from worker.adapter import save_adapter
 from worker.engine.vllm import LORA_RANKS, UTILIZATION, Sync, VllmEngine, room_for_rank
+from worker.rollouts import transcript
 from worker.rollouts.scheduler import Finished, Generator, Limits, Rollout, Task, collect
-from worker.rollouts.transcript import ChatTemplate
-from worker.rollouts.turns import Completion, Sampling
+from worker.rollouts.transcript import ChatTemplate, trained
+from worker.rollouts.turns import Completion, Grammar, Sampling
 from worker.training import packing
 from worker.training.policy import load_policy
 
@@ -158,15 +162,17 @@ def generate(engine: VllmEngine, *requests: tuple[list[int], Sampling]) -> list[
     return [done[str(number)] for number in range(len(requests))]
 
 
-def trainers_logprobs(policy: Any, prompt: list[int], completion: list[int]) -> Tensor:
+def trainers_logprobs(
+    policy: Any, prompt: list[int], completion: list[int], temperature: float = 1.0
+) -> Tensor:
     ids = torch.tensor([prompt + completion])
-    trained = torch.ones(1, len(completion), dtype=torch.long)
+    is_trained = torch.ones(1, len(completion), dtype=torch.long)
     with (
         torch.no_grad(),
         torch.autocast(policy.device.type, torch.bfloat16, enabled=policy.dtype == torch.bfloat16),
     ):
         return packing.group_logps(
-            policy.get_base_model(), ids, torch.ones_like(ids), trained, 1.0
+            policy.get_base_model(), ids, torch.ones_like(ids), is_trained, temperature
         )[0][0]
 
 
@@ -695,3 +701,99 @@ def test_the_private_names_of_vllm_are_where_the_worker_expects_them() -> None:
     )
     assert isinstance(PunicaWrapperBase.token_lora_indices, property)
     assert isinstance(PunicaWrapperBase.sampler_indices, property)
+
+
+# -- answers that are held to a format -------------------------------------------------------------
+
+FORM = {
+    "type": "object",
+    "properties": {"word": {"type": "string", "maxLength": 6}, "sure": {"type": "boolean"}},
+    "required": ["word", "sure"],
+    "additionalProperties": False,
+}
+
+
+grammars = pytest.mark.filterwarnings("ignore:max_rollback_tokens:DeprecationWarning")
+
+
+@grammars
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_of_answers_under_a_grammar_the_trained_log_probabilities_are_the_trainers(
+    engines: Engines, fp32_model: Path, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = load_policy(fp32_model, rank=RANK, alpha=24, seed=0, dtype=torch.float32)
+    train(policy, 1)
+    engine = engine_of(engines, fp32_model, "merged", "float32")
+    engine.load_policy(policy)
+    tokenizer = AutoTokenizer.from_pretrained(fp32_model)
+    word = {"type": "string", "minLength": 3, "maxLength": 9}
+    grammar = Grammar(json_schema=json.dumps(word))
+    held = [Sampling(200, temperature, seed=seed, grammar=grammar) for seed in range(4)]
+    *answers, free = generate(
+        engine, *((PROMPT, sampling) for sampling in [*held, Sampling(8, temperature, seed=9)])
+    )
+    assert trained(free) == ([1] * len(free.token_ids), free.logprobs), "no grammar holds it"
+    for answer in answers:
+        expected = trainers_logprobs(policy, PROMPT, answer.token_ids, temperature)
+        sampled = torch.tensor(answer.logprobs)
+        assert answer.finish_reason == "stop" and answer.allowed is not None
+        text = tokenizer.decode(answer.token_ids, skip_special_tokens=True)
+        value = json.loads(text, strict=False)
+        assert isinstance(value, str) and 3 <= len(value) < 20, "bytes that are no UTF-8 count more"
+        assert (sampled - expected).max() > 0.5, "the grammar decided here"
+        mask, _ = trained(answer)
+        assert sum(mask) < len(mask), "what the grammar decided is not trained"
+        with monkeypatch.context() as patch:
+            patch.setattr(transcript, "FREE_SHARE", 1e-30)
+            _, logprobs = trained(answer)
+        assert (torch.tensor(logprobs) - expected).abs().max() < 1e-4
+
+
+def test_a_token_is_trained_where_the_grammar_left_the_model_free() -> None:
+    nearly = math.log(0.995)
+    allowed = [0.0, nearly, math.log(0.9), -20.0]
+    answer = Completion(
+        [5, 6, 7, 8], [-0.5, -1.0, -0.1, 0.0], "stop", allowed=allowed, has_grammar=True
+    )
+    assert trained(answer) == ([1, 1, 0, 0], [-0.5, -1.0 + nearly, 0.0, 0.0])
+    unknown = Completion([5, 6], [-0.5, -1.0], "stop", has_grammar=True)
+    assert trained(unknown) == ([0, 0], [0.0, 0.0])
+
+
+@grammars
+def test_a_required_tool_is_called_and_a_bad_schema_is_refused(
+    merged: VllmEngine, tiny_model: Path
+) -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(tiny_model)
+    tools = [
+        {
+            "type": "function",
+            "function": {
+                "name": name,
+                "parameters": {
+                    "type": "object",
+                    "properties": {"n": {"type": "integer", "maximum": 99, "minimum": 0}},
+                    "required": ["n"],
+                },
+            },
+        }
+        for name in ("add", "sub")
+    ]
+    template = ChatTemplate(tokenizer).for_tools(tools)
+    prompt = PROMPT[:200]
+    named = CallOptions(tool_choice="required", tool_name="sub", parallel_tool_calls=False)
+    either = CallOptions(json_schema=FORM)
+    turns = []
+    for options in (named, either, CallOptions(tool_choice="required", parallel_tool_calls=False)):
+        grammar, stop = template.limits_of(options)
+        (answer,) = generate(merged, (prompt, Sampling(300, seed=1, grammar=grammar, stop=stop)))
+        assert answer.finish_reason == "stop"
+        turns.append(template.read(answer.token_ids))
+    assert [call["function"]["name"] for call in turns[0].tool_calls] == ["sub"]
+    assert turns[1].tool_calls or set(json.loads(turns[1].content)) == {"word", "sure"}
+    assert len(turns[2].tool_calls) == 1 and not any(turn.bad_tool_call for turn in turns)
+    with pytest.raises(ValueError, match="vLLM refuses the grammar"):
+        bad = Grammar(json_schema=json.dumps({"type": "object", "$ref": "#/nowhere"}))
+        merged.submit("bad", prompt, Sampling(9, grammar=bad))
+    one_call, stop = template.limits_of(CallOptions(parallel_tool_calls=False))
+    assert one_call is None and stop == ("</tool_call>",)

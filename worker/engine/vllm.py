@@ -10,6 +10,7 @@ import os
 import tempfile
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
@@ -79,6 +80,7 @@ class VllmEngine:
             from vllm.v1.engine.llm_engine import LLMEngine  # noqa: PLC0415
 
         _rank_no_tokens()
+        _record_shares()
         if not on_gpu:
             _sample_by_inversion_on_cpu()
         arguments = engine_arguments(
@@ -109,6 +111,7 @@ class VllmEngine:
     def submit(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         from vllm import SamplingParams  # noqa: PLC0415
         from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415
+        from vllm.sampling_params import StructuredOutputsParams as Structure  # noqa: PLC0415
 
         params = SamplingParams(
             max_tokens=sampling.max_tokens,
@@ -121,17 +124,40 @@ class VllmEngine:
             detokenize=bool(sampling.stop),  # vLLM's text is read only to find stop strings
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        self._engine.add_request(
-            request_id, {"prompt_token_ids": list(prompt_ids)}, params, lora_request=self._adapter
-        )
+        _SHARES.pop(request_id, None)
+        if grammar := sampling.grammar:
+            params.structured_outputs = Structure(
+                json=grammar.json_schema, structural_tag=grammar.structural_tag
+            )
+            _SHARES[request_id] = Shares(sampling.temperature)
+        try:
+            self._engine.add_request(
+                request_id,
+                {"prompt_token_ids": list(prompt_ids)},
+                params,
+                lora_request=self._adapter,
+            )
+        except Exception as error:
+            if sampling.grammar is None:
+                raise
+            _SHARES.pop(request_id)
+            raise ValueError(f"vLLM refuses the grammar: {error}") from error
 
     def step(self) -> list[tuple[str, Completion]]:
         outputs: list[Any] = self._engine.step()
         done = [output for output in outputs if output.finished]
-        return [(output.request_id, _completion(output.outputs[0])) for output in done]
+        return [
+            (
+                output.request_id,
+                _completion(output.outputs[0], _SHARES.pop(output.request_id, None)),
+            )
+            for output in done
+        ]
 
     def abort(self, request_ids: Sequence[str]) -> None:
         self._engine.abort_request(list(request_ids))
+        for request_id in request_ids:
+            _SHARES.pop(request_id, None)
 
     def unfinished(self) -> int:
         """The number of requests that the engine still holds."""
@@ -258,13 +284,66 @@ def _visible(cards: Sequence[str]) -> Generator[None]:
         os.environ[CARDS] = own
 
 
-def _completion(output: Any) -> Completion:
+@dataclass
+class Shares:
+    """Of a request with a grammar: the log-probability that the model gave to the allowed tokens,
+    for each token."""
+
+    temperature: float
+    logs: list[float] = field(default_factory=list[float])
+
+
+_SHARES: dict[str, Shares] = {}
+"""By request. vLLM applies grammars in a function that knows no engine."""
+
+
+def _record_shares() -> None:
+    """Note how much probability each grammar leaves.
+
+    Only vLLM's first model runner, which the CPU uses, is followed. Where another one runs, the
+    tokens of turns with a grammar are not trained (worker/rollouts/transcript.py)."""
+    from vllm.v1.worker import gpu_model_runner as runner  # noqa: PLC0415
+
+    apply = cast(Any, runner).apply_grammar_bitmask
+    if getattr(apply, "records_shares", False):
+        return
+
+    def recording(scheduled: Any, grammar: Any, batch: Any, logits: Tensor) -> None:
+        held = set(grammar.structured_output_request_ids)
+        # vLLM adds a random ending to the numbers of requests.
+        rows = {
+            row: _SHARES[request_id.partition("-")[0]]
+            for row, request_id in enumerate(batch.req_ids)
+            if request_id in held and request_id.partition("-")[0] in _SHARES
+        }
+        before = {row: _log_sum(logits[row], shares) for row, shares in rows.items()}
+        apply(scheduled, grammar, batch, logits)
+        for row, shares in rows.items():
+            shares.logs.append(min(0.0, _log_sum(logits[row], shares) - before[row]))
+
+    cast(Any, recording).records_shares = True
+    cast(Any, runner).apply_grammar_bitmask = recording
+
+
+def _log_sum(logits: Tensor, shares: Shares) -> float:
+    return torch.logsumexp(logits.float() / (shares.temperature or 1.0), dim=-1).item()
+
+
+def _completion(output: Any, shares: Shares | None) -> Completion:
     """`output` is a vllm.CompletionOutput."""
     token_ids = list[int](output.token_ids)
     logprobs: list[float] = [
         at[token].logprob for token, at in zip(token_ids, output.logprobs, strict=True)
     ]
-    return Completion(token_ids, logprobs, "length" if output.finish_reason == "length" else "stop")
+    is_known = shares is not None and len(shares.logs) == len(token_ids)
+    return Completion(
+        token_ids,
+        logprobs,
+        "length" if output.finish_reason == "length" else "stop",
+        stopped_by=output.stop_reason if isinstance(output.stop_reason, str) else None,
+        allowed=shares.logs if shares is not None and is_known else None,
+        has_grammar=shares is not None,
+    )
 
 
 def _rank_no_tokens() -> None:

@@ -72,15 +72,15 @@ class _Row:
         shown = ids[: call.shown]
         places = self._shared(call, shown)
         for number in range(len(places), len(ids)):
-            sampled = number >= call.shown
+            at = number - len(transcript.prompt_ids)
+            is_trained = number >= call.shown and bool(transcript.mask[at])
             last = places[-1] + 1 if places else 0
             if last != len(self.ids):
                 self.forks.append((len(self.ids), last))
             places.append(len(self.ids))
             self.ids.append(ids[number])
-            self.mask.append(int(sampled))
-            at = number - len(transcript.prompt_ids)
-            self.logprobs.append(transcript.logprobs[at] if sampled else 0.0)
+            self.mask.append(int(is_trained))
+            self.logprobs.append(transcript.logprobs[at] if is_trained else 0.0)
         self._added.append((call, places))
 
     def _shared(self, call: Call, shown: Sequence[int]) -> list[int]:

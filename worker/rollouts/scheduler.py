@@ -22,10 +22,10 @@ import logging
 import zlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, Self
 
-from environments.agents.calls import AgentCall, Usage
+from environments.agents.calls import AgentCall, CallOptions, Usage
 from environments.checks.playing import together
 from environments.process.host import Ended, EnvironmentFault, Opening, Score, Step
 from environments.untrusted_text import plain_name
@@ -136,6 +136,8 @@ class Rollout:
     reason: str | None = None
     error: dict[str, str] | None = None
     seconds: float = 0.0
+    refusals: dict[str, int] = field(default_factory=dict[str, int])
+    """What the endpoint refused to an agent or left out, by what it was."""
 
     def packed(self) -> Json:
         """The ended rollout as JSON, for another process."""
@@ -179,6 +181,7 @@ class Rollout:
             error=self.error,
             turns=self.turns,
             finish=self.finish,
+            refusals=self.refusals,
             seconds=round(self.seconds, 3),
             **written,
         )
@@ -400,6 +403,7 @@ class _Conversation:
         rollout.success = score.success
         rollout.metrics = score.metrics
         rollout.reason = score.reason
+        rollout.refusals = score.refusals
         if score.error:
             rollout.error = {"code": "environment_error", "what": score.error}
 
@@ -517,13 +521,17 @@ class _AgentCalls:
     async def _answer(self, episode: int, asked: AgentCall) -> None:
         try:
             call = self._call(asked)
+            call.transcript.template.limits_of(asked.options)
         except FlashError as error:
             if error.code != "template_unsupported":
                 raise
             await self._host.refuse_call(episode, asked.number, "invalid_value", error.account)
             return
         transcript = call.transcript
-        budget = min(self._limits.max_tokens, self._limits.max_length - call.shown)
+        options = asked.options
+        limits = self._limits
+        budget = min(limits.max_tokens, limits.max_length - call.shown)
+        budget = min(budget, options.max_tokens or budget)
         if budget < 1:
             fault = self._refused = _too_long(transcript, self._limits)
             await self._host.refuse_call(
@@ -535,12 +543,50 @@ class _AgentCalls:
         digest = zlib.crc32(str(prompt).encode())
         self._prompts[digest] += 1
         key = f"{self._rollout.task.seed}/{digest}/{self._prompts[digest]}"
-        completion = await self._generator.generate(prompt, _sampling(budget, self._limits, key))
-        turn = transcript.add_answer(completion)
+        grammar, stop = transcript.template.limits_of(options)
+        sampling = _sampling(budget, limits, key)
+        sampling = replace(sampling, stop=(*limits.stop, *stop), grammar=grammar)
+        try:
+            completion = await self._generator.generate(prompt, sampling)
+            if grammar is not None and not completion.token_ids:
+                raise ValueError("vLLM cannot compile it")
+        except ValueError as error:
+            if grammar is None:
+                raise
+            what = f"the model cannot be held to this format: {error!s:.300}"
+            await self._host.refuse_call(episode, asked.number, "invalid_value", what)
+            return
+        turn = transcript.add_answer(completion, reads_calls=options.tool_choice != "none")
         self._answered[asked.number] = call
         self._rollout.turns += 1
-        usage = Usage(len(prompt), len(completion.token_ids), completion.finish_reason)
-        await self._host.answer_call(episode, asked.number, turn.content, turn.tool_calls, usage)
+        text = turn.content
+        if completion.stopped_by in options.stop:
+            text = text.partition(str(completion.stopped_by))[0]
+        usage = self._usage(prompt, completion, transcript.template, options)
+        await self._host.answer_call(episode, asked.number, text, turn.tool_calls, usage)
+
+    def _usage(
+        self,
+        prompt: Sequence[int],
+        completion: Completion,
+        template: ChatTemplate,
+        options: CallOptions,
+    ) -> Usage:
+        """What the agent's API says of a turn beside its text."""
+        logprobs: list[tuple[str, float]] = []
+        if options.logprobs:
+            texts = map(template.tokenizer.decode, completion.token_ids)
+            logprobs = list(zip(texts, completion.logprobs, strict=True))
+        stopped_by = completion.stopped_by if completion.stopped_by in options.stop else None
+        return Usage(
+            len(prompt),
+            len(completion.token_ids),
+            completion.finish_reason,
+            stopped_by,
+            self._limits.temperature,
+            self._limits.top_p,
+            logprobs,
+        )
 
     def _call(self, call: AgentCall) -> Call:
         parent = None

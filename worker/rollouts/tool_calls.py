@@ -78,6 +78,32 @@ class CallReader:
         self._request = request(messages=[], model="", tools=list(schemas))
         self._parser = manager.get_tool_parser(form.parser)(tokenizer, self._request.tools)
 
+    @property
+    def ends(self) -> str | None:
+        """The text that ends each call, if that is known."""
+        return "</tool_call>" if self._form.begins == "<tool_call>" else None
+
+    def tag(self, choice: str, name: str | None, *, parallel: bool) -> Json | None:
+        """The structural tag of xgrammar for turns that call as `choice` says ("auto" or
+        "required", or the tool `name`). None if vLLM has none for this format.
+        """
+        named = {"type": "function", "function": {"name": name}}
+        # Of a tool that is not strict, vLLM leaves the arguments open.
+        strict = [
+            {**schema, "function": {**schema["function"], "strict": True}}
+            for schema in self._schemas
+        ]
+        request = type(self._request)(
+            messages=[], model="", tools=strict, tool_choice=named if name else choice
+        )
+        tag = self._parser.get_structural_tag(request)
+        if tag is None:
+            return None
+        form = json.loads(tag.model_dump_json())["format"]
+        if not parallel:
+            form["stop_after_first"] = True
+        return form
+
     def read(self, written: str, text: str, first: int = 0) -> Turn:
         """The turn whose tokens read as `written` with special tokens but for those that end a
         turn, and as `text` without any. Its calls are numbered from `first` on.

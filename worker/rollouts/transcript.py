@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from typing import Any, Self
 
+from environments.agents.calls import CallOptions
 from flash_mcp.protocol.chat_templates import tool_form, with_tools
 from flash_mcp.protocol.errors import FlashError
 from worker.rollouts.rendering import RENDER_LIMIT_S, TooLongError, time_limit
 from worker.rollouts.tool_calls import CallReader, Turn, sample_call
-from worker.rollouts.turns import Completion
+from worker.rollouts.turns import Completion, Grammar
 
 Json = dict[str, Any]
 ChatMessage = dict[str, Any]
@@ -26,6 +28,8 @@ MOST_TOOL_SETS = 64
 MOST_STARTS = 32
 """Starts of conversations whose tokens are kept."""
 MEMORABLE_TOKENS = 256
+FREE_SHARE = 0.99
+"""A token was free if the model gave the tokens that the grammar allowed at least this share."""
 EMPTY_THINK = "<think>\n\n</think>\n\n"
 _SENTINEL = "\u2063answer\u2063"  # invisible separators: no template or task contains them
 
@@ -152,9 +156,47 @@ class ChatTemplate:
         text = self.text(token_ids)
         if not self.tools:
             return Turn(text)
+        return self._calls.read(self._written(token_ids), text, calls_before)
+
+    def limits_of(self, options: CallOptions) -> tuple[Grammar | None, tuple[str, ...]]:
+        """What a request asks of its answer: a grammar, and strings that end it.
+
+        FlashError(template_unsupported) if this template's calls cannot be held to it."""
+        stop = options.stop
+        schema = options.json_schema
+        calls_at_will = bool(self.tools) and options.tool_choice == "auto"
+        must_call = options.tool_choice == "required"
+        form = None
+        if calls_at_will and not options.parallel_tool_calls and self._calls.ends:
+            stop = (*stop, self._calls.ends)
+        elif calls_at_will and not options.parallel_tool_calls:
+            form = self._tag_of(options)
+        if must_call or (calls_at_will and schema is not None):
+            form = self._tag_of(replace(options, tool_choice="required"))
+        if form is not None and schema is not None and not must_call:
+            answer = {"type": "json_schema", "json_schema": schema}
+            form = {"type": "or", "elements": [form, answer]}
+        if form is not None:
+            tag = {"type": "structural_tag", "format": form}
+            return Grammar(structural_tag=json.dumps(tag)), stop
+        if schema is not None:
+            return Grammar(json_schema=json.dumps(schema)), stop
+        return None, stop
+
+    def _tag_of(self, options: CallOptions) -> Json:
+        form = self._calls.tag(
+            options.tool_choice, options.tool_name, parallel=options.parallel_tool_calls
+        )
+        if form is None:
+            what = "the model's format of tool calls cannot be enforced"
+            raise _unsupported(what, "leave tool_choice and parallel_tool_calls out")
+        return form
+
+    @property
+    def _calls(self) -> CallReader:
         if self._reader is None:
             self._reader = self._make_reader()
-        return self._reader.read(self._written(token_ids), text, calls_before)
+        return self._reader
 
     def _make_reader(self) -> CallReader:
         """A reader that reads back what the template writes."""
@@ -253,7 +295,8 @@ class Transcript:
     """One conversation as tokens.
 
     `ids` is prompt_ids + completion_ids. `mask` and `logprobs` are as long as the completion: the
-    model's own tokens have mask 1; environment tokens and glue have mask 0 and log-probability 0.
+    model's own tokens have mask 1; environment tokens, glue and tokens that a grammar chose have
+    mask 0 and log-probability 0.
     """
 
     template: ChatTemplate
@@ -307,10 +350,13 @@ class Transcript:
         """The messages, and those of the branches."""
         return sum((branch["messages"] for branch in self.branches), self.messages)
 
-    def add_answer(self, completion: Completion) -> Turn:
-        """Append what the model sampled, and read it."""
+    def add_answer(self, completion: Completion, *, reads_calls: bool = True) -> Turn:
+        """Append what the model sampled, and read it. Without `reads_calls` it is text."""
         self._append(completion)
-        turn = self.template.read(completion.token_ids, self._calls)
+        if reads_calls:
+            turn = self.template.read(completion.token_ids, self._calls)
+        else:
+            turn = Turn(self.template.text(completion.token_ids))
         self._calls += len(turn.tool_calls)
         self.messages.append(turn.message())
         return turn
@@ -322,9 +368,10 @@ class Transcript:
         self.messages.append(dict(message))
 
     def _append(self, completion: Completion) -> None:
+        mask, logprobs = trained(completion)
         self.completion_ids += completion.token_ids
-        self.mask += [1] * len(completion.token_ids)
-        self.logprobs += completion.logprobs
+        self.mask += mask
+        self.logprobs += logprobs
         self.truncated |= completion.finish_reason == "length"
         last = completion.token_ids[-1:]
         self._ended = bool(last) and last[0] in self.template.end_ids
@@ -352,6 +399,28 @@ class Transcript:
         """
         end = len(self.mask) - self.mask[::-1].index(1) if 1 in self.mask else 0
         del self.completion_ids[end:], self.mask[end:], self.logprobs[end:]
+
+
+def trained(completion: Completion) -> tuple[list[int], list[float]]:
+    """Which tokens of an answer are trained (mask 1), and with which log-probability.
+
+    Under a grammar the model samples from q(t) = p(t) / Z over the tokens that are allowed, where Z
+    is the probability that p gives to all of these. Training computes p. A token is trained where
+    the model was free, Z >= FREE_SHARE; its log-probability is then log q + log Z = log p, exactly
+    as training computes it. Where the grammar decided, the gradient of log q is not that of log p
+    (of a forced token it is 0), so the token is context: docs/agents.md has the sources."""
+    size = len(completion.token_ids)
+    if not completion.has_grammar:
+        return [1] * size, completion.logprobs
+    if completion.allowed is None:
+        return [0] * size, [0.0] * size
+    mask: list[int] = []
+    logprobs: list[float] = []
+    for logprob, share in zip(completion.logprobs, completion.allowed, strict=True):
+        is_free = share >= math.log(FREE_SHARE)
+        mask.append(int(is_free))
+        logprobs.append(logprob + share if is_free else 0.0)
+    return mask, logprobs
 
 
 def _unsupported(what: str, fix: str, **values: Any) -> FlashError:

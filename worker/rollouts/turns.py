@@ -8,6 +8,15 @@ from typing import Literal, Protocol
 
 
 @dataclass(frozen=True)
+class Grammar:
+    """What a turn may be. Exactly one is given, as JSON: a JSON schema of its whole text, or a
+    structural tag of xgrammar."""
+
+    json_schema: str | None = None
+    structural_tag: str | None = None
+
+
+@dataclass(frozen=True)
 class Sampling:
     """How one turn is sampled. `temperature` 0 is greedy. `seed` makes the turn repeatable.
 
@@ -22,6 +31,7 @@ class Sampling:
     top_p: float = 1.0
     stop: tuple[str, ...] = ()
     seed: int | None = None
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True)
@@ -33,6 +43,12 @@ class Completion:
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: Literal["stop", "length"]
+    stopped_by: str | None = None
+    """The stop string that ended the turn."""
+    allowed: list[float] | None = None
+    """For a turn with a grammar: of each token, the log-probability that the model gave to all the
+    tokens that the grammar allowed there. None without a grammar, or if the engine cannot tell."""
+    has_grammar: bool = False
 
 
 class RolloutEngine(Protocol):
@@ -41,7 +57,7 @@ class RolloutEngine(Protocol):
     """
 
     def submit(self, request_id: str, prompt_ids: Sequence[int], sampling: Sampling) -> None:
-        """Queue one turn."""
+        """Queue one turn. ValueError if it cannot be sampled so."""
         ...
 
     def step(self) -> list[tuple[str, Completion]]:

@@ -12,6 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from anthropic.types import message_create_params as messages
+from anthropic.types.beta import message_create_params as beta
+from openai.types.chat import completion_create_params as chat
+from openai.types.responses import response_create_params as responses
 
 from environments.agents.calls import AgentCall, Usage
 from environments.agents.dialects import DIALECTS, Answer, ApiError
@@ -195,16 +199,18 @@ async def test_each_api_answers_errors_in_its_own_form(tmp_path: Path) -> None:
         def post_to(path, **body):
             told.append([*post(base_url, api_key, {**known, **body}, path)])
         hello = [user("x")]
-        for path in ("/messages", "/v1/messages", "/responses"):
-            post_to(path, messages=hello, input="x", tool_choice={"type": "any"})
-        post_to("/messages", messages=[{"role": "robot", "content": "x"}])
+        for path in ("/messages", "/v1/messages"):
+            post_to(path, messages=hello, tool_choice={"type": "any"})
+        known.pop("max_tokens")
+        post_to("/responses", input="x", tool_choice="required")
+        post_to("/messages", max_tokens=4, messages=[{"role": "robot", "content": "x"}])
         post_to("/messages/count_tokens", messages=[])
         post_to("/responses", input=[{"type": "item_reference", "id": "x"}])
         post_to("/responses", input=[])
         post_to("/responses", input="x", text={"format": {"type": "json_schema"}})
         told.append([*post(base_url, "sk-wrong", {}, "/messages")])
         told.append([*post(base_url, "", {}, "/messages", x_api_key=api_key)])
-        post_to("/messages", messages=hello)
+        post_to("/messages", max_tokens=4, messages=hello)
     """
     async with agents(tmp_path / "agent", program) as host:
         opening = await host.open("train", 0)
@@ -222,6 +228,54 @@ async def test_each_api_answers_errors_in_its_own_form(tmp_path: Path) -> None:
     assert unknown[0] == 401 and unknown[1]["type"] == "authentication_error"
     assert empty[0] in (400, 401)
     assert long[0] == 400 and long[1]["message"].startswith("prompt is too long")
+
+
+PARAMETERS: dict[str, list[Any]] = {
+    "/chat/completions": [chat.CompletionCreateParamsNonStreaming],
+    "/responses": [responses.ResponseCreateParamsNonStreaming],
+    "/messages": [messages.MessageCreateParamsNonStreaming, beta.MessageCreateParamsNonStreaming],
+}
+
+
+@pytest.mark.parametrize("place", PARAMETERS)
+def test_every_field_of_the_official_packages_is_known(place: str) -> None:
+    names: set[str] = set()
+    for parameters in PARAMETERS[place]:
+        for base in (parameters, *parameters.__orig_bases__):
+            names |= set(base.__annotations__)
+    assert len(names) > 15
+    dialect = DIALECTS[place]
+    groups = [dialect.honoured, dialect.of_the_run, dialect.without_effect, {*dialect.neutral}]
+    known = {name for group in groups for name in group} | {"thread"}
+    assert names - known == set()
+    assert sum(map(len, groups)) == len(known) - 1, "each field is in one group"
+
+
+def refusal(place: str, **more: Any) -> dict[str, Any]:
+    with pytest.raises(ApiError) as caught:
+        DIALECTS[place].read({**BODIES[place], **more}, {"resp_1": []})
+    assert caught.value.status == 400
+    return DIALECTS[place].error(caught.value)["error"]
+
+
+def test_a_field_that_is_not_served_is_refused_as_the_api_refuses_it() -> None:
+    assert refusal("/chat/completions", guided_json={})["message"] == (
+        "Unknown parameter: 'guided_json'."
+    )
+    assert refusal("/responses", top_k=3)["code"] == "unknown_parameter"
+    assert refusal("/messages", seed=3)["message"] == "seed: Extra inputs are not permitted"
+    assert refusal("/messages", mcp_servers=[{"type": "url"}])["type"] == "invalid_request_error"
+    details = refusal("/messages", thread={"type": "continue"})["details"]
+    assert details["error_code"] == "thread_unsupported_request"
+
+
+def test_what_the_run_decides_is_accepted_and_echoed_as_the_runs() -> None:
+    dialect = DIALECTS["/responses"]
+    more = {"temperature": 0.1, "top_p": 0.2, "reasoning": {"effort": "low"}}
+    asked = dialect.read({**BODIES["/responses"], **more}, {"resp_1": []})
+    usage = Usage(1, 1, temperature=0.7, top_p=0.9)
+    whole = dialect.whole([Answer({"role": "assistant", "content": "x"}, usage, 0)], asked)
+    assert (whole["temperature"], whole["top_p"]) == (0.7, 0.9)
 
 
 ODD = (
@@ -264,6 +318,9 @@ BODIES = {
         ],
         "tools": [{"name": "add", "input_schema": {}}],
         "tool_choice": {"type": "auto"},
+        "max_tokens": 9,
+        "stop_sequences": ["END"],
+        "output_config": {"format": {"type": "json_schema", "schema": {}}},
     },
 }  # fmt: skip
 
@@ -296,9 +353,11 @@ def test_whatever_is_asked_is_answered_or_refused(place: str) -> None:
         answer = Answer({"role": "assistant", "content": "x", "tool_calls": [CALL]}, Usage(), case)
         try:
             asked = dialect.read(as_object(body), {"resp_1": [{"role": "user", "content": "z"}]})
-            json.dumps([dialect.whole(answer, asked), *dialect.events(answer, asked)])
+            answers = [answer] * asked.choices
+            json.dumps([dialect.whole(answers, asked), *dialect.events(answers, asked)])
             outcomes[200] += 1
         except ApiError as error:
             json.dumps(dialect.error(error))
             outcomes[error.status] += 1
-    assert min(outcomes.values()) > 50 and set(outcomes) == {200, 400, 404}, outcomes
+    expected = {200, 400, 404} if place == "/responses" else {200, 400}
+    assert min(outcomes.values()) > 50 and set(outcomes) == expected, outcomes

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from environments.agents.calls import AgentCall, Usage
+from environments.agents.calls import AgentCall, CallOptions, Usage
 from environments.agents.dialects import ApiError
-from environments.agents.endpoint import Session
+from environments.agents.session import Session
 from environments.checks.playing import Task, Turn, play
 from environments.process import host as host_module
 from environments.process.host import EnvironmentFault, EnvironmentHost, Score
@@ -151,18 +151,21 @@ async def test_the_openai_package_streams_and_reads_whole_answers(tmp_path: Path
                         {{"role": "tool", "tool_call_id": "call00000", "content": "1"}},
                     ]
                     answer = await client.chat.completions.create(
-                        model=model, messages=messages, tools=[{TOOL}]
+                        model="gpt-5", messages=messages, tools=[{TOOL}]
                     )
-                    told.append(answer.choices[0].message.content)
+                    told.append(f"{{answer.model}}: {{answer.choices[0].message.content}}")
                     try:
-                        await client.chat.completions.create(model="gpt-5", messages=messages)
-                    except openai.NotFoundError as error:
-                        told.append(error.code)
+                        await client.chat.completions.create(
+                            model=model, messages=messages, extra_body={{"min_tokens": 3}}
+                        )
+                    except openai.BadRequestError as error:
+                        told.append([error.code, error.param, bool(error.request_id)])
                 return RewardResult(1.0, reason=json.dumps(told))
     """
     async with agents(tmp_path / "agent", "", source=source) as host:
         models, chunks, text, error = await told(host, [Turn("", [CALL]), "Bye"])
-    assert (models, text, error) == (["policy"], "Bye", "model_not_found")
+    assert (models, text) == (["policy"], "gpt-5: Bye")
+    assert error == ["unknown_parameter", "min_tokens", True]
     *parts, last = chunks
     assert len({chunk["id"] for chunk in chunks}) == 1
     deltas = [part["choices"][0]["delta"] for part in parts]
@@ -178,9 +181,13 @@ async def test_the_openai_package_streams_and_reads_whole_answers(tmp_path: Path
 REFUSED = """
     told.append(ask([user("x")], key="sk-wrong"))
     told.append(ask([user("x")], path="/embeddings"))
-    told.append(ask([user("x")], n=8))
-    told.append(ask([user("x")], logprobs=True))
-    told.append(ask([user("x")], stop=["END"]))
+    told.append(ask([user("x")], n=80))
+    told.append(ask([user("x")], logprobs=True, top_logprobs=3))
+    told.append(ask([user("x")], logit_bias={"7": 100}))
+    told.append(ask([user("x")], stop=[""]))
+    told.append(ask([user("x")], min_tokens=3))
+    told.append(ask([user("x")], tool_choice="required"))
+    told.append(ask([user("x")], response_format={"type": "json_schema"}))
     told.append(ask([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]))
     told.append(ask([]))
     told.append(ask([user("x")], tools=[7]))
@@ -190,7 +197,9 @@ REFUSED = """
     told.append(ask([user("x")], tools=[{"name": "f", "parameters": deep}]))
     told.append(ask([user("x")], tools=[{"name": "f", "parameters": {"maximum": float("nan")}}]))
     told.append(ask([user("x")], metadata={"n": float("inf")}))
-    told.append(ask([user("x")], previous_response_id=[], input="x", path="/responses"))
+    body = {"model": model, "input": "x", "previous_response_id": []}
+    status, content = post(base_url, api_key, body, "/responses")
+    told.append([status, json.loads(content)])
     told.append(ask([user("x")], headers={"Transfer_Encoding": "chunked"}))
     ask([user("x")])
 """
@@ -198,13 +207,21 @@ REFUSED = """
 
 async def test_what_is_not_served_is_answered_as_an_api_does(tmp_path: Path) -> None:
     async with agents(tmp_path / "agent", REFUSED) as host:
-        answers = await told(host, ["y"])
+        score = (await play(host, Task("train", 0), ["y"])).score
+    answers = json.loads(score.reason or "")
+    assert score.refusals["unsupported_value: top_logprobs"] == 1
+    assert score.refusals["unknown_parameter: min_tokens"] == 1
+    assert sum(score.refusals.values()) == len(answers) - 1, "the wrong key belongs to nobody"
     assert [(status, body["error"]["code"]) for status, body in answers] == [
         (401, "invalid_api_key"),
         (404, "unknown_url"),
         (400, "unsupported_value"),
         (400, "unsupported_value"),
         (400, "unsupported_value"),
+        (400, "invalid_value"),
+        (400, "unknown_parameter"),
+        (400, "invalid_value"),
+        (400, "invalid_value"),
         (400, "invalid_value"),
         (400, "invalid_value"),
         (400, "invalid_value"),
@@ -374,6 +391,160 @@ async def test_a_request_that_is_sent_again_gets_the_same_answer(tmp_path: Path)
         assert await told(host, ["one", "two"]) == ["one", "one"]
 
 
+WISHES = """
+    def said(messages, **more):
+        status, answer = ask(messages, **more)
+        told.append(answer["choices"])
+    said([user("x")], n=2, logprobs=True, max_tokens=7, stop="END", seed=3, temperature=0)
+    tool = {"type": "function", "function": {"name": "f"}}
+    said([user("y")], tools=[tool], tool_choice=tool, parallel_tool_calls=False)
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}
+    said([user("z")], response_format=form, tool_choice="none")
+"""
+
+
+async def test_what_a_request_asks_of_its_answer_reaches_the_caller(tmp_path: Path) -> None:
+    async with agents(tmp_path / "agent", WISHES) as host:
+        opening = await host.open("train", 0)
+        episode = opening.episode
+        second = await host.next_call(episode)
+        assert isinstance(second, AgentCall) and opening.call.parent == second.parent is None
+        expected = CallOptions(max_tokens=7, stop=("END",), logprobs=True)
+        assert opening.options == second.options == expected
+        await host.answer_call(episode, 1, "b", usage=Usage(3, 2, logprobs=[("b", -0.5)]))
+        await host.answer_call(episode, 0, "a", usage=Usage(3, 1, stopped_by="END"))
+        third = await host.next_call(episode)
+        assert isinstance(third, AgentCall)
+        assert third.options == CallOptions(
+            tool_choice="required", tool_name="f", parallel_tool_calls=False
+        )
+        await host.answer_call(episode, 2, "", [CALL])
+        fourth = await host.next_call(episode)
+        assert isinstance(fourth, AgentCall)
+        assert fourth.options == CallOptions(tool_choice="none", json_schema={"type": "integer"})
+        await host.answer_call(episode, 3, "7")
+        assert await host.next_call(episode) == "done"
+        both, called, number = json.loads((await host.score(episode)).reason or "")
+    assert [choice["message"]["content"] for choice in both] == ["a", "b"]
+    assert [choice["index"] for choice in both] == [0, 1]
+    assert both[1]["logprobs"]["content"][0]["logprob"] == -0.5
+    assert called[0]["finish_reason"] == "tool_calls"
+    assert number[0]["message"]["content"] == "7"
+
+
+async def test_what_follows_a_stop_sequence_is_rendered_anew(tmp_path: Path) -> None:
+    program = """
+        answer = ask([user("x")], stop=["END"])[1]["choices"][0]["message"]
+        ask([user("x"), answer, user("y")])
+    """
+    async with agents(tmp_path / "agent", program) as host:
+        episode = (await host.open("train", 0)).episode
+        await host.answer_call(episode, 0, "a", usage=Usage(3, 2, stopped_by="END"))
+        call = await host.next_call(episode)
+        assert isinstance(call, AgentCall)
+        assert call.parent is None and len(call.messages) == 3
+        await host.answer_call(episode, 1, "b")
+        assert await host.next_call(episode) == "done"
+        await host.score(episode)
+
+
+RETRIES = """
+    url = urlsplit(base_url)
+    def begun(text):
+        # A connection whose request waits for the model.
+        body = json.dumps({"model": model, "messages": [user(text)]})
+        made = socket.create_connection((url.hostname, url.port))
+        head = f"POST {url.path}/chat/completions HTTP/1.1\\r\\nAuthorization: Bearer {api_key}\\r\\n"
+        made.sendall(f"{head}Content-Length: {len(body)}\\r\\n\\r\\n{body}".encode())
+        return made
+    def said(text):
+        answer = ask([user(text)])[1]["choices"][0]["message"]["content"]
+        told.append([text, answer])
+    for turn in range(TURNS):
+        left = [begun(str(turn)) for _ in range(2)]
+        time.sleep(PAUSE)
+        for each in left:
+            each.close()
+        both = [threading.Thread(target=said, args=(str(turn),)) for _ in range(2)]
+        for each in both: each.start()
+        for each in both: each.join()
+"""
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.05, 0.3])
+async def test_requests_that_time_out_and_are_sent_again_lose_nothing(
+    delay_s: float, tmp_path: Path
+) -> None:
+    """The client leaves after 0.05 s: when it has the answer, as the answer comes, or before."""
+    turns = 20
+    program = RETRIES.replace("TURNS", str(turns)).replace("PAUSE", "0.05")
+    source = """
+        class Sample(Sample):
+            max_calls = 100
+    """
+    async with agents(tmp_path / "agent", program, source=source) as host:
+        opening = await host.open("train", 0)
+        call: Any = opening.call
+        answered = 0
+        while isinstance(call, AgentCall):
+            answered += 1
+            await asyncio.sleep(delay_s)
+            await host.answer_call(opening.episode, call.number, f"answer {call.number}")
+            call = await host.next_call(opening.episode)
+        assert call == "done"
+        told_by = json.loads((await host.score(opening.episode)).reason or "")
+    assert len(told_by) == 2 * turns
+    if delay_s == 0.3:
+        assert answered == 2 * turns, "a retry is no call of its own"
+        assert len({answer for _, answer in told_by}) == 2 * turns, "each gets its own answer"
+
+
+async def test_a_stream_says_that_it_waits_and_tells_of_an_error(tmp_path: Path) -> None:
+    program = """
+        status, content = post(
+            base_url, api_key, {"model": model, "messages": [user("x")], "stream": True}
+        )
+        told.append([status, content])
+        body = {"model": model, "messages": [user("x")], "max_tokens": 5, "stream": True}
+        told.append([*post(base_url, api_key, body, "/messages")])
+    """
+    source = """
+        from environments.agents import server
+        server.COMMENT_EVERY_S = 0.02
+    """
+    async with agents(tmp_path / "agent", program, source=source) as host:
+        episode = (await host.open("train", 0)).episode
+        await asyncio.sleep(0.1)
+        await host.answer_call(episode, 0, "y")
+        await host.next_call(episode)
+        await asyncio.sleep(0.1)
+        await host.refuse_call(episode, 1, "context_length_exceeded", "too long")
+        assert await host.next_call(episode) == "done"
+        whole, broken = json.loads((await host.score(episode)).reason or "")
+    assert whole[0] == broken[0] == 200
+    assert whole[1].count(": the model has not answered yet") > 1 and '"content": "y"' in whole[1]
+    assert "event: error" in broken[1] and "prompt is too long" in broken[1]
+
+
+async def test_connections_that_say_nothing_keep_no_other_rollout_out(tmp_path: Path) -> None:
+    flood = """
+        import resource
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
+        url = urlsplit(base_url)
+        HELD.extend(socket.create_connection((url.hostname, url.port)) for _ in range(1500))
+        for each in HELD[::2]:
+            try:
+                each.sendall(b"POST /v1/chat/completions HTTP/1.1\\r\\nContent-")
+            except OSError:
+                pass  # closed for a newer one
+        ask([user("x")])
+    """
+    async with agents(tmp_path / "agent", flood, 'ask([user("x")])', source="HELD = []") as host:
+        assert await told(host, ["y"]) == []
+        assert await asyncio.gather(*(told(host, ["y"], 1) for _ in range(8))) == [[]] * 8
+
+
 LIMITS = """
 messages = [user("x")]
 while True:
@@ -415,7 +586,7 @@ async def test_a_run_has_a_budget_of_tokens_and_of_time(tmp_path: Path) -> None:
     assert raised.reward == 0 and "written the 8 tokens of this run, and" in (raised.reason or "")
     session = Session(max_calls=1, max_seconds=0.0)
     with pytest.raises(ApiError, match="seconds of this run are over") as caught:
-        await session.ask([{"role": "user", "content": "x"}], [], is_retry=False)
+        session.ask([{"role": "user", "content": "x"}], [])
     assert caught.value.status == 429
 
 

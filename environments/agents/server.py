@@ -1,0 +1,350 @@
+"""The HTTP server that agents call: it reads requests, finds the session of their key, and writes
+the model's answers.
+
+It runs in the event loop of the environment's process, without a thread for each connection. A
+connection whose request is not whole yet belongs to nobody, so there is a bound on these: one
+program that opens thousands of them does not keep the requests of others out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import socket
+import traceback
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from environments.agents.calls import finite_float
+from environments.agents.dialects import (
+    DIALECTS,
+    MODEL,
+    Answer,
+    ApiError,
+    ApiRequest,
+    Dialect,
+    Event,
+    count_tokens,
+    invalid,
+)
+from environments.agents.session import Session, Wait
+from environments.tools import as_object
+
+Json = dict[str, Any]
+COUNT_TOKENS = "/count_tokens"
+"""Ends the path of a request that is only counted."""
+MAX_HEAD_BYTES = 64 << 10
+MAX_BODY_BYTES = 2 << 20
+"""On its way to the model a text may take three times as many bytes, and a reply of this process
+has 8 MiB at most.
+"""
+MOST_DISCARDED_BYTES = 64 << 20
+MOST_UNREAD = 256
+"""Connections whose request is not whole yet. The oldest is closed for a new one."""
+MOST_CONNECTIONS = 32
+"""Requests of one session that are served at the same time."""
+READ_TIMEOUT_S = 60.0
+"""A connection is closed if its request is not whole, or its answer not read, after so long."""
+COMMENT_EVERY_S = 5.0
+"""How often a stream that waits for the model sends a comment: clients time out on silence."""
+UNCOUNTED = ("invalid_api_key", "context_length_exceeded", "rate_limit_exceeded")
+"""Refusals that say something else than that a wish of the agent is not served."""
+REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found"}
+
+
+@dataclass(frozen=True)
+class HttpRequest:
+    """A whole request. The names of its headers are in lower case."""
+
+    method: str
+    target: str
+    headers: dict[str, str]
+    body: bytes = b""
+
+    @property
+    def path(self) -> str:
+        """The path below /v1. Clients add /v1 to a base_url that has it already."""
+        path = self.target.partition("?")[0]
+        while path.startswith("/v1/"):
+            path = path.removeprefix("/v1")
+        return path
+
+
+class Endpoint:
+    """The server. `sessions` are those of open episodes by their keys."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Raises OSError if this process may not listen."""
+        self.sessions: dict[str, Session] = {}
+        listening = socket.create_server(("127.0.0.1", 0), backlog=128)
+        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+        self._unread: dict[asyncio.StreamWriter, None] = {}
+        serving = asyncio.start_server(self._serve, sock=listening, limit=MAX_HEAD_BYTES)
+        self._starting = loop.create_task(serving)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one request, and close the connection: an agent that forgets its clients would
+        keep one for each of them.
+        """
+        self._unread[writer] = None
+        if len(self._unread) > MOST_UNREAD:
+            oldest = next(iter(self._unread))
+            del self._unread[oldest]
+            oldest.transport.abort()
+        exchange = Exchange(self.sessions, reader, writer)
+        try:
+            # A client that went away, or does not go on, is no error.
+            with suppress(OSError, EOFError, TimeoutError):
+                async with asyncio.timeout(READ_TIMEOUT_S):
+                    await exchange.read()
+                self._unread.pop(writer, None)
+                await exchange.serve()
+        finally:
+            self._unread.pop(writer, None)
+            writer.close()
+
+
+class Exchange:
+    """One request and its answer."""
+
+    def __init__(
+        self,
+        sessions: dict[str, Session],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        self._sessions = sessions
+        self._reader = reader
+        self._writer = writer
+        self._request = HttpRequest("GET", "/", {})
+        self._refusal: ApiError | None = None
+        """Why the request cannot be read."""
+        self._streams = False
+        """Whether the head of a stream has been sent."""
+        self._id = f"req_{secrets.token_hex(12)}"
+
+    async def read(self) -> None:
+        """Read the request. EOFError if the client leaves before it is whole."""
+        try:
+            head = await self._reader.readuntil(b"\r\n\r\n")
+            lines = head.decode("latin-1").split("\r\n")
+            method, target, _ = lines[0].split(" ")
+        except (asyncio.LimitOverrunError, ValueError):
+            self._refusal = ApiError(400, "invalid_value", "this is no request of HTTP")
+            return
+        headers: dict[str, str] = {}
+        for line in lines[1:]:
+            name, _, value = line.partition(":")
+            headers[name.strip().lower()] = value.strip()
+        self._request = HttpRequest(method, target, headers)
+        length = headers.get("content-length", "0")
+        if "transfer-encoding" in headers or not length.isdecimal():
+            what = "send the body with a Content-Length"
+            self._refusal = ApiError(411, "length_required", what)
+            return
+        if headers.get("expect", "").lower() == "100-continue":
+            self._writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if int(length) > MAX_BODY_BYTES:
+            await self._discard(min(int(length), MOST_DISCARDED_BYTES))
+            what = f"the request has {length:.20} bytes; the most are {MAX_BODY_BYTES:,}"
+            self._refusal = ApiError(413, "request_too_large", what)
+            return
+        body = await self._reader.readexactly(int(length))
+        self._request = HttpRequest(method, target, headers, body)
+
+    async def _discard(self, size: int) -> None:
+        """Read so much: many clients read no answer before they have sent everything."""
+        while size > 0 and (read := await self._reader.read(min(size, 1 << 16))):
+            size -= len(read)
+
+    async def serve(self) -> None:
+        """Answer the request."""
+        headers = self._request.headers
+        key = headers.get("authorization") or headers.get("x-api-key", "")
+        session = self._sessions.get(key.removeprefix("Bearer ").strip())
+        if session is not None:
+            session.connections += 1
+        try:
+            if self._refusal is not None:
+                raise self._refusal
+            if session is None:
+                what = "incorrect API key, or its rollout has ended"
+                raise ApiError(401, "invalid_api_key", what)
+            if session.connections > MOST_CONNECTIONS:
+                what = f"{MOST_CONNECTIONS} requests of this run are served already"
+                raise ApiError(429, "rate_limit_exceeded", what, may_retry=True)
+            if self._request.method == "POST":
+                await self._ask(session)
+            else:
+                await self._models()
+        except ApiError as error:
+            if session is not None and error.code not in UNCOUNTED:
+                session.count_refusal(f"{error.code}: {error.param or error}"[:200])
+            await self._fail(error)
+        except OSError:
+            raise  # the client went away
+        except Exception as raised:
+            traceback.print_exc()
+            what = f"this request broke the server: {raised!r:.200}"
+            await self._fail(ApiError(500, "server_error", what))
+        finally:
+            if session is not None:
+                session.connections -= 1
+
+    async def _fail(self, error: ApiError) -> None:
+        dialect = self._dialect or DIALECTS["/chat/completions"]
+        if self._streams:
+            self._events([dialect.error_event(error)])
+            await self._end_stream()
+        else:
+            body = dialect.error(error, self._id)
+            await self._send(error.status, body, may_retry=error.may_retry)
+
+    @property
+    def _dialect(self) -> Dialect | None:
+        return DIALECTS.get(self._request.path.removesuffix(COUNT_TOKENS))
+
+    async def _models(self) -> None:
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "flash-mcp"}
+        model |= {"type": "model", "display_name": MODEL, "created_at": "1970-01-01T00:00:00Z"}
+        path = self._request.path
+        if path == "/models":
+            await self._send(200, {"object": "list", "data": [model], "has_more": False})
+        elif path == f"/models/{MODEL}":
+            await self._send(200, model)
+        else:
+            raise self._unknown()
+
+    def _unknown(self) -> ApiError:
+        asked = f"{self._request.method} {self._request.target[:80]}"
+        what = f"there is no {asked}; POST goes to {', '.join(DIALECTS)}"
+        return ApiError(404, "unknown_url", what)
+
+    async def _ask(self, session: Session) -> None:
+        dialect = self._dialect
+        if dialect is None:
+            raise self._unknown()
+        body = self._request.body
+        try:
+            parsed: Any = json.loads(body, parse_float=finite_float, parse_constant=finite_float)
+        except (ValueError, RecursionError) as error:
+            raise invalid("the body is not JSON") from error
+        is_counted = self._request.path.endswith(COUNT_TOKENS)
+        request = dialect.read(as_object(parsed), session.kept, is_counted=is_counted)
+        if is_counted:
+            await self._send(200, count_tokens(request))
+            return
+        for kind in request.left_out:
+            session.count_refusal(f"left out: the tool {kind}")
+        waits = session.ask(
+            request.messages,
+            request.tools,
+            request.options,
+            choices=request.choices,
+            is_retry=self._request.headers.get("x-stainless-retry-count", "0") != "0",
+        )
+        try:
+            answers = await self._awaited(waits, request)
+            is_instructed = bool(request.body.get("instructions"))
+            turn = answers[0].turn
+            session.kept[request.identity] = [*request.messages[is_instructed:], turn]
+            if request.streams:
+                self._begin_stream()
+                self._events(dialect.events(answers, request))
+                if dialect.ends_with:
+                    self._chunk(f"data: {dialect.ends_with}\n\n")
+                await self._end_stream()
+            else:
+                await self._send(200, dialect.whole(answers, request))
+            for wait in waits:
+                wait.delivered()
+        finally:
+            for wait in waits:
+                wait.leave()
+
+    async def _awaited(self, waits: list[Wait], request: ApiRequest) -> list[Answer]:
+        """The model's answers. ConnectionError if the client leaves before they come: it may ask
+        for them again.
+        """
+        calls = [wait.call.answer for wait in waits]
+        pending = set(calls)
+        leaving = asyncio.ensure_future(self._reader.read(1))
+        try:
+            while pending:
+                done, _ = await asyncio.wait(
+                    (leaving, *pending),
+                    timeout=COMMENT_EVERY_S if request.streams else None,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                pending -= done
+                if leaving in done and not self._is_there(leaving):
+                    raise ConnectionError("the client left")
+                if leaving in done:
+                    # More bytes than the request has: they are of no interest.
+                    leaving = asyncio.ensure_future(self._reader.read(1 << 16))
+                if not done:
+                    self._begin_stream()
+                    self._chunk(": the model has not answered yet\n\n")
+            return [call.result() for call in calls]
+        finally:
+            leaving.cancel()
+
+    def _is_there(self, leaving: asyncio.Future[bytes]) -> bool:
+        return leaving.exception() is None and bool(leaving.result())
+
+    # -- writing -----------------------------------------------------------------------------------
+
+    async def _send(self, status: int, body: Json, *, may_retry: bool = False) -> None:
+        content = json.dumps(body).encode()
+        self._head(
+            status,
+            {
+                "Content-Type": "application/json",
+                "Content-Length": str(len(content)),
+                "x-should-retry": str(may_retry).lower(),
+            },
+        )
+        self._writer.write(content)
+        await self._drain()
+
+    def _head(self, status: int, headers: dict[str, str]) -> None:
+        headers |= {"Connection": "close", "x-request-id": self._id, "request-id": self._id}
+        lines = [f"HTTP/1.1 {status} {REASONS.get(status, 'Error')}"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        self._writer.write(("\r\n".join(lines) + "\r\n\r\n").encode())
+
+    def _begin_stream(self) -> None:
+        if self._streams:
+            return
+        self._streams = True
+        self._head(
+            200,
+            {
+                "Content-Type": "text/event-stream; charset=utf-8",
+                "Cache-Control": "no-cache",
+                "Transfer-Encoding": "chunked",
+            },
+        )
+
+    def _events(self, events: Iterable[Event]) -> None:
+        for name, data in events:
+            named = f"event: {name}\n" if name else ""
+            self._chunk(f"{named}data: {json.dumps(data)}\n\n")
+
+    def _chunk(self, text: str) -> None:
+        event = text.encode()
+        self._writer.write(b"%x\r\n%b\r\n" % (len(event), event))
+
+    async def _end_stream(self) -> None:
+        self._writer.write(b"0\r\n\r\n")
+        await self._drain()
+
+    async def _drain(self) -> None:
+        """Wait until everything is sent. OSError if the client left."""
+        self._writer.transport.set_write_buffer_limits(0)
+        async with asyncio.timeout(READ_TIMEOUT_S):
+            await self._writer.drain()
+        if self._writer.is_closing():
+            raise ConnectionError("the client left")

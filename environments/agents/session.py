@@ -1,0 +1,272 @@
+"""The calls of one rollout: which request continues which, which one is sent again, and its limits.
+
+session = Session(max_calls=8)
+waits = session.ask(request.messages, request.tools, request.options)
+answer = await waits.call.answer
+waits.delivered()       # the answer was written to the client
+waits.leave()           # the connection has ended
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections import Counter
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from environments.agents.calls import ANSWER_ROLES, NO_OPTIONS, AgentCall, CallOptions, Usage
+from environments.agents.dialects import Answer, ApiError
+from environments.base import ChatMessage
+
+Json = dict[str, Any]
+MOST_AT_ONCE = 8
+"""Requests of one session that may wait at the same time."""
+MOST_KINDS = 20
+"""Kinds of refusals that are told apart."""
+
+
+@dataclass(eq=False)
+class Call:
+    """A request and what became of it."""
+
+    request: AgentCall
+    said: list[Any]
+    """The essence of each message of its conversation, with the answer once there is one."""
+    answer: asyncio.Future[Answer]
+    waiting: int = 0
+    """Connections that wait for the answer."""
+    is_delivered: bool = False
+    """Whether the answer reached a client."""
+
+    @property
+    def is_answered(self) -> bool:
+        return self.answer.done() and self.answer.exception() is None
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether its clients left without the answer."""
+        return not self.waiting and not self.is_delivered and not self._has_failed
+
+    @property
+    def _has_failed(self) -> bool:
+        return self.answer.done() and self.answer.exception() is not None
+
+
+class Wait:
+    """One connection that waits for a call."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        call.waiting += 1
+
+    def delivered(self) -> None:
+        self.call.is_delivered = True
+
+    def leave(self) -> None:
+        self.call.waiting -= 1
+
+
+class Session:
+    """The calls of one rollout. Only the event loop uses it."""
+
+    def __init__(
+        self, max_calls: int, max_tokens: int | None = None, max_seconds: float | None = None
+    ) -> None:
+        self.key = f"sk-{secrets.token_hex(24)}"
+        self.refusal: ApiError | None = None
+        """What every further request is answered with, once the rollout is at a limit."""
+        self.was_refused = False
+        self.limit: ApiError | None = None
+        """The limit of the rollout that a request met."""
+        self.refusals: Counter[str] = Counter()
+        """What the API refused or left out, by what it was."""
+        self.asked: asyncio.Queue[AgentCall] = asyncio.Queue()
+        self.kept: dict[str, list[ChatMessage]] = {}
+        """The conversation up to each reply of OpenAI's responses, by its id."""
+        self.connections = 0
+        self._max_calls = max_calls
+        self._max_tokens = max_tokens
+        self._max_seconds = max_seconds
+        self._started = time.monotonic()
+        self._tokens = 0
+        self._calls: list[Call] = []
+
+    def ask(
+        self,
+        messages: list[ChatMessage],
+        tools: list[Json],
+        options: CallOptions = NO_OPTIONS,
+        *,
+        choices: int = 1,
+        is_retry: bool = False,
+    ) -> list[Wait]:
+        """The calls that answer a request, one for each of its `choices`. Raises ApiError.
+
+        A request that is sent again joins the call of the first, whose clients have left. While
+        they wait, an equal request is a second sample."""
+        essences = [*map(_essence, messages)]
+        waits: list[Wait] = []
+        try:
+            for _ in range(choices):
+                taken = [wait.call for wait in waits]
+                call = self._sent_before(essences, tools, options, taken, is_retry=is_retry)
+                if call is None:
+                    call = self._added(messages, essences, tools, options)
+                waits.append(Wait(call))
+        except ApiError:
+            for wait in waits:
+                wait.leave()
+            raise
+        return waits
+
+    def _sent_before(
+        self,
+        essences: list[Any],
+        tools: list[Json],
+        options: CallOptions,
+        taken: Collection[Call],
+        *,
+        is_retry: bool,
+    ) -> Call | None:
+        """The call that this request sends again: one whose clients left without an answer, or, if
+        the client says that it tries again, the last one that was answered.
+        """
+        size = len(essences)
+        same = [
+            call
+            for call in self._calls
+            if call not in taken
+            and len(call.said) == size + call.is_answered
+            and call.said[:size] == essences
+            and (call.request.tools, call.request.options) == (tools, options)
+        ]
+        for call in same:
+            if call.is_abandoned:
+                return call
+        answered = [call for call in same if call.is_answered and not call.waiting]
+        return answered[-1] if is_retry and answered else None
+
+    def _added(
+        self,
+        messages: list[ChatMessage],
+        essences: list[Any],
+        tools: list[Json],
+        options: CallOptions,
+    ) -> Call:
+        if self.refusal is not None:
+            self.was_refused = True
+            raise self.refusal
+        if limit := self._limit():
+            self.was_refused = True
+            self.limit = limit
+            raise limit
+        if sum(not call.answer.done() for call in self._calls) >= MOST_AT_ONCE:
+            what = f"{MOST_AT_ONCE} requests of this run wait already; send this one again later"
+            raise ApiError(429, "rate_limit_exceeded", what, may_retry=True)
+        parent = self._parent_of(messages, essences, tools)
+        start = len(parent.said) if parent else 0
+        number = parent.request.number if parent else None
+        request = AgentCall(len(self._calls), number, messages[start:], tools, options)
+        call = Call(request, essences, asyncio.get_running_loop().create_future())
+        self._calls.append(call)
+        self.asked.put_nowait(request)
+        return call
+
+    def _limit(self) -> ApiError | None:
+        """The limit that the run has reached."""
+        seconds = time.monotonic() - self._started
+        if len(self._calls) >= self._max_calls:
+            return at_most(self._max_calls)
+        if self._max_tokens is not None and self._tokens >= self._max_tokens:
+            what = f"the model has written the {self._max_tokens} tokens of this run"
+            return ApiError(429, "insufficient_quota", what)
+        if self._max_seconds is not None and seconds >= self._max_seconds:
+            what = f"the {self._max_seconds:g} seconds of this run are over"
+            return ApiError(429, "rate_limit_exceeded", what)
+        return None
+
+    def _parent_of(
+        self, messages: list[ChatMessage], essences: list[Any], tools: list[Json]
+    ) -> Call | None:
+        """The call whose conversation this one goes on with: the longest, and then the newest."""
+        best = None
+        for call in self._calls:
+            start = len(call.said)
+            if not call.is_answered or call.request.tools != tools or call.said != essences[:start]:
+                continue
+            added = messages[start:]
+            # A template renders a turn of the model only as a part of the whole conversation.
+            is_reply = bool(added) and all(item["role"] in ANSWER_ROLES for item in added)
+            if is_reply and (best is None or start >= len(best.said)):
+                best = call
+        return best
+
+    def answer(self, number: int, turn: ChatMessage, usage: Usage) -> None:
+        """Answer a call that waits."""
+        call = self._calls[number]
+        if call.answer.done():
+            return
+        essence = _essence(turn)
+        if usage.stopped_by is not None:
+            # The model also wrote the stop sequence, which no client sends back: what follows is
+            # rendered anew from the client's messages, as another server would do it.
+            essence = (essence, usage.stopped_by)
+        call.said = [*call.said, essence]
+        self._tokens += usage.completion_tokens
+        call.answer.set_result(Answer(turn, usage, number))
+
+    def fail(self, number: int, error: ApiError) -> None:
+        """Answer a call that waits with this error."""
+        call = self._calls[number]
+        if not call.answer.done():
+            self.was_refused = True
+            call.answer.set_exception(error)
+            call.answer.exception()  # read, in case that nobody waits any more
+
+    def refuse(self, error: ApiError) -> None:
+        """Answer the requests that wait, and all later ones, with this error."""
+        self.refusal = error
+        for call in self._calls:
+            self.fail(call.request.number, error)
+
+    def count_refusal(self, what: str) -> None:
+        """Count something that the API refused or left out."""
+        if what in self.refusals or len(self.refusals) < MOST_KINDS:
+            self.refusals[what] += 1
+
+    @property
+    def oldest_unanswered(self) -> int:
+        """The number of the oldest call that has no answer."""
+        return next(call.request.number for call in self._calls if not call.answer.done())
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether an answer reached no client, and none asked for it again."""
+        return any(call.is_answered and call.is_abandoned for call in self._calls)
+
+
+def at_most(calls: int) -> ApiError:
+    return ApiError(429, "rate_limit_exceeded", f"this run may ask the model {calls} times")
+
+
+# -- messages that are the same --------------------------------------------------------------------
+
+
+def _essence(message: ChatMessage) -> Any:
+    """What makes two messages the same. Clients strip answers and write arguments anew."""
+    text = message["content"] or ""
+    if message["role"] != "assistant":
+        return message["role"], text
+    return text.strip(), [_call_essence(call["function"]) for call in message.get("tool_calls", ())]
+
+
+def _call_essence(function: Json) -> tuple[str, Any]:
+    arguments = function["arguments"]
+    with suppress(ValueError):
+        arguments = json.loads(arguments)
+    return function["name"], arguments

@@ -1,0 +1,48 @@
+"""Quickstarts of agent frameworks, unchanged, in the sandbox. They need what `scripts/frameworks`
+installs."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from environments.process import requirements
+from tests import hubs
+from tests.frameworks import scripted
+
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a namespace needs Linux"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", scripted.PACKAGES)
+async def test_quickstarts_work_unchanged(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not scripted.is_installed():
+        pytest.skip("scripts/frameworks installs what this test needs")
+    monkeypatch.setattr(requirements, "interpreters_dir", lambda: hubs.HOME / "interpreters")
+    outcomes = await scripted.play_all(package)
+    assert outcomes and all(outcome.calls for outcome in outcomes)
+    assert [(outcome.name, outcome.failure) for outcome in outcomes if outcome.failure] == []
+
+
+def test_there_are_quickstarts_of_every_framework() -> None:
+    names = scripted.names()
+    assert len(names) >= 25
+    for prefix in scripted.PACKAGES:
+        assert any(name.startswith(prefix) for name in names), prefix
+    prefixes = tuple(scripted.PACKAGES)
+    assert all(name.startswith(prefixes) for name in names)
+
+
+def test_the_scripted_model_fills_in_a_schema() -> None:
+    schema = {
+        "$defs": {"Word": {"enum": ["a", "b"]}},
+        "properties": {
+            "word": {"$ref": "#/$defs/Word"},
+            "more": {"type": "array", "items": {"anyOf": [{"type": "integer"}, {"type": "null"}]}},
+        },
+    }
+    assert scripted.sample(schema) == {"word": "a", "more": [12]}
