@@ -122,11 +122,17 @@ def test_the_playbook_names_every_tool():
     assert [name for name in TOOLS if f"`{name}`" not in PLAYBOOK.read_text()] == []
 
 
+def shown(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def test_the_schema_of_train_shows_every_default_and_its_text_repeats_none():
     """The defaults that depend on the algorithm are in the text, from the recipes."""
     properties = TOOLS["train"].arguments.model_json_schema()["properties"]
     for name in RunSpec.model_fields:
-        stated = [f"{recipe[name]:g} ({by})" for by, recipe in RECIPES.items() if name in recipe]
+        stated = [
+            f"{shown(recipe[name])} ({by})" for by, recipe in RECIPES.items() if name in recipe
+        ]
         if stated:
             assert properties[name]["description"].endswith(f"Default: {', '.join(stated)}.")
         else:

@@ -110,6 +110,8 @@ _CARDS = (
 MODELS: dict[str, ModelCard] = {card.name: card for card in _CARDS}
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_SIZE = re.compile(r"(?<![\w.])(?:E|A)?(\d+(?:\.\d+)?)([BM])(?![a-z\d])", re.IGNORECASE)
+_UNITS = {"M": 1e6, "B": 1e9}
 _PINNED = re.compile(r"(?P<name>[^@]+)@(?P<commit>[0-9a-f]{40})")
 
 
@@ -158,6 +160,12 @@ def unpinned(name: str) -> tuple[str, str | None]:
     """The name and the commit of NAME@COMMIT; any other name and None."""
     named = _PINNED.fullmatch(name)
     return (named["name"], named["commit"]) if named else (name, None)
+
+
+def parameters_in_name(name: str) -> float | None:
+    """The parameters that a model's name tells, such as 4e9 of Qwen/Qwen3.5-4B; None without."""
+    sizes = _SIZE.findall(name.rpartition("/")[2])
+    return max((float(number) * _UNITS[unit.upper()] for number, unit in sizes), default=None)
 
 
 def folder_card(folder: Path) -> ModelCard:

@@ -21,6 +21,7 @@ ImportanceSampling = Literal[
     "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "none"
 ]
 BasePrecision = Literal["full", "nf4"]
+LrSchedule = Literal["constant", "linear", "cosine"]
 Tracker = Literal["trackio", "wandb", "tensorboard", "mlflow"]
 Source = Literal["argument", "file", "adapter", "run", "recipe", "default", "auto"]
 
@@ -31,10 +32,35 @@ AUTO = "auto"
 """Stands for the cheapest target that can take the run."""
 MAX_GPUS = 64
 RECIPES: dict[str, dict[str, Any]] = {
-    "grpo": {"steps": 150, "batch_size": 4, "group_size": 8, "learning_rate": 1e-5},
-    "sft": {"epochs": 2.0, "batch_size": 8, "learning_rate": 1e-4},
+    "grpo": {
+        "steps": 150,
+        "batch_size": 4,
+        "group_size": 8,
+        "learning_rate": 2e-4,
+        "lr_schedule": "constant",
+        "warmup": 0.0,
+    },
+    "sft": {
+        "epochs": 2.0,
+        "batch_size": 8,
+        "learning_rate": 5e-4,
+        "lr_schedule": "linear",
+        "warmup": 0.05,
+    },
 }
-"""The defaults that depend on the algorithm."""
+"""The defaults that depend on the algorithm. The learning rate is that of the smallest models."""
+LEARNING_RATES: tuple[tuple[float, dict[Algorithm, float]], ...] = (
+    (0.5e9, {"grpo": 2e-4, "sft": 5e-4}),
+    (2e9, {"grpo": 5e-5, "sft": 2e-4}),
+    (math.inf, {"grpo": 2e-5, "sft": 1e-4}),
+)
+"""(parameters, default learning rate) of models below that size. For sft it is ten times that of
+fine-tuning without an adapter (https://thinkingmachines.ai/blog/lora)."""
+
+
+def default_learning_rate(algorithm: Algorithm, parameters: float) -> float:
+    """The recipe's learning rate of a model with so many parameters."""
+    return next(rates[algorithm] for below, rates in LEARNING_RATES if parameters < below)
 
 
 def _of_recipe(name: str) -> Callable[[dict[str, Any]], Any]:
@@ -67,7 +93,11 @@ class RunSpec(BaseModel):
     group_size: Annotated[int | None, Field(ge=2, le=256, default_factory=_of_recipe("group_size"))]
     """Rollouts per prompt, grpo only. A rollout's advantage is relative to its group."""
     learning_rate: Annotated[float, Field(gt=0, le=1, default_factory=_of_recipe("learning_rate"))]
-    """Peak learning rate."""
+    """Peak learning rate; the default falls with the model's size."""
+    lr_schedule: Annotated[LrSchedule, Field(default_factory=_of_recipe("lr_schedule"))]
+    """How the rate goes on after its warm-up; linear and cosine fall to 0 at the last step."""
+    warmup: Annotated[float, Field(ge=0, le=0.5, default_factory=_of_recipe("warmup"))]
+    """Share of the steps over which the rate rises to its peak."""
     lora_rank: Annotated[int, Field(ge=1, le=512)] = 32
     """Rank of the LoRA adapter."""
     lora_alpha: Annotated[int, Field(ge=1, le=1024)] = 64
@@ -260,12 +290,13 @@ def resolve(
     *,
     file_fields: frozenset[str] = frozenset(),
     adapter_fields: frozenset[str] = frozenset(),
+    parameters: float | None = None,
 ) -> ResolvedSpec:
     """The spec with the source of every value.
 
     `file_fields` names the fields that came from a TOML file, `adapter_fields` those from the
     adapter of a warm start; other given fields count as arguments. An unset `max_tokens` is at most
-    `max_length`."""
+    `max_length`, and an unset `learning_rate` that of a model with so many `parameters`."""
     sources: dict[str, Source] = {}
     for name, value in spec:
         if value is None:
@@ -279,6 +310,9 @@ def resolve(
     if spec.max_length and sources["max_tokens"] == "recipe":
         room = {"max_tokens": min(spec.max_tokens, spec.max_length)}
         spec = spec.model_copy(update=room)
+    if parameters and sources["learning_rate"] == "recipe":
+        rate = {"learning_rate": default_learning_rate(spec.algorithm, parameters)}
+        spec = spec.model_copy(update=rate)
     return ResolvedSpec(spec=spec, sources=sources)
 
 

@@ -95,7 +95,9 @@ def _argument(name: str, info: FieldInfo) -> Any:
     """The annotation of the argument that gives this field of RunSpec."""
     text = unwrapped(info.description or "")
     arguments = [
-        f"{recipe[name]:g} ({algorithm})" for algorithm, recipe in RECIPES.items() if name in recipe
+        f"{_shown(recipe[name])} ({algorithm})"
+        for algorithm, recipe in RECIPES.items()
+        if name in recipe
     ]
     if arguments:
         text += f" Default: {', '.join(arguments)}."
@@ -103,6 +105,10 @@ def _argument(name: str, info: FieldInfo) -> Any:
     shown: Any = None if default in (None, [], {}) else {"default": default}
     field = Field(description=text, json_schema_extra=shown)
     return Annotated[(info.annotation | None, field, *info.metadata)]  # pyright: ignore
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 COMMON = (

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flash_mcp.protocol.base_models import parameters_in_name, unpinned
 from flash_mcp.protocol.errors import CODES, FlashError
 from flash_mcp.protocol.spec import (
     RECIPES,
@@ -22,7 +23,7 @@ def test_unset_fields_take_the_recipes_value_and_say_so():
     resolved = resolve(validate({"environment": "calculator", "steps": 7}))
     assert (resolved.spec.steps, resolved.sources["steps"]) == (7, "argument")
     assert (resolved.spec.lora_rank, resolved.sources["lora_rank"]) == (32, "recipe")
-    assert (resolved.spec.learning_rate, resolved.sources["learning_rate"]) == (1e-5, "recipe")
+    assert (resolved.spec.learning_rate, resolved.sources["learning_rate"]) == (2e-4, "recipe")
     assert resolved.sources["init_from_adapter"] == "default"
 
 
@@ -136,6 +137,30 @@ def test_a_toml_file_for_the_freesolo_sdk_is_understood(tmp_path: Path):
 def test_a_missing_toml_file_is_refused(tmp_path: Path):
     with pytest.raises(FlashError, match="cannot be read"):
         read_toml(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "grpo", "sft"),
+    [
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", 135e6, 2e-4, 5e-4),
+        ("Qwen/Qwen3.5-0.8B", 0.8e9, 5e-5, 2e-4),
+        ("google/gemma-4-E2B-it", 2e9, 2e-5, 1e-4),
+        ("Qwen/Qwen3.6-35B-A3B@" + 40 * "b", 35e9, 2e-5, 1e-4),
+        ("openai/gpt-oss-20b", 20e9, 2e-5, 1e-4),
+        ("zai-org/GLM-4.7-Flash", None, 2e-4, 5e-4),
+    ],
+)
+def test_the_default_learning_rate_falls_with_the_size_that_a_models_name_tells(
+    name: str, parameters: float | None, grpo: float, sft: float
+):
+    assert parameters_in_name(unpinned(name)[0]) == parameters
+    for algorithm, rate in (("grpo", grpo), ("sft", sft)):
+        spec = RunSpec(environment="e", algorithm=algorithm)
+        resolved = resolve(spec, parameters=parameters)
+        assert resolved.spec.learning_rate == rate
+        assert resolved.sources["learning_rate"] == "recipe"
+    own = resolve(RunSpec(environment="e", learning_rate=1e-3), parameters=parameters)
+    assert own.spec.learning_rate == 1e-3
 
 
 def test_every_field_has_a_description_and_no_two_recipes_name_another():

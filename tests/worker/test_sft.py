@@ -27,7 +27,7 @@ from worker.ranks import ALONE
 from worker.rollouts.transcript import ChatTemplate
 from worker.train import _optimize, _resume_point
 from worker.training import packing
-from worker.training.checkpoints import Reporter
+from worker.training.checkpoints import Reporter, rate_factor
 from worker.training.policy import load_policy
 from worker.training.sft import IGNORED, Tuner, dataset_rows, gold_rows, make_sft_trainer
 
@@ -144,7 +144,17 @@ def test_the_packed_pass_gives_the_loss_and_the_gradients_of_trls_own(
     assert (our_gradients - their_gradients).norm() < 1e-5 * their_gradients.norm()
 
 
-def tune(folder: RunFolder, model: Path, scratch: Path, steps: int) -> None:
+def tune(
+    folder: RunFolder,
+    model: Path,
+    scratch: Path,
+    steps: int,
+    schedule: str = "constant",
+    *,
+    warmup: float = 0.0,
+    way: packing.Way = packing.Way.PACKED,
+    dtype: torch.dtype = torch.float32,
+) -> RunSpec:
     """The next attempt of a run of `steps` steps, from its newest good checkpoint."""
     rng = random.Random(0)
     texts = [[rng.randrange(33, 126) for _ in range(length)] for length in (9, 20, 5, 30, 12, 7)]
@@ -157,19 +167,45 @@ def tune(folder: RunFolder, model: Path, scratch: Path, steps: int) -> None:
         "steps": steps,
         "save_every": 1,
         "learning_rate": 1e-2,
+        "lr_schedule": schedule,
+        "warmup": warmup,
     }
     spec = resolve(RunSpec(environment="e", **fields)).spec
     heartbeat = Heartbeat(writer)
     reporter = Reporter(writer, spec, heartbeat.cancelled)
     trainer = make_sft_trainer(
-        load_policy(model, rank=8, alpha=16, seed=0, dtype=torch.float32),
+        load_policy(model, rank=8, alpha=16, seed=0, dtype=dtype),
         AutoTokenizer.from_pretrained(model), spec, rows, writer, max_length=64,
-        output_dir=str(scratch / "out"), callbacks=[reporter], way=packing.Way.PACKED,
+        output_dir=str(scratch / "out"), callbacks=[reporter], way=way,
     )  # fmt: skip
     session: Any = SimpleNamespace(
         spec=spec, writer=writer, heartbeat=heartbeat, reporter=reporter, ranks=ALONE
     )
     assert _optimize(trainer, session, _resume_point(writer, scratch)) == steps
+    return spec
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_the_learning_rate_follows_its_schedule_also_after_a_resume(
+    fp32_model: Path, tmp_path: Path, schedule: str
+) -> None:
+    run = RunFolder(tmp_path / "run")
+    spec = tune(run, fp32_model, tmp_path, 5, schedule, warmup=0.4)
+    assert [rate_factor(spec, step, 5) for step in (0, 1, 2)] == pytest.approx([1 / 3, 2 / 3, 1])
+    falls = {"constant": [1, 1], "linear": [2 / 3, 1 / 3], "cosine": [0.75, 0.25]}[schedule]
+    assert [rate_factor(spec, step, 5) for step in (3, 4)] == pytest.approx(falls)
+
+    def rate_of(step: int) -> Any:
+        metrics = run.metrics(step)
+        return metrics and metrics["metrics"]["learning_rate"]
+
+    rates = [rate_of(step) for step in (1, 2, 3, 4, 5)]
+    expected = [1e-2 * rate_factor(spec, step, 5) for step in range(5)]
+    assert rates == pytest.approx(expected)
+    tune(run, fp32_model, tmp_path, 7, schedule, warmup=0.4)
+    assert [rate_of(6), rate_of(7)] == pytest.approx(
+        [1e-2 * rate_factor(spec, step, 7) for step in (5, 6)]
+    )
 
 
 @pytest.mark.parametrize("stop", [4, 5])

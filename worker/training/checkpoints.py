@@ -53,7 +53,7 @@ def trainer_arguments(spec: RunSpec, policy: PeftModel, output_dir: str) -> Json
     return {
         "output_dir": output_dir,
         "learning_rate": spec.learning_rate,
-        "lr_scheduler_type": "constant",
+        "lr_scheduler_type": "constant",  # Reporter sets the run's own
         "max_grad_norm": spec.max_grad_norm,
         "router_aux_loss_coef": 0.0,  # no adapter is on a mixture of experts' router
         "seed": spec.seed,
@@ -66,6 +66,20 @@ def trainer_arguments(spec: RunSpec, policy: PeftModel, output_dir: str) -> Json
         "disable_tqdm": True,
         "dataloader_pin_memory": False,
     }
+
+
+def rate_factor(spec: RunSpec, step: int, steps: int) -> float:
+    """What the learning rate is multiplied by in the step after `step` steps of `steps`. It is
+    never 0, as it is in the first step of a warm-up by transformers."""
+    rising = int(spec.warmup * steps)
+    if step < rising:
+        return (step + 1) / (rising + 1)
+    share = (step - rising) / max(1, steps - rising)
+    if spec.lr_schedule == "linear":
+        return max(0.0, 1 - share)
+    if spec.lr_schedule == "cosine":
+        return (1 + math.cos(math.pi * min(1.0, share))) / 2
+    return 1.0
 
 
 class Finished(Exception):
@@ -104,6 +118,21 @@ class Reporter(TrainerCallback):
         self.step_started = time.monotonic()
         self.saved_step = -1
         self._last: Json = {}
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Give the trainer's scheduler, which may come from a checkpoint, the run's schedule."""
+        scheduler = kwargs["lr_scheduler"]
+        scheduler = getattr(scheduler, "scheduler", scheduler)  # accelerate wraps it
+
+        def factor(step: int) -> float:
+            return rate_factor(self.spec, step, state.max_steps)
+
+        scheduler.lr_lambdas = [factor for _ in scheduler.lr_lambdas]
+        for group in scheduler.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor(scheduler.last_epoch)
+        scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

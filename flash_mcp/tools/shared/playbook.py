@@ -17,8 +17,9 @@ you expect.
    `success` apart from the reward, and put other tasks into the eval split.
 3. `env_test` until every check passes, then `env_push`.
 4. `train` with `validate_only=true` and `sample=true` shows every value and whether there is
-   anything to learn. Then start a short run: 10 to 20 steps, `eval_before=true`,
-   `eval_after=true`, and an `idempotency_key`.
+   anything to learn. If the model solves almost nothing and gold answers exist, run
+   `algorithm="sft"` first, and grpo from it (`init_from_adapter`). Start with a short run: 10 to 20
+   steps, `eval_before=true`, `eval_after=true`, and an `idempotency_key`.
 5. `status` with `until="news"`, then each time the call that `next` names, until the run has ended.
    Act on its flags. `rollouts` with `which="worst"` and `which="best"` shows whether the reward
    pays for what you meant.

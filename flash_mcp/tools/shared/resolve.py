@@ -11,7 +11,7 @@ from typing import Any
 from environments.sandbox.needs import Needs
 from flash_mcp.judgement.attempts import DEFAULT_MAX_LENGTH
 from flash_mcp.protocol.adapters import read_adapter_config
-from flash_mcp.protocol.base_models import ModelCard, unpinned
+from flash_mcp.protocol.base_models import ModelCard, parameters_in_name, unpinned
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import EnvironmentVersion, Json
 from flash_mcp.protocol.spec import (
@@ -136,6 +136,7 @@ def resolved_spec(
         spec,
         file_fields=frozenset(from_file) - frozenset(arguments),
         adapter_fields=frozenset(shape),
+        parameters=card.parameters or parameters_in_name(card.name),
     )
     return _bounded(resolved, card), card, dataset
 
