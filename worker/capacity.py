@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import torch
 
-from worker.model_files import config_of
+from worker.model_files import config_of, head_size
 
 MIB = 2**20
 GIB = 2**30
@@ -38,8 +38,7 @@ def kv_cache_bytes(
     config = config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     heads = math.ceil(heads / shards)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    block = 2 * itemsize * config.num_hidden_layers * heads * head_dim * KV_BLOCK_TOKENS
+    block = 2 * itemsize * config.num_hidden_layers * heads * head_size(config) * KV_BLOCK_TOKENS
     blocks = math.ceil(max_length / KV_BLOCK_TOKENS)
     one = blocks + 1  # vLLM keeps one block empty
     every = sequences * blocks + 1

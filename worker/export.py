@@ -18,15 +18,18 @@ from typing import Any, cast
 
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors import torch as safetensors
+from torch import Tensor
+from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from flash_mcp.protocol.chat_templates import with_tools
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.exports import Agreement, Exported, ExportJob
 from worker import gguf_file
-from worker.adapter import merged_weights
+from worker.adapter import merged_weights, names_as_they_are
 from worker.engine.fetch import ensure
+from worker.model_files import auto_class, checkpoint_prefix, config_of, decoder_prefix
 
 ANSWER_TOKENS = 48
 """Tokens of each greedy answer that is compared."""
@@ -43,18 +46,22 @@ def export(job: ExportJob) -> Exported:
         _write_adapter(job)
         return result
     disable_progress_bar()
-    library = cast(Any, AutoModelForCausalLM)
-    model = library.from_pretrained(base, dtype="auto")
+    config = config_of(base)
+    library = auto_class(config)
+    # "auto" would give a wrapper's whole config to its text decoder.
+    dtype = config.dtype or config.get_text_config().dtype or torch.bfloat16
+    model = library.from_pretrained(base, dtype=dtype)
+    merged: dict[str, Tensor] = {}
     tokenizer = cast(Any, AutoTokenizer).from_pretrained(base)
     if job.adapter is not None:
         say("merging the adapter", 0.2)
-        _merge(model, job.adapter)
+        merged = _merge(model, job.adapter, checkpoint_prefix(base))
     if job.kind == "merged":
         say("writing safetensors", 0.4)
-        model.save_pretrained(job.folder)
+        _write_merged(base, job.folder, merged)
         tokenizer.chat_template = with_tools(tokenizer.chat_template)
         tokenizer.save_pretrained(job.folder)
-        written = library.from_pretrained(job.folder, dtype="auto")
+        written = library.from_pretrained(job.folder, dtype=dtype)
     else:
         say("writing GGUF", 0.4)
         path = gguf_file.write(model, base, job.folder, job.name, job.kind.removeprefix("gguf-"))
@@ -64,12 +71,39 @@ def export(job: ExportJob) -> Exported:
     return result
 
 
-def _merge(model: Any, adapter: Path) -> None:
-    """Add the adapter to the weights of `model`, as the engine does it for rollouts."""
-    adapted = cast(Any, PeftModel).from_pretrained(model, str(adapter))
+def _merge(model: Any, adapter: Path, prefix: str) -> dict[str, Tensor]:
+    """Add the adapter to the weights of `model`, as the engine does it for rollouts. Returns the
+    weights that changed, named as in the base model's files, whose decoder has this prefix.
+    """
+    with names_as_they_are():
+        adapted = cast(Any, PeftModel).from_pretrained(model, str(adapter))
     merged = {name: weight.clone() for name, weight in merged_weights(adapted)}
     adapted.unload()
     model.load_state_dict(merged, strict=False)
+    own = decoder_prefix(name for name, _ in model.named_modules())
+    return {prefix + name.removeprefix(own): weight for name, weight in merged.items()}
+
+
+def _write_merged(base: Path, folder: Path, merged: dict[str, Tensor]) -> None:
+    """The base model's files with the merged weights in place of its own. So a wrapper keeps its
+    towers, and experts the form in which the hub has them.
+
+    FlashError(export_unsupported) if the files have no weights of these names."""
+    missing = set(merged)
+    for path in base.iterdir():
+        if path.suffix != ".safetensors":
+            if path.is_file() and not path.name.startswith("."):
+                shutil.copyfile(path, folder / path.name)
+            continue
+        weights: dict[str, Tensor] = cast(Any, safetensors).load_file(path)
+        for name in missing & set(weights):
+            weights[name] = merged[name].to(weights[name].dtype).contiguous()
+            missing.remove(name)
+        cast(Any, safetensors).save_file(weights, folder / path.name, {"format": "pt"})
+    if missing:
+        what = f"the base model's files have no weights {sorted(missing)[0]!r}"
+        fix = "export the adapter (kind adapter) and merge it where it is used"
+        raise FlashError("export_unsupported", what, missing=len(missing), fix=fix)
 
 
 def _write_adapter(job: ExportJob) -> None:

@@ -18,9 +18,9 @@ from flash_mcp.protocol.run_folder import RunFolder
 from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.spec import EvalSpec, RunSpec
 from worker.engine.fetch import commit_of, ensure, log_progress
-from worker.engine.vllm import Sync, can_share, default_sync
+from worker.engine.vllm import WAYS, Sync, can_share, default_sync
 from worker.heartbeat import Heartbeat
-from worker.model_files import check_shape, config_of, end_ids
+from worker.model_files import check_shape, config_of, end_ids, has_state
 from worker.process import CARDS
 from worker.ranks import ALONE, Ranks
 from worker.rollouts.transcript import ChatTemplate
@@ -44,8 +44,19 @@ class Model:
     """The policy; the folder of an adapter that only the engine reads; None for the base model."""
     sync: Sync | None = None
     """How the engine gets the policy; None for the engine's default."""
+    four_bit: bool = False
+    """Whether the trainer's base weights have 4 bits."""
     cards: Sequence[str] = ("",)
     """Those that share the base weights, as CUDA_VISIBLE_DEVICES names them. One holds them all."""
+
+    @property
+    def ways(self) -> list[Sync]:
+        """Ways in which the engine can get the policy, the preferred first."""
+        preferred: Sync = self.sync or default_sync(self.dtype)
+        ways: list[Sync] = [preferred]
+        if not self.four_bit and (self.dtype != torch.float32 or not torch.cuda.is_available()):
+            ways += [way for way in WAYS if way not in ways]
+        return ways
 
     @property
     def is_shared(self) -> bool:
@@ -80,14 +91,13 @@ def load_model(
     config = config_of(path)
     tokenizer = cast(Any, AutoTokenizer).from_pretrained(path)
     template = ChatTemplate(tokenizer, thinking=spec.thinking, end_ids=end_ids(path))
-    # bf16, unless the model's own files are fp32 on purpose, as the tiny models of tests are.
-    dtype = torch.float32 if config.dtype == torch.float32 else torch.bfloat16
+    dtype = precision_of(config)
     check_precision(dtype)
     adapter = Path(job["init_adapter"]["path"]) if job.get("init_adapter") else None
     max_length = _length(spec, config)
     if len(cards) > 1:
         check_sharing(config, dtype, len(cards))
-        return Model(path, template, dtype, max_length, adapter, adapter and "adapter", cards)
+        return Model(path, template, dtype, max_length, adapter, adapter and "adapter", cards=cards)
     policy = adapter
     sync: Sync | None = None
     if trains or (adapter and default_sync(dtype) == "merged"):
@@ -108,7 +118,16 @@ def load_model(
         # Nothing can be merged into 4-bit weights.
         sync = "adapter" if is_four_bit(spec) else default_sync(dtype)
         policy = load_policy(path, **arguments, four_bit=is_four_bit(spec))
-    return Model(path, template, dtype, max_length, policy, sync)
+    return Model(path, template, dtype, max_length, policy, sync, is_four_bit(spec))
+
+
+def precision_of(config: Any) -> torch.dtype:
+    """bf16, unless the model's own files are fp32 on purpose, as the tiny models of tests are. On a
+    CPU, vLLM's layers with a state know bf16 only."""
+    is_whole = config.dtype == torch.float32
+    if is_whole and (torch.cuda.is_available() or not has_state(config)):
+        return torch.float32
+    return torch.bfloat16
 
 
 def check_sharing(config: Any, dtype: torch.dtype, count: int) -> None:
@@ -136,7 +155,7 @@ def _shared_model(
     writer.event("shared", what, gpus=ranks.count)
     cards = ranks.gather(os.environ.get(CARDS, ""))
     policy = load_shared_policy(path, ranks, **arguments)
-    return Model(path, template, dtype, max_length, policy, "adapter", cards)
+    return Model(path, template, dtype, max_length, policy, "adapter", cards=cards)
 
 
 def _length(spec: RunSpec | EvalSpec, config: Any) -> int:

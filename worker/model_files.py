@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
 from flash_mcp.protocol.errors import FlashError
+
+ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+STATELESS_KINDS = {*ATTENTION_KINDS, "mlp", "moe"}
+STATE_FIELDS = ("mamba_d_state", "ssm_state_size", "state_size", "linear_conv_kernel_dim")
+LAYER = re.compile(r"(.*?)layers\.\d+\.")
+TOWERS = ("vision", "visual", "audio", "mtp.")
+"""In names of weights that are no part of the text decoder."""
 
 
 def config_of(model_path: Path) -> Any:
@@ -38,3 +47,60 @@ def check_shape(config: Any, count: int) -> None:
         what = f"{count} cards cannot share {heads} heads, {keys} of them with keys of their own"
         fix = "use a number of gpus that divides them, or a model that one card can hold"
         raise FlashError("invalid_argument", what, gpus=count, fix=fix)
+
+
+def auto_class(config: Any) -> Any:
+    """The class of transformers that loads a model to train its text: of a wrapper with towers,
+    only the text decoder where transformers has a class for that."""
+    import transformers  # noqa: PLC0415
+
+    library = cast(Any, transformers)
+    if type(config) in library.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return library.AutoModelForCausalLM
+    return library.AutoModelForImageTextToText
+
+
+def has_state(config: Any) -> bool:
+    """Whether some layers carry a state from token to token instead of keys and values: linear
+    attention, convolutions, Mamba."""
+    text = config.get_text_config()
+    kinds = getattr(text, "layers_block_type", None) or getattr(text, "layer_types", None)
+    if kinds:
+        return not STATELESS_KINDS.issuperset(kinds)
+    return any(getattr(text, name, None) for name in STATE_FIELDS)
+
+
+def has_experts(config: Any) -> bool:
+    """Whether the model is a mixture of experts."""
+    text = config.get_text_config()
+    counts = ("num_experts", "num_local_experts", "n_routed_experts")
+    return any(getattr(text, name, None) for name in counts)
+
+
+def head_size(config: Any) -> int:
+    """The size of an attention head; the largest, where layers differ."""
+    text = config.get_text_config()
+    per_layer: list[Any] = getattr(text, "per_layer_config", None) or []
+    sizes = [getattr(layer, "head_dim", None) for layer in per_layer]
+    sizes = [size for size in sizes if size]
+    if sizes:
+        return max(sizes)
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+
+
+def decoder_prefix(names: Iterable[str]) -> str:
+    """What stands before `layers.N.` in the names of the text decoder's weights."""
+    prefixes = {match[1] for name in names if (match := LAYER.match(name))}
+    texts = [prefix for prefix in prefixes if not any(tower in prefix for tower in TOWERS)]
+    return max(texts, key=len, default="")
+
+
+def checkpoint_prefix(folder: Path) -> str:
+    """`decoder_prefix` of a model folder's weights."""
+    from safetensors import safe_open  # noqa: PLC0415
+
+    names: list[str] = []
+    for path in folder.glob("*.safetensors"):
+        with cast(Any, safe_open)(path, "pt") as weights:
+            names += weights.keys()
+    return decoder_prefix(names)

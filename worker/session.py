@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
+from peft import PeftModel
+
 from environments.checks.constants import best_constant
 from environments.process.host import EnvironmentHost
 from environments.sandbox.confinement import describe
@@ -20,8 +22,9 @@ from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.run_writer import RunWriter
 from flash_mcp.protocol.spec import EvalSpec, RunSpec
-from worker.engine.vllm import VllmEngine
+from worker.engine.vllm import Sync, VllmEngine
 from worker.event_loop import AsyncRunner
+from worker.handshake import agreeing_engine, check_effect
 from worker.heartbeat import Cancelled, Heartbeat
 from worker.model import Model, load_model
 from worker.ranks import ALONE, Ranks, lost_process
@@ -147,22 +150,39 @@ class Session(Generic[S]):
     def start_engine(self) -> tuple[VllmEngine, scheduler.Generator]:
         """The engine and the generator of its turns; made once."""
         if self._engine is None or self._generator is None:
-            self.heartbeat.enter("engine")
-            engine = self._engine = VllmEngine(
-                self.model.path,
-                max_length=self.limits.max_length,
-                max_num_seqs=self._sequences,
-                seed=self.spec.seed,
-                lora_rank=self.spec.lora_rank if self.model.policy else None,
-                sync=self.model.sync,
-                dtype=str(self.model.dtype).removeprefix("torch."),
-                cards=self.model.cards,
-            )
+            engine = self._engine = self._checked_engine()
             self.ranks.engine_processes = engine.processes
             self._generator = scheduler.Generator(
                 engine, run_step=lambda: self.runner.call_waiting(engine.step)
             )
         return self._engine, self._generator
+
+    def _checked_engine(self) -> VllmEngine:
+        """An engine that computes what the trainer's model does, where that is in memory."""
+        policy = self.model.policy
+        if self.model.is_shared or not isinstance(policy, PeftModel):
+            return self._new_engine(self.model.sync)
+        return agreeing_engine(
+            self._new_engine,
+            self.model.ways,
+            policy,
+            self.model.template.tokenizer,
+            self.limits.max_length,
+            self.writer.event,
+        )
+
+    def _new_engine(self, sync: Sync | None) -> VllmEngine:
+        self.heartbeat.enter("engine")
+        return VllmEngine(
+            self.model.path,
+            max_length=self.limits.max_length,
+            max_num_seqs=self._sequences,
+            seed=self.spec.seed,
+            lora_rank=self.spec.lora_rank if self.model.policy else None,
+            sync=sync,
+            dtype=str(self.model.dtype).removeprefix("torch."),
+            cards=self.model.cards,
+        )
 
     @property
     def engine_processes(self) -> list[Any]:
@@ -196,6 +216,7 @@ class Session(Generic[S]):
             engine, _ = self.start_engine()
             policy = self.model.policy
             if isinstance(policy, Path):
+                check_effect(engine, policy, self.model.template.tokenizer)
                 engine.load_adapter(policy)
             elif policy is not None:
                 engine.load_policy(policy)

@@ -30,6 +30,7 @@ CODES: dict[str, str] = {
     "unknown_argument": "the tool has no argument of that name",
     "unknown_environment": "no environment of that name or digest was pushed",
     "unknown_model": "the model is no catalog model, local folder or reachable hub id",
+    "model_unsupported": "a model of this architecture cannot be trained, or not on this machine",
     "unknown_run": "no run has that id",
     "unknown_checkpoint": "the run has no checkpoint at that step",
     "unknown_dataset": "no dataset of that name or digest exists",

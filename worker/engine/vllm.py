@@ -18,8 +18,11 @@ import torch
 from torch import Tensor
 
 from flash_mcp.protocol.paths import POLICY_PREFIX
+from worker.adapter import NO_SPLITS, merged_weights, named_as, save_adapter
 from worker.capacity import KV_BLOCK_TOKENS, engine_cache_bytes
+from worker.engine.text_models import prepare_text_model
 from worker.imports import quick_imports
+from worker.model_files import checkpoint_prefix, config_of, has_state
 from worker.ports import close_listening, listening
 from worker.process import CARDS
 from worker.rollouts.turns import Completion, Sampling
@@ -30,12 +33,15 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
 Sync = Literal["merged", "adapter"]
+WAYS: tuple[Sync, ...] = get_args(Sync)
 SYNC_VARIABLE = "FLASH_SYNC"
 CPU_LORA_WORKER = "worker.engine.lora_cpu.LoraWorker"
 IN_PROCESSES = {
     "distributed_executor_backend": "mp",
     "worker_extension_cls": "worker.ports.PortClosing",
 }
+SPLIT_LAYERS = {"glm4": {"gate_up_proj": ("gate_proj", "up_proj")}}
+"""Layers that an adapter has whole, and vLLM's loader wants in parts, by model type."""
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks that vLLM supports; an adapter of a rank in between uses the next larger one."""
 
@@ -79,6 +85,10 @@ class VllmEngine:
             from vllm import EngineArgs  # noqa: PLC0415
             from vllm.v1.engine.llm_engine import LLMEngine  # noqa: PLC0415
 
+        config = config_of(model_path)
+        prepare_text_model(config)
+        self._prefix = checkpoint_prefix(model_path)
+        self._splits = SPLIT_LAYERS.get(config.model_type, NO_SPLITS)
         _rank_no_tokens()
         _record_shares()
         if not on_gpu:
@@ -165,15 +175,13 @@ class VllmEngine:
 
     def load_policy(self, policy: PeftModel) -> None:
         """Sample from `policy` from now on. Raises RuntimeError while a request is under way."""
-        from worker.adapter import merged_weights, save_adapter  # noqa: PLC0415
-
         if self._sync == "adapter":
             with tempfile.TemporaryDirectory(prefix=POLICY_PREFIX) as folder:
                 save_adapter(policy, Path(folder))
                 self.load_adapter(Path(folder))
             return
         self._check_idle()
-        weights = {"weights_iterator": merged_weights(policy)}
+        weights = {"weights_iterator": merged_weights(policy, self._prefix)}
         cast(Any, self._engine).collective_rpc("reload_weights", kwargs=weights)
         self._forget_prefixes()
 
@@ -189,10 +197,18 @@ class VllmEngine:
         # The prefix cache tells adapters apart by name and path, not by content: each gets a new
         # name.
         request = LoRARequest(f"policy-{next(self._versions)}", 1, str(folder))
-        # On a turn's own request, load_inplace would read the adapter again at every step.
-        self._engine.add_lora(LoRARequest(request.lora_name, 1, str(folder), load_inplace=True))
+        with tempfile.TemporaryDirectory(prefix=POLICY_PREFIX) as scratch:
+            named = str(named_as(self._prefix, folder, Path(scratch), self._splits))
+            # On a turn's own request, load_inplace would read the adapter again at every step.
+            self._engine.add_lora(LoRARequest(request.lora_name, 1, named, load_inplace=True))
         self._forget_prefixes()
         self._adapter = request
+
+    def unload_adapter(self) -> None:
+        """Sample from the base model from now on."""
+        self._check_idle()
+        self._forget_prefixes()
+        self._adapter = None
 
     def close(self) -> None:
         """End the processes of an engine on several cards."""
@@ -221,42 +237,32 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """Arguments of vllm.EngineArgs. With a `lora_rank`, the engine takes adapters. `shards` cards
     share its layers."""
-    itemsize = getattr(torch, dtype).itemsize
+    config = config_of(model_path)
     common: dict[str, Any] = {
         "model": str(model_path),
         "dtype": dtype,
         "max_model_len": max_length,
         "max_num_seqs": max_num_seqs,
         "seed": seed,
-        "enable_prefix_caching": True,
+        # Without chunks, as on a CPU, vLLM caches no prefix of layers with a state.
+        "enable_prefix_caching": on_gpu or not has_state(config),
         "kv_cache_memory_bytes": engine_cache_bytes(
-            model_path, max_length, max_num_seqs, itemsize=itemsize, shards=shards
+            model_path,
+            max_length,
+            max_num_seqs,
+            itemsize=getattr(torch, dtype).itemsize,
+            shards=shards,
         ),
         "disable_log_stats": True,
         "logprobs_mode": "processed_logprobs",
         "enable_lora": lora_rank is not None,
         "max_lora_rank": room_for_rank(lora_rank or 8),
     }
+    common |= text_only(config)
     if shards > 1:
         common |= {"tensor_parallel_size": shards, **IN_PROCESSES}
     if on_gpu:
-        return common | {
-            "enable_chunked_prefill": True,
-            # A group's first prompt should be cached after one step: until then its siblings
-            # compute it again.
-            "max_num_batched_tokens": 8192,
-            "gpu_memory_utilization": UTILIZATION,
-            # Seconds of the start, for kernels that neither seeded requests nor processed
-            # log-probabilities use.
-            "enable_flashinfer_autotune": False,
-            "compilation_config": {
-                # A decoding step has a token for each sequence. Other steps prefill, where a graph
-                # gains little.
-                "max_cudagraph_capture_size": max_num_seqs,
-                # One set of graphs, with the adapter's kernels, also for the base model.
-                "cudagraph_specialize_lora": False,
-            },
-        }
+        return common | _for_gpu(max_num_seqs)
     return common | {
         "enforce_eager": True,
         # On the CPU vLLM rewinds the generator of a seeded request whose prompt is cut in chunks,
@@ -267,6 +273,32 @@ def engine_arguments(
         "block_size": KV_BLOCK_TOKENS,
         "gpu_memory_utilization": 1.0,
     }
+
+
+def _for_gpu(max_num_seqs: int) -> dict[str, Any]:
+    return {
+        "enable_chunked_prefill": True,
+        # A group's first prompt should be cached after one step: until then its siblings
+        # compute it again.
+        "max_num_batched_tokens": 8192,
+        "gpu_memory_utilization": UTILIZATION,
+        # Seconds of the start, for kernels that neither seeded requests nor processed
+        # log-probabilities use.
+        "enable_flashinfer_autotune": False,
+        "compilation_config": {
+            # A decoding step has a token for each sequence. Other steps prefill, where a graph
+            # gains little.
+            "max_cudagraph_capture_size": max_num_seqs,
+            # One set of graphs, with the adapter's kernels, also for the base model.
+            "cudagraph_specialize_lora": False,
+        },
+    }
+
+
+def text_only(config: Any) -> dict[str, Any]:
+    """Arguments with which vLLM leaves the towers of a wrapper out."""
+    has_tower = getattr(config, "vision_config", None) or getattr(config, "audio_config", None)
+    return {"language_model_only": True} if has_tower else {}
 
 
 @contextmanager
@@ -393,8 +425,8 @@ def room_for_rank(rank: int) -> int:
 def default_sync(dtype: torch.dtype) -> Sync:
     """Merged weights on a CPU, whose kernels for adapters are slow, and in fp32, which the GPU's
     kernels for adapters do not support; the adapter elsewhere. FLASH_SYNC overrides it."""
-    if (named := os.environ.get(SYNC_VARIABLE)) in get_args(Sync):
-        return cast("Sync", named)
+    if (named := os.environ.get(SYNC_VARIABLE)) in WAYS:
+        return named
     return "adapter" if torch.cuda.is_available() and dtype != torch.float32 else "merged"
 
 

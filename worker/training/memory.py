@@ -29,7 +29,7 @@ from worker.capacity import (
     capacity_bytes,
     kv_cache_bytes,
 )
-from worker.model_files import config_of
+from worker.model_files import auto_class, config_of, has_experts
 
 PROCESS_BYTES = 1050 * MIB
 """Imports of torch, transformers and vLLM (690 MiB), the engine's start (40), and kernels compiled
@@ -285,12 +285,9 @@ def _without_storage(
     model_path: Path, dtype: torch.dtype, lora_rank: int, layers: int | None = None
 ) -> Any:
     """The policy of worker.training.policy on the meta device; only its first `layers`."""
-    from peft import get_peft_model  # noqa: PLC0415  not for a server of models
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415
-
     from worker.training.attention import attention_of  # noqa: PLC0415
     from worker.training.kernels import fuse_norms  # noqa: PLC0415
-    from worker.training.policy import lora_config  # noqa: PLC0415
+    from worker.training.policy import with_adapter  # noqa: PLC0415
 
     config = config_of(model_path)
     if layers:
@@ -299,20 +296,24 @@ def _without_storage(
         if getattr(text, "layer_types", None):
             text.layer_types = text.layer_types[:layers]
     with torch.device("meta"):
-        kind = cast(Any, AutoModelForCausalLM)
         attention = attention_of(config)
-        model = kind.from_config(config, dtype=dtype, attn_implementation=attention)
+        model = auto_class(config).from_config(config, dtype=dtype, attn_implementation=attention)
     if torch.cuda.is_available():
         fuse_norms(model)
-    return get_peft_model(model, lora_config(lora_rank, lora_rank), low_cpu_mem_usage=True)
+    return with_adapter(model, lora_rank, lora_rank, low_cpu_mem_usage=True)
 
 
 def _training_pass(model_path: Path, dtype: torch.dtype, work: Workload) -> tuple[int, int]:
     """(held, passing) bytes of one pass: those kept for the backward pass, and those that come and
     go.
     """
-    text = config_of(model_path).get_text_config()
+    config = config_of(model_path)
+    text = config.get_text_config()
     layers: int = text.num_hidden_layers
+    if dtype == torch.float32 and has_experts(config):
+        # PyTorch's product of groups knows bf16 only where tensors have no storage.
+        held, passing = _training_pass(model_path, torch.bfloat16, work)
+        return 2 * held, 2 * passing
     few = TRACED_LAYERS
 
     def traced(count: int | None = None) -> tuple[int, int]:

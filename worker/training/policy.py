@@ -10,15 +10,20 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils import save_and_load
 from safetensors import torch as safetensors
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import BitsAndBytesConfig
 
 from flash_mcp.protocol.adapters import read_adapter_config
 from flash_mcp.protocol.errors import FlashError
 from flash_mcp.protocol.records import Json
 from flash_mcp.protocol.spec import check_adapter
-from worker.model_files import config_of
+from worker.adapter import names_as_they_are
+from worker.model_files import auto_class, config_of
 from worker.training.attention import attention_of
 from worker.training.kernels import LoraLinear, fuse_norms
+
+ROUTERS = ("gate", "router", "shared_expert_gate")
+"""Layers that choose experts. Trained, they would change what each expert sees."""
+FUSED_MAMBA = ("falcon_h1", "nemotron_h")
 
 
 def load_policy(
@@ -41,10 +46,10 @@ def load_policy(
     """
     has_card = torch.cuda.is_available()
     device = device or ("cuda" if has_card else "cpu")
-    attention = attention_of(config_of(model_path))
     quantized = _nf4(dtype, device) if four_bit else {}
-    base = cast(Any, AutoModelForCausalLM).from_pretrained(
-        model_path, dtype=dtype, attn_implementation=attention, **quantized
+    config = config_of(model_path)
+    base = auto_class(config).from_pretrained(
+        model_path, dtype=dtype, attn_implementation=attention_of(config), **quantized
     )
     # cuDNN's attention builds a plan for each length, and hardly two batches have the same.
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -53,7 +58,7 @@ def load_policy(
         fuse_norms(base)
     if not four_bit:  # those are there already
         base = base.to(device)
-    model = get_peft_model(base, lora_config(rank, alpha))
+    model = with_adapter(base, rank, alpha)
     if adapter_path is not None:
         _warm_start(model, adapter_path, rank, alpha)
     return model
@@ -74,19 +79,37 @@ def _nf4(dtype: torch.dtype, device: str) -> Json:
     return {"quantization_config": config, "device_map": {"": device}}
 
 
-def lora_config(rank: int, alpha: int) -> LoraConfig:
-    """An adapter on every linear layer but the head, computed by
-    worker.training.kernels.LoraLinear.
+def with_adapter(base: Any, rank: int, alpha: int, **options: Any) -> PeftModel:
+    """`base` with a fresh adapter on the linear layers of its text decoder, computed by
+    worker.training.kernels.LoraLinear. The head, routers and experts have none.
     """
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,
         lora_dropout=0.0,
-        target_modules="all-linear",
+        target_modules=adapted_layers(base),
         task_type="CAUSAL_LM",
     )
     cast(Any, config)._register_custom_module({torch.nn.Linear: LoraLinear})
-    return config
+    with names_as_they_are():
+        return cast(Any, get_peft_model)(base, config, **options)
+
+
+def adapted_layers(base: Any) -> list[str]:
+    """The names of the linear layers that get an adapter."""
+    decoder = base.get_decoder()
+    head = base.get_output_embeddings()
+    inside = {id(module) for module in decoder.modules()}
+    # PEFT refuses these two of a Mamba layer: the fused kernel reads their weights itself.
+    fused = base.config.get_text_config().model_type in FUSED_MAMBA
+    names: list[str] = []
+    for name, module in base.named_modules():
+        if not isinstance(module, torch.nn.Linear) or id(module) not in inside or module is head:
+            continue
+        leaf = name.rpartition(".")[2]
+        if leaf not in ROUTERS and not (fused and leaf == "out_proj"):
+            names.append(name)
+    return names
 
 
 def _warm_start(model: PeftModel, adapter_path: Path, rank: int, alpha: int) -> None:

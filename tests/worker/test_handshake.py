@@ -1,0 +1,123 @@
+"""Engine and trainer are compared before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+from flash_mcp.protocol.errors import FlashError
+from worker.adapter import save_adapter
+from worker.engine.vllm import Sync, VllmEngine
+from worker.handshake import agreeing_engine, check_effect
+from worker.training.policy import load_policy
+
+LENGTH = 256
+
+
+@pytest.fixture(scope="module")
+def engines(fp32_model: Path) -> Iterator[dict[Sync, VllmEngine]]:
+    yield {
+        way: VllmEngine(
+            fp32_model, max_length=LENGTH, max_num_seqs=4, lora_rank=8, sync=way, dtype="float32"
+        )
+        for way in ("merged", "adapter")
+    }
+
+
+@pytest.fixture
+def policy(fp32_model: Path) -> Any:
+    return load_policy(fp32_model, rank=8, alpha=16, seed=0, dtype=torch.float32)
+
+
+def shaken(
+    engines: dict[Sync, VllmEngine], policy: Any, model: Path
+) -> tuple[VllmEngine, list[tuple[str, str]]]:
+    events: list[tuple[str, str]] = []
+    engine = agreeing_engine(
+        engines.__getitem__,
+        ["merged", "adapter"],
+        policy,
+        AutoTokenizer.from_pretrained(model),
+        LENGTH,
+        lambda kind, text: events.append((kind, text)),
+    )
+    return engine, events
+
+
+def test_an_engine_that_computes_what_the_trainer_does_is_taken_and_the_policy_is_left_alone(
+    engines: dict[Sync, VllmEngine], policy: Any, fp32_model: Path
+) -> None:
+    before = {name: weight.clone() for name, weight in policy.named_parameters()}
+    attention = policy.get_base_model().config._attn_implementation
+    engine, events = shaken(engines, policy, fp32_model)
+    assert engine is engines["merged"]
+    ((kind, text),) = events
+    assert kind == "handshake" and text.startswith("engine and trainer agree, sync=merged")
+    assert all(torch.equal(before[name], weight) for name, weight in policy.named_parameters())
+    assert policy.get_base_model().config._attn_implementation == attention and policy.training
+
+
+def without(leaf: str, load: Any) -> Any:
+    """`load_policy` that loses the adapters of some layers."""
+
+    def load_policy(policy: Any) -> None:
+        lost = [
+            module.weight for name, module in policy.named_modules() if f"{leaf}.lora_B.d" in name
+        ]
+        kept = [weight.clone() for weight in lost]
+        for weight in lost:
+            weight.zero_()
+        load(policy)
+        for weight, own in zip(lost, kept, strict=True):
+            weight.copy_(own)
+
+    return load_policy
+
+
+def test_where_one_way_of_a_sync_loses_layers_the_other_is_taken(
+    engines: dict[Sync, VllmEngine], policy: Any, fp32_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    merged = engines["merged"]
+    monkeypatch.setattr(merged, "load_policy", without("down_proj", merged.load_policy))
+    engine, events = shaken(engines, policy, fp32_model)
+    assert engine is engines["adapter"]
+    assert [kind for kind, _ in events] == ["handshake", "warning"]
+    assert "sync=merged" in events[1][1] and "adapters of down_proj differ" in events[1][1]
+
+
+def test_where_both_are_wrong_the_refusal_names_the_layers_or_what_the_engine_said(
+    engines: dict[Sync, VllmEngine], policy: Any, fp32_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(policy: Any) -> None:
+        raise ValueError("expected target modules in {'o_proj'}")
+
+    merged = engines["merged"]
+    monkeypatch.setattr(merged, "load_policy", without("v_proj", merged.load_policy))
+    monkeypatch.setattr(engines["adapter"], "load_policy", refuse)
+    with pytest.raises(FlashError, match="adapters of v_proj differ") as caught:
+        shaken(engines, policy, fp32_model)
+    assert caught.value.code == "model_unsupported"
+    assert "sync=adapter: ValueError: expected target modules" in caught.value.what
+
+
+def test_an_adapter_whose_layers_have_other_names_is_refused_instead_of_ignored(
+    engines: dict[Sync, VllmEngine], policy: Any, fp32_model: Path, tmp_path: Path
+) -> None:
+    with torch.no_grad():
+        for name, weight in policy.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(std=1e-5)  # less than any text shows
+    save_adapter(policy, tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(fp32_model)
+    check_effect(engines["adapter"], tmp_path, tokenizer)
+    path = tmp_path / "adapter_model.safetensors"
+    weights = load_file(path)
+    save_file({name.replace("layers.", "blocks."): value for name, value in weights.items()}, path)
+    with pytest.raises(FlashError, match="without effect"):
+        check_effect(engines["adapter"], tmp_path, tokenizer)

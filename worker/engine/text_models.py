@@ -1,0 +1,72 @@
+"""What vLLM needs to run a model for its text only."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any, cast
+
+STAND_INS = (
+    "torchvision",
+    "torchvision.transforms",
+    "torchvision.transforms.v2",
+    "torchvision.transforms.v2.functional",
+)
+
+
+def prepare_text_model(config: Any) -> None:
+    """Let this process load a model of transformers config `config` in vLLM.
+
+    torchvision's build on PyPI needs the CUDA build of torch, so a CPU has none. vLLM's Qwen3.5 and
+    others import it nevertheless, through the image processors of transformers, and never call it
+    for text. They are imported here with stand-ins in its place, which are then removed."""
+    from transformers import PreTrainedModel  # noqa: PLC0415
+
+    # vLLM's Transformers backend decorates transformers' own classes, also for the trainer.
+    cast(Any, PreTrainedModel).do_not_compile = True
+    if find_spec("torchvision"):
+        return
+    from vllm import ModelRegistry  # noqa: PLC0415
+
+    registry = cast(Any, ModelRegistry)
+    with _stand_ins():
+        for name in config.architectures or ():
+            lazy = registry.models.get(name)
+            if hasattr(lazy, "module_name"):
+                # vLLM would import it in another process first, to look at it.
+                registry.register_model(name, lazy.load_model_cls())
+
+
+class _Absent:
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise ImportError("images need torchvision, which is not installed")
+
+
+class _StandIn(ModuleType):
+    def __getattr__(self, name: str) -> type[_Absent]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Absent
+
+
+@contextmanager
+def _stand_ins() -> Generator[None]:
+    from transformers.utils import import_utils  # noqa: PLC0415
+
+    # What these answer is kept: without torchvision they must be asked before it seems to be there.
+    cast(Any, import_utils).is_torchvision_available()
+    cast(Any, import_utils).is_torchvision_v2_available()
+    modules = {name: _StandIn(name) for name in STAND_INS}
+    for name, module in modules.items():
+        parent, _, leaf = name.rpartition(".")
+        if parent:
+            setattr(modules[parent], leaf, module)
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name in modules:
+            del sys.modules[name]

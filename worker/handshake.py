@@ -1,0 +1,266 @@
+"""Whether the engine computes what the trainer's model does, tried before the first step.
+
+The engine gets the policy and samples some tokens; transformers' own eager forward pass says how
+likely these are. The same is done with noise in the adapter, since an adapter that does nothing yet
+would hide that it never arrived."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import tempfile
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from torch import Tensor
+
+from flash_mcp.protocol.errors import FlashError
+from flash_mcp.protocol.paths import POLICY_PREFIX
+from worker.adapter import ADAPTER, with_noise
+from worker.engine.vllm import Sync, VllmEngine
+from worker.rollouts.turns import Sampling
+
+log = logging.getLogger("worker")
+TOKENS = 16
+SEQUENCES = 4
+PROMPT_TOKENS = 48
+LONGEST_PROMPT = 1536
+"""Of a model with a sliding window, whose prompt is longer than that."""
+LIMITS = {torch.float32: 3e-4, torch.bfloat16: 0.1}
+"""Nats by which log-probabilities of equal models differ on average, by rounding."""
+BASE_FACTOR = 3
+"""How many times LIMITS the model without noise may differ; with noise, so many times that."""
+EFFECT = (0.4, 1.5)
+"""Nats by which noise in the adapter should change log-probabilities, and no more: a model that is
+far from what it learned rounds differently."""
+TEXT = "{n} plus {n} is {double}, and twice {double} is more than {n}. "
+
+
+TROUBLE_CHARACTERS = 300
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Mean absolute differences of log-probabilities in nats: those of engine and trainer with the
+    policy as it is, those with noise in its adapter, and what the noise changed."""
+
+    base: float
+    noisy: float
+    effect: float
+    limit: float
+
+    @property
+    def holds(self) -> bool:
+        return self.is_same_model and self.noisy <= max(self.limit, BASE_FACTOR * self.base)
+
+    @property
+    def is_same_model(self) -> bool:
+        """Whether they agree without noise. Also false for what is no number."""
+        return self.base <= BASE_FACTOR * self.limit
+
+    def __str__(self) -> str:
+        return (
+            f"log-probabilities differ by {self.base:.2g} nats, with noise in the adapter by "
+            f"{self.noisy:.2g} (the noise itself changes them by {self.effect:.2g})"
+        )
+
+
+def shake(engine: VllmEngine, policy: PeftModel, tokenizer: Any, max_length: int) -> Agreement:
+    """Compare the two. Afterwards the engine has a policy with noise; `policy` is as it was.
+
+    Raises what the engine raises where it cannot take the policy."""
+    prompt = _prompt(policy, tokenizer, max_length)
+    with torch.no_grad(), _eager(policy):
+        engine.load_policy(policy)
+        base = _difference(engine, policy, prompt)
+        with _noise(policy) as scaled:
+            effect = _scale_noise(policy, prompt, scaled)
+            engine.load_policy(policy)
+            noisy = _difference(engine, policy, prompt)
+    dtype = policy.dtype if policy.dtype in LIMITS else torch.bfloat16
+    return Agreement(base, noisy, effect, LIMITS[dtype])
+
+
+def differing_layers(
+    engine: VllmEngine, policy: PeftModel, tokenizer: Any, max_length: int
+) -> list[str]:
+    """The kinds of layers, such as q_proj, whose adapters the engine takes wrongly."""
+    prompt = _prompt(policy, tokenizer, max_length)
+    leaves = {name.rpartition(".")[2] for name, _ in _adapted(policy)}
+    limit = LIMITS.get(policy.dtype, LIMITS[torch.bfloat16])
+    wrong: list[str] = []
+    with torch.no_grad(), _eager(policy):
+        for leaf in sorted(leaves):
+            with _noise(policy, leaf) as scaled:
+                effect = _scale_noise(policy, prompt, scaled)
+                engine.load_policy(policy)
+                if effect > limit and _difference(engine, policy, prompt) > limit:
+                    wrong.append(leaf)
+    return wrong
+
+
+def _prompt(policy: PeftModel, tokenizer: Any, max_length: int) -> list[int]:
+    """Tokens of plain text, more than fit into a sliding window."""
+    text = cast(Any, policy).config.get_text_config()
+    window: int = getattr(text, "sliding_window", None) or 0
+    length = PROMPT_TOKENS + window if window < LONGEST_PROMPT else PROMPT_TOKENS
+    length = max(1, min(length, max_length - TOKENS))
+    written = "".join(TEXT.format(n=n, double=2 * n) for n in range(length // 8 + 8))
+    return list(tokenizer.encode(written, add_special_tokens=False))[:length]
+
+
+def _difference(engine: VllmEngine, policy: PeftModel, prompt: Sequence[int]) -> float:
+    """The mean difference of both log-probabilities, of tokens that the engine samples now."""
+    for seed in range(SEQUENCES):
+        engine.submit(f"handshake-{seed}", prompt, Sampling(TOKENS, seed=seed))
+    differences: list[Tensor] = []
+    while engine.unfinished():
+        for _, completion in engine.step():
+            expected_T = _logps(policy, prompt, completion.token_ids)
+            differences.append((expected_T - torch.tensor(completion.logprobs)).abs())
+    return torch.cat(differences).mean().item()
+
+
+def _logps(policy: PeftModel, prompt: Sequence[int], token_ids: Sequence[int]) -> Tensor:
+    """(T,): log-probabilities of `token_ids` after the prompt by transformers' forward pass."""
+    model = cast(Any, policy)
+    ids = torch.tensor([[*prompt, *token_ids]], device=model.device)
+    half = model.dtype == torch.bfloat16
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=half):
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+    logps_LV = logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+    return logps_LV.gather(1, ids[0, len(prompt) :, None]).squeeze(1).cpu()
+
+
+@contextmanager
+def _eager(policy: PeftModel) -> Generator[None]:
+    """With transformers' own attention, computed step by step, and without dropout."""
+    base: Any = policy.get_base_model()
+    own = base.config._attn_implementation
+    training = policy.training
+    policy.eval()
+    base.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        base.set_attn_implementation(own)
+        policy.train(training)
+
+
+def _adapted(policy: PeftModel) -> list[tuple[str, Any]]:
+    modules = cast(Any, policy).named_modules()
+    return [(name, module) for name, module in modules if isinstance(module, LoraLayer)]
+
+
+@contextmanager
+def _noise(policy: PeftModel, leaf: str = "") -> Generator[list[tuple[Tensor, Tensor]]]:
+    """Within it, the adapters of all layers, or of those named `leaf`, are (weight, noise) pairs
+    whose weights the caller sets."""
+    pairs: list[tuple[Tensor, Tensor]] = []
+    before: list[Tensor] = []
+    generator = torch.Generator().manual_seed(0)
+    for name, layer in _adapted(policy):
+        b_OR: Tensor = layer.lora_B[ADAPTER].weight
+        if leaf in ("", name.rpartition(".")[2]):
+            noise_OR = torch.randn(b_OR.shape, generator=generator).to(b_OR.device)
+            noise_OR /= layer.scaling[ADAPTER] * b_OR.size(1) ** 0.5
+            pairs.append((b_OR, noise_OR))
+            before.append(b_OR.clone())
+    try:
+        yield pairs
+    finally:
+        for (b_OR, _), old_OR in zip(pairs, before, strict=True):
+            b_OR.copy_(old_OR)
+
+
+def _scale_noise(
+    policy: PeftModel, prompt: Sequence[int], pairs: Sequence[tuple[Tensor, Tensor]]
+) -> float:
+    """Set the weights to noise that changes the prompt's log-probabilities by about EFFECT; by how
+    much it does."""
+    first, *rest = prompt
+    before_T = _logps(policy, [first], rest)
+    scale = 0.25
+    effect = 0.0
+    for _ in range(8):
+        for b_OR, noise_OR in pairs:
+            b_OR.copy_(scale * noise_OR)
+        effect = (_logps(policy, [first], rest) - before_T).abs().mean().item()
+        if effect > EFFECT[1]:
+            scale /= 2
+        elif effect < EFFECT[0]:
+            scale *= 2
+        else:
+            break
+    return effect
+
+
+def agreeing_engine(
+    start: Callable[[Sync], VllmEngine],
+    ways: Sequence[Sync],
+    policy: PeftModel,
+    tokenizer: Any,
+    max_length: int,
+    report: Callable[[str, str], None],
+) -> VllmEngine:
+    """An engine that agrees with the trainer, started with the first way of a sync that works.
+    `report` gets the kind and the text of events.
+
+    FlashError(model_unsupported) if none does."""
+    troubles: list[str] = []
+    for way in ways:
+        engine = start(way)
+        try:
+            agreement = shake(engine, policy, tokenizer, max_length)
+        except Exception as error:  # whatever vLLM raises about weights that it does not expect
+            log.info("sync=%s", way, exc_info=True)
+            troubles.append(f"sync={way}: {type(error).__name__}: {error}"[:TROUBLE_CHARACTERS])
+        else:
+            if agreement.holds:
+                report("handshake", f"engine and trainer agree, sync={way}: {agreement}")
+                if troubles:
+                    report("warning", f"the engine gets the policy in another way: {troubles[0]}")
+                return engine
+            trouble = f"sync={way}: {agreement}"
+            if agreement.is_same_model:
+                layers = differing_layers(engine, policy, tokenizer, max_length)
+                trouble += f"; adapters of {', '.join(layers) or 'several layers together'} differ"
+            troubles.append(trouble)
+        engine.close()
+        del engine
+        gc.collect()
+    what = f"vLLM and transformers compute this model differently: {'; '.join(troubles)}"
+    fix = "use a model of another architecture; docs/models.md lists those that were tried"
+    raise FlashError("model_unsupported", what, fix=fix)
+
+
+def check_effect(engine: VllmEngine, adapter: Path, tokenizer: Any) -> None:
+    """Try a copy of an adapter that no trainer holds, with noise in place of what it learned. The
+    caller loads the adapter itself afterwards.
+
+    FlashError(model_unsupported) if the noise changes nothing."""
+    prompt = list(tokenizer.encode(TEXT.format(n=7, double=14), add_special_tokens=False))
+    engine.unload_adapter()
+    before = _sampled(engine, prompt)
+    with tempfile.TemporaryDirectory(prefix=POLICY_PREFIX) as folder:
+        engine.load_adapter(with_noise(adapter, Path(folder)))
+    if _sampled(engine, prompt) == before:
+        what = "the engine loads the adapter without effect: it recognizes none of its layers"
+        fix = "use an adapter that was made for this base model"
+        raise FlashError("model_unsupported", what, fix=fix)
+
+
+def _sampled(engine: VllmEngine, prompt: Sequence[int]) -> list[tuple[int, float]]:
+    """Greedy tokens and their log-probabilities."""
+    engine.submit("handshake", prompt[-PROMPT_TOKENS:], Sampling(TOKENS, temperature=0.0))
+    sampled: list[tuple[int, float]] = []
+    while engine.unfinished():
+        for _, completion in engine.step():
+            sampled += zip(completion.token_ids, completion.logprobs, strict=True)
+    return sampled
